@@ -138,7 +138,7 @@ class Verifier:
             )
 
     def _compared_parts(self, graph: FusedModel, feeds: Feeds | None, is_main: bool) -> PartsVerification:
-        """Compare the parts of a graph; if the comparison itself raises, all of them count as not compared."""
+        """Compare the fused nodes of a graph; if the comparison itself raises, all of them count as not compared."""
         try:
             return self._compare_parts(graph, feeds, is_main)
         except Exception as error:

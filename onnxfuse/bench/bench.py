@@ -119,7 +119,7 @@ class BenchSettings:
     provider: Provider = "cpu"
     cuda_graph: bool = True  # on CUDA, also run with CUDA graphs
     ops: bool = True  # also time each operator alone
-    tune: TunePolicy = "cached"  # how the fused model chooses between kernel and body: see onnxfuse.InferenceSession
+    tune: TunePolicy = "cached"  # how the model chooses between kernel and ONNX function: see InferenceSession
 
 
 def bench(
@@ -127,7 +127,7 @@ def bench(
 ) -> Bench:
     """Time a model and its fused version in turns, on inputs and outputs that stay on the device.
 
-    An unfused model is fused here; a fused model is compared with itself running as bodies.
+    An unfused model is fused here; a fused model is compared with itself while its fused nodes run as ONNX functions.
 
     Raises UsageError for a shape that the model does not accept, VerificationError if the original does not run or has
     outputs that cannot be compared.

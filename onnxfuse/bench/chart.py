@@ -176,7 +176,10 @@ def bars_of_models(contenders: Sequence[Contender]) -> Iterator[Bar]:
 
 
 def bars_of_ops(ops: Sequence[OpTime], on_gpu: bool = True) -> Iterator[Bar]:
-    """Yield the summed microseconds of the nodes of each fused operator; on a GPU, one bar each for kernel and body."""
+    """Yield the summed microseconds of the nodes of each fused operator.
+
+    On a GPU, an operator has one bar for its kernel, and one for its body: the ONNX function that its nodes call.
+    """
     for op in (each for each in ops if each.how != UNFUSED):
         label = f"{len(op.nodes)} {op.fusion}, {op.shapes[0] if op.shapes else ''}"
         pairs: tuple[tuple[BarKind, str, float | None], ...] = (

@@ -47,7 +47,7 @@ class CompiledGpu:
     device: Device
     templates: int
     variants: int
-    tuned: int  # number of variants that were chosen by measuring
+    tuned: int  # number of plans that were chosen by measuring
     kernels: int
 
 
@@ -70,7 +70,7 @@ class Compiled:
     seconds: float
     gpus: tuple[CompiledGpu, ...]
     left_out: tuple[LeftOut, ...]
-    bodies: Mapping[str, str]  # functions that a process without Python runs as bodies, each with the reason
+    bodies: Mapping[str, str]  # names of ONNX functions that onnxruntime runs itself without Python, and why
 
 
 @dataclass(frozen=True)

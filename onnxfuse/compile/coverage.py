@@ -35,7 +35,7 @@ def without_plans(
 
     dims    names of dims of the model's inputs that all get the wanted size; other dims get each of OTHER_SIZES
 
-    Nodes whose operators the file does not name are left out, because their bodies run.
+    Nodes whose operators the file does not name are left out, because onnxruntime runs their ONNX functions.
     """
     if not wanted:
         return

@@ -48,6 +48,6 @@ def _left_out(left_out: Sequence[LeftOut]) -> Iterator[Line]:
 
 
 def _bodies(compiled: Compiled) -> Iterator[Line]:
-    """Yield the functions that run as bodies without Python, and why."""
+    """Yield the ONNX functions that onnxruntime itself runs in a process without Python, and why."""
     yield Line("[bold]Run as bodies where there is no Python[/]")
     yield from (Line(f"{escape(op)}: {escape(why)}", "  ", 4) for op, why in compiled.bodies.items())

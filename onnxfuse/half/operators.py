@@ -1,4 +1,4 @@
-"""Which operators compute in half precision, and which of their inputs and outputs then have it."""
+"""Which operators compute in half precision, and which of their inputs and outputs then have that dtype."""
 
 from __future__ import annotations
 

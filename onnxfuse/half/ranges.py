@@ -114,7 +114,11 @@ class _Observer:
         self.found[name] = self.found[name].joined(seen) if name in self.found else seen
 
     def run(self, piece: Sequence[onnx.NodeProto], live: Sequence[dict[str, object]], later: set[str]) -> None:
-        """Run some nodes on the live tensors, record the ranges of their results, and keep the results in `later`."""
+        """Run some nodes, and record the ranges of their results.
+
+        live   for each run, its inputs and the results of earlier nodes; afterwards only the tensors in `later`
+        later  the names of the tensors that later nodes read
+        """
         made = [name for node in piece for name in node.output if name]
         watched = [name for name in made if self.types.get(name, 0) in REAL]
         carried = [name for name in made if name in later]

@@ -53,9 +53,9 @@ QUANTIZED: Final = (  # prefixes of the names of operators on quantized tensors
 
 @dataclass(frozen=True)
 class Dropped:
-    """A step that was taken back, and why: a fusion, the layout, a pass, or the folding into weights or constants.
+    """A step whose result was wrong, so that it was undone: a fusion, the layout, a pass, or a folding; and the reason.
 
-    `node` is "" if the step was taken back for all nodes.
+    `node` is "" if the step was undone for all nodes.
     """
 
     fusion: str

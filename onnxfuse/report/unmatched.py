@@ -30,7 +30,7 @@ def why_no_region() -> str:
 
 
 def why_not_made(fusion: LayoutFusion, fusions: Iterable[Fusion], layout: LayoutResult, graph: onnx.GraphProto) -> str:
-    """Return why a layout made no node of `fusion`, one of the fusions that layouts make, in this graph."""
+    """Return why the layout stage, which makes the nodes of `fusion`, made none in this graph."""
     if not any(each.name == CONVOLUTION for each in fusions):
         return f"layouts make it around convolutions; name {CONVOLUTION}, too"
     nearest = next((one for one in (*layout.others, *layout.stays) if one.op in fusion.operators), None)

@@ -1,8 +1,8 @@
 """Run a fused node as its body, the ONNX function that the node calls, where planning or compiling a kernel failed.
 
 The body runs inside a run of the user's session, but in a session of its own, whose model is one call of the function.
-Its work is started on the node's stream and not waited for, so that a CUDA graph captures the body's kernels too.  Each
-stream has its own session, because the runs of a session share its memory.
+The body is started on the node's stream and not waited for, so that a CUDA graph captures the body's kernels too.  Each
+stream has its own session, because the runs of a session share the session's memory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _lock: Final = threading.Lock()
 
 
 def keep_bodies(model: onnx.ModelProto, nodes: Iterable[tuple[FusedNode, onnx.NodeProto]], device: Device) -> None:
-    """Store the bodies of a model's fused nodes, which run where a kernel fails; equal nodes share one body."""
+    """Store the bodies (ONNX functions) of fused nodes, to run where a kernel fails; equal nodes share one body."""
     functions = {each.name: each for each in model.functions if each.domain == DOMAIN}
     opsets = tuple((each.domain, each.version) for each in model.opset_import)
     for node, proto in nodes:
@@ -75,12 +75,15 @@ def _nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
 
 
 def has_body(node: FusedNode, device: Device) -> bool:
-    """Return whether the body of a node is known."""
+    """Return whether the body of a node, the ONNX function that it calls, is known."""
     return place_of(node, device) in _bodies
 
 
 def run_body(request: BodyRequest, node: FusedNode, device: Device) -> None:
-    """Start the body of a node on the node's stream, and copy its outputs.  Passes on onnxruntime's errors."""
+    """Start the body (ONNX function) of a node on the node's stream, and copy the outputs to those of the node.
+
+    Passes on onnxruntime's errors.
+    """
     given, provider = request.node.inputs, request.node.provider
     session = _session(request, _bodies[place_of(node, device)], given)
     binding, kind = session.io_binding(), DEVICE_TYPES.get(provider, "cuda")
@@ -102,7 +105,7 @@ def forget_node(kernel: int) -> None:
 
 
 def _session(request: BodyRequest, body: Body, inputs: Sequence[TensorSpec]) -> ort.InferenceSession:
-    """Return the session of a body for a stream and inputs of these ranks."""
+    """Return the session that runs a body (a node's ONNX function) on a stream, for inputs of these ranks."""
     key = request.stream, tuple(len(spec.shape) for spec in inputs)
     with _lock:
         of_node = _sessions.setdefault(request.node.kernel, {})

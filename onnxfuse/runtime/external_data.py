@@ -52,7 +52,7 @@ def external_data_folder(folder: Path | None, options: ort.SessionOptions, *, sh
 
     If `folder` is None or the options name a folder, the options are not changed. `shared` options may serve another
     model next, so the folder is removed from them at the end; onnxruntime logs a warning about that. Threads with the
-    same options wait here for each other, because a session would otherwise find the weights of another thread's model.
+    same options enter this context in turn, because a session might otherwise find the weights of another model.
     """
     with _lock:
         own_lock = _lock_of_options.setdefault(options, threading.Lock())

@@ -122,14 +122,14 @@ def _value(attribute: onnx.AttributeProto) -> object:
 
 
 def attribute_kinds(calls: Collection[Call]) -> str:
-    """Return the attributes of an op's nodes for the native library, as "epsilon:f axis:i"."""
+    """Return the names and types of the attributes of an op's nodes, for the native library: "epsilon:f axis:i"."""
     attributes = [attribute for call in calls for attribute in call.proto.attribute]
     kinds = {(each.name, ATTRIBUTE_KINDS[each.type]) for each in attributes if each.type in ATTRIBUTE_KINDS}
     return " ".join(f"{name}:{kind}" for name, kind in sorted(kinds))
 
 
 def split_functions(model: onnx.ModelProto, calls: Collection[Call], whole: onnx.ModelProto) -> onnx.ModelProto:
-    """Make some nodes call renamed copies of their functions, so that they run as bodies while others run as kernels.
+    """Make some nodes call renamed copies of their functions, so that only other nodes of the functions run as kernels.
 
     calls  the nodes, as they were read from `model`
     whole  the same model with all its weights; its nodes are changed, and it is returned

@@ -12,7 +12,7 @@ from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
 
 
 class Host(Protocol):
-    """The functions that `host.py` of a family defines."""
+    """The functions that the `host.py` of each family (a folder with the kernels of related fusions) defines."""
 
     def supports(self, node: FusedNode, dtypes: Sequence[str], device: Device, /) -> str | None:
         """Return why no kernel can run this node on this device; None if one can.  `dtypes` are its inputs' dtypes."""
@@ -27,7 +27,7 @@ class Host(Protocol):
 def find_host(fusion: str) -> Host | None:
     """Return the host of a fusion; None if the fusion has no kernels.
 
-    Raises KernelError, which names the origin of the family, if its host does not load.
+    Raises KernelError, which names the folder or package of the host, if the host does not load.
     """
     families = (family for each in kernel_folders() for family in each.families)
     return next((_host(family) for family in families if fusion in family.fusions), None)

@@ -12,7 +12,7 @@ from onnxfuse.runtime.plan import Device, FusedNode
 from onnxfuse.runtime.template_key import signature
 
 log: Final = logging.getLogger("onnxfuse")
-# The replacement of a failed kernel: another kernel, the body for some sizes, or the body for all sizes.
+# The replacement of a failed kernel: another kernel, or the node's body (its ONNX function) for some or for all sizes.
 Instead = Literal["kernel", "body", "body always"]
 TEXTS: Final[dict[Instead, str]] = {
     "kernel": "another kernel runs, or its body, in place of one that failed",

@@ -47,7 +47,7 @@ OWN: Final = Origin("onnxfuse")
 
 @dataclass(frozen=True)
 class Family:
-    """A family of kernels."""
+    """A family: the kernels of related fusions, and the Python package that plans them."""
 
     module: str  # the name of its Python package
     fusions: tuple[str, ...]
@@ -97,7 +97,7 @@ def _own_folders() -> tuple[str, ...]:
     return tuple(onnxfuse.kernels.__path__)
 
 
-@functools.cache  # listing the folders takes some ms, and every plan looks up its host
+@functools.cache  # listing the folders takes some ms, and making a plan looks up a module in them
 def _kernel_folders(own: tuple[str, ...], added: tuple[Path, ...]) -> tuple[KernelFolder, ...]:
     name = onnxfuse.kernels.__name__
     inside = [KernelFolder(path, _families(name, path, OWN), OWN) for path in map(Path, own)]
@@ -110,7 +110,7 @@ def _kernel_folders(own: tuple[str, ...], added: tuple[Path, ...]) -> tuple[Kern
 
 
 def _of_packages() -> Iterator[KernelFolder]:
-    """Yield the families of installed packages, each with its folder."""
+    """Yield the families (kernels of related fusions) of installed packages, each with its folder."""
     for extension in extensions(KERNELS):
         origin = Origin(extension.origin, extension.remedy, f"{extension.package} {extension.version}")
         module = extension.load(KernelError)

@@ -97,7 +97,7 @@ class PreparedTemplate:
         self._data = b""
         self._absent: set[str] = set()  # keys of the kernels whose handle is 0 in `_data`: they were not loaded yet
         self.refused: dict[str, OnnxfuseError] = {}  # kernels that cannot be loaded, by Kernel.key
-        self.dropped: list[Variant] = []  # variants that need a refused kernel
+        self.dropped: list[Variant] = []  # variants (plans for a range of sizes) that need a refused kernel
 
     def add(self, variant: Variant) -> None:
         """Add a variant."""
@@ -125,8 +125,8 @@ class PreparedTemplate:
     def load(self, steps: Iterable[Launch], goes_on: Callable[[], bool]) -> None:
         """Load the kernels of some launches, and allow them the shared memory and the cluster sizes of these launches.
 
-        `goes_on` returns False if the kernels are no longer wanted; then nothing is done.  Variants that need a kernel
-        which cannot be loaded are dropped, after a warning.
+        `goes_on` returns False if the kernels are no longer wanted; then nothing is done.  Variants (plans) that need a
+        kernel which cannot be loaded are dropped, after a warning.
         """
         ordinal = self.situation.device.ordinal
         for step in steps if goes_on() else ():
@@ -140,7 +140,7 @@ class PreparedTemplate:
                 kernel_failures.note(self.situation.node, self.situation.device, error, "kernel")
 
     def refuse(self, key: str, error: OnnxfuseError) -> None:
-        """Drop the variants of a kernel that cannot be compiled or loaded."""
+        """Drop the variants (plans) that launch a kernel which cannot be compiled or loaded."""
         with self._lock:
             self.refused[key] = type(error)(*error.args)  # without the traceback, whose frames keep objects alive
             variants = self.template.variants
@@ -149,7 +149,7 @@ class PreparedTemplate:
             self._data = b""
 
     def error_of(self, variant: Variant) -> OnnxfuseError | None:
-        """Return why one of a variant's kernels cannot be loaded; None if none of them has failed so far."""
+        """Return why one of the kernels of a variant (a plan) cannot be loaded; None if none has failed so far."""
         keys = (kernel.key for kernel in variant.kernels)
         return next((self.refused[key] for key in keys if key in self.refused), None)
 
@@ -158,7 +158,7 @@ class PreparedTemplate:
         return {step.kernel.key for step in self.launches()}
 
     def keys_at(self, points: Iterable[Sequence[int]]) -> set[str]:
-        """Return the keys (`Kernel.key`) of the kernels that the variants chosen at some combinations of sizes need."""
+        """Return the keys (`Kernel.key`) of the kernels of the plans that are chosen at some combinations of sizes."""
         chosen = (self.template.chosen(sizes) for sizes in points)
         return {kernel.key for each in chosen if each for kernel in each.kernels}
 

@@ -97,7 +97,7 @@ class Request:
 
 @dataclass(frozen=True)
 class BodyRequest:
-    """A request of the native library to run the body of a node."""
+    """A request of the native library to run the body of a node: the ONNX function that the node calls."""
 
     node: Request
     inputs: tuple[int, ...]  # addresses of the operands
@@ -187,7 +187,7 @@ def _declare(library: ctypes.CDLL) -> None:
 
 
 def connect(library: ctypes.CDLL, answer: AnswerRequest, run_body: RunBody, forget: ForgetNode) -> None:
-    """Make the library call `answer` for plans, `run_body` to run bodies, and `forget` for nodes that are gone.
+    """Make the library call `answer` for plans, `run_body` to run ONNX functions, and `forget` for nodes that are gone.
 
     The library makes these calls until Python exits. An exception of `answer` or `run_body` becomes an onnxruntime
     error. A program may catch that error, so KeyboardInterrupt and SystemExit also raise KeyboardInterrupt in the main

@@ -45,8 +45,8 @@ class Device:
     multiprocessors: int
     shared_per_block: int  # bytes of dynamic shared memory that a block may opt in to
     tf32: bool = True  # the session allows float32 matrix products to round their operands to TF32
-    shared: bool = False  # other runs use the GPU at the same time, so that plans should leave a large part to them
-    # The GPU's number on this machine, so that hosts can query cuBLASLt and cuDNN on it; NO_GPU if they cannot.
+    shared: bool = False  # other runs use the GPU at the same time, so plans should leave much of the GPU to them
+    # The GPU's number on this machine, with which planning queries cuBLASLt and cuDNN; NO_GPU if that is not possible.
     ordinal: int = field(default=0, compare=False)
 
     @property

@@ -84,22 +84,22 @@ class Planner:
         self._lock: Final = threading.RLock()
 
     def answer_request(self, request: native.Request) -> bytes | None:
-        """Return the bytes of the template that the native library asks for; None if the node's body must run.
+        """Return the bytes of the template that the native library asks for; None if the node runs as ONNX function.
 
-        The body runs where planning or compiling fails, and a warning says why.  Without a body, an exception becomes
-        an onnxruntime error of the node.
+        The function, the node's body, runs where planning or compiling fails, and a warning says why.  Without a body,
+        an exception becomes an onnxruntime error of the node.
         """
         situation = _situation(request)
         try:
             return self._template_bytes(request, situation)
-        except Exception as error:  # hosts, which may come from other packages, can raise anything
+        except Exception as error:  # modules that plan may come from other packages and raise anything
             if request.measure or not body_runs.has_body(situation.node, situation.device):
                 raise
             kernel_failures.note(situation.node, situation.device, error, "body")
             return None
 
     def run_body(self, request: native.BodyRequest) -> None:
-        """Run the body of a node.  An exception becomes an onnxruntime error of the node."""
+        """Run the body of a node (its ONNX function).  An exception becomes an onnxruntime error of the node."""
         situation = _situation(request.node)
         body_runs.run_body(request, situation.node, situation.device)
 
@@ -151,7 +151,7 @@ class Planner:
                 return prepared, data
 
     def mend(self, prepared: PreparedTemplate) -> None:
-        """Give a template the host's next plans if none of its kernels could be loaded.
+        """Give a template the next candidate plans if none of its kernels could be loaded.
 
         The next plans are made for the sizes of the variants that were dropped.  If these plans fail too, the node runs
         as its body (the ONNX function that it calls) at all sizes, from the next session on.  If all kernels compiled
@@ -236,7 +236,7 @@ class Planner:
         return self._nodes.setdefault(request.kernel, _SessionNode(counts, counts and not request.cuda_graph))
 
     def forget_node(self, kernel: int) -> None:
-        """Forget the templates and the body of a node whose session is gone."""
+        """Forget the templates of a node whose session is gone, and the sessions that ran the node's ONNX function."""
         self._nodes.pop(kernel, None)
         body_runs.forget_node(kernel)
 
@@ -327,8 +327,8 @@ class Planner:
     def _measured(self, prepared: PreparedTemplate, sizes: tuple[int, ...]) -> PreparedTemplate:
         """Return a template for these sizes alone, so that the node requests another one at other sizes.
 
-        It has the fastest of the host's plans, which are measured now unless they were measured before.  The fastest is
-        also added to `prepared`, the template for all sizes.
+        The returned template has the fastest of the candidate plans, which are measured now unless they were measured
+        before.  The fastest plan is also added to `prepared`, the template for all sizes.
         """
         template, situation = prepared.template, prepared.situation
         is_known = any(each.tuned and each.hints == sizes for each in template.variants)

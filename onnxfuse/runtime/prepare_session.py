@@ -92,7 +92,7 @@ def _templates(
 
 
 def given_for(call: Call, target: Target, choice: PlanChoice) -> GivenTemplate | None:
-    """Return the template of a plan file for a node; None if no file has one, or if the node is measured anew."""
+    """Return the template of a plan file for a node; None if no file has one, or if the session measures its plans."""
     inputs = inputs_of(call) if choice != "measured" and planner.plan_files else None
     if inputs is None:
         return None

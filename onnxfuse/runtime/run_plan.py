@@ -1,4 +1,4 @@
-"""Run plans without onnxruntime, and query the algorithms of cuBLASLt and cuDNN, for tests, trials and hosts."""
+"""Run plans without onnxruntime, and query the algorithms of cuBLASLt and cuDNN: for tests, timing and planning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sample sizes of dynamic dims, at which a template's host makes plans: powers of two, numbers between, and zero."""
+"""Sample sizes of dynamic dims, at which a template's plans are made: powers of two, numbers between, and zero."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def compile_kernels(
 ) -> Codes:
     """Return the machine code of some templates' kernels for their GPUs, compiled in several threads.
 
-    A kernel that does not compile is left out, and its template drops the variants that need it.
+    A kernel that does not compile is left out, and its template drops the variants (plans) that need the kernel.
     """
     wanted: dict[tuple[int, str], tuple[Kernel, Situation]] = {}
     for each in templates:
@@ -101,7 +101,7 @@ def saved_template(prepared: PreparedTemplate, codes: Codes) -> SavedTemplate:
 def plan_file_of(
     templates: Sequence[SavedTemplate], model: str | None = None, operators: Sequence[str] = ()
 ) -> PlanFile:
-    """Return a plan file; of several templates for one node and equal inputs, it has the one with the most variants.
+    """Return a plan file; of several templates for one node and equal inputs, it has the one with the most plans.
 
     There are several templates if equal nodes run on several GPUs, or in sessions with and without measurements.
     """

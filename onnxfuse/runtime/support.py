@@ -42,9 +42,10 @@ def why_no_kernel(call: Call, device: Device) -> str | None:
 
 
 def require_bodies(calls: Sequence[Call], reasons: Sequence[str | None]) -> list[str | None]:
-    """Return why each node runs as its body: no kernel can run it, or its function is also called inside a function.
+    """Return for each node why onnxruntime runs its ONNX function (its body); None if a kernel runs the node.
 
-    Raises ModelError for a node that neither a kernel nor a body can run.
+    Nodes run as bodies if no kernel can run them, or if their function is also called inside a function.  Raises
+    ModelError for a node that no kernel can run, and whose function the model lacks.
     """
     for call, why in zip(calls, reasons, strict=True):
         if why and not call.has_body:
@@ -60,7 +61,7 @@ def require_bodies(calls: Sequence[Call], reasons: Sequence[str | None]) -> list
 
 
 def make_alike(calls: Sequence[Call], reasons: list[str | None], why: str) -> None:
-    """Add reasons so that all nodes that call one function run as bodies if one of them has a reason.
+    """Add reasons why nodes run as ONNX functions: if one node has a reason, all nodes that call its function get one.
 
     `why` is the end of each added reason.
     """

@@ -34,9 +34,9 @@ class Trace:
     """The comparisons that a host (the module that makes plans) makes while it plans for sizes equal to the hints."""
 
     expressions: Expressions
-    hard: dict[int, bool] = field(default_factory=dict)  # guards: expressions and their required answers
+    hard: dict[int, bool] = field(default_factory=dict)  # conditions of the plan: expressions, and the required answers
     soft: dict[int, bool] = field(default_factory=dict)
-    later: dict[int, bool] = field(default_factory=dict)  # hard guards that only the plans after the first need
+    later: dict[int, bool] = field(default_factory=dict)  # conditions only of the plans after the first
     fixed: dict[str, int] = field(default_factory=dict)  # where a size was used as a plain integer, and its value
     is_choosing: bool = True  # comparisons of estimates become soft guards; see `without_soft_guards`
 
@@ -136,7 +136,7 @@ class Symbolic:
         return self.trace.expressions.text(self.number)
 
 
-_COMPUTE: Final[Mapping[Op, Callable[[Any, Any], Any]]] = {  # by operation: a function that computes it on hints
+_COMPUTE: Final[Mapping[Op, Callable[[Any, Any], Any]]] = {  # by operation: computes the result for the hints
     Op.ADD: operator.add, Op.SUBTRACT: operator.sub, Op.MULTIPLY: operator.mul, Op.FLOOR_DIVIDE: operator.floordiv,
     Op.MODULO: operator.mod, Op.MINIMUM: min, Op.MAXIMUM: max, Op.LESS: operator.lt, Op.LESS_EQUAL: operator.le,
     Op.EQUAL: operator.eq, Op.REAL_DIVIDE: operator.truediv, Op.POWER: operator.pow,
@@ -241,7 +241,7 @@ class SymInt(Symbolic):
         return hash(self.trace.fix(self))
 
     def bit_length(self) -> int:
-        """Return the number of bits of the integer, which is guarded to equal its hint."""
+        """Return the number of bits of the integer; the plan is then only for sizes at which it equals its hint."""
         return self.trace.fix(self).bit_length()
 
     def __float__(self) -> float:
@@ -365,7 +365,7 @@ def gcd(*values: Any) -> Any:
 
 
 def estimate(value: Any) -> Any:
-    """Return an integer as a real number; comparing it adds soft guards, which only decide which plan is faster."""
+    """Return an integer as a real number, an estimate: comparisons of it only decide where which plan is faster."""
     return value._real() if isinstance(value, SymInt) else float(value)
 
 
@@ -378,7 +378,7 @@ def is_symbolic(*values: Any) -> bool:
 def without_soft_guards(*values: Any) -> Iterator[None]:
     """Inside this context, comparisons of estimates add no guards; `values` are the symbolic sizes of the estimates.
 
-    A host enters the context to order its plans after the first one.
+    A host, the module that makes plans, enters the context to order its plans after the first one.
     """
     traces = {id(each.trace): each.trace for each in values if isinstance(each, Symbolic)}
     before = {key: trace.is_choosing for key, trace in traces.items()}
@@ -393,10 +393,10 @@ def without_soft_guards(*values: Any) -> Iterator[None]:
 
 @contextmanager
 def for_later_plans(*values: Any) -> Iterator[None]:
-    """Return a context in which a host makes its plans after the first one.
+    """Return a context in which a host (the module that makes plans) makes its plans after the first one.
 
-    Comparisons of estimates, which order these plans, add no guards; hard guards apply only to these plans.  `values`
-    are symbolic sizes; if there are none, the context has no effect.
+    Comparisons of estimates, which order these plans, add no guards.  All other comparisons add guards (conditions)
+    that apply to these plans only.  `values` are symbolic sizes; if there are none, the context has no effect.
     """
     trace = next((each.trace for each in values if isinstance(each, Symbolic)), None)
     if trace is None:
@@ -445,7 +445,7 @@ def always(condition: Callable[[], Any], *values: Any) -> bool:
 
 
 def best_first(items: Iterable[T], cost: Callable[[T], Any], slack: float = SLACK) -> list[T]:
-    """Return the items by their cost, the lowest first; a soft guard says for which sizes the first is good enough.
+    """Return the items by their cost, the lowest first; record for which sizes the first item is good enough.
 
     An item is good enough where its cost exceeds the lowest one by a fraction of at most `slack`.  With some slack, a
     template needs plans for few of the items.

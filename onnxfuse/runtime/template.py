@@ -25,7 +25,7 @@ from onnxfuse.runtime.symint import SymInt, SymReal, Trace
 
 log: Final = logging.getLogger("onnxfuse")
 T = TypeVar("T")
-MAX_VARIANTS: Final = 48  # variants made for speed; more are made only for sizes at which none of these is correct
+MAX_VARIANTS: Final = 48  # plans made for speed; more are made only for sizes at which none of these is correct
 MAX_ALL_VARIANTS: Final = 96
 MAX_LOSS: Final = 0.03  # largest estimated loss of time at a sample, as a fraction, for which a kernel is left out
 MAX_MEAN_LOSS: Final = 0.001  # largest mean loss over all samples for which a kernel is left out
@@ -39,14 +39,14 @@ class Variant:
 
     plan: Plan
     hard: tuple[tuple[int, bool], ...]  # expressions and the answers that make the plan correct
-    soft: tuple[tuple[int, bool], ...]  # expressions and the answers that make the plan the host's choice
+    soft: tuple[tuple[int, bool], ...]  # expressions and the answers at which planning prefers this plan
     hints: tuple[int, ...]  # sizes at which the plan was chosen
-    fixed: tuple[tuple[str, int], ...]  # where the host used a size as a plain integer, and its value
+    fixed: tuple[tuple[str, int], ...]  # where planning used a size as a plain integer, and its value
     tuned: bool = False  # the plan was chosen by measuring, and is preferred at sizes near its hints
 
     @property
     def guards(self) -> tuple[tuple[int, bool], ...]:
-        """The hard guards and the soft ones."""
+        """The hard guards, with which the plan is correct, and the soft ones, with which it is the host's choice."""
         return (*self.hard, *self.soft)
 
     @property
@@ -91,7 +91,7 @@ class Template:
         return min((each for each in right if not each.tuned), key=cost, default=tuned)
 
     def loss(self, variant: Variant, values: Sequence[Values]) -> Values:
-        """Return how much slower a host expects a variant to be than the host's choice: 0 where the soft guards hold.
+        """Return how much slower a variant is than the best plan, by estimate: 0 where its soft guards hold.
 
         `values` are the values of all expressions.  The loss is infinite for sizes at which the plan is not correct.
         """
@@ -100,7 +100,7 @@ class Template:
 
 
 def distance(sizes: Sequence[int], hints: Sequence[int]) -> float:
-    """Return how far sizes are from a variant's hints: the sum of |log2(size / hint)|."""
+    """Return how far sizes are from the sizes of a variant's hints: the sum of |log2(size / hint)|."""
     return float(sum(abs(np.log2(max(1, a)) - np.log2(max(1, b))) for a, b in zip(sizes, hints, strict=True)))
 
 
@@ -160,7 +160,7 @@ def make_template(
         if variant:
             template.variants.append(variant)
             samples.cover([variant])
-        else:  # the host has no plan for any sizes for which its comparisons have the same answers
+        else:  # there is no plan for any sizes for which the host's comparisons have the same answers
             samples.leave_out((*record.hard.items(), *record.soft.items()))
         if len(template.variants) >= MAX_VARIANTS:
             for each in template.variants:
@@ -212,12 +212,12 @@ def _no_plan_of_dynamic_sizes(template: Template, error: TypeError) -> str:
 
 
 def holds(values: Sequence[Values], guards: Sequence[tuple[int, bool]]) -> Any:
-    """Return for which combinations of sizes guards hold; `values` are the values of all expressions."""
+    """Return for which combinations of sizes guards (conditions) hold; `values` are the values of all expressions."""
     return np.logical_and.reduce([values[number].astype(bool) == answer for number, answer in guards] or [True])
 
 
 def concrete(plan: T) -> T:
-    """Return a plan, or a part of one, with its symbolic numbers replaced by their hints."""
+    """Return a plan, or a part of one, with each symbolic number replaced by its hint: its value in this planning."""
     if isinstance(plan, SymInt | SymReal):
         return cast(T, plan.hint)
     if isinstance(plan, tuple):
@@ -306,7 +306,7 @@ class _Samples:
             self.left &= self.counts | (loss > MAX_LOSS_ELSEWHERE)
 
     def leave_out(self, guards: Sequence[tuple[int, bool]]) -> None:
-        """Leave out the combinations for which guards hold."""
+        """Leave out the combinations for which these guards (conditions on sizes) hold."""
         if len(self.columns):
             self.left &= ~holds(self._evaluated(), guards)
 

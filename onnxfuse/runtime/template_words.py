@@ -29,7 +29,10 @@ FUNCTION: Final = 1
 
 @dataclass(frozen=True)
 class VariantWords:
-    """A variant: the sizes at which it was chosen, whether it was chosen by measuring, and all its words."""
+    """A variant (a plan for a range of sizes): its hints, the sizes at which it was chosen, and all its words.
+
+    `tuned` says whether it was chosen by measuring.
+    """
 
     hints: tuple[int, ...]
     tuned: bool
@@ -78,7 +81,7 @@ class TemplateWords:
         return replace(self, inputs=strict) if sizes_of(strict, inputs) is not None else None
 
     def have_plans(self, sizes: Sequence[Values]) -> Values:
-        """Return for which combinations of sizes a variant is correct; `sizes` holds an array of values per size."""
+        """Return for which combinations of sizes the template has a plan; `sizes` holds an array of values per size."""
         words = struct.unpack(f"<{len(self.expressions) // WORD}q", self.expressions)
         rows = Expressions()
         rows.rows = [(Op(op), a, b) for op, a, b in zip(words[1::3], words[2::3], words[3::3], strict=True)]
@@ -86,12 +89,12 @@ class TemplateWords:
         return np.asarray(np.logical_or.reduce([holds(values, each.hard) for each in self.variants] or [False]))
 
     def untuned(self) -> TemplateWords:
-        """Return the template without the variants that were chosen by measuring."""
+        """Return the template without the variants (plans) that were chosen by measuring."""
         return replace(self, variants=tuple(each for each in self.variants if not each.tuned))
 
     @property
     def tuned_sizes(self) -> set[tuple[int, ...]]:
-        """The sizes for which variants were chosen by measuring."""
+        """The sizes for which plans were chosen by measuring."""
         return {each.hints for each in self.variants if each.tuned}
 
 

@@ -36,7 +36,7 @@ TunePolicy = Literal["never", "cached", "now", "background"]
 Mode = Literal["plain", "cuda graph"]  # how a session runs: normally, or by a captured CUDA graph
 PLAIN: Final = "plain"
 CUDA_GRAPH: Final = "cuda graph"
-ALL_KERNELS: Final = "kernels"  # variants of a whole model; a third variant runs each node in its faster way
+ALL_KERNELS: Final = "kernels"  # ways to run a whole model; a third way runs each node as it is faster alone
 ALL_BODIES: Final = "bodies"
 
 
@@ -79,7 +79,7 @@ def explain_session(session: ort.InferenceSession) -> tuple[NodeDispatch, ...]:
 
 
 def _with_failure(dispatch: NodeDispatch, place: Place | None) -> NodeDispatch:
-    """Return a dispatch that also names the failure of a node's kernels since the session was made, if any."""
+    """Return how a node runs, with the failure of its kernels since the session was made, if there was any."""
     failure = failure_of(place) if place else None
     return replace(dispatch, why=f"{dispatch.why}; {failure}") if failure else dispatch
 
@@ -122,7 +122,7 @@ def cached_preferences(
     """Return for each fused node whether measurements prefer its kernel to its body; None if it was not measured.
 
     If the whole model was timed, in this mode or else in the other one, its fastest variant decides: all kernels,
-    all bodies, or the mix in which each node runs in the way that is faster for it alone. Times at several shapes are
+    all bodies, or the mix in which each node runs as it is faster when timed alone. Times at several shapes are
     summed.
     Without `per_node`, all nodes that call one function must run alike, and a mix in which they do not is ignored.
     """
@@ -150,7 +150,7 @@ def _warn_of_other_settings(environment: Environment, model: onnx.ModelProto) ->
 def all_kernels(
     model: onnx.ModelProto, calls: Sequence[Call], environment: Environment, mode: Mode, per_node: bool = True
 ) -> list[Preference | None]:
-    """Return no preference for any node, so that every node with a kernel runs as one."""
+    """Return no preference for any node, so that every node with a kernel runs as a kernel."""
     return [None] * len(calls)
 
 
@@ -204,7 +204,7 @@ def _where_and_when(timed: Sequence[Measurement]) -> str:
 
 
 def case_text(case: Data) -> str:
-    """Return the shapes of a measured case as text."""
+    """Return the shapes that the case of a measurement records, as text."""
     shapes = case.get("shapes", ()) if isinstance(case, dict) else ()
     return shapes_text(list(map(str, shapes)) if isinstance(shapes, Sequence) else [])
 
@@ -260,7 +260,7 @@ def model_subject(model: onnx.ModelProto) -> Data:
 def measurements_of_model(environment: Environment, model: onnx.ModelProto, mode: Mode) -> list[Measurement]:
     """Return the measurements of a whole model in this mode, or those in the other mode if there are none.
 
-    A measurement counts only if both all kernels and all bodies were timed.
+    A measurement counts only if the model was timed both with all nodes as kernels and with all as ONNX functions.
     """
     found = cache.lookup(environment, model_subject(model))
     timed = [(each, each.case) for each in found if {ALL_KERNELS, ALL_BODIES} <= each.seconds.keys()]
@@ -275,7 +275,7 @@ def mix_name(alone: Sequence[Preference | None]) -> str:
 
 
 def is_mixed(alone: Sequence[Preference | None]) -> bool:
-    """Return whether some nodes prefer their kernel and others their body."""
+    """Return whether some nodes are faster as kernels and others as bodies, the ONNX functions that they call."""
     return len(Counter(each is None or each.kernel for each in alone)) > 1
 
 

@@ -231,7 +231,7 @@ def _timed(op: _Operator, row: OpTime, cuda_graph: bool) -> OpTime:
     counts = [(kind, copies) for kind in kinds for copies in (1, COPIES)]
     try:
         bound = [_bound(op, copies, kind == "kernel", cuda_graph) for kind, copies in counts]
-    except Exception:  # a body with a node on the CPU cannot be captured
+    except Exception:  # an ONNX function with a node on the CPU cannot be captured
         if not cuda_graph or row.how == UNFUSED:  # without a graph, an unfused node's transfers to the CPU would count
             raise
         return _timed(op, row, False)

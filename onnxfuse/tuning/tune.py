@@ -253,9 +253,9 @@ def _time_model(task: _Task, mode: Mode, original: onnx.ModelProto | None) -> Mo
 
 
 def _variants(task: _Task, mode: Mode, original: onnx.ModelProto | None) -> dict[str, Callable[[], BoundSession]]:
-    """Return functions that load the model's variants: all bodies, all kernels, each node in its faster way, original.
+    """Return functions that load the model's variants: all nodes as bodies, all as kernels, a mix, and the original.
 
-    The third variant is left out if it equals one of the first two.
+    In the mix, each node runs as it is faster when timed alone.  The mix is left out if it equals one of the first two.
 
     Raises onnxruntime's error if the bodies do not run.
     """

@@ -44,16 +44,16 @@ from onnxfuse.verify.widen import (
 if TYPE_CHECKING:
     from onnxfuse.verify.cpu_session import Session
 
-# The largest allowed error of an element of a part, relative to its own magnitude plus the root mean square of the
-# tensor.  A part is a few operators, so its errors are a few roundings.  A larger error still passes if the replaced
-# nodes have that much noise: see NOISE_FACTOR.
+# The largest allowed error of an element of a fused node's output, relative to the element's magnitude plus the root
+# mean square of the output.  A fused node is a few operators, so its errors are a few roundings.  A larger error still
+# passes if the replaced nodes have that much noise: see NOISE_FACTOR.
 PART_TOLERANCES: Final[Mapping[str, float]] = {
     "float64": 1e-12,  # 2^-53 = 1.1e-16, and sums of some thousand terms
     "float32": 1e-5,  # 2^-24 = 6e-8, and sums of some thousand terms in another order
     "float16": 4e-3,  # 2^-11 = 4.9e-4: eight roundings; a fused node rounds once where the replaced nodes rounded often
     "bfloat16": 3.2e-2,  # 2^-8 = 3.9e-3: eight roundings, as for float16
 }
-# A part may differ by this many times the error of the replaced nodes themselves, measured on the operands and on
+# A fused node may differ by this many times the error of the replaced nodes themselves, measured on the operands and on
 # operands moved by one unit in the last place.  If attention scores are in the millions and two are nearly equal, such
 # movements change the probabilities by more than any fixed tolerance.  Operands move in random directions, so one draw
 # of directions may not show the change: of five draws on 1025 tokens, one moved a result by 0.0005, one by 0.07, and
@@ -127,7 +127,10 @@ def compare_parts(
 
 
 def _needed(unfused: UnfusedGraph, part: Part) -> list[str]:
-    """Return the names of the non-constant tensors that a part reads: a run of the graph must give their values."""
+    """Return the tensors, except constants, that a fused node and the nodes that it replaced read.
+
+    The values of these tensors come from a run of the graph.
+    """
     return list(dict.fromkeys(name for name in (*part.operands, *part.leaves) if name not in unfused.constants))
 
 
@@ -221,7 +224,10 @@ def _compare_part(
 
 
 def _given(unfused: UnfusedGraph, part: Part, values: Mapping[str, Array]) -> Feeds:
-    """Return the values of all tensors that a part reads.  Raises VerificationError if a value is unknown."""
+    """Return the values of all tensors that a fused node and the nodes that it replaced read.
+
+    Raises VerificationError if a value is unknown.
+    """
     given: Feeds = {}
     for name in dict.fromkeys((*part.operands, *part.leaves)):
         if name in unfused.constants:
@@ -309,7 +315,10 @@ def _open_replaced(model: onnx.ModelProto, folder: Path | None) -> Session:
 
 
 def _half(unfused: UnfusedGraph, part: Part) -> str:
-    """Return the coarsest half precision that a part computes in; "" if it computes in none, or only casts to one."""
+    """Return the coarsest half precision in which a fused node and the nodes that it replaced compute.
+
+    Returns "" if they compute in none, or only cast to one.
+    """
     if not part.computes_in_half(unfused):
         return ""
     names = (*part.operands, *part.outputs, *(o for node in part.replaced for o in node.output))
@@ -319,7 +328,7 @@ def _half(unfused: UnfusedGraph, part: Part) -> str:
 
 @dataclass(frozen=True)
 class _Check:
-    """The comparison of one output of a part on one set of operand values."""
+    """The comparison of one output of a fused node with that of the replaced nodes, on one set of operand values."""
 
     sessions: _Sessions
     feeds: Feeds

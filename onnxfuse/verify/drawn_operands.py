@@ -35,11 +35,11 @@ MAX_ELEMENTS: Final = 2**28  # elements of a drawn tensor; a larger shape is wro
 
 
 def operands_by_shape(unfused: UnfusedGraph, part: Part) -> Feeds:
-    """Return values for a part's operands, drawn by dtype and symbolic shape, for a model that does not run.
+    """Return random values for a fused node's operands, by their dtypes and symbolic shapes, if the model does not run.
 
     Integers are 0 or 1, which are valid indices of nearly any table.  Raises VerificationError where a shape is unknown
-    or too large.  It is also raised where the replaced nodes read a tensor that is neither an operand nor a constant:
-    that tensor may be computed from an operand, and independently drawn values would contradict each other.
+    or too large.  Also raises it where the replaced nodes read a tensor that is neither an operand nor a constant: that
+    tensor may be computed from an operand, and independent random values would contradict each other.
     """
     for name in part.leaves:
         if name not in unfused.constants and name not in part.operands:

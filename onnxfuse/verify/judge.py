@@ -1,4 +1,4 @@
-"""Judge the outputs of an optimized model by runs of the original: by their dtypes, the original's noise, and ties."""
+"""Judge the outputs of an optimized model by runs of the original, its noise, and scores that are nearly equal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ MAX_NOISE: Final = 0.5  # relative to an output's largest value; a noisier outpu
 def differences(reference: Reference, results: Results) -> tuple[tuple[OutputDifference, ...], dict[str, str]]:
     """Return the differences of the outputs over all runs, and the outputs that cannot be compared, with reasons.
 
-    The original's noise is measured, and ties are looked for, only where an output differs by more than its tolerance.
+    The original's noise is measured, and ties (nearly equal scores) are looked for, only where an output differs by
+    more than its tolerance.
     Outputs that depend on random numbers are left out.
     """
     names = [name for name in reference.runs[0].outputs if name not in reference.random]

@@ -36,9 +36,9 @@ def depends_on(model: onnx.ModelProto, output: str, names: Collection[str]) -> b
 def largest_first(
     model: onnx.ModelProto, folder: Path | None, draws: Iterable[Draw]
 ) -> Iterator[tuple[dict[str, int], dict[str, Array]]]:
-    """Yield sizes and inputs of the draws that are small enough for fast runs, the largest first.
+    """Yield dim sizes and random inputs from those of `draws` that are small enough for fast runs, the largest first.
 
-    Tensors whose shapes the draws do not determine count as small.
+    Tensors whose shapes the inputs do not determine count as small.
     """
     made = [(draw.sizes, draw.make()) for draw in draws]
     made = [each for each in made if all(array.size <= MAX_ELEMENTS_GIVEN for array in each[1].values())]

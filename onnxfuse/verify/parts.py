@@ -114,7 +114,7 @@ def _ordinary(graph: Graph, shapes: ShapeInfo) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Part:
-    """A fused node, the nodes that it replaced, and the tensors from outside that these read.
+    """A fused node, the nodes that it replaced, and the tensors from outside that the replaced nodes read.
 
     `equal` are further fused nodes that differ from this one by the names of tensors only.
     """
@@ -314,7 +314,7 @@ def _renamed(node: onnx.NodeProto, originals: Mapping[str, Original], of_inputs:
 def _between(
     unfused: UnfusedGraph, fused: onnx.NodeProto, replaced: Collection[str]
 ) -> tuple[tuple[onnx.NodeProto, ...], tuple[str, ...]]:
-    """Return the nodes between the operands and the outputs of a fused node, and the other tensors that these read.
+    """Return the nodes between the operands and the outputs of a fused node, and the other tensors that they read.
 
     The walk goes back from the outputs.  It also passes through views, Casts and scalings if these lead to an operand,
     and stops at other tensors.  An output that is an operand in another layout needs no nodes.

@@ -291,7 +291,7 @@ class _Original:
                 continue
 
     def _may_show_more(self, runs: Sequence[Run]) -> bool:
-        """Return whether an output that these runs cannot compare depends on inputs that can be drawn again."""
+        """Return whether an output that these runs cannot compare depends on inputs that can get new random values."""
         drawn = {each.name for each in model_inputs(self.model)}.difference(self.given)
         return any(depends_on(self.model, name, drawn) for name in _hidden_outputs(runs, self.random))
 
@@ -301,7 +301,10 @@ def _named(sizes: Mapping[str, int]) -> str:
 
 
 def _first_runs(left: Iterator[Draw], run_at: RunAt, tell: Progress, is_given: bool) -> list[Run]:
-    """Run the draws in order; return the first runs that succeed.  Raises VerificationError if none does."""
+    """Run the original on sets of drawn inputs (`left`), in order; return the first runs that succeed.
+
+    Raises VerificationError if none succeeds.
+    """
     runs: list[Run] = []
     failures: list[tuple[dict[str, int], str]] = []
     crashes = 0

@@ -30,7 +30,7 @@ class Draw:
 
 
 def draws(model: onnx.ModelProto, shapes: Sequence[str], given: Mapping[str, Array]) -> Iterator[Draw]:
-    """Yield draws of inputs; dims that `shapes` leave open have other sizes in each draw, larger ones last.
+    """Yield sets of dim sizes, each with a function that makes inputs; dims that `shapes` leave open vary, larger last.
 
     Raises UsageError for shapes that the model does not accept or that do not fit into memory.
     """
@@ -42,7 +42,7 @@ def draws(model: onnx.ModelProto, shapes: Sequence[str], given: Mapping[str, Arr
 def edge_draws(
     model: onnx.ModelProto, shapes: Sequence[str], given: Mapping[str, Array], usual: Mapping[str, int]
 ) -> Iterator[Draw]:
-    """Yield draws with sizes 0 and 1 for dims that neither shapes nor arrays fix; the other dims are as in `usual`."""
+    """Yield sets of dim sizes with 0 or 1 for dims that neither shapes nor arrays fix, and the rest as in `usual`."""
     required, known, make = _fitting(model, shapes, given)
     for sizes in edge_sizes(required.inputs, known, usual, required.steps):
         yield Draw(sizes, partial(make, sizes))

@@ -38,7 +38,7 @@ int64_t float_bits(double value) {
 }
 
 // As in Python, floor_divide rounds down, and the result of modulo has the sign of the divisor.  Both return 0 if the
-// divisor is 0, which a plan's guards exclude.
+// divisor is 0, which the guards of a plan (conditions on sizes) exclude.
 int64_t floor_divide(int64_t a, int64_t b) {
   if (b == 0) return 0;
   if (b == -1) return a == std::numeric_limits<int64_t>::min() ? a : -a;
@@ -52,7 +52,7 @@ int64_t modulo(int64_t a, int64_t b) {
 }
 
 // Converts a real number without a fraction to an integer; `overflowed` becomes true if the number does not fit.  The
-// result is 0 for NaN and infinity, as after a division by 0, which a plan's guards exclude.
+// result is 0 for NaN and infinity, as after a division by 0, which the guards of a plan (conditions on sizes) exclude.
 int64_t integer(double value, bool& overflowed) {
   if (!std::isfinite(value)) return 0;
   if (value >= -9e18 && value <= 9e18) return static_cast<int64_t>(value);

@@ -150,7 +150,7 @@ class ReusedTensors {
 
 constexpr size_t kMaxInputsOfBody = 1024;  // a node stores at most so many keys of inputs for which its body runs
 
-// The destination of the outputs of a node's body.
+// The destination of the outputs if a node runs as its body, the ONNX function that it calls.
 struct BodyOutputs {
   const Ort& ort;
   const Driver& driver;

@@ -78,7 +78,8 @@ void add_prepared(const Ort& ort, OrtSessionOptions* options, const Prepared& wh
   registry().add(ort, options, setup, read_operators(what.operators));
 }
 
-// Says on stderr why bodies run, because onnxruntime gives no logger to a library that registers operators.
+// Says on stderr why nodes run as ONNX functions, because onnxruntime gives no logger to a library that registers
+// operators.
 void warn(const std::string& nodes, const std::string& why) {
   std::fprintf(stderr, "onnxfuse: %s run as their bodies: %s\n", nodes.c_str(), why.c_str());
 }
@@ -103,7 +104,7 @@ OrtStatus* refuse_runtime(const OrtApiBase& base, const std::exception& error) {
       warn("all fused nodes", error.what());
       return nullptr;
     }
-  } catch (const std::exception&) {  // the environment variable has another value than refuse or body
+  } catch (const std::exception&) {  // ONNXFUSE_MISSING has another value than refuse or body
   }
   const auto* slots = static_cast<void* const*>(base.GetApi(1));  // CreateStatus is the first function of every version
   const std::string text = utf8(std::string("onnxfuse: ") + error.what());
