@@ -89,7 +89,7 @@ class StageTimer:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
-Regions: TypeAlias = bool | Literal["apart"]  # whether to make regions; "apart": regions, but no epilogues
+Regions: TypeAlias = bool | Literal["apart"]  # whether to make regions; "apart": but join no operators to other kernels
 
 
 Scores: TypeAlias = frozenset[tuple[str, str]]  # Softmaxes, each by the name of its graph and of its output
@@ -293,8 +293,7 @@ def fuse_model(
 def _with_left(learned: Learned, result: FusedModel) -> Learned:
     """Return `learned` plus the decomposed operators and rewritten scores that were not fused.
 
-    These will keep their original form.  After MAX_SPELLING_ROUNDS rounds, all decomposed operators and rewritten
-    scores keep their original form.
+    Those keep their original form from then on.  After MAX_SPELLING_ROUNDS rounds, all operators and scores do.
     """
     operators, scores = {**learned.operators, **result.all_left}, learned.scores | result.all_scores_left
     if learned.rounds + 1 == MAX_SPELLING_ROUNDS:
@@ -470,7 +469,7 @@ def fuse_matches(work: Work) -> None:
 def lay_images_out(work: Work) -> None:
     """Make parts of the graph around convolutions channels-last."""
     settings = work.settings
-    if any(fusion.name == CONVOLUTION for fusion in settings.fusions):  # Convs get this fusion
+    if any(fusion.name == CONVOLUTION for fusion in settings.fusions):  # Convs become nodes of this fusion
         channels_last = {fusion.name: fusion.channels_last for fusion in settings.fusions}
         standing = {*settings.exclude, *_kept_outputs(work.graph, settings.fusions, work.keep)}
         options = LayoutOptions(settings.layout, channels_last, standing, settings.left_out)
@@ -495,7 +494,7 @@ def form_regions(work: Work) -> None:
     """Make regions of the remaining operators, then apply the patterns to the nodes in no region."""
     graph, fusing, made, after = work.graph, work.found.fusing, RegionResult(), work.traffic()
     work.found = replace(work.found, without_regions=after)
-    known = _standing(graph, (*fusing.fused, *work.found.layout.fused))  # layouts have replaced some of the fused nodes
+    known = _standing(graph, (*fusing.fused, *work.found.layout.fused))  # the layout stage has replaced some of them
     if work.settings.regions and not work.found.left:
         with step(REGIONS):
             made = assign_regions(work.joining, known)

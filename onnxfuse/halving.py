@@ -51,7 +51,7 @@ BFLOAT16_OPSET: Final = 13  # the first opset with operators in bfloat16
 RAISED_OPSETS: Final = range(14, 23)
 DRAWS_TRIED: Final = 8  # sizes at which a model is tried to observe ranges, if it is not verified
 RUNS: Final = 2  # runs of the model in which ranges of tensors are recorded
-MAX_KEPT: Final = 0.5  # share of nodes; if errors require more in float32, the conversion is refused
+MAX_KEPT: Final = 0.5  # share of nodes; if errors require more nodes in float32, the conversion is refused
 MAX_WIDENED: Final = 0.1  # share of nodes that may stay in float32 by default to make errors usual
 NOISE_DRAWS: Final = 8  # draws of noise if one draw does not explain an error: draws may differ tenfold
 

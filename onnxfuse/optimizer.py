@@ -59,9 +59,9 @@ from onnxfuse.verify.own_process import DEFAULT_TIMEOUT, own_process
 
 Emit: TypeAlias = Literal["functions", "standard"]  # the form of a fusion in the optimized model
 
-MAX_ROUNDS_OF_PARTS = 3  # a fusion whose nodes were taken back in this many rounds is left out
-CONSTANT_FOLDING = "constant"  # the name in the report when the folding of a constant is taken back
-BODIES = "subgraphs"  # the name in the report when all that was done inside If, Loop and Scan is taken back
+MAX_ROUNDS_OF_PARTS = 3  # a fusion whose nodes were undone in this many rounds is left out as a whole
+CONSTANT_FOLDING = "constant"  # the name in the report when the folding of a constant is undone
+BODIES = "subgraphs"  # the name in the report when all that was done inside If, Loop and Scan is undone
 
 
 def optimize(

@@ -26,7 +26,7 @@ from onnxfuse.verify.values_in_bodies import first_feeds, values_needed
 Feeds: TypeAlias = Mapping[str, Array]
 Written: TypeAlias = Callable[[onnx.ModelProto], onnx.ModelProto]
 
-WEIGHT_FOLDING: Final = "batch_norm"  # the name in the report when the folding into weights is taken back
+WEIGHT_FOLDING: Final = "batch_norm"  # the name in the report when the folding into weights is undone
 
 
 @dataclass

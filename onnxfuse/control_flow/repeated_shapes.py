@@ -78,7 +78,8 @@ def _renamed(
 ) -> dict[CarriedAxis, Dim]:
     """Return new names for changed sizes, by carried axis; sizes that were equal and change equally share a name.
 
-    If axes share a name from an earlier round, but change in several ways, only those of the first way keep the name.
+    If axes with one name from an earlier round change in different ways, only those that change in the first way keep
+    the name.
     """
     renamed: dict[CarriedAxis, Dim] = {}
     for old, following in steps.items():

@@ -44,6 +44,9 @@ def _results(body: Body, shapes: ShapeInfo) -> dict[int, Shape | None]:
 
 
 def _outside(shapes: ShapeInfo, output: Tensor, axis: int, size: Size) -> Size:
-    """Return a body's size for the outer graph: an unknown size if it is unknown in the body or varies by iteration."""
+    """Return a size in a body as a size in the outer graph.
+
+    The result is an unknown size if the size is unknown in the body or varies between iterations.
+    """
     inside_only = not isinstance(size, int) and any(word in str(size) for word in (CARRIED, UNKNOWN))
     return shapes.unknown(output.name, axis) if inside_only else size

@@ -141,7 +141,7 @@ def _by_rule(scope: Scope, known: Known, scores: frozenset[Node]) -> dict[Node, 
 
 
 def _is_small(known: Known, tensor: Tensor) -> bool:
-    """Return whether half precision represents the integers that a Cast read in all runs exactly."""
+    """Return whether half precision represents exactly all integers that a Cast has read in the observed runs."""
     seen = known.ranges.get(tensor.name)
     return seen is not None and seen.magnitude <= EXACT_INTEGERS[known.precision.number]
 

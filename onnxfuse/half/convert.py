@@ -95,7 +95,7 @@ class _Part:
         self.inner: list[_Part] = []
 
     def everywhere(self) -> list[_Part]:
-        """Return this part and all parts of bodies inside it."""
+        """Return this graph and the graphs of all bodies inside it."""
         return [self, *(each for part in self.inner for each in part.everywhere())]
 
     def converted(self, io: Io) -> onnx.ModelProto:

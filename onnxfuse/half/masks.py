@@ -54,7 +54,7 @@ def _adds_to_scores(scope: Scope, node: Node) -> bool:
 
 
 def _reaches(scope: Scope, tensors: Sequence[Tensor], is_lowest: Callable[[Tensor], bool]) -> bool:
-    """Return whether `is_lowest` holds for a tensor, or for a tensor from which mask operators compute it."""
+    """Return whether `is_lowest` holds for a tensor, or for a tensor from which operators of ON_THE_WAY compute it."""
     read = (each for node in scope.behind(tensors, _leads_on) for each in node.inputs)
     return any(map(is_lowest, (*tensors, *read)))
 

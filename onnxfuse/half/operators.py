@@ -53,7 +53,7 @@ STAY: Final = {  # operators that stay in float32 whatever they read, and why
     "STFT": "it is a transform of audio, whose powers exceed half precision",
     "DFT": "it is a transform of audio, whose powers exceed half precision",
 }
-# Inputs by which operators select, or coordinates at which they read: the arithmetic before these stays in float32 too.
+# Inputs by which operators select, or which hold coordinates: the arithmetic that computes them stays in float32 too.
 EXACT_INPUTS: Final = {"TopK": (0,), "ArgMax": (0,), "ArgMin": (0,), "GridSample": (1,), "RoiAlign": (1,),
                        "NonMaxSuppression": (0, 1)}  # fmt: skip
 ELEMENTWISE: Final = frozenset({

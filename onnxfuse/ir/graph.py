@@ -97,7 +97,7 @@ class Graph:
     origins: dict[str, tuple[str, str]] = field(default_factory=dict)  # see `remember_origins`
     is_subgraph: bool = False
     scores: RewrittenScores = field(default_factory=RewrittenScores)
-    deferred: dict[Node, Deferred] = field(default_factory=dict)  # operators to fuse, unless regions take them
+    deferred: dict[Node, Deferred] = field(default_factory=dict)  # operators to fuse, unless they join regions
     rewritten: list[tuple[str, str]] = field(default_factory=list)  # rules that were applied, with the replaced nodes
 
     @property

@@ -216,7 +216,7 @@ def _top_k(place: Place) -> None:
 
 
 def _clip(place: Place) -> None:
-    """Turn a Clip's bounds into inputs in the data's dtype; a bound too large for float16 becomes infinite there."""
+    """Turn a Clip's bounds into inputs in the data's dtype; float16 bounds that would be too large become infinite."""
     dtype, largest = place.dtype(), float(np.finfo(np.float32).max)
     for index, (what, default) in enumerate((("min", -largest), ("max", largest)), 1):
         bound = place.take(what, default)
@@ -235,7 +235,7 @@ def _pad(place: Place) -> None:
 def _dropout_mask(place: Place) -> None:
     """Drop an unused mask of a Dropout.
 
-    Before opset 12 its values were not defined, and before opset 10 it was not boolean.
+    Before opset 12 the values of the mask were not defined, and before opset 10 the mask was not boolean.
     """
     if any(name in place.around.read for name in place.node.output[1:]):
         raise Refused("its mask is read, which another opset defines in another way")

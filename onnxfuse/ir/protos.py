@@ -45,7 +45,7 @@ def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
 
 
 def is_control_flow(node: onnx.NodeProto) -> bool:
-    """Return whether a node is an If, Loop or Scan of the ONNX domain, whose subgraphs are understood."""
+    """Return whether a node is an If, Loop or Scan of the ONNX domain, whose subgraphs onnxfuse can rewrite."""
     return node.op_type in CONTROL_FLOW and node.domain in ONNX_DOMAINS
 
 

@@ -44,7 +44,7 @@ Item: TypeAlias = "int | Block"
 
 @dataclass(frozen=True)
 class Blocks:
-    """The reading order, a list of node indices, and the items, whose numbers are positions in that order."""
+    """The reading order, which lists node indices, and the items: a number in them is a position in that order."""
 
     order: tuple[int, ...]
     items: tuple[Item, ...]

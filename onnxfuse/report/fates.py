@@ -77,7 +77,7 @@ def find_fates(graph: Rewritten, fused: Iterable[Fused], folded: Iterable[Folded
 def _follow_outputs(
     graph: Rewritten, records: Mapping[int, Fused], fates: Sequence[Fate], stands_for: list[int | None]
 ) -> None:
-    """Assign old nodes without a new node to the new node that they help to compute.
+    """Assign each old node that no node of the new graph represents to the new node that it helps to compute.
 
     An old node is assigned to a new one if it lies between the outputs of other new nodes and an output of this one.
     """

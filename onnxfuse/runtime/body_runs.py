@@ -100,7 +100,7 @@ def run_body(request: BodyRequest, node: FusedNode, device: Device) -> None:
 
 
 def forget_node(kernel: int) -> None:
-    """Drop the sessions of a node that is gone."""
+    """Drop the sessions that ran the body of a node, because the node is gone."""
     _sessions.pop(kernel, None)
 
 
@@ -126,7 +126,7 @@ def _onnxruntime() -> Any:
 
 
 def _options(request: BodyRequest) -> dict[str, Any]:
-    """Return the provider's options: those that change results, and the stream."""
+    """Return the options of the provider: the user's options that change results, and the stream to run on."""
     if request.node.provider in DEVICE_TYPES:
         return {}
     stream = {"user_compute_stream": str(request.stream)} if request.stream else {}

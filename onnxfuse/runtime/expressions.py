@@ -27,7 +27,7 @@ class Op(IntEnum):
     MODULO = 6  # has the sign of the divisor, as in Python; 0 if the divisor is 0
     MINIMUM = 7
     MAXIMUM = 8
-    LESS = 9  # 1 if true, else 0; also for the next two
+    LESS = 9  # gives 1 if true, else 0, as the next two operations do
     LESS_EQUAL = 10
     EQUAL = 11
     GCD = 12
@@ -122,7 +122,7 @@ _FUNCTIONS: Final[dict[Op, Callable[..., Any]]] = {
 
 
 class Expressions:
-    """A list of expressions in which equal ones are stored once; each refers to earlier ones by number."""
+    """A list of expressions, whose operands are earlier expressions by number; equal expressions are stored once."""
 
     def __init__(self) -> None:
         """Start without expressions."""
@@ -212,7 +212,7 @@ class Expressions:
         """
         values = known if known is not None else []
         shape = sizes[0].shape if sizes else (1,)
-        with np.errstate(all="ignore"):  # an expression may have no value where the guards of its plan do not hold
+        with np.errstate(all="ignore"):  # an expression may have no value at sizes for which its plan is not made
             for op, a, b in self.rows[len(values) :]:
                 if op is Op.CONSTANT:
                     values.append(np.full(shape, a, np.int64))

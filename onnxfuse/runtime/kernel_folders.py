@@ -73,7 +73,7 @@ def add_kernels(folder: str | os.PathLike[str]) -> tuple[str, ...]:
 
     Returns the fusions that the folder has kernels for.
 
-    Raises UsageError if it is not a folder or has no family; KernelError if a family does not load, or if another
+    Raises UsageError if `folder` is not a folder or has no family; KernelError if a family does not load, or if another
     family has kernels for the same fusion or a source of the same name.
     """
     path = Path(folder).resolve()
@@ -88,7 +88,7 @@ def add_kernels(folder: str | os.PathLike[str]) -> tuple[str, ...]:
 def kernel_folders() -> tuple[KernelFolder, ...]:
     """Return all folders of kernels, onnxfuse's own first.
 
-    Raises KernelError if a family does not load, or if two have kernels for one fusion or sources of one name.
+    Raises KernelError if a family does not load, or if two families have kernels for one fusion or sources of one name.
     """
     return _kernel_folders(_own_folders(), tuple(_added))
 

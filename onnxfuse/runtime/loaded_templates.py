@@ -96,7 +96,7 @@ class PreparedTemplate:
         self.is_loaded_later = False  # background threads load kernels that first runs do not need
         self._data = b""
         self._absent: set[str] = set()  # keys of the kernels whose handle is 0 in `_data`: they were not loaded yet
-        self.refused: dict[str, OnnxfuseError] = {}  # kernels that cannot be loaded, by Kernel.key
+        self.refused: dict[str, OnnxfuseError] = {}  # why kernels cannot be loaded, by their `Kernel.key`
         self.dropped: list[Variant] = []  # variants (plans for a range of sizes) that need a refused kernel
 
     def add(self, variant: Variant) -> None:

@@ -87,9 +87,9 @@ class Request:
     inputs: tuple[TensorSpec, ...]  # empty if the node has not run
     device: int
     tf32: bool  # whether the session allows TF32
-    verdicts: bool  # whether earlier measurements decide between candidates
-    measure: bool  # whether candidates may be timed now
-    count_runs: bool  # whether the session's runs are counted, so that candidates are timed between them
+    verdicts: bool  # whether earlier measurements decide between candidate plans
+    measure: bool  # whether candidate plans may be timed now
+    count_runs: bool  # whether the session's runs are counted, so that candidate plans are timed between them
     cuda_graph: bool  # whether the session captures its runs
     shared: bool  # whether other runs use the GPU at the same time
     all_kernels: bool  # whether kernels for other sizes must be loaded, too

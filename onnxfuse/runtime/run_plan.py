@@ -191,7 +191,7 @@ def libraries_of(steps: Iterable[Step]) -> dict[str, bool]:
 
 
 def _refusal(function: str, variable: str, names: Sequence[str], folders: Sequence[str]) -> str | None:
-    """Make the native library open the first of several libraries that loads; return why none did, None if one did."""
+    """Make the native library open the first of several libraries that loads; return why none loads, or None."""
     open_library = getattr(native.driver(), function)
     chosen = os.environ.get(variable)
     refusals = []

@@ -54,7 +54,7 @@ def sizes_between(low: int, high: int, per_octave: int) -> list[int]:
 
 
 def is_unusual(size: int) -> tuple[bool, float]:
-    """Return a sort key that puts common sizes first: powers of two before others, and of each the nearest to USUAL."""
+    """Return a sort key that puts common sizes first: powers of two before others, and then by distance from USUAL."""
     return size & (size - 1) != 0, abs(float(np.log2(max(1, size))) - np.log2(USUAL))
 
 

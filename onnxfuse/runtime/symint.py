@@ -45,7 +45,7 @@ class Trace:
         return cast(int, SymInt(self, self.expressions.number(Op.SIZE, index), hint))
 
     def fix(self, value: SymInt, where: str = "") -> int:
-        """Guard that a symbolic integer equals its hint, and return the hint.
+        """Add a guard (a condition of the plan) that a symbolic integer equals its hint, and return the hint.
 
         where  the key under which `fixed` stores the hint; by default, the line of the host's code
         """
@@ -365,7 +365,7 @@ def gcd(*values: Any) -> Any:
 
 
 def estimate(value: Any) -> Any:
-    """Return an integer as a real number, an estimate: comparisons of it only decide where which plan is faster."""
+    """Return an integer as a real number, an estimate: its comparisons affect only the choice of the faster plan."""
     return value._real() if isinstance(value, SymInt) else float(value)
 
 

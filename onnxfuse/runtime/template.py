@@ -27,9 +27,11 @@ log: Final = logging.getLogger("onnxfuse")
 T = TypeVar("T")
 MAX_VARIANTS: Final = 48  # plans made for speed; more are made only for sizes at which none of these is correct
 MAX_ALL_VARIANTS: Final = 96
-MAX_LOSS: Final = 0.03  # largest estimated loss of time at a sample, as a fraction, for which a kernel is left out
-MAX_MEAN_LOSS: Final = 0.001  # largest mean loss over all samples for which a kernel is left out
-MAX_LOSS_ELSEWHERE: Final = 1.0  # largest loss at samples that do not count in the choice between plans
+# A kernel may be left out if that slows no sample down by more than MAX_LOSS of its time, and the mean over all samples
+# is at most MAX_MEAN_LOSS, both by estimate.
+MAX_LOSS: Final = 0.03
+MAX_MEAN_LOSS: Final = 0.001
+MAX_LOSS_ELSEWHERE: Final = 1.0  # largest fraction by which a plan may be slower at samples that do not count
 MAX_TUNED_DISTANCE: Final = 1.0  # a measured plan is preferred within this distance of its sizes: a factor of two
 
 
@@ -254,7 +256,10 @@ def _plain(step: Launch) -> Launch:
 
 
 def _integer(value: T, where: str) -> T:
-    """Return a plain value as it is; fix a symbolic integer, named `where`, and return its hint: see Trace.fix."""
+    """Return a plain value as it is; for a symbolic integer, require that it equals its hint, and return the hint.
+
+    `where` names the integer in `Variant.fixed`: see Trace.fix.
+    """
     return cast(T, value.trace.fix(value, where)) if isinstance(value, SymInt) else value
 
 

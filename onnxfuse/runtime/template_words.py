@@ -63,7 +63,7 @@ class TemplateWords:
         return b"".join((head, self.expressions, functions, *(each.data for each in self.variants)))
 
     def with_functions(self, functions: Sequence[int]) -> TemplateWords:
-        """Return the template with other functions; their number must be the same."""
+        """Return the template with other functions, as many as before."""
         return replace(self, functions=tuple(functions))
 
     def for_inputs(self, inputs: Sequence[TensorSpec]) -> TemplateWords | None:

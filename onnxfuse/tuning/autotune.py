@@ -55,7 +55,7 @@ trials: Final[dict[str, MakeTrial]] = {CUDA: gpu_trial}  # by provider; on other
 
 
 class MeasuredVerdicts:
-    """The planner's `Verdicts`, from measurements of nodes' plans on this machine."""
+    """The planner's `Verdicts`: which plan is the fastest, by measurements of nodes' plans on this machine."""
 
     def __init__(self, alone: Alone = at_once) -> None:
         """Measure nothing yet; `alone` will call each piece of work on the GPU."""

@@ -29,7 +29,8 @@ from onnxfuse.tuning.timing import interleaved, runs_within
 UNFUSED: Final = "onnxruntime"  # how an unfused node runs
 COPIES: Final = 9  # copies of an operator in one graph: a node takes an eighth of the time that 8 more copies add
 SECONDS_PER_OPERATOR: Final = {"kernel": 0.3, "body": 0.3, UNFUSED: 0.1}
-# Copies of an operator share weights larger than this. Smaller ones could stay in a cache: an H200's L2 has 60 MiB.
+# Copies of an operator share weights larger than this. Smaller weights are copied, too, because they could stay in a
+# cache: an H200's L2 has 60 MiB.
 MIN_SHARED_WEIGHT_BYTES: Final = 64 * 2**20
 # Operators that do no work on a device, or do not work on tensors.
 UNTIMED: Final = re.compile("Constant|If|Loop|Random.*|Scan|Shape|Size|.*(Optional|Sequence|String).*")

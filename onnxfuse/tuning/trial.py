@@ -21,7 +21,7 @@ from onnxfuse.tuning.runs_in_flight import Alone, MeasuringStopped, at_once
 
 MAX_SCRATCH_BYTES: Final = 4 * 2**30  # most bytes that a trial allocates, unless half of the free memory is less
 MAX_CONSTANT_SETS: Final = 256
-MIN_LAUNCHES_PER_GRAPH: Final = 8  # they share the time of starting the graph, about 10 us
+MIN_LAUNCHES_PER_GRAPH: Final = 8  # the launches share the time of starting the graph, about 10 us
 WARM_UP_REPLAYS: Final = 2
 MIN_ROUNDS, MAX_ROUNDS = 5, 20  # rounds of replaying the graph of each plan
 SECONDS_PER_PLAN: Final = 0.05
@@ -212,7 +212,7 @@ class GpuTrial:
         return self._sets[:count]
 
     def _swapped(self, memory: Buffers) -> Buffers:
-        """Return the buffers, each output swapped with the input that it can be: a run then reads the last outputs."""
+        """Return the buffers for every second run, whose inputs are outputs of the run before where their types fit."""
         inputs, outputs = map(list, memory)
         for output, source in self._chained:
             inputs[source], outputs[output] = outputs[output], inputs[source]

@@ -73,7 +73,7 @@ class PartFinding:
 
 @dataclass(frozen=True)
 class PartsVerification:
-    """The parts that differ, those that were not compared, and the keys of those that are equal."""
+    """The parts (fused nodes with the replaced nodes) that differ or were not compared; and the keys of equal parts."""
 
     wrong: tuple[PartFinding, ...]
     not_compared: tuple[PartFinding, ...]
@@ -150,7 +150,7 @@ def values_of_run(unfused: UnfusedGraph, names: Iterable[str], feeds: Mapping[st
                 raise
             results = run(
                 _open(model_to_float32(_model_of_run(unfused, wanted)), folder), arrays_to_float32(feeds)
-            )  # onnxruntime's CPU provider has few operators in bfloat16
+            )  # in float32, because onnxruntime's CPU provider has few operators in bfloat16
         values |= {n: _as_recorded(unfused, n, v) for n, v in results.items() if isinstance(v, np.ndarray)}
     return values
 

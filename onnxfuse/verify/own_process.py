@@ -167,7 +167,7 @@ def _end_late(process: subprocess.Popen[bytes], expired: threading.Event) -> Non
 
 
 class Stored:
-    """A model as a worker reads it: bytes with external weights in `folder`, or a file, deleted with this object."""
+    """A model as a worker reads it: bytes with external weights in `folder`, or a file that this object deletes."""
 
     def __init__(self, source: bytes | str, folder: str | None) -> None:
         self.source, self.folder = source, folder

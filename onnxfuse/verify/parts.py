@@ -27,7 +27,8 @@ from onnxfuse.ir.protos import copy_without, subgraphs
 from onnxfuse.ir.serde import constant_proto, node_proto
 
 LOOKED_THROUGH: Final = VIEWS | {"Cast", "Slice"}
-# Maximum number of nodes between an operand and a replaced node: views, Casts and scalings with other consumers.
+# Maximum number of nodes that may lie between an operand and a replaced node: views, Casts and scalings that nodes
+# outside of the part read, too.
 MAX_NODES_LOOKED_THROUGH = 12
 TABLES: Final = ("cos", "sin")  # names of operands that hold cosines and sines
 MAX_HASHED_BYTES = 4096  # per constant; larger constants are compared by name, not by value

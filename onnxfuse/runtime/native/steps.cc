@@ -19,7 +19,7 @@ Dim read_dim(WordReader& reader, const char* what, int64_t x, int64_t y, int64_t
 }
 
 Pointer read_pointer(WordReader& reader, const Extents* extents) {
-  constexpr int64_t kMaxCount = 4096;  // the limit to indices if the extents are not known
+  constexpr int64_t kMaxCount = 4096;  // the limit of an index if the number of buffers is not known
   const int64_t kind = reader.next("a pointer's kind", 0, 2);
   const int64_t count = extents ? static_cast<int64_t>(extents->of[kind].size()) : kMaxCount;
   const auto index = static_cast<size_t>(reader.next("a pointer's index", 0, count - 1));
