@@ -49,7 +49,7 @@ BFLOAT16_OPSET: Final = 13  # the first opset with operators in bfloat16
 # The opsets that a model is raised to: 14 is the first whose Reshape distinguishes a size of 0 from a copied size, and
 # 22 is the first with convolutions in bfloat16.
 RAISED_OPSETS: Final = range(14, 23)
-DRAWS_TRIED: Final = 8  # sizes at which a model is tried to observe ranges, if it is not verified
+DRAWS_TRIED: Final = 8  # number of sizes that are tried to observe ranges if the model is not verified
 RUNS: Final = 2  # runs of the model in which ranges of tensors are recorded
 MAX_KEPT: Final = 0.5  # share of nodes; if errors require more nodes in float32, the conversion is refused
 MAX_WIDENED: Final = 0.1  # share of nodes that may stay in float32 by default to make errors usual

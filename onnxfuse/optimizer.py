@@ -291,7 +291,7 @@ def _fuse_source(job: _Job, source: onnx.ModelProto) -> _Found:
 
 
 def _fuse_verified(job: _Job, source: onnx.ModelProto) -> _Found:
-    """Fuse a model and verify it; return the fused model, the verification, and everything that was taken back.
+    """Fuse a model and verify it; return the fused model, the verification, and everything that was undone.
 
     source  the original in the opset in which it is fused
     """
@@ -408,11 +408,11 @@ def _why_not_fused(result: FusedModel) -> dict[str, str]:
 class TakenBack:
     """The matches, fusions, passes and constants found wrong, which are left out when the model is fused again."""
 
-    dropped: list[Dropped] = field(default_factory=list)  # everything that was taken back, for the report
+    dropped: list[Dropped] = field(default_factory=list)  # everything that was undone, for the report
     names: set[str] = field(default_factory=set)  # names of fusions, passes, the layout and the folding into weights
     constants: set[str] = field(default_factory=set)  # names of tensors that are not folded
-    matches: dict[tuple[str, str], int] = field(default_factory=dict)  # match -> the round that took it back
-    rounds: int = 0  # rounds that took matches back
+    matches: dict[tuple[str, str], int] = field(default_factory=dict)  # match -> the round in which it was undone
+    rounds: int = 0  # rounds in which matches were undone
 
     @property
     def passes(self) -> frozenset[str]:
@@ -421,7 +421,7 @@ class TakenBack:
         return of_weights.union(self.names.intersection(PASS_NAMES))
 
     def applied(self, settings: Settings) -> Settings:
-        """Return the settings without everything that was taken back."""
+        """Return the settings without everything that was undone."""
         return replace(
             settings,
             fusions=[fusion for fusion in settings.fusions if fusion.name not in self.names],
@@ -497,7 +497,7 @@ class _Search:
         return self.taken_back.applied(settings) if self._takes_back(result, settings) else result
 
     def _takes_back(self, result: FusedModel, settings: Settings) -> bool:
-        """Take back the faults of one kind, if there are any; return whether something was taken back."""
+        """Undo the steps with faults of one kind, if there are any; return whether a step was undone."""
         if invalid := list(_invalid(result)):
             self.taken_back.take_matches(invalid)
             return True
@@ -519,7 +519,7 @@ class _Search:
         return False
 
     def _take_cause(self, verifier: Verifier, result: FusedModel, settings: Settings, verified: Verification) -> None:
-        """Take back the nodes, the layout, the bodies or the pass that make a model differ.
+        """Undo the nodes, the layout, the fusions in bodies or the pass that make a model differ.
 
         This is for a model that differs although none of its fused nodes was found wrong when compared alone.
         """
@@ -546,7 +546,7 @@ class _Search:
         Raises VerificationError if no step does.
         """
         differs = verifier.verify(self.fuse(settings).written)
-        if differs.passed is not False:  # without fusions it does not differ: ONNX's own operators are wrong
+        if differs.passed is not False:  # the unfused model agrees: ONNX's own operators are wrong
             reason = verifier.verify(result.written).reason
             if not result.fused:
                 text = "operators that were spelled out changed the model"
@@ -571,7 +571,7 @@ class _Search:
 
 
 def _invalid(result: FusedModel) -> Iterator[tuple[Fused, bool, str]]:
-    """Yield the fused nodes whose bodies ONNX refuses; whether each computes a Transpose; and why ONNX refuses it."""
+    """Yield the fused nodes whose functions ONNX refuses, whether their outputs are transposed, and the reasons."""
     records = {(one.where, one.node): one for one in result.fused}
     for where, graph in result.everywhere():
         faults = faults_of_bodies(graph.model)

@@ -41,7 +41,7 @@ class Extension:
         return f"remove it with `pip uninstall {self.package}`"
 
     def load(self, error: type[OnnxfuseError]) -> ModuleType:
-        """Import the module.  Raises `error`, which names the package, if there is no such module or it fails."""
+        """Import the module.  Raises `error`, which names the package, if the module is missing or does not load."""
         entry = self.entry
         subject = f"{self.origin}: {entry.value}, its entry point '{entry.name}' of {entry.group},"
         try:

@@ -19,7 +19,7 @@ from onnxfuse.algebra.operators import (
 
 HALVES: Final = ("float16", "bfloat16")
 FLOATS: Final = (*HALVES, "float32", "float64")
-PRODUCTS: Final = (*HALVES, "float32")  # dtypes of products that an epilogue may join
+PRODUCTS: Final = (*HALVES, "float32")  # dtypes of products whose kernels can run the operators that follow
 INTEGERS: Final = ("int8", "uint8", "int32", "int64")
 DTYPES: Final = (*FLOATS, *INTEGERS, "bool")
 
@@ -40,7 +40,8 @@ GATHERS: Final = ("Gather", "GatherElements")
 MAPS: Final = frozenset(
     ("Reshape", "Transpose", "Unsqueeze", "Squeeze", "Expand", "Slice", "Concat", "Split", "Pad", "Tile", *GATHERS)
 )
-# Views through which an epilogue reads its other operands: each output element is one element of one input.
+# Views of operands of an epilogue (operators that run in the kernel of the product before them): each element of their
+# outputs is one element of one input.
 VIEWS: Final = ("Reshape", "Transpose", "Unsqueeze", "Squeeze", "Expand", "Slice", "Split")
 SUMS: Final = (
     "ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceSumSquare", "ReduceL1", "ReduceL2",

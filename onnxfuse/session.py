@@ -320,7 +320,7 @@ class _Nodes:
         ]
 
     def mixed(self, registered: Collection[str]) -> list[Call]:
-        """Return the nodes that run as bodies although session options have registered their function as a kernel.
+        """Return the nodes that run as ONNX functions although session options registered their function as a kernel.
 
         registered  operators that earlier sessions registered with the options; their kernels may have failed since
         """
@@ -337,7 +337,7 @@ class _Nodes:
         register_operators(options, self.target, self.kernels, bodies, choice)
 
     def keep_bodies(self) -> None:
-        """Keep the bodies of nodes that run as kernels, as a fallback for runs in which a kernel fails."""
+        """Keep the ONNX functions of nodes that run as kernels, as a fallback for runs in which a kernel fails."""
         if isinstance(self.target, Target):
             keep_bodies(self.model, [(call.node, call.proto) for call in self.kernels], self.target.device)
 

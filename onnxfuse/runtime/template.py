@@ -59,7 +59,7 @@ class Variant:
 
 @dataclass(frozen=True, eq=False)
 class Template:
-    """The variants (plans for ranges of sizes) of a node, and its inputs, whose dynamic dim number k is -1 - k.
+    """The variants (plans for ranges of sizes) of a node, and its inputs; dynamic dim number k is written as -1 - k.
 
     Equal dims have one number.
     """
