@@ -89,7 +89,7 @@ class StageTimer:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
-Regions: TypeAlias = bool | Literal["apart"]  # whether to make regions; "apart": but join no operators to other kernels
+Regions: TypeAlias = bool | Literal["apart"]  # whether to make regions; "apart": yes, but operators join no kernels
 
 
 Scores: TypeAlias = frozenset[tuple[str, str]]  # Softmaxes, each by the name of its graph and of its output
@@ -204,7 +204,7 @@ class FusedModel:
 
     @property
     def fused_of_model(self) -> tuple[Fused, ...]:
-        """The records of `fused`, with decomposed operators in place of the nodes that they were decomposed into."""
+        """The records of `fused`, which name decomposed operators, not the nodes that they were decomposed into."""
         return in_terms_of_model(self.fused, self.spelled)
 
     @property

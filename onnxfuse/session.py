@@ -160,7 +160,7 @@ def open_session(
     if _stamp(path) != stamp:
         raise ModelError(f"'{path}' was written to while it was loaded; make the session again")
     if outside is None and nodes.any_fails():
-        del session  # the next session will run the bodies of the failed nodes
+        del session  # the next session will run the ONNX functions of the failed nodes
         return open_session(path_or_bytes, sess_options, providers, provider_options, settings=settings, **arguments)
     record_dispatches(session, nodes.dispatches(), nodes.places())
     if isinstance(nodes.target, Target) and is_observed:

@@ -44,7 +44,7 @@ class Converted:
     by_rule: tuple[Kept, ...]  # nodes that stay because of their operators
     types: Mapping[str, int]  # the dtypes that tensors of the main graph have now
     scratch: ScratchFolder | None = None
-    added_masks: int = 0  # softmaxes whose fully masked rows have other weights than in float32
+    added_masks: int = 0  # number of softmaxes whose fully masked rows have other weights than in float32
 
 
 def convert(model: onnx.ModelProto, known: Known, io: Io = "float32") -> Converted:

@@ -57,7 +57,7 @@ class HalfResult:
     max_error: float | None = None
     note: str = ""  # how the errors were measured if not as usual, or why they were not measured
     scratch: ScratchFolder | None = None  # the folder of converted external weights
-    added_masks: int = 0  # softmaxes whose fully masked rows have other weights than in float32
+    added_masks: int = 0  # number of softmaxes whose fully masked rows have other weights than in float32
 
     @property
     def worst(self) -> HalfError | None:

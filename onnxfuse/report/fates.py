@@ -13,7 +13,7 @@ from onnxfuse.rewrite.replace import Fused
 
 Fate: TypeAlias = Literal["fused", "weights", "merged", "constant", "stays"]
 FATES: Final[tuple[Fate, ...]] = get_args(Fate)
-CONSTANT_KINDS: Final = frozenset({"constant", "shape", "branch", "carried"})  # kinds of Folded with known values
+CONSTANT_KINDS: Final = frozenset({"constant", "shape", "branch", "carried"})  # kinds of folded nodes with known values
 
 
 @dataclass(frozen=True)

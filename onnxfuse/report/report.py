@@ -65,7 +65,7 @@ class Dropped:
 
 @dataclass(frozen=True)
 class RegionGain:
-    """Counts of regions, of the nodes that they replace and of operators in epilogues; and the estimated savings."""
+    """Counts of regions, of the nodes in them and of operators that joined other kernels; and the estimated savings."""
 
     nodes: int
     replaced: int
@@ -99,7 +99,7 @@ class Report:
     verified: Verification
     seconds: Mapping[str, float] = field(default_factory=dict)
     layout: LayoutResult = field(default_factory=LayoutResult)
-    without_regions: Traffic | None = None  # the traffic if no regions were made; None if none were made
+    without_regions: Traffic | None = None  # the traffic before regions were made; None if none were made
     subgraphs: tuple[Subgraph, ...] = ()
     inlined: Inlined | None = None  # the model's own functions, and whether they were inlined
     stays: tuple[Stays, ...] = ()  # operators that could be decomposed to be fused, but stay as they are

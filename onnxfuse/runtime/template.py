@@ -93,9 +93,10 @@ class Template:
         return min((each for each in right if not each.tuned), key=cost, default=tuned)
 
     def loss(self, variant: Variant, values: Sequence[Values]) -> Values:
-        """Return how much slower a variant is than the best plan, by estimate: 0 where its soft guards hold.
+        """Return how much slower a variant is than the best plan, by estimate.
 
-        `values` are the values of all expressions.  The loss is infinite for sizes at which the plan is not correct.
+        The loss is 0 where the soft guards of the variant, its conditions on estimates, hold.  The loss is infinite for
+        sizes at which the plan is not correct.  `values` are the values of all expressions.
         """
         missed = [self.expressions.miss(number, answer, values) for number, answer in variant.soft]
         return np.where(holds(values, variant.hard), np.maximum.reduce(missed) if missed else 0.0, np.inf)
@@ -162,7 +163,7 @@ def make_template(
         if variant:
             template.variants.append(variant)
             samples.cover([variant])
-        else:  # there is no plan for any sizes for which the host's comparisons have the same answers
+        else:  # no plan for these sizes, nor for others at which the host's comparisons have the same answers
             samples.leave_out((*record.hard.items(), *record.soft.items()))
         if len(template.variants) >= MAX_VARIANTS:
             for each in template.variants:
@@ -273,7 +274,10 @@ class _Samples:
     """
 
     def __init__(self, template: Template, given: Sequence[Sequence[int]]) -> None:
-        """Collect samples: the given ones count, or else the usual ones; samples with zeros never count."""
+        """Collect samples; the given ones, or else the usual ones, count in the choice between plans.
+
+        Samples with zeros never count.
+        """
         rows = template.expressions
         count = size_count(template.inputs)
         free = [i for i in range(count) if i not in rows.ties]

@@ -47,7 +47,8 @@ TABLES: Final = {
     ("EmbedLayerNormalization", 0): 2, ("EmbedLayerNormalization", 1): 4, ("GatherBlockQuantized", 1): 0,
     ("GroupQueryAttention", 9): 7,
 }  # fmt: skip
-# Inputs of GroupQueryAttention: the number of keys of each sequence, minus 1; and the number of keys of the longest.
+# Input 5 of GroupQueryAttention holds the number of keys of each sequence minus 1; input 6 holds the number of keys of
+# the longest sequence.
 KEY_COUNTS: Final = {("GroupQueryAttention", 5): -1, ("GroupQueryAttention", 6): 0}
 QUERY, PAST_KEY = 0, 3  # inputs of GroupQueryAttention
 
@@ -58,13 +59,14 @@ class Use:
 
     "row": they index a table of `number` rows.  "mask": they are compared, or cast to floats.  "length": they count
     elements along an axis.  "size": they are the size of a result, or a step.  "equal": the model compares them with
-    the constant `number`, such as a sampling rate.  "keys": they are `number` plus the keys of GroupQueryAttention, old
-    and new, which the axes in `axes` count.  "ones": a mask whose ones are such a number of keys.
+    the constant `number`, such as a sampling rate.  "keys": they are the number of old and new keys of a
+    GroupQueryAttention plus `number`; the sizes of `axes` add up to the number of keys.  "ones": they are a mask with
+    as many ones as there are keys.
     """
 
     kind: Literal["row", "mask", "length", "size", "equal", "keys", "ones"]
     number: int = 0
-    axes: tuple[tuple[str, int], ...] = ()  # of inputs of the model: name and axis
+    axes: tuple[tuple[str, int], ...] = ()  # (name of an input of the model, axis)
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,7 @@ def axes_of_keys(node: onnx.NodeProto, links: Links) -> Iterator[tuple[str, int]
 
 
 def _counts_keys(name: str, links: Links) -> bool:
-    """Return whether a sum, minus 1 and cast, is a number of keys of GroupQueryAttention."""
+    """Return whether GroupQueryAttention reads a tensor, maybe after arithmetic and Casts, as a number of keys."""
     work, seen = [name], {name}
     while work:
         for node, index in links.consumers.get(work.pop(), ()):

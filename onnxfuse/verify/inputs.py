@@ -158,7 +158,7 @@ def edge_sizes(
     """Yield sets of dim sizes with 1 or 0 in all free dims, then in one free dim while the others have `usual` sizes.
 
     A dim is free if no given array fixes its size.  Only the first MAX_DIMS_AT_EDGES free dims are set one at a time.
-    The sizes in `steps` follow, each with the sizes of a line of DIM_SIZES, where they are of free dims.
+    The sizes in `steps` follow if they are for free dims, each together with other sizes from a line of DIM_SIZES.
     """
     zeros, ones = (_choose_sizes(inputs, ((size,), (size,)), given) for size in (0, 1))
     free = [name for name in usual if zeros[name] != ones[name]]

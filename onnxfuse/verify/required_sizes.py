@@ -1,7 +1,8 @@
 """Find the input sizes that a model's operators require, where they must not, or can hardly, be found by trial.
 
 onnxruntime may run a Conv on a wrong number of channels: its convolutions in a blocked layout then read past the end of
-memory.  GroupQueryAttention takes a past only if its heads fit, and if all layers and the mask agree on its length.
+memory.  GroupQueryAttention accepts cached keys and values (a past) only if their heads fit, and if all layers and the
+mask agree on the length of the past.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ PAST, NEW = "past_length", "new_length"  # names for dims without one
 class Required:
     """The inputs of a model; dims for which only one size is possible are that number, and equal dims have one name.
 
-    `steps` are sizes that a model with a cache is also to run at, with several sequences: a prompt, and one token.
-    Together with a past, onnxruntime's CPU provider takes several tokens of one sequence only.
+    `steps` are sizes at which a model with a cache also runs, with several sequences: a prompt without a past, and one
+    token with a past.  With a past, onnxruntime's CPU provider takes several tokens only if there is one sequence.
     """
 
     inputs: list[Input]
@@ -60,9 +61,10 @@ def _completed(each: Input, known: Sequence[object] | None) -> Input:
 
 
 def _with_cache(model: onnx.ModelProto, inputs: list[Input], shapes: ShapeInfo) -> Required:
-    """Return inputs whose pasts have the heads of their GroupQueryAttention and one length, by which masks are longer.
+    """Return the inputs with the dims that GroupQueryAttention requires.
 
-    A name of a dim stands for the same size in all inputs.
+    Its pasts (cached keys and values) have its heads and one length, and masks cover the past and the new tokens.  A
+    name of a dim stands for the same size in all inputs.
     """
     known, links, uses = {each.name: each for each in inputs}, links_of(model), integer_uses(model)
     attention = next((node for node in links.producers.values() if node.op_type == CACHED), None)
@@ -92,7 +94,7 @@ def _with_cache(model: onnx.ModelProto, inputs: list[Input], shapes: ShapeInfo) 
 
 
 def _dims_of_pasts(shapes: ShapeInfo, batch: int | str, past: int | str) -> Iterator[tuple[str, tuple[int | str, ...]]]:
-    """Yield the name and the dims of each past of keys or values; 0 stands for a size that is not known."""
+    """Yield the name and the dims of each past (cached keys or values); 0 stands for a size that is not known."""
     for node in shapes.graph.nodes:
         if op_of(node) == f"com.microsoft::{CACHED}" and len(node.inputs) > PAST_VALUE:
             heads = int_attribute(node, "kv_num_heads", 0)

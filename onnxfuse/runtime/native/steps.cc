@@ -349,7 +349,7 @@ void read_engine(WordReader& reader, Convolution& conv) {
   conv.engine.resize(reader.count("the number of an engine's words", kMaxEngineWords));
   if (!conv.engine.empty() && conv.engine.size() % 2 == 0) malformed("a knob of an engine has no value");
   for (size_t i = 0; i < conv.engine.size(); ++i) {
-    const bool is_value = i > 0 && i % 2 == 0;  // a knob's value; other words are the engine's index or types
+    const bool is_value = i > 0 && i % 2 == 0;  // words: the engine's index, then a type and a value per knob
     constexpr int64_t kMaxNumber = std::numeric_limits<int32_t>::max();
     conv.engine[i] = is_value ? static_cast<int64_t>(reader.bits("a knob's value"))
                               : reader.next("an engine's index or a knob's type", 0, kMaxNumber);

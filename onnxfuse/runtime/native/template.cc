@@ -225,7 +225,9 @@ Template::SharedPlan Template::make(const Key& key) const {
   const std::shared_ptr<Plan> plan(new Plan(read_plan(bytes, types_of(key), output_dtypes_, device_)), free);
   ++plan_count;
   check_functions(*plan);
-  if (!holds_constants(key)) {  // a kernel that starts early reads constants at once; here, earlier nodes compute some
+  // A kernel that starts early reads constants while earlier kernels run.  Here, some inputs that the plan takes for
+  // constants are computed by earlier kernels, so no kernel may start early.
+  if (!holds_constants(key)) {
     for (Step& step : plan->steps) {
       if (auto* launch = std::get_if<Launch>(&step)) launch->config.pdl = false;
     }
