@@ -293,7 +293,8 @@ def fuse_model(
 def _with_left(learned: Learned, result: FusedModel) -> Learned:
     """Return `learned` plus the decomposed operators and rewritten scores that were not fused.
 
-    Those keep their original form from then on.  After MAX_SPELLING_ROUNDS rounds, all operators and scores do.
+    Those keep their original form from then on.  After MAX_SPELLING_ROUNDS rounds, all composite operators and scores
+    keep their original form.
     """
     operators, scores = {**learned.operators, **result.all_left}, learned.scores | result.all_scores_left
     if learned.rounds + 1 == MAX_SPELLING_ROUNDS:
@@ -498,7 +499,7 @@ def form_regions(work: Work) -> None:
     if work.settings.regions and not work.found.left:
         with step(REGIONS):
             made = assign_regions(work.joining, known)
-        known = _standing(graph, known)  # without norms and deferred operators that became parts of regions
+        known = _standing(graph, known)  # without the fused nodes that became parts of regions
     write_deferred(graph, work.shapes)
     if work.settings.regions:
         if work.defer_to_regions.has_left:

@@ -40,7 +40,8 @@ class Verifier:
     shapes: Sequence[str] = ()
     tolerance: float | None = None
     is_converted: bool = False  # whether the optimized models are in half precision
-    is_standard: bool = False  # whether they may contain ONNX's Attention, which gives 0 for some NaN of the original
+    # Whether the optimized models may contain ONNX's Attention, which gives 0 for some NaN of the original.
+    is_standard: bool = False
     equal_parts: set[str] = field(default_factory=set)  # keys of the parts that were found equal
     raised: list[LeftOut] = field(default_factory=list)  # steps of the verification that raised
     _reference: Reference | VerificationError | None = None

@@ -241,7 +241,7 @@ class SymInt(Symbolic):
         return hash(self.trace.fix(self))
 
     def bit_length(self) -> int:
-        """Return the number of bits of the integer; the plan is then only for sizes at which it equals its hint."""
+        """Return the number of bits of the integer; a guard then requires that the integer equals its hint."""
         return self.trace.fix(self).bit_length()
 
     def __float__(self) -> float:

@@ -31,7 +31,7 @@ MAX_ALL_VARIANTS: Final = 96
 # is at most MAX_MEAN_LOSS, both by estimate.
 MAX_LOSS: Final = 0.03
 MAX_MEAN_LOSS: Final = 0.001
-MAX_LOSS_ELSEWHERE: Final = 1.0  # largest fraction by which a plan may be slower at samples that do not count
+MAX_LOSS_ELSEWHERE: Final = 1.0  # a plan may be slower by this fraction at samples that do not count in the choice
 MAX_TUNED_DISTANCE: Final = 1.0  # a measured plan is preferred within this distance of its sizes: a factor of two
 
 

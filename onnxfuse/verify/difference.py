@@ -16,7 +16,7 @@ TF32 = "tf32"  # the precision of float32 products on CUDA, unless the session's
 # The largest allowed error of an output, relative to the largest finite magnitude of the expected output.
 #
 # The expected output is the original's own, unless the original computes in half precision.  Then the original is
-# evaluated in float32, and an output also passes if its error is at most that of the original's own.  The original's
+# evaluated in float32, and an output also passes if the original's own output has no smaller error.  The original's
 # rounding is not a standard: onnxruntime's CPU provider puts Casts around most float16 nodes and drops pairs of them,
 # so where it rounds depends on the neighbouring nodes.  Merely folding the shape arithmetic of the Reshapes moved an
 # output of float16 ViTs by 1.8e-3 (onnxruntime 1.31), without a change of arithmetic.  Against the float32 evaluation,

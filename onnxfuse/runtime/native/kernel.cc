@@ -386,7 +386,7 @@ bool FusedKernel::runs_body(const Key& key) {
 void FusedKernel::run_body(OrtKernelContext* context, const Key& key, void* const* inputs, Stream stream) const {
   BodyOutputs outputs{ort_, driver_, context, stream, device_, output_dtypes_, ""};
   const PlanRequest node = request_for(key);
-  const RelaxedCapture relaxed(driver_);  // the body's session may be made now
+  const RelaxedCapture relaxed(driver_);  // the session of the node's ONNX function may be made now
   try {
     start_body({&node, inputs, stream, &BodyOutputs::put, &outputs});
   } catch (const std::exception&) {

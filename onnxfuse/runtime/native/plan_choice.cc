@@ -121,7 +121,7 @@ Runnable find_runnable(const Ort& ort, const OrtSessionOptions* options, bool on
   const PlanFiles files = find_files(ort, options);
   const std::vector<DeviceKind> kinds = visible_kinds();
   Runnable found;
-  std::map<std::string, std::set<size_t>> kinds_of;  // by operator: the indices of the kinds that have plans for it
+  std::map<std::string, std::set<size_t>> kinds_of;  // by operator: indices of the GPU kinds that have plans for it
   for (const auto& file : files) {
     bool is_used = false;
     for (size_t i = 0; i < kinds.size(); ++i) {

@@ -8,7 +8,7 @@
 namespace onnxfuse {
 namespace {
 
-// For so long after the last launch to a stream, the stream may still have work.
+// A stream may still have work for this long after the last launch to the stream.
 constexpr int64_t kLately = 200'000;  // nanoseconds
 constexpr int64_t kNever = -kLately;
 constexpr int kDevices = 64;  // GPUs with larger numbers share the last entry
