@@ -84,10 +84,10 @@ class Planner:
         self._lock: Final = threading.RLock()
 
     def answer_request(self, request: native.Request) -> bytes | None:
-        """Return the bytes of the template that the native library asks for; None if the node runs as ONNX function.
+        """Return the bytes of the template that the native library asks for; None if the node's body must run.
 
-        The function, the node's body, runs where planning or compiling fails, and a warning says why.  Without a body,
-        an exception becomes an onnxruntime error of the node.
+        The body (the ONNX function that the node calls) runs where planning or compiling fails, and a warning says why.
+        Without a body, an exception becomes an onnxruntime error of the node.
         """
         situation = _situation(request)
         try:

@@ -65,7 +65,7 @@ NOISE_DRAWS: Final = 6
 
 @dataclass(frozen=True)
 class PartFinding:
-    """A part (a fused node and the nodes that it replaced), with a sentence on how it differs or was not compared."""
+    """A fused node with the nodes that it replaced, and a sentence on how they differ or why they were not compared."""
 
     part: Part
     reason: str
@@ -328,7 +328,7 @@ def _half(unfused: UnfusedGraph, part: Part) -> str:
 
 @dataclass(frozen=True)
 class _Check:
-    """The comparison of one output of a fused node with that of the replaced nodes, on one set of operand values."""
+    """The comparison of an output of a fused node with the output of the replaced nodes, for one set of operands."""
 
     sessions: _Sessions
     feeds: Feeds

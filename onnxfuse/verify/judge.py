@@ -1,4 +1,4 @@
-"""Judge the outputs of an optimized model by runs of the original, its noise, and scores that are nearly equal."""
+"""Judge the outputs of an optimized model: by runs of the original, by its noise, and by nearly equal scores."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ def run_original(
         return result
     try:
         tell("run the original in float32")
-        session = open_session(model_to_float32(model), folder, optimize=False)  # else it drops pairs of Casts
+        session = open_session(model_to_float32(model), folder, optimize=False)  # optimizing would drop pairs of Casts
         every = (*runs, *at_edges)
         exact = [replace(r, float32_outputs=run(session, arrays_to_float32(r.feeds))) for r in every]
     except Exception as error:

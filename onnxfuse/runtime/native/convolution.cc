@@ -127,7 +127,7 @@ class Graph {
     if (!shape.finalize_if_supported()) return false;
     void* const x = add_operand(kX, conv.x, joined(conv.n, conv.c, conv.sizes), conv.channels_last);
     // A transposed convolution is the data gradient of a convolution that reads y and writes x.  Both have the same w.
-    // The first two dims of w are therefore the channels of x, and those of y in one group.
+    // The first two dims of w are therefore the channels of x, and the channels of y in one group.
     const Sizes w_dims = conv.transposed ? joined(conv.c, conv.m / conv.group, conv.kernel)
                                          : joined(conv.m, conv.c / conv.group, conv.kernel);
     void* const w = add_operand(kW, conv.w, w_dims, conv.w_channels_last);

@@ -323,8 +323,8 @@ FusedKernel::SharedPlan FusedKernel::first_fit(const Templates& templates, const
                                                SharedPlan (Template::*plan)(const Key&)) const {
   using Fit = Template::Fit;
   for (const Fit fit : {Fit::kExact, Fit::kBetter, Fit::kNotConstant}) {
-    // A template that Python made must fit exactly; one from a plan file may fit less closely.  Templates that only fit
-    // as kNotConstant are not used if Python can make one that fits better.
+    // Templates that Python made fit exactly, so less close fits are tried only if there are templates of plan files.
+    // Templates that only fit as kNotConstant are not used if Python can make a template that fits better.
     if (setup_.asks_python && (fit == Fit::kNotConstant || (given_.empty() && fit != Fit::kExact))) break;
     for (const auto& each : templates) {
       if (!each->fits(key, fit)) continue;
