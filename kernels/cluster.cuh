@@ -24,7 +24,8 @@ __device__ __forceinline__ void cluster_wait() {
     else __syncthreads();
 }
 
-// Stores `value` in the shared memory of block `rank` of the cluster, at the place that has `address` in this block.
+// Stores `value` in the shared memory of block `rank` of the cluster. `address` is the address of the same variable in
+// this block.
 __device__ __forceinline__ void store_peer(float* address, unsigned rank, float value) {
     if constexpr (CLUSTER > 1) {
         const unsigned own = static_cast<unsigned>(__cvta_generic_to_shared(address));

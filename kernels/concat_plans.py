@@ -14,7 +14,7 @@ def chained(first: Plan, second: Plan, of_first: Sequence[int], of_second: Seque
     """Return one plan that runs `first`, which has one output, and then `second`, whose outputs are the whole plan's.
 
     Input i of `first` is the whole plan's input number `of_first[i]`. Input i of `second` is the whole plan's input
-    number `of_second[i]`, or the output of `first` if that is None.
+    number `of_second[i]`, or the output of `first` if `of_second[i]` is None.
     """
     (between,) = first.outputs
     kept = len(second.scratch)

@@ -14,8 +14,8 @@ import numpy as np
 Config = TypeVar("Config")
 Problem = TypeVar("Problem")
 
-SLACK: Final = 0.02  # share by which the best of the few may cost more than the best of all
-MAX_OF_PROBLEM: Final = 12  # how many of the best configs of one problem are considered for all problems
+SLACK: Final = 0.02  # the best chosen config may cost this share more than the best of all configs
+MAX_OF_PROBLEM: Final = 12  # how many of a problem's best configs become candidates for all problems
 
 
 def few(

@@ -122,7 +122,7 @@ class EpilogueProgram:
     arguments: tuple[Argument, ...]  # arguments of the launch after the kernel's own
     y: Pointer  # the output that the kernel stores; any output if the program stores all
     residual: Pointer | None  # the operand that the kernel loads as its residual
-    registers: int  # registers per thread: for operands of eight groups of 2 x 2 elements, and for stores of outputs
+    registers: int  # registers per thread for stores of outputs, and for operands of eight groups of 2 x 2 elements
     dtype: str  # dtype of y
     is_precise: bool  # whether some output is float32
     element_bytes: int  # sum of the bytes per value of operands that have one value per element or per column

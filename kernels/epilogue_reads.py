@@ -8,7 +8,7 @@ from onnxfuse.algebra.indices import Atom, Index, function
 from onnxfuse.algebra.sizes import Size, divide
 from onnxfuse.kernels.region.sizes import Sizes
 
-ROW, COLUMN = "row", "column"  # index variables: the flat index over the first axes of y, and that over its last axes
+ROW, COLUMN = "row", "column"  # index variables: flat indices over the first axes of y, and over its last axes
 WIDEST: Final = 8
 
 

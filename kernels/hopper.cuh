@@ -12,7 +12,8 @@ __device__ __forceinline__ u32 shared_address(const void* pointer) { return u32(
 
 // ---- threads, clusters, registers --------------------------------------------------------------------------------
 
-// Waits until `threads` threads have arrived at this named barrier (1 to 15; 0 is __syncthreads).
+// Waits until `threads` threads have arrived at the named barrier number `barrier`: 1 to 15, because __syncthreads uses
+// barrier 0.
 __device__ __forceinline__ void named_barrier(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
@@ -78,7 +79,8 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
                  : "memory");
 }
 
-// Stores to the shared memory of block `rank` of the cluster, at the place that has `address` in this block.
+// Stores to the shared memory of block `rank` of the cluster. `address` is the address of the same variable in this
+// block.
 __device__ __forceinline__ void store_at(u32 address, u32 rank, const float (&values)[4]) {
     asm volatile("{ .reg .b32 remote;\n"
                  "mapa.shared::cluster.u32 remote, %0, %1;\n"
@@ -160,8 +162,8 @@ __device__ __forceinline__ void store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
-// Makes a thread's ordinary accesses to shared memory visible to TMA and wgmma; each writer calls it before the barrier
-// that precedes their reads.
+// Makes a thread's ordinary accesses to shared memory visible to TMA and wgmma. Each thread that writes calls it before
+// the barrier after which TMA or wgmma reads.
 __device__ __forceinline__ void store_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- words of shared memory --------------------------------------------------------------------------------------

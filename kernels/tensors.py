@@ -46,9 +46,10 @@ def unsupported_choice(node: FusedNode, choice: str, known: Sequence[str], defau
 def vector_width(tensors: Sequence[TensorSpec], *extents: int, weights: Sequence[TensorSpec] = ()) -> int:
     """Return the elements per vector access: a divisor of every extent, at most 16 bytes in each of `tensors`.
 
-    The width is 1 if any tensor is misaligned.  If extents are symbolic, a guard records whether the widest width
-    divides them; if it does not, a width is returned that divides them for all sizes.  `weights` must be aligned too,
-    but their vectors may exceed 16 bytes: they come from a cache, so that a second access costs little.
+    The width is 1 if any tensor is misaligned.  If extents are symbolic, a guard (a condition on sizes) in the
+    plan says whether the widest width divides them; if not, the returned width divides them for all sizes.  `weights`
+    must be aligned too, but their vectors may exceed 16 bytes: they come from a cache, so that a second access costs
+    little.
     """
     if not all(tensor.aligned for tensor in (*tensors, *weights)):
         return 1

@@ -212,7 +212,7 @@ def _added(queries: Term, rows: tuple[Term, Term], scores: Scores) -> Term:
 
 
 def _above_lowest(added: Term, above: float) -> Term:
-    """Return the additive mask with finite numbers below `above` replaced.
+    """Return the additive mask with `above` in place of lower finite numbers.
 
     Infinities may stay where `fully_masked` is zero: the operator replaces the resulting NaN probabilities by 0.
     """

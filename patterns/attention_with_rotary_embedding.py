@@ -64,7 +64,7 @@ def normalized_heads(name: str, x: Term, rows: str, heads: str, scale: Term, eps
 
 
 def by_rotary(x: Term, cos: Term, sin: Term, axes: str, interleaved: Term, num_heads: Term) -> Term:
-    """Return x, which has these axes, rotated in several operators or by ONNX's RotaryEmbedding.
+    """Return x, whose axes are `axes`, rotated in several operators or by ONNX's RotaryEmbedding.
 
     RotaryEmbedding reads tables of half as many columns.
     """
@@ -78,7 +78,7 @@ def by_rotary(x: Term, cos: Term, sin: Term, axes: str, interleaved: Term, num_h
 def by_operator(
     x: Term, plain: Term, cos: Term, sin: Term, axes: str, interleaved: Term, **heads: AttributeValue
 ) -> Term:
-    """Return x, which has these axes, rotated by ONNX's RotaryEmbedding, or `plain`: x rotated in several operators."""
+    """Return x (with these `axes`) rotated by ONNX's RotaryEmbedding, or `plain`: x rotated in several operators."""
     at, rows = next((i, name) for i, name in enumerate(axes.split()) if name in ("queries", "keys"))
     tables = (for_batch(rearrange(t, f"cos_batch {rows} half -> cos_batch {rows} half"), x) for t in (cos, sin))
     operator = op.RotaryEmbedding(x, *tables, interleaved=interleaved, **heads)

@@ -27,7 +27,8 @@ from onnxfuse.runtime.symint import estimate
 MAX_PARTS: Final = 32  # parts per node: the kernels take this many pointers
 THREADS: Final = 128  # threads per block
 RESIDENT_THREADS: Final = 2048  # threads per multiprocessor
-CHUNKS: Final = (1, 2, 4)  # vectors per thread: the fewest for which all threads are resident at once, else the most
+# Choices of vectors per thread: the smallest for which all threads are resident at once is taken, or else the largest.
+CHUNKS: Final = (1, 2, 4)
 
 
 def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:

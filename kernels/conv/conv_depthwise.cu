@@ -9,8 +9,9 @@
 // The block's weights lie in shared memory in fp32; threads keep the weights of small filters in registers.
 //
 // There are two ways through the rows:
-//   ROLLED 0   The rows are unrolled, so that one row serves several rows of y. Filters have two axes at most.
-//   ROLLED 1   TH is 1, and a loop goes through the rows of the filter, each cut into pieces of PIECE taps: any size.
+//   ROLLED 0   The rows are unrolled, so that one row of x serves several rows of y. Filters have two axes at most.
+//   ROLLED 1   TH is 1, and a loop goes through the rows of the filter, each cut into pieces of PIECE taps. Filters may
+//              have any size.
 //
 // Macros:
 //   CHANNELS            channels of x and y

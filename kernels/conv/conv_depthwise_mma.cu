@@ -2,11 +2,12 @@
 //
 //   y = epilogue(conv(x, w))    each channel of y reads the same channel of x; sums are in fp32
 //
-// An mma adds two taps of 16 positions of y and 8 channels. A row of its operand A is, for one position, x of these
-// channels at the first tap, then at the second tap. B is two diagonal matrices, one for each tap: the weights of these
-// channels. So every product is exact, as in fp32, and no element is converted. Taps are paired along a row of the
-// filter. If the number of columns is odd, the taps of the last column are paired along that column; if its last tap
-// has no partner, it is paired with a weight of 0.
+// An mma adds two taps of 16 positions of y and 8 channels. Each row of its operand A belongs to one position: it holds
+// the 8 channels of x at the first tap, and then those at the second tap. B is two diagonal matrices, one for each tap:
+// the weights of the 8 channels. So every product is exact, as in fp32, and no element is converted.
+//
+// Taps are paired along a row of the filter. If the number of columns is odd, the taps of the last column are paired
+// along that column; if its last tap has no partner, it is paired with a weight of 0.
 //
 // A block has BLOCK_GROUPS x 8 channels and goes through tiles of TP x TQ positions of y:
 //   1. cp.async copies the part of x that a tile reads, its patch, to shared memory. With BUFFERS 2, that happens while
@@ -39,7 +40,7 @@
 
 constexpr int THREADS = 32 * BLOCK_GROUPS * WARPS_M, ALL_GROUPS = CHANNELS / 8;
 constexpr int ROWS = (TP - 1) * SH + (KH - 1) * DH + 1, COLUMNS = (TQ - 1) * SW + (KW - 1) * DW + 1;
-// SPAN: chunks of a row of a plane whose columns have the same remainder by SW. PITCH: chunks of a row of a plane.
+// SPAN: chunks of a row of a plane whose columns are equal modulo SW. PITCH: chunks of a row of a plane.
 constexpr int SPAN = (COLUMNS + SW - 1) / SW, PITCH = SPAN * SW;
 
 // Returns the distance of planes in chunks. Lanes read or write all groups of a pixel before the next pixel; the
@@ -182,7 +183,7 @@ __device__ __forceinline__ void multiply_strips(float (&sums)[TH][4], u32 plane,
             }
         }
         if (KW % 2 == 0 || !is_read(row, 2)) continue;
-        u32 a[4];  // in the last row, the second tap has weight 0 and reads the same row again
+        u32 a[4];  // in the strip's last row of x, the second tap of the pair has weight 0 and reads this row again
         load_matrices<false>(a, (row + DH < STRIP_ROWS ? along_column : from) + (row * PITCH + tap_chunk(KW - 1)) * 16);
 #pragma unroll
         for (int t = 0; t < TH; ++t) {
@@ -220,7 +221,8 @@ __device__ __forceinline__ void sum_apart(float (&sums)[2], const char* from, co
 
 // ---- sums -> y ---------------------------------------------------------------------------------------------------
 
-// The positions of y of a lane: one column of each of the two strips of a job, for two neighbouring channels.
+// The positions of y of a lane: for two neighbouring channels, one column of each of the two strips that the warp
+// computes at a time.
 struct Output {
     ColumnVectors vectors;
     const T* residual;

@@ -62,7 +62,8 @@ struct Weights {
 
 // ---- sums --------------------------------------------------------------------------------------------------------
 
-// Sums of the rows of y that read the current row of x: sums[r] is the row of y that reads it by row r of the filter.
+// Sums of the rows of y that read the current row of x. sums[r] belongs to the row of y for which the current row meets
+// row r of the filter.
 struct Sums {
     float rows[KH][TW][VEC];
 

@@ -51,7 +51,7 @@ struct Pixels {
     static constexpr int EACH = (TILE_M + CHUNK_ROWS - 1) / CHUNK_ROWS;
     static_assert(THREADS % CHUNKS == 0, "a thread copies chunks of one position along k");
 
-    const char* x;  // the group's first channel of the first pixel
+    const char* x;  // address of the group's first channel in the first pixel
     Shape shape;
     const char* corners[EACH];  // address at which each pixel's first tap reads; may lie outside x
     Position at[EACH];          // the coordinates at these addresses
@@ -65,7 +65,8 @@ struct Pixels {
         return shape.index(pixel) * (X_NCHW ? 1 : GROUPS * CHANNELS) * ITEM;
     }
 
-    // Takes the positions of a tile: `count` of them, from `first` on, which lie `steps` apart in x.
+    // Takes the positions of a tile, which begins at position number `first` of all `count` positions. Neighbouring
+    // positions lie `steps` apart in x.
     __device__ __forceinline__ Pixels(const T* whole, const Shape& given, const Position& steps, int group, int first,
                                       int count)
         : shape(given) {
@@ -92,7 +93,7 @@ struct Pixels {
     }
 };
 
-// Copies the part of x in a stage. The class Taps has
+// Copies the part of x that belongs to one stage. The class Taps has
 //   WHOLE      every k of a stage exists
 //   k()        the number of elements along k
 //   operator() the offset of a tap, given its index, from the first tap
@@ -104,7 +105,7 @@ struct PixelCopy {
     // A piece of X_COPY bytes along k: the tap and the channel where it begins.
     struct Piece {
         Position tap;
-        i64 offset;   // distance from the corner of a pixel
+        i64 offset;   // bytes from the corner of a pixel, which is the address that its first tap reads
         bool exists;  // whether the piece lies within k
 
         __device__ __forceinline__ Piece(const Pixels& pixels, const Taps& taps, int k) {

@@ -76,8 +76,8 @@ struct Image {
 
 // ---- weights -----------------------------------------------------------------------------------------------------
 
-// Stores the block's weights as the mma reads them: for each group, step and tile of 8 filters two words of each lane.
-// Neighbouring threads read neighbouring channels of a tap.
+// Stores the block's weights in the order in which the mma reads them: each lane has two words for every group, step
+// and tile of 8 filters. Neighbouring threads read neighbouring channels of a tap.
 __device__ __forceinline__ void store_weights(const T* w, int first_filter, u32* to) {
     // Words per filter: TAP_WORDS of one tap, WORDS of all taps with padding.
     constexpr int TAP_WORDS = DEPTH / EACH, WORDS = STEPS * 8;
@@ -135,7 +135,7 @@ using Sums = float[WARP_GROUPS * TILES_N][4];
 __device__ __forceinline__ void multiply_group(Sums (&sums)[M_TILES], u32 patch, int pixel, int group,
                                                const Filters& filters) {
     const int lane = threadIdx.x % 32;
-    u32 rows[M_TILES];  // lane i addresses the row i % 16 of the chunk i / 16 of a step
+    u32 rows[M_TILES];  // addresses of pixels: lane i passes ldmatrix that of pixel i % 16, for chunk i / 16 of a step
 #pragma unroll
     for (int i = 0; i < M_TILES; ++i) {
         const int at = min(pixel + i * 16 + lane % 16, TP * TQ - 1);
@@ -143,7 +143,7 @@ __device__ __forceinline__ void multiply_group(Sums (&sums)[M_TILES], u32 patch,
     }
 #pragma unroll(HELD ? STEPS : 2)
     for (int step = 0; step < STEPS; ++step) {
-        const bool odd = CHUNKS % 2 && step == STEPS - 1;  // the second chunk lies beyond k
+        const bool odd = CHUNKS % 2 && step == STEPS - 1;  // k ends after the step's first chunk
         const int first = chunk_offset(group, 2 * step), second = odd ? first : chunk_offset(group, 2 * step + 1);
         u32 a[M_TILES][4];
 #pragma unroll

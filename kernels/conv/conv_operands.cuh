@@ -2,8 +2,8 @@
 // x (n, d, h, w, c) comes by TMA's im2col mode.
 //
 // The rows of the product are the pixels of y, images first; k counts the filter's taps, and within a tap the channels
-// of x. A block of k belongs to one tap: TILE_M pixels of x from the tile's first one on, moved by the tap's offset;
-// pixels in the padding are zeros. Channels beyond c are zeros in both operands.
+// of x. A block of k belongs to one tap. It has TILE_M pixels of x, from the tile's first pixel on, moved by the
+// offset of the tap; pixels in the padding are zeros. Channels beyond c are zeros in both operands.
 //
 // Macros, besides those of gemm_hopper.cuh:
 //   CHANNELS            channels of x

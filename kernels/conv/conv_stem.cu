@@ -1,10 +1,10 @@
-// Convolutions of images of few channels, x being (n, CHANNELS, height, width), y channels last, by mma.sync from sm_80
-// on: fp16, bf16, and fp32 rounded to TF32.
+// Convolutions of images of few channels by mma.sync from sm_80 on: fp16, bf16, and fp32 rounded to TF32. x is (n,
+// CHANNELS, height, width), and y has its channels last.
 //
 //   y = epilogue(conv(x, w))    dilation 1, one group, one or two spatial axes
 //
-// It is a matrix product of pixels x (channels, filter) with (channels, filter) x FILTERS. A block goes through tiles
-// of TP x TQ pixels, and keeps its weights all the time:
+// The convolution is a matrix product of pixels x (channels, filter) with (channels, filter) x FILTERS. A block goes
+// through tiles of TP x TQ pixels, and keeps its weights all the time:
 //   1. The part of x that a tile reads, its patch, is copied to shared memory as it is, while the previous tile is
 //      computed. Elements outside x are zero.
 //   2. Along k, an mma reads words of 32 bits: two neighbouring columns of x of a 16-bit type, or one column of fp32.
@@ -20,8 +20,8 @@
 // Macros:
 //   CHANNELS, FILTERS   channels of x and of y           KH, KW, SH, SW    filter sizes and strides
 //   PAD_W               columns of padding on the left
-//   COPY                elements of x that are copied at a time; divides the width of x and TQ SW
-//   TP, TQ              pixels of a tile along height and width; TP TQ is a multiple of 16 WARPS_M
+//   COPY                elements of x that are copied at a time; divides the width of x and TQ * SW
+//   TP, TQ              pixels of a tile along height and width; TP * TQ is a multiple of 16 * WARPS_M
 //   WARPS_M, WARPS_N    warps along pixels and filters   TILES_N           mma tiles of 8 filters of a warp
 //   HELD                1: weights are kept in registers, 0: in shared memory
 //   BIAS_IN_PRODUCT     1: the bias is a weight (step 4), and HAS_BIAS is 0; not for fp32, which an mma rounds
@@ -31,7 +31,7 @@
 //   WEIGHTS_CONSTANT    1: no kernel writes w
 //   MIN_BLOCKS          blocks that must fit on a multiprocessor: a bound on registers
 //   and those of epilogue.cuh
-// CHANNELS height width and the elements of an image of y are less than 2^31.
+// CHANNELS * height * width and the number of elements of an image of y are less than 2^31.
 #include "types.cuh"
 #include "epilogue.cuh"
 #include "gemm_multiply.cuh"
@@ -40,8 +40,8 @@ constexpr int THREADS = 32 * WARPS_M * WARPS_N, PIXELS = TP * TQ;
 constexpr int ITEM = sizeof(T), EACH = 4 / ITEM;  // EACH: elements of a word
 constexpr bool SHIFTED = EACH == 2 && SW % 2;     // the patch has a shifted copy
 
-// A pixel's columns begin LEAD columns before its first tap, so that they begin at a word. The patch begins EXTRA
-// columns before the first pixel's columns, so that copies are aligned.
+// A pixel's columns begin LEAD columns before its first tap, so that they begin at the start of a word. The patch
+// begins EXTRA columns before the first pixel's columns, so that copies are aligned.
 constexpr int LEAD = COPY > 1 && EACH == 2 ? PAD_W % 2 : 0;
 constexpr int EXTRA = (COPY - (PAD_W + LEAD) % COPY) % COPY;
 constexpr int ROW_WORDS = (LEAD + KW + EACH - 1) / EACH;  // words per pixel in a row of the patch
@@ -49,7 +49,8 @@ constexpr int WORDS = CHANNELS * KH * ROW_WORDS, STEPS = (WORDS + 7) / 8;
 constexpr int ROWS = (TP - 1) * SH + KH;
 constexpr int COLUMNS = (EXTRA + (TQ - 1) * SW + ROW_WORDS * EACH + (SHIFTED ? 2 : 0) + 7) / 8 * 8;
 
-// Returns the words from row to row of the patch. If the lanes of a load read two rows, these are in different banks.
+// Returns the pitch of the patch's rows in words, of which a row uses `words`. It is chosen such that two rows that the
+// lanes of one load read are in different banks.
 constexpr int pitch_of(int words) {
     while (ROW_WORDS % 4 && (words % 32 < 12 || words % 32 > 20)) words += 4;
     return words;
@@ -70,7 +71,8 @@ static_assert(EXTRA % EACH == 0 && PATCH % 4 == 0 && PATCH_SPAN % 4 == 0, "words
 
 // ---- global memory -> shared memory ------------------------------------------------------------------------------
 
-// Copies N elements, or zeroes them unless they exist. Single elements of 16 bits go through registers, synchronously.
+// Copies N elements if they exist in x or w; writes zeros otherwise. Single elements of 16 bits go through registers,
+// synchronously.
 template <int N>
 __device__ __forceinline__ void copy_elements(T* to, const T* from, bool exist) {
     if constexpr (N * ITEM >= 4) {
@@ -93,7 +95,8 @@ struct Image {
         return {int(image), int(row - image * tiles_h) * TP, int(index - row * tiles_w) * TQ};
     }
 
-    // Starts the copies of a tile's patch: each thread copies the same columns of every AT_ONCE-th line.
+    // Starts the copies of a tile's patch. A line is a row of one channel; each thread copies the same columns of every
+    // AT_ONCE-th line.
     __device__ __forceinline__ void begin(u32* to, const Tile& tile) const {
         constexpr int COPIES = COLUMNS / COPY, LANES = COPIES < THREADS ? COPIES : THREADS;
         constexpr int LINES = CHANNELS * ROWS, AT_ONCE = THREADS / LANES, TIMES = (LINES + AT_ONCE - 1) / AT_ONCE;
@@ -147,8 +150,9 @@ __device__ __forceinline__ void begin_weights(const T* w, int first_filter, T* t
 
 // ---- which filter is which column of an mma ----------------------------------------------------------------------
 
-// A lane has two neighbouring columns of the sums of an mma tile. In a group of mma tiles, filters are assigned so that
-// all sums of a lane for a pixel are neighbouring filters: 16 bytes of y in groups of the largest size.
+// A lane has two neighbouring columns of the sums of an mma tile. Several mma tiles form a group, in which filters are
+// assigned to columns such that the sums of a lane for a pixel belong to neighbouring filters. In a group of the
+// largest size, these sums are 16 bytes of y.
 constexpr int LARGEST_GROUP = 8 / ITEM, IN_LARGEST = TILES_N / LARGEST_GROUP * LARGEST_GROUP;
 
 constexpr int group_size(int tile) {
@@ -169,8 +173,8 @@ __device__ __forceinline__ int filter_of(int tile, int column) {
 
 // ---- words along k -----------------------------------------------------------------------------------------------
 
-// A word along k. `line` counts (channel, row of the filter), and `word` the words of such a row. word_of returns the
-// word that one of four lanes reads, given the index k of the first lane's word.
+// A word along k. `line` is the index of a row of the filter, counted over all channels, and `word` is the index of the
+// word in this row. word_of returns the word that one of four lanes reads; k is the index of the first lane's word.
 struct Word {
     int line, word;
 
@@ -251,7 +255,8 @@ __device__ __forceinline__ u32 mask_of(int word) {
     return mask;
 }
 
-// The offset of a word from a pixel's first word, a mask of its bits that belong to taps, and bits to set in addition.
+// The offset of a word from a pixel's first word, a mask of the word's bits that belong to taps, and the bits to set in
+// the word: if it is the bias's word, those of the value one.
 struct WordOfPatch {
     int offset;
     u32 mask, constant;
@@ -325,9 +330,9 @@ struct Output {
             }
     }
 
-    // Finishes and stores a pixel's sums for the lane's filters: those of the group of mma tiles from FIRST on, and
-    // then of the later groups. `at` is the index, in y and the residual, of the pixel and the warp's first filter;
-    // `half` says which of the lane's two pixels it is.
+    // Finishes and stores a pixel's sums for the lane's filters: first in the group of mma tiles that begins with tile
+    // FIRST, and then in all later groups. `at` is the index, in y and the residual, of the pixel and the warp's first
+    // filter; `half` says which of the lane's two pixels it is.
     template <int FIRST = 0>
     __device__ __forceinline__ void store_pixel(const float (&sums)[TILES_N][4], i64 at, int half) const {
         constexpr int SIZE = group_size(FIRST), VECTOR = 2 * SIZE < WIDTH ? 2 * SIZE : WIDTH;
@@ -348,7 +353,7 @@ struct Output {
         if constexpr (FIRST + SIZE < TILES_N) store_pixel<FIRST + SIZE>(sums, at, half);
     }
 
-    // Finishes and stores the sums of the lane's two pixels, as far as these are in y.
+    // Finishes and stores the sums of the lane's two pixels, except those of a pixel outside of y.
     __device__ __forceinline__ void store_pixels(const float (&sums)[TILES_N][4], const Tile& tile,
                                                  const Place (&pixels)[2]) const {
         const i64 origin = ((i64(tile.image) * height + tile.p) * width + tile.q) * FILTERS + first_filter;
@@ -368,7 +373,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     u32* weights = reinterpret_cast<u32*>(memory);
     u32* patches = weights + WEIGHT_WORDS;
     Tile* ahead = reinterpret_cast<Tile*>(patches + PATCH_WORDS);  // each patch's tile; kept here to save registers
-    T* raw = reinterpret_cast<T*>(HELD ? weights : patches);       // in w's layout; unless HELD, in the patches' memory
+    T* raw = reinterpret_cast<T*>(HELD ? weights : patches);       // w's layout; unless HELD, in memory of patches
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_filter = blockIdx.y * BLOCK_N;
 
     const Image of{x, height, width, pad_h, (out_height + TP - 1) / TP, (out_width + TQ - 1) / TQ};

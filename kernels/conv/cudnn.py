@@ -17,7 +17,7 @@ from onnxfuse.runtime.symint import is_symbolic
 log: Final = logging.getLogger("onnxfuse")
 
 MAX_ENGINES: Final = 3
-MAX_ENGINES_ASKED: Final = 12  # engines tried per convolution; many of them differ only in a knob
+MAX_ENGINES_ASKED: Final = 12  # engines tried per convolution; many of them differ only in a setting
 MAX_WORKSPACE_BYTES: Final = 64 << 20
 CUDNN_ACTIVATIONS: Final = get_args(ConvolutionActivation)  # activations that cuDNN fuses with a convolution
 
@@ -53,8 +53,8 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
 def _is_gradient(conv: Conv) -> bool:
     """Return whether a transposed convolution is the gradient of a convolution from the sizes of y to those of x.
 
-    That convolution would read y, and its result would have the sizes of x.  Return False if its result would be larger
-    than x, because y extends beyond the filter's last position by a stride or more.
+    A convolution that reads y must have a result with the sizes of x.  Its result would be larger than x if y extends
+    beyond the filter's last position by a stride or more; the function then returns False.
     """
     axes = zip(
         conv.sizes, conv.y_sizes, conv.kernel, conv.strides, conv.dilations, conv.pads_begin, conv.pads_end, strict=True

@@ -18,13 +18,13 @@ from onnxfuse.runtime.symint import best_first, is_symbolic, maximum, minimum
 
 MAX_IMPLEMENTATIONS: Final = 6
 MAX_FEW: Final = 7  # configs offered for a convolution of dynamic sizes
-MAX_RESEMBLING: Final = 2  # maximum implementations that differ only in the sizes of strips and blocks
+MAX_RESEMBLING: Final = 2  # maximum number of implementations that differ only in the sizes of strips and blocks
 MAX_COLUMNS: Final = 32  # columns of x that a thread holds; each has a bit in a 32-bit mask
 MAX_PIECE: Final = 8  # largest number of taps per step of the loop over a filter's row
 MAX_UNROLLED: Final = 3200  # multiplications per thread with unrolled rows: 50 KB of code
 MAX_REGISTERS: Final = 168  # registers per thread, as estimated by `registers`
 THREADS: Final = 256  # approximate threads per block
-BLOCK_SHARED: Final = 32 << 10  # bytes of weights per block, if the channels can be divided accordingly
+BLOCK_SHARED: Final = 32 << 10  # bytes of weights above which a block gets fewer channels, if it has several vectors
 
 # Rates of an H200 per multiprocessor and clock cycle; they order configs well enough on other GPUs.
 WARP_INSTRUCTIONS: Final = 3.4  # warp instructions issued per cycle; the hardware limit is 4
@@ -181,7 +181,7 @@ def _strips(conv: Conv, vec: int, tw: int, th: int) -> Iterator[DepthwiseConfig]
 
 
 def _columns(conv: Conv, tw: int, piece: int) -> int:
-    """Return how many columns of x lie from the first to the last that a strip reads by `piece` taps of a row."""
+    """Return the number of columns of x from the first to the last that a strip reads with `piece` taps of a row."""
     (_, _, sw), (_, _, dw) = three(conv.strides), three(conv.dilations)
     return (tw - 1) * sw + (piece - 1) * dw + 1
 

@@ -19,14 +19,14 @@ from onnxfuse.runtime.symint import best_first, is_symbolic, maximum, minimum
 
 MAX_IMPLEMENTATIONS: Final = 4
 MAX_FEW: Final = 7  # configs offered for a convolution of dynamic sizes
-MAX_OF_BUFFERS: Final = 3  # maximum implementations with the same number of buffers
+MAX_OF_BUFFERS: Final = 3  # maximum number of implementations with equally many buffers
 MAX_PAIRS: Final = 28  # pairs of taps; each takes two registers per lane for its weights
 MAX_REGISTERS: Final = 160  # registers per thread, as estimated by `registers`
 CHANNELS: Final = 8  # channels per warp
-WARPS: Final = (4, 16)  # warps per block: the fewest if there is enough work, and the most
+WARPS: Final = (4, 16)  # least and largest number of warps per block; a block with less work has fewer warps
 STRIP_ROWS: Final = (1, 2, 4, 7, 8, 14)
 MAX_GROUPS_OF_FEW: Final = 3  # values of `groups` that are tried for convolutions of dynamic sizes
-MIN_STRIP_ROWS: Final = 2  # rows per strip, if images have several: a fragment of x then serves several rows
+MIN_STRIP_ROWS: Final = 2  # least rows per strip of images of several rows: a fragment of x then serves several
 GROUPS: Final = (1, 2, 3, 4, 5, 6, 8)
 TILE_COLUMNS: Final = (8, 16, 32, 56)
 ROW_COLUMNS: Final = (112, 224, 448)  # additional tile widths for images of one row, whose filters are long
@@ -193,7 +193,7 @@ def implementation(conv: Conv, config: DepthwiseMmaConfig, device: Device) -> Im
 
 
 def configs(conv: Conv, thorough: bool = True) -> list[DepthwiseMmaConfig]:
-    """Return the configs to rank by cost for these sizes; fewer of them, in less time, unless `thorough`."""
+    """Return the configs to rank by cost for these sizes; without `thorough`, fewer configs in less time."""
     height, width = two(conv.y_sizes)
     all_groups = conv.c // CHANNELS
     groups = [
@@ -239,7 +239,7 @@ def cost(conv: Conv, config: DepthwiseMmaConfig, device: Device) -> float:
     blocks, tiles = config.blocks(conv, device) * config.slices(conv), config.tiles(conv) * config.slices(conv)
     resident = config.resident(conv, device)
     busy = maximum(1, minimum(resident, -(-blocks // device.multiprocessors)))  # blocks per multiprocessor
-    several = minimum(1, busy - 1)  # 0 for one block
+    several = minimum(1, busy - 1)  # 0 for one block, 1 for more
     alone = -(-config.jobs // config.warps_m) * (config.th * pairs(conv) * LONE_PRODUCT_CYCLES + JOB_CYCLES)
     alone += copies * LONE_COPY_CYCLES + TILE_CYCLES
     idle = -(-config.jobs // config.warps_m) * config.warps_m / config.jobs  # above 1 if warps lack a job
@@ -253,7 +253,7 @@ def cost(conv: Conv, config: DepthwiseMmaConfig, device: Device) -> float:
         found: float = several * apart + (1 - several) * in_step
     else:
         rounds = -(-config.tiles(conv) // config.blocks(conv, device))
-        more = minimum(1, rounds - 1)  # 0 for one round
+        more = minimum(1, rounds - 1)  # 0 for one round, 1 for more
         waiting, working = more * (LOAD_CYCLES + busy * load), busy * (more * both + (1 - more) * compute)
         found = LOAD_CYCLES + busy * load + rounds * maximum(alone, working, waiting)
     return found
@@ -262,7 +262,8 @@ def cost(conv: Conv, config: DepthwiseMmaConfig, device: Device) -> float:
 def _tile_cycles(conv: Conv, config: DepthwiseMmaConfig) -> tuple[float, float]:
     """Return (cycles per tile on a busy multiprocessor, cycles of the tile's copies).
 
-    The first is dominated by the slowest of products, shared memory and instructions; the others add a share.
+    The first number is dominated by the slowest of products, shared memory and instructions; the other two add a
+    part of their cycles.
     """
     (kh, kw), (sh, _), (dh, _) = two(conv.kernel), two(conv.strides), two(conv.dilations)
     strips, pixels = config.groups * config.jobs, config.groups * config.tp * config.tq

@@ -210,7 +210,7 @@ def cost(conv: Conv, config: SlidingConfig, device: Device) -> float:
     share = config.patches(conv) * config.slices(conv) / device.multiprocessors  # blocks per multiprocessor
     waves = math.ceil(share / resident)
     at_a_time = minimum(resident, math.ceil(share))
-    several = minimum(1, waves - 1)  # 0 for one wave
+    several = minimum(1, waves - 1)  # 0 for one wave, 1 for two or more
     rounds = (1 - several) * 1.0 + several * (share + 0.5 * (waves * resident - share)) / at_a_time
     # Warps per scheduler; a multiprocessor has four schedulers. Blocks of fewer than four warps may all use the same
     # schedulers: the estimate is the mean of this case and an even distribution. On an H200, 192 blocks of two warps

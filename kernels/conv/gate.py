@@ -19,7 +19,7 @@ from onnxfuse.runtime.plan import Device, FusedNode, Launch, Plan, TensorSpec
 from onnxfuse.runtime.symint import estimate, for_later_plans
 
 GATE: Final = "gate"
-MAX_EACH: Final = 4  # maximum plans with gate and product in one kernel, and maximum plans with two launches
+MAX_EACH: Final = 4  # maximum number of plans of one launch, and of plans of two launches
 # Times in microseconds on an H200, fitted to 18 blocks of EfficientNet-B0 and MobileNetV3 with 32 images. SCALE_US is
 # the fixed time of a channel_scale, SCALE_BYTE_US its time per byte of x. GATE_FLOP_US is the additional time per
 # operation of a product by mma.sync with a gate, relative to the fastest kernel without one. For wgmma, clock cycles
@@ -33,7 +33,7 @@ FEW_COLUMNS: Final = 40  # columns of y up to which memory bandwidth is the limi
 
 
 def plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Device, convolution: Planner) -> list[Plan]:
-    """Return the plans of a pointwise convolution with a gate: plans of one launch and plans of two.
+    """Return the plans of a pointwise convolution with a gate: plans of one launch and plans of two launches.
 
     Of two launches, the first is a channel_scale, which computes x * gate, and the second is the convolution.
     `convolution` plans the convolution without a gate.  Raises ValueError if shapes do not fit.
@@ -52,7 +52,7 @@ def plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Device, convolu
 def _is_expected_faster(conv: Conv, in_front: Implementation, device: Device) -> bool:
     """Return whether a kernel with the gate before the product is expected to be faster than two launches."""
     step, gemm = in_front.steps[-1], matrix.as_gemm(conv)
-    flops, stored = 2 * conv.c * conv.m, conv.c * ITEM_BYTES[conv.dtype]  # operations, bytes per pixel
+    flops, stored = 2 * conv.c * conv.m, conv.c * ITEM_BYTES[conv.dtype]  # operations per pixel, bytes per pixel
     if conv.m <= FEW_COLUMNS:
         longer = 0.0
     elif isinstance(step, Launch) and step.kernel.source == "gemm_mma":

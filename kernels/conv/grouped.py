@@ -28,7 +28,7 @@ TILE_ROWS: Final = (1, 2, 4, 7, 8, 14, 16)
 TILE_COLUMNS: Final = (7, 14, 16, 28, 32, 56)
 ROW_COLUMNS: Final = (112, 256, 512)  # additional tile widths for images of one row
 REGISTERS: Final = 65536  # registers per multiprocessor
-MAX_RESEMBLING: Final = 2  # maximum implementations that divide groups in the same way
+MAX_RESEMBLING: Final = 2  # maximum number of implementations that divide groups in the same way
 
 # Costs and rates of one multiprocessor of an H200.
 L2_BYTES: Final = 26.0  # bytes from L2 per clock cycle
@@ -179,7 +179,7 @@ def implementation(conv: Conv, config: GroupedConfig, device: Device) -> Impleme
 
 
 def configs(conv: Conv, thorough: bool = True) -> list[GroupedConfig]:
-    """Return the configs to rank by cost for these sizes; fewer of them, in less time, unless `thorough`."""
+    """Return the configs to rank by cost for these sizes; without `thorough`, fewer configs in less time."""
     merged = merged_groups(conv)
     if merged is None:
         return []

@@ -20,7 +20,7 @@ MIN_STEPS: Final = 4  # stages of k per slice, at least
 
 # Costs in clock cycles of a multiprocessor of an H200.
 START_CYCLES: Final = 1500  # cycles until the first stage arrives
-SECOND_LAUNCH_CYCLES: Final = 15000  # so that slices and clusters rank as tests/kernels/test_first_plans.py says
+SECOND_LAUNCH_CYCLES: Final = 15000  # chosen to rank slices and clusters as in tests/kernels/test_first_plans.py
 SUM_BYTES: Final = 24  # bytes per cycle for sums and for the operands of epilogue.cu
 
 

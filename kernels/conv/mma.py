@@ -90,9 +90,9 @@ def is_exact(conv: Conv, device: Device) -> bool:
 
 
 def configs(conv: Conv, device: Device) -> list[ConvConfig]:
-    """Return a config per tile that fits the device without slices of k, and one with the fastest number of slices.
+    """Return, for each tile that fits the device, a config without slices of k and one with the fastest number of them.
 
-    For dynamic sizes these are only a few; at least one of them is fast at any size.
+    For dynamic sizes, return only a few configs, at least one of which is fast at any size.
     """
     if is_symbolic(conv.n, *conv.sizes):
         return few_configs(usual(conv), device)

@@ -45,7 +45,7 @@ def _sizes_of(rows: Expressions, value: Any) -> set[int]:
 
 
 def _at(conv: Conv, rows: Expressions, sizes: Mapping[int, Values], known: dict[int, Values], index: int) -> Conv:
-    """Return the convolution with each dynamic size replaced by number `index` of its values."""
+    """Return the convolution with each dynamic size replaced by one of its values: the one at `index`."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, tuple):

@@ -82,7 +82,7 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
     fitting = sorted(_fitting(conv, device), key=lambda config: cost(conv, config, device))
     chosen: list[StemConfig] = []
     launched = set()  # (tile, grid): configs that differ only in the register bound count once
-    for config in fitting:  # keep the best for each register bound: half of all that are kept
+    for config in fitting:  # keep at most MAX_IMPLEMENTATIONS // 2 configs, the best ones, for each register bound
         alike = sum(other.min_blocks == config.min_blocks for other in chosen)
         launch = (config.tp, config.tq, grid(conv, config, device))
         if alike < MAX_IMPLEMENTATIONS // 2 and launch not in launched:
@@ -218,7 +218,7 @@ def _held_registers(conv: Conv, config: StemConfig) -> int:
 
 
 def _bias_in_product(conv: Conv, config: StemConfig) -> bool:
-    """Return whether the bias is added as a weight of the product: k ends inside an mma, and nothing becomes TF32."""
+    """Return whether the bias is a weight of the product: k ends inside an mma, and the mma does not round to TF32."""
     return conv.bias is not None and conv.dtype != "float32" and _geometry(conv, config).words % 8 > 0
 
 
@@ -295,7 +295,7 @@ def cost(conv: Conv, config: StemConfig, device: Device) -> float:
     shares, busiest = -(-config.tiles(conv) // blocks), -(-blocks * slices // device.multiprocessors)
     patch = ((config.tp - 1) * sh + kh) * ((config.tq - 1) * sw + kw) * conv.c
     weight = config.tp * config.tq * (conv.m + 24) + patch + 1000
-    # A 7x7 filter of stride 2 from 32x3x224x224 to 64 channels took 9 % longer with two resident blocks than with three
-    # on an H200.
+    # The last factor is lower for more resident blocks: a 7x7 filter of stride 2 from 32x3x224x224 to 64 channels took
+    # 9 % longer with two of them than with three on an H200.
     found: float = shares * busiest * weight * (1 + 1 / minimum(busiest, resident(conv, config, device)))
     return found

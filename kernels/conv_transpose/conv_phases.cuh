@@ -8,7 +8,7 @@ constexpr int common_divisor(int a, int b) { return b ? common_divisor(b, a % b)
 template <int KERNEL, int STRIDE, int DILATION>
 struct AxisTaps {
     static constexpr int STEP = STRIDE / common_divisor(STRIDE, DILATION);  // distance from one tap to the next
-    static constexpr int SHIFT = DILATION * STEP / STRIDE;                  // pixels of x from the next tap to this
+    static constexpr int SHIFT = DILATION * STEP / STRIDE;                  // the next tap reads SHIFT pixels earlier
     int first, count;                                                       // the first tap, and the number of taps
     int from;                                                               // index in x that the first tap reads
 

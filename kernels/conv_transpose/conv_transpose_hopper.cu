@@ -6,7 +6,7 @@
 // positions along H and `row` along W. `positions` is n * rows * row, and `columns` is FILTERS times the number of
 // phases.
 //
-// Macros: those of gemm_hopper.cuh and of conv_transpose_operands.cuh; not GATED, one product.
+// Macros: those of gemm_hopper.cuh and of conv_transpose_operands.cuh. GATED is 0, and PRODUCTS is 1.
 #include "conv_transpose_operands.cuh"
 
 extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)

@@ -131,7 +131,8 @@ struct Operands {
         PixelCopy<PhaseTaps> x;
         WeightCopy w;
     };
-    // Copies of fewer than 16 bytes may go through registers, which cannot hold the elements of several stages.
+    // Stages that are loaded ahead. Copies of fewer than 16 bytes may go through registers, which can hold only the
+    // elements of one stage.
     static constexpr int AHEAD = is_asynchronous(16) && X_COPY == 16 && W_COPY == 16 ? STAGES : 1;
 
     const Pixels& pixels;

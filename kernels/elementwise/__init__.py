@@ -1,4 +1,4 @@
-"""Elementwise kernels: activations alone, after a bias, of a gate, after a channel scale, and after batch norm."""
+"""Elementwise kernels: activations alone, after a bias, a channel scale or a batch norm, and gated activations."""
 
 from typing import Final
 

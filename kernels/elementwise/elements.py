@@ -40,7 +40,7 @@ class VectorTiling:
 def vector_tiling(count: int, max_width: int, device: Device) -> VectorTiling:
     """Return the tiling for `count` elements, with at most `max_width` elements per load.
 
-    For a symbolic count, it is one of three: one narrow vector, one wide vector, or two wide vectors per thread.
+    For a symbolic count, the tiling is one of three: one narrow, one wide, or two wide vectors per thread.
     """
     small = SMALL_VECTORS * device.multiprocessors
     if is_symbolic(count):
@@ -57,7 +57,7 @@ def vector_tiling(count: int, max_width: int, device: Device) -> VectorTiling:
 
 
 def _vector_tiling_of_any_count(count: int, max_width: int, device: Device) -> VectorTiling:
-    """Return one of three tilings by the estimated count; each is correct for every count."""
+    """Return one of three tilings, chosen by the estimated count; each of them is correct for every count."""
     vectors, resident = estimate(count // max_width), RESIDENT_THREADS * device.multiprocessors
     if vectors < SMALL_VECTORS * device.multiprocessors:
         return VectorTiling(min(max_width, SMALL_WIDTH), SMALL_THREADS, 1)

@@ -72,7 +72,7 @@ def _gated_plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -
     if is_symbolic(row) and not any(f"{name}_offset" in node.attributes for name in operands):
         row = 1  # without slices, row boundaries do not matter
     defines: Defines = {"Y_T": STORAGE[y.dtype], "ROW": row}
-    multiples: list[int] = []  # vectors divide these, so that none crosses a slice boundary
+    multiples: list[int] = []  # the vector width divides these numbers, so that no vector crosses a slice boundary
     for name, tensor in operands.items():
         operand_row, offset = _operand_row(node, name, tensor, row)
         define = name.upper()

@@ -14,7 +14,7 @@ using int64_t = long long;
 using uint32_t = unsigned;
 using uint64_t = unsigned long long;
 
-#define X_T TABLE_T  // Norm's own loads are replaced below
+#define X_T TABLE_T  // norm.cuh needs these macros, although the loads of its Norm are replaced below
 #define RESIDUAL_T TABLE_T
 #define RESIDUAL 0
 #include "norm.cuh"
@@ -34,7 +34,7 @@ struct RowSource {
     long long count;  // rows of the table
     const T* from;    // the values for the current row
 
-    // Returns the id, or the index among the rows of a tensor.
+    // Returns the id that selects the addend of a (batch, seq) row or, if the addend is a tensor, the index of its row.
     __device__ __forceinline__ long long row_index(long long row, long long seq) const {
         if constexpr (!PRESENT || BROADCAST == PER_ALL) row = 0;
         else if constexpr (BROADCAST == PER_POSITION) row = INDEX_T(row) % INDEX_T(seq);
@@ -53,7 +53,7 @@ using Tokens = RowSource<TABLE_T, IDS_T, true, PER_ROW>;
 using Second = RowSource<TYPE_2, IDS_2_T, GATHERED_2, BROADCAST_2, (ADDENDS > 0)>;
 using Third = RowSource<TYPE_3, IDS_3_T, GATHERED_3, BROADCAST_3, (ADDENDS > 1)>;
 
-// A vector of one of the summed rows. NUMBER 0 is the row of the token, 1 and 2 are the addends.
+// A vector of one of the rows that are added. NUMBER is 0 for the row of the token, and 1 or 2 for an addend.
 template <int NUMBER, class T, bool PRESENT = (NUMBER <= ADDENDS)>
 struct RowPack {
     Pack<T, WIDTH> values;

@@ -38,12 +38,12 @@ BLOCK_ROW: Final = BLOCK_THREADS * MAX_VALUES  # elements of the longest row tha
 def short_rows(length: int, width: int, device: Device, item_bytes: Sequence[int]) -> RowTiling:
     """Return the tiling for mostly short rows of arbitrary length, such as attention scores.
 
-    Most sequence lengths are not multiples of a vector, so rows accessed by single elements have two ranges of their
-    own. Long rows share one kernel, which reads them twice, element by element.
+    Most sequence lengths are not multiples of a vector. So there are two more ranges of lengths for rows that are
+    accessed by single elements. Long rows share one kernel, which reads them twice, element by element.
     """
     if _within(length, SHORT_ROW):
         return _row_of_a_warp(SHORT_ROW, width, device, item_bytes)
-    if width == 1 and _within(length, WARP_ROW):  # in one warp, each thread would hold 32 addresses
+    if width == 1 and _within(length, WARP_ROW):  # a warp would need 32 addresses per thread, so a block has the row
         return RowTiling(1, SINGLES_THREADS, WARP_ROW // SINGLES_THREADS, longest=WARP_ROW)
     if _within(length, WARP_ROW):
         return _row_of_a_warp(WARP_ROW, width, device, item_bytes)
@@ -81,7 +81,8 @@ def _within(length: int, longest: int) -> bool:
 def _row_of_a_warp(longest: int, width: int, device: Device, item_bytes: Sequence[int]) -> RowTiling:
     tiling = RowTiling(width, 32, longest // (32 * width), WARP_BLOCK_THREADS // 32, longest=longest)
     resident = resident_blocks(tiling, device, item_bytes, 0)
-    # Bounds checks of vectors happen at run time, which takes registers if a thread has many vectors.
+    # Vectors are checked against the row's end at run time. That takes registers if a thread has many vectors, so fewer
+    # blocks have to be resident then.
     return replace(tiling, min_blocks=resident if longest == SHORT_ROW else max(1, resident // 2))
 
 

@@ -1,11 +1,12 @@
 // y = activation((x - mean) / sqrt(var + epsilon) * scale + bias) over groups of channels of x (n, c, ...).
 //
 // A group of an image is a row in memory: CHANNELS channels, each with all pixels. The kernel moves each element of x
-// and y once, 4 bytes an element in fp16, and computes in fp32; Moments of statistics.cuh are its mean and variance.
+// and y once, 4 bytes an element in fp16, and computes in fp32. The struct Moments of statistics.cuh computes mean and
+// variance.
 //
 //   GROUPS         groups of an image    CHANNELS  channels of a group
-//   CHANNEL_PACKS  vectors of a channel; no vector crosses a channel's end. CHANNEL_PACKS is a number; if the length is
-//                  an argument, it is `packs`, a Divisor
+//   CHANNEL_PACKS  vectors of a channel, as a number or, if the length is an argument, as the Divisor `packs`; a vector
+//                  does not cross a channel's end
 #include "types.cuh"
 #include "activations.cuh"
 #include "program.cuh"

@@ -2,9 +2,9 @@
 //
 // A block works on SUBSET channels, which are whole groups of GROUP channels, of some pixels of one image. VECTORS
 // threads side by side read a pixel, and a block has LANES_P such rows of threads. For each group, one of its values is
-// the shift. The block adds up the differences of all values from the shift, and the squares of these differences.
-// Because the shift is one of the values, the relative error of the sum of squares around the mean grows at most by a
-// factor of the number of values.
+// the shift. The block adds up the differences of all values from the shift, and the squares of these differences. The
+// sum of squares around the mean follows from both sums. Because the shift is one of the n values, the relative error
+// of this result is at most about n times the error of a plain sum.
 //
 //   WIDTH       channels of a vector access; divides SUBSET
 //   BLOCK       threads of a block: VECTORS * LANES_P, and idle ones up to a multiple of 32
@@ -51,7 +51,7 @@ constexpr int FOLDED_ROWS = folded_rows();
 
 struct GroupMemory {
     float2 spans[LANES_P][SPANS][VECTORS];  // sums of differences, and of their squares
-    float means[GROUPS], squares[GROUPS];   // squares around the means
+    float means[GROUPS], squares[GROUPS];   // sums of squares around the means
 };
 
 struct Thread {

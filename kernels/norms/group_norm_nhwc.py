@@ -41,7 +41,7 @@ MAX_CANDIDATES: Final = 2  # largest number of candidates with one launch
 USUAL_IMAGES: Final = (1, 2, 8, 32)  # batch sizes for which tilings are chosen if the batch is symbolic
 USUAL_PIXELS: Final = (64, 256, 1024, 4096, 16384)
 MAX_USUAL_TILINGS: Final = 4  # tilings for symbolic sizes; each is a kernel to compile
-LEAST_ROOM: Final = 24 << 10  # bytes of shared memory up to which `_room` does not halve what it reserves
+LEAST_ROOM: Final = 24 << 10  # `_room` does not halve a reservation of at most this many bytes of shared memory
 
 # Launch times in microseconds, fitted on an H200 to 21 shapes in fp16, from 1x32x32x512 to 1x512x512x128, each with one
 # launch (up to three tilings) and with two. Two launches take 0.8 to 1.3 times their estimate. For 18 shapes the plan
@@ -194,7 +194,7 @@ def _room(tiling: GroupTiling, kept: int, item_bytes: int, most: int) -> int:
     Reserving more than an image needs is correct too. So only the upper bound on the size is a hard guard, a condition
     without which the plan would be wrong.
     """
-    one = tiling.pixel_bytes(tiling.lanes_p * tiling.cluster, item_bytes)  # a pixel of each thread
+    one = tiling.pixel_bytes(tiling.lanes_p * tiling.cluster, item_bytes)  # bytes of one pixel per row of threads
     room = most // one
     while room * one > LEAST_ROOM and estimate(kept) <= room // 2 * one:
         room //= 2
@@ -274,7 +274,7 @@ def _time(tiling: GroupTiling, images: int, pixels: int, channels: int, item_byt
 def tilings_of_any_size(
     images: int, pixels: int, channels: int, group: int, width: int, item_bytes: int, device: Device
 ) -> list[GroupTiling]:
-    """Return the tiling that is expected to be the fastest of a few, for symbolic sizes; an empty list if none fits."""
+    """Return a list of one tiling, the expected fastest of a few for symbolic sizes; an empty list if none fits."""
     sizes = (None if is_symbolic(images) else images, None if is_symbolic(pixels) else pixels)
     fitting = [
         tiling
@@ -305,9 +305,9 @@ def _usual_tilings(
 def two_launch_tiling(channels: int, group: int, width: int, item_bytes: int) -> GroupTiling | None:
     """Return the tiling of the two launches; None if a group has more channels than a block has threads for.
 
-    A block has as many channels as its threads allow. If these are more than MAX_MERGED groups, it has fewer channels,
-    but at least a cache line of them: for each group, a block must read and merge the partials of all chunks. With
-    fewer channels per block, there are fewer chunks as well.
+    A block has as many channels as its threads allow, but at most MAX_MERGED groups of them, because it must read and
+    merge the partials of all chunks for each of its groups. If a cache line has more channels than that, a block has
+    at least the channels of a cache line. With fewer channels per block, there are fewer chunks as well.
     """
     fitting = [
         tiling

@@ -1,7 +1,7 @@
 // y = (x - mean(x)) / sqrt(var(x) + epsilon) * scale + bias over the last axis.
 //
 // The kernel moves each element of x and y once, 4 bytes an element in fp16; weights stay in registers or L1.
-// It computes in fp32; Moments of statistics.cuh are its mean and variance.
+// It computes in fp32; the struct Moments of statistics.cuh computes mean and variance.
 #include "types.cuh"
 #include "rows.cuh"
 #include "norm.cuh"

@@ -10,8 +10,8 @@ struct RowProgram {
     Program::OfColumns<WIDTH> of_columns[PREFETCH_WEIGHTS ? CHUNKS : 1];
     Program::OfElements<WIDTH> of_elements[PREFETCH_WEIGHTS ? CHUNKS : 1];
 
-    // With PREFETCH_WEIGHTS, loads the operands for pack k; `row`, `column` and `at` are those of the pack's first
-    // element in y.
+    // With PREFETCH_WEIGHTS, loads the operands for pack k. The first element of the pack is at `row` and `column` of
+    // y, and has index `at`.
     __device__ __forceinline__ void load_early(int k, long long row, int column, long long at) {
         if constexpr (PREFETCH_WEIGHTS) load(k, row, column, at);
     }

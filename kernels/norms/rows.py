@@ -36,7 +36,7 @@ MAX_WARP_VALUES: Final = 32  # values per thread up to which one warp has a whol
 MAX_PREFETCH_VALUES: Final = 16  # values per thread up to which registers can also hold weights loaded early
 MAX_WARP_PREFETCH_VALUES: Final = 24  # MAX_PREFETCH_VALUES for a row of one warp without a residual
 MAX_BLOCK_VALUES: Final = 20  # values per thread in blocks of 1024 threads, where a thread has 64 registers
-USUAL_THREADS: Final = 512  # threads per block, before threads take more values
+USUAL_THREADS: Final = 512  # threads per block up to which rows get more threads instead of more values per thread
 RESIDENT_BYTES: Final = 48 << 10  # bytes of rows in flight per multiprocessor, which bounds the registers per thread
 WARP_BLOCK_THREADS: Final = 128  # threads per block if a row has one warp or less
 REGISTERS: Final = 65536  # registers per multiprocessor
@@ -296,7 +296,8 @@ def _ceil_div(number: int, divisor: int) -> int:
 def streamed_rows(tensors: Sequence[TensorSpec], length: int, width: int) -> int | str:
     """Return the macro STREAMED for tensors of these rows; for symbolic sizes, an expression over kernel arguments.
 
-    For symbolic sizes and single-element accesses it is 0, because a choice of two stores takes too many registers.
+    For symbolic sizes and single-element accesses, the macro is 0, because a choice between two stores at run time
+    takes too many registers.
     """
     if width == 1:
         return is_streamed(tensors)

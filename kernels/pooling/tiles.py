@@ -123,7 +123,7 @@ def tilings(
 
 
 def _is_several(size: int) -> bool:
-    """Return whether `size` exceeds 1; True for a dynamic size, without a guard."""
+    """Return whether `size` exceeds 1; also True for a dynamic size, so that the plan does not depend on its value."""
     return is_symbolic(size) or size > 1
 
 

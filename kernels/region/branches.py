@@ -54,7 +54,7 @@ Moved: TypeAlias = Load | Choice
 
 
 def joined(writer: ValueWriter, operation: Operation, name: str, place: Place) -> Reference:
-    """Write the value of a Concat at a place."""
+    """Write the value of a Concat's element at a place (an index along each axis)."""
     index, parts = place[axis_of(operation)], _parts(writer, operation, place)
     ends = [end for _, _, end in parts[:-1]]
     if not parts[1:]:
@@ -125,7 +125,7 @@ def _address(writer: ValueWriter, choice: Choice, in_lane: bool) -> str:
 
 
 def _chosen(writer: ValueWriter, moved: Moved, text_of: Callable[[Load], str], in_lane: bool) -> str:
-    """Return an expression that selects one part's text: that of the part that contains the index."""
+    """Return an expression that selects, from the texts of all parts, the text of the part that contains the index."""
     if not isinstance(moved, Choice):
         return text_of(moved)
     *parts, (last, _) = moved.parts

@@ -68,7 +68,8 @@ class Writer:
     shared_bytes: int = 0  # bytes of shared memory that the block uses
     row_bytes: int = 0  # bytes of shared memory that keep operands of a row
     within: Within | None = None  # a bound on an index that holds at the next line
-    dependencies: dict[tuple[str, Place], frozenset[str]] = field(default_factory=dict)  # by value: its variables
+    # By value at a place: the variables on which it depends.
+    dependencies: dict[tuple[str, Place], frozenset[str]] = field(default_factory=dict)
 
     def copy(self) -> Writer:
         """Return a writer for the same program that has written nothing."""
@@ -126,7 +127,7 @@ class Writer:
         return name if count == 1 else f"{name}_{count}"
 
     def name_of(self, value: str) -> str:
-        """Return an unused name for the variable of a computed value or of an operand's element (with a number)."""
+        """Return an unused name for a variable: the name of a computed value, or an operand's name with a number."""
         return self.own_name(value) if value in self.program.producers else self.new_name(f"{value}_")
 
     def shared(self, size: int) -> str:
@@ -140,9 +141,10 @@ class Writer:
         return f"row_memory + {begin // VECTOR_BYTES}"
 
     def known(self, key: Any) -> Reference | None:
-        """Return the variable that holds a key's value at the next line, None if none does.
+        """Return the variable that holds a key's value at the next line; None if no variable does.
 
-        A key is the (name, place) of a value, the `Instance` of a reduction, or a tuple for another shared result.
+        A key is the (name, place) of a value, the `Instance` of a reduction, or a tuple that names another intermediate
+        result.
         """
         return next((scope[key] for scope in reversed(self.scopes) if key in scope), None)
 
@@ -153,7 +155,8 @@ class Writer:
     def keep(self, key: Any, reference: Reference) -> Reference:
         """Record that a variable holds a key's value.
 
-        The record ends with the current block.  It outlives open masks if the variable is right in all lanes.
+        The record is dropped at the end of the current block.  If the variable is right in all lanes, the record lasts
+        beyond open masks.
         """
         scope = len(self.scopes) - 1
         while not reference.masked and scope in self.masked_scopes:
@@ -219,7 +222,7 @@ class Writer:
     # --- values ---------------------------------------------------------------------------------------------------
 
     def value(self, name: str, place: Place) -> Reference:
-        """Return a value at a place; write its computation unless the code already has it."""
+        """Return the element of a value at a place; write its computation unless the code already has it."""
         operation = self.program.producers.get(name)
         if operation and operation.name == "Constant":
             return Reference(literal(operation.attributes["value"], self.program.dtypes[name]))
@@ -268,7 +271,7 @@ class Writer:
         return self.declare(kind, text, True, name=self.name_of(name))
 
     def _load_step(self, name: str, address: Index, step: int) -> Reference:
-        """Load two elements: lane 0's, for the lanes before a multiple of `step`, and the last lane's, for the rest."""
+        """Load two elements: lanes before a multiple of `step` take lane 0's element, the others the last lane's."""
         kind, lanes = NUMBER[self.program.dtypes[name]], self.lanes
         variable = next(each for each in address.atoms() if each.kind == "variable" and each.name == lanes.variable)
         own = variable_index(lanes.variable, variable.extent)
@@ -338,7 +341,7 @@ class Writer:
         if chosen is None:
             text = f"gathered<{kind}>({reference.lane}, {self.arguments.size(dim)})"
             chosen = self.keep(key, self.declare(kind, text, reference.varies, masked=reference.masked))
-        own = self.lanes.variables  # a gathered index depends on the lanes' variables if it has a value per lane
+        own = self.lanes.variables  # a gathered index with a value per lane depends on all variables of the lanes
         variables = variables | own if chosen.varies else variables - own
         atom = Atom("value", dim, chosen.text, varies=tuple(sorted(variables)))
         return self.value(x, (*place[:axis], Index(0, ((atom, 1),)), *place[end:]))

@@ -1,4 +1,6 @@
-"""Estimates the cost per element of a nest without reductions, to choose among vectors and scattered lanes.
+"""Estimates the cost per element of a nest without reductions, to choose between vectors and scattered lanes.
+
+Scattered lanes are elements that one thread computes although they are far apart.
 
 An access of a warp takes one cycle of the L1 cache per line of 128 bytes that it touches; an instruction takes a
 quarter of a cycle.  For example, if each thread reads eight adjacent 64-bit integers, the warp makes four accesses,
@@ -44,8 +46,9 @@ def cost(nest: Nest, lanes: Lanes, region: Region, repeated: str = "", repeats: 
 
     The resources are memory bandwidth, the L1 cache, and the issue of instructions.  A thread takes at least as long as
     THREAD_COST instructions, because it waits for memory.  Each thread has vectors at `repeats` neighbouring values of
-    the variable `repeated`, and reads operands that do not depend on it once.  If that variable is the innermost one of
-    the outputs, the threads of a block exchange their results in shared memory before they store them.
+    the variable `repeated`; it reads an operand only once if the operand's address does not depend on this variable.
+    If this variable is the innermost one of the outputs, the threads of a block exchange their results in shared memory
+    before they store them.
     """
     variables, width = nest.lists[ELEMENTS], lanes.width
     short = interleaved(nest) if repeated else None
@@ -77,7 +80,7 @@ def cost(nest: Nest, lanes: Lanes, region: Region, repeated: str = "", repeats: 
 
 
 def cost_of_bytes(nest: Nest, region: Region) -> float:
-    """Return how many instructions issue while an element's bytes move; no operand counts for more than its size."""
+    """Return how many instructions issue while an element's bytes move; an operand counts with at most its own size."""
     moved: dict[str, int] = {}
     for each in accesses(nest, region.program):
         moved[each.operand] = moved.get(each.operand, 0) + each.moved

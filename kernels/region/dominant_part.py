@@ -38,7 +38,7 @@ class DominantPart:
         return self.period - (self.end - self.begin)
 
     def count(self, elements: int) -> int:
-        """Return the maximum number of elements that lie outside the part, in rows touched by `elements` neighbours."""
+        """Return the most elements outside the part that rows have together if `elements` neighbours lie in them."""
         return (-(-elements // self.period) + 1) * self.others
 
 

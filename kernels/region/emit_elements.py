@@ -1,4 +1,4 @@
-"""Writes the code of independent elements: as vectors of neighbours, or as scattered lanes."""
+"""Writes the code of independent elements: a thread has vectors of neighbours, or elements that are far apart."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class ElementsText:
         return self.writer.block(f'_Pragma("unroll") for (int k = 0; k < {self.tiling.repeats}; ++k)')
 
     def _trial(self) -> Writer:
-        """Return a writer that has written the values and the stores of a thread."""
+        """Write the values and the stores of a thread as a trial; return its writer, whose lines are not used."""
         trial = StoreText(self.nest, self.writer.copy(), self.store.release, self.store.leaving, ())
         trial.writer.lanes = self.writer.lanes
         trial.write()

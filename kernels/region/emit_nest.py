@@ -54,7 +54,7 @@ class NestText:
         self.batched: dict[int, list[tuple[str, Place]]] = {}  # by index of a loop: vectors that are loaded in batches
         self.ahead: list[tuple[str, Place]] = []  # vectors that are read in the loop that stores a tile
         self.number = 0  # index of the next loop
-        self.instructions = 0  # estimate for all loops, not unrolled
+        self.instructions = 0  # estimated instructions of all loops together, each counted once
 
     def write(self) -> None:
         """Write all lines; registers hold the vectors that several loops read, if there are enough registers."""
@@ -150,7 +150,7 @@ class NestText:
         return self.tiling.lanes if isinstance(self.tiling, Rows) and self.tiling.lanes else self.tiling.threads
 
     def _held_width(self, name: str) -> int:
-        """Return the number of elements per vector of a list, if registers or shared memory hold its vectors."""
+        """Return the number of elements per vector of a list whose vectors registers or shared memory hold."""
         if name in self.shifted:
             return self.shifted[name].width
         return self.tiling.width if isinstance(self.tiling, Columns) else self._width_along(name)

@@ -1,4 +1,4 @@
-"""Writes the merge of the accumulators that several blocks stored for one reduction."""
+"""Writes the merge of a reduction's shares: the accumulators that several blocks stored for one result."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from onnxfuse.kernels.region.tilings import Tiling
 
 
 def merge_whole(writer: Writer, each: Stored, threads: int) -> None:
-    """Write the merge of a reduction with a single place: all threads of a block merge its shares together."""
+    """Write the merge of a reduction with a single result: all threads of a block merge the blocks' accumulators."""
     kind, name = each.instance.accumulator(writer.program), writer.new_name("merged")
     memory = writer.shared(threads // 32 * each.instance.accumulator_bytes(writer.program))
     given = f"{each.pointer}, {writer.arguments.size(each.shares)}, {memory}"
@@ -18,7 +18,7 @@ def merge_whole(writer: Writer, each: Stored, threads: int) -> None:
 
 
 def merge_shares(writer: Writer, each: Stored, tiling: Tiling, rows: str) -> None:
-    """Write the merge of each row's shares, by a warp or a thread, and the store of the reduction at all places."""
+    """Write the merge of the accumulators of each row, by a warp or a thread, and the stores of the merged ones."""
     kind, shares = each.instance.accumulator(writer.program), writer.arguments.size(tiling.shares)
     index = writer.arguments.index_type
     if each.is_across:

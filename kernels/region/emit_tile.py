@@ -1,4 +1,7 @@
-"""Writes tiles: a block reads along one variable and stores along another, through shared memory."""
+"""Writes tiles: a block reads along one variable and stores along another, through shared memory.
+
+The loop that reads computes staged values, and the loop that stores takes them from shared memory.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +81,7 @@ class TileText:
         self.ahead: dict[tuple[str, Place], str] = {}  # vectors of operands loaded before the barrier, and their names
 
     def read(self) -> None:
-        """Write the loop that computes the staged values, by vectors along the variable `across`."""
+        """Write the loop that computes the values to keep in shared memory, by vectors along the variable `across`."""
         writer, width = self.writer, self.tiling.width
         with self._loop(self.across, self.last, width, *self.tiling.sides):
             for i, (name, place) in enumerate(self.staged):
@@ -105,7 +108,7 @@ class TileText:
 
     @contextmanager
     def stored(self) -> Iterator[None]:
-        """Write the loop that stores a tile by vectors along the last variable; staged values are known inside it."""
+        """Write the loop that stores a tile by vectors along the last variable, and reads values from shared memory."""
         writer, width = self.writer, self.tiling.store_width
         with self._loop(self.last, self.across, width, *reversed(self.tiling.sides)):
             for key, name in self.ahead.items():
@@ -129,7 +132,7 @@ class TileText:
         return NUMBER[self.writer.program.dtypes[name]]
 
     def _memory(self, staged: int) -> str:
-        """Return the address in shared memory of a staged value's tile."""
+        """Return the address in shared memory of the tile of staged value number `staged`."""
         sizes = [8 if BYTES[self.writer.program.dtypes[name]] == 8 else 4 for name, _ in self.staged]
         cells = self.tiling.sides[0] * self.layout[0] + self.tiling.sides[0] // WARP * self.layout[1]
         cells += cells % 2

@@ -70,7 +70,7 @@ class Nest:
         return self._place_in(own) if own == shape else reshaped(self._place_in(own), own, shape)
 
     def _place_in(self, shape: Shape) -> Place:
-        """Return the place in a tensor that has the nest's axes, some of them perhaps with size 1."""
+        """Return the place in a tensor that has the axes of the nest, or size 1 along some of them."""
         return tuple(NOTHING if dim == 1 else self.places.get(f"o{axis}", NOTHING) for axis, dim in enumerate(shape))
 
     @property
@@ -159,7 +159,7 @@ def _made(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) -> 
 
 
 def _with_levels(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) -> Nest:
-    """Add the reductions with one result per row: outside branches, and placed only by the axes of the outputs."""
+    """Add the reductions with one result per row: outside of branches, and for places given by the outputs' axes."""
     writer = draft(program, shapes, stored)
     for name in (*nest.outputs, *nest.row_outputs):
         writer.value(name, nest.place_of(name, shapes))

@@ -70,7 +70,7 @@ class Instance:
         return 2 * number if self.kind == "Online" else number
 
     def _is_wide(self, program: Program) -> bool:
-        """Return whether int32 is summed in 64 bits: the mean fits 32 bits even if the sum does not."""
+        """Return whether the reduction sums int32 in 64 bits, because a mean fits 32 bits even if the sum does not."""
         return self.kind == "Sum" and program.dtypes[self.value] == "int32"
 
 

@@ -76,7 +76,7 @@ class ValueWriter(Protocol):
         """Return whether one vector access reads or writes all lanes at an address."""
 
     def value(self, name: str, place: Place) -> Reference:
-        """Return a value at a place; write its computation unless the code already has it."""
+        """Return the element of a value at a place; write its computation unless the code already has it."""
 
     def declare(
         self, kind: str, value: str, varies: bool, masked: bool = False, name: str = "", note: str = ""

@@ -300,7 +300,7 @@ __device__ __forceinline__ float cosine(Angle x) { return sine({x.rest, x.quarte
 template <class T>
 __device__ __forceinline__ T sign(T x) { return x > T(0) ? T(1) : x < T(0) ? T(-1) : x == x ? T(0) : x; }
 
-// Shifts by the number of bits or more give 0.
+// Shifts by at least as many bits as the type has give 0.
 __device__ __forceinline__ unsigned char shifted_left(unsigned char x, unsigned char by) { return by < 8 ? x << by : 0; }
 __device__ __forceinline__ unsigned char shifted_right(unsigned char x, unsigned char by) { return by < 8 ? x >> by : 0; }
 
@@ -326,7 +326,8 @@ __device__ __forceinline__ long long modulo(long long a, long long b) {
     return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
 }
 
-// x to the power of TWICE / 2. As in pow, a negative number has the root NaN, but -inf has inf, and -0 has 0.
+// x to the power of TWICE / 2. As in pow, the square root of a negative number is NaN, but of -inf it is inf, and of -0
+// it is 0.
 template <int TWICE, class T>
 __device__ __forceinline__ T power(T x) {
     if constexpr (TWICE < 0 && TWICE % 2 == 0) {

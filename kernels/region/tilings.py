@@ -353,8 +353,8 @@ def fastest_variables(nest: Nest, region: Region, stored: StoredByKey) -> Nest:
     def taken(each: Nest) -> tuple[float, int]:
         own, lanes, repeats = _best_lanes(each, region)
         short = interleaved(each)
-        if short and short.name == repeats[0]:  # at equal cost, before nests with one variable: fewer instructions
-            order = 1
+        if short and short.name == repeats[0]:
+            order = 1  # preferred to a nest with one variable of equal cost, because it takes fewer instructions
         else:
             order = 0 if each is nest and repeats == ONCE else 2 if repeats == ONCE else 3
         return own / (CHEAPER if lanes.scattered else 1), order
@@ -363,7 +363,7 @@ def fastest_variables(nest: Nest, region: Region, stored: StoredByKey) -> Nest:
 
 
 def _turned(nest: Nest, region: Region) -> Iterator[Nest]:
-    """Yield a nest whose innermost variable is the one along which most bytes are read; nothing if that is the order.
+    """Yield the nest with the variable along which most bytes are read moved innermost; nothing if it already is.
 
     In that nest, operands are loaded as vectors, and neighbouring threads store neighbouring elements.
     """

@@ -8,7 +8,7 @@
 //   MORE_HEADS       heads of the second tensor; 0: there is none
 //   THREAD_HEADS     heads per thread
 //   ADJACENT_GROUPS  groups of THREAD_HEADS heads of one position side by side in a block; divides the number of groups
-//   LANES            with NORM a power of two up to 32
+//   LANES            threads that share a head's pieces; with NORM, a power of two up to 32
 //   TABLE_BATCHED    1: each element of the batch has tables of its own
 //   TABLE_BY_HEADS   1: each head of the first tensor has its own tables, and there is no second tensor
 //   TABLE_BY_ROWS    1: each position has a row of the tables; 0: all share one

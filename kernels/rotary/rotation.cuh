@@ -23,7 +23,7 @@ constexpr int TABLE_ROW = WHOLE_TABLE ? ROTATED : HALF;
 // Whether one vector of x, and one vector of y, holds both elements of a pair.
 constexpr bool INSIDE = INTERLEAVED && Y_INTERLEAVED && WIDTH > 1;
 constexpr bool TABLE_OF_PAIRS = WHOLE_TABLE && INTERLEAVED && !INSIDE;
-// Elements of a table from the angles of a piece's first vector to those of its second vector.
+// The distance, in elements of a table, from the angles of a piece's first vector to those of its second vector.
 constexpr int TO_SECOND = TABLE_OF_PAIRS ? WIDTH : WHOLE_TABLE ? HALF : 0;
 
 static_assert(HALF % WIDTH == 0 && (SIZE - ROTATED) % WIDTH == 0, "a piece is of one kind");
