@@ -164,11 +164,11 @@ def epilogue_program(
 ) -> tuple[EpilogueProgram, tuple[TensorSpec, ...]] | None:
     """Return (program after a fused node with result `y`, specs of all outputs), or None if no epilogue can run it.
 
-    `takes_residual`: the node has no residual, so the kernel can load an operand as one.  `stored` are the dtypes other
-    than y's that the kernel can store.  If `stored` is empty and no output has y's dtype, the program stores all
-    outputs; the kernel must support that.  `axes`: how many of the last axes of y are its columns.  `strides`: for
-    attention, the strides of y's batch, heads and queries in elements, by which its kernel locates results.  Raises
-    ValueError if shapes do not fit.
+    `takes_residual`: the node has no residual, so the kernel can load an operand as its residual.  `stored` are the
+    dtypes other than y's that the kernel can store.  If `stored` is empty and no output has y's dtype, the program
+    stores all outputs; the kernel must support that.  `axes`: how many of the last axes of y are its columns.
+    `strides`: for attention, the strides of y's batch, heads and queries in elements, by which its kernel locates
+    results.  Raises ValueError if shapes do not fit.
     """
     program, sizes, specs = parse(both.behind), Sizes(), both.region_inputs(y, inputs)
     operands = {name: sizes.read(spec.shape) for name, spec in zip(both.behind.operands, specs, strict=True)}

@@ -200,10 +200,11 @@ __device__ __forceinline__ void load_matrices(u32 from, u32 (&words)[4]) {
 
 // Returns the descriptor of an operand in shared memory, in rows of SWIZZLE bytes as TMA writes them; the operand
 // begins at a multiple of 8 rows. `stride` and `leading` are distances in bytes.
-//   contiguous along k:        `stride` from 8 rows of m or n to the next 8 (8 SWIZZLE); `leading` unused;
-//                              32 bytes of k further on: address + 32
-//   contiguous along m or n:   `leading` from SWIZZLE bytes of m or n to the next, `stride` from 8 rows of k to the
-//                              next 8 (8 SWIZZLE); 16 rows of k further on: address + 16 SWIZZLE
+//   contiguous along k:        `stride` leads from 8 rows of m or n to the next 8 rows: 8 * SWIZZLE. `leading` is not
+//                              used. The next 32 bytes of k are at address + 32.
+//   contiguous along m or n:   `leading` leads from SWIZZLE bytes of m or n to the next ones. `stride` leads from 8
+//                              rows of k to the next 8 rows: 8 * SWIZZLE. The next 16 rows of k are at
+//                              address + 16 * SWIZZLE.
 template <int SWIZZLE>
 __device__ __forceinline__ u64 matrix_descriptor(u32 address, u32 leading, u32 stride) {
     constexpr u64 KIND = SWIZZLE == 128 ? 1 : SWIZZLE == 64 ? 2 : SWIZZLE == 32 ? 3 : 0;

@@ -61,8 +61,8 @@ def require_grouped_heads() -> None:
 def layouts(name: str, x: Term, rows: str, heads: str, size: str, result: str) -> dict[str, Term]:
     """Return the layouts of x that kernels read without a copy, as a dict by label; each has the axes `result`.
 
-    `rows`, `heads` and `size` name the dimensions of x.  `name` names x where it may be a slice of a packed product,
-    such as one product of queries, keys and values.
+    `rows`, `heads` and `size` name the dimensions of x.  In the first two layouts, x may be a slice of a packed
+    product, such as one product of queries, keys and values; `name` is the prefix of the slice's attributes.
     """
     return {
         "packed": rearrange(packed_slice(x, name), f"batch {rows} ({heads} {size}) -> {result}"),

@@ -5,7 +5,7 @@ A body is the ONNX function that a fused node runs where no kernel can.
 Attention reads key heads without repeating them, and a cache's past as separate inputs.  Two forms that its definition
 allows are not written, because onnxruntime's CPU kernel refuses them: a scale that is not positive, and masks that
 broadcast along queries or keys.  If a row's mask is entirely the lowest number of its dtype, that kernel gives 0
-instead of the mean of all values, so masks are limited to numbers above that.
+instead of the mean of all values, so masks are limited to higher numbers.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -3,8 +3,8 @@
 //
 // A thread copies one vector of channels for CHUNKS pixels. The distance between these pixels is the number of all
 // pixels divided by CHUNKS. As all of them use the same channels, the thread looks up the part only once, before the
-// preceding kernel has ended, and has all loads in flight together. Each element is copied once, unchanged. Rows are
-// read and written in whole lines.
+// preceding kernel has ended, and has all loads in flight together. Elements are copied as they are. Neighbouring
+// threads copy neighbouring vectors.
 //
 //   T         storage type                          WIDTH    elements of a vector access; divides all parts' channels
 //   STREAMED  1: written elements leave L2 first    RELEASE  1: the next kernel may start before this one stores
@@ -17,7 +17,7 @@
 static_assert(CHANNELS % WIDTH == 0, "a vector would cross pixels");
 
 constexpr int MAX_PARTS = 32;          // pointers that a kernel takes
-constexpr u32 ROW = CHANNELS / WIDTH;  // vectors
+constexpr u32 ROW = CHANNELS / WIDTH;  // vectors per pixel
 
 // The place of this thread's first vector: a channel, and a pixel below `pixels_apart`, which is the number of all
 // pixels divided by CHUNKS, rounded up. The thread's next pixel is `pixels_apart` pixels later.

@@ -2,8 +2,8 @@
 // to TF32, and for dtypes that mma.sync does not support on the GPU.
 //
 // A warp has 64 rows and 32 columns of the tile; a thread has every eighth of the rows and every fourth of the columns.
-// For four neighbouring k, it loads its 8 rows of x once and then a column of w at a time: 16 loads for 256 fma. The
-// loads have no bank conflicts, because the lanes of a warp read 8 neighbouring rows or 4 neighbouring columns.
+// For four neighbouring k, a thread loads its 8 rows of x once and then a column of w at a time: 16 loads for 256 fma.
+// The loads have no bank conflicts, because the lanes of a warp read 8 neighbouring rows or 4 neighbouring columns.
 #pragma once
 #include "gemm_mma.cuh"
 

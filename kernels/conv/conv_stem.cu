@@ -61,7 +61,7 @@ constexpr int PATCH_SPAN = SHIFTED ? (PATCH + 15) / 32 * 32 + 16 : PATCH;  // th
 constexpr int BUFFER = SHIFTED ? 2 * PATCH_SPAN : PATCH_SPAN;
 
 constexpr int BLOCK_N = WARPS_N * TILES_N * 8, TAPS = CHANNELS * KH * KW;
-constexpr int RAW_WORDS = BLOCK_N * TAPS / EACH;  // the block's weights as they lie in w
+constexpr int RAW_WORDS = BLOCK_N * TAPS / EACH;  // words of the block's weights in the layout of w
 constexpr int WEIGHT_WORDS = HELD ? RAW_WORDS : STEPS * BLOCK_N * 8;
 constexpr int PATCH_WORDS = HELD || 2 * BUFFER > RAW_WORDS ? 2 * BUFFER : RAW_WORDS;
 
@@ -373,7 +373,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     u32* weights = reinterpret_cast<u32*>(memory);
     u32* patches = weights + WEIGHT_WORDS;
     Tile* ahead = reinterpret_cast<Tile*>(patches + PATCH_WORDS);  // each patch's tile; kept here to save registers
-    T* raw = reinterpret_cast<T*>(HELD ? weights : patches);       // w's layout; unless HELD, in memory of patches
+    // The weights in the layout of w. Unless HELD, the memory of the patches holds them at first.
+    T* raw = reinterpret_cast<T*>(HELD ? weights : patches);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_filter = blockIdx.y * BLOCK_N;
 
     const Image of{x, height, width, pad_h, (out_height + TP - 1) / TP, (out_width + TQ - 1) / TQ};

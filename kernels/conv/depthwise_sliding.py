@@ -32,7 +32,7 @@ ROW_INSTRUCTIONS: Final = 16  # instructions per row of x in addition to product
 RESIDENT_WARPS: Final = 64  # warps per multiprocessor, if registers suffice
 
 MAX_SHARE: Final = 8  # blocks per multiprocessor up to which `unused_shared` evens out their number
-SHARES: Final = (1, 2, 4)  # blocks per multiprocessor that are distinguished for dynamic sizes
+SHARES: Final = (1, 2, 4)  # numbers of blocks per multiprocessor that plans for dynamic sizes distinguish
 WIDTHS: Final = (4, 8, 16)  # widths of y that dynamic plans distinguish: no strip may be wider than y
 MAX_FEW_ROWS: Final = 8  # configs for dynamic sizes, if those that differ only in the rows of strips count separately
 MAX_FEW: Final = 5  # configs for dynamic sizes
@@ -105,12 +105,12 @@ def _least_rows(conv: Conv) -> int:
 
 
 def _given(conv: Conv, device: Device) -> list[SlidingConfig]:
-    """Return the configs to rank by cost; for dynamic sizes only a few, so that one or more is fast at any size."""
+    """Return the configs to rank by cost; for dynamic sizes only a few, at least one of which is fast at any size."""
     if not is_symbolic(conv.n, *conv.sizes):
         return configs(conv)
     width = two(conv.y_sizes)[1]
-    if is_symbolic(width):
-        width = next((least for least in reversed(WIDTHS) if width >= least), 0)  # few ranges: each adds plans
+    if is_symbolic(width):  # few ranges of widths are distinguished, because each of them adds plans
+        width = next((least for least in reversed(WIDTHS) if width >= least), 0)
     return [config for config in _few(usual(conv), device) if width >= config.tw]
 
 
@@ -122,7 +122,7 @@ def _few(problems: tuple[Conv, ...], device: Device) -> list[SlidingConfig]:
 
     kernels = covering_subset_of_each(problems, configs, cost_if_taken, MAX_FEW)
     rows = sorted({config.rows for config in kernels} | {-(-two(conv.y_sizes)[0] // 2) for conv in problems[:1]})
-    every = [replace(config, rows=each) for config in kernels for each in rows]  # rows are a kernel argument
+    every = [replace(config, rows=each) for config in kernels for each in rows]  # no new kernels: rows are an argument
     return few(list(dict.fromkeys(every)), problems, cost_if_taken, MAX_FEW_ROWS)
 
 

@@ -30,7 +30,8 @@ MAX_FEW_OF_PADS: Final = 2  # configs per combination of dynamic pads, which are
 MAX_CORNER: Final = {1: 32767, 2: 127, 3: 15}  # largest corner offset of a TMA im2col box, by number of spatial axes
 MAX_OFFSET: Final = {1: 65534, 2: 254, 3: 30}  # largest offset of a filter tap in TMA, by number of spatial axes
 MAX_STRIDE: Final = 8
-# TMA cycles per pixel. Whole tiles of 64 filters and 192 or 256 pixels take 4.4 cycles per pixel on an H200.
+# The fewest cycles in which TMA loads a pixel. Whole tiles of 64 filters and 192 or 256 pixels take 4.4 cycles per
+# pixel on an H200.
 WALK_CYCLES: Final = 4.1
 CONFIGS: Final = (
     *hopper.CONFIGS,

@@ -113,7 +113,7 @@ def _tiles(conv: Conv, device: Device) -> list[MmaConfig]:
 
 def _slices(conv: Conv, tile: MmaConfig, counts: Sequence[int]) -> list[int]:
     """Return the `counts` of slices that leave each slice at least MIN_SLICE_TILES tiles of k."""
-    if conv.program:  # programs run in the kernel's own epilogue, so without slices
+    if conv.program:  # joined operators run in the kernel's own epilogue, which needs sums over all of k
         return [1]
     return [count for count in counts if count == 1 or k_tiles(conv, tile) >= count * MIN_SLICE_TILES]
 

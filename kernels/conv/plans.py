@@ -10,7 +10,7 @@ from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import FusedNode, Plan, TensorSpec
 
 MAX_IMPLEMENTATIONS: Final = 8  # candidates; tuning compiles and times each of them
-MAX_LIBRARY: Final = 2  # maximum candidates that use cuDNN
+MAX_LIBRARY: Final = 2  # maximum number of candidates that use cuDNN
 
 
 def plans(

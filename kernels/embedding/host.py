@@ -95,7 +95,7 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
 def _tilings(
     rows: int, length: int, width: int, item_bytes: Sequence[int], weight_bytes: int, device: Device
 ) -> list[RowTiling]:
-    """Return the same tilings as other norms; for three inputs only one, because a persistent grid lacks registers.
+    """Return the same tilings as other norms; for three inputs only one, as a persistent grid would lack registers.
 
     The three inputs are never all in fp32 registers at once. So a row of one warp needs no more registers than with two
     inputs, except for single-element accesses with a symbolic number of rows. If a row has several warps, three inputs

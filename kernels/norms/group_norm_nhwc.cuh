@@ -148,7 +148,7 @@ __device__ __forceinline__ void block_moments(GroupMemory& memory, const Thread&
             const float mean = __fdiv_rn(sum, fmaxf(float(pixels) * GROUP, 1.0f));  // mean of the differences
             memory.means[group] = shift + mean;
             const float around = fmaf(-sum, mean, squares);
-            memory.squares[group] = around < 0.0f ? 0.0f : around;  // NaN stays
+            memory.squares[group] = around < 0.0f ? 0.0f : around;  // a NaN stays a NaN
         }
     }
     __syncthreads();

@@ -1,11 +1,11 @@
 // Reductions along rows: every row is read once, kept in registers, reduced, and written once.
 //
-// A row belongs to THREADS threads (a power of two: part of a warp, a warp, or a block of several) in each of CLUSTER
-// blocks. Each thread has CHUNKS packs of WIDTH elements. A row op is the struct with the operations of one norm or
-// softmax. The Partial that it computes per thread, a few floats, is merged over the lanes by shuffles, then over warps
-// and blocks through shared memory with one barrier.
-// A row too long for the registers of its threads is processed in batches that fit. Between its two passes it is
-// kept in shared memory (IN_SHARED), or it is read a second time.
+// A row belongs to THREADS threads (a power of two: part of a warp, a warp, or a block of several warps) in each of
+// CLUSTER blocks. Each thread has CHUNKS packs of WIDTH elements. A row op is the struct with the operations of one
+// norm or softmax. The Partial that it computes per thread, a few floats, is merged over the lanes by shuffles, then
+// over warps and blocks through shared memory with one barrier. A row too long for the registers of its threads is
+// processed in batches that fit. Between its two passes it is kept in shared memory (IN_SHARED), or it is read a second
+// time.
 //
 //   ROW               elements of a row, see below           WIDTH    elements of a vector access; divides ROW
 //   THREADS           threads per row and block              CHUNKS   vectors per thread and batch
@@ -90,7 +90,7 @@ __device__ __forceinline__ Partial merge_row(Partial partial, float (&partials)[
         cluster_arrive();
         cluster_wait();
         constexpr int READERS = PARTIALS < 32 ? PARTIALS : 32;
-        constexpr int EACH = PARTIALS / READERS;  // a lane's partials, merged as a tree of equal halves
+        constexpr int EACH = PARTIALS / READERS;  // partials per lane, which merges them as a tree of equal halves
         Partial read[EACH];
 #pragma unroll
         for (int i = 0; i < EACH; ++i) read[i] = Partial::load(partials[i * READERS + lane % READERS], partial.count());

@@ -375,7 +375,7 @@ class Writer:
         return self.declare(NUMBER[target], text, varies, masked, self.name_of(name), operation.name)
 
     def _stored(self, instance: Instance) -> Reference:
-        """Read the accumulator that an earlier launch stored, or merge the shares of it that several blocks stored."""
+        """Read a reduction's accumulator that an earlier launch stored; if several blocks stored shares, merge them."""
         each = self.stored[instance.key]
         address, kind = flat(place_in(instance), each.shape), instance.accumulator(self.program)
         self.stored_read.append((instance.key, address))

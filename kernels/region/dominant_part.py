@@ -38,7 +38,7 @@ class DominantPart:
         return self.period - (self.end - self.begin)
 
     def count(self, elements: int) -> int:
-        """Return the most elements outside the part that rows have together if `elements` neighbours lie in them."""
+        """Return the maximum number of elements outside of the part in the rows of `elements` neighbouring elements."""
         return (-(-elements // self.period) + 1) * self.others
 
 

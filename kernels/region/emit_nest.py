@@ -297,7 +297,7 @@ class NestText:
         return MAX_INSTRUCTIONS // (3 * max(1, self.instructions))
 
     def _batches(self, name: str, start: str, step: str, head: str, count: str) -> Iterator[None]:
-        """Write a loop over whole batches of rounds, and a last batch in which each thread skips rounds after its end.
+        """Write a loop over whole batches of rounds, and a last batch in which threads skip rounds beyond the end.
 
         A batch first loads the vectors of all its rounds.
         """
@@ -347,7 +347,7 @@ class NestText:
             writer.lanes = Lanes(variables[-1].name if variables else "", width)
 
     def _width_along(self, name: str) -> int:
-        """Return the elements per vector along a list."""
+        """Return the number of elements per vector along a list of variables."""
         return self.tiling.widths.get(name, 1) if isinstance(self.tiling, Rows) else 1
 
     def _divides(self, name: str, rounds: int) -> bool:
@@ -380,7 +380,7 @@ class NestText:
         self.kept.arrived.add(name)
 
     def _level(self, level: tuple[Instance, ...], start: str, step: str) -> None:
-        """Write the reductions of one level: loops over the elements, then the merge of the threads' accumulators."""
+        """Write reductions that do not need each other: loops over the elements, then the merge of the accumulators."""
         nest, writer = self.nest, self.writer
         by_list: dict[str, list[Instance]] = {}
         for instance in level:

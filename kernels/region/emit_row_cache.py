@@ -55,7 +55,7 @@ class RowCacheText:
         return (number_of(self.nest.count(name)) or 0) * BYTES[self.writer.program.dtypes[vector[0]]]
 
     def start(self, name: str, head: str, bound: str) -> None:
-        """Write the arrays of a list, and the copies of a thread's first vectors."""
+        """Write the arrays that keep a list's vectors, and the copies of a thread's first vectors."""
         writer, width = self.writer, self.widths[name]
         for vector, text in self.vectors[name].items():
             kind = f"Pack<{STORED[writer.program.dtypes[vector[0]]]}, {width}>"

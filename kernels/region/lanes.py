@@ -65,7 +65,7 @@ class Lanes:
         return step if step >= self.width and all(each % step == 0 for each in divisors or ()) else 0
 
     def _divisors(self, index: Index) -> list[int] | None:
-        """Return the divisors of the lanes' variable in an index; None if it is in a term that is not a quotient."""
+        """Return the divisors of the lanes' variable in an index; None if a term without quotient has the variable."""
         found = list[int]()
         for atom, _ in index.terms:
             if self.variable not in (atom.of.variables() if atom.of else {atom.name, *atom.varies}):

@@ -38,13 +38,13 @@ class Work:
 
 @dataclass
 class Stages:
-    """The works of each launch, in order of launch, and the reductions that works of earlier launches store."""
+    """The works (nests with tilings) of each launch, in order, and the reductions that earlier launches store."""
 
     launches: list[list[Work]] = field(default_factory=list)
     stored: dict[Key, Stored] = field(default_factory=dict)
 
     def add(self, launch: int, work: Work) -> None:
-        """Add a work to a launch."""
+        """Add a work (a nest with its tiling) to a launch."""
         while len(self.launches) <= launch:
             self.launches.append([])
         self.launches[launch].append(work)
@@ -110,7 +110,7 @@ def _with_rows(region: Region, nests: Sequence[Nest], stored: StoredByKey) -> li
 
 
 def _joined(region: Region, rows: Nest, other: Nest, stored: StoredByKey) -> Nest | None:
-    """Return one nest for the outputs of `other` and of `rows`, one element per row of `other`; None if impossible."""
+    """Return one nest for `other` and `rows`, whose outputs have one element per row of `other`; None if impossible."""
     program, shapes = region.program, region.shapes
     shape = _shape_of_rows(region, rows, other)
     if shape is None or other.inner:

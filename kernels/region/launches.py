@@ -1,4 +1,4 @@
-"""The kernels of a region: the code of each launch, whose blocks compute the works of one stage."""
+"""The kernels of a region, one for each launch: its blocks divide the launch's works, which are nests with tilings."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _launch(
     parameters: Mapping[str, tuple[str, Argument]],
     leaving: str,
 ) -> Launch:
-    """Return one launch, whose grid has the blocks of the first work, then those of the next, and so on."""
+    """Return one launch, whose grid has the blocks of the first of `works`, then those of the second, and so on."""
     program, sizes = region.program, region.shapes.sizes
     threads = works[0].tiling.threads
     blocks = [_blocks(work.nest, work.tiling, sizes) for work in works]
@@ -114,7 +114,7 @@ def _body(
     stored: Mapping[Key, Stored],
     given: tuple[str, str],
 ) -> tuple[str, int]:
-    """Return the code, in which each block runs one of the works, and the bytes of dynamic shared memory."""
+    """Return the code, in which each block computes part of one of `works`, and the bytes of dynamic shared memory."""
     lines, before, begin, shared, row_bytes = list[str](), 0, "", 0, 0
     for i, work in enumerate(works):
         end = before + blocks[i]

@@ -83,7 +83,7 @@ class Nest:
         return product(each.extent for each in self.lists[name])
 
     def elements_of(self, instance: Instance, shapes: Shapes) -> tuple[str, tuple[Index, ...]]:
-        """Return the name of the list that runs over a reduction's elements, and their place along the reduced axes."""
+        """Return the name of the list that runs over a reduction's elements, and their indices along the reduced axes."""
         extents = instance.extents(shapes)
         name = self.list_of(extents)
         if name != ELEMENTS:
@@ -92,7 +92,7 @@ class Nest:
         return name, tuple(NOTHING if dim == 1 else self.places[f"o{next(own)}"] for dim in extents)
 
     def list_of(self, extents: Sequence[Size]) -> str:
-        """Return the name of the list for reduced axes of these extents: ELEMENTS if a row has the same extents."""
+        """Return the name of the list for reduced axes of these extents: ELEMENTS if a row has the same, else another name."""
         dims = [dim for dim in extents if dim != 1]
         if dims and dims == [self.shape[axis] for axis in self.element_axes() if self.shape[axis] != 1]:
             return ELEMENTS
@@ -132,7 +132,7 @@ def make_nest(
 
 
 def make_stored_nest(program: Program, shapes: Shapes, group: Sequence[Stored], stored: StoredByKey) -> Nest:
-    """Return the nest that computes stored reductions, which all have the same places."""
+    """Return the nest that computes stored reductions, which all have results at the same places."""
     instances = tuple(each.instance for each in group)
     return _made(Nest((), group[0].shape, {}, {}, stores=instances), program, shapes, stored)
 
@@ -159,7 +159,7 @@ def _made(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) -> 
 
 
 def _with_levels(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) -> Nest:
-    """Add the reductions with one result per row: outside of branches, and for places given by the outputs' axes."""
+    """Add the reductions with one result per row: those not in branches, whose places follow from the outputs' axes."""
     writer = draft(program, shapes, stored)
     for name in (*nest.outputs, *nest.row_outputs):
         writer.value(name, nest.place_of(name, shapes))
@@ -242,7 +242,7 @@ def _refined(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) 
 
 
 def traced(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) -> Nest:
-    """Return a nest with the accesses, bounds and instructions of its code, as recorded by a draft."""
+    """Return a nest with the accesses, bounds and instructions of its code, which is written once and discarded."""
     writer = draft(program, shapes, stored)
     for level in nest.levels:
         for instance in level:

@@ -35,7 +35,7 @@ class Stored:
 
     @property
     def is_whole(self) -> bool:
-        """Whether there is a single place with several shares, which a block merges for all its threads."""
+        """Whether there is a single result, whose shares (see Stored) each block that reads it merges for all threads."""
         return product(self.shape) == 1 and self.shares != 1
 
     @property

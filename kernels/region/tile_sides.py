@@ -12,7 +12,8 @@ TILE_AREA: Final = 4096  # maximum elements of a tile, if each takes one word of
 MIN_TILE_AREA: Final = 1024
 TILE_ROUNDS: Final = 4  # maximum vectors that each thread reads, or stores, per tile
 TILE_BLOCKS: Final = 16  # wanted tiles per multiprocessor; tiles are halved until there are enough
-MAX_TILE_WASTE: Final = 1.15  # maximum length that tiles cover, divided by the axis's; above it, tiles are not square
+# Largest ratio of the length that square tiles cover to the length of the axis; above it, tiles are not square.
+MAX_TILE_WASTE: Final = 1.15
 TILE_STEP: Final = 8  # the sides of a tile are multiples of this number of elements
 
 

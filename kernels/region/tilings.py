@@ -58,7 +58,7 @@ EXCHANGE_COST: Final = 8  # estimated instructions to merge the results of two l
 MAX_TILED_WORDS: Final = 8  # maximum words per element of a tile in shared memory
 MIN_TILED: Final = 8  # minimum elements along each axis that is tiled
 TILE_COST: Final = 30  # estimated instructions per element of a tile
-CHEAPER: Final = 0.9  # a variant is chosen only if it costs less than this share of the default's cost
+CHEAPER: Final = 0.9  # an alternative is chosen only if it costs less than this share of the default's cost
 COLUMNS: Final = 32  # adjacent threads of a block with different rows; the block's other threads share these rows
 MANY_BLOCKS: Final = 2  # wanted blocks of columns per multiprocessor; vectors are narrowed until there are enough
 MIN_SHARED_ELEMENTS: Final = 32  # elements per row from which on several threads share a row, in Columns
@@ -286,8 +286,8 @@ def _may_share(nest: Nest, length: int) -> bool:
 def _shares(blocks: int, rounds: int, region: Region, most: int = MAX_SHARES, fewest: int = MIN_SHARES) -> Size:
     """Return the number of blocks among which the elements of a row are divided.
 
-    Without shares, there would be `blocks` blocks with `rounds` rounds each.  With shares, there are at most as many
-    blocks as the GPU can hold at a time.
+    If rows were not divided, there would be `blocks` blocks with `rounds` rounds each.  If they are, there are at most
+    as many blocks as the GPU can hold at a time.
     """
     resident = RESIDENT_THREADS * region.device.multiprocessors // ROW_THREADS
     shares = maximum(1, minimum(resident // blocks, rounds // MIN_ROUNDS, most))
@@ -363,7 +363,7 @@ def fastest_variables(nest: Nest, region: Region, stored: StoredByKey) -> Nest:
 
 
 def _turned(nest: Nest, region: Region) -> Iterator[Nest]:
-    """Yield the nest with the variable along which most bytes are read moved innermost; nothing if it already is.
+    """Yield a nest with a new innermost variable: the one along which most bytes are read, if it is not innermost yet.
 
     In that nest, operands are loaded as vectors, and neighbouring threads store neighbouring elements.
     """
@@ -441,7 +441,7 @@ def _repeats(nest: Nest, width: int, region: Region) -> Iterator[Repeats]:
 
 
 def _are_few(count: int, elements: int, device: Device) -> bool:
-    """Return whether threads of `elements` elements each are too few to hide the latency of one load each."""
+    """Return whether threads with `elements` elements each are too few to hide the latency of a load per thread."""
     return count // elements < REPEATING_THREADS * device.multiprocessors
 
 

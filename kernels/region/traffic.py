@@ -14,7 +14,7 @@ from onnxfuse.kernels.region.operators import BYTES
 from onnxfuse.kernels.region.program import Program
 
 DYNAMIC_DIM: Final = 64  # assumed size of a dynamic dim
-PADDED: Final = ("reflect", "edge", "wrap")  # kinds of atoms that equal their index except in the padding
+PADDED: Final = ("reflect", "edge", "wrap")  # functions of an index that equal the index except in the padding
 ACCUMULATOR_BYTES: Final = 8  # estimate per stored accumulator
 
 

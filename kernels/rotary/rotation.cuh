@@ -6,7 +6,7 @@
 // each of one vector.
 //
 //   SIZE           elements of a head; the first ROTATED are rotated
-//   LANES          threads that share a head's pieces    NORM  1: each head is divided by its root mean square, scaled
+//   LANES          threads that share a head's pieces    NORM  1: each head is normalized (RMS) and scaled
 //   WIDTH          elements of a vector access; divides ROTATED / 2 and SIZE - ROTATED
 //   INTERLEAVED    1: the elements of a pair of x are neighbours; 0: they are ROTATED / 2 apart
 //   Y_INTERLEAVED  the same for y
