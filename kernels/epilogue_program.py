@@ -148,7 +148,7 @@ def with_program(
 
 
 def in_epilogue(problem: Problem, program: EpilogueProgram) -> Problem:
-    """Return a product with a program in its epilogue; the kernel may load one operand of the program as residual."""
+    """Return a product with a program in its epilogue; the kernel may load an operand of the program as residual."""
     given = {"residual": program.residual, "residual_first": False} if program.residual else {}
     return replace(problem, y=program.y, program=program, **given)  # type: ignore[type-var]
 
@@ -198,7 +198,7 @@ def joined_plans(
     of_programs: Callable[[Problem, Device], Sequence[Implementation]],
     candidates: Planner,
 ) -> list[Plan]:
-    """Return the plans of a product with a program: first with the program in the epilogue, then in a separate launch.
+    """Return the plans of a product with a program of joined operators: in its epilogue first, then in a second launch.
 
     `of_programs` returns implementations of a product with a program, and `candidates` plans of a product without one.
     Raises ValueError if shapes do not fit.

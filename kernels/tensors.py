@@ -60,7 +60,7 @@ def vector_width(tensors: Sequence[TensorSpec], *extents: int, weights: Sequence
 
 
 def known_equal(first: Sequence[int], second: Sequence[int]) -> bool:
-    """Return whether two shapes are equal for all sizes of dynamic dims; adds no guard."""
+    """Return whether two shapes are equal for all sizes of dynamic dims; the plan is not restricted to some sizes."""
     return list(map(repr, first)) == list(map(repr, second))  # the repr of a symbolic dim is its expression
 
 

@@ -62,7 +62,7 @@ class Writer:
     found: list[tuple[Instance, bool]] = field(default_factory=list)
     stored_read: list[tuple[Key, Index]] = field(default_factory=list)  # reads of stored reductions: key, and index
     accesses: list[tuple[str, Index]] = field(default_factory=list)
-    vectors: list[tuple[str, Place]] = field(default_factory=list)  # operands read as whole vectors, with places
+    vectors: list[tuple[str, Place]] = field(default_factory=list)  # operands read as whole vectors, with their places
     bounds: list[tuple[Index, Size]] = field(default_factory=list)  # comparisons of an index with a size, in branches
     instructions: int = 0  # estimated instructions of the operators written
     shared_bytes: int = 0  # bytes of shared memory that the block uses
@@ -105,7 +105,7 @@ class Writer:
 
     @contextmanager
     def mask(self, condition: str) -> Iterator[str]:
-        """Write branchless code for the lanes j where `condition` is true; yield the name of their array of bools."""
+        """Write branchless code for the lanes j of the vector where `condition` is true; yield a bool array's name."""
         name, outer = self.new_name(), f"{self.masks[-1]}[j] && " if self.masks else ""
         self.line(f"bool {name}[{self.lanes.width}]; EACH({self.lanes.width}) {name}[j] = {outer}{condition};")
         self.masks.append(name)
@@ -222,7 +222,7 @@ class Writer:
     # --- values ---------------------------------------------------------------------------------------------------
 
     def value(self, name: str, place: Place) -> Reference:
-        """Return the element of a value at a place; write its computation unless the code already has it."""
+        """Return a value's element at `place`, an index along each axis; write its computation if the code lacks it."""
         operation = self.program.producers.get(name)
         if operation and operation.name == "Constant":
             return Reference(literal(operation.attributes["value"], self.program.dtypes[name]))
@@ -347,7 +347,7 @@ class Writer:
         return self.value(x, (*place[:axis], Index(0, ((atom, 1),)), *place[end:]))
 
     def _variables_of(self, name: str, place: Place) -> frozenset[str]:
-        """Return the variables on which a value at a place depends, through addresses of loads and through branches."""
+        """Return the variables on which a value's element at `place` depends, by addresses of loads and by branches."""
         key = (name, place)
         if key not in self.dependencies:
             draft = Writer(self.program, self.shapes, Arguments(self.shapes.sizes, False), False, {})
@@ -418,7 +418,7 @@ class Writer:
             yield
 
     def accumulator(self, instance: Instance) -> Reference:
-        """Declare the accumulator of a reduction; it is an array if the places of the lanes differ."""
+        """Declare the accumulator of a reduction; it is an array if the lanes need different results."""
         varies = self.lanes.vary(*instance.kept) or bool(self.masks)
         found = Reference(self.own_name(f"{instance.kind.split()[0].lower()}_of_{instance.value}"), varies)
         self.line(f"{instance.accumulator(self.program)} {found.text}{f'[{self.lanes.width}]' if varies else ''};")

@@ -207,7 +207,7 @@ class NestText:
         return head, count
 
     def _rounds(self, name: str) -> int:
-        """Return the maximum rounds of a thread in a loop over a list; 0 if that depends on dynamic dims."""
+        """Return the most vectors of a thread in a loop over a list of variables; 0 if that depends on dynamic dims."""
         count, width = number_of(self.nest.count(name)), self._width_along(name)
         count = None if name in self.shifted else count
         return -(-count // (width * self.row_threads)) if count else 0
@@ -290,7 +290,7 @@ class NestText:
             self.writer.keep(key, Reference(f"{text}[k]", varies=True))
 
     def _most_rounds(self) -> int:
-        """Return the maximum rounds per batch.
+        """Return the maximum number of rounds per batch; in a round, each thread computes one vector.
 
         The instructions of a round count three times: for the two copies of a batch in the code, and for its loads.
         """
@@ -351,7 +351,7 @@ class NestText:
         return self.tiling.widths.get(name, 1) if isinstance(self.tiling, Rows) else 1
 
     def _divides(self, name: str, rounds: int) -> bool:
-        """Return whether a list's elements are a multiple of `rounds` rounds of all threads."""
+        """Return whether a list's number of elements is a multiple of `rounds` vectors of all threads."""
         count, each = number_of(self.nest.count(name)), rounds * self.row_threads * self._width_along(name)
         return self.tiling.shares == 1 and count is not None and count % each == 0
 

@@ -229,8 +229,8 @@ def _is_merged(keys: Keys, own: Mapping[Keys, Nest], nests: Sequence[Nest]) -> b
     """Return whether a separate launch merges the shares of a reduction before other launches read it.
 
     Shares are the partial results of several blocks.  There is no such launch in two cases.  If the reduction has a
-    single place, each block that reads the result merges the shares.  If all readers compute one element per place,
-    each thread merges the shares of its place.
+    single result, each block that reads the result merges the shares.  If all readers compute one element per result,
+    each thread merges the shares of its result.
     """
     places = own[keys].count(ROWS)
     readers = [nest for nest in (*nests, *own.values()) if nest.reads & set(keys)]

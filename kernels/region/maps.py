@@ -1,4 +1,7 @@
-"""The index maps of a region's operations: from a place in the output to the place in the input that it reads."""
+"""The index maps of a region's operations: from a place in the output to the place in the input that it reads.
+
+A place is the position of an element in a tensor: an index along each axis.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ def source(operation: Operation, output: str, place: Place, shapes: Shapes) -> P
 
 
 def broadcast(place: Place, shape: Shape, x: Shape, shapes: Shapes) -> Place:
-    """Return the place in `x` for a place in `shape`, to which `x` is broadcast."""
+    """Return the index along each axis of `x` for the element at `place` of `shape`, to which `x` is broadcast."""
     skipped = len(shape) - len(x)
     return tuple(
         NOTHING if dim == 1 or not shapes.sizes.equal(dim, whole) else each
@@ -64,7 +67,7 @@ def _padded(operation: Operation, place: Place, given: Sequence[Shape], sizes: S
 
 
 def is_inside(place: Place, shape: Shape) -> bool:
-    """Return whether index ranges prove that a place is in a tensor.
+    """Return whether the ranges of the indices in `place` prove that it lies inside a tensor of this shape.
 
     Axes that are indexed by loaded values must be known to have elements.
     """

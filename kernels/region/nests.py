@@ -54,23 +54,23 @@ class Nest:
     accesses: tuple[tuple[str, Index], ...] = ()  # operands that are read, with their addresses; "" means the outputs
     bounds: tuple[tuple[Index, Size], ...] = ()  # indices, each with a size that it is compared with
     row_outputs: Mapping[str, Shape] = field(default_factory=dict)  # outputs with one element per row
-    stores: tuple[Instance, ...] = ()  # reductions whose accumulators the nest stores, one per place
+    stores: tuple[Instance, ...] = ()  # reductions whose accumulators the nest stores, one per result
     inner: tuple[Instance, ...] = ()  # other reductions, each computed by the single thread that needs it
     stored_read: tuple[tuple[Key, Index], ...] = ()  # reductions of earlier launches, and the indices read
     instructions: int = 0  # estimate per element
 
     @property
     def place(self) -> Place:
-        """The place of the element that is computed, in the nest's variables."""
+        """The index along each axis of the element that is computed, in the nest's variables."""
         return self._place_in(self.shape)
 
     def place_of(self, name: str, shapes: Shapes) -> Place:
-        """Return the place, in the output `name`, of the element that is computed."""
+        """Return the index of the computed element along each axis of the output `name`."""
         own, shape = self.row_outputs.get(name, self.shape), shapes.of[name]
         return self._place_in(own) if own == shape else reshaped(self._place_in(own), own, shape)
 
     def _place_in(self, shape: Shape) -> Place:
-        """Return the place in a tensor that has the axes of the nest, or size 1 along some of them."""
+        """Return the computed element's indices in a tensor with the nest's axes, some of them perhaps of size 1."""
         return tuple(NOTHING if dim == 1 else self.places.get(f"o{axis}", NOTHING) for axis, dim in enumerate(shape))
 
     @property
@@ -83,7 +83,7 @@ class Nest:
         return product(each.extent for each in self.lists[name])
 
     def elements_of(self, instance: Instance, shapes: Shapes) -> tuple[str, tuple[Index, ...]]:
-        """Return the name of the list that runs over a reduction's elements, and their indices along the reduced axes."""
+        """Return the name of the list that has a reduction's elements, and their indices along the reduced axes."""
         extents = instance.extents(shapes)
         name = self.list_of(extents)
         if name != ELEMENTS:
@@ -92,7 +92,7 @@ class Nest:
         return name, tuple(NOTHING if dim == 1 else self.places[f"o{next(own)}"] for dim in extents)
 
     def list_of(self, extents: Sequence[Size]) -> str:
-        """Return the name of the list for reduced axes of these extents: ELEMENTS if a row has the same, else another name."""
+        """Return the name of the list for reduced axes of these extents: ELEMENTS if a row has the same extents."""
         dims = [dim for dim in extents if dim != 1]
         if dims and dims == [self.shape[axis] for axis in self.element_axes() if self.shape[axis] != 1]:
             return ELEMENTS
@@ -109,7 +109,7 @@ def _variables(instance: Instance) -> set[str]:
 
 
 def _is_of(instance: Instance, variables: set[str]) -> bool:
-    """Return whether a reduction's place depends on these variables alone, and not on a loaded value."""
+    """Return whether the indices of a reduction's result depend on these variables alone, and on no loaded value."""
     atoms = (atom for index in instance.kept if index for atom in index.atoms())
     return _variables(instance) <= variables and not any(atom.kind == "value" for atom in atoms)
 
@@ -217,7 +217,7 @@ def _reductions(nest: Nest) -> set[Instance]:
 
 
 def in_variables(instance: Instance, nest: Nest) -> Instance:
-    """Return a reduction with its place expressed in the nest's variables."""
+    """Return a reduction with the indices of its result expressed in the nest's variables."""
     kept = tuple(None if index is None else replaced(index, nest.places) for index in instance.kept)
     return replace(instance, kept=kept)
 

@@ -20,12 +20,12 @@ ACCUMULATORS: Final = {  # by kind: the type in region.cuh, and the addend for a
     "ReduceL1": ("Sum", "magnitude({})"), "ReduceLogSumExp": ("Online", "{}"), "Softmax": ("Online", "{}"),
     "LogSoftmax": ("Online", "{}"), "ArgMax": ("Extreme", "{}"), "ArgMin": ("Extreme", "{}"),
 }  # fmt: skip
-Key: TypeAlias = tuple[str, str, str, tuple[int, ...]]  # identifies a reduction without its place
+Key: TypeAlias = tuple[str, str, str, tuple[int, ...]]  # identifies a reduction, but not one of its results
 
 
 @dataclass(frozen=True)
 class Instance:
-    """A reduction of a value at one place: `kept` has the index along each kept axis, and None for reduced axes."""
+    """One result of a reduction: `kept` has its index along each kept axis, and None for each reduced axis."""
 
     kind: str
     terms: str
@@ -39,7 +39,7 @@ class Instance:
 
     @property
     def key(self) -> Key:
-        """The kind, the addend, the reduced value and the axes: the reduction without its place."""
+        """The kind, the addend, the reduced value and the axes, which are the same for all results of a reduction."""
         return self.kind, self.terms, self.value, self.axes
 
     @property
@@ -75,7 +75,7 @@ class Instance:
 
 
 def instance_of(operation: Operation, place: Place, program: Program, shapes: Shapes) -> Instance:
-    """Return the reduction that an operation's result at a place needs."""
+    """Return the reduction that the element at `place` of an operation's result needs."""
     value, axes = operation.inputs[0], reduced_axes(operation)
     rank = len(shapes.of[value])
     left = iter(place)

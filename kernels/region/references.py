@@ -64,7 +64,7 @@ class ValueWriter(Protocol):
         """Write a block after a line such as `if (...)`, which only some threads run."""
 
     def mask(self, condition: str) -> AbstractContextManager[str]:
-        """Write branchless code for the lanes where a condition is true; yield the name of their array of bools."""
+        """Write branchless code for the lanes of the vector where a condition is true; yield a bool array's name."""
 
     def is_below(self, index: Index, bound: Size) -> bool | None:
         """Return whether an index is less than a bound; None if that is only known at run time."""
@@ -76,7 +76,7 @@ class ValueWriter(Protocol):
         """Return whether one vector access reads or writes all lanes at an address."""
 
     def value(self, name: str, place: Place) -> Reference:
-        """Return the element of a value at a place; write its computation unless the code already has it."""
+        """Return a value's element at `place`, an index along each axis; write its computation if the code lacks it."""
 
     def declare(
         self, kind: str, value: str, varies: bool, masked: bool = False, name: str = "", note: str = ""

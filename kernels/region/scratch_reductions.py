@@ -20,7 +20,7 @@ from onnxfuse.kernels.region.shapes import Shapes
 
 @dataclass(frozen=True)
 class Stored:
-    """A reduction at all places along its kept axes, with accumulators in scratch memory.
+    """All results of a reduction, one per element of the kept axes, with accumulators in scratch memory.
 
     The elements that are reduced to one result are a row.  Each of `shares` blocks reduces a part of the row and stores
     an accumulator.  The accumulators of one row are contiguous, so that a warp or a block merges them.  If `is_across`,
@@ -28,14 +28,14 @@ class Stored:
     """
 
     pointer: str
-    instance: Instance  # the reduction at a place with the variables o0, o1, ...
+    instance: Instance  # the reduction for the result whose indices are the variables o0, o1, ...
     shape: Shape  # the extents of the kept axes
     shares: Size = 1
     is_across: bool = False
 
     @property
     def is_whole(self) -> bool:
-        """Whether there is a single result, whose shares (see Stored) each block that reads it merges for all threads."""
+        """Whether there is a single result with several shares; each block that reads the result merges them."""
         return product(self.shape) == 1 and self.shares != 1
 
     @property
@@ -48,7 +48,7 @@ StoredByKey: TypeAlias = Mapping[Key, Stored]
 
 
 def stored(instance: Instance, pointer: str, shapes: Shapes) -> Stored:
-    """Return the reduction at all places, given its instance at one place."""
+    """Return all results of a reduction, given the instance of one result."""
     dims = [dim for dim, index in zip(shapes.of[instance.value], instance.kept, strict=True) if index is not None]
     places = iter(variable_index(f"o{axis}", dim) for axis, dim in enumerate(dims))
     kept = tuple(None if index is None else next(places) for index in instance.kept)
@@ -56,5 +56,5 @@ def stored(instance: Instance, pointer: str, shapes: Shapes) -> Stored:
 
 
 def place_in(instance: Instance) -> Place:
-    """Return the place of an instance among the places of the stored reduction."""
+    """Return the indices, along the kept axes, of an instance's result."""
     return tuple(index for index in instance.kept if index is not None)

@@ -26,7 +26,7 @@ class Sizes:
     divisors: dict[str, int] = field(default_factory=dict)  # by symbol: a known divisor
 
     def read(self, shape: Sequence[int]) -> Shape:
-        """Return the dims of a tensor as sizes; adds a guard on whether a dynamic dim is 0."""
+        """Return the dims of a tensor as sizes; adds a guard (a condition on sizes) for whether a dynamic dim is 0."""
         return tuple(self._dim(dim) for dim in shape)
 
     def _dim(self, dim: int) -> Size:
@@ -46,13 +46,13 @@ class Sizes:
         return evaluate(size, self.values)
 
     def equal(self, a: Size, b: Size) -> bool:
-        """Return whether two sizes are equal; adds a guard only if the polynomials do not decide it."""
+        """Return whether sizes are equal; if the polynomials do not decide it, adds a guard (a condition on sizes)."""
         if isinstance(a - b, int):
             return a == b
         return bool(self.value(a) == self.value(b))
 
     def at_least(self, a: Size, b: Size) -> bool:
-        """Return whether a >= b; adds a guard only if the polynomials do not decide it."""
+        """Return whether a >= b; if the polynomials do not decide it, adds a guard (a condition on sizes)."""
         if is_nonnegative(a - b):
             return True
         if is_nonnegative(b - a - 1):

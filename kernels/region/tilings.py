@@ -67,7 +67,7 @@ MIN_NARROW_SHARES: Final = (
     2  # replaces MIN_SHARES if rows are read by single elements: the launch that reads the result may use vectors
 )
 MIN_DIVIDED_ROUNDS: Final = 32  # vectors per thread: with fewer, one block reduces the whole row
-MAX_CHAIN: Final = 3  # levels of reductions of dynamic length: with more, blocks do not share rows
+MAX_CHAIN: Final = 3  # reductions of dynamic length that need one another: with more, blocks do not share rows
 MANY_DIMS: Final = 2  # dynamic dims that count rows of dynamic length: from this number on, blocks do not share rows
 MAX_SHARES: Final = 512  # maximum blocks per row, whose accumulators a block or a warp merges
 MAX_COLUMN_SHARES: Final = 16  # maximum blocks per column; each thread that reads the result merges their accumulators
@@ -538,7 +538,7 @@ def _all_widths(widest: int) -> Iterator[int]:
 
 
 def _widths(extent: Size, widest: int, sizes: Sizes) -> Iterator[int]:
-    """Yield widths that divide an extent, the widest first; may add a guard that `widest` divides a dynamic extent."""
+    """Yield widths that divide an extent, the widest first; may restrict the plan to extents that `widest` divides."""
     known = sizes.divisor(extent)
     if known % widest and not isinstance(extent, int) and sizes.value(extent) % widest == 0:
         sizes.note_divisor(extent, widest)
