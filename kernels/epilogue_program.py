@@ -274,7 +274,7 @@ class _Text:
         return [each for each in draft.values() if each[0] in self.both.behind.operands and each != in_place]
 
     def made(self, takes_residual: bool) -> EpilogueProgram:
-        """Return the program."""
+        """Return the generated program."""
         dtypes, lines, others = self.program.dtypes, list[dict[str, str]](), self.both.behind.operands
         residual = next(
             (n for n, _ in self.reads if takes_residual and self.is_whole(n) and dtypes[n] == dtypes[RESULT]), ""
@@ -322,7 +322,7 @@ class _Text:
         )  # fmt: skip
 
     def _located(self, members: list[str], given: list[Argument]) -> str:
-        """Return the C++ function that locates results of attention."""
+        """Return the C++ function that computes the positions of attention's results in y."""
         assert self.strides is not None
         terms = []
         for name, stride in zip(("batch", "head", "query"), self.strides, strict=True):
@@ -337,7 +337,7 @@ class _Text:
         return [flat(place, self.shapes.of[each]) for each, place in self.reads if each == name] == [self.whole]
 
     def _operand(self, name: str, place: Place, variable: str) -> dict[str, str]:
-        """Return the lines, by kind, that read an operand: one element per column, or one for all columns."""
+        """Return the lines, by kind (see KINDS), that read an operand: one element per column, or one for all."""
         index, dtype = flat(place, self.shapes.of[name]), self.program.dtypes[name]
         varies = COLUMN in index.variables()
         self.writer.keep((name, place), Reference(f"{variable}_[{'j' if varies else 0}]"))
@@ -361,13 +361,13 @@ class _Text:
 
 
 def _parts(variable: str, dims: Shape) -> Place:
-    """Return the place, along the axes `dims`, of the element whose flat index over these axes is the variable."""
+    """Return the index along each of the axes `dims` for the flat index `variable` over these axes."""
     whole = (product(dims),)
     return reshaped((variable_index(variable, *whole),), whole, dims)
 
 
 def _output(index: int, stored: str, value: str) -> dict[str, str]:
-    """Return the lines, by kind, for an output that the program stores."""
+    """Return the lines, by kind (see KINDS), for an output that the program stores."""
     return {
         "reading": f"typename Number<{stored}>::Type y{index}_[W];",
         "computing": f"y{index}_[j] = {value};",

@@ -91,7 +91,7 @@ def divisor(size: int) -> tuple[Scalar, Scalar]:
 
 
 def is_released(blocks: int, device: Device) -> int | str:
-    """Return the macro RELEASE: 1 if a launch of `blocks` may let the next kernel start before it stores, else 0."""
+    """Return the macro RELEASE: 1 if a launch of `blocks` blocks may let the next kernel start before it stores."""
     few = 2 * device.multiprocessors
     return macro(lambda: blocks <= few, f"gridDim.x <= {few}", blocks)
 

@@ -149,7 +149,7 @@ def _swallows(masked_score: float, dtype: str) -> bool:
 
 
 def masked(biased: Term, queries: Term, columns: Term, scores: Scores) -> Term:
-    """Return scores under a choice `mask_kind` of masks.
+    """Return the masked scores; the choice `mask_kind` says which kind of mask it is, or none.
 
     A boolean mask is true where a key counts, and an inverted mask where it does not count.  A causal mask adds
     `masked_score` above the diagonal and, if there is a boolean mask too, where that is false.

@@ -105,7 +105,7 @@ def _is_causal(
 
 
 def has_no_weight(masked_score: float, dtype: str) -> bool:
-    """Return whether adding `masked_score` to a score gives it weight 0 in a row with at least one unmasked score.
+    """Return whether adding `masked_score` to a score makes its probability 0, if its row has an unmasked score.
 
     In float16, the lowest number qualifies, because scores of one row do not differ by 65,000.
     """

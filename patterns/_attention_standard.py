@@ -89,8 +89,8 @@ def _attended(
     rows = _size(queries, axis), _size(keys, axis)
     if past:
         rows = rows[0], _size(past[0], 2) + rows[1]
-    # The operator divides scores by its softcap inside tanh, so the scale contains `cap`, too.  A product of parameters
-    # leaves out those that are absent.
+    # The operator divides scores by its softcap inside tanh, so the scale contains `cap`, too.  Parameters that are
+    # absent are left out of a product.
     attributes = {"scale": scores.scale * scores.cap, "softcap": scores.softcap * scores.cap, **heads}
     precision = when(
         as_term(TensorProto.FLOAT), "a softmax in float32", lambda dtypes, dtype: _is_in("float16", dtypes, dtype)
@@ -154,7 +154,7 @@ def _masks(queries: Term, rows: tuple[Term, Term], scores: Scores, has_past: boo
 
 
 def _is_operator(has_past: bool) -> Callable[..., bool]:
-    """Return the condition under which the node was an Attention whose mask and is_causal can be written again.
+    """Return the condition that the fused node was an Attention, whose mask and is_causal can be written as they were.
 
     With a past, is_causal must be 0, because the past would shift a causal mask.
     """
@@ -174,7 +174,7 @@ def _ends_level(
     form: str, mask_kind: str, bias_kind: str, masked_score: float, dtype: str, mask: object, queries: object,
     new: object,
 ) -> bool:  # fmt: skip
-    """Return whether the only mask is a causal one, and there are as many queries as keys after those of the past."""
+    """Return whether the only mask is a causal one, and there are as many queries as new keys (after the past's)."""
     return _is_square(form, mask_kind, bias_kind, masked_score, dtype, mask, queries, new)
 
 
@@ -254,8 +254,8 @@ def _may_be_lowest(wanted: str) -> Callable[..., bool]:
 def rotated_by_operator(x: Term, cos: Term, sin: Term, rows: str, **heads: AttributeValue) -> dict[str, Term]:
     """Return x, of (batch, heads, rows, size) or with heads side by side, rotated by RotaryEmbedding.
 
-    The labels are the same as in `_rotary.rotated`.  The operator reads each column of its tables once, and does not
-    broadcast their rows.  An attribute num_heads is given where heads lie side by side.
+    The labels of the result are those of `_rotary.rotated`.  The operator reads each column of its tables once, and
+    does not broadcast their rows.  An attribute num_heads is given where heads lie side by side.
     """
     if rows == "patches":
         x = when(

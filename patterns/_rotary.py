@@ -17,7 +17,7 @@ def require_cos_batch() -> None:
 
 
 def rotated_rows(x: Term, axes: str, rotate: Callable[[Term, str], dict[str, Term]]) -> dict[str, Term]:
-    """Return the forms of x rotated, as a dict by label; most may also leave the first `kept` rows unrotated.
+    """Return the forms in which x is rotated, as a dict by label; most may leave the first `kept` rows unrotated.
 
     `rotate` returns the forms for a tensor and its axes.  Vision transformers leave class tokens and registers
     unrotated: these precede the patches and have no positions.

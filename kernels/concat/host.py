@@ -26,7 +26,7 @@ from onnxfuse.runtime.symint import estimate
 
 MAX_PARTS: Final = 32  # parts per node: the kernels take this many pointers
 THREADS: Final = 128  # threads per block
-RESIDENT_THREADS: Final = 2048  # threads per multiprocessor
+RESIDENT_THREADS: Final = 2048  # threads that fit on a multiprocessor
 # Choices of vectors per thread: the smallest for which all threads are resident at once is taken, or else the largest.
 CHUNKS: Final = (1, 2, 4)
 

@@ -49,8 +49,8 @@ __device__ constexpr bool reads_row(int row) {
 
 // ---- weights -----------------------------------------------------------------------------------------------------
 
-// Returns the offset of a vector's weights. Channels of a tap lie in planes of BX x PLANE, so that lanes read different
-// banks.
+// Returns the offset of a vector's weights at a tap. The weights of a tap lie in planes, each of which has PLANE
+// channels of all BX vectors, so that lanes read different banks.
 __device__ __forceinline__ int weight_offset(int tap, int vector) { return tap * SLICE + vector * PLANE; }
 
 __device__ __forceinline__ Pack<T, VEC> load_weights(const T* w, int tap, int channel) {

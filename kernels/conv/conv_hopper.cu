@@ -1,4 +1,4 @@
-// Convolutions of channels-last tensors by wgmma and TMA on Hopper (sm_90a), persistent.
+// Convolutions of channels-last tensors by wgmma and TMA on Hopper (sm_90a), with a persistent grid.
 //
 //   y = epilogue(conv(x, w))
 //

@@ -56,7 +56,7 @@ constexpr int pitch_of(int words) {
     return words;
 }
 constexpr int PITCH = pitch_of(COLUMNS / EACH);
-constexpr int PATCH = CHANNELS * ROWS * PITCH;                             // words
+constexpr int PATCH = CHANNELS * ROWS * PITCH;                             // words per patch
 constexpr int PATCH_SPAN = SHIFTED ? (PATCH + 15) / 32 * 32 + 16 : PATCH;  // the shifted copy is in other banks
 constexpr int BUFFER = SHIFTED ? 2 * PATCH_SPAN : PATCH_SPAN;
 

@@ -155,7 +155,7 @@ def access_sizes(conv: Conv) -> Iterator[int]:
 
 
 def _strips(conv: Conv, vec: int, tw: int, th: int) -> Iterator[DepthwiseConfig]:
-    """Yield at most one rolled and one unrolled config whose threads compute th x tw positions of `vec` channels."""
+    """Yield at most one config with a loop over rows and one without; a thread has th x tw x `vec` elements of y."""
     (kd, kh, kw), (_, sh, _), (_, dh, _) = three(conv.kernel), three(conv.strides), three(conv.dilations)
     rows = (th - 1) * sh + (kh - 1) * dh + 1
     ways = []

@@ -31,7 +31,7 @@ from onnxfuse.runtime.symint import for_later_plans, is_symbolic
 # The largest number of implementations to offer of each kernel, where several kernels compete.
 MAX_MMA: Final = 3
 MAX_DEPTHWISE: Final = 2
-MAX_OF_PRODUCTS: Final = 3  # convolution kernels for a pointwise convolution in float32
+MAX_OF_PRODUCTS: Final = 3  # maximum number of convolution kernels for a pointwise convolution in float32
 # Taps of a strided depthwise convolution up to which CUDA cores come first. Tensor cores also compute the columns of y
 # that the stride skips: for eight strided filters of 3x3 and 5x5, with 64 to 672 channels and batch 32, they take 1.1
 # to 1.6 times as long as fma on an H200.

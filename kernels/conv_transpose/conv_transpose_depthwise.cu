@@ -2,12 +2,12 @@
 //
 //   y = epilogue(conv_transpose(x, w))    each channel of y reads the same channel of x
 //
-// A thread computes STRIDE_W neighbouring pixels of y, one of each phase along the width, of WIDTH neighbouring
-// channels. These pixels begin at a multiple of STRIDE_W, counted from the start of the padding before y. So the phase
-// of each tap along the width, and its offset in x, are compile-time constants. A row of x that the pixels read is
-// loaded once for all of them, and the loads of neighbouring threads overlap, so that L1 serves them.
-// The taps along the depth and the height that contribute to a row of y are found when the kernel runs
-// (conv_phases.cuh).
+// A thread computes STRIDE_W neighbouring pixels of y, of WIDTH neighbouring channels. The pixels have different
+// phases, which are their columns modulo STRIDE_W. These pixels begin at a multiple of STRIDE_W, counted from the start
+// of the padding before y. So the phase to which a tap contributes, and the tap's offset in x, are compile-time
+// constants. A row of x that the pixels read is loaded once for all of them, and the loads of neighbouring threads
+// overlap, so that L1 serves them. The taps along the depth and the height that contribute to a row of y are found when
+// the kernel runs (conv_phases.cuh).
 //
 // Macros:
 //   KERNEL_D, KERNEL_H, KERNEL_W, STRIDE_*, DILATION_*    sizes, strides and dilations of the filter, by axis; 1 for

@@ -1,4 +1,4 @@
-// Transposed convolutions of channels-last tensors by wgmma and TMA on Hopper (sm_90a), persistent.
+// Transposed convolutions of channels-last tensors by wgmma and TMA on Hopper (sm_90a), with a persistent grid.
 //
 //   y = epilogue(conv_transpose(x, w))
 //

@@ -84,7 +84,7 @@ struct PhaseTaps {
         return at;
     }
 
-    // Returns the offset in x of a tap from the first tap.
+    // Returns the offset in x from the phase's first tap to its tap number `tap`.
     __device__ __forceinline__ Position operator()(unsigned tap) const {
         const Position at = index(tap);
         return {-at.d * decltype(d)::SHIFT, -at.h * decltype(h)::SHIFT, -at.w * decltype(w)::SHIFT};

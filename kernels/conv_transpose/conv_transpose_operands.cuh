@@ -33,7 +33,7 @@ static_assert(FILTERS % TILE_N == 0 && SUBTILE_N == 64 && K_BLOCK == TILE_K && !
 // Loads x and w for one tile. w has the dimensions filters, taps, channels.
 struct PhaseOperands {
     const TensorMap &x, &w;
-    int rows, row;  // positions along H and along W
+    int rows, row;  // positions of a phase along H and along W
     int image, h, w_at, column;
     int ahead_h, ahead_w;  // the phase's first pixel of y, counted from the start of the elements that PAD cuts off
 

@@ -140,7 +140,8 @@ def defines(conv: Conv, config: ConvConfig, device: Device) -> Defines:
         "WIDTH": math.gcd(row * item, VECTOR_BYTES) // item if conv.aligned else 1,
         "TILE_M": tile.tile_m, "TILE_N": tile.tile_n, "TILE_K_BYTES": tile.tile_k_bytes, "STAGES": tile.stages,
         "WARPS_M": tile.warps_m, "WARPS_N": tile.warps_n, "X_COPY": x_copy, "W_COPY": w_copy, "GROUP_M": GROUP_M,
-        "MIN_BLOCKS": mma.resident_blocks(tile, shared(tile), device) if vectors else 1,  # narrow copies need more
+        # Narrow copies need more registers than a bound for several blocks leaves.
+        "MIN_BLOCKS": mma.resident_blocks(tile, shared(tile), device) if vectors else 1,
     }  # fmt: skip
 
 

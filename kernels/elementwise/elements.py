@@ -25,7 +25,7 @@ THREADS: Final = 128  # threads per block
 SMALL_THREADS: Final = 256  # threads per block, if a tensor has few vectors
 SMALL_VECTORS: Final = 128  # vectors per multiprocessor below which narrower vectors are 5-10 % faster
 SMALL_WIDTH: Final = 2  # least number of elements per vector of a small tensor; 1 if it has an odd number of elements
-RESIDENT_THREADS: Final = 2048  # threads per multiprocessor
+RESIDENT_THREADS: Final = 2048  # threads that fit on a multiprocessor
 
 
 @dataclass(frozen=True)

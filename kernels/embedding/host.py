@@ -136,7 +136,7 @@ def _check(node: FusedNode, inputs: Sequence[TensorSpec], sources: Sequence[RowS
 
 
 def _broadcast(node: FusedNode, source: RowSource, ids: tuple[int, ...]) -> int:
-    """Return the Broadcast value of an addend, or of its ids, relative to the token ids, whose last axis is seq.
+    """Return the value of the enum Broadcast for an addend: how it, or its ids, broadcast to the token ids (..., seq).
 
     The number of positions may be another dynamic dim than seq; usually both are equal at run time.
     """

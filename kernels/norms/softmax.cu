@@ -21,7 +21,7 @@ struct Softmax {
             return {both, sum * exp2_fast(LOG2_E * (top - both)) + other.sum * exp2_fast(LOG2_E * (other.top - both))};
         }
         __device__ __forceinline__ Partial merge_lanes(const Partial& other) const {
-            if constexpr (IN_REGISTERS) return {top, sum + other.sum};  // the warp has one maximum
+            if constexpr (IN_REGISTERS) return {top, sum + other.sum};  // all lanes have the same maximum
             return merge(other);
         }
         __device__ __forceinline__ float count() const { return 0.0f; }

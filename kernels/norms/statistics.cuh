@@ -1,4 +1,5 @@
-// The statistics of LayerNorm, GroupNorm and RMSNorm: Partials of rows.cuh.
+// The statistics of LayerNorm, GroupNorm and RMSNorm. Each is a Partial, which rows.cuh merges over the threads of a
+// row.
 #pragma once
 
 constexpr float THREAD_ELEMENTS = float(CHUNKS) * WIDTH;  // elements of a thread whose packs all exist

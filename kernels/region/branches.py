@@ -114,7 +114,7 @@ def _loaded(writer: ValueWriter, choice: Choice) -> Reference:
 
 
 def _address(writer: ValueWriter, choice: Choice, in_lane: bool) -> str:
-    """Return the selected address; if the addresses differ only by an integer, only that integer is selected."""
+    """Return the address in the part that has the index; if addresses differ by an integer, only that is selected."""
     (operand, first), *others = choice.loads()
     if any(each[0] != operand or each[1].terms != first.terms for each in others):
         return _chosen(writer, choice, lambda load: writer.address(*load, in_lane), in_lane)

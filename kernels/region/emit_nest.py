@@ -156,7 +156,7 @@ class NestText:
         return self.tiling.width if isinstance(self.tiling, Columns) else self._width_along(name)
 
     def _row_of_lanes(self, lanes: int) -> str:
-        """Write the row of a thread; return the condition on which it stores, "" if there is none.
+        """Write the index of a thread's row; return the condition on which it stores, or "" if it always does.
 
         If a warp has several rows, even threads beyond the last row compute one, because lanes exchange their results.
         """
@@ -171,7 +171,7 @@ class NestText:
         return "exists"
 
     def _row_that_exists(self, number: str, bound: str) -> None:
-        """Write a thread's row; threads beyond the last row get the last one, so that all threads have a row."""
+        """Write the index of a thread's row; threads beyond the last row get the last one, so that all have a row."""
         self.writer.line(f"const {self.type} own = {number};")
         self.writer.line(f"const bool exists = own < {bound};")
         self.writer.line(f"const {self.type} row = exists ? own : {bound} - 1;")
@@ -329,7 +329,7 @@ class NestText:
                 writer.lanes = before
 
     def _load(self, held: Mapping[tuple[str, Place], str]) -> None:
-        """Write the loads of round k into the registers that hold vectors."""
+        """Write the loads of one round, which is k in the code, into the registers that hold vectors."""
         for (operand, place), text in held.items():
             address = self.writer.address(operand, flat(place, self.writer.shapes.of[operand]))
             self.writer.line(f"load({address}, {text}[k]);")

@@ -29,7 +29,7 @@ SKEWS: Final = (0, 1, 2, 4)  # candidates: words of padding after every 32 rows,
 
 
 def tiles(nest: Nest, tiling: Tile, sizes: Sizes) -> list[Variable]:
-    """Return the variables that count blocks: variables outside tiles, and the tiles along both axes of a tile."""
+    """Return the variables that count blocks: those that tiles do not span, and two that count tiles along the axes."""
     *others, last = nest.lists[ELEMENTS]
     across = next(each for each in others if each.name == tiling.across)
 

@@ -56,8 +56,8 @@ class Nest:
     row_outputs: Mapping[str, Shape] = field(default_factory=dict)  # outputs with one element per row
     stores: tuple[Instance, ...] = ()  # reductions whose accumulators the nest stores, one per result
     inner: tuple[Instance, ...] = ()  # other reductions, each computed by the single thread that needs it
-    stored_read: tuple[tuple[Key, Index], ...] = ()  # reductions of earlier launches, and the indices read
-    instructions: int = 0  # estimate per element
+    stored_read: tuple[tuple[Key, Index], ...] = ()  # reductions of earlier launches that are read, with indices
+    instructions: int = 0  # estimated instructions per element
 
     @property
     def place(self) -> Place:

@@ -36,12 +36,12 @@ QUOTIENTS: Final = {  # for floats, within 2 units in the last place; the varian
     "Div": "quotient({}, {})", "Reciprocal": "quotient({one}, {})", "Sqrt": "root({})",
     "Softsign": "quotient({0}, {one} + magnitude({0}))",
 }  # fmt: skip
-INSTRUCTIONS: Final = {  # estimate per element; other operators take OTHER_INSTRUCTIONS
+INSTRUCTIONS: Final = {  # estimated per element; other operators take OTHER_INSTRUCTIONS
     "Sin": 35, "Cos": 35, "Erf": 23, "Pow": 20, "Gelu": 20, "Softplus": 16, "Tanh": 12, "Mish": 12, "Log": 12,
     "Softmax": 12, "LogSoftmax": 12, "Elu": 10, "Selu": 10, "Exp": 8, "Sigmoid": 6, "Mod": 20,
 }  # fmt: skip
 OTHER_INSTRUCTIONS: Final = 2
-MERGE_INSTRUCTIONS: Final = 24  # estimate for merging the partial results of threads
+MERGE_INSTRUCTIONS: Final = 24  # estimated instructions to merge the partial results of threads
 MAX_INSTRUCTIONS: Final = 2400  # per thread: limits vectors and unrolled loops, so that kernels compile in 0.3 s
 MAX_POWER: Final = 4  # largest exponent for which Pow becomes products and square roots
 NUMERAL: Final = re.compile(r"(-?[\d.]+(?:e[+-]?\d+)?)(?:f|ll)?")

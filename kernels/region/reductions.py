@@ -14,7 +14,7 @@ from onnxfuse.kernels.region.operators import BYTES, NUMBER
 from onnxfuse.kernels.region.program import Operation, Program
 from onnxfuse.kernels.region.shapes import Shapes, reduced_axes
 
-ACCUMULATORS: Final = {  # by kind: the type in region.cuh, and the addend for an element
+ACCUMULATORS: Final = {  # by operator: the accumulator's type in region.cuh, and an element's addend
     "ReduceSum": ("Sum", "{}"), "ReduceMean": ("Sum", "{}"), "ReduceMax": ("Max", "{}"), "ReduceMin": ("Min", "{}"),
     "ReduceProd": ("Prod", "{}"), "ReduceSumSquare": ("Sum", "{0} * {0}"), "ReduceL2": ("Sum", "{0} * {0}"),
     "ReduceL1": ("Sum", "magnitude({})"), "ReduceLogSumExp": ("Online", "{}"), "Softmax": ("Online", "{}"),

@@ -49,7 +49,7 @@ KEPT_THREADS: Final = 1024  # wanted threads per multiprocessor if shared memory
 KEPT_DTYPES: Final = ("float16", "bfloat16", "float32")
 COPYING_ARCH: Final = 80  # compute capability from which on copies to shared memory take no registers
 MIN_COPIED: Final = 4  # minimum bytes of an asynchronous copy to shared memory
-SPARE_BYTES: Final = 2048  # bytes of shared memory per block that remain beside its row
+SPARE_BYTES: Final = 2048  # bytes of a block's shared memory that are kept free beside its row
 # Elements per row from which on vectors are shifted: they begin at the first element of a row that is aligned.
 MIN_SHIFTED: Final = 2048
 MAX_WARP_ROUNDS: Final = 8  # maximum vectors of a row per lane, if lanes of one warp share the row
@@ -61,7 +61,7 @@ TILE_COST: Final = 30  # estimated instructions per element of a tile
 CHEAPER: Final = 0.9  # an alternative is chosen only if it costs less than this share of the default's cost
 COLUMNS: Final = 32  # adjacent threads of a block with different rows; the block's other threads share these rows
 MANY_BLOCKS: Final = 2  # wanted blocks of columns per multiprocessor; vectors are narrowed until there are enough
-MIN_SHARED_ELEMENTS: Final = 32  # elements per row from which on several threads share a row, in Columns
+MIN_SHARED_ELEMENTS: Final = 32  # elements per row from which on several threads share a row in the tiling Columns
 MIN_SHARES: Final = 4  # blocks per row: fewer do not pay for the extra launch that merges their results
 MIN_NARROW_SHARES: Final = (
     2  # replaces MIN_SHARES if rows are read by single elements: the launch that reads the result may use vectors

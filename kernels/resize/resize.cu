@@ -56,7 +56,7 @@ __device__ __forceinline__ int nearest_index(int index, float scale, int y_size,
     return min(max(nearest::NEAREST(place_of(index, scale, y_size, size)), 0), size - 1);
 }
 
-// The two elements of an axis between which a place lies, and the weight of the second one.
+// The two elements of an axis between which a coordinate lies, and the weight of the second element.
 struct Between {
     int low, high;
     float weight;
@@ -69,7 +69,7 @@ struct Between {
     }
 };
 
-// A plane of an image of x, from the thread's channels on.
+// A plane (height, width) of an image of x; the address points to the thread's channels of its first pixel.
 struct Plane {
     const T* x;
     int width;
