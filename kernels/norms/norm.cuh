@@ -19,7 +19,7 @@ struct RawPack<true> {
 };
 
 // A row op of rows.cuh: y = (v - shift) * slope * scale + bias, where v is x, or x + residual. With SUM, v is written
-// as well. A program may follow y (program.cuh).
+// as well. Operators that joined the norm are applied to y, as a program (program.cuh).
 template <class Statistic, bool ADDS = RESIDUAL>
 struct Norm {
     using Partial = Statistic;

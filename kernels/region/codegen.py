@@ -105,7 +105,7 @@ class Writer:
 
     @contextmanager
     def mask(self, condition: str) -> Iterator[str]:
-        """Write branchless code for the lanes j of the vector where `condition` is true; yield a bool array's name."""
+        """Write branchless code for lanes j where `condition` is true; yield the name of the bool array of lanes."""
         name, outer = self.new_name(), f"{self.masks[-1]}[j] && " if self.masks else ""
         self.line(f"bool {name}[{self.lanes.width}]; EACH({self.lanes.width}) {name}[j] = {outer}{condition};")
         self.masks.append(name)

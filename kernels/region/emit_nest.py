@@ -335,7 +335,7 @@ class NestText:
             self.writer.line(f"load({address}, {text}[k]);")
 
     def _enter(self, name: str, at: str, head: str) -> None:
-        """Write the variables of a list at a vector; from here on, the lanes are this vector's elements."""
+        """Write the variables of a list for vector number `at`; from here on, the lanes are this vector's elements."""
         writer, variables, width = self.writer, self.nest.lists[name], self._width_along(name)
         if head:
             writer.lanes = self.shifted[name]
@@ -356,7 +356,7 @@ class NestText:
         return self.tiling.shares == 1 and count is not None and count % each == 0
 
     def _loops(self, name: str, start: str, step: int | str) -> Iterator[None]:
-        """Write the loops over a list: over vectors, and over the single elements before and after shifted vectors."""
+        """Write the loops over a list of variables: over vectors, and over elements before and after shifted ones."""
         lanes, writer = self.shifted.get(name), self.writer
         if lanes is None:
             yield from self._loops_of_vectors(name, start, str(step))

@@ -17,7 +17,7 @@ from onnxfuse.runtime.symint import maximum, without_soft_guards
 
 WORD: Final = 2**31  # number of elements from which on indices have 64 bits
 MAX_BEYOND: Final = 2**21  # maximum by which an index in an idle thread exceeds the last element's index
-MAX_OPERATIONS: Final = 200  # maximum operators per program: longer code takes too long to compile
+MAX_OPERATIONS: Final = 200  # maximum number of operators per program: longer code takes too long to compile
 
 
 def supports(node: FusedNode, dtypes: Sequence[str], device: Device) -> str | None:

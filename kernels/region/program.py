@@ -22,7 +22,7 @@ from onnxfuse.runtime.plan import FusedNode
 VALUE_NAME: Final = re.compile(r"[a-z]+[0-9]+")  # names appear in C++, and model files are untrusted
 SHIFTS: Final = ("LEFT", "RIGHT")
 PAD_MODES: Final = ("constant", "reflect", "edge", "wrap")
-MAX_OPERANDS: Final = 64  # maximum operands of a kernel
+MAX_OPERANDS: Final = 64  # maximum number of operands of a kernel
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ class ValueWriter(Protocol):
         """Write a block after a line such as `if (...)`, which only some threads run."""
 
     def mask(self, condition: str) -> AbstractContextManager[str]:
-        """Write branchless code for the lanes of the vector where a condition is true; yield a bool array's name."""
+        """Write branchless code for lanes where a condition is true; yield the name of a bool array that marks them."""
 
     def is_below(self, index: Index, bound: Size) -> bool | None:
         """Return whether an index is less than a bound; None if that is only known at run time."""

@@ -22,5 +22,5 @@ class Region:
 
     @property
     def sizes(self) -> Sizes:
-        """The values and guards of the sizes in the shapes."""
+        """The values of the sizes in the shapes; comparisons of sizes add guards (conditions) to the plan."""
         return self.shapes.sizes

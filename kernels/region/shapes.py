@@ -18,7 +18,7 @@ OF_SOME: Final = (*EXTREMES, "ReduceMax", "ReduceMin")  # reductions whose resul
 
 @dataclass(frozen=True)
 class Shapes:
-    """The shape of each value, and the values and guards of the sizes in the shapes."""
+    """The shape of each value; `sizes` has the values of symbols in shapes, and adds guards (conditions) on them."""
 
     sizes: Sizes
     of: Mapping[str, Shape]

@@ -8,9 +8,9 @@ from onnxfuse.algebra.sizes import Size, number_of
 from onnxfuse.runtime.plan import Device
 from onnxfuse.runtime.symint import is_symbolic
 
-TILE_AREA: Final = 4096  # maximum elements of a tile, if each takes one word of shared memory
+TILE_AREA: Final = 4096  # maximum number of elements of a tile, if each takes one word of shared memory
 MIN_TILE_AREA: Final = 1024
-TILE_ROUNDS: Final = 4  # maximum vectors that each thread reads, or stores, per tile
+TILE_ROUNDS: Final = 4  # maximum number of vectors that each thread reads, or stores, per tile
 TILE_BLOCKS: Final = 16  # wanted tiles per multiprocessor; tiles are halved until there are enough
 # Largest ratio of the length that square tiles cover to the length of the axis; above it, tiles are not square.
 MAX_TILE_WASTE: Final = 1.15
@@ -18,7 +18,7 @@ TILE_STEP: Final = 8  # the sides of a tile are multiples of this number of elem
 
 
 def tile_area(count: int, elements: int, words: int, device: Device) -> int:
-    """Return the maximum elements of a tile, for a nest of `count` elements.
+    """Return the maximum number of elements of a tile, for a nest of `count` elements.
 
     Shared memory holds `words` words per element; in one round, the threads of a block read `elements` elements.
     """

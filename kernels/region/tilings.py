@@ -35,11 +35,11 @@ from onnxfuse.kernels.tensors import VECTOR_BYTES
 from onnxfuse.runtime.plan import Device
 from onnxfuse.runtime.symint import always, estimate, is_symbolic, maximum, minimum
 
-MAX_WIDTH: Final = 8  # maximum elements per vector
+MAX_WIDTH: Final = 8  # maximum number of elements per vector
 THREADS: Final = 128  # threads per block
 ROW_THREADS: Final = 256  # threads per block, if threads exchange partial results
-MAX_SERIAL: Final = 8  # maximum elements of a short row, which one thread reduces alone
-MAX_WARP_ELEMENTS: Final = 1024  # maximum elements of a row for one warp; a block computes a longer row
+MAX_SERIAL: Final = 8  # maximum number of elements of a short row, which one thread reduces alone
+MAX_WARP_ELEMENTS: Final = 1024  # maximum number of elements of a row for one warp; a block computes a longer row
 FEW_ROWS: Final = 4  # rows per multiprocessor: below this number, rows count as few
 MANY_ROUNDS_FEW_ROWS: Final = 8  # replaces FEW_ROWS if a lane would have more than MAX_WARP_ROUNDS vectors of a row
 FEW_ROWS_WARP_ELEMENTS: Final = 256  # replaces MAX_WARP_ELEMENTS if rows are few
@@ -52,11 +52,11 @@ MIN_COPIED: Final = 4  # minimum bytes of an asynchronous copy to shared memory
 SPARE_BYTES: Final = 2048  # bytes of a block's shared memory that are kept free beside its row
 # Elements per row from which on vectors are shifted: they begin at the first element of a row that is aligned.
 MIN_SHIFTED: Final = 2048
-MAX_WARP_ROUNDS: Final = 8  # maximum vectors of a row per lane, if lanes of one warp share the row
+MAX_WARP_ROUNDS: Final = 8  # maximum number of vectors of a row per lane, if lanes of one warp share the row
 ROUND_COST: Final = 16  # estimated instructions per vector of a row that a lane reads
 EXCHANGE_COST: Final = 8  # estimated instructions to merge the results of two lanes
-MAX_TILED_WORDS: Final = 8  # maximum words per element of a tile in shared memory
-MIN_TILED: Final = 8  # minimum elements along each axis that is tiled
+MAX_TILED_WORDS: Final = 8  # maximum number of words per element of a tile in shared memory
+MIN_TILED: Final = 8  # minimum number of elements along each axis that is tiled
 TILE_COST: Final = 30  # estimated instructions per element of a tile
 CHEAPER: Final = 0.9  # an alternative is chosen only if it costs less than this share of the default's cost
 COLUMNS: Final = 32  # adjacent threads of a block with different rows; the block's other threads share these rows
@@ -69,13 +69,13 @@ MIN_NARROW_SHARES: Final = (
 MIN_DIVIDED_ROUNDS: Final = 32  # vectors per thread: with fewer, one block reduces the whole row
 MAX_CHAIN: Final = 3  # reductions of dynamic length that need one another: with more, blocks do not share rows
 MANY_DIMS: Final = 2  # dynamic dims that count rows of dynamic length: from this number on, blocks do not share rows
-MAX_SHARES: Final = 512  # maximum blocks per row, whose accumulators a block or a warp merges
+MAX_SHARES: Final = 512  # maximum number of blocks per row, whose accumulators a block or a warp merges
 MAX_COLUMN_SHARES: Final = 16  # maximum blocks per column; each thread that reads the result merges their accumulators
-MIN_ROUNDS: Final = 4  # minimum vectors per thread of a block that has a share of a row
+MIN_ROUNDS: Final = 4  # minimum number of vectors per thread of a block that has a share of a row
 Repeats: TypeAlias = tuple[str, int]  # a variable, and the number of its neighbouring values per thread
 ONCE: Final[Repeats] = ("", 1)
 MAX_REPEATS: Final = 8
-REPEATING_THREADS: Final = 1024  # minimum threads per multiprocessor if each has several values of a variable
+REPEATING_THREADS: Final = 1024  # minimum number of threads per multiprocessor if each has several values of a variable
 AHEAD_THREADS: Final = 256  # replaces REPEATING_THREADS if each thread first loads its operands at all of the values
 AHEAD_BYTES: Final = 128  # maximum bytes per thread that are loaded ahead
 SCATTERING_THREADS: Final = 1024  # wanted threads per multiprocessor; with fewer, each thread gets fewer elements
@@ -286,8 +286,8 @@ def _may_share(nest: Nest, length: int) -> bool:
 def _shares(blocks: int, rounds: int, region: Region, most: int = MAX_SHARES, fewest: int = MIN_SHARES) -> Size:
     """Return the number of blocks among which the elements of a row are divided.
 
-    If rows were not divided, there would be `blocks` blocks with `rounds` rounds each.  If they are, there are at most
-    as many blocks as the GPU can hold at a time.
+    If rows were not divided, there would be `blocks` blocks, with `rounds` vectors for each thread.  If they are, there
+    are at most as many blocks as the GPU can hold at a time.
     """
     resident = RESIDENT_THREADS * region.device.multiprocessors // ROW_THREADS
     shares = maximum(1, minimum(resident // blocks, rounds // MIN_ROUNDS, most))
@@ -446,12 +446,12 @@ def _are_few(count: int, elements: int, device: Device) -> bool:
 
 
 def _most_lanes(nest: Nest) -> int:
-    """Return the maximum elements per thread, which decreases with the instructions per element."""
+    """Return the maximum number of elements per thread, which decreases with the instructions per element."""
     return MAX_INSTRUCTIONS // max(1, nest.instructions)
 
 
 def _widest(nest: Nest) -> int:
-    """Return the maximum elements per vector of a thread."""
+    """Return the maximum number of elements per vector of a thread."""
     return next((width for width in (8, 4, 2) if width <= _most_lanes(nest)), 1)
 
 
