@@ -36,7 +36,7 @@ QUOTIENTS: Final = {  # for floats, within 2 units in the last place; the varian
     "Div": "quotient({}, {})", "Reciprocal": "quotient({one}, {})", "Sqrt": "root({})",
     "Softsign": "quotient({0}, {one} + magnitude({0}))",
 }  # fmt: skip
-INSTRUCTIONS: Final = {  # estimated per element; other operators take OTHER_INSTRUCTIONS
+INSTRUCTIONS: Final = {  # estimated instructions per element; others take OTHER_INSTRUCTIONS
     "Sin": 35, "Cos": 35, "Erf": 23, "Pow": 20, "Gelu": 20, "Softplus": 16, "Tanh": 12, "Mish": 12, "Log": 12,
     "Softmax": 12, "LogSoftmax": 12, "Elu": 10, "Selu": 10, "Exp": 8, "Sigmoid": 6, "Mod": 20,
 }  # fmt: skip
