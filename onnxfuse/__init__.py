@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         UsageError,
         VerificationError,
     )
+    from onnxfuse.genai.optimize_folder import OptimizedModel, optimize_folder
     from onnxfuse.optimizer import optimize
     from onnxfuse.report.report import Report
     from onnxfuse.runtime.kernel_folders import add_kernels
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
         "ModelError",
         "NodeDispatch",
         "OnnxfuseError",
+        "OptimizedModel",
         "PatternError",
         "Report",
         "UsageError",
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
         "add_kernels",
         "explain_session",
         "optimize",
+        "optimize_folder",
         "register",
         "unfuse",
     ]
@@ -51,6 +54,7 @@ _MODULES = {
     "ModelError": "onnxfuse.errors",
     "NodeDispatch": "onnxfuse.session",
     "OnnxfuseError": "onnxfuse.errors",
+    "OptimizedModel": "onnxfuse.genai.optimize_folder",
     "PatternError": "onnxfuse.errors",
     "Report": "onnxfuse.report.report",
     "UsageError": "onnxfuse.errors",
@@ -58,6 +62,7 @@ _MODULES = {
     "add_kernels": "onnxfuse.runtime.kernel_folders",
     "explain_session": "onnxfuse.session",
     "optimize": "onnxfuse.optimizer",
+    "optimize_folder": "onnxfuse.genai.optimize_folder",
     "register": "onnxfuse.session",
     "unfuse": "onnxfuse.unfuse_model",
 }

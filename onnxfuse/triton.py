@@ -15,7 +15,6 @@ config.pbtxt has the fields of ModelConfig in triton-inference-server/common, pr
 from __future__ import annotations
 
 import re
-import secrets
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from onnxfuse.compile.coverage import without_plans
 from onnxfuse.errors import ModelError, OnnxfuseError, UsageError
 from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.ir.load import read
+from onnxfuse.ir.plain_files import new_folder
 from onnxfuse.ir.save import save
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime.external_data import external_files
@@ -36,7 +36,6 @@ from onnxfuse.runtime.fused_calls import Call, inferred, read_calls, read_model
 from onnxfuse.runtime.plan_file import PLANS_SUFFIX, PlanFile, node_identity, read_plan_file
 
 MODEL_NAME: Final = "model.onnx"  # Triton's default
-LIBRARY_NAME: Final = "libonnxfuse.so"
 VERSION: Final = "1"
 DEFAULT_MAX_BATCH_SIZE: Final = 32  # the default for models with a batch dim
 MAX_CHECKED: Final = 1024  # batch sizes up to this are all checked; beyond, only powers of two and the largest
@@ -105,8 +104,8 @@ def export_triton(
     inputs, outputs = list(_inputs(model)), list(_outputs(model))
     batch = _batch_size([*inputs, *outputs], settings.max_batch_size)
     _check_batches(calls, file, plans, {each.batch or f"{each.name}[0]" for each in inputs}, batch)
-    config = config_text(model, name, str(served / name / VERSION / LIBRARY_NAME), settings.max_batch_size)
-    copies = {library: LIBRARY_NAME, plans: LIBRARY_NAME + PLANS_SUFFIX}
+    config = config_text(model, name, str(served / name / VERSION / native.LIBRARY_NAME), settings.max_batch_size)
+    copies = {library: native.LIBRARY_NAME, plans: native.LIBRARY_NAME + PLANS_SUFFIX}
     if external_files(model):
         return _write(copies, config, repository / name, settings.overwrite, source)
     return _write(copies | {source: MODEL_NAME}, config, repository / name, settings.overwrite)
@@ -146,23 +145,18 @@ def _write(
     Raises UsageError if `folder` exists and is not a model, or a model that may not be replaced; OnnxfuseError if
     writing fails.
     """
-    part, old = (folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.{end}") for end in ("part", "old"))
     try:
         if folder.exists():
             _check_replaced(folder, overwrite)
-        for source, name in copies.items():
-            target = part / VERSION / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, target)
-        if with_weights:
-            save(read(with_weights), part / VERSION / MODEL_NAME, folder=with_weights.parent)
-        (part / "config.pbtxt").write_text(config, encoding="utf-8")
-        _swap(part, folder, old)
+        with new_folder(folder) as part:
+            (part / VERSION).mkdir()
+            for source, name in copies.items():
+                shutil.copyfile(source, part / VERSION / name)
+            if with_weights:
+                save(read(with_weights), part / VERSION / MODEL_NAME, folder=with_weights.parent)
+            (part / "config.pbtxt").write_text(config, encoding="utf-8")
     except OSError as error:
         raise OnnxfuseError(f"cannot write '{folder}': {error.strerror or error}; choose another repository") from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-    shutil.rmtree(old, ignore_errors=True)
     return folder
 
 
@@ -171,19 +165,6 @@ def _check_replaced(folder: Path, overwrite: bool) -> None:
         raise UsageError(f"'{folder}' is there already; give another --name, or --overwrite to replace it")
     if not folder.is_dir() or (any(folder.iterdir()) and not (folder / "config.pbtxt").is_file()):
         raise UsageError(f"'{folder}' is no model of a repository, and is not replaced; give another --name")
-
-
-def _swap(part: Path, folder: Path, old: Path) -> None:
-    """Rename `part` to `folder`; if `folder` exists, rename that to `old` first."""
-    if not folder.exists():
-        part.rename(folder)
-        return
-    folder.rename(old)
-    try:
-        part.rename(folder)
-    except BaseException:
-        old.rename(folder)
-        raise
 
 
 # --- checks of the plans ----------------------------------------------------------------------------------------------

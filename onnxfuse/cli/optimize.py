@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import click
 
@@ -18,7 +19,6 @@ from onnxfuse.cli.options import (
     fusing_options,
     given_inputs,
     given_regions,
-    overwrite_option,
     positive_number,
     verify_option,
     verify_options,
@@ -27,7 +27,10 @@ from onnxfuse.cli.terminal import console, show_tracebacks, shown_progress
 from onnxfuse.errors import UsageError
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from onnxfuse.layout.conversion import Layout
+    from onnxfuse.report.report import Report
 
 
 @click.command(
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
         "onnxfuse optimize model.onnx --dry-run --report report.html",
         "onnxfuse optimize model.onnx fused.onnx --shape input_ids:8x128",
         "onnxfuse optimize model.onnx fused.onnx --plan plan.json",
+        "onnxfuse optimize llama_int4 llama_int4_fused --arch sm_90",
     ),
 )
 @click.argument("source", type=file_path)
@@ -80,10 +84,20 @@ if TYPE_CHECKING:
     "[default: three times the noise of half precision, if a tenth of the nodes suffices]",
 )
 @verify_option
+@click.option(
+    "--arch",
+    "archs",
+    multiple=True,
+    metavar="sm_90",
+    help="Of a folder, compile for this GPU (repeatable).",
+)
+@click.option("--gpu", "gpus", multiple=True, metavar="NAME", help="The same, by the GPU's name (repeatable).")
 @click.option("--report", type=file_path, help="Write the report to a .json or .html file.")
 @click.option("--all", "everything", is_flag=True, help="Print all operators, reasons and near misses.")
 @click.option("--dry-run", is_flag=True, help="Print the report, and write no model.")
-@overwrite_option
+@click.option(
+    "--overwrite", is_flag=True, help="Let TARGET replace SOURCE, if both are one file; or let it replace a folder."
+)
 def optimize_command(
     source: Path,
     target: Path | None,
@@ -104,6 +118,8 @@ def optimize_command(
     io: Literal["float32", "half"],
     max_error: float | None,
     verify: bool,
+    archs: tuple[str, ...],
+    gpus: tuple[str, ...],
     report: Path | None,
     everything: bool,
     dry_run: bool,
@@ -111,34 +127,95 @@ def optimize_command(
 ) -> None:
     """Fuse SOURCE, verify the result, write TARGET.
 
+    Both are ONNX files, or folders of onnxruntime-genai: the models that genai_config.json names are then fused, with
+    kernels for --arch, --gpu or the GPUs here beside those that run on CUDA, and all other files are copied.
+
     Exits with 0 if all was compared and is equal, 3 if some outputs or fused nodes could not be compared, 4 if none
     could; the files are written then too.
     """
-    from onnxfuse.ir.save import save
-    from onnxfuse.optimizer import optimize
     from onnxfuse.report.report import check_name
-    from onnxfuse.steps import LeftOut, attempt
 
     if target is None and not dry_run:
         raise UsageError("give the file to write as a second argument, or --dry-run")
-    target = None if target is None or dry_run else checked_target(source, target, overwrite)
+    target = None if dry_run else target
     if report:
         check_name(report)
+    options: dict[str, Any] = {
+        "only": only, "skip": skip, "patterns": patterns, "fallback": fallback, "emit": emit, "layout": layout,
+        "regions": given_regions(regions, epilogues), "plan": plan, "verify": verify, "shapes": shapes,
+        "timeout": timeout, "tolerance": tolerance, "dtype": dtype, "io": io, "max_error": max_error,
+    }  # fmt: skip
+    if source.is_dir():
+        if report and report.resolve().is_relative_to(source.resolve()):
+            raise UsageError(f"'{report}' is in the folder to read, which is not changed; give another name")
+        options |= {"archs": archs, "gpus": gpus, "overwrite": overwrite}
+        found: Iterable[_Optimized] = _optimize_folder(source, target, npz, options)
+    elif archs or gpus:
+        raise UsageError("--arch and --gpu are for folders; give them to `onnxfuse compile` after this command")
+    else:
+        found = [_optimize_file(source, target, npz, report, overwrite, options)]
+    codes = []
+    for number, one in enumerate(found, 1):
+        path = report if report is None or number == 1 else report.with_stem(f"{report.stem}.{number}")
+        codes.append(_show(one, path, everything, verify))
+    sys.exit(1 if 1 in codes else max(codes))
+
+
+class _Optimized(NamedTuple):
+    """The report of a model, and what is printed before and after it."""
+
+    report: Report
+    before: str = ""
+    after: RenderableType = ""
+
+
+def _optimize_file(
+    source: Path, target: Path | None, npz: Path | None, report: Path | None, overwrite: bool, options: dict[str, Any]
+) -> _Optimized:
+    """Optimize a model and write it, if there is a target."""
+    from onnxfuse.ir.save import save
+    from onnxfuse.optimizer import optimize
+
+    target = None if target is None else checked_target(source, target, overwrite)
+    if report:
         check_is_not_data(source, report)
     inputs = given_inputs(npz, source)
     with shown_progress() as progress:
-        optimized, result = optimize(
-            source, only=only, skip=skip, patterns=patterns, fallback=fallback, emit=emit, layout=layout,
-            regions=given_regions(regions, epilogues), plan=plan, verify=verify, inputs=inputs, shapes=shapes,
-            timeout=timeout, tolerance=tolerance, dtype=dtype, io=io, max_error=max_error, progress=progress,
-        )  # fmt: skip
+        optimized, result = optimize(source, inputs=inputs, progress=progress, **options)
     if target:
         save(optimized, target, folder=result.folder)
         result = result.written(target)
+    return _Optimized(result)
+
+
+def _optimize_folder(
+    source: Path, target: Path | None, npz: Path | None, options: dict[str, Any]
+) -> Iterator[_Optimized]:
+    """Optimize the models of a folder and write it, if there is a target; then yield each model."""
+    from onnxfuse.compile.summary import summary
+    from onnxfuse.genai.folder import read_folder
+    from onnxfuse.genai.optimize_folder import optimize_folder
+    from onnxfuse.printing import Line, escape
+
+    folder = read_folder(source)
+    inputs = given_inputs(npz, folder.file(folder.models[0]))
+    with shown_progress() as progress:
+        found = optimize_folder(source, target, inputs=inputs, progress=progress, **options)
+    for one in found:
+        why = Line(f"Fused nodes run as their bodies: {escape(one.why_bodies)}") if one.why_bodies else ""
+        yield _Optimized(one.report, f"[bold]{escape(one.name)}[/]", summary(one.compiled) if one.compiled else why)
+
+
+def _show(one: _Optimized, path: Path | None, everything: bool, verify: bool) -> int:
+    """Print a report, and write it to a file if there is a path; return the exit code."""
+    from onnxfuse.steps import LeftOut, attempt
+
     unwritten: list[LeftOut] = []
-    if report:
-        attempt(f"writing '{report}'", lambda: result.write(report), None, unwritten)
-    result = replace(result, left_out=(*result.left_out, *unwritten))
-    console().print(result.table(everything))
+    if path:
+        attempt(f"writing '{path}'", lambda: one.report.write(path), None, unwritten)
+    result = replace(one.report, left_out=(*one.report.left_out, *unwritten))
+    for each in (one.before, result.table(everything), one.after):
+        if each:
+            console().print(each)
     show_tracebacks(result.left_out)
-    sys.exit(1 if unwritten else EXIT_CODES[result.verified.status] if verify else 0)
+    return 1 if unwritten else EXIT_CODES[result.verified.status] if verify else 0

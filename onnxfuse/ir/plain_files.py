@@ -1,4 +1,4 @@
-"""Read plain files with a size limit, and write files atomically: a path may lead to any kind of file."""
+"""Read plain files with a size limit, and write files and folders atomically: a path may lead to any kind of file."""
 
 from __future__ import annotations
 
@@ -76,3 +76,32 @@ def create(new: Path, replaced: Path) -> Iterator[BinaryIO]:
         os.fsync(file.fileno())
     if replaced.exists():
         shutil.copymode(replaced, new)
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Make a folder under a temporary name beside `folder`, and rename it to that at the end.
+
+    A folder that was there is removed.  If the block raises, nothing has changed.
+    """
+    part, old = (folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.{end}") for end in ("part", "old"))
+    try:
+        part.mkdir(parents=True)
+        yield part
+        _swap(part, folder, old)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _swap(part: Path, folder: Path, old: Path) -> None:
+    """Rename `part` to `folder`; if `folder` exists, rename that to `old` first."""
+    if not folder.exists():
+        part.rename(folder)
+        return
+    folder.rename(old)
+    try:
+        part.rename(folder)
+    except BaseException:
+        old.rename(folder)
+        raise
