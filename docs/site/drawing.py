@@ -23,7 +23,7 @@ from onnxfuse.dsl.terms import (
     Term,
     Wrapper,
 )
-from onnxfuse.dsl.words import Causal, Full, Scaled
+from onnxfuse.dsl.words import Causal, Full, Output, Scaled
 
 MIN_NODES_SPELLED_OUT: Final = 3  # of a spelling that is drawn in place of one operator: x / y and x**2 stay these
 MAX_NODES_IN_A_ROW: Final = 16  # larger drawings go from top to bottom
@@ -75,7 +75,7 @@ class _Drawing:
         while True:
             if isinstance(term, Causal):
                 return term
-            if isinstance(term, Wrapper):
+            if isinstance(term, Wrapper | Output):
                 term = term.inner
             elif isinstance(term, Either):
                 term = _spelling(term.options)

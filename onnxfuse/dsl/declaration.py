@@ -131,8 +131,15 @@ def fusion(
         names = out if isinstance(out, tuple) else (out,)
         if len(outputs) != len(names):
             raise PatternError(f"{span}: '{function.__name__}' returns {len(outputs)} values, out= names {len(names)}")
-        if any(isinstance(term, Output) for term in walk(*outputs)):
-            raise PatternError(f"{span}: '{function.__name__}' has results() outside another value of stored()")
+        count = len(outputs)
+        are_results = [(o.index, o.count) for o in outputs if isinstance(o, Output)] == [
+            (i, count) for i in range(count)
+        ]
+        if any(isinstance(term, Output) for term in walk(*outputs)) and not are_results:
+            raise PatternError(
+                f"{span}: '{function.__name__}' has results() outside another value of stored(); they may also be all "
+                "outputs, in order"
+            )
         return Fusion(
             function.__name__, inspect.getdoc(function) or "", captures, outputs, names, tuple(guards), casts,
             inspect.getsource(function), span, _checked_example(example or {}, captures, span), last,

@@ -101,6 +101,10 @@ class Matching(Protocol[TensorT, StateT]):
         """Match an operator."""
         ...
 
+    def match_output(self, operator: Apply, index: int, tensor: TensorT, state: StateT) -> Iterator[StateT]:
+        """Match the output `index` of an operator."""
+        ...
+
     def match_associative(self, term: Sum | Product, tensor: TensorT, state: StateT) -> Iterator[StateT]:
         """Match a sum or product in any order and grouping."""
         ...

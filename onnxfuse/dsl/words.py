@@ -166,12 +166,18 @@ class Output(Term):
     def parts(self) -> tuple[Term, ...]:
         return (self.inner,)
 
+    def match(self, m: Matching[TensorT, StateT], tensor: TensorT, state: StateT) -> Iterator[StateT]:
+        return m.match_output(self.inner, self.index, tensor, state)
+
     def write(self, body: Writing) -> Value:
         return body.write_output(self.inner, self.index, self.count)
 
 
 def results(node: Term, count: int) -> tuple[Output, ...]:
-    """Return the outputs, all of one dtype, of one operator; only inside the `ort` or `standard` term of stored()."""
+    """Return the outputs, all of one dtype, of one operator.
+
+    They are either all outputs of a fusion, in order, or inside the `ort` or `standard` term of stored().
+    """
     if not isinstance(node, Apply):
         raise PatternError(f"{here()}: results() needs an operator as its first argument")
     return tuple(Output(inner=node, index=index, count=count, span=here()) for index in range(count))

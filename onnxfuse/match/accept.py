@@ -10,6 +10,7 @@ from onnx import TensorProto
 from onnxfuse.algebra.operators import SLICING, VIEWS
 from onnxfuse.dsl.guards import Guard
 from onnxfuse.dsl.terms import Term
+from onnxfuse.dsl.words import Output
 from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, consumers, is_constant, op_of, producer
@@ -61,11 +62,20 @@ def accept(m: MatchContext, root: Tensor, state: State, has_side_outputs: bool) 
 
 def _outputs(m: MatchContext, root: Tensor, state: State) -> tuple[Tensor, ...] | None:
     """Return the fusion's outputs, without absent optional ones at the end; None if a required output is missing."""
-    others = [state.terms.get(id(term.unwrapped)) for term in m.fusion.outputs[1:]]
+    others = [_found(term.unwrapped, state) for term in m.fusion.outputs[1:]]
     while others and others[-1] is None and may_be_absent(m.fusion, len(others)):
         others.pop()
     present = [tensor for tensor in others if tensor is not None]
     return (root, *present) if len(present) == len(others) else None
+
+
+def _found(term: Term, state: State) -> Tensor | None:
+    """Return the tensor of an output of the fusion; None if the model lacks it."""
+    if not isinstance(term, Output):
+        return state.terms.get(id(term))
+    node = producer(state.terms[id(term.inner)])
+    assert node is not None, "the first output is an operator's"
+    return next((tensor for tensor in node.outputs[term.index : term.index + 1] if tensor.name), None)
 
 
 def _bfloat16_too_early(m: MatchContext, nodes: Sequence[Node], state: State) -> str | None:

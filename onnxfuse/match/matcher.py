@@ -32,7 +32,7 @@ from onnxfuse.match.diagnostics import origin
 from onnxfuse.match.fusion_terms import fusion_terms
 from onnxfuse.match.named_dims import unify_first
 from onnxfuse.match.operands import match_absent, match_capture, match_causal, match_constant, match_full
-from onnxfuse.match.operators import match_operator
+from onnxfuse.match.operators import match_operator, match_output
 from onnxfuse.match.scaling import match_scaled
 from onnxfuse.match.side_outputs import computed_from
 from onnxfuse.match.state import Match, Miss, State
@@ -176,6 +176,10 @@ class Matcher(MatchContext):
     def match_operator(self, term: Apply, tensor: Tensor, state: State) -> Iterator[State]:
         """Match an operator."""
         return match_operator(self, term, tensor, state)
+
+    def match_output(self, operator: Apply, index: int, tensor: Tensor, state: State) -> Iterator[State]:
+        """Match the output `index` of an operator."""
+        return match_output(self, operator, index, tensor, state)
 
     def match_rearrange(self, term: Rearrange, tensor: Tensor, state: State) -> Iterator[State]:
         """Match the inner term with its axes rearranged, or a slice of it that the fusion's attributes describe."""

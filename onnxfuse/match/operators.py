@@ -52,6 +52,15 @@ def match_operator(m: MatchContext, term: Apply, tensor: Tensor, state: State) -
             yield from _attributes(m, term, node, after._replace(factor=after.factor if term.op in LINEAR else factor))
 
 
+def match_output(m: MatchContext, term: Apply, index: int, tensor: Tensor, state: State) -> Iterator[State]:
+    """Yield the state after each way to match a tensor with the output `index` of an operator."""
+    node = producer(tensor)
+    if node is None or not any(made is tensor for made in node.outputs[index : index + 1]):
+        m.fail(term, state, lambda: f"'{tensor.name}' is not output {index} of {term.op}")
+        return iter(())
+    return m.match(term, node.outputs[0], state)
+
+
 def _match_split(m: MatchContext, term: Apply, tensor: Tensor, node: Node, state: State) -> Iterator[State]:
     """Yield the state after each way to match an output of a Split with a Slice along one axis."""
     try:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.dsl.terms import Capture, Term, walk
+from onnxfuse.dsl.words import Output
 from onnxfuse.ir.node import Tensor, op_of
 
 MAX_DEPTH = 7  # maximum nodes from a shared operand to an output, as in rotary_table: Cast, MatMul, Transpose, Concat …
@@ -27,7 +28,7 @@ def side_outputs(fusion: Fusion) -> tuple[SideOutput, ...]:
     shared = {term.name for term in walk(fusion.outputs[0]) if isinstance(term, Capture) and term.kind == "tensor"}
     found = []
     for term in fusion.outputs[1:]:
-        if id(term.unwrapped) not in inside:
+        if id(term.unwrapped) not in inside and not (isinstance(term, Output) and id(term.inner) in inside):
             below = list(walk(term))
             operands = tuple(t.name for t in below if isinstance(t, Capture) and t.name in shared)
             found.append(SideOutput(term, operands, frozenset().union(*(t.own_ops for t in below))))
