@@ -14,12 +14,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import onnx
 from onnx import helper
 
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.dtypes import DTYPE_NUMBERS
 from onnxfuse.ir.protos import subgraphs
+from onnxfuse.runtime.hosts import numbers_of
 from onnxfuse.runtime.kernel_failures import Place, place_of
 from onnxfuse.runtime.native_library import BodyRequest
 from onnxfuse.runtime.plan import Device, FusedNode, TensorSpec
@@ -87,7 +89,11 @@ def run_body(request: BodyRequest, node: FusedNode, device: Device) -> None:
     given, provider = request.node.inputs, request.node.provider
     session = _session(request, _bodies[place_of(node, device)], given)
     binding, kind = session.io_binding(), DEVICE_TYPES.get(provider, "cuda")
+    numbers = numbers_of(node)
     for i, (spec, address) in enumerate(zip(given, request.inputs, strict=True)):
+        if i in numbers:
+            binding.bind_cpu_input(f"i{i}", np.array(spec.shape, np.int32))
+            continue
         binding.bind_input(f"i{i}", kind, request.node.device, DTYPE_NUMBERS[spec.dtype], spec.shape, address)
     for each in session.get_outputs():
         binding.bind_output(each.name, kind, request.node.device)

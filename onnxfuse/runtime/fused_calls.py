@@ -19,6 +19,7 @@ from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.ir.inline_functions import check_expanded
 from onnxfuse.ir.protos import subgraphs
 from onnxfuse.ir.without_weights import read_without_weights
+from onnxfuse.runtime.hosts import numbers_of
 from onnxfuse.runtime.plan import FusedNode
 
 NamedShape = tuple[int | str, ...]  # a dynamic dim is a name, and dims of one name are equal
@@ -57,7 +58,7 @@ class Call:
     proto: onnx.NodeProto
     node: FusedNode
     dtypes: tuple[str | None, ...]  # dtypes of its inputs; None if unknown
-    shapes: tuple[NamedShape | None, ...]  # shapes of its inputs; None if unknown
+    shapes: tuple[NamedShape | None, ...]  # shapes of its inputs; None if unknown; of a number: its value
     constants: tuple[bool, ...]  # whether the model holds the values of each input
     has_ranks: bool  # whether onnxruntime can infer the ranks of its outputs: see native/infer.h
     in_function: bool  # whether it is in the body of a function
@@ -100,13 +101,17 @@ def _call(node: onnx.NodeProto, types: Types | None, bodies: Collection[str]) ->
             raise ModelError(f"fused node '{name}': attribute {attribute} names {len(named)}, the node has {count}")
     known = types or {}
     found = [known.get(name) for name in node.input]
+    numbers = numbers_of(fused)
     ranks = {known[name].rank if name in known else None for name in (node.input[0], *node.output)}
     return Call(
         node.op_type,
         node,
         fused,
         tuple(None if each is None else dtype_name(each.dtype) for each in found),
-        tuple(None if each is None else each.shape for each in found),
+        tuple(
+            (f"{name}'s value",) if i in numbers else None if each is None else each.shape
+            for i, (name, each) in enumerate(zip(node.input, found, strict=True))
+        ),
         tuple(each is not None and each.constant for each in found),
         has_ranks="output_ranks" in attributes or (len(ranks) == 1 and not ranks & {None, 0}),
         in_function=types is None,
@@ -122,10 +127,14 @@ def _value(attribute: onnx.AttributeProto) -> object:
 
 
 def attribute_kinds(calls: Collection[Call]) -> str:
-    """Return the names and types of the attributes of an op's nodes, for the native library: "epsilon:f axis:i"."""
+    """Return the names and types of the attributes of an op's nodes, for the native library: "epsilon:f axis:i @3".
+
+    @3 says that input 3 is a number.
+    """
     attributes = [attribute for call in calls for attribute in call.proto.attribute]
     kinds = {(each.name, ATTRIBUTE_KINDS[each.type]) for each in attributes if each.type in ATTRIBUTE_KINDS}
-    return " ".join(f"{name}:{kind}" for name, kind in sorted(kinds))
+    numbers = sorted({number for call in calls for number in numbers_of(call.node)})
+    return " ".join([*(f"{name}:{kind}" for name, kind in sorted(kinds)), *(f"@{number}" for number in numbers)])
 
 
 def split_functions(model: onnx.ModelProto, calls: Collection[Call], whole: onnx.ModelProto) -> onnx.ModelProto:

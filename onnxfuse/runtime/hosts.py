@@ -24,6 +24,16 @@ class Host(Protocol):
         """
 
 
+def numbers_of(node: FusedNode) -> tuple[int, ...]:
+    """Return the indices of the inputs that are numbers: one int32 in host memory, from which plans are made.
+
+    The `NUMBERS` of a host names them by fusion.  The TensorSpec of a number has the shape (number,), so that a plan
+    may depend on it as on a dynamic dim.
+    """
+    names = getattr(find_host(node.fusion), "NUMBERS", {}).get(node.fusion, ())
+    return tuple(i for i, operand in enumerate(node.operands) if operand in names)
+
+
 def find_host(fusion: str) -> Host | None:
     """Return the host of a fusion; None if the fusion has no kernels.
 

@@ -38,6 +38,8 @@ HEAD = '<ir_version: 8, opset_import: ["" : 17, "onnxfuse" : 1]>'
 BODIES = {
     "shift": "(x, bias) => (y) { y = Add(x, bias) }",
     "copy": "(x) => (y) { y = Identity(x) }",
+    "rows": "(x, count, bias) => (y) { zero = Constant <value_ints = [0]>() one = Constant <value_ints = [-1]>() "
+    "end = Reshape(count, one) end64 = Cast <to = 7>(end) some = Slice(x, zero, end64) y = Add(some, bias) }",
     "pair": "(x, r) => (a, b) { a = Add(x, r) b = Sub(x, r) }",
     "product": "(x, w, bias) => (y) { m = MatMul(x, w) y = Add(m, bias) }",
     "convolve": "(x, w, bias) => (y) { y = Conv(x, w, bias) }",
@@ -190,6 +192,9 @@ def node(op: str, inputs: str, outputs: str, *, operands: str, types: str = "1",
 
 
 SHIFT = "g (float[n, d] x, float[d] b) => (float[n, d] y) { " + node("shift", "x, b", "y", operands="x bias") + " }"
+
+ROWS = "g (float[n, d] x, int32 count, float[d] b) => (float[m, d] y) { "
+ROWS += node("rows", "x, count, b", "y", operands="x count bias") + " }"
 
 
 def session(source: bytes, **arguments: Any) -> ort.InferenceSession:

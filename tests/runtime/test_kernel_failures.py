@@ -15,7 +15,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
 
-from stand_in import CPU, SHIFT, Stage, feed, load, model, node, session, stage
+from stand_in import CPU, ROWS, SHIFT, Stage, feed, load, model, node, session, stage
 
 from onnxfuse.compile.compile_file import CompileSettings, compile_file
 from onnxfuse.errors import KernelError
@@ -133,7 +133,7 @@ def test_a_node_whose_kernels_fail_is_not_registered(
 @pytest.fixture
 def late(gpu: Stage, tried: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Let all kernels fail for inputs that no session prepares: those of memory that is not aligned."""
-    for name in ("shift", "pair", "scale"):
+    for name in ("shift", "pair", "scale", "rows"):
         host = gpu.kernels(name)
 
         def candidates(
@@ -181,6 +181,14 @@ def test_bodies_have_attributes_and_several_outputs(gpu: Stage) -> None:
     np.testing.assert_array_equal(difference, x - r)
     np.testing.assert_array_equal(scaled, (x + r) / 2)
     assert gpu.launches() == before + 1, "onnxruntime aligns what lies between two nodes"
+
+
+@pytest.mark.usefixtures("late")
+def test_bodies_read_numbers_in_host_memory() -> None:
+    run, given = session(model(ROWS)), feed(5, 3)
+    for count in 2, 4:
+        found = run.run(None, {"x": unaligned(given["x"]), "b": given["b"], "count": np.array(count, np.int32)})[0]
+        np.testing.assert_array_equal(found, given["x"][:count] + given["b"])
 
 
 @pytest.mark.usefixtures("late")

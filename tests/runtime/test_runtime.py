@@ -20,7 +20,7 @@ from memory_in_use import bytes_in_use
 sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
 
 import stand_in
-from stand_in import CPU, SHIFT, Stage, fails, feed, model, node, session, stage
+from stand_in import CPU, ROWS, SHIFT, Stage, fails, feed, model, node, session, stage
 
 from onnxfuse.errors import ModelError
 from onnxfuse.runtime import template_words
@@ -62,6 +62,22 @@ def test_a_kernel_runs_in_place_of_the_body_and_is_planned_when_the_session_is_m
     assert not planned(gpu)
     assert gpu.last() == [7, 1, 1, 32, 2, 1, 0, 1]
     assert explain_session(run) == (NodeDispatch("node_0", "shift", "kernel", KERNEL),)
+
+
+def test_a_number_in_host_memory_determines_shapes(gpu: Stage) -> None:
+    """Its value counts as a dynamic dim, so that one template serves all values."""
+    run, before = session(model(ROWS)), gpu.launches()
+    for n, count in (5, 3), (5, 4), (5, 3), (6, 6):
+        given = {**feed(n, 4), "count": np.array(count, np.int32)}
+        np.testing.assert_array_equal(run.run(None, given)[0], given["x"][:count] + given["b"])
+    assert gpu.launches() - before == 4
+    assert len(planner.templates_in_use()) == 1
+
+
+def test_a_tensor_in_place_of_a_number_is_refused(gpu: Stage) -> None:
+    run = session(model(ROWS.replace("int32 count", "int32[k] count")))
+    message = fails(run, {**feed(5, 4), "count": np.array([2, 3], np.int32)})
+    assert "input 1 is not one int32" in message
 
 
 def test_equal_nodes_share_a_template(gpu: Stage) -> None:

@@ -59,6 +59,10 @@ std::vector<OperatorName> read_operators(std::string_view text) {
     words >> op.name;
     for (std::string word; words >> word;) {
       const size_t size = word.size();
+      if (word[0] == '@') {
+        op.numbers.push_back(std::stoul(word.substr(1)));
+        continue;
+      }
       if (size < 3 || word[size - 2] != ':' || !std::strchr("ifsIF", word[size - 1])) {
         throw std::runtime_error("operator " + op.name + " has an attribute '" + word + "' without a type");
       }

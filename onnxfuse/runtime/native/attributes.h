@@ -15,13 +15,16 @@ struct AttributeName {
   bool operator==(const AttributeName& other) const { return name == other.name && type == other.type; }
 };
 
-// A fused operator, and the attributes that its nodes may have.
+// A fused operator, the attributes that its nodes may have, and its inputs that are numbers.  An input that is a number
+// is one int32 in host memory; for plans, it has the shape (number).
 struct OperatorName {
   std::string name;
   std::vector<AttributeName> attributes;
+  std::vector<size_t> numbers;  // indices of inputs, in ascending order
 };
 
-// Reads lines such as "layer_norm axis:i epsilon:f".  Throws std::runtime_error if an attribute has no such type.
+// Reads lines such as "layer_norm axis:i epsilon:f", in which @3 says that input 3 is a number.  Throws
+// std::runtime_error if an attribute has no such type.
 std::vector<OperatorName> read_operators(std::string_view lines);
 
 // Returns a string attribute of a node; an empty string if it has none.

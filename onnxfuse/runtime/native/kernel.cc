@@ -30,6 +30,7 @@ Nodes& nodes() {
 }
 
 constexpr uintptr_t kAlignment = 16;  // bytes
+constexpr int kInt32 = 6;             // onnx::TensorProto::INT32
 
 // Returns for each input whether the model holds its values.  If onnxruntime reports an error about an input, the input
 // counts as computed, because plans for computed inputs are also correct for constants.  The values are not read: they
@@ -71,7 +72,8 @@ struct Tensors {
   Key key;
   std::vector<void*> inputs, outputs;
 
-  void read_inputs(const Ort& ort, const OrtKernelContext* context, const std::vector<bool>& constants) {
+  void read_inputs(const Ort& ort, const OrtKernelContext* context, const std::vector<bool>& constants,
+                   const std::vector<size_t>& numbers) {
     size_t count = 0;
     check(ort, ort.KernelContext_GetInputCount(context, &count));
     for (size_t i = 0; i < count; ++i) {
@@ -81,7 +83,9 @@ struct Tensors {
       void* pointer = nullptr;
       check(ort, ort.GetTensorMutableData(const_cast<OrtValue*>(value), &pointer));
       inputs.push_back(pointer);
-      add(ort, value, kAligned * aligned(pointer) | kConstant * (i < constants.size() && constants[i]));
+      const int64_t constant = kConstant * (i < constants.size() && constants[i]);
+      if (std::binary_search(numbers.begin(), numbers.end(), i)) add_number(ort, value, pointer, constant);
+      else add(ort, value, kAligned * aligned(pointer) | constant);
     }
   }
 
@@ -102,6 +106,18 @@ struct Tensors {
   }
 
  private:
+  // Adds an int32 in host memory as a tensor whose only dim is its value.
+  void add_number(const Ort& ort, const OrtValue* value, const void* pointer, int64_t flags) {
+    const size_t start = key.size();
+    add(ort, value, 0);
+    const auto dims = key.begin() + static_cast<std::ptrdiff_t>(start) + 3;
+    if (key[start] != kInt32 || std::any_of(dims, key.end(), [](int64_t dim) { return dim != 1; })) {
+      throw std::runtime_error("input " + std::to_string(inputs.size() - 1) + " is not one int32");
+    }
+    key.resize(start);
+    key.insert(key.end(), {kInt32, kAligned | flags, 1, *static_cast<const int32_t*>(pointer)});
+  }
+
   void add(const Ort& ort, const OrtValue* value, int64_t flags) {
     int dtype = 0;
     size_t rank = 0;
@@ -221,8 +237,8 @@ void check(const Ort& ort, OrtStatus* status) {
 }
 
 FusedKernel::FusedKernel(const Ort& ort, const OrtKernelInfo* info, std::string op, const Setup& setup,
-                         const std::vector<AttributeName>& names)
-    : ort_(ort), driver_(Driver::get()), id_(next_id++), op_(std::move(op)), setup_(setup) {
+                         const std::vector<AttributeName>& names, const std::vector<size_t>& numbers)
+    : ort_(ort), driver_(Driver::get()), id_(next_id++), op_(std::move(op)), setup_(setup), numbers_(numbers) {
   read_node(info);
   if (setup.asks_python) attributes_ = read_attributes(ort, info, names);
   check(ort, ort.KernelInfoGetAllocator(info, 0, &allocator_));
@@ -439,7 +455,7 @@ void FusedKernel::compute(OrtKernelContext* context) {
   Tensors& tensors = reused.tensors;
   try {
     if (!given_.empty()) std::call_once(given_are_chosen_, [&] { choose_given(context); });
-    tensors.read_inputs(ort_, context, constants_);
+    tensors.read_inputs(ort_, context, constants_, numbers_);
     Stream stream = nullptr;
     check(ort_, ort_.KernelContext_GetGPUComputeStream(context, &stream));
     std::optional<RelaxedCapture> relaxed;  // set while a new plan is made and first launched, as both may load code

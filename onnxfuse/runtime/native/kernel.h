@@ -41,7 +41,7 @@ class FusedKernel {
  public:
   // Throws std::runtime_error if the files have no template for the node, and Python is not asked.
   FusedKernel(const Ort& ort, const OrtKernelInfo* info, std::string op, const Setup& setup,
-              const std::vector<AttributeName>& names);
+              const std::vector<AttributeName>& names, const std::vector<size_t>& numbers);
   ~FusedKernel();
   FusedKernel(const FusedKernel&) = delete;
   FusedKernel& operator=(const FusedKernel&) = delete;
@@ -85,6 +85,7 @@ class FusedKernel {
   const uint64_t id_;
   const std::string op_;
   const Setup& setup_;
+  const std::vector<size_t>& numbers_;  // see OperatorName
   std::string node_, attributes_;
   std::vector<int64_t> output_dtypes_;
   std::vector<bool> constants_;  // by input: whether the model holds its values

@@ -12,6 +12,12 @@ namespace {
 
 const FusedOp& self(const OrtCustomOp* op) { return *static_cast<const FusedOp*>(op); }
 
+// The inputs that are declared one by one: those up to the last number.
+size_t declared_inputs(const OrtCustomOp* op) {
+  const std::vector<size_t>& numbers = self(op).numbers;
+  return numbers.empty() ? 0 : numbers.back() + 1;
+}
+
 // The object that onnxruntime holds for a node.
 struct KernelOfOrt {
   const Ort& ort;
@@ -23,7 +29,7 @@ OrtStatus* create_kernel(const OrtCustomOp* op, const void*, const OrtKernelInfo
   return guarded(fused.ort, [&] {
     try {
       *kernel = new KernelOfOrt{
-          fused.ort, {fused.ort, info, fused.name, fused.setup, fused.attributes()}};
+          fused.ort, {fused.ort, info, fused.name, fused.setup, fused.attributes(), fused.numbers}};
     } catch (const std::exception& error) {
       throw std::runtime_error(fused.name + ": " + error.what());
     }
@@ -42,16 +48,26 @@ OrtStatus* infer(const OrtCustomOp* op, OrtShapeInferContext* context) {
 
 }  // namespace
 
-FusedOp::FusedOp(const Ort& ort_functions, Setup of_sessions, std::string op_name)
-    : OrtCustomOp{}, ort(ort_functions), setup(std::move(of_sessions)), name(std::move(op_name)) {
+FusedOp::FusedOp(const Ort& ort_functions, Setup of_sessions, std::string op_name, std::vector<size_t> op_numbers)
+    : OrtCustomOp{}, ort(ort_functions), setup(std::move(of_sessions)), name(std::move(op_name)),
+      numbers(std::move(op_numbers)) {
   version = kCustomOpVersion;
   GetName = [](const OrtCustomOp* op) { return self(op).name.c_str(); };
   GetExecutionProviderType = [](const OrtCustomOp* op) { return self(op).setup.provider.c_str(); };
   GetInputType = GetOutputType = [](const OrtCustomOp*, size_t) { return 0; };  // 0 (undefined): any type
-  GetInputTypeCount = GetOutputTypeCount = [](const OrtCustomOp*) -> size_t { return 1; };
-  GetInputCharacteristic = GetOutputCharacteristic = [](const OrtCustomOp*, size_t) -> int { return kVariadic; };
-  GetInputMemoryType = [](const OrtCustomOp*, size_t) { return 0; };  // 0: memory of the provider's device
-  GetVariadicInputMinArity = GetVariadicOutputMinArity = [](const OrtCustomOp*) { return 1; };
+  // All inputs are one variadic input, except those up to the last number: a variadic input lies in one kind of memory.
+  GetInputTypeCount = [](const OrtCustomOp* op) { return declared_inputs(op) + 1; };
+  GetInputCharacteristic = [](const OrtCustomOp* op, size_t i) -> int {
+    return i < declared_inputs(op) ? kRequired : kVariadic;
+  };
+  GetInputMemoryType = [](const OrtCustomOp* op, size_t i) {
+    const std::vector<size_t>& numbers = self(op).numbers;
+    return std::binary_search(numbers.begin(), numbers.end(), i) ? kHostInput : 0;  // 0: memory of the device
+  };
+  GetOutputTypeCount = [](const OrtCustomOp*) -> size_t { return 1; };
+  GetOutputCharacteristic = [](const OrtCustomOp*, size_t) -> int { return kVariadic; };
+  GetVariadicInputMinArity = [](const OrtCustomOp* op) { return declared_inputs(op) ? 0 : 1; };
+  GetVariadicOutputMinArity = [](const OrtCustomOp*) { return 1; };
   GetVariadicInputHomogeneity = GetVariadicOutputHomogeneity = [](const OrtCustomOp*) { return 0; };
   GetStartVersion = [](const OrtCustomOp*) { return 1; };
   GetEndVersion = [](const OrtCustomOp*) { return 1; };

@@ -13,7 +13,7 @@ constexpr const char* kDomain = "onnxfuse";
 
 // One fused op.  It lives as long as the process, because sessions point to it and do not report when they end.
 struct FusedOp : OrtCustomOp {
-  FusedOp(const Ort& ort, Setup setup, std::string name);
+  FusedOp(const Ort& ort, Setup setup, std::string name, std::vector<size_t> numbers);
   std::vector<AttributeName> attributes() const;
   // Adds attributes that nodes may have.
   void add_attributes(const std::vector<AttributeName>& more);
@@ -21,6 +21,7 @@ struct FusedOp : OrtCustomOp {
   const Ort& ort;
   const Setup setup;
   const std::string name;
+  const std::vector<size_t> numbers;  // see OperatorName
 
  private:
   std::vector<AttributeName> names_{{"attributes", 's'}};  // an attribute that lists the names of all others

@@ -134,6 +134,7 @@ struct OrtCustomOp {
   void (*ReleaseAliasMap)(int*, int*);
 };
 constexpr uint32_t kCustomOpVersion = 17;  // has the fields up to GetEndVersion
+constexpr int kHostInput = -2;  // OrtMemTypeCPUInput
 enum Characteristic { kRequired = 0, kOptional = 1, kVariadic = 2 };
 static_assert(sizeof(void*) != 8 || (sizeof(OrtCustomOp) == 208 && offsetof(OrtCustomOp, InferOutputShapeFn) == 152));
 

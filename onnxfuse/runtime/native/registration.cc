@@ -33,8 +33,9 @@ struct Registry {
   using SetupKey = std::tuple<const void*, std::string, int, bool, PlanFiles>;
   std::mutex mutex;
   std::map<const void*, std::unique_ptr<Ort>> runtimes;
-  std::map<std::pair<SetupKey, std::string>, std::unique_ptr<FusedOp>> ops;
-  std::map<std::pair<SetupKey, std::set<std::string>>, OrtCustomOpDomain*> domains;
+  using Signature = std::pair<std::string, std::vector<size_t>>;  // an operator's name, and its inputs that are numbers
+  std::map<std::pair<SetupKey, Signature>, std::unique_ptr<FusedOp>> ops;
+  std::map<std::pair<SetupKey, std::set<Signature>>, OrtCustomOpDomain*> domains;
 
   const Ort& runtime(const OrtApiBase& base) {
     unsigned major = 0, minor = 0;  // onnxruntime 1.N offers every version of its API up to N
@@ -52,17 +53,18 @@ struct Registry {
 
   void add(const Ort& ort, OrtSessionOptions* options, const Setup& setup, const std::vector<OperatorName>& operators) {
     const SetupKey key{&ort, setup.provider, setup.settings, setup.asks_python, setup.files};
-    std::set<std::string> names;
-    for (const OperatorName& op : operators) names.insert(op.name);
+    std::set<Signature> signatures;
     for (const OperatorName& op : operators) {
-      auto& fused = ops[{key, op.name}];
-      if (!fused) fused = std::make_unique<FusedOp>(ort, setup, op.name);
+      const Signature signature{op.name, op.numbers};
+      signatures.insert(signature);
+      auto& fused = ops[{key, signature}];
+      if (!fused) fused = std::make_unique<FusedOp>(ort, setup, op.name, op.numbers);
       fused->add_attributes(op.attributes);
     }
-    auto& domain = domains[{key, names}];
+    auto& domain = domains[{key, signatures}];
     if (!domain) {
       check(ort, ort.CreateCustomOpDomain(kDomain, &domain));
-      for (const std::string& name : names) check(ort, ort.CustomOpDomain_Add(domain, ops[{key, name}].get()));
+      for (const Signature& each : signatures) check(ort, ort.CustomOpDomain_Add(domain, ops[{key, each}].get()));
     }
     check(ort, ort.AddCustomOpDomain(options, domain));
   }
