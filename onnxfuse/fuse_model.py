@@ -219,8 +219,9 @@ class FusedModel:
 
     @property
     def stays(self) -> tuple[Stays, ...]:
-        """All operators that could be decomposed, but stay as they are."""
-        return tuple(one for _, each in self.everywhere() for one in each.spelling.stays)
+        """All operators that could be decomposed, but stay as they are, and that no fusion takes as a whole."""
+        whole = {name for one in self.fused for name in one.replaces}
+        return tuple(one for _, each in self.everywhere() for one in each.spelling.stays if one.node not in whole)
 
     @property
     def all_left(self) -> dict[str, Stays]:

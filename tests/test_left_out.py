@@ -12,12 +12,11 @@ import pytest
 import test_spelled_rules as rules
 from layout_models import parse as parsed_image
 from spelled_models import parsed
-from spellings import Unfused, Unwritable, build, longest
+from spellings import GENERATED, Unfused, Unwritable, build, longest
 
 from onnxfuse import Fusion, Report, fuse_model, halving, optimize, optimizer, unfuse, verifier
 from onnxfuse.analysis.shape_rules import SHAPE_RULES
 from onnxfuse.analysis.value_rules import VALUE_RULES
-from onnxfuse.dsl import catalogue
 from onnxfuse.ir.graph import Graph
 from onnxfuse.match.matcher import Matcher
 from onnxfuse.pipeline import LATE_PASSES, PIPELINE
@@ -37,7 +36,7 @@ IMAGE = parsed_image(
     "(float[n,8,6,6] x) => (float[n,8,6,6] y) <float[8,8,3,3] v, float[8,8,3,3] w> "
     "{ a = Conv <pads = [1,1,1,1]> (x, v) b = Relu(a) y = Conv <pads = [1,1,1,1]> (b, w) }"
 )
-FUSIONS = [fusion.name for fusion in catalogue.builtin()]
+FUSIONS = [fusion.name for fusion in GENERATED]
 
 
 def raises(*_: object, **__: object) -> NoReturn:
@@ -105,7 +104,7 @@ def test_a_spelling_that_raises_is_left_out(op: str, monkeypatch: pytest.MonkeyP
             node.domain, node.op_type = domain, name
     assert any((node.domain, node.op_type) == (domain, name) for node in model.graph.node)
     monkeypatch.setitem(RULES, op, raises)
-    made, report, steps = left_out(model)
+    made, report, steps = left_out(model, skip=["group_query_attention"])  # which takes an operator as a whole
     assert steps == [f"spelling {op} out"]
     assert report.stays[0].reason == "its rule raised KeyError"
     assert any((node.domain, node.op_type) == (domain, name) for node in made.graph.node)
@@ -115,7 +114,7 @@ def test_a_spelling_that_raises_is_left_out(op: str, monkeypatch: pytest.MonkeyP
 @functools.cache
 def model_of(name: str) -> Unfused:
     """Return a model in which a fusion is found."""
-    fusion = next(fusion for fusion in catalogue.builtin() if fusion.name == name)
+    fusion = next(fusion for fusion in GENERATED if fusion.name == name)
     for opset in (17, 20, 23):
         try:
             return build(longest(fusion, opset))

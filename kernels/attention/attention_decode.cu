@@ -15,11 +15,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) IN_CLUSTER
     attention_decode(ATTENTION_PARAMETERS, int splits, float* partial, float2* totals PROGRAM_PARAMETERS) {
     wait_for_predecessor();
     release_successor();
-    const Problem problem{ATTENTION_ARGUMENTS};
+    Problem problem{ATTENTION_ARGUMENTS};
     const int split = blockIdx.x % splits;
     const WorkTile at = work_tile(blockIdx.x / splits, problem);
-    const int tiles = (at.end + BLOCK_N - 1) / BLOCK_N, each = (tiles + splits - 1) / splits;
+    const int first = at.begin / BLOCK_N, tiles = (at.end + BLOCK_N - 1) / BLOCK_N - first;
+    const int each = (tiles + splits - 1) / splits;
     WarpState warp;
-    attend(warp, Tiles{problem, at, min(split * each, tiles), min((split + 1) * each, tiles)});
+    if (split == 0) warp.begin_with_sinks(problem, at);
+    attend(warp, Tiles{problem, at, first + min(split * each, tiles), first + min((split + 1) * each, tiles)});
     write_rows(warp, Out(problem, at, {PROGRAM_ARGUMENTS}), split, splits, partial, totals);
 }

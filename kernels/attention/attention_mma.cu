@@ -11,10 +11,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     attention_mma(ATTENTION_PARAMETERS PROGRAM_PARAMETERS) {
     wait_for_predecessor();
     release_successor();
-    const Problem problem{ATTENTION_ARGUMENTS};
+    Problem problem{ATTENTION_ARGUMENTS};
     WorkTile at = work_tile(blockIdx.x, problem);
     WarpState warp;
-    attend(warp, Tiles{problem, at, 0, (at.end + BLOCK_N - 1) / BLOCK_N});
+    warp.begin_with_sinks(problem, at);
+    attend(warp, Tiles{problem, at, at.begin / BLOCK_N, (at.end + BLOCK_N - 1) / BLOCK_N});
     if constexpr (SECOND_PASS) {
         if (__syncthreads_or(at.end < problem.keys && warp.needs_second_pass(problem.queries * GQA_GROUP - at.row))) {
             at.end = problem.keys, warp = WarpState();

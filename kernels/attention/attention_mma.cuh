@@ -30,6 +30,9 @@
 //   MASK_PAIRS, BIAS_PAIRS         1: one access may read two keys; may be an expression over the parameters `p`
 //   CAUSAL, SOFTCAP                1: the attention has a diagonal, a cap
 //   ADD_MASKED_SCORE               the masked score is added to scores instead of replacing them
+//   LENGTHS                        1: each batch element has a length of its own
+//   WINDOW                         1: a query sees only the last `window` keys of those up to the diagonal
+//   SINKS                          1: each row has one more score, its head's sink of type SINK_T, whose value is 0
 //   ZERO_MASKED_ROWS               rows without a key are 0, else NaN
 //   SECOND_PASS, SECOND_PASS_BELOW see attention_mma.cu
 //   SCALE_IN_EXPONENT              scores are scaled when they are exponentiated; then the scale must be positive, and

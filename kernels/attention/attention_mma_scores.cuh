@@ -81,7 +81,8 @@ struct Scores {
     // A row sees the keys before its limit. With ADD_MASKED_SCORE, `masked` is added to the scores of the other keys.
     int limits[M_TILES][2];
     int last;       // the limit of the warp's last row; 0 if the warp has no rows
-    int unlimited;  // number of first keys that every row of the block sees
+    int unlimited;  // every row of the block sees the keys from `windowed` up to, but without, this one
+    int windowed;
 #if MASK
     ScoreElements<MASK_T, MASK_BY_ROW> mask;
 #endif
@@ -97,6 +98,7 @@ struct Scores {
         const int rows = p.queries * GQA_GROUP, first_row = at.row + warp.m * M_TILES * 16;
         const int last_query = (min(first_row + M_TILES * 16, rows) - 1) / GQA_GROUP;
         last = first_row >= rows ? 0 : ADD_MASKED_SCORE ? at.end : last_key(last_query, p.keys, p.causal);
+        windowed = first_key(last_query, p);
 #pragma unroll
         for (int mt = 0; mt < M_TILES; ++mt)
 #pragma unroll
@@ -138,7 +140,7 @@ struct Scores {
 
     __device__ __forceinline__ void finish(float (&s)[M_TILES][KEY_TILES][4], int tile, const WarpState& warp) const {
         const int own = tile * BLOCK_N + warp.n * WARP_KEYS + 2 * warp.quad;
-        const bool limited = (tile + 1) * BLOCK_N > unlimited;
+        const bool limited = (tile + 1) * BLOCK_N > unlimited || (WINDOW && tile * BLOCK_N < windowed);
 #pragma unroll
         for (int mt = 0; mt < M_TILES; ++mt)
 #pragma unroll
@@ -149,9 +151,11 @@ struct Scores {
                     one(x, mt, half, t, limits[mt][half] - own - 8 * t);
                     if (limited) {
 #pragma unroll
-                        for (int c = 0; c < 2; ++c)
-                            x[c] = own + 8 * t + c < (ADD_MASKED_SCORE ? p.keys : limits[mt][half]) ? x[c]
-                                                                                                    : MINUS_INFINITY;
+                        for (int c = 0; c < 2; ++c) {
+                            const int key = own + 8 * t + c;
+                            if (key >= (ADD_MASKED_SCORE ? p.keys : limits[mt][half])) x[c] = MINUS_INFINITY;
+                            if (WINDOW && key < limits[mt][half] - p.window) x[c] = MINUS_INFINITY;
+                        }
                     }
                 }
     }

@@ -162,25 +162,29 @@ struct Problem {
     const MASK_T* mask;
     const BIAS_T* bias;
     const SLOPE_T* slopes;
+    const SINK_T* sinks;
+    const int* lengths;
     i64 q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head, out_row;
     i64 mask_batch, mask_head, mask_query, bias_batch, bias_head, bias_query;
-    int mask_key, bias_key, queries, keys, kv_heads, row_tiles, causal;
+    int mask_key, bias_key, queries, keys, kv_heads, row_tiles, causal, window;
     float scale, masked, cap;
 };
 
-#define ATTENTION_PARAMETERS                                                                                           \
-    const T *q, const T *k, const T *v, OUT_T *out, const MASK_T *mask, const BIAS_T *bias, const SLOPE_T *slopes,     \
-        i64 q_batch, i64 q_head, i64 q_row, i64 k_batch, i64 k_head, i64 k_row, i64 v_batch, i64 v_head, i64 v_row,    \
-        i64 out_batch, i64 out_head, i64 out_row, i64 mask_batch, i64 mask_head, i64 mask_query, i64 bias_batch,       \
-        i64 bias_head, i64 bias_query, int mask_key, int bias_key, int queries, int keys, int kv_heads, int row_tiles, \
-        int causal, float scale, float masked, float cap
-#define ATTENTION_ARGUMENTS                                                                                           \
-    q, k, v, out, mask, bias, slopes, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,         \
-        out_batch, out_head, out_row, mask_batch, mask_head, mask_query, bias_batch, bias_head, bias_query, mask_key, \
-        bias_key, queries, keys, kv_heads, row_tiles, causal, scale, masked, cap
+#define ATTENTION_PARAMETERS                                                                                       \
+    const T *q, const T *k, const T *v, OUT_T *out, const MASK_T *mask, const BIAS_T *bias, const SLOPE_T *slopes, \
+        const SINK_T *sinks, const int *lengths, i64 q_batch, i64 q_head, i64 q_row, i64 k_batch, i64 k_head,      \
+        i64 k_row, i64 v_batch, i64 v_head, i64 v_row, i64 out_batch, i64 out_head, i64 out_row, i64 mask_batch,   \
+        i64 mask_head, i64 mask_query, i64 bias_batch, i64 bias_head, i64 bias_query, int mask_key, int bias_key,  \
+        int queries, int keys, int kv_heads, int row_tiles, int causal, int window, float scale, float masked,     \
+        float cap
+#define ATTENTION_ARGUMENTS                                                                                            \
+    q, k, v, out, mask, bias, slopes, sinks, lengths, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, \
+        v_row, out_batch, out_head, out_row, mask_batch, mask_head, mask_query, bias_batch, bias_head, bias_query,     \
+        mask_key, bias_key, queries, keys, kv_heads, row_tiles, causal, window, scale, masked, cap
 
 struct WorkTile {
-    int batch, kv, row, end;  // kv: the key head; row: the first row; the block's rows see only keys before `end`
+    int batch, kv, row;  // kv: the key head; row: the first row
+    int begin, end;      // the block's rows see only keys from `begin` up to, but without, `end`
 };
 
 // seen_keys and last_key return the end of a range of keys (last key + 1). seen_keys: the keys that a query sees.
@@ -192,12 +196,22 @@ __device__ __forceinline__ int last_key(int query, int keys, int causal) {
     return ADD_MASKED_SCORE && !SECOND_PASS ? keys : seen_keys(query, keys, causal);
 }
 
-// Returns the work of block `index`: tiles that see most keys start first.
-__device__ __forceinline__ WorkTile work_tile(u32 index, const Problem& p) {
+// The first key that a query sees.
+__device__ __forceinline__ int first_key(int query, const Problem& p) {
+    return WINDOW ? max(0, seen_keys(query, p.keys, p.causal) - p.window) : 0;
+}
+
+// Returns the work of block `index`: tiles that see most keys start first. With LENGTHS, limits the keys of the problem
+// to those of the block's batch element.
+__device__ __forceinline__ WorkTile work_tile(u32 index, Problem& p) {
     const int tile = CAUSAL ? p.row_tiles - 1 - int(index % p.row_tiles) : int(index % p.row_tiles);
-    const int head = index / p.row_tiles, row = tile * BLOCK_M;
+    const int head = index / p.row_tiles, batch = head / p.kv_heads, row = tile * BLOCK_M;
+    if constexpr (LENGTHS) {
+        p.keys = max(0, min(p.keys, p.lengths[batch] + 1));
+        p.causal = max(0, p.keys - p.queries);
+    }
     const int last = min(p.queries * GQA_GROUP - 1, row + BLOCK_M - 1) / GQA_GROUP;
-    return {head / p.kv_heads, head % p.kv_heads, row, max(0, last_key(last, p.keys, p.causal))};
+    return {batch, head % p.kv_heads, row, first_key(row / GQA_GROUP, p), max(0, last_key(last, p.keys, p.causal))};
 }
 
 // The tiles of keys and values that a block goes through, with STAGES - 1 of them in flight.

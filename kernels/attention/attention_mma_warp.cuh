@@ -20,6 +20,22 @@ struct WarpState {
         }
     }
 
+    // Gives each row of the block that `at` describes the score of its head's sink, whose value is 0.
+    __device__ __forceinline__ void begin_with_sinks(const Problem& p, const WorkTile& at) {
+        if constexpr (SINKS) {
+            if (n > 0) return;  // one of the warps that share a row's keys has the sink
+#pragma unroll
+            for (int mt = 0; mt < M_TILES; ++mt)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int head = at.kv * GQA_GROUP + (at.row + row(mt, half)) % GQA_GROUP;
+                    float sink[1] = {0.0f};
+                    if (p.sinks) unpack(load_cached<1>(p.sinks + head), sink);
+                    top[mt][half] = sink[0] * LOG2_E, sum[mt][half] = quad == 0;
+                }
+        }
+    }
+
     // Returns the row of the block that this lane has in accumulator `mt`: the upper row (`half` 0) or the lower (1).
     __device__ __forceinline__ int row(int mt, int half) const { return (m * M_TILES + mt) * 16 + half * 8 + group; }
 

@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) IN_CLUSTER
                          int same_offsets) {
     wait_for_predecessor();
     release_successor();
-    const Problem problem{ATTENTION_ARGUMENTS};
+    Problem problem{ATTENTION_ARGUMENTS};
     const int split = blockIdx.x % splits;
     const WorkTile at = work_tile(blockIdx.x / splits, problem);
     const Cache cached_keys{past_k + at.batch * past_k_batch + at.kv * past_k_head,

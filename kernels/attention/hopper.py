@@ -114,6 +114,7 @@ CONFIGS: Final = {
         HopperAttentionConfig(1, 32, 2, relative_time=1.27),
     ),
 }
+MAX_BLOCK_N: Final = max(config.block_n for configs in CONFIGS.values() for config in configs)
 # The number of configs that a node of dynamic length gets, by the keys of CONFIGS; each config is a kernel to compile.
 CONFIGS_OF_DYNAMIC_LENGTH: Final = {64: 3, 128: 2, 192: 2, 256: 2}
 BLOCK_OVERHEAD: Final = 300  # time to start and end a block, in units of the time per key
@@ -237,6 +238,7 @@ def _is_supported(problem: Attention) -> bool:
     return (
         problem.dtype in ("float16", "bfloat16")
         and not problem.out_dtype
+        and problem.lengths is None
         and problem.aligned
         and not (problem.add_masked_score and problem.masked_score > blocks.NEGLIGIBLE[problem.dtype][0])
         and all(0 < head_dim <= MAX_HEAD_DIM and head_dim % ALIGNMENT == 0 for head_dim in head_dims)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Final
 
 from onnxfuse.kernels import epilogue_node
+from onnxfuse.kernels.attention.group_query import group_query_candidates, unsupported_group_query
 from onnxfuse.kernels.attention.implementations import implementations
 from onnxfuse.kernels.attention.mma import MAX_HEAD_DIM
 from onnxfuse.kernels.attention.operands import attention_of, unsupported
@@ -21,6 +23,9 @@ from onnxfuse.kernels.tensors import STORAGE
 from onnxfuse.runtime.plan import Device, FusedNode, Launch, Plan, TensorSpec
 from onnxfuse.runtime.symint import for_later_plans
 
+# The operands that are numbers in host memory, by fusion; see `numbers_of` in onnxfuse/runtime/hosts.py.
+NUMBERS: Final = {"group_query_attention": ("total_sequence_length",)}
+
 
 def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
     """Return why no kernel runs this node on this device; None if one does."""
@@ -28,6 +33,8 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
         return epilogue_node.unsupported(node, input_dtypes, device, supports)
     if node.fusion == "attention_with_cache":
         return unsupported_cache(node, input_dtypes)
+    if node.fusion == "group_query_attention":
+        return unsupported_group_query(node, input_dtypes)
     if node.fusion == "attention_with_rotary_embedding":
         return unsupported_rotary(node, input_dtypes) or unsupported(node, input_dtypes)
     return unsupported(node, input_dtypes)
@@ -39,6 +46,8 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
         return _joined_candidates(epilogue_node.joined(node), inputs, device)
     if node.fusion == "attention_with_cache":
         return with_cache_candidates(node, inputs, device)
+    if node.fusion == "group_query_attention":
+        return group_query_candidates(node, inputs, device)
     problem, out = attention_of(node, inputs, device)
     if 0 in out.shape:
         return [Plan((out,), ())]

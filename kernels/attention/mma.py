@@ -89,7 +89,8 @@ def _ranked(problem: Attention, device: Device) -> list[MmaAttentionConfig]:
 
     if problem.mask or problem.bias or problem.add_masked_score:  # these take registers for elements or row limits, too
         configs = [config for config in configs if config.m_tiles == 1]
-    if problem.add_masked_score or _differs_by_row(problem, problem.mask) or _differs_by_row(problem, problem.bias):
+    by_row = problem.add_masked_score or any(_differs_by_row(problem, x) for x in (problem.mask, problem.bias))
+    if by_row or problem.lengths:
         configs = [config for config in configs if config.warps_m <= 4]
     if problem.bias and (problem.mask or (problem.slopes and problem.add_masked_score)):
         configs = [replace(c, min_blocks=1, block_n=max(c.block_n // 2, 16 * c.warps_n)) for c in configs]
@@ -194,6 +195,8 @@ def defines(problem: Attention, config: MmaAttentionConfig, device: Device, seco
         "SOFTCAP": int(problem.softcap != 0), "ZERO_MASKED_ROWS": int(problem.zero_masked_rows),
         "MASK": MASK_MACROS[problem.mask_kind], "BIAS": bias_macro(problem),
         "SLOPE_T": STORAGE[problem.slopes.dtype if problem.slopes else "float32"],
+        "LENGTHS": int(problem.lengths is not None), "WINDOW": int(problem.window is not None),
+        "SINKS": int(problem.sinks is not None), "SINK_T": STORAGE[problem.sinks.dtype if problem.sinks else "float32"],
         "ADD_MASKED_SCORE": int(problem.add_masked_score), "SECOND_PASS": int(second_pass and skips_causal_tiles),
         "SECOND_PASS_BELOW": second_pass_below * LOG2_E,
         **_score_defines("MASK", problem.mask, problem), **_score_defines("BIAS", problem.bias, problem),
@@ -209,7 +212,7 @@ def _scales_in_exponent(problem: Attention) -> bool:
     """Return whether scores can stay unscaled until they are exponentiated (macro SCALE_IN_EXPONENT)."""
     replaced = problem.mask_kind in ("boolean", "inverted") and problem.masked_score > -math.inf
     added = problem.add_masked_score or problem.mask_kind == "additive"
-    changed = replaced or added or problem.bias is not None or problem.softcap != 0
+    changed = replaced or added or problem.bias is not None or problem.softcap != 0 or problem.sinks is not None
     return problem.scale > 0 and not changed
 
 
@@ -268,10 +271,12 @@ def arguments(problem: Attention, row_tiles: int) -> tuple[Argument, ...]:
     integers = (
         *(each.key_stride if each else 0 for each in scores),
         problem.queries, problem.keys, problem.kv_heads, row_tiles, 0 if problem.causal is None else problem.causal,
+        problem.window or 0,
     )  # fmt: skip
     return (
         *(each.pointer for each in tensors),
-        *(each.pointer if each else ABSENT for each in (*scores, problem.slopes)),
+        *(each.pointer if each else ABSENT for each in (*scores, problem.slopes, problem.sinks)),
+        problem.lengths or ABSENT,
         *(Scalar(stride, "int64") for each in tensors for stride in each.strides),
         *(Scalar(stride, "int64") for each in scores for stride in (each.strides if each else (0, 0, 0))),
         *(Scalar(number, "int32") for number in integers),

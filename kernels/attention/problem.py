@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 from onnxfuse.kernels.epilogue_program import EpilogueProgram
 from onnxfuse.kernels.head_tensor import HeadTensor
 from onnxfuse.kernels.rotary.rotary import Rotary
-from onnxfuse.runtime.plan import Launch, Pointer
+from onnxfuse.runtime.plan import Launch, Pointer, Value
 from onnxfuse.runtime.symint import gcd, is_symbolic
 
 MaskKind: TypeAlias = Literal["none", "boolean", "inverted", "additive"]
@@ -52,9 +52,9 @@ class ScoreTensor:
 
 @dataclass(frozen=True)
 class HeadNumbers:
-    """A contiguous vector with one number per query head."""
+    """A contiguous vector with one number per query head; all numbers are 0 if the address is null."""
 
-    pointer: Pointer
+    pointer: Value
     dtype: str  # "float32", "float16", "bfloat16"
 
 
@@ -70,6 +70,10 @@ class Attention:
     - If `causal` is a number c, query i sees only the keys up to i + c, and its other scores are -inf.
     - With `add_masked_score`, `masked_score` is added to the scores that `causal` or a boolean mask excludes, instead
       of replacing them.
+    - With `lengths`, an int32 per element of the batch, only the first lengths[b] + 1 keys of batch element b exist,
+      and the last query sees the last of them, unless there are more queries than keys: then `causal` is 0.
+    - With `window`, a query sees only so many keys, the last of those that `causal` leaves.
+    - With `sinks`, each row has one more score, the number of its head, whose value is 0.
     - A row whose scores are all -inf gives 0 if `zero_masked_rows`, else NaN.
     """
 
@@ -94,6 +98,9 @@ class Attention:
     slopes: HeadNumbers | None = None
     causal: int | None = None
     add_masked_score: bool = False
+    lengths: Pointer | None = None
+    window: int | None = None  # needs `causal`
+    sinks: HeadNumbers | None = None
     softcap: float = 0.0  # softcap(s) = softcap * tanh(s / softcap); 0: no cap
     zero_masked_rows: bool = False
     tf32: bool = False  # float32 operands may be rounded to TF32

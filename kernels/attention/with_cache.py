@@ -48,7 +48,7 @@ def with_cache_candidates(node: FusedNode, inputs: Sequence[TensorSpec], device:
     copy = (append(problem, cache, device),) if problem.batch and cache.rows else ()
     no_alias = _no_alias(node, cache)
     if 0 in outputs[0].shape:
-        return [_of_outputs(node, Plan(outputs, copy, no_alias=no_alias))]
+        return [of_outputs(node, Plan(outputs, copy, no_alias=no_alias))]
     # A single launch writes only the keys that it reads, so it must read all keys. Under a causal mask it reads all
     # keys only with add_masked_score.
     reads_all_keys = (problem.causal is None or problem.add_masked_score) and problem.keys == cache.rows
@@ -60,10 +60,10 @@ def with_cache_candidates(node: FusedNode, inputs: Sequence[TensorSpec], device:
         sizes = f"heads of {problem.head_dim} and {problem.head_dim_v} elements"
         raise ValueError(f"{node.fusion} '{node.name}': {sizes} do not fit into the shared memory of {device.name}")
     plans = (Plan(outputs, each.steps, each.scratch, no_alias) for each in found[:MAX_IMPLEMENTATIONS])
-    return [_of_outputs(node, each) for each in plans]
+    return [of_outputs(node, each) for each in plans]
 
 
-def _of_outputs(node: FusedNode, plan: Plan) -> Plan:
+def of_outputs(node: FusedNode, plan: Plan) -> Plan:
     """Return the plan with present caches moved to scratch memory if the node does not output them."""
     count, before = len(node.output_dtypes), len(plan.scratch)
     if count == len(plan.outputs):

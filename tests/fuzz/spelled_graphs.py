@@ -9,9 +9,19 @@ from typing import Any
 import onnx
 from drafts import FLOATS, SYMBOLS, WORD, Draft, Value, shape_at
 from onnx import TensorProto
-from spellings import NEWEST, OLDEST, Spelling, Unfused, Unwritable, build, has_spellings, is_choice, operands
+from spellings import (
+    GENERATED,
+    NEWEST,
+    OLDEST,
+    Spelling,
+    Unfused,
+    Unwritable,
+    build,
+    has_spellings,
+    is_choice,
+    operands,
+)
 
-from onnxfuse.dsl import catalogue
 from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.dsl.terms import walk
 
@@ -19,7 +29,7 @@ MAX_PARTS = 3
 TRIES = 6  # to write a spelling with other choices before the plainest one is taken
 CANDIDATES = 3  # spellings among which the one that reads most values of the parts before is taken
 FIRST_WITH_BFLOAT16 = 13
-FUSIONS = catalogue.builtin()
+FUSIONS = GENERATED
 
 
 def spelled_graph(random: Random) -> Draft:

@@ -22,7 +22,7 @@ NUMPY = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bflo
 REPLACED = ("types.cuh", "cluster.cuh")  # headers in whose place blocks_emulated.h stands
 C_TYPES: Mapping[str, Any] = {"int32": ctypes.c_int, "int64": ctypes.c_longlong, "float32": ctypes.c_float}
 PARTS = re.compile(r'(?m)^#line \d+ "([^"]+)"\n')
-SHARED = re.compile(r"extern __shared__ (\w+) (\w+)\[\];")
+SHARED = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];")
 ARCHITECTURE = re.compile(r"__CUDA_ARCH__ >= \d+")  # the CPU takes what the oldest architecture does
 
 

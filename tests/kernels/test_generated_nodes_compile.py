@@ -11,10 +11,9 @@ import pytest
 from architectures import DEVICES, H200, check_compiles
 from onnx import TensorProto, numpy_helper
 from sampling import sampled
-from spellings import NEWEST, OLDEST, Spelling, Unwritable, build
+from spellings import GENERATED, NEWEST, OLDEST, Spelling, Unwritable, build
 
 from onnxfuse import Fusion, optimize
-from onnxfuse.dsl.catalogue import builtin
 from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.runtime.fused_calls import read_calls
 from onnxfuse.runtime.hosts import find_host
@@ -22,7 +21,7 @@ from onnxfuse.runtime.plan import Device, FusedNode, Launch, TensorSpec
 
 # Their kernels take channels-last tensors alone, of which no pattern makes nodes; they have compile tests of their own.
 CHANNELS_LAST = ("batch_norm_activation", "conv_bias_activation", "conv_transpose_bias_activation")
-WITH_KERNELS = [f for f in builtin() if f.name not in CHANNELS_LAST and find_host(f.name) is not None]
+WITH_KERNELS = [f for f in GENERATED if f.name not in CHANNELS_LAST and find_host(f.name) is not None]
 CASES = [(device, TensorProto.FLOAT16) for device in DEVICES]
 CASES += [(H200, TensorProto.FLOAT), (H200, TensorProto.BFLOAT16)]
 

@@ -22,6 +22,7 @@ from onnxfuse.algebra.sizes import Dim, evaluate, product, symbol
 from onnxfuse.algebra.sizes import Size as DimSize
 from onnxfuse.algebra.view_layouts import parse_arrangement
 from onnxfuse.analysis.shape_inference import infer_shapes
+from onnxfuse.dsl import catalogue
 from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.dsl.guards import Guard
 from onnxfuse.dsl.terms import Alternatives, Apply, Capture, PackedSlice, Rearrange, Term, walk
@@ -35,6 +36,9 @@ from onnxfuse.rewrite.function_body import BodyBuilder, body
 from onnxfuse.rewrite.variant import Variant
 
 NEWEST, OLDEST = 24, 7
+# The fusions of which models are generated.  onnx knows neither the types nor the results of an operator of another
+# domain; a fusion that is one has tests of its own.
+GENERATED = tuple(f for f in catalogue.builtin() if not any("::" in op for op in f.outputs[0].root_ops or ()))
 LEADING = {"batch": 3, "seq": 2, "extra": 4}  # sizes of the axes that "..." stands for; fewer axes take the first ones
 MAX_TRIES = 20_000  # of sizes for the dimensions of a spelling; random choices of variants may contradict each other
 POOL = (4, 5, 6, 7, 8, 9, 10, 3, 2, 12, 11, 14, 20, 1)  # sizes that are tried for a named dimension

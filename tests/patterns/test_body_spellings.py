@@ -20,14 +20,13 @@ import pytest
 from conftest import EachCase
 from onnx import TensorProto, helper, numpy_helper
 from sampling import by_parts, part_of
-from spellings import Spelling, Unfused, Unwritable, build, one_option_changed, spellings
+from spellings import GENERATED, Spelling, Unfused, Unwritable, build, one_option_changed, spellings
 
 from onnxfuse import Fusion
-from onnxfuse.dsl import catalogue
 from onnxfuse.ir.attributes import schema
 from onnxfuse.rewrite.function_body import function
 
-FUSIONS = catalogue.builtin()
+FUSIONS = GENERATED
 by_name = pytest.mark.parametrize("fusion", FUSIONS, ids=lambda fusion: fusion.name)
 OPSETS = range(9, 24)
 NEUTRAL = "Floor"  # no fusion of onnxruntime's reads or writes it

@@ -12,13 +12,12 @@ import onnx
 import pytest
 from conftest import EachCase
 from runtimes import assert_close, run
-from spellings import Spelling, Unfused, Unwritable, build, spellings, variants
+from spellings import GENERATED, Spelling, Unfused, Unwritable, build, spellings, variants
 
 from onnxfuse import Fusion, optimize
-from onnxfuse.dsl import catalogue
 from onnxfuse.ir.domain import DOMAIN
 
-by_name = pytest.mark.parametrize("fusion", catalogue.builtin(), ids=lambda fusion: fusion.name)
+by_name = pytest.mark.parametrize("fusion", GENERATED, ids=lambda fusion: fusion.name)
 # docs/decisions/fallback-ort.md: a body for onnxruntime that gives 0 where all keys are masked needs a key.
 WITHOUT_KEYS = re.compile(r"attention-.*-keys")
 

@@ -12,10 +12,9 @@ import pytest
 from conftest import EachCase
 from onnx import TensorProto, helper
 from runtimes import TOLERANCE, run
-from spellings import Spelling, Unfused, Unwritable, build, longest, richest
+from spellings import GENERATED, Spelling, Unfused, Unwritable, build, longest, richest
 
 from onnxfuse import Fusion
-from onnxfuse.dsl import catalogue
 from onnxfuse.fuse_model import Settings, fuse_model
 from onnxfuse.ir.domain import DOMAIN
 
@@ -23,7 +22,7 @@ FLOAT, FLOAT16, BFLOAT16 = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.B
 DTYPES = [(BFLOAT16, BFLOAT16), (BFLOAT16, FLOAT16), (FLOAT16, BFLOAT16), (BFLOAT16, FLOAT), (FLOAT16, FLOAT16),
           (FLOAT16, FLOAT), (FLOAT, BFLOAT16), (FLOAT, FLOAT16)]  # fmt: skip
 OPSETS = {13: longest, 20: richest}
-ABSORBING = [fusion for fusion in catalogue.builtin() if fusion.casts]
+ABSORBING = [fusion for fusion in GENERATED if fusion.casts]
 
 # onnxruntime 1.31 makes a LayerNormalization of bfloat16, which the CPU provider lacks, of a Cast of bfloat16 to
 # float32 and the usual nodes behind it, in models that were never optimized too; the mutants are in other spellings.
@@ -90,7 +89,7 @@ def test_the_body_runs_on_the_cpu_and_is_as_precise(fusion: Fusion, each_case: E
     assert fused
 
 
-@pytest.mark.parametrize("fusion", catalogue.builtin(), ids=lambda fusion: fusion.name)
+@pytest.mark.parametrize("fusion", GENERATED, ids=lambda fusion: fusion.name)
 def test_bodies_of_bfloat16_have_operators_that_take_it(fusion: Fusion) -> None:
     """Many operators, such as InstanceNormalization and HardSigmoid, have had bfloat16 since opset 22 alone."""
     for opset in (13, 17, 21, 22):

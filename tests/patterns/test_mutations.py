@@ -11,7 +11,7 @@ from conftest import EachCase
 from mutations import Mutant, Mutation, mutations, roundings
 from runtimes import assert_close, evaluate, run
 from sampling import by_parts, part_of
-from spellings import build, longest, richest
+from spellings import GENERATED, build, longest, richest
 
 from onnxfuse import Fusion, fusion, op, rearrange, scalar, tensor
 from onnxfuse.dsl import catalogue
@@ -27,7 +27,7 @@ OPSETS = {13: longest, 20: richest}  # before and after ReduceMean's axes became
 BFLOAT16_LAYER_NORM = "Failed to find kernel for LayerNormalization(1) (node:'/LayerNormFusion/'"
 
 PARTS = 20  # of the mutations of a fusion
-by_name = pytest.mark.parametrize("fusion", catalogue.builtin(), ids=lambda fusion: fusion.name)
+by_name = pytest.mark.parametrize("fusion", GENERATED, ids=lambda fusion: fusion.name)
 by_opset = pytest.mark.parametrize("opset", OPSETS)
 
 

@@ -17,10 +17,9 @@ from conftest import EachCase
 from onnx import TensorProto, helper, numpy_helper
 from runtimes import assert_close, evaluate, run
 from sampling import by_parts, part_of
-from spellings import Spelling, Unfused, build, every_label, every_option, spellings
+from spellings import GENERATED, Spelling, Unfused, build, every_label, every_option, spellings
 
 from onnxfuse import Fusion, Report, optimize
-from onnxfuse.dsl import catalogue
 from onnxfuse.dsl.terms import walk
 from onnxfuse.ir.attributes import attribute_default
 from onnxfuse.ir.domain import DOMAIN
@@ -28,7 +27,7 @@ from onnxfuse.match.side_outputs import side_outputs
 from onnxfuse.rewrite.function_body import body
 
 PARTS = 9  # of the spellings of a fusion
-FUSIONS = catalogue.builtin()
+FUSIONS = GENERATED
 by_name = pytest.mark.parametrize("fusion", FUSIONS, ids=lambda fusion: fusion.name)
 
 

@@ -12,14 +12,13 @@ from conftest import EachCase
 from onnx import TensorProto
 from runtimes import assert_close, run
 from sampling import by_parts, part_of
-from spellings import Spelling, Unfused, build, spellings
+from spellings import GENERATED, Spelling, Unfused, build, spellings
 from test_attention_bodies import CACHED, INFINITY, LOWEST, MASKS, SIZES, causal, layouts, variant
 
 from onnxfuse import Fusion, Report, optimize
-from onnxfuse.dsl import catalogue
 
 PARTS = 18  # of the spellings of a fusion
-by_name = pytest.mark.parametrize("fusion", catalogue.builtin(), ids=lambda fusion: fusion.name)
+by_name = pytest.mark.parametrize("fusion", GENERATED, ids=lambda fusion: fusion.name)
 OPERATORS = {
     "attention": "Attention", "attention_with_cache": "Attention", "attention_with_rotary_embedding": "Attention",
     "add_layer_norm": "LayerNormalization", "layer_norm": "LayerNormalization", "group_norm": "GroupNormalization",

@@ -12,14 +12,13 @@ import onnxruntime
 import pytest
 from onnx import FunctionProto, ModelProto, TensorProto, helper, numpy_helper
 from runtimes import open_on_cpu
-from spellings import Unwritable, build, variants
+from spellings import GENERATED, Unwritable, build, variants
 
 from onnxfuse import Fusion, Report, optimize
-from onnxfuse.dsl import catalogue
 from onnxfuse.fuse_model import Settings, fuse_model
 from onnxfuse.rewrite import replace
 
-FUSIONS = catalogue.builtin()
+FUSIONS = GENERATED
 OPSET = 20
 by_name = pytest.mark.parametrize("fusion", FUSIONS, ids=lambda fusion: fusion.name)
 

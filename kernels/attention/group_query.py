@@ -1,0 +1,255 @@
+"""GroupQueryAttention: one launch writes the new rows into the caches, and attention over the present caches follows.
+
+How many rows of its caches a sequence has is read on the device, from seqlens_k.  So grids depend on the sizes of the
+caches only, and the launches may be captured in a CUDA graph in which sequences grow.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final, cast
+
+from onnxfuse.kernels.attention import hopper
+from onnxfuse.kernels.attention.implementations import implementations
+from onnxfuse.kernels.attention.mma import MAX_HEAD_DIM
+from onnxfuse.kernels.attention.problem import Attention, HeadNumbers
+from onnxfuse.kernels.attention.with_cache import of_outputs
+from onnxfuse.kernels.epilogue_node import moved
+from onnxfuse.kernels.head_tensor import HeadTensor
+from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.tensors import (
+    ABSENT,
+    ITEM_BYTES,
+    STORAGE,
+    VECTOR_BYTES,
+    Defines,
+    operand_pointer,
+    operand_spec,
+    required_spec,
+)
+from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, NoAlias, Plan, Pointer, Scalar, Step, TensorSpec
+from onnxfuse.runtime.symint import expect_equal, maximum, minimum
+
+INTEGERS: Final = {"seqlens_k": "int32", "total_sequence_length": "int32", "position_ids": "int64"}
+WARP: Final = 32
+THREADS: Final = 128
+ACCESSES: Final = 4  # vectors that a thread copies at once
+FILLING_BLOCKS: Final = 4  # blocks per multiprocessor that copy the past, at most
+EPSILON: Final = 1e-6  # of the norms of queries and keys, without an attribute
+
+
+def unsupported_group_query(node: FusedNode, input_dtypes: Sequence[str]) -> str | None:
+    """Return why no kernel runs the node; None if one does."""
+    dtypes = dict(zip(node.operands, input_dtypes, strict=True))
+    floats = {name: dtype for name, dtype in dtypes.items() if name not in INTEGERS}
+    floats |= {f"output {i}": dtype for i, dtype in enumerate(node.output_dtypes)}
+    for name, dtype in floats.items():
+        if dtype not in STORAGE or dtype != dtypes["query"]:
+            return f"{node.fusion}: {name} is {dtype}; required one dtype of {', '.join(STORAGE)}"
+    for name, required in INTEGERS.items():
+        if name in dtypes and dtypes[name] != required:
+            return f"{node.fusion}: {name} is {dtypes[name]}; required {required}"
+    if not 0 < (size := node.integer("size", 0)) <= MAX_HEAD_DIM:
+        return f"{node.fusion}: size is {size}; the kernels take heads of 1 to {MAX_HEAD_DIM} elements"
+    return None
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """The sizes of a node: those of its queries and of its caches, and the strides of packed rows, in elements."""
+
+    batch: int
+    new: int
+    heads: int
+    kv_heads: int
+    size: int
+    past_rows: int
+    rows: int  # of the present caches
+    widths: tuple[int, int, int]  # of rows of queries, keys and values
+
+    def cache(self, index: int) -> HeadTensor:
+        """Return the present cache that is output `index`."""
+        head = self.rows * self.size
+        return HeadTensor(Pointer("output", index), self.kv_heads * head, head, self.size)
+
+    @property
+    def cache_shape(self) -> tuple[int, int, int, int]:
+        """The shape of a present cache."""
+        return self.batch, self.kv_heads, self.rows, self.size
+
+
+def group_query_candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
+    """Return the plans for these shapes, the expected fastest first.  Raises ValueError if shapes do not fit.
+
+    The spec of total_sequence_length has the shape (value,): see `numbers_of` in runtime/hosts.py.
+    """
+    sizes = _sizes(node, inputs)
+    query = required_spec(node, inputs, "query")
+    y = TensorSpec((sizes.batch, sizes.new, sizes.heads * sizes.size), node.output_dtypes[0], query.aligned)
+    present = TensorSpec(sizes.cache_shape, query.dtype, query.aligned)
+    outputs, no_alias = (y, present, present), _no_alias(node, sizes)
+    problem = _attention(node, inputs, sizes, device)
+    queries = (math.prod(y.shape) * ITEM_BYTES[y.dtype],) if problem.q.pointer.kind == "scratch" else ()
+    append = _append(node, inputs, problem, sizes, device)
+    if 0 in y.shape:
+        steps = (append,) if 0 not in present.shape else ()
+        return [of_outputs(node, Plan(outputs, steps, queries, no_alias))]
+
+    def plan(attention: Implementation) -> Plan:
+        after = tuple(moved(step, lambda pointer: _shifted(pointer, len(queries))) for step in attention.steps)
+        return Plan(outputs, (_cleared(append, after), *after), (*queries, *attention.scratch), no_alias)
+
+    found = implementations(problem, device)
+    if not found:
+        what = f"heads of {sizes.size} elements do not fit into the shared memory of {device.name}"
+        raise ValueError(f"{node.fusion} '{node.name}': {what}")
+    return [of_outputs(node, plan(each)) for each in found]
+
+
+def _shifted(pointer: Pointer, by: int) -> Pointer:
+    """Return the pointer behind `by` scratch buffers that come first; others stay as they are."""
+    return replace(pointer, index=pointer.index + by) if pointer.kind == "scratch" else pointer
+
+
+def _sizes(node: FusedNode, inputs: Sequence[TensorSpec]) -> _Sizes:
+    """Return the sizes.  Raises ValueError if the shapes do not fit."""
+    query, past = required_spec(node, inputs, "query"), operand_spec(node, inputs, "past_key")
+    heads, kv_heads, size = node.integer("num_heads"), node.integer("kv_num_heads"), node.integer("size")
+    batch, new, _ = query.shape
+    (total,) = required_spec(node, inputs, "total_sequence_length").shape
+    packed = (heads + 2 * kv_heads) * size
+    widths = (heads * size, kv_heads * size, kv_heads * size) if "key" in node.operands else (packed,) * 3
+    past_rows = past.shape[2] if past else 0
+    found = _Sizes(batch, new, heads, kv_heads, size, past_rows, maximum(total, past_rows), widths)
+    rows = (batch, new)
+    required = {
+        "query": (*rows, widths[0]), "key": (*rows, widths[1]), "value": (*rows, widths[2]),
+        **dict.fromkeys(("past_key", "past_value"), (batch, kv_heads, past_rows, size)), "seqlens_k": (batch,),
+        "position_ids": rows, "head_sink": (heads,), "q_norm_weight": (size,), "k_norm_weight": (size,),
+    }  # fmt: skip
+    for name, shape in required.items():
+        spec = operand_spec(node, inputs, name)
+        if spec and not (len(spec.shape) == len(shape) and all(map(expect_equal, spec.shape, shape))):
+            raise ValueError(
+                f"{node.fusion} '{node.name}': {name} has shape {list(spec.shape)}; required {list(shape)}"
+            )
+    return found
+
+
+def _no_alias(node: FusedNode, sizes: _Sizes) -> tuple[NoAlias, ...]:
+    """Return the constraints that no cache overlaps another, but a past may be its own present if they are as long."""
+    # For dynamic sizes, this is an expression with the value 1 or 0, which adds no guard to the plan.
+    same = cast(bool, 1 // (1 + sizes.rows - sizes.past_rows))
+    pasts = [(i, node.input_index(name)) for i, name in enumerate(("past_key", "past_value"), 1)]
+    return tuple(
+        NoAlias(index, present, same_start=same if own == present else False)
+        for own, index in pasts if index is not None
+        for present in (1, 2)
+    )  # fmt: skip
+
+
+def _new_rows(node: FusedNode, sizes: _Sizes, item: int) -> tuple[HeadTensor, HeadTensor, HeadTensor]:
+    """Return the queries, keys and values of this step: slices of packed rows, or operands of their own."""
+    before = {"query": 0, "key": sizes.heads, "value": sizes.heads + sizes.kv_heads}  # heads before its first
+    is_packed = "key" not in node.operands
+    found = []
+    for (name, heads_before), width in zip(before.items(), sizes.widths, strict=True):
+        index = node.operands.index("query" if is_packed else name)
+        offset = heads_before * sizes.size * item if is_packed else 0
+        found.append((Pointer("input", index, offset), sizes.new * width, sizes.size, width))
+    q, k, v = (HeadTensor(*each) for each in found)
+    return q, k, v
+
+
+def _attention(node: FusedNode, inputs: Sequence[TensorSpec], sizes: _Sizes, device: Device) -> Attention:
+    """Return the attention over the present caches; q is in scratch memory if it is normalized or rotated."""
+    query = required_spec(node, inputs, "query")
+    width = sizes.heads * sizes.size
+    out = HeadTensor(Pointer("output", 0), sizes.new * width, sizes.size, width)
+    q, _, _ = _new_rows(node, sizes, ITEM_BYTES[query.dtype])
+    if node.integer("do_rotary", 0) or "q_norm_weight" in node.operands:
+        q = replace(out, pointer=Pointer("scratch", -1))  # `_shifted` makes it the first buffer
+    aligned = all(spec.aligned for name, spec in zip(node.operands, inputs, strict=True) if name not in INTEGERS)
+    window = node.integer("local_window_size", -1)
+    sinks = None
+    if "head_sink" in node.operands or node.integer("smooth_softmax", 0) == 1:
+        sinks = HeadNumbers(operand_pointer(node, "head_sink"), query.dtype)
+    return Attention(
+        sizes.batch, sizes.heads, sizes.kv_heads, sizes.new, sizes.rows, sizes.size, sizes.size, query.dtype,
+        aligned, q, sizes.cache(1), sizes.cache(2), out,
+        scale=node.number("scale", 0.0) or 1 / math.sqrt(sizes.size),
+        causal=0, lengths=Pointer("input", node.operands.index("seqlens_k")), window=window if window > 0 else None,
+        sinks=sinks, softcap=node.number("softcap", 0.0), zero_masked_rows=True, tf32=device.tf32,
+    )  # fmt: skip
+
+
+def _cleared(append: Launch, after: Sequence[Step]) -> Launch:
+    """Return the launch that also clears rows behind the new ones if attention_hopper reads them."""
+    reads = any(isinstance(step, Launch) and step.kernel.source == "attention_hopper" for step in after)
+    defines = {**append.kernel.defines, "CLEARED": hopper.MAX_BLOCK_N if reads else 0}
+    return replace(append, kernel=replace(append.kernel, defines=defines))
+
+
+def _append(node: FusedNode, inputs: Sequence[TensorSpec], problem: Attention, sizes: _Sizes, device: Device) -> Launch:
+    """Return the launch of group_query_append.cu."""
+    item = ITEM_BYTES[problem.dtype]
+    q, k, v = _new_rows(node, sizes, item)
+    cos = operand_spec(node, inputs, "cos_cache") if node.integer("do_rotary", 0) else None
+    table_rows, half = _table(node, inputs, cos, sizes)
+    has_norm = "q_norm_weight" in node.operands
+    has_queries = problem.q.pointer.kind == "scratch"
+    extents = (half, sizes.size - 2 * half, *sizes.widths) if problem.aligned else (1,)
+    width = math.gcd(VECTOR_BYTES // item, *extents)
+    pieces = half // width + (sizes.size - 2 * half) // width
+    lanes = min(WARP, 1 << (pieces - 1).bit_length()) if has_norm else pieces
+    all_heads = (sizes.heads if has_queries else 0) + 2 * sizes.kv_heads
+    new_blocks = -(-sizes.batch * sizes.new * all_heads * lanes // THREADS)
+    parts = -(-sizes.rows * sizes.size // (width * THREADS * ACCESSES)) * sizes.kv_heads * sizes.batch
+    filling = minimum(parts, FILLING_BLOCKS * device.multiprocessors)
+    interleaved = node.integer("rotary_interleaved", 0)
+    table, scale = STORAGE[cos.dtype if cos else problem.dtype], STORAGE[problem.dtype]
+    defines: Defines = {
+        "X_T": STORAGE[problem.dtype], "COS_T": table, "SIN_T": table, "SCALE_T": scale, "SIZE": sizes.size,
+        "ROTATED": 2 * half, "NORM": int(has_norm), "INTERLEAVED": interleaved, "Y_INTERLEAVED": interleaved,
+        "WHOLE_TABLE": 0, "WIDTH": width, "LANES": lanes, "HEADS": sizes.heads, "KV_HEADS": sizes.kv_heads,
+        "QUERIES": int(has_queries), "CLEARED": 0, "ACCESSES": ACCESSES, "THREADS": THREADS,
+    }  # fmt: skip
+    pointers = (
+        q.pointer, k.pointer, v.pointer, Pointer("scratch", 0) if has_queries else ABSENT, problem.k.pointer,
+        problem.v.pointer, *(operand_pointer(node, name) for name in (
+            "past_key", "past_value", "cos_cache", "sin_cache", "position_ids", "q_norm_weight", "k_norm_weight",
+            "seqlens_k",
+        )),
+    )  # fmt: skip
+    usual = node.number("qk_norm_epsilon", EPSILON)
+    strides = [stride for each in (q, k, v) for stride in (each.batch_stride, each.row_stride)]
+    integers = (sizes.batch, sizes.new, sizes.past_rows, sizes.rows, table_rows, new_blocks)
+    return Launch(
+        Kernel("group_query_append", "group_query_append", defines),
+        (new_blocks + filling, 1, 1),
+        (THREADS, 1, 1),
+        (
+            *pointers,
+            *(Scalar(stride, "int64") for stride in strides),
+            *(Scalar(node.number(f"{name}_norm_epsilon", usual), "float32") for name in "qk"),
+            *(Scalar(number, "int32") for number in integers),
+        ),
+        pdl=device.has_pdl,
+    )
+
+
+def _table(node: FusedNode, inputs: Sequence[TensorSpec], cos: TensorSpec | None, sizes: _Sizes) -> tuple[int, int]:
+    """Return the rows of the tables, and their columns: half of the rotated elements.  0 and 0 without rotation.
+
+    Raises ValueError if the tables do not fit.
+    """
+    if cos is None:
+        return 0, 0
+    sin = required_spec(node, inputs, "sin_cache")
+    rows, half = cos.shape
+    if sin.shape != cos.shape or not 0 < 2 * half <= sizes.size:
+        found = f"cos_cache has shape {list(cos.shape)}, sin_cache {list(sin.shape)}"
+        raise ValueError(f"{node.fusion} '{node.name}': {found}; required (rows, up to {sizes.size // 2}) of both")
+    return rows, half

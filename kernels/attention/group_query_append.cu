@@ -1,0 +1,127 @@
+// Writes the new rows of keys and values into the present caches, and prepares the queries, in one launch.
+//
+// Sequence b has lengths[b] + 1 rows, of which the new rows are the last, unless there are more of them: then it has no
+// past, and the new rows begin at its first row. Queries and keys are divided by their root mean square (with NORM) and
+// rotated by the angles of their positions; values are copied. LANES threads share a head of a new row.
+//
+// Blocks from `new_blocks` on fill the other rows of the present caches. They copy the rows of the past and clear the
+// rows behind the new ones. If a past cache is the same memory as its present cache, they only clear the CLEARED rows
+// behind the new ones, of which attention_hopper.cu multiplies values by weights of 0.
+//
+// Macros: those of rotation.cuh, where X_T is the type of all operands but the tables and norms; HEADS, KV_HEADS;
+// QUERIES, 1: the launch prepares queries; CLEARED; ACCESSES, vectors that a thread copies at once; THREADS.
+#include "types.cuh"
+#include "rotation.cuh"
+
+using i64 = long long;
+
+constexpr int Q_HEADS = QUERIES ? HEADS : 0, ALL_HEADS = Q_HEADS + 2 * KV_HEADS;
+constexpr int PER_ROW = SIZE / WIDTH;  // vectors of a row of a cache
+constexpr int BLOCK_VECTORS = THREADS * ACCESSES;
+
+static_assert(!NORM || (LANES <= 32 && (LANES & (LANES - 1)) == 0), "a head's threads are lanes of a warp");
+
+struct Lengths {
+    int past, end;  // rows before the new rows, and up to their end
+
+    __device__ __forceinline__ Lengths(const int* lengths, int batch, int added, int rows)
+        : past(max(0, min(rows, lengths[batch] + 1) - added)), end(min(rows, past + added)) {}
+};
+
+// Rows of heads, with distances in elements.
+struct Heads {
+    const X_T* x;
+    i64 batch, row;
+
+    __device__ __forceinline__ const X_T* at(int b, int head, int r) const {
+        return x + b * batch + r * row + (i64)head * SIZE;
+    }
+};
+
+// Fills the rows of a present cache that are not new: the part of block `block` of `blocks`.
+__device__ __forceinline__ void fill(const X_T* past, X_T* present, const int* lengths, int batches, int added,
+                                     int past_rows, int rows, int block, int blocks) {
+    const bool in_place = past == present;
+    if (in_place && CLEARED == 0) return;
+    const int parts = (int)(((i64)rows * PER_ROW + BLOCK_VECTORS - 1) / BLOCK_VECTORS);
+    for (int part = block; part < parts * KV_HEADS * batches; part += blocks) {
+        const int plane = part / parts;
+        const Lengths own(lengths, plane / KV_HEADS, added, rows);
+        const int cleared = in_place ? min(rows, own.end + CLEARED) : rows;
+        Pack<X_T, WIDTH> read[ACCESSES];
+        i64 targets[ACCESSES];
+#pragma unroll
+        for (int i = 0; i < ACCESSES; ++i) {
+            const i64 vector = (i64)(part % parts) * BLOCK_VECTORS + i * THREADS + threadIdx.x;
+            const int row = (int)(vector / PER_ROW), column = (int)(vector % PER_ROW) * WIDTH;
+            const bool copied = !in_place && row < own.past && row < past_rows;
+            targets[i] = copied || (row >= own.end && row < cleared) ? ((i64)plane * rows + row) * SIZE + column : -1;
+            read[i] = {};
+            if (copied) read[i] = load_once<WIDTH>(past + ((i64)plane * past_rows + row) * SIZE + column);
+        }
+#pragma unroll
+        for (int i = 0; i < ACCESSES; ++i)
+            if (targets[i] >= 0) store_pack<false>(present + targets[i], read[i]);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    group_query_append(const X_T* q, const X_T* k, const X_T* v, X_T* queries, X_T* present_k, X_T* present_v,
+                       const X_T* past_k, const X_T* past_v, const COS_T* cos, const SIN_T* sin, const i64* positions,
+                       const SCALE_T* q_scale, const SCALE_T* k_scale, const int* lengths, i64 q_batch, i64 q_row,
+                       i64 k_batch, i64 k_row, i64 v_batch, i64 v_row, float q_epsilon, float k_epsilon, int batches,
+                       int added, int past_rows, int rows, int table_rows, int new_blocks) {
+    wait_for_predecessor();
+    release_successor();
+    if (blockIdx.x >= new_blocks) {
+        const int block = blockIdx.x - new_blocks, blocks = gridDim.x - new_blocks;
+        fill(past_k, present_k, lengths, batches, added, past_rows, rows, block, blocks);
+        fill(past_v, present_v, lengths, batches, added, past_rows, rows, block, blocks);
+        return;
+    }
+    const i64 item = (i64)blockIdx.x * THREADS + threadIdx.x;
+    const int lane = (int)(item % LANES), head = (int)(item / LANES % ALL_HEADS);
+    const i64 outer = item / LANES / ALL_HEADS;
+    const bool present = outer < (i64)batches * added;
+    if (!NORM && !present) return;  // with NORM all lanes take part in shuffles
+    const int batch = present ? (int)(outer / added) : 0, row = present ? (int)(outer % added) : 0;
+    const Lengths own(lengths, batch, added, rows);
+    const bool of_query = head < Q_HEADS, of_key = !of_query && head < Q_HEADS + KV_HEADS;
+    const int kv = head - Q_HEADS - (of_key ? 0 : KV_HEADS);
+    const X_T* const x = of_query ? Heads{q, q_batch, q_row}.at(batch, head, row)
+                         : of_key ? Heads{k, k_batch, k_row}.at(batch, kv, row)
+                                  : Heads{v, v_batch, v_row}.at(batch, kv, row);
+    X_T* const y = of_query ? queries + (outer * HEADS + head) * SIZE
+                            : (of_key ? present_k : present_v) +
+                                  (((i64)batch * KV_HEADS + kv) * rows + own.past + row) * SIZE;
+
+    Vectors raw[STEPS];
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s) {
+        const Piece piece(lane + s * LANES);
+        raw[s] = {};  // an absent piece adds 0 to the sum of squares
+        if (!piece.exists) continue;
+        raw[s].first = load_once<WIDTH>(x + piece.first);
+        if (piece.rotated) raw[s].second = load_once<WIDTH>(x + piece.second);
+    }
+    const float factor = NORM ? inverse_rms(raw, lane, of_query ? q_epsilon : k_epsilon) : 1.0f;
+    if (!present || (!of_query && own.past + row >= own.end)) return;
+    const i64 position = positions ? positions[(i64)batch * added + row] : own.past + row;
+    const i64 table = max(0LL, min(position, table_rows - 1LL)) * TABLE_ROW;
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s) {
+        const Piece piece(lane + s * LANES);
+        if (!piece.exists) continue;
+        if (!of_query && !of_key) {
+            store_pack<false>(y + piece.first, raw[s].first);
+            if (piece.rotated) store_pack<false>(y + piece.second, raw[s].second);
+            continue;
+        }
+        Rotation rotation;
+        if (piece.rotated) rotation.load(cos + table, sin + table, lane + s * LANES);
+        float one[WIDTH], other[WIDTH];
+        turn(raw[s], piece, factor, of_query ? q_scale : k_scale, rotation, true, one, other);
+        store<false>(y + piece.y_first, one);
+        if (piece.rotated) store<false>(y + piece.y_second, other);
+    }
+}

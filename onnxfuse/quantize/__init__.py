@@ -1,1 +1,0 @@
-"""Quantize the weights of a model by onnxruntime's quantizer before it is fused (`--weights int4`)."""

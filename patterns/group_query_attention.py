@@ -1,0 +1,77 @@
+"""Attention of onnxruntime's generative models: each sequence says how many rows of its caches count."""
+
+from typing import Final
+
+from onnxfuse.dsl import Term, attribute, contrib, fusion, require, results, tensor
+
+INTEGERS: Final = {"seqlens_k", "total_sequence_length", "position_ids"}
+
+
+@fusion(
+    out=("batch queries context", "batch kv_heads rows size", "batch kv_heads rows size"),
+    example={"num_heads": 4, "kv_num_heads": 2},
+)
+def group_query_attention(
+    query: Term = tensor("batch queries width"),
+    seqlens_k: Term = tensor("batch"),
+    total_sequence_length: Term = tensor(),
+    key: Term = tensor("batch queries kv_width", optional=True),
+    value: Term = tensor("batch queries kv_width", optional=True),
+    past_key: Term = tensor("batch kv_heads past size", optional=True),
+    past_value: Term = tensor("batch kv_heads past size", optional=True),
+    cos_cache: Term = tensor("positions half", optional=True),
+    sin_cache: Term = tensor("positions half", optional=True),
+    position_ids: Term = tensor("batch queries", optional=True),
+    head_sink: Term = tensor("heads", optional=True),
+    q_norm_weight: Term = tensor("size", optional=True),
+    k_norm_weight: Term = tensor("size", optional=True),
+    num_heads: Term = attribute(),
+    kv_num_heads: Term = attribute(),
+    scale: Term = attribute(),
+    softcap: Term = attribute(),
+    local_window_size: Term = attribute(),
+    smooth_softmax: Term = attribute(),
+    do_rotary: Term = attribute(),
+    rotary_interleaved: Term = attribute(),
+    qk_norm_epsilon: Term = attribute(),
+    q_norm_epsilon: Term = attribute(),
+    k_norm_epsilon: Term = attribute(),
+    causal: Term = attribute(),
+    qk_output: Term = attribute(),
+    sliding_window_cache: Term = attribute(),
+    kv_cache_bit_width: Term = attribute(),
+    k_quant_type: Term = attribute(),
+    v_quant_type: Term = attribute(),
+) -> tuple[Term, ...]:
+    """com.microsoft.GroupQueryAttention: sequence b attends to the first seqlens_k[b] + 1 rows of its present caches
+
+    The new rows of a sequence are the last of them, and are written into the present caches, which are as long as the
+    past caches, or as total_sequence_length if that is more.  A caller may bind a past and its present to one address:
+    then only new rows are written.  Queries and keys are normalized with q_norm_weight and k_norm_weight and rotated by
+    cos_cache and sin_cache first.  Query rows beyond the length of a prompt that is padded on the right are
+    unspecified, as are the rows of the caches beyond the length.
+
+    The body is the operator itself.  Quantized caches, caches of the size of a window, a bias, and results of
+    queries and keys have no kernel, so that such operators stay as they are.
+    """
+    require("causal is {causal}; required 1", lambda causal: causal in (None, 1))
+    require("no result of queries and keys (qk_output {qk_output})", lambda qk_output: not qk_output)
+    require("no cache of the size of a window", lambda sliding_window_cache: not sliding_window_cache)
+    require(
+        "no quantized cache ({k_quant_type}, {v_quant_type})",
+        lambda k_quant_type, v_quant_type: {k_quant_type, v_quant_type} <= {None, "NONE"},
+    )
+    require(
+        "one dtype of queries, keys, values, caches, tables, sinks and norms",
+        lambda dtypes: len({dtype for name, dtype in dtypes.items() if name not in INTEGERS}) == 1,
+    )
+    node = contrib.GroupQueryAttention(
+        query, key, value, past_key, past_value, seqlens_k, total_sequence_length, cos_cache, sin_cache, position_ids,
+        None, head_sink, None, None, q_norm_weight, k_norm_weight,
+        num_heads=num_heads, kv_num_heads=kv_num_heads, scale=scale, softcap=softcap,
+        local_window_size=local_window_size, smooth_softmax=smooth_softmax, do_rotary=do_rotary,
+        rotary_interleaved=rotary_interleaved, qk_norm_epsilon=qk_norm_epsilon, q_norm_epsilon=q_norm_epsilon,
+        k_norm_epsilon=k_norm_epsilon, causal=causal, qk_output=qk_output, sliding_window_cache=sliding_window_cache,
+        kv_cache_bit_width=kv_cache_bit_width, k_quant_type=k_quant_type, v_quant_type=v_quant_type,
+    )  # fmt: skip
+    return results(node, 3)

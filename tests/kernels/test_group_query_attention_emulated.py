@@ -1,0 +1,121 @@
+"""GroupQueryAttention on a CPU: the launches of its plans, with products in float32, against float64."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from architectures import A100, T4
+from emulated_build import load
+from emulated_launches import C_TYPES, as_c_plus_plus, launcher
+from group_query_cases import PASTS, Case, expected
+
+from onnxfuse.kernels.attention import host
+from onnxfuse.runtime.nvrtc import kernel_text
+from onnxfuse.runtime.plan import Kernel, Launch, Plan, Pointer, Scalar
+
+EXACT = dataclasses.replace(A100, tf32=False)
+# The functions in whose place attention_mma_emulated.h stands: their definitions end at the first brace of a line.
+REPLACED = ("shared_base", "store_shared", "shared_float", "shared_float2", "shared_float4")
+DEFINITION = re.compile(
+    rf"(?m)^(template <int BYTES>\n)?__device__ __forceinline__ \w+ ({'|'.join(REPLACED)})\([^)]*\) {{\n(.*\n)*?}}\n"
+)
+
+CASES = {
+    "one_token": Case((9, 1, 40), past=50, size=16),
+    "one_token_that_fills_the_buffer": Case((50, 49), past=50, size=16),
+    "longer_than_the_past": Case((33, 33), past=32, size=16),
+    "first_prompt": Case((7, 3, 1), new=7, size=16),
+    "prompt_into_a_buffer": Case((70, 5), new=70, past=80, size=16),
+    "prompt_longer_than_all_sequences": Case((5, 2), new=6, past=12, size=16),
+    "second_prompt": Case((30,), new=12, past=40, size=16),
+    "separate_operands": Case((20, 6), past=24, size=16, packed=False),
+    "without_rotation": Case((20, 6), past=24, size=16, rotated=0),
+    "half_rotated": Case((20, 6), past=24, size=16, rotated=8, interleaved=True),
+    "positions": Case((20, 6), past=24, size=16, positions=True),
+    "norms": Case((20, 6), past=24, size=24, norms=True),
+    "norms_alone": Case((9, 6), new=9, past=24, size=24, norms=True, rotated=0),
+    "sinks": Case((20, 1), past=24, size=16, sink=True, softcap=2.0),
+    "smooth": Case((40, 20), new=40, past=64, size=16, smooth=True, scale=0.3),
+    "window": Case((20, 200), past=256, size=16, window=37),
+    "window_of_prompt": Case((100, 40), new=100, past=128, size=16, window=9, sink=True),
+    "one_key_head": Case((70, 3), past=100, size=16, heads=7, kv_heads=1),
+    "narrow_accesses": Case((9, 30), past=31, size=10, aligned=False),
+}
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["separate", "shared"])
+@pytest.mark.parametrize("name", CASES)
+def test_matches_float64(name: str, shared: bool, tmp_path: Path) -> None:
+    case = dataclasses.replace(CASES[name], dtype="float32")
+    if shared and case.past < case.rows:
+        pytest.skip("a past that is shorter than its present has memory of its own")
+    for device in (T4, EXACT) if case.new == 1 else (T4,):
+        for plan in host.candidates(case.node(), case.specs(), device):
+            if all(isinstance(step, Launch) and step.cluster == 1 for step in plan.steps):
+                check(case, plan, shared, tmp_path)
+
+
+def test_few_splits_are_combined(tmp_path: Path) -> None:
+    case = Case((600, 3, 129), past=1024, size=16, dtype="float32", sink=True, window=400)
+    plans = [plan for plan in host.candidates(case.node(), case.specs(), EXACT) if len(plan.steps) == 3]
+    assert [step.kernel.source for step in plans[0].steps][1:] == ["attention_decode", "attention_combine"]
+    check(case, plans[0], True, tmp_path)
+
+
+def check(case: Case, plan: Plan, shared: bool, folder: Path) -> None:
+    inputs = case.inputs()
+    arrays: dict[Pointer, np.ndarray] = {Pointer("input", i): value for i, value in enumerate(inputs.values())}
+    for i, spec in enumerate(plan.outputs):
+        arrays[Pointer("output", i)] = np.full(spec.shape, np.nan, np.float32)
+    if shared:
+        for i, past in enumerate(PASTS, 1):
+            arrays[Pointer("output", i)] = inputs[past]
+    for i, size in enumerate(plan.scratch):
+        arrays[Pointer("scratch", i)] = np.full(size, 0xFF, np.uint8)
+    right = expected(case, {name: value.copy() for name, value in inputs.items()})
+    for step in plan.steps:
+        assert isinstance(step, Launch)
+        run(step, arrays, folder)
+    found = [arrays[Pointer("output", i)] for i in range(3)]
+    assert np.isfinite(found[0]).all()
+    np.testing.assert_allclose(found[0][right.counts], right.y[right.counts], rtol=2e-5, atol=2e-5)
+    for present, rows in zip(found[1:], right.presents, strict=True):
+        known = np.isfinite(rows)
+        np.testing.assert_allclose(present[known], rows[known], rtol=2e-6, atol=2e-6)
+        if not shared:
+            assert np.isfinite(present).all(), "rows beyond the length are cleared"
+
+
+def run(step: Launch, arrays: dict[Pointer, np.ndarray], folder: Path) -> None:
+    def argument(each: Any) -> Any:
+        if isinstance(each, Scalar):
+            return C_TYPES[each.type](each.value)
+        array = arrays[dataclasses.replace(each, offset=0)]
+        return ctypes.c_void_p(array.ctypes.data + each.offset)
+
+    grid, block = (ctypes.c_int * 3)(*step.grid), (ctypes.c_int * 3)(*step.block)
+    library(step.kernel, folder)(grid, block, step.shared, *map(argument, step.arguments))
+
+
+def library(kernel: Kernel, folder: Path) -> Any:
+    text = DEFINITION.sub("", as_c_plus_plus(kernel_text(kernel)))
+    for name in ("ATTENTION_PARAMETERS", "ATTENTION_ARGUMENTS"):
+        text = written_out(text, name)
+    text = f'#include "blocks_emulated.h"\n#include "attention_mma_emulated.h"\n{text}\n'
+    text += launcher(kernel.entry, text, "launch")
+    return load(text, kernel.defines, [], folder / f"{kernel.source}_{abs(hash(repr(kernel)))}.cc").launch
+
+
+def written_out(text: str, name: str) -> str:
+    """Return the text with the macro replaced by its lines, which `launcher` reads."""
+    found = re.search(rf"(?m)^#define {name} *\\\n((?:.*\\\n)*.*\n)", text)
+    if found is None:
+        return text
+    lines = " ".join(line.rstrip("\\ ") for line in found[1].splitlines())
+    return text.replace(found[0], "").replace(name, lines)

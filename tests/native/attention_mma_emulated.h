@@ -1,0 +1,53 @@
+// Shared memory, votes and shuffles of attention_mma.cuh on a CPU, in place of its own functions of these names; for
+// products in float32. Included after blocks_emulated.h.
+struct float4 { float x, y, z, w; };
+
+static u32 shared_base() { return 0; }
+
+template <class T>
+static T shared_at(u32 from) {
+    if (from % sizeof(T) || from + sizeof(T) > emulated::here->memory.size()) abort();
+    T value;
+    memcpy(&value, emulated::memory() + from, sizeof(T));
+    return value;
+}
+static float shared_float(u32 from) { return shared_at<float>(from); }
+static float2 shared_float2(u32 from) { return shared_at<float2>(from); }
+static float4 shared_float4(u32 from) { return shared_at<float4>(from); }
+
+static void store_shared(u32 to, float value) { memcpy(emulated::memory() + to, &value, 4); }
+template <int BYTES>
+static void store_shared(u32 to, const u32* words) {
+    if (to % min(BYTES, 16)) abort();  // misaligned
+    memcpy(emulated::memory() + to, words, BYTES);
+}
+
+template <class T>
+static u32 narrow(T, const float*) { abort(); }  // of products in half precision
+
+template <class T>
+static T __shfl_sync(unsigned, T value, int lane) {
+    using namespace emulated;
+    Thread* self = running;
+    self->exchanged = bits_as<u32>(value);
+    emulated::wait(Wait::Warp);
+    const size_t own = self - here->threads.data();
+    const u32 other = here->threads[own / 32 * 32 + lane].exchanged;
+    emulated::wait(Wait::Warp);
+    return bits_as<T>(other);
+}
+
+static bool __all_sync(unsigned, bool holds) {
+    using namespace emulated;
+    Thread* self = running;
+    self->exchanged = holds;
+    emulated::wait(Wait::Warp);
+    const size_t first = (self - here->threads.data()) / 32 * 32;
+    bool all = true;
+    for (size_t i = first; i < first + 32; ++i) all &= here->threads[i].exchanged != 0;
+    emulated::wait(Wait::Warp);
+    return all;
+}
+
+static void __syncwarp() { emulated::wait(emulated::Wait::Warp); }
+static int __syncthreads_or(int) { abort(); }  // of a second pass
