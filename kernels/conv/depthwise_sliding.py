@@ -34,8 +34,8 @@ RESIDENT_WARPS: Final = 64  # warps per multiprocessor, if registers suffice
 MAX_SHARE: Final = 8  # blocks per multiprocessor up to which `unused_shared` evens out their number
 SHARES: Final = (1, 2, 4)  # numbers of blocks per multiprocessor that plans for dynamic sizes distinguish
 WIDTHS: Final = (4, 8, 16)  # widths of y that dynamic plans distinguish: no strip may be wider than y
-MAX_FEW_ROWS: Final = 8  # configs for dynamic sizes, if those that differ only in the rows of strips count separately
-MAX_FEW: Final = 5  # configs for dynamic sizes
+MAX_FEW_KERNELS: Final = 5  # kernels for dynamic sizes
+MAX_FEW: Final = 8  # configs for dynamic sizes: a kernel with several numbers of rows per strip has a config for each
 SHARED_UNIT: Final = 128  # bytes: the allocation unit of a block's shared memory
 
 
@@ -120,10 +120,10 @@ def _few(problems: tuple[Conv, ...], device: Device) -> list[SlidingConfig]:
         height, width = two(conv.y_sizes)
         return cost(conv, config, device) if height >= _least_rows(conv) and width >= config.tw else math.inf
 
-    kernels = covering_subset_of_each(problems, configs, cost_if_taken, MAX_FEW)
+    kernels = covering_subset_of_each(problems, configs, cost_if_taken, MAX_FEW_KERNELS)
     rows = sorted({config.rows for config in kernels} | {-(-two(conv.y_sizes)[0] // 2) for conv in problems[:1]})
     every = [replace(config, rows=each) for config in kernels for each in rows]  # no new kernels: rows are an argument
-    return few(list(dict.fromkeys(every)), problems, cost_if_taken, MAX_FEW_ROWS)
+    return few(list(dict.fromkeys(every)), problems, cost_if_taken, MAX_FEW)
 
 
 def implementation(conv: Conv, config: SlidingConfig, device: Device) -> Implementation:

@@ -47,11 +47,11 @@ LEAST_ROOM: Final = 24 << 10  # `_room` does not halve a reservation of at most 
 # launch (up to three tilings) and with two. Two launches take 0.8 to 1.3 times their estimate. For 18 shapes the plan
 # with the lowest estimate was measured: it is the fastest for 17, and takes 1.03 times as long as the fastest for one.
 WAVE_US: Final = 3.2  # fixed time per wave of blocks
-BYTES_PER_MULTIPROCESSOR: Final = 30e3  # bytes per microsecond
-BYTES_OF_MEMORY: Final = 4.2e6  # bytes per microsecond
+MULTIPROCESSOR_BYTES_PER_US: Final = 30e3  # bytes that a multiprocessor moves per microsecond
+MEMORY_BYTES_PER_US: Final = 4.2e6  # bytes that the GPU's memory moves per microsecond
 BARRIER_US: Final = 0.1  # time per block of a cluster, so that the smaller of two equally fast clusters ranks first
 TWO_LAUNCHES_US: Final = 5.7  # fixed time of two launches
-BYTES_OF_TWO_LAUNCHES: Final = 3.4e6  # bytes per microsecond
+TWO_LAUNCHES_BYTES_PER_US: Final = 3.4e6  # bytes of x and y per microsecond of two launches, beyond the fixed time
 FULL_CLUSTER: Final = 2  # largest cluster that fills the GPU: in clusters of four, 128 blocks take two waves
 ROOM_OF_CLUSTERS: Final = 0.75  # share of multiprocessors that larger clusters can occupy
 
@@ -162,7 +162,7 @@ def group_norm_nhwc_plans(
     if halved is not None and (not plans or is_symbolic(chunks) or chunks > 1):
         moved = estimate(images) * estimate(pixels) * (channels * (norm.item_bytes + ITEM_BYTES[y.dtype]))
         first = not plans or bool(
-            TWO_LAUNCHES_US + moved / BYTES_OF_TWO_LAUNCHES
+            TWO_LAUNCHES_US + moved / TWO_LAUNCHES_BYTES_PER_US
             < _time(tilings[0], estimate(images), estimate(pixels), channels, norm.item_bytes, device)
         )
         plans.insert(0 if first else len(plans), _two_launch_plan(norm, halved, chunks, device))
@@ -264,9 +264,9 @@ def _time(tiling: GroupTiling, images: int, pixels: int, channels: int, item_byt
     share = 1 if tiling.cluster <= FULL_CLUSTER else ROOM_OF_CLUSTERS
     room = int(device.multiprocessors * share) * max(1, THREADS // tiling.threads)
     busy: float = maximum(
-        math.ceil(blocks / room) * (WAVE_US + 2 * rows * sectors / BYTES_PER_MULTIPROCESSOR),
+        math.ceil(blocks / room) * (WAVE_US + 2 * rows * sectors / MULTIPROCESSOR_BYTES_PER_US),
         # If two blocks use the halves of a sector, memory still moves the sector once, because L2 keeps it.
-        blocks * 2 * rows * bytes_of_pixel / BYTES_OF_MEMORY,
+        blocks * 2 * rows * bytes_of_pixel / MEMORY_BYTES_PER_US,
     )
     return busy + BARRIER_US * tiling.cluster
 
@@ -323,7 +323,7 @@ def two_launch_tiling(channels: int, group: int, width: int, item_bytes: int) ->
 
 
 def _subsets(channels: int, group: int, width: int) -> Iterator[int]:
-    """Yield the divisors of `channels` that consist of whole groups and whole vectors."""
+    """Yield, in ascending order, the divisors of `channels` that are multiples of `group` and of `width`."""
     least = math.lcm(group, width)
     for count in range(1, channels // least + 1):
         if (channels // least) % count == 0 and channels % least == 0:

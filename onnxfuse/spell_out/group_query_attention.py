@@ -31,17 +31,17 @@ QUERY, KEY, VALUE, PAST_KEY, PAST_VALUE, LENGTHS, TOTAL, COS, SIN, _, BIAS = ran
 # Inputs without a spelling: positions, a sink, scales of a quantized cache, norms of queries and keys, and lengths of
 # queries.
 UNKNOWN_INPUTS: Final = (9, *range(11, 17))
-UNKNOWN_ATTRIBUTES: Final = {  # by attribute: the values that have no effect
+SUPPORTED_VALUES: Final = {  # by attribute: the only values for which there is a spelling, the default first
     "local_window_size": (-1,), "smooth_softmax": (-1, 0), "causal": (1,), "sliding_window_cache": (0,),
     "kv_cache_bit_width": (0,), "rotary_interleaved": (0,),
 }  # fmt: skip
-UNIFORM: Final = VIEWS | {"Cast", "Tile"}  # if all elements of the input are equal, all elements of the result are
+UNIFORM: Final = VIEWS | {"Cast", "Tile"}  # operators that, from equal elements, compute equal elements
 
 
 @RULES.rule("com.microsoft::GroupQueryAttention")
 def _group_query_attention(call: Call) -> dict[int, Term]:
     stay_if(any(map(call.has, UNKNOWN_INPUTS)), "it has positions, a sink, norms, or a quantized cache")
-    for name, usual in UNKNOWN_ATTRIBUTES.items():
+    for name, usual in SUPPORTED_VALUES.items():
         value = call.attribute(name, usual[0])
         stay_if(value not in usual, f"its attribute {name} is {value}")
     size = _name_sizes(call)
