@@ -278,8 +278,8 @@ __device__ __forceinline__ void settle(const E*& pointer) {
 #define RESULTS_128 RESULTS_120, EIGHT(120)
 
 // wgmma<ALONG_N>(T(), d, a, b, accumulate): `a` is a descriptor (contiguous along k) or registers, and `b` is a
-// descriptor. ALONG_N: b is contiguous along n. accumulate false: d is overwritten. n0 to n6 are the numbers of the asm
-// operands that follow the N / 2 results: N / 2 and the six numbers after it.
+// descriptor. ALONG_N: b is contiguous along n. accumulate false: d is overwritten. n0 to n6 are N / 2 to N / 2 + 6:
+// in the asm statement, operands %0 to %(N / 2 - 1) are the results, and the operands from %(N / 2) on are inputs.
 #define WGMMA(N, T, type, n0, n1, n2, n3, n4, n5, n6) \
     template <bool ALONG_N> \
     __device__ __forceinline__ void wgmma(T, float (&d)[N / 2], u64 a, u64 b, bool accumulate) { \

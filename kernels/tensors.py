@@ -65,9 +65,10 @@ def known_equal(first: Sequence[int], second: Sequence[int]) -> bool:
 
 
 def differs_along(found: int, wanted: int) -> bool | None:
-    """Return True if an operand axis of `found` elements matches `wanted`, False if it broadcasts, None if neither.
+    """Return whether an operand's values differ along an axis of `wanted` elements, of which the operand has `found`.
 
-    The result is True for a dynamic axis that equals `wanted`: even if it has one element, any stride is right.
+    Returns True if the two sizes are equal, False if the operand's only element is broadcast, None if neither holds.
+    For equal dynamic sizes, the result is True even if both are 1, because any stride is right for one element.
     """
     if always(lambda: found == 1, found):
         return False

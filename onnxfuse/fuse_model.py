@@ -195,7 +195,11 @@ class FusedModel:
 
     @property
     def fused(self) -> tuple[Fused, ...]:
-        """All fused nodes, also in bodies; a channels-last output has the name of the original's tensor."""
+        """The records of all fused nodes, including nodes in bodies.
+
+        If a node computes a channels-last tensor, its record names the original model's tensor instead, of which the
+        channels-last tensor is a Transpose.
+        """
         return tuple(
             replace(one, where=where, output=each.layout.original(one.output))
             for where, each in self.everywhere()
@@ -496,7 +500,7 @@ def form_regions(work: Work) -> None:
     """Make regions of the remaining operators, then apply the patterns to the nodes in no region."""
     graph, fusing, made, after = work.graph, work.found.fusing, RegionResult(), work.traffic()
     work.found = replace(work.found, without_regions=after)
-    known = _standing(graph, (*fusing.fused, *work.found.layout.fused))  # the layout stage has replaced some of them
+    known = _standing(graph, (*fusing.fused, *work.found.layout.fused))  # the layout stage replaced some fused nodes
     if work.settings.regions and not work.found.left:
         with step(REGIONS):
             made = assign_regions(work.joining, known)

@@ -49,11 +49,13 @@ BFLOAT16_OPSET: Final = 13  # the first opset with operators in bfloat16
 # The opsets that a model is raised to: 14 is the first whose Reshape distinguishes a size of 0 from a copied size, and
 # 22 is the first with convolutions in bfloat16.
 RAISED_OPSETS: Final = range(14, 23)
-DRAWS_TRIED: Final = 8  # number of sizes that are tried to observe ranges if the model is not verified
-RUNS: Final = 2  # runs of the model in which ranges of tensors are recorded
+# If the model is not verified, at most this many random inputs of different sizes are tried, because the model may
+# refuse some of them.  The ranges of tensors are recorded in the first RUNS runs that succeed.
+DRAWS_TRIED: Final = 8
+RUNS: Final = 2
 MAX_KEPT: Final = 0.5  # share of nodes; if errors require more nodes in float32, the conversion is refused
 MAX_WIDENED: Final = 0.1  # share of nodes that may stay in float32 by default to make errors usual
-NOISE_DRAWS: Final = 8  # draws of noise if one draw does not explain an error: draws may differ tenfold
+NOISE_DRAWS: Final = 8  # calls of `_noise` if the first does not explain an error: results may differ tenfold
 
 Model = tuple[onnx.ModelProto, Path | None]
 Scaling = Callable[[ShapeInfo, Mapping[str, Range], Weights], dict[str, Range]]
@@ -103,7 +105,7 @@ class Halving:
     verify: bool
     asked: dict[str, str] = field(default_factory=dict)  # nodes requested to stay in float32, and why
     converted: Converted | None = None
-    noises: list[dict[str, float]] = field(default_factory=list)  # per draw: how far each output moved
+    noises: list[dict[str, float]] = field(default_factory=list)  # results of `_noise` for draws 0, 1, ...
     raised: list[LeftOut] = field(default_factory=list)  # steps that raised
 
     @cached_property
@@ -359,7 +361,10 @@ class Halving:
         return found
 
     def _noise(self, draw: int) -> dict[str, float]:
-        """Return how far each output moves in float32 if each weight and each input moves by one rounding."""
+        """Return how far each output moves in float32 if each weight and each input moves by one rounding.
+
+        draw  the number of the draw: each draw moves the values in other random directions
+        """
         assert self.reference is not None
         precision = self.wanted.precision
         self._tell(f"noise {draw + 1}")
@@ -451,7 +456,7 @@ def model_to_float32_exactly(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _distance(name: str, expected: object, actual: object) -> float:
-    """Return the error of an output relative to its largest value; its dtype may differ."""
+    """Return the error of an output relative to the largest expected value; the two dtypes may differ."""
     assert isinstance(expected, np.ndarray)
     new = np.asarray(actual)
     if new.shape != expected.shape:

@@ -78,17 +78,17 @@ def by_layout(name: str, x: Term, rows: str, heads: str, size: str, result: str)
 
 
 def query_rows(q: Term, result: str) -> Term:
-    """Return the queries in any layout, with the axes `result`."""
+    """Return the queries, which may have any layout, rearranged to the axes `result`."""
     return by_layout("q", q, "queries", "heads", "size", result)
 
 
 def key_rows(k: Term, result: str, rows: str = "keys") -> Term:
-    """Return the keys in any layout, with the axes `result`; `rows` names their count."""
+    """Return the keys, which may have any layout, rearranged to the axes `result`; `rows` names their row axis."""
     return by_layout("k", k, rows, "kv_heads", "size", result)
 
 
 def value_rows(v: Term, result: str, rows: str = "keys") -> Term:
-    """Return the values in any layout, with the axes `result`; `rows` names their count."""
+    """Return the values, which may have any layout, rearranged to the axes `result`; `rows` names their row axis."""
     return by_layout("v", v, rows, "kv_heads", "value_size", result)
 
 
@@ -183,11 +183,13 @@ def masked(biased: Term, queries: Term, columns: Term, scores: Scores) -> Term:
 def attend(queries: Term, columns: Term, keys: Term, values: Term, scores: Scores) -> Term:
     """Return softmax(scale * queries columns + bias + mask) values, in operators or as ONNX's own Attention.
 
-    Where `capped` is tanh, scores are cap * tanh(scale * queries columns) before bias and mask.  Where `bias_kind` is
-    slopes, the bias is slopes * positions: one number per head times one number per key, or per query and key.
-    Where `fully_masked` is cleared, probabilities of masked keys are 0 in fully masked rows, too.
+    Queries, keys and values are (batch, heads, rows, size); `columns` are the keys transposed: (batch, heads, size,
+    rows).
 
-    Queries, keys and values are (batch, heads, rows, size); `columns` are the keys transposed, with the rows last.
+    The fused node's attributes say which form matched.  If `capped` is "tanh", the scores before bias and mask are
+    cap * tanh(scale * queries columns).  If `bias_kind` is "slopes", the bias is slopes * positions: one number per
+    head times one number per key, or per query and key.  If `fully_masked` is "zero", NaN probabilities become 0; if it
+    is "cleared", probabilities of masked keys become 0, so that a row in which all keys are masked is 0.
     """
     uncapped = scaled(op.MatMul(queries, columns), scores.scale)
     capped = scores.cap * op.Tanh(uncapped)

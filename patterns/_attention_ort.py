@@ -56,7 +56,9 @@ def group_query_attention(
     """
     rows = axis_size(queries, 1) if past[0] is None else axis_size(past[0], 2) + axis_size(queries, 1)
     total = op.Cast(rows, to=TensorProto.INT32)
-    last = op.Expand(op.Range(total - 1, total, 1), shape=[size("batch")])  # Range keeps the value on the GPU
+    # `last` holds total - 1 for each row.  onnxruntime moves arithmetic on sizes to the CPU, but leaves a Range on the
+    # GPU, where GroupQueryAttention reads `last`.
+    last = op.Expand(op.Range(total - 1, total, 1), shape=[size("batch")])
     node = contrib.GroupQueryAttention(
         queries, keys, values, *past, last, total,
         num_heads=size("heads"), kv_num_heads=size("kv_heads"), scale=scores.scale, softcap=scores.softcap,
@@ -175,7 +177,10 @@ def sees_all(form: str, mask_kind: str, bias_kind: str, mask: object, is_causal:
 
 
 def adding_is_exact(form: str, mask_kind: str, fully_masked: str, masked_score: float, dtype: str) -> bool:
-    """Return whether adding the mask to a score gives exactly the number by which the mask replaces it."""
+    """Return whether the body may add the mask to the scores, although the matched mask may replace scores.
+
+    The sum of a score and `masked_score` must be `masked_score` itself, by which a boolean mask replaces the score.
+    """
     if fully_masked == "cleared" and masked_score > -INFINITY:
         return False  # a row in which all keys are masked would have equal probabilities
     if form != "softmax" or mask_kind not in ("boolean", "inverted"):

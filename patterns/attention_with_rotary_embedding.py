@@ -66,7 +66,8 @@ def normalized_heads(name: str, x: Term, rows: str, heads: str, scale: Term, eps
 def by_rotary(x: Term, cos: Term, sin: Term, axes: str, interleaved: Term, num_heads: Term) -> Term:
     """Return x, whose axes are `axes`, rotated in several operators or by ONNX's RotaryEmbedding.
 
-    RotaryEmbedding reads tables of half as many columns.
+    RotaryEmbedding reads tables that have one column for each pair of a head's elements: half as many columns as a head
+    has elements.
     """
     rows = axes.split()[2]
     tables = (rearrange(table, f"cos_batch {rows} half -> cos_batch {rows} half") for table in (cos, sin))
@@ -78,7 +79,11 @@ def by_rotary(x: Term, cos: Term, sin: Term, axes: str, interleaved: Term, num_h
 def by_operator(
     x: Term, plain: Term, cos: Term, sin: Term, axes: str, interleaved: Term, **heads: AttributeValue
 ) -> Term:
-    """Return x (with these `axes`) rotated by ONNX's RotaryEmbedding, or `plain`: x rotated in several operators."""
+    """Return `plain`, which is x rotated in several operators.
+
+    If a model is written with `--emit standard`, ONNX's RotaryEmbedding of x replaces `plain` wherever it can be
+    written.  `axes` are the axes of x.
+    """
     at, rows = next((i, name) for i, name in enumerate(axes.split()) if name in ("queries", "keys"))
     tables = (for_batch(rearrange(t, f"cos_batch {rows} half -> cos_batch {rows} half"), x) for t in (cos, sin))
     operator = op.RotaryEmbedding(x, *tables, interleaved=interleaved, **heads)
@@ -94,7 +99,7 @@ def by_operators(
     interleaved: Term,
     scores: Scores,
 ) -> Term:
-    """Return the attention as ONNX's Attention; ONNX's RotaryEmbedding rotates queries and keys where it can."""
+    """Return the attention as ONNX's Attention; if possible, ONNX's RotaryEmbedding rotates its queries and keys."""
     q, k, v = by_heads
     rotated_q, rotated_k = rotated_heads
     apart = (

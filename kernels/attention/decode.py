@@ -82,8 +82,9 @@ def _implementations_of(
     """Return one implementation for each way to split the keys over blocks, the expected fastest first."""
     heads, tiles = problem.batch * problem.kv_heads, -(-problem.keys // config.block_n)
     splits = maximum(1, minimum(MAX_SPLITS, device.multiprocessors // heads, tiles // MIN_TILES))
-    # For dynamic sizes, this comparison adds a soft guard: a condition on the sizes for which the plan is expected to
-    # be fast. With a limit of 2, sizes with two splits would count as just as good for a plan of one split.
+    # For dynamic sizes, this comparison becomes a soft guard of the plan. At sizes for which the comparison has another
+    # answer, the plan's estimated loss is the ratio of the compared numbers, minus 1 (`Expressions.miss`). With a limit
+    # of 2, the plan of one split would have a loss of 2 / 2 - 1 = 0 at sizes that need two splits, and could be chosen.
     if estimate(splits) < 1.5:
         return [_one_block(problem, config, device, cache)] if cache else []
     clusters = _clusters(problem, tiles, device)

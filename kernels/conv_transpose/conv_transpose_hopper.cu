@@ -2,9 +2,9 @@
 //
 //   y = epilogue(conv_transpose(x, w))
 //
-// x is (n, h, w, CHANNELS); y and residual are (n, rows * STRIDE_H, row * STRIDE_W, FILTERS). A phase has `rows`
-// positions along H and `row` along W. `positions` is n * rows * row, and `columns` is FILTERS times the number of
-// phases.
+// x is (n, h, w, CHANNELS); y and residual are (n, rows * STRIDE_H, row * STRIDE_W, FILTERS). A phase is the set of all
+// pixels of y whose positions have the same remainders modulo STRIDE_H and STRIDE_W. In each image, a phase has `rows`
+// rows of `row` pixels; `positions` is n * rows * row. `columns` is FILTERS times the number of phases.
 //
 // Macros: those of gemm_hopper.cuh and of conv_transpose_operands.cuh. GATED is 0, and PRODUCTS is 1.
 #include "conv_transpose_operands.cuh"

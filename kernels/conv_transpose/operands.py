@@ -1,4 +1,4 @@
-"""Convert a fused node to a transposed Conv: read its sizes, and check shapes and dtypes."""
+"""Describe a fused transposed convolution as a `conv.problem.Conv`: read its sizes, and check its shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from onnxfuse.kernels.tensors import required_spec
 from onnxfuse.runtime.plan import Device, FusedNode, TensorSpec
 from onnxfuse.runtime.symint import expect_equal, maximum
 
-MAX_DIMS: Final = 3  # spatial axes
-MAX_STRIDE: Final = 64  # largest stride along the width, if depthwise: the number of pixels that a thread computes
+MAX_DIMS: Final = 3  # maximum number of spatial axes
+MAX_STRIDE: Final = 64  # largest stride along the width of a depthwise convolution: a thread computes as many pixels
 
 
 def unsupported(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
@@ -74,15 +74,15 @@ def _y_sizes(
     strides: Sequence[int],
     dilations: Sequence[int],
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return (sizes of y, elements cut off before it, elements cut off after it), as onnxruntime defines ConvTranspose.
+    """Return (sizes of y, elements cut off before y, elements cut off after y), as onnxruntime defines ConvTranspose.
 
     With `output_shape`, elements are cut off until y has these sizes.  Otherwise SAME_UPPER and SAME_LOWER cut off
-    elements until y has the sizes of x times the strides, and the pads are used in all other cases.  No elements are
-    cut off if y is to be larger than the full result; then its elements that the filter does not reach equal the bias.
+    elements until y has the sizes of x times the strides, and the pads are used in all other cases.  If the wanted y is
+    larger than the full result, nothing is cut off, and elements of y that the filter does not reach equal the bias.
     """
     rank, auto_pad = len(sizes), node.text("auto_pad", "NOTSET")
     extra = _integers(node, "output_padding", rank) or [0] * rank
-    beyond = [  # elements of the full result beyond size * stride
+    beyond = [  # for each axis: the size of the full result, before elements are cut off, minus size * stride
         added + (taps - 1) * dilation + 1 - stride
         for stride, added, taps, dilation in zip(strides, extra, kernel, dilations, strict=True)
     ]

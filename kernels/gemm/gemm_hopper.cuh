@@ -172,7 +172,8 @@ struct Gate {
 
 // ---- the producer ------------------------------------------------------------------------------------------------
 
-// Fills the stage that later holds a tile's results; this default stores nothing in it.
+// The default of InRing in `produce`, for kernels without RESULTS_IN_RING: their stages hold no tile's results, and
+// `produce` does not call `fill`.
 struct NoResults {
     __device__ __forceinline__ void fill(u32 stage, u32 full, int2 origin) const {}
 };

@@ -79,7 +79,7 @@ __device__ __forceinline__ void read_column_values(const float2* vectors, int co
     }
 }
 
-// A thread's operands, in a subtile, of the program (the operators that joined the epilogue).
+// The operands of the program (the operators that joined the epilogue) that a thread loads for one subtile.
 using SubtileLoads = ProgramLoads<HAS_PROGRAM, SUBTILE_N / 8>;
 
 // The y and the bias of each product.

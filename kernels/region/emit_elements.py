@@ -78,7 +78,8 @@ class ElementsText:
         writer.line(f"const {kind} {other} = {row} * {alike.period} + {column};")
         ends = f"{other} < {begin} + {threads * width} && {other} < {writer.arguments.size(variable.extent)}"
         writer.line(f"const bool {is_other} = {other} >= {begin} && {ends};")
-        writer.scopes = [{}]  # in this branch the variable has another value, so no value is known
+        # In the next branch, `variable` is another element's index, so results computed for `at` must not be reused.
+        writer.scopes = [{}]
         with writer.branch(f"if ({is_other})"):
             writer.line(f"const {kind} {variable.name} = {other};")
             for name, value in self._values().items():

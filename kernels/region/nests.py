@@ -1,9 +1,9 @@
 """Loop nests over the elements of a region's outputs, with the variables that are later divided among threads.
 
 A nest computes outputs of one shape.  Its variables are at first the axes of these outputs.  If all elements along some
-axes read the same results of reductions, they are a row: these axes count the elements of a row, and the nest's other
-axes count the rows.  Variables are then split and merged until, where possible, the addresses that are read are sums
-of multiples of variables.
+axes read the same results of reductions, these elements form a row.  The variables of such axes count the elements of a
+row, and the nest's other variables count the rows.  Variables are then split and merged until, where possible, the
+addresses that are read are sums of multiples of variables.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Nest:
         return product(each.extent for each in self.lists[name])
 
     def elements_of(self, instance: Instance, shapes: Shapes) -> tuple[str, tuple[Index, ...]]:
-        """Return the name of the list that has a reduction's elements, and their indices along the reduced axes."""
+        """Return the list whose variables count a reduction's elements, by name, and an index for each reduced axis."""
         extents = instance.extents(shapes)
         name = self.list_of(extents)
         if name != ELEMENTS:
@@ -92,7 +92,10 @@ class Nest:
         return name, tuple(NOTHING if dim == 1 else self.places[f"o{next(own)}"] for dim in extents)
 
     def list_of(self, extents: Sequence[Size]) -> str:
-        """Return the name of the list for reduced axes of these extents: ELEMENTS if a row has the same extents."""
+        """Return the name of the list whose variables count reduced axes of these extents.
+
+        The list is ELEMENTS if the axes of a row have the same extents.
+        """
         dims = [dim for dim in extents if dim != 1]
         if dims and dims == [self.shape[axis] for axis in self.element_axes() if self.shape[axis] != 1]:
             return ELEMENTS
@@ -159,7 +162,11 @@ def _made(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) -> 
 
 
 def _with_levels(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) -> Nest:
-    """Add the reductions with one result per row: those not in branches, whose places follow from the outputs' axes."""
+    """Add `levels`, the reductions with one result per row, and `inner`, all other reductions.
+
+    A reduction has one result per row if it is computed outside of branches, and the indices of its result depend only
+    on the indices along the axes of the outputs.
+    """
     writer = draft(program, shapes, stored)
     for name in (*nest.outputs, *nest.row_outputs):
         writer.value(name, nest.place_of(name, shapes))

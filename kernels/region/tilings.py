@@ -53,7 +53,7 @@ SPARE_BYTES: Final = 2048  # bytes of a block's shared memory that are kept free
 # Elements per row from which on vectors are shifted: they begin at the first element of a row that is aligned.
 MIN_SHIFTED: Final = 2048
 MAX_WARP_ROUNDS: Final = 8  # maximum number of vectors of a row per lane, if lanes of one warp share the row
-ROUND_COST: Final = 16  # estimated instructions per vector of a row that a lane reads
+ROUND_COST: Final = 16  # estimated instructions of a lane per round, in which it reads and computes one vector
 EXCHANGE_COST: Final = 8  # estimated instructions to merge the results of two lanes
 MAX_TILED_WORDS: Final = 8  # maximum number of words per element of a tile in shared memory
 MIN_TILED: Final = 8  # minimum number of elements along each axis that is tiled
@@ -76,7 +76,7 @@ Repeats: TypeAlias = tuple[str, int]  # a variable, and the number of its neighb
 ONCE: Final[Repeats] = ("", 1)
 MAX_REPEATS: Final = 8
 REPEATING_THREADS: Final = 1024  # minimum number of threads per multiprocessor if each has several values of a variable
-AHEAD_THREADS: Final = 256  # replaces REPEATING_THREADS if each thread first loads its operands at all of the values
+AHEAD_THREADS: Final = 256  # replaces REPEATING_THREADS if a thread loads its operands for all values first
 AHEAD_BYTES: Final = 128  # maximum bytes per thread that are loaded ahead
 SCATTERING_THREADS: Final = 1024  # wanted threads per multiprocessor; with fewer, each thread gets fewer elements
 SplitBy: TypeAlias = Literal["", "branches", "stores"]
@@ -101,16 +101,16 @@ class Elements(Tiling):
     is_scattered: bool = False  # a thread's elements are not adjacent
     repeated: str = ""  # the variable with several neighbouring values per thread
     repeats: int = 1  # the number of these values
-    reads_ahead: bool = False  # a thread first loads its operands at all of these values
+    reads_ahead: bool = False  # a thread loads its operands for all `repeats` values before it computes
     has_tail: bool = False  # each element after the last whole vector gets its own thread
 
 
 @dataclass(frozen=True)
 class Tile(Tiling):
-    """A block reads along one variable and stores along the last one."""
+    """A block computes a tile: its vectors are read along one variable, and stored along the nest's last variable."""
 
     width: int
-    across: str  # the variable along which a tile is read
+    across: str  # name of the variable along which vectors are read
     sides: tuple[int, int]  # elements of a tile along `across`, and along the last variable
     store_width: int  # elements per vector that is stored
 
@@ -403,8 +403,8 @@ def _repeats(nest: Nest, width: int, region: Region) -> Iterator[Repeats]:
 
     At each step all lanes of a warp have the same value of the variable, so that accesses stay as contiguous as before.
     At least half of the threads that the GPU can hold must remain, and loads must not be in a branch, so that all loads
-    are in flight together.  Fewer threads suffice if each of them first loads its operands at all values.  Threads with
-    single elements gain nothing: Swin's biases take a tenth longer with repeats.
+    are in flight together.  Fewer threads suffice if each of them first loads its operands for all values.  Threads
+    with single elements gain nothing: Swin's biases take a tenth longer with repeats.
 
     If the outputs' innermost variable is short, a thread computes all of its values; the compiler then knows the value
     that selects a part of a Concat.

@@ -120,7 +120,7 @@ squeeze_excite(const X_T* x, const X_T* w, const X_T* bias, const X_T* w_2, cons
     }
     release_successor();
 
-    // The first product, of this block's channels and pixels.
+    // The first product: the columns of w for this block's channels, times the sums over its pixels.
     const int lane = threadIdx.x % LANES, lane_2 = threadIdx.x % LANES_2;
     cluster_wait();  // the other blocks have started, so that their shared memory exists
 #pragma unroll 2
@@ -158,7 +158,7 @@ squeeze_excite(const X_T* x, const X_T* w, const X_T* bias, const X_T* w_2, cons
     }
     __syncthreads();
 
-    // The second product, of this block's share of the gate.
+    // The second product, by w_2: this block computes its share of the gate's channels.
 #pragma unroll 2
     for (int group = first_result; group < end_result; group += THREADS / LANES_2) {
         const int row = group + threadIdx.x / LANES_2;

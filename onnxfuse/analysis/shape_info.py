@@ -233,8 +233,9 @@ class ShapeInfo:
         return tuple(other if size is None else size for size, other in zip(inferred, known, strict=True))
 
     def contradicts_record(self, name: str, *, zeros_count: bool = False) -> bool:
-        """Return whether a tensor's inferred shape proves that the recorded shape belongs to other inputs.
+        """Return whether a tensor's inferred shape proves that its recorded shape is wrong for the model's inputs.
 
+        For example, the model's inputs may have been given other shapes after the shape was recorded.
         PyTorch records 0 for sizes that it does not know.  A wrong 0 therefore does not show that the other recorded
         sizes are wrong, too, and is ignored unless `zeros_count`.
         """

@@ -65,7 +65,10 @@ class ValueInfos:
         return None if found is None else [None if isinstance(size, str) else size for size in found]
 
     def recorded_names(self, name: str) -> list[Size | None] | None:
-        """Return the dimensions that the model records, each name as a size of that name; None if it records none."""
+        """Return the dimensions that the model records for a computed tensor; None if it records none.
+
+        Every name becomes a symbol, even a name that an inference invented.
+        """
         found = _dims(self._records.get(name), set())
         return None if found is None else [parse_size(size) if isinstance(size, str) else size for size in found]
 

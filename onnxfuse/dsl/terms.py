@@ -110,7 +110,10 @@ class Matching(Protocol[TensorT, StateT]):
         ...
 
     def match_rearrange(self, term: Rearrange, tensor: TensorT, state: StateT) -> Iterator[StateT]:
-        """Match the inner term with its axes rearranged, or a slice of it that attributes describe."""
+        """Match the inner term with its axes rearranged.
+
+        If the inner term is a PackedSlice, a slice of it may be rearranged; attributes then describe the slice.
+        """
         ...
 
     def match_scaled(self, term: Term, inner: Term, scale: Capture, tensor: TensorT, state: StateT) -> Iterator[StateT]:
@@ -206,11 +209,14 @@ class Writing(Protocol):
         ...
 
     def write_rearrange(self, term: Rearrange) -> Value:
-        """Return a value, or a slice of it, with its axes rearranged.  Raises PatternError if that is impossible."""
+        """Return the inner term's value, or a slice of this value, with its axes rearranged.
+
+        Raises PatternError if no views compute the result.
+        """
         ...
 
     def write_scaled(self, inner: Term, scale: str) -> Value:
-        """Return `inner` times the scalar of that name."""
+        """Return `inner` times the scalar with the name `scale`."""
         ...
 
     def can_write_operator(self, term: Apply) -> bool:

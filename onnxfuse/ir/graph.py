@@ -85,14 +85,14 @@ class Graph:
     # Constants of the graphs around this one, by name.
     outer_constants: dict[str, Constant] = field(default_factory=dict)
     folded_for_subgraphs: dict[str, Constant] = field(default_factory=dict)  # folded constants that only subgraphs read
-    # Id of a node -> the node and the message it was read from.
+    # Id of a node -> the node, and the NodeProto from which it was read.
     protos: dict[int, tuple[Node, onnx.NodeProto]] = field(default_factory=dict)
     recorded_types: dict[str, onnx.ValueInfoProto] = field(default_factory=dict)
     misdeclared: set[str] = field(default_factory=set)  # tensors whose recorded shape was wrong and is corrected
     # Index of each node in execution order, as of the last `sort`.
     position: dict[Node, int] = field(default_factory=dict)
     _operators: tuple[dict[Node, int], Set[str]] = field(default_factory=lambda: ({}, frozenset()))
-    # Id of a node -> its message, and the names that its subgraphs read.
+    # Id of a node -> its NodeProto, and the names of the tensors that its subgraphs read.
     _captured: dict[int, tuple[onnx.NodeProto, frozenset[str]]] = field(default_factory=dict)
     origins: dict[str, tuple[str, str]] = field(default_factory=dict)  # see `remember_origins`
     is_subgraph: bool = False
@@ -161,7 +161,10 @@ class Graph:
         return node
 
     def set_attribute(self, node: Node, name: str, value: int | list[int]) -> None:
-        """Change an attribute of a node, and of the message that it was read from and will be written from."""
+        """Change an attribute of a node, and in the NodeProto from which the node was read.
+
+        A copy of this NodeProto is written for the node when the model is saved.
+        """
         node.attrs[name] = value
         if id(node) in self.protos:
             changed = onnx.NodeProto()

@@ -40,7 +40,7 @@ class Step:
     """An operator of a region's program.  One step or several compute a node of the graph.
 
     Inputs and outputs are names of the graph's tensors, or `#0`, `#1`, ... for values between the steps of a node.  The
-    last inputs may be tensors whose elements are not read: the step's attributes are expressions over their dims.
+    last inputs may be tensors whose elements are not read, because only their dims occur in the step's attributes.
     """
 
     op: str
@@ -48,8 +48,9 @@ class Step:
     outputs: tuple[str, ...]
     attributes: Mapping[str, Value]
     dtype: int  # dtype of the outputs
-    measured: tuple[Tensor, ...] = ()  # tensors whose dims the attributes read, except the first input
-    computed: tuple[ComputedInput, ...] = ()  # inputs of the node that hold sizes; attributes replace them
+    # Tensors whose dims occur in the expressions of `attributes`, except the first input.
+    measured: tuple[Tensor, ...] = ()
+    computed: tuple[ComputedInput, ...] = ()  # inputs of the node that hold sizes; the attributes have these sizes
 
 
 @dataclass
@@ -104,7 +105,7 @@ class Steps:
         return number if rank <= rank_beside else self.emit("Reshape", [number], shape=[1] * rank)
 
     def elementwise(self, indices: Sequence[int]) -> list[str]:
-        """Return the names of the values of inputs that are broadcast with each other, as `data` does."""
+        """Return the names of the values of inputs that are broadcast with each other; `data` returns each name."""
         ranks = {i: self.rank(i) for i in indices}
         single = {i for i in indices if is_constant(t := self.node.inputs[i]) and math.prod(t.shape) == 1}
         beside = max((rank for i, rank in ranks.items() if i not in single), default=0)

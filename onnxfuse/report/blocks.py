@@ -21,8 +21,8 @@ MAX_PERIOD: Final = 600  # nodes in one copy of a block
 MIN_SAVED: Final = 3  # a repeated block must save drawing at least this many nodes
 MAX_ITEMS: Final = 60  # nodes and blocks drawn side by side; more are divided into sections
 SECTION: Final = 36  # nodes and blocks in a section
-# Tried in turn.  If nodes with one label read a value and lie at least so many nodes apart, the node that computes the
-# value comes first in the reading order; with None, no node is put first.
+# Distances that are tried in turn: if nodes with one label read the same value, and are at least this many positions
+# apart in the reading order, the node that computes the value is put first.  With None, no node is put first.
 DISTANCES: Final = (4, 12, 40, None)
 
 
@@ -44,7 +44,10 @@ Item: TypeAlias = "int | Block"
 
 @dataclass(frozen=True)
 class Blocks:
-    """The reading order, which lists node indices, and the items: a number in them is a position in that order."""
+    """The reading order, which lists node indices, and the items of the graph.
+
+    An item is a block, or a single node, which is given by its position in the reading order.
+    """
 
     order: tuple[int, ...]
     items: tuple[Item, ...]
@@ -54,7 +57,7 @@ def find_blocks(labels: Sequence[Hashable], reads: Sequence[Sequence[int]]) -> B
     """Return the repeated blocks of an acyclic graph.
 
     labels  the properties that equal nodes share, such as the operator and its attributes
-    reads   for each node, the producers of its inputs, in the order of the inputs
+    reads   for each node, the indices of the producers of its inputs, in the order of the inputs
     """
     interned: dict[Hashable, int] = {}
     numbers = np.array([interned.setdefault(label, len(interned)) for label in labels], np.int64)
@@ -79,10 +82,13 @@ def find_blocks(labels: Sequence[Hashable], reads: Sequence[Sequence[int]]) -> B
 
 
 def reading_order(reads: Sequence[Sequence[int]], ahead: Iterable[int]) -> list[int]:
-    """Return the nodes in an order in which each follows its producers, directly after the last of them.
+    """Return the indices of all nodes in an order in which producers precede their consumers.
 
-    The order starts from nodes without consumers and goes back to their producers.  The nodes `ahead` and their
-    producers precede all others.
+    The order is the postorder of a depth-first search that starts at nodes without consumers, and goes from each node
+    to its producers.  A node therefore comes directly after the last producer that the search reached from it.
+
+    reads  for each node, the indices of the producers of its inputs, in the order of the inputs
+    ahead  nodes that come first in the order, after the nodes on which they depend
     """
     read = {each for one in reads for each in one}
     roots = [*sorted(ahead), *(node for node in range(len(reads)) if node not in read)]

@@ -26,14 +26,15 @@ class Fates:
     constant  its value is known before the model runs
     stays     it is in the new graph as it was
 
-    `stands_for` is None if no node of the new graph represents the old one.  Names in `replaced` are names of nodes
-    that were made while the graph was simplified.
+    `stands_for` holds, for each node, the index of the node of the new graph that represents it, or None.
     """
 
     fates: tuple[Fate, ...]
     stands_for: tuple[int | None, ...]
     records: Mapping[int, Fused]  # the record of each fused node, by its index in the new graph
-    replaced: Mapping[int, tuple[int | str, ...]]  # by the same index: the replaced nodes' indices, or names
+    # By the same index: the nodes that a fused node replaced.  Each is an index in the old graph, or the name of a node
+    # that was made while the graph was simplified.
+    replaced: Mapping[int, tuple[int | str, ...]]
 
     @property
     def counts(self) -> dict[Fate, int]:
@@ -43,7 +44,11 @@ class Fates:
 
 
 def find_fates(graph: Rewritten, fused: Iterable[Fused], folded: Iterable[Folded]) -> Fates:
-    """Return the fate of each node, from the records and the tensors of both graphs."""
+    """Return the fate of each node of `graph.before`, and the node of `graph.after` that represents it.
+
+    fused   the records of the fused nodes of `graph.after`
+    folded  the records of the nodes of `graph.before` that passes folded away
+    """
     before, after = graph.before.nodes, graph.after.nodes
     by_label = {node.label: i for i, node in enumerate(before)}
     new_by_label = {node.label: i for i, node in enumerate(after)}

@@ -55,11 +55,13 @@ def masked_sum(scores: Term = tensor(), mask: Term = tensor(), number: Term = sc
 
 @rewrite(of_scores=True, example={"scores": SCORES, "mask": (2, 1, 4, 5), "number": -math.inf})
 def limited_sum(scores: Term = tensor(), mask: Term = tensor(), number: Term = scalar()) -> Rules:
-    """`Max(scores + mask, number)` is `scores + Max(mask, number)` if the number is lower than any score (OPT).
+    """`Max(scores + mask, number)` becomes `scores + Max(mask, number)` if the number is lower than any score.
 
-    Infinite scores give another result than before.  If the mask is finite, the Max is removed.  The rule does not
-    apply to scores to which another mask may have been added.  Where both masks hide a key, the sum may be -inf, and
-    the Max then gives the key the same score as a key that only one mask hides.
+    OPT limits its scores in this way.  If the mask is finite, the Max of the mask is left out as well.  Infinite scores
+    give another result than before.
+
+    The rule does not apply if another mask may have been added to the scores before.  At a key that both masks hide,
+    `scores + mask` may be -inf.  The original Max raises this sum to the number, but the Max of one mask would not.
     """
     require("the number swallows scores that are added to it", lambda number: number < SWALLOWS_SCORES)
     require("scores hold no numbers of masks", lambda scores, is_ordinary: is_ordinary(scores))

@@ -81,9 +81,9 @@ class GivenTemplate:
 
 
 class PreparedTemplate:
-    """A template, and the kernels of its variants: its plans, each for a range of sizes.
+    """A template, and the kernels that the plans of its variants launch; kernels are loaded when they are needed.
 
-    The kernels stay loaded as long as this object lives, because the CUDA graphs of a session may launch the kernels of
+    Kernels stay loaded as long as this object lives, because the CUDA graphs of a session may launch the kernels of
     any plan that the session's nodes have had.
     """
 

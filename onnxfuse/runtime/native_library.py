@@ -252,7 +252,7 @@ def _read_body(raw: Any) -> BodyRequest:
 
 
 def new_nodes() -> list[Request]:
-    """Return the nodes of all sessions that have no templates yet, as requests without inputs."""
+    """Return requests, without inputs, for all nodes that have no template yet, in all sessions."""
     found: list[Request] = []
     load().onnxfuse_new_nodes(_NODE(lambda raw: found.append(_read(raw.contents))))
     return found

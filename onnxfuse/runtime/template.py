@@ -40,8 +40,10 @@ class Variant:
     """A plan for all sizes that satisfy its guards; its numbers may be symbolic integers."""
 
     plan: Plan
-    hard: tuple[tuple[int, bool], ...]  # expressions and the answers that make the plan correct
-    soft: tuple[tuple[int, bool], ...]  # expressions and the answers at which planning prefers this plan
+    # Guards, each as the number of a comparison in `Template.expressions` and its required answer.  With the answers in
+    # `hard` the plan is correct; with those in `soft` too, the host would choose this plan.
+    hard: tuple[tuple[int, bool], ...]
+    soft: tuple[tuple[int, bool], ...]
     hints: tuple[int, ...]  # sizes at which the plan was chosen
     fixed: tuple[tuple[str, int], ...]  # where planning used a size as a plain integer, and its value
     tuned: bool = False  # the plan was chosen by measuring, and is preferred at sizes near its hints
@@ -241,7 +243,10 @@ def _finished(plan: Plan) -> Plan:
 
 
 def _plain(step: Launch) -> Launch:
-    """Return a launch whose compile-time constants, block and shared memory are plain integers: see Trace.fix."""
+    """Return a launch with plain integers as compile-time constants, TMA boxes, block, shared memory and cluster.
+
+    See `_integer`, which converts them.
+    """
     kernel = step.kernel
     defines = {name: _integer(value, f"{kernel.source} {name}") for name, value in kernel.defines.items()}
     arguments = tuple(
@@ -257,9 +262,10 @@ def _plain(step: Launch) -> Launch:
 
 
 def _integer(value: T, where: str) -> T:
-    """Return a plain value as it is; for a symbolic integer, require that it equals its hint, and return the hint.
+    """Return the hint of a symbolic integer, which is its value in this planning; return a plain value as it is.
 
-    `where` names the integer in `Variant.fixed`: see Trace.fix.
+    For a symbolic integer, a guard is added to the plan: the integer must equal its hint (see Trace.fix).  `where` is
+    the text under which `Variant.fixed` lists this guard, such as the name of the constant that takes the hint.
     """
     return cast(T, value.trace.fix(value, where)) if isinstance(value, SymInt) else value
 
@@ -343,7 +349,10 @@ class _Samples:
         return [variants[i] for i in kept]
 
     def _loss(self, variant: Variant) -> Values:
-        """Return `Template.loss`, limited to a finite number wherever the variant is correct."""
+        """Return `Template.loss` at all samples, as an infinite number only where the variant is not correct.
+
+        Where a correct variant has an infinite loss, the result is the largest finite number.
+        """
         values = self._evaluated()
         loss = np.minimum(self.template.loss(variant, values), np.finfo(np.float64).max)
         return np.where(holds(values, variant.hard), loss, np.inf)

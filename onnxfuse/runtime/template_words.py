@@ -40,7 +40,7 @@ class VariantWords:
 
     @property
     def hard(self) -> tuple[tuple[int, bool], ...]:
-        """The guards that hold where the plan is correct: numbers of expressions, and their required answers."""
+        """The guards with which the plan is correct: pairs of a comparison's expression number and its answer."""
         reader = WordReader(self.data)
         reader.skip(len(self.hints) + 1)
         words = reader.words(2 * reader.count("hard guards"))
@@ -49,7 +49,7 @@ class VariantWords:
 
 @dataclass(frozen=True)
 class TemplateWords:
-    """A template, whose functions are CUfunction handles, or numbers of kernels in a file."""
+    """A template as words.  Its functions are CUfunction handles, or in a plan file, numbers of the file's kernels."""
 
     inputs: tuple[TensorSpec, ...]
     expressions: bytes
@@ -146,7 +146,10 @@ def read_template(data: bytes) -> TemplateWords:
 
 
 def _inputs(reader: WordReader) -> tuple[TensorSpec, ...]:
-    """Return the inputs of a template; its sizes must be numbered in order of first use."""
+    """Read the inputs of a template, in which dynamic dim number k is written as -1 - k.
+
+    Raises ValueError unless the numbers k are given in order of first use: 0, then 1, and so on.
+    """
     inputs, sizes = list[TensorSpec](), 0
     for _ in range(reader.count("inputs")):
         inputs.append(read_input(reader))

@@ -44,7 +44,8 @@ for _family in activations, attention, group_query_attention, losses, norms, onn
 # Operators of a spelling that need not be fused, because they only move or mask elements.  Operators on integers and
 # booleans need not be fused either.
 MAY_REMAIN: Final = VIEWS | SLICING | {"Cast", "Concat", "Where"}
-# So many fusions have these operators that misses at them explain nothing.
+# Many fusions contain these operators.  That a fusion did not match at one of them therefore does not explain why a
+# spelling was not fused.
 SUMS_AND_FACTORS: Final = frozenset({"Add", "Div", "Mul", "Sub"})
 
 
@@ -135,7 +136,10 @@ def left_over(graph: Graph, shapes: ShapeInfo, spelled_out: SpelledOut, fusing: 
 
 
 def _nearest_miss(names: Set[str], missed: Iterable[Miss]) -> str:
-    """Return the reason of the nearest miss at nodes of these names; "" where there is none."""
+    """Return why the nearest fusion did not match at nodes of these names; "" if no fusion came near.
+
+    The nearest fusion is the one of whose pattern the most nodes matched.
+    """
     near = [m for m in missed if m.matched and not names.isdisjoint((m.node, *m.around))]
     best = max(near, key=lambda m: (m.matched, m.matched / m.of), default=None)
     return f"{best.fusion.name}: {best.reason}" if best else ""

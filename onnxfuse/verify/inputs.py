@@ -131,9 +131,9 @@ def _similar(name: str, known: list[str]) -> str:
 
 
 def sizes_to_try(inputs: Sequence[Input], given: Mapping[str, Array]) -> Iterator[dict[str, int]]:
-    """Yield sizes of all dynamic dims, each set once, in the order of DIM_SIZES; given arrays fix their own sizes.
+    """Yield different sets of sizes of all dynamic dims, in the order of DIM_SIZES; given arrays fix their own sizes.
 
-    Sets for which an input would be too big are left out.
+    After the first set, sets for which an input would be too big are left out.
     """
     names = _single_names(inputs)
     audio = any(
@@ -158,7 +158,7 @@ def edge_sizes(
     """Yield sets of dim sizes with 1 or 0 in all free dims, then in one free dim while the others have `usual` sizes.
 
     A dim is free if no given array fixes its size.  Only the first MAX_DIMS_AT_EDGES free dims are set one at a time.
-    The sizes in `steps` follow if they are for free dims, each together with other sizes from a line of DIM_SIZES.
+    Last come the sets in `steps` that have sizes of free dims only; the other dims get sizes from a line of DIM_SIZES.
     """
     zeros, ones = (_choose_sizes(inputs, ((size,), (size,)), given) for size in (0, 1))
     free = [name for name in usual if zeros[name] != ones[name]]
@@ -299,11 +299,11 @@ def _lengths(shape: tuple[int, ...], longest: int, cumulative: bool) -> Array:
 
 
 def _counted_size(each: Input, inputs: Sequence[Input], shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Return the size of the axis that a length counts.
+    """Return the largest value for an input of lengths, such as `audio_lens`: the size of an axis of another input.
 
-    The axis belongs to the input that the length is named after, else to the first input with as many rows as there are
-    lengths, else to the first input of several axes.  Of that input's axes after the batch, the longest dynamic axis is
-    chosen, or the longest static axis if none is dynamic.
+    This other input is the one after which the lengths are named, else the first input whose first axis is as long as
+    the input of lengths, else the first input of several axes.  Of its axes after the first, the longest dynamic axis
+    is chosen, or the longest static axis if none is dynamic.
     """
     words = sorted(LENGTH_WORDS, key=len, reverse=True)
     stem = re.sub(f"_?({'|'.join(words)})(?![a-z])", "", each.name.lower())

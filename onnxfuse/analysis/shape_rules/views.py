@@ -76,7 +76,9 @@ def _if_empty(
 
 
 def tells_empty_axes(reshape: Node, target: Sequence[Size], source: Shape | None) -> bool:
-    """Return whether a Reshape to a target with a -1 either gives the target's sizes or fails, also for empty axes.
+    """Return whether a Reshape never gives other sizes than its target states, even if axes of its input are empty.
+
+    The target has a -1, whose size the Reshape computes.  For empty axes, the Reshape may also fail.
 
     With `allowzero`, onnxruntime computes the size at the -1 as the element count divided by the product of the nonzero
     sizes, so each target size that may be 0 must also be a size of the source.
