@@ -183,7 +183,7 @@ def inferred(model: onnx.ModelProto) -> onnx.ModelProto | None:
         return None
     try:
         return onnx.shape_inference.infer_shapes(model, data_prop=True)
-    except (onnx.shape_inference.InferenceError, RuntimeError, ValueError):
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, RuntimeError, ValueError):
         return None
 
 

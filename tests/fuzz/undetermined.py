@@ -25,7 +25,7 @@ MAX_OTHER_STEPS = 0.02  # of the values of a tensor
 # an RMSNorm whose data broadcasts to its scale, of a norm that begins with a Cast, of a norm whose parts have readers
 # outside, and of a Reshape with -1 in place of a computed size.
 ERRORS_OF_REWRITES = (
-    "TransposeDQWeightsForMatMulNBits Missing required weight",
+    "TransposeDQWeightsForMatMulNBits Missing required ",  # a weight or a scale of an outer graph
     "SimplifiedLayerNormFusion/' Status Message: Scale and (optional) bias must match",
     "(LayerNormalization) bound to different types",
     "is not a graph input, initializer, or output of a previous node",
