@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from onnxfuse.runtime.plan import Step
 
@@ -18,3 +20,17 @@ class Implementation:
     name: str  # the kernel and its tile sizes, for reports
     steps: tuple[Step, ...]
     scratch: tuple[int, ...] = ()  # bytes of each scratch buffer
+
+
+def one_after_the_other(lists: Sequence[Sequence[Implementation]]) -> list[Implementation]:
+    """Return sequences of launches of several problems: all by their first implementations, all by their second, ...
+
+    The problems use the same scratch memory.  Without a problem, the result is one sequence of no launches.
+    """
+    sequences = []
+    for i in range(max(map(len, lists), default=1)):
+        chosen = [found[min(i, len(found) - 1)] for found in lists]
+        steps = tuple(step for each in chosen for step in each.steps)
+        scratch = tuple(max(sizes) for sizes in zip_longest(*(each.scratch for each in chosen), fillvalue=0))
+        sequences.append(Implementation(", ".join(dict.fromkeys(each.name for each in chosen)), steps, scratch))
+    return sequences

@@ -8,9 +8,14 @@ def linear(x: Term, w: Term, bias: Term, number: str = "") -> Term:
 
     If a fusion has several products, `number` is appended to the names of the dimension n and of the choice.
     """
+    return choose(f"weight_layout{number}", **linear_by_layout(x, w, w, bias, number))
+
+
+def linear_by_layout(x: Term, w_kn: Term, w_nk: Term, bias: Term, number: str = "") -> dict[str, Term]:
+    """Return x w + bias, or x w, by the layout of the weight: for a `w_kn` of (k, n), and for a `w_nk` of (n, k)."""
     rows, n = rearrange(x, "... k -> (...) k"), f"n{number}"
     variants = {}
-    for layout, axes, attributes in ("kn", f"k {n}", {}), ("nk", f"{n} k", {"transB": 1}):
+    for layout, w, axes, attributes in ("kn", w_kn, f"k {n}", {}), ("nk", w_nk, f"{n} k", {"transB": 1}):
         weight, weight_kn = rearrange(w, f"{axes} -> {axes}"), rearrange(w, f"{axes} -> k {n}")
         product = op.MatMul(x, weight_kn)
         variants[layout] = either(
@@ -19,4 +24,4 @@ def linear(x: Term, w: Term, bias: Term, number: str = "") -> Term:
             product,
             rearrange(op.Gemm(rows, weight, bias, **attributes), f"(...) {n} -> ... {n}"),
         )
-    return choose(f"weight_layout{number}", **variants)
+    return variants

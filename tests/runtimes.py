@@ -12,6 +12,8 @@ from onnx import TensorProto
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun, RuntimeContextError
 
+from onnxfuse.verify.ort_session import EXACT_PRODUCTS
+
 # Relative to the largest value. float32 sums are rounded in another order; 16-bit values are rounded at every operator.
 TOLERANCE = {
     TensorProto.DOUBLE: 1e-9,
@@ -26,6 +28,7 @@ def open_on_cpu(model: onnx.ModelProto, *, optimize: bool = True) -> onnxruntime
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = 1
+    options.add_session_config_entry(*EXACT_PRODUCTS)
     if not optimize:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
@@ -53,11 +56,30 @@ class BatchNormalization(OpRun):
         return (((x - mean) * (scale / np.sqrt(var + (1e-5 if epsilon is None else epsilon))) + bias).astype(x.dtype),)
 
 
+class MatMulNBits(OpRun):
+    """The operator of onnxruntime, whose weights are stored with the lowest bits of each byte first."""
+
+    op_domain = "com.microsoft"
+
+    def _run(self, x, w, scales, zeros=None, group_index=None, bias=None, **said):
+        bits, size = said.get("bits") or 4, said["block_size"]
+        n, blocks, _ = w.shape
+        shifts = np.arange(0, 8, bits, dtype=np.uint8)
+        unpacked = lambda packed: (packed[..., None] >> shifts & (2**bits - 1)).reshape(n, -1)  # noqa: E731
+        points = np.full((n, blocks), 2 ** (bits - 1)) if zeros is None else zeros
+        if points.dtype == np.uint8:
+            points = unpacked(points.reshape(n, -1))[:, :blocks]
+        steps = unpacked(w).reshape(n, blocks, size).astype(np.float64) - points.reshape(n, blocks, 1)
+        weight = (steps * scales.reshape(n, blocks, 1).astype(np.float64)).reshape(n, -1)[:, : said["K"]]
+        product = x.astype(np.float64) @ weight.T
+        return ((product if bias is None else product + bias).astype(x.dtype),)
+
+
 class Evaluator(ReferenceEvaluator):
     """That of onnx.reference, which makes one of its own class for each function of a model."""
 
     def __init__(self, model, **options):
-        super().__init__(model, **{**options, "new_ops": [BatchNormalization]})
+        super().__init__(model, **{**options, "new_ops": [BatchNormalization, MatMulNBits]})
 
 
 def evaluate(model: onnx.ModelProto, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:

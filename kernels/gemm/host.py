@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import zip_longest
 from typing import Final
 
 from onnxfuse.kernels import epilogue_node
@@ -14,7 +13,7 @@ from onnxfuse.kernels.gemm import hopper, small
 from onnxfuse.kernels.gemm.implementations import MAX_IMPLEMENTATIONS, implementations, implementations_if_any
 from onnxfuse.kernels.gemm.operands import gemm_of, unsupported
 from onnxfuse.kernels.gemm.problem import Gemm, group
-from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.implementation import Implementation, one_after_the_other
 from onnxfuse.kernels.tensors import required_spec
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
 from onnxfuse.runtime.symint import for_later_plans
@@ -40,7 +39,8 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
     gemms, outputs = zip(*products, strict=True)
     together = _in_one_launch(gemms, device)[:MAX_GROUPED] if len(gemms) > 1 else []
     with for_later_plans(gemms[0].m if together else 0):
-        found = [*together, *_one_after_the_other(gemms, device)]
+        each = [implementations(gemm, device) for gemm in gemms if gemm.m * gemm.n]
+        found = [*together, *one_after_the_other(each)]
     return [Plan(outputs, each.steps, each.scratch) for each in found[:MAX_IMPLEMENTATIONS]]
 
 
@@ -59,18 +59,3 @@ def _in_one_launch(gemms: Sequence[Gemm], device: Device) -> list[Implementation
     for_few_rows = small.implementations(gemm, device)[: MAX_GROUPED - 1]
     with for_later_plans(gemm.m if for_few_rows else 0):
         return [*for_few_rows, *hopper.implementations(gemm, device)]
-
-
-def _one_after_the_other(gemms: Sequence[Gemm], device: Device) -> list[Implementation]:
-    """Return sequences of launches: all products by their first implementations, all by their second ones, and so on.
-
-    The products use the same scratch memory.
-    """
-    lists = [implementations(gemm, device) for gemm in gemms if gemm.m * gemm.n]
-    sequences = []
-    for i in range(max(map(len, lists), default=1)):
-        chosen = [found[min(i, len(found) - 1)] for found in lists]
-        steps = tuple(step for each in chosen for step in each.steps)
-        scratch = tuple(max(sizes) for sizes in zip_longest(*(each.scratch for each in chosen), fillvalue=0))
-        sequences.append(Implementation(", ".join(dict.fromkeys(each.name for each in chosen)), steps, scratch))
-    return sequences

@@ -238,12 +238,20 @@ class BodyBuilder:
         Few operators of older opsets accept bfloat16.
         """
         found = schema(term.op, self.opset)
-        if found is None or self._lacks_steps(term):
+        if found is None or self._lacks_steps(term) or self._lacks_attribute(term, found):
             return False
         narrow = any(operand.dtype == TensorProto.BFLOAT16 for operand in self._operands.values())
         if not narrow or not found.inputs or not term.inputs or self._dtype(term.inputs[0]) != TensorProto.BFLOAT16:
             return True
         return BFLOAT16 in found.inputs[0].types or FLOAT not in found.inputs[0].types
+
+    def _lacks_attribute(self, term: Apply, found: OpSchema) -> bool:
+        """Return whether the opset's operator has an attribute of the term neither as attribute nor as input.
+
+        The steps of a Slice are another question; see `_lacks_steps`.
+        """
+        names = (name for name in term.attributes if name not in found.attributes and name != "steps")
+        return any(input_index(term.op, name, self.opset) is None for name in names)
 
     def _lacks_steps(self, term: Apply) -> bool:
         """Return whether a term is a Slice with steps other than 1 in an opset before 10, which has no steps."""

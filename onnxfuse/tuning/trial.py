@@ -300,8 +300,8 @@ def _runs(sets: Sequence[Buffers]) -> int:
 
 
 def itemsize(spec: TensorSpec) -> int:
-    """Return the bytes of an element."""
-    return int(np.dtype(NUMPY_DTYPES.get(spec.dtype, spec.dtype)).itemsize)
+    """Return the bytes of an element, at least one."""
+    return int(np.dtype(getattr(ml_dtypes, spec.dtype, spec.dtype)).itemsize)
 
 
 def size_of(spec: TensorSpec) -> int:

@@ -278,13 +278,15 @@ def _open_both(unfused: UnfusedGraph, optimized: onnx.ModelProto, part: Part, gi
     name, and OnnxruntimeFailure if it opens these but not the fused node.
     """
     folder = unfused.graph.folder
-    inputs = [input_of(name, value) for name, value in given.items()]
+    inputs = [input_of(name, value) for name, value in given.items() if not _is_packed(value)]
     replaced = unfused.model(part.replaced, inputs, part.outputs)
     fused = copy_without(optimized, "graph", "functions")
     fused.functions.extend(f for f in optimized.functions if f.domain == DOMAIN and f.name == part.fused.op_type)
     fused.graph.name = "part"
     fused.graph.node.extend(part.nodes)
     fused.graph.input.extend(i for i in inputs if i.name in part.operands)
+    packed = (name for name, value in given.items() if name in part.operands and _is_packed(value))
+    fused.graph.initializer.extend(unfused.initializer(name) for name in packed)
     fused.graph.output.extend(onnx.ValueInfoProto(name=name) for name in part.outputs)
     half = _half(unfused, part)
     try:
@@ -301,6 +303,11 @@ def _open_both(unfused: UnfusedGraph, optimized: onnx.ModelProto, part: Part, gi
     computed = {o: unfused.types[o][0] for node in part.replaced for o in node.output if o in unfused.types}
     rounded = {name: dtype for name, dtype in computed.items() if dtype in HALF_PRECISION}
     return _Sessions(old, new, exact, half, False, replaced, rounded, folder)
+
+
+def _is_packed(value: Array) -> bool:
+    """Return whether bytes hold several elements: onnxruntime takes no such array as an input."""
+    return value.dtype.name.startswith(("int4", "uint4", "int2", "uint2", "float4"))
 
 
 def _open(model: onnx.ModelProto, folder: Path | None) -> Session:

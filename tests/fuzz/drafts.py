@@ -150,10 +150,17 @@ def type_outputs(model: onnx.ModelProto) -> None:
     for output in model.graph.output:
         if output.name in found and found[output.name].tensor_type.elem_type:
             output.type.CopyFrom(found[output.name])
-    if not all(output.HasField("type") for output in model.graph.output):
+    if not all(map(_is_typed, model.graph.output)):
         for output, (dtype, shape) in zip(model.graph.output, _types_in_onnxruntime(model), strict=False):
-            if not output.HasField("type"):
+            if not _is_typed(output):
                 output.CopyFrom(helper.make_tensor_value_info(output.name, dtype, shape))
+
+
+def _is_typed(output: onnx.ValueInfoProto) -> bool:
+    """Return whether an output has a type, and its shape if it is a tensor."""
+    return output.HasField("type") and (
+        not output.type.HasField("tensor_type") or output.type.tensor_type.HasField("shape")
+    )
 
 
 def _types_in_onnxruntime(model: onnx.ModelProto) -> list[tuple[int, list[Dim]]]:

@@ -30,14 +30,21 @@ WITH_KERNEL = [f for f in builtin() if "activation" in variants(f) and find_host
 
 def fused(fusion: Fusion, activation: str) -> FusedNode:
     operands = tuple(c.name for c in fusion.captures if c.kind in ("tensor", "weight"))
-    return FusedNode(fusion.name, "n", operands, {"activation": activation, "layout": "nhwc"}, ("float16",))
+    attributes = {"activation": activation, "layout": "nhwc", "block_size": 32}
+    return FusedNode(fusion.name, "n", operands, attributes, ("float16",))
+
+
+def dtypes(node: FusedNode) -> list[str]:
+    packed = ("w", "up", "zero_points", "up_zero_points") if "nbits" in node.fusion else ()
+    return ["uint8" if name in packed else "float16" for name in node.operands]
 
 
 def test_which_fusions_have_activations() -> None:
     names = {f.name for f in WITH_KERNEL}
     assert names == {
         "activation", "batch_norm_activation", "bias_activation", "conv_bias_activation",
-        "conv_transpose_bias_activation", "gated_activation", "gated_gemm", "gemm_bias_activation", "group_norm",
+        "conv_transpose_bias_activation", "gated_activation", "gated_gemm", "gated_matmul_nbits",
+        "gemm_bias_activation", "group_norm",
     }  # fmt: skip
 
 
@@ -47,10 +54,10 @@ def test_a_kernel_knows_every_activation_of_its_pattern(fusion: Fusion) -> None:
     host = host_of(fusion.name)
     for activation in variants(fusion)["activation"]:
         node = fused(fusion, activation)
-        assert host.supports(node, ["float16"] * len(node.operands), GPU) is None
+        assert host.supports(node, dtypes(node), GPU) is None
         assert activation in {*ACTIVATIONS, PRELU}
     unknown = fused(fusion, "cube")
-    refusal = host.supports(unknown, ["float16"] * len(unknown.operands), GPU)
+    refusal = host.supports(unknown, dtypes(unknown), GPU)
     assert refusal is not None and "activation is cube" in refusal
 
 

@@ -95,6 +95,12 @@ static Pack<T, N> load_cached(const T* from) {
     return loaded;
 }
 
+template <class T>
+static T __ldg(const T* from) {
+    if (reinterpret_cast<u64>(from) % sizeof(T)) abort();  // misaligned
+    return *from;
+}
+
 template <int N, class T>
 static Pack<T, N> load_once(const T* from) { return load_cached<N>(from); }
 

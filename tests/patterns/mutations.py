@@ -18,6 +18,7 @@ from spellings import Unfused
 from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.ir.attributes import schema
 
+PACKED = {"DequantizeLinear", "MatMulNBits"}
 AXES = {"axis", "axes", "perm"}
 VIEWS = {"Expand", "Flatten", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
 
@@ -85,9 +86,13 @@ def _constants(model: onnx.ModelProto) -> dict[str, onnx.NodeProto]:
 
 
 def _typed(model: onnx.ModelProto) -> onnx.ModelProto | None:
-    """Infer the types of the outputs anew and return the model; None if it is no longer valid."""
+    """Infer the types of the outputs anew and return the model; None if it is no longer valid.
+
+    onnx infers nothing for operators of onnxruntime, whose recorded types stay.
+    """
+    recorded = {info.name: info for info in model.graph.value_info}
     for output in model.graph.output:
-        output.ClearField("type")
+        output.CopyFrom(recorded.get(output.name, onnx.ValueInfoProto(name=output.name)))
     try:
         inferred = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
     except onnx.shape_inference.InferenceError:
@@ -332,6 +337,10 @@ def _cyclic(unfused: Unfused, second: str, operand: str) -> Mutant:
     if unfused.variant.dtypes[operand] == TensorProto.BOOL:
         new.append(helper.make_node("Cast", ["level"], ["some"], "truth", to=TensorProto.BOOL))
         new.append(helper.make_node("And", [operand, "some"], ["around"], "turned"))
+    elif unfused.variant.dtypes[operand] == TensorProto.UINT8:
+        new.append(helper.make_node("Cast", [operand], ["wide"], "widened", to=TensorProto.FLOAT))
+        new.append(helper.make_node("Mul", ["wide", "level"], ["product"], "multiplied"))
+        new.append(helper.make_node("Cast", ["product"], ["around"], "turned", to=TensorProto.UINT8))
     else:
         new.append(helper.make_node("Mul", [operand, "level"], ["around"], "turned"))
     rest = [n for n in nodes if not any(n is other for other in first)]
@@ -388,8 +397,9 @@ def _computed(unfused: Unfused, name: str) -> Mutant:
 
 
 def doubles(unfused: Unfused) -> Iterator[Change]:
-    """Yield the model in double precision."""
-    yield "double", "all", functools.partial(_doubled, unfused)
+    """Yield the model in double precision, unless it has quantized weights, whose scales are never of that dtype."""
+    if not any(node.op_type in PACKED for node in unfused.model.graph.node):
+        yield "double", "all", functools.partial(_doubled, unfused)
 
 
 def _doubled(unfused: Unfused) -> Mutant:

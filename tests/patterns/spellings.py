@@ -38,9 +38,10 @@ from onnxfuse.rewrite.variant import Variant
 NEWEST, OLDEST = 24, 7
 # The fusions of which models are generated.  onnx knows neither the types nor the results of an operator of another
 # domain; a fusion that is one has tests of its own.
-GENERATED = tuple(f for f in catalogue.builtin() if not any("::" in op for op in f.outputs[0].root_ops or ()))
+GENERATED = tuple(f for f in catalogue.builtin() if any("::" not in op for op in f.outputs[0].root_ops or ("",)))
 LEADING = {"batch": 3, "seq": 2, "extra": 4}  # sizes of the axes that "..." stands for; fewer axes take the first ones
 MAX_TRIES = 20_000  # of sizes for the dimensions of a spelling; random choices of variants may contradict each other
+PACKED_INPUTS = {"DequantizeLinear": (0, 2), "com.microsoft::MatMulNBits": (1, 3)}
 POOL = (4, 5, 6, 7, 8, 9, 10, 3, 2, 12, 11, 14, 20, 1)  # sizes that are tried for a named dimension
 
 
@@ -194,11 +195,17 @@ def _axes(spelling: Spelling, operand: Capture) -> list[tuple[str, ...]] | None:
     for term in spelling.terms:
         if isinstance(term, Rearrange) and term.inner.unwrapped is operand:
             return list(parse_arrangement(term.pattern, spelling.leading).source)
-    return None
+    return _axes_by_example(spelling, operand)
+
+
+def _axes_by_example(spelling: Spelling, operand: Capture) -> list[tuple[str, ...]] | None:
+    """Return the axes that the example of an operand names; None if it names none."""
+    example = spelling.fusion.example.get(operand.name)
+    return [(name,) for name in example.split()] if isinstance(example, str) else None
 
 
 def _dtype(spelling: Spelling, operand: Capture) -> int:
-    """The variant's dtype, or bool or int64 where the operator that reads the operand takes nothing else.
+    """The variant's dtype, or bool, int64 or uint8 where the operator that reads the operand takes nothing else.
 
     int64 under a Cast that the pattern writes: those between floats are none of its terms.
     """
@@ -208,7 +215,8 @@ def _dtype(spelling: Spelling, operand: Capture) -> int:
         if term.op == "Cast" and any(t.unwrapped is operand for t in _viewed(term)):
             return TensorProto.INT64
         for index, item in enumerate(term.inputs):
-            if item.unwrapped is operand and (dtype := _only_dtype(term.op, index, spelling.opset)):
+            inner = item.inner if isinstance(item, Rearrange) else item
+            if inner.unwrapped is operand and (dtype := _only_dtype(term.op, index, spelling.opset)):
                 return dtype
     return spelling.dtype
 
@@ -227,7 +235,9 @@ def _viewed(cast: Apply) -> Sequence[Term]:
 
 @functools.cache
 def _only_dtype(op: str, index: int, opset: int) -> int | None:
-    """Return bool or int64 where an operator's input takes nothing else."""
+    """Return bool or int64 where an operator's input takes nothing else, and uint8 where it takes packed numbers."""
+    if index in PACKED_INPUTS.get(op, ()):
+        return TensorProto.UINT8
     found = schema(op, opset)
     types = set(found.inputs[index].types) if found and index < len(found.inputs) else set()
     if types == {"tensor(bool)"}:
@@ -247,6 +257,8 @@ def _names(spelling: Spelling) -> list[str]:
 def _specs(spelling: Spelling) -> list[str]:
     """Return every text of the variant that names dimensions: shapes, arrangements, expressions."""
     specs = [c.dims for c in operands(spelling) if c.dims]
+    by_example = [(_axes(spelling, c), _axes_by_example(spelling, c)) for c in operands(spelling)]
+    specs += [" ".join(name for (name,) in named) for axes, named in by_example if named and axes == named]
     for term in spelling.terms:
         specs += () if isinstance(term, Capture) else term.dim_specs
     return specs
@@ -266,12 +278,18 @@ def find_sizes(spelling: Spelling, known: Mapping[str, Any]) -> dict[str, Any]:
     names = [name for name in _names(spelling) if name not in known and name not in spelling.sizes]
     has_dots = any("..." in spec for spec in _specs(spelling))
     lead = tuple(LEADING.values())[: spelling.leading] if has_dots else ()
-    labels = chosen(spelling)
+    labels = {**chosen(spelling), **_attribute_examples(spelling)}
     given = tuple({**labels, **known, **spelling.sizes}.items())
     found = _solution(spelling.fusion, tuple(names), given, tuple(_divisors(spelling).items()), lead)
     if found is None:
         raise Unwritable("sizes", f"no sizes of {', '.join(names)} fulfil the guards")
     return {"...": lead, **{name: size for name, size in found.items() if name not in labels}}
+
+
+def _attribute_examples(spelling: Spelling) -> dict[str, Any]:
+    """Return the examples of the attributes of the variant that are numbers: sizes may depend on them."""
+    found = {c.name: spelling.fusion.example.get(c.name) for c in captures(spelling) if c.kind == "attribute"}
+    return {name: value for name, value in found.items() if isinstance(value, int)}
 
 
 @functools.cache  # most spellings of a fusion have the same names
@@ -589,14 +607,17 @@ def _model(
     weights = [numpy_helper.from_array(array, name) for name, array in arrays.items() if kinds[name] == "weight"]
     infos = [onnx.ValueInfoProto(name=name) for name in outputs]
     graph = helper.make_graph(nodes, spelling.fusion.name, inputs, infos, weights)
-    opsets = [helper.make_opsetid("", spelling.opset)]
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=max(4, helper.find_min_ir_version_for(opsets)))
+    domains = sorted({node.domain for node in nodes} - {""})
+    opsets = [helper.make_opsetid("", spelling.opset), *(helper.make_opsetid(domain, 1) for domain in domains)]
+    ir_version = max(4, helper.find_min_ir_version_for(opsets[:1]))
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=ir_version)
     _type_outputs(model, spelling, variant)
     return model, {i.name: arrays[i.name] for i in inputs}
 
 
 def _type_outputs(model: onnx.ModelProto, spelling: Spelling, variant: Variant) -> None:
-    """Declare the types and shapes of the outputs, as an exporter does."""
+    """Declare the types of the outputs, and of what operators of onnxruntime compute, as an exporter does."""
+    _type_foreign(model, variant.out[0])
     shapes = _static_shapes(model) or _symbolic_shapes(model)
     for info, dtype, shape in zip(model.graph.output, variant.out, shapes, strict=False):
         dims = [d if isinstance(d, int) else None if "?" in str(d) else str(d) for d in shape]
@@ -604,6 +625,18 @@ def _type_outputs(model: onnx.ModelProto, spelling: Spelling, variant: Variant) 
     first, spec = shapes[0], spelling.fusion.out[0]
     said = f"{spelling.id}: out= names the axes '{spec}' of an output of shape {first}, where {dict(variant.dims)}"
     assert "(" in spec or unify(spec, first, variant.dims) is not None, said
+
+
+def _type_foreign(model: onnx.ModelProto, dtype: int) -> None:
+    """Record the types of the results of operators that onnx does not know."""
+    foreign = [name for node in model.graph.node if node.domain for name in node.output]
+    inner = set(foreign) - {output.name for output in model.graph.output}
+    if inner:
+        graph = read_graph(model)
+        shapes = infer_shapes(graph)
+        for tensor in (t for node in graph.nodes for t in node.outputs if t.name in inner):
+            dims = [d if isinstance(d, int) else str(d) for d in shapes.shape(tensor) or ()]
+            model.graph.value_info.append(helper.make_tensor_value_info(tensor.name, dtype, dims))
 
 
 def _static_shapes(model: onnx.ModelProto) -> list[tuple[DimSize, ...]]:
@@ -629,6 +662,8 @@ def _random(rng: np.random.Generator, shape: tuple[int, ...], dtype: int) -> np.
         return rng.random(shape) > 0.3
     if dtype == TensorProto.INT64:
         return rng.integers(0, 2, shape)  # rows of a table
+    if dtype == TensorProto.UINT8:
+        return rng.integers(0, 256, shape, dtype=np.uint8)
     return rng.standard_normal(shape).astype(helper.tensor_dtype_to_np_dtype(dtype))
 
 

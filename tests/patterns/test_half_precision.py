@@ -21,7 +21,7 @@ from onnxfuse.ir.domain import DOMAIN
 FLOAT, FLOAT16, BFLOAT16 = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16
 DTYPES = [(BFLOAT16, BFLOAT16), (BFLOAT16, FLOAT16), (FLOAT16, BFLOAT16), (BFLOAT16, FLOAT), (FLOAT16, FLOAT16),
           (FLOAT16, FLOAT), (FLOAT, BFLOAT16), (FLOAT, FLOAT16)]  # fmt: skip
-OPSETS = {13: longest, 20: richest}
+OPSETS = {13: longest, 21: richest}
 ABSORBING = [fusion for fusion in GENERATED if fusion.casts]
 
 # onnxruntime 1.31 makes a LayerNormalization of bfloat16, which the CPU provider lacks, of a Cast of bfloat16 to

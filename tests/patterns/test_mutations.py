@@ -20,7 +20,7 @@ from onnxfuse.fuse_model import Settings, fuse_model
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.rewrite.select import FusionResult
 
-OPSETS = {13: longest, 20: richest}  # before and after ReduceMean's axes became an input
+OPSETS = {13: longest, 21: richest}  # before and after ReduceMean's axes became an input, and blocks of quantizers
 
 # onnxruntime 1.31 makes a LayerNormalization of bfloat16, which the CPU provider lacks, of a Cast of bfloat16 to
 # float32 and the usual nodes behind it, in models that were never optimized too; the mutants are in other spellings.

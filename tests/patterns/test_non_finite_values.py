@@ -14,7 +14,7 @@ from spellings import GENERATED, Unfused, build, longest, richest
 
 from onnxfuse import Fusion, optimize
 
-OPSETS = {13: longest, 20: richest}
+OPSETS = {13: longest, 21: richest}
 READS_INTEGERS = {"embedding_rms_norm", "embedding_layer_norm", "rotary_table"}  # and weights
 READS_FLOATS = [fusion for fusion in GENERATED if fusion.name not in READS_INTEGERS]
 VALUES = {"nan": np.nan, "inf": np.inf, "minus_inf": -np.inf}

@@ -89,14 +89,14 @@ def test_a_body_has_operators_of_onnxruntime_where_the_model_had_some() -> None:
 
 
 def test_operators_on_quantized_numbers_are_counted() -> None:
-    text = """(float[2,5,32] x) => (float[2,5,8] y) <uint8[8,1,16] w, float[8] s, float[32] g, float[32] b>
+    text = """(float[2,5,32] x) => (float[2,5,8] y) <uint8[128] w, float[8] s, float[32] g, float[32] b>
     {
       h = LayerNormalization(x, g, b)
-      y = com.microsoft.MatMulNBits <K = 32, N = 8, block_size = 32, bits = 4> (h, w, s)
+      y = com.microsoft.MatMulBnb4 <K = 32, N = 8, block_size = 32, quant_type = 1> (h, w, s)
     }"""
     model, report = optimize(parsed(text))
-    assert operators(model) == ["onnxfuse::layer_norm", "com.microsoft::MatMulNBits"]
-    assert report.quantized == {"MatMulNBits": 1}
+    assert operators(model) == ["onnxfuse::layer_norm", "com.microsoft::MatMulBnb4"]
+    assert report.quantized == {"MatMulBnb4": 1}
 
 
 def test_explain_says_why_an_operator_stays(tmp_path: Path) -> None:

@@ -11,14 +11,14 @@ namespace {
 
 struct Dtype {
   const char* name;
-  int bytes;
+  int bits;  // of an element; several elements may share a byte
 };
 // By TensorProto.DataType of ONNX; onnxruntime's enumeration has the same numbers.
 constexpr Dtype kDtypes[] = {
-    {nullptr, 0},   {"float32", 4}, {"uint8", 1},    {"int8", 1},    {"uint16", 2}, {"int16", 2},
-    {"int32", 4},   {"int64", 8},   {nullptr, 0},    {"bool", 1},    {"float16", 2}, {"float64", 8},
-    {"uint32", 4},  {"uint64", 8},  {nullptr, 0},    {nullptr, 0},   {"bfloat16", 2}, {"float8e4m3fn", 1},
-    {"float8e4m3fnuz", 1}, {"float8e5m2", 1}, {"float8e5m2fnuz", 1},
+    {nullptr, 0},    {"float32", 32}, {"uint8", 8},  {"int8", 8},   {"uint16", 16},   {"int16", 16},
+    {"int32", 32},   {"int64", 64},   {nullptr, 0},  {"bool", 8},   {"float16", 16},  {"float64", 64},
+    {"uint32", 32},  {"uint64", 64},  {nullptr, 0},  {nullptr, 0},  {"bfloat16", 16}, {"float8e4m3fn", 8},
+    {"float8e4m3fnuz", 8}, {"float8e5m2", 8}, {"float8e5m2fnuz", 8}, {"uint4", 4}, {"int4", 4},
 };
 
 const Dtype* dtype_of(int dtype) {
@@ -53,15 +53,15 @@ NoAlias read_no_alias(WordReader& reader, const Extents& extents) {
 int64_t TensorType::bytes() const {
   const Dtype* known = dtype_of(dtype);
   if (!known) throw std::runtime_error("a tensor of " + dtype_name(dtype) + " cannot be passed to a kernel");
-  int64_t total = known->bytes;
+  int64_t bits = known->bits;
   for (const int64_t size : shape) {
     if (size == 0) return 0;
-    if (size < 0 || total > kMaxBytes / size) {
+    if (size < 0 || bits > 8 * kMaxBytes / size) {
       throw std::runtime_error("the tensor " + describe(*this) + " is too large");
     }
-    total *= size;
+    bits *= size;
   }
-  return total;
+  return (bits + 7) / 8;
 }
 
 std::string dtype_name(int dtype) {

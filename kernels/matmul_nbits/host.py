@@ -1,0 +1,192 @@
+"""The plans of matrix products with quantized weights: few rows from the weights as they are, many from numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from onnxfuse.kernels import epilogue_node
+from onnxfuse.kernels.epilogue import epilogue_defines
+from onnxfuse.kernels.epilogue_node import is_joined, moved
+from onnxfuse.kernels.epilogue_program import joined_plans, with_program
+from onnxfuse.kernels.gemm.implementations import implementations_if_any as gemm_implementations
+from onnxfuse.kernels.gemm.problem import Gemm
+from onnxfuse.kernels.implementation import Implementation, one_after_the_other
+from onnxfuse.kernels.matmul_nbits.problem import Product, Weight, product_of, products_of, unsupported
+from onnxfuse.kernels.tensors import VECTOR_BYTES
+from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, TensorSpec
+from onnxfuse.runtime.symint import for_later_plans
+
+MMA_ARCH: Final = 80  # the first compute capability whose mma has bf16 and k of 16
+MAX_ROWS: Final = 64  # of x: beyond, weights become numbers once, and the product is that of a Gemm
+MAX_DOT_ROWS: Final = 8
+DOT_WARPS: Final = 8
+SHARED_BYTES: Final = 48 << 10  # static shared memory of a block
+MAX_AHEAD: Final = 128  # columns whose windows of k a warp has in flight; registers of more spill
+DEQUANTIZE_THREADS: Final = 256  # THREADS of nbits_dequantize.cu
+MAX_IMPLEMENTATIONS: Final = 8
+
+
+@dataclass(frozen=True)
+class MmaConfig:
+    """The macros of nbits_mma.cu that the host chooses."""
+
+    tile_m: int
+    tile_n: int
+    warps: int
+    ahead: int
+
+    @property
+    def name(self) -> str:
+        """The name in reports."""
+        return f"nbits_mma_{self.tile_m}x{self.tile_n}_{self.warps}_{self.ahead}"
+
+    def fits(self, product: Product) -> bool:
+        """Return whether the sums fit into static shared memory, and the windows ahead into registers."""
+        columns = self.tile_n * (2 if product.is_gated else 1)
+        shared = 4 * self.warps * self.tile_m * (columns + 4)
+        is_crowded = product.is_gated and self.warps == 16 and self.tile_m > 8
+        return shared <= SHARED_BYTES and columns * self.ahead <= MAX_AHEAD and not is_crowded
+
+
+def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
+    """Return why no kernel runs this node on this device; None if one does."""
+    if is_joined(node):
+        return epilogue_node.unsupported(node, input_dtypes, device, supports)
+    return unsupported(node, input_dtypes, device)
+
+
+def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
+    """Return the plans for these shapes, the expected fastest first.  Raises ValueError if shapes do not fit."""
+    if is_joined(node):
+        return joined_plans(node, inputs, device, product_of, implementations, candidates)
+    product, outputs = products_of(node, inputs)
+    if not product.m * sum(weight.n for weight in product.weights):
+        return [Plan(outputs, ())]
+    return [Plan(outputs, each.steps, each.scratch) for each in implementations(product, device)]
+
+
+def implementations(product: Product, device: Device) -> list[Implementation]:
+    """Return the ways to run a product with at least one element, the expected fastest first.
+
+    This is the one place that decides which kernels run how many rows, and in which order they are tried.
+    """
+    few = _of_few_rows(product, device) if len({weight.zeros for weight in product.weights}) == 1 else []
+    with for_later_plans(product.m if few else 0):
+        many = one_after_the_other([_dequantized(each, device) for each in product.parts])
+    return [*few, *many][:MAX_IMPLEMENTATIONS]
+
+
+def _of_few_rows(product: Product, device: Device) -> list[Implementation]:
+    """Return the ways that read the weights as they are, in one launch; none for more rows than these pay for."""
+    if product.layout == "kn" or product.row_bits % 8:
+        return []
+    if _takes_mma(product, device) and product.m <= MAX_ROWS:
+        return [_mma(product, config, device) for config in _mma_configs(product)]
+    return [_dot(product, device)] if product.m <= MAX_DOT_ROWS else []
+
+
+def _takes_mma(product: Product, device: Device) -> bool:
+    is_whole = product.k % 8 == 0 and product.row_bits // 8 % VECTOR_BYTES == 0
+    return device.arch >= MMA_ARCH and product.item == 2 and product.bits in (4, 8) and product.aligned and is_whole
+
+
+def _mma_configs(product: Product) -> list[MmaConfig]:
+    """Return configs of nbits_mma.cu, the expected fastest first.
+
+    With more than 16 rows, wide tiles read x less often.  4096x4096 of 4 bits on an H200, in us, by tiles of 16 and of
+    32 columns: 16 rows 8.7 and 9.9, 32 rows 16.1 and 10.3, 64 rows 30.7 and 18.9.
+    """
+    tile_m = 8 if product.m <= 8 else 16 if product.m <= 16 else 32
+    windows = -(-product.k * product.bits // 512)
+    narrow, wide = [(16, 8, 4), (16, 4, 4), (16, 16, 2), (16, 8, 2)], [(32, 8, 2), (32, 4, 4)]
+    found = []
+    for tile_n, most, ahead in [*wide, *narrow] if tile_m == 32 else [*narrow[:1], *wide, *narrow[1:]]:
+        warps = next((count for count in (16, 8, 4, 2) if count <= min(most, windows)), 1)
+        found.append(MmaConfig(tile_m, tile_n, warps, ahead))
+    return [config for config in dict.fromkeys(found) if config.fits(product)]
+
+
+def _mma(product: Product, config: MmaConfig, device: Device) -> Implementation:
+    defines = {
+        **product.defines(), "TILE_M": config.tile_m, "TILE_N": config.tile_n, "WARPS": config.warps,
+        "AHEAD": config.ahead, "WIDTH": _width(product, config.tile_n),
+    }  # fmt: skip
+    kernel, given = with_program(Kernel("nbits_mma", "nbits_mma", defines), product.arguments(), product.program)
+    grid = (_tiles(product, config.tile_n), -(-product.m // config.tile_m), 1)
+    return Implementation(config.name, (Launch(kernel, grid, (32 * config.warps, 1, 1), given, pdl=device.has_pdl),))
+
+
+def _dot(product: Product, device: Device) -> Implementation:
+    rows = next(count for count in (1, 2, 4, MAX_DOT_ROWS) if product.m <= count)
+    word = 4 if product.aligned and product.row_bits % 32 == 0 else 1
+    x_vector = math.gcd(word * 8 // product.bits, product.k, VECTOR_BYTES // product.item) if product.aligned else 1
+    defines = {
+        **product.defines(), "ROWS": rows, "WARPS": DOT_WARPS, "WORD": word, "X_VECTOR": x_vector,
+        "WIDTH": _width(product, DOT_WARPS),
+    }  # fmt: skip
+    kernel, given = with_program(Kernel("nbits_dot", "nbits_dot", defines), product.arguments(), product.program)
+    grid = (_tiles(product, DOT_WARPS), -(-product.m // rows), 1)
+    launch = Launch(kernel, grid, (32 * DOT_WARPS, 1, 1), given, pdl=device.has_pdl)
+    return Implementation(f"nbits_dot_{rows}", (launch,))
+
+
+def _tiles(product: Product, columns: int) -> int:
+    """Return how many tiles of so many columns the products of one launch have."""
+    results = product.weights[:1] if product.is_gated else product.weights
+    return sum(-(-weight.n // columns) for weight in results)
+
+
+def _width(product: Product, columns: int) -> int:
+    """Return the elements of an access to y if a block has so many columns."""
+    widest = math.gcd(columns, VECTOR_BYTES // product.item, *(weight.n for weight in product.weights))
+    return widest if product.aligned else 1
+
+
+def _dequantized(product: Product, device: Device) -> list[Implementation]:
+    """Return the product of a Gemm, after launches that write each weight to scratch memory as numbers."""
+    numbers = {weight.w: Pointer("scratch", i) for i, weight in enumerate(product.weights)}
+    before = tuple(_dequantize(product, weight, numbers[weight.w], device) for weight in product.weights)
+
+    def after_numbers(pointer: Pointer) -> Pointer:
+        if pointer.kind == "scratch":
+            return replace(pointer, index=pointer.index + len(numbers))
+        stored = numbers.get(replace(pointer, offset=0))
+        return replace(stored, offset=pointer.offset) if stored else pointer
+
+    first, *others = product.weights
+    up = others[0] if others else None
+    plain = Gemm(
+        product.m, first.n, product.k, product.dtype, product.layout != "kn", product.aligned, x=product.x, w=first.w,
+        y=product.y, bias=first.bias, up=up.w if up else None, up_bias=up.bias if up else None,
+        residual=product.residual, residual_first=product.residual_first, activation=product.activation,
+        tf32=device.tf32, program=product.program,
+    )  # fmt: skip
+    scratch = tuple(weight.n * product.k * product.item for weight in product.weights)
+    return [
+        Implementation(
+            f"dequantized, {each.name}",
+            (*before, *(moved(step, after_numbers) for step in each.steps)),
+            (*scratch, *each.scratch),
+        )
+        for each in gemm_implementations(plain, device)
+    ]
+
+
+def _dequantize(product: Product, weight: Weight, numbers: Pointer, device: Device) -> Launch:
+    """Return the launch that writes a weight as numbers, in the order in which it is stored."""
+    is_kn = product.layout == "kn"
+    rows, columns = (product.k, weight.n) if is_kn else (weight.n, product.k)
+    width = math.gcd(columns, VECTOR_BYTES // product.item) if product.aligned else 1
+    defines = {
+        **epilogue_defines(product.dtype, "none"), **product.weight_defines(weight), "PRODUCTS": 1,
+        "COLUMNS_FIRST": int(is_kn),
+        "ROW_BITS": weight.n * product.bits if is_kn else product.row_bits, "WIDTH": width,
+        "WORD": 4 if product.aligned and width * product.bits % 32 == 0 else 1,
+    }  # fmt: skip
+    given = (weight.w, weight.scales, weight.zero_points, numbers)
+    grid = (-(-rows * (columns // width) // DEQUANTIZE_THREADS), 1, 1)
+    kernel = Kernel("nbits_dequantize", "nbits_dequantize", defines)
+    return Launch(kernel, grid, (DEQUANTIZE_THREADS, 1, 1), given, pdl=device.has_pdl)

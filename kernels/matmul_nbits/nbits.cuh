@@ -1,0 +1,114 @@
+// Weights of BITS bits in blocks of BLOCK_SIZE along k, as MatMulNBits and DequantizeLinear by blocks store them.
+//
+//   weight(n, k) = (q(n, k) - zero(n, k / BLOCK_SIZE)) * scale(n, k / BLOCK_SIZE)
+//
+// Bytes hold elements with the lowest bits first. A column n of y has one row of w, of W_ROW_BYTES, and BLOCKS_K scales;
+// a row of packed zero points has ZERO_BITS bits. Elements of signed integers are read as unsigned ones that are MIDDLE
+// larger, and so are their zero points.
+//
+// Macros:
+//   GEMM_N, GEMM_K   n and k; GEMM_N_2 and GEMM_N_3 are n of further weights
+//   BITS             2, 4 or 8
+//   BLOCK_SIZE       a power of two from 16 on
+//   W_ROW_BYTES, ZERO_BITS   as above
+//   SIGNED           1: elements and packed zero points are signed
+//   ZEROS            the zero points: 0, all are ZERO, without the sign; 1, packed like the weights; 2, of type T
+//   PRODUCTS         products of one x in this launch, 1 to 3; 1 if GATED, for which the second weight is `up`
+//   WEIGHTS_CONSTANT 1: no kernel writes weights, scales and zero points, so that they are read before the predecessor
+//                    ends
+//   and those of epilogue.cuh
+#pragma once
+#include "epilogue.cuh"
+
+constexpr int N = GEMM_N, K = GEMM_K;
+constexpr int BLOCKS_K = (K + BLOCK_SIZE - 1) / BLOCK_SIZE;
+constexpr int MIDDLE = 1 << (BITS - 1), QUANT_MASK = (1 << BITS) - 1;
+constexpr int SIGN = SIGNED ? MIDDLE : 0;
+constexpr unsigned SIGNS = 0xffffffffu / QUANT_MASK * SIGN;  // of all elements of a word
+constexpr int WEIGHTS = GATED ? 2 : 1;  // per product
+static_assert(!GATED || PRODUCTS == 1, "a gate has two products of its own");
+
+// A weight of `columns` columns of y.
+struct Quantized {
+    const unsigned char* w;
+    const T* scales;
+    const void* zeros;
+    int columns;
+
+    __device__ __forceinline__ const unsigned char* row(int n) const { return w + (long long)n * W_ROW_BYTES; }
+
+    __device__ __forceinline__ unsigned scale_bits(int n, int block) const {
+        return load_cached<1, true>(scales + (long long)n * BLOCKS_K + block).words[0];
+    }
+
+    __device__ __forceinline__ float scale(int n, int block) const {
+        float value[1];
+        unpack(load_cached<1, true>(scales + (long long)n * BLOCKS_K + block), value);
+        return value[0];
+    }
+
+    // A packed zero point, or ZERO.
+    __device__ __forceinline__ int zero(int n, int block) const {
+        if constexpr (ZEROS == 0) return ZERO;
+        const long long bit = (long long)n * ZERO_BITS + block * BITS;
+        return (__ldg(static_cast<const unsigned char*>(zeros) + bit / 8) >> bit % 8 & QUANT_MASK) ^ SIGN;
+    }
+
+    __device__ __forceinline__ unsigned zero_bits(int n, int block) const {  // if zero points have the type T
+        return load_cached<1, true>(static_cast<const T*>(zeros) + (long long)n * BLOCKS_K + block).words[0];
+    }
+
+    __device__ __forceinline__ float zero_value(int n, int block) const {
+        if constexpr (ZEROS < 2) return static_cast<float>(zero(n, block));
+        float value[1];
+        unpack(load_cached<1, true>(static_cast<const T*>(zeros) + (long long)n * BLOCKS_K + block), value);
+        return value[0];
+    }
+};
+
+// ---- the weights of a launch ---------------------------------------------------------------------------------------
+
+#define PRODUCT_PARAMETERS(number)                                                                                    \
+    const unsigned char *w##number, const T *scales##number, const void *zeros##number, const T *bias##number,        \
+        T *y##number
+#define PRODUCT(number, n) {{w##number, scales##number, zeros##number, n}, bias##number, y##number}
+#if GATED || PRODUCTS == 2
+#define ALL_PARAMETERS PRODUCT_PARAMETERS(), PRODUCT_PARAMETERS(_2)
+#define ALL_PRODUCTS PRODUCT(, GEMM_N), PRODUCT(_2, GEMM_N_2)
+#elif PRODUCTS == 3
+#define ALL_PARAMETERS PRODUCT_PARAMETERS(), PRODUCT_PARAMETERS(_2), PRODUCT_PARAMETERS(_3)
+#define ALL_PRODUCTS PRODUCT(, GEMM_N), PRODUCT(_2, GEMM_N_2), PRODUCT(_3, GEMM_N_3)
+#else
+#define ALL_PARAMETERS PRODUCT_PARAMETERS()
+#define ALL_PRODUCTS PRODUCT(, GEMM_N)
+#endif
+
+// A weight, and the bias and result of its product; those of a gated product belong to its first weight.
+struct ProductOperands {
+    Quantized quantized;
+    const T* bias;
+    T* y;
+};
+
+// The product that a block computes: the tiles of the launch are those of the first product, then those of the second.
+// Returns the index of its first weight in `products`, and sets `tile` to the index of the tile in the product.
+template <int TILE, int COUNT>
+__device__ __forceinline__ int find_product(const ProductOperands (&products)[COUNT], int& tile) {
+    int found = 0;
+#pragma unroll
+    for (int i = 0; i + 1 < PRODUCTS; ++i) {
+        const int tiles = (products[i].quantized.columns + TILE - 1) / TILE;
+        if (found == i && tile >= tiles) found = i + 1, tile -= tiles;
+    }
+    return found;
+}
+
+// The operands of a block's product, selected without an index into registers.
+template <int COUNT>
+__device__ __forceinline__ ProductOperands select_product(const ProductOperands (&products)[COUNT], int index) {
+    ProductOperands found = products[0];
+#pragma unroll
+    for (int i = 1; i < PRODUCTS; ++i)
+        if (index == i) found = products[i];
+    return found;
+}

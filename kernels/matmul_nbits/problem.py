@@ -1,0 +1,242 @@
+"""Matrix products of one x with quantized weights, as the hosts of their kernels see them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from onnxfuse.activations import ACTIVATIONS
+from onnxfuse.kernels.epilogue import epilogue_defines
+from onnxfuse.kernels.epilogue_program import EpilogueProgram
+from onnxfuse.kernels.tensors import (
+    ABSENT,
+    ITEM_BYTES,
+    STORAGE,
+    Defines,
+    operand_pointer,
+    operand_spec,
+    required_spec,
+    unsupported_choice,
+)
+from onnxfuse.runtime.plan import Argument, Device, FusedNode, Pointer, Scalar, TensorSpec, Value
+
+BITS: Final = {"int4": 4, "uint4": 4, "int8": 8, "uint8": 8}  # of the elements of weights with the layouts kn and nk
+PACKED_BITS: Final = (2, 4, 8)  # of weights with the layout nbits, which are bytes
+LAYOUTS: Final = ("nbits", "kn", "nk")
+MIN_BLOCK: Final = 16
+PACKED_ZEROS, TYPED_ZEROS = 1, 2  # values of the macro ZEROS
+BF16_ARCH: Final = 80  # the first compute capability with conversions of bf16
+WEIGHTS: Final = ("w", "w_2", "w_3", "up")
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight of n columns of y, with its scales and zero points, and the bias of its product."""
+
+    n: int
+    w: Pointer
+    scales: Pointer
+    zero_points: Value
+    zeros: int  # the macro ZEROS of nbits.cuh
+    bias: Pointer | None = None  # n elements
+
+
+@dataclass(frozen=True)
+class Product:
+    """Products of one x, which is m x k, with one weight, or with two or three, whose results are further outputs.
+
+    The result of a gated product is activation(x w + bias) * (x up + up_bias), where `up` is its second weight.
+    """
+
+    m: int
+    k: int
+    weights: tuple[Weight, ...]
+    layout: str  # one of LAYOUTS
+    bits: int
+    block_size: int
+    is_signed: bool  # elements and packed zero points are signed
+    dtype: str  # of x, the scales, the bias and y
+    aligned: bool  # every pointer is a multiple of 16 bytes
+    weights_constant: bool  # no kernel writes the weights, so that they are read before the predecessor has ended
+    x: Pointer
+    y: Pointer
+    is_gated: bool = False
+    activation: str = "none"
+    residual: Pointer | None = None
+    residual_first: bool = False
+    program: EpilogueProgram | None = None  # operators that follow; not with several results
+
+    @property
+    def rows(self) -> int:
+        """The rows of y."""
+        return self.m
+
+    @property
+    def item(self) -> int:
+        """The bytes of an element of x."""
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def blocks(self) -> int:
+        """The blocks of a column."""
+        return -(-self.k // self.block_size)
+
+    @property
+    def row_bits(self) -> int:
+        """The bits of a row of a weight: its k elements, with whole blocks in the layout nbits, or a row of kn."""
+        if self.layout == "kn":
+            return self.weights[0].n * self.bits
+        return (self.blocks * self.block_size if self.layout == "nbits" else self.k) * self.bits
+
+    @property
+    def parts(self) -> list[Product]:
+        """The products, each by itself."""
+        if self.is_gated:
+            return [self]
+        results = (self.y, *(Pointer("output", i) for i in range(1, len(self.weights))))
+        pairs = zip(self.weights, results, strict=True)
+        return [replace(self, weights=(weight,), y=y) for weight, y in pairs]
+
+    def weight_defines(self, weight: Weight) -> Defines:
+        """Return the macros of nbits.cuh for one weight."""
+        bits_of_zeros = self.blocks * self.bits
+        return {
+            "GEMM_N": weight.n, "GEMM_K": self.k, "BITS": self.bits, "BLOCK_SIZE": self.block_size,
+            "SIGNED": int(self.is_signed), "ZEROS": weight.zeros,
+            "ZERO": 1 << (self.bits - 1) if self.layout == "nbits" or self.is_signed else 0,
+            "ZERO_BITS": -(-bits_of_zeros // 8) * 8 if self.layout == "nbits" else bits_of_zeros,
+            "WEIGHTS_CONSTANT": int(self.weights_constant),
+        }  # fmt: skip
+
+    def defines(self) -> Defines:
+        """Return the macros of nbits.cuh for all weights in one launch, whose zero points are of one kind."""
+        further = {f"GEMM_N_{i}": weight.n for i, weight in enumerate(self.weights[1:], 2)}
+        count = 1 if self.is_gated else len(self.weights)
+        biases = [weight.bias is not None for weight in self.weights]
+        epilogue = epilogue_defines(
+            self.dtype, self.activation, gated=self.is_gated, bias=biases[0] if self.is_gated else any(biases),
+            up_bias=self.is_gated and biases[1], residual=self.residual is not None,
+            residual_first=self.residual_first, optional_bias=count > 1,
+        )  # fmt: skip
+        launch = {"W_ROW_BYTES": self.row_bits // 8, "PRODUCTS": count}
+        return {**epilogue, **self.weight_defines(self.weights[0]), **further, **launch}
+
+    def arguments(self) -> tuple[Argument, ...]:
+        """Return the arguments of nbits_mma.cu, nbits_dot.cu and nbits_columns.cu."""
+        results = [self.y, *(Pointer("output", i) for i in range(1, len(self.weights)))]
+        if self.is_gated:
+            results[1:] = [self.y]
+        weights = tuple(
+            argument
+            for weight, y in zip(self.weights, results, strict=True)
+            for argument in (weight.w, weight.scales, weight.zero_points, weight.bias or ABSENT, y)
+        )
+        return self.x, *weights, self.residual or ABSENT, Scalar(self.m, "int32")
+
+
+def unsupported(node: FusedNode, dtypes: Sequence[str], device: Device) -> str | None:
+    """Return why no kernel computes this product on this device; None if one does."""
+    given = dict(zip(node.operands, dtypes, strict=True))
+    dtype, block_size = given["x"], node.integer("block_size")
+    if dtype not in STORAGE:
+        return f"{node.fusion}: x is {dtype}; the kernel takes {', '.join(STORAGE)}"
+    if dtype == "bfloat16" and device.arch < BF16_ARCH:
+        return f"{node.fusion}: x is bfloat16, which needs compute capability {BF16_ARCH}; found {device.arch}"
+    for name, found in (*given.items(), *((f"output {i}", each) for i, each in enumerate(node.output_dtypes))):
+        if name not in WEIGHTS and "zero_points" not in name and found != dtype:
+            return f"{node.fusion}: {name} is {found}; required {dtype}, as x"
+    if block_size < MIN_BLOCK or block_size & (block_size - 1):
+        return f"{node.fusion}: its blocks have {block_size} elements; required a power of two from {MIN_BLOCK} on"
+    return (
+        unsupported_choice(node, "weight_layout", LAYOUTS, "nbits")
+        or unsupported_choice(node, "activation", tuple(ACTIVATIONS), "none")
+        or _unsupported_weights(node, given)
+    )
+
+
+def _unsupported_weights(node: FusedNode, given: dict[str, str]) -> str | None:
+    """Return why a kernel cannot read the weights or the zero points; None if it can."""
+    is_packed = _layout(node) == "nbits"
+    if is_packed and (bits := node.integer("bits", 4)) not in PACKED_BITS:
+        return f"{node.fusion}: its weights have {bits} bits; required one of {', '.join(map(str, PACKED_BITS))}"
+    for name in (name for name in given if name in WEIGHTS):
+        required = ("uint8",) if is_packed else tuple(BITS)
+        if given[name] not in required:
+            return f"{node.fusion}: {name} is {given[name]}; the kernel takes {', '.join(required)}"
+        zeros = given.get(_of_weight(name, "zero_points"), given[name])
+        allowed = ("uint8", given["x"]) if is_packed else (given[name],)
+        if zeros not in allowed:
+            return f"{node.fusion}: the zero points of {name} are {zeros}; required {' or '.join(allowed)}"
+    return None
+
+
+def product_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> tuple[Product, TensorSpec]:
+    """Return the products that a node computes, and its first output.  Raises ValueError if shapes do not fit."""
+    product, outputs = products_of(node, inputs)
+    return product, outputs[0]
+
+
+def products_of(node: FusedNode, inputs: Sequence[TensorSpec]) -> tuple[Product, tuple[TensorSpec, ...]]:
+    """Return the products that a node computes, and its outputs.  Raises ValueError if shapes do not fit."""
+    x, first = required_spec(node, inputs, "x"), required_spec(node, inputs, "w")
+    names = [name for name in WEIGHTS if node.input_index(name) is not None]
+    layout, k = _layout(node), node.integer("k")
+    if not x.shape or x.shape[-1] != k:
+        raise ValueError(f"{_name(node)}: x has shape {list(x.shape)}; required {k} as the last size")
+    sizes = node.integer("bits", 4) if layout == "nbits" else BITS[first.dtype], node.integer("block_size")
+    weights = tuple(_weight(node, inputs, name, k, sizes) for name in names)
+    stored = [s for s, operand in zip(inputs, node.operands, strict=True) if operand != "x" and "bias" not in operand]
+    aligned = all(spec.aligned for spec in inputs)
+    product = Product(
+        math.prod(x.shape[:-1]), k, weights, layout, *sizes,
+        is_signed=layout != "nbits" and first.dtype.startswith("int"), dtype=x.dtype, aligned=aligned,
+        weights_constant=all(spec.constant for spec in stored), x=_pointer(node, "x"), y=Pointer("output", 0),
+        is_gated="up" in names, activation=node.text("activation", "none"),
+    )  # fmt: skip
+    return product, tuple(TensorSpec((*x.shape[:-1], each.weights[0].n), x.dtype, aligned) for each in product.parts)
+
+
+def _weight(node: FusedNode, inputs: Sequence[TensorSpec], name: str, k: int, sizes: tuple[int, int]) -> Weight:
+    """Return a weight of `sizes`, its bits and block size.  Raises ValueError if shapes do not fit."""
+    (bits, block_size), layout = sizes, _layout(node)
+    n, blocks = node.integer(name.replace("w", "n").replace("up", "n")), -(-k // block_size)
+    is_packed = layout == "nbits"
+    zeros, bias = (operand_spec(node, inputs, _of_weight(name, each)) for each in ("zero_points", "bias"))
+    packed_zeros = zeros is not None and (not is_packed or zeros.dtype == "uint8")
+    for operand, count in (
+        (name, n * blocks * block_size * bits // 8 if is_packed else n * k),
+        (_of_weight(name, "scales"), n * blocks),
+        (_of_weight(name, "zero_points"), n * (-(-blocks * bits // 8) if packed_zeros and is_packed else blocks)),
+        (_of_weight(name, "bias"), n),
+    ):
+        spec = operand_spec(node, inputs, operand)
+        if spec is not None and math.prod(spec.shape) != count:
+            raise ValueError(f"{_name(node)}: {operand} has shape {list(spec.shape)}; required {count} elements")
+    return Weight(
+        n, _pointer(node, name), _pointer(node, _of_weight(name, "scales")),
+        operand_pointer(node, _of_weight(name, "zero_points")),
+        0 if zeros is None else PACKED_ZEROS if packed_zeros else TYPED_ZEROS,
+        None if bias is None else _pointer(node, _of_weight(name, "bias")),
+    )  # fmt: skip
+
+
+def _of_weight(weight: str, operand: str) -> str:
+    """Return the name of an operand that belongs to a weight: w_2 has scales_2, and up has up_scales."""
+    return f"up_{operand}" if weight == "up" else f"{operand}{weight.removeprefix('w')}"
+
+
+def _layout(node: FusedNode) -> str:
+    return node.text("weight_layout", "nbits")
+
+
+def _pointer(node: FusedNode, name: str) -> Pointer:
+    index = node.input_index(name)
+    if index is None:
+        raise ValueError(f"{_name(node)}: operand {name} is missing; present are {', '.join(node.operands)}")
+    return Pointer("input", index)
+
+
+def _name(node: FusedNode) -> str:
+    return f"{node.fusion} '{node.name}'"

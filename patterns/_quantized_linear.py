@@ -1,0 +1,73 @@
+"""The spellings of a matrix product with a weight that is quantized in blocks along k."""
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+from onnxfuse.dsl import Term, choose, contrib, either, op, rearrange, require, size
+from onnxfuse.patterns._linear import linear_by_layout
+
+EXAMPLE: Final[Mapping[str, int | str]] = {"bits": 4, "block_size": 16, "scales": "n blocks", "zero_points": "n zeros"}
+
+
+class Quantized(NamedTuple):
+    """A weight, its scales and zero points, and what MatMulNBits says of it; all of a fusion have the same blocks."""
+
+    w: Term
+    scales: Term
+    zero_points: Term
+    bits: Term
+    block_size: Term
+    accuracy_level: Term
+
+
+def quantized_linear(x: Term, weight: Quantized, bias: Term, number: str = "") -> Term:
+    """Return x w + bias, or x w, for a w of 2, 4 or 8 bits, in one of three layouts, which the attribute tells.
+
+    nbits  as com.microsoft's MatMulNBits stores it: (n, blocks, bytes)
+    kn, nk  the operand of a DequantizeLinear by blocks of k: (k, n) or (n, k)
+
+    If a fusion has several products, all have one layout, and `number` is appended to the name of the dimension n.
+    """
+    n = f"n{number}"
+    packed = rearrange(weight.w, f"{n} blocks bytes -> {n} blocks bytes")
+    operands, sizes = (x, packed, weight.scales, weight.zero_points), {"K": size("k"), "N": size(n)}
+    said = {"bits": weight.bits, "block_size": weight.block_size, "accuracy_level": weight.accuracy_level}
+    product = contrib.MatMulNBits(*operands, **sizes, **said)
+    return choose(
+        "weight_layout",
+        nbits=either(product + bias, product, contrib.MatMulNBits(*operands, None, bias, **sizes, **said)),
+        **linear_by_layout(x, _dequantized(weight, "k", n, 0), _dequantized(weight, n, "k", -1), bias, number),
+    )
+
+
+def _dequantized(weight: Quantized, first: str, second: str, axis: int) -> Term:
+    """Return the weight as numbers; `first` and `second` are the names of its axes."""
+    axes, blocks = f"{first} {second}", f"{first} {second}".replace("k", "blocks")
+    w, scales, zero_points = (
+        rearrange(term, f"{names} -> {names}")
+        for term, names in ((weight.w, axes), (weight.scales, blocks), (weight.zero_points, blocks))
+    )
+    return either(
+        op.DequantizeLinear(w, scales, zero_points, axis=axis, block_size=weight.block_size),
+        op.DequantizeLinear(w, scales, axis=axis, block_size=weight.block_size),
+    )
+
+
+def require_blocks() -> None:
+    """Require blocks along k, of a size that kernels and onnxruntime have."""
+    require(
+        "a block has a power of two of elements, and at least 16; block_size is {block_size}",
+        lambda block_size: block_size >= 16 and block_size & (block_size - 1) == 0,
+    )
+    require(
+        "{blocks} blocks of {block_size} cover the {k} elements of a column",
+        lambda k, blocks, block_size: isinstance(k, int) and blocks == -(-k // block_size),
+    )
+    require(
+        "a block of {block_size} elements of {bits} bits has {bytes} bytes",
+        lambda bytes, bits, block_size: bytes is None or 8 * bytes == (bits or 4) * block_size,
+    )
+    require(
+        "zero points of {bits} bits fill whole bytes",
+        lambda zeros, blocks, bits: zeros is None or 8 * zeros == -(-blocks * (bits or 4) // 8) * 8,
+    )
