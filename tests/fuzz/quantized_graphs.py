@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 
 import numpy as np
@@ -191,30 +192,47 @@ class Quantized(Writer):
         self._end(self.draft.node("MatMul", [x.name, self.weight((x.shape[-1], columns), 1)]), (*x.shape[:-1], columns))
 
     def blocked_weight(self) -> None:
-        """Write weights that are dequantized in blocks, as weight-only quantization stores them."""
-        x, columns = self.rows(), 8
+        """Write products with weights that are dequantized in blocks, as weight-only quantization stores them."""
+        x, columns, block = self.rows(), 8, self.random.choice([4, 16])
         if self.draft.opset < 21 or x.shape[-1] % 4:
             raise Unavailable
-        blocks = x.shape[-1] // 4
-        dtype = self.random.choice([INT8, UINT8, TensorProto.INT4, TensorProto.UINT4])
-        numbers = np.random.default_rng(self.random.randrange(2**32)).integers(0, 8, (columns, x.shape[-1]))
+        dtype, axis = self.random.choice([INT8, UINT8, TensorProto.INT4, TensorProto.UINT4]), self.random.choice([0, 1])
         kind = helper.tensor_dtype_to_np_dtype(dtype)
-        parts = [self.draft.constant(numbers.astype(kind)), self.scale(columns, blocks)]
-        if self.random.random() < 0.5:
-            parts.append(self.draft.constant(np.full((columns, blocks), 3).astype(kind)))
-        weight = self.draft.node("DequantizeLinear", parts, axis=1, block_size=4)
-        weight = self.draft.node("Transpose", [weight], perm=[1, 0])
-        self._end(self.draft.node("MatMul", [x.name, weight]), (*x.shape[:-1], columns))
+        shape, blocks = ([columns, size] for size in (x.shape[-1], -(-x.shape[-1] // block)))
+        shape, blocks = (each if axis else each[::-1] for each in (shape, blocks))
+
+        def product() -> str:
+            numbers = np.random.default_rng(self.random.randrange(2**32)).integers(0, 8, shape)
+            parts = [self.draft.constant(numbers.astype(kind)), self.scale(*blocks)]
+            if self.random.random() < 0.5:
+                parts.append(self.draft.constant(np.full(blocks, 3).astype(kind)))
+            weight = self.draft.node("DequantizeLinear", parts, axis=axis, block_size=block)
+            weight = self.draft.node("Transpose", [weight], perm=[1, 0]) if axis else weight
+            return self.draft.node("MatMul", [x.name, weight])
+
+        self._end_products(product, (*x.shape[:-1], columns))
 
     def packed_weight(self) -> None:
-        """Write a product of onnxruntime's own with packed weights."""
-        x, columns, block = self.rows(), 8, 16
+        """Write products of onnxruntime's own with packed weights."""
+        x, columns, block, bits = self.rows(), 8, self.random.choice([16, 32]), self.random.choice([2, 4, 4, 8])
         depth = x.shape[-1]
-        if depth not in (8, 16):
-            raise Unavailable
-        packed = self.integer_weight(UINT8, columns, 1, block // 2)
-        inputs = [x.name, packed, self.scale(columns)]
-        if self.random.random() < 0.5:
-            inputs.append(self.integer_weight(UINT8, columns))
-        name = self.draft.node("MatMulNBits", inputs, K=depth, N=columns, bits=4, block_size=block, domain=MICROSOFT)
-        self._end(name, (*x.shape[:-1], columns))
+        blocks, is_flat = -(-depth // block), self.random.random() < 0.3
+
+        def product() -> str:
+            packed = self.integer_weight(UINT8, columns, blocks, block * bits // 8)
+            inputs = [x.name, packed, self.scale(*([columns * blocks] if is_flat else [columns, blocks]))]
+            if self.random.random() < 0.5:
+                inputs.append(self.integer_weight(UINT8, columns, -(-blocks * bits // 8)))
+            sizes = {"K": depth, "N": columns, "bits": bits, "block_size": block}
+            return self.draft.node("MatMulNBits", inputs, domain=MICROSOFT, **sizes)
+
+        self._end_products(product, (*x.shape[:-1], columns))
+
+    def _end_products(self, product: Callable[[], str], shape: tuple[int, ...]) -> None:
+        """Write one to three products of one input; a gate of two of them, or what follows each."""
+        names = [product() for _ in range(self.random.choice([1, 1, 2, 3]))]
+        if len(names) == 2 and self.random.random() < 0.7:
+            sigmoid = self.draft.node("Sigmoid", names[:1])
+            names = [self.draft.node("Mul", [self.draft.node("Mul", [names[0], sigmoid]), names[1]])]
+        for name in names:
+            self._end(name, shape)
