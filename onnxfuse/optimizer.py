@@ -42,6 +42,7 @@ from onnxfuse.layout.fusions import LAYOUT_FUSIONS
 from onnxfuse.match import Miss
 from onnxfuse.passes import Folded
 from onnxfuse.pipeline import PASS_NAMES, WEIGHT_PASSES
+from onnxfuse.quantize.quantize_weights import BITS, quantize_weights, with_errors
 from onnxfuse.report.facts import gather_facts
 from onnxfuse.report.operators import count_operators
 from onnxfuse.report.outline import Rewritten, outline
@@ -72,7 +73,7 @@ def optimize(
     inputs: Mapping[str, Array] | None = None, shapes: Sequence[str] = (), timeout: float | None = DEFAULT_TIMEOUT,
     tolerance: float | None = None, dtype: Literal["float16", "bfloat16"] | None = None,
     io: Literal["float32", "half"] = "float32", max_error: float | None = None,
-    progress: Progress = lambda stage, done, of: None,
+    weights: Literal["int4", "int8"] | None = None, progress: Progress = lambda stage, done, of: None,
 ) -> tuple[onnx.ModelProto, Report]:  # fmt: skip
     """Fuse a model.
 
@@ -102,6 +103,8 @@ def optimize(
     max_error the largest relative error that is allowed against float32; as many nodes stay in float32 as are needed
               for it.  By default, nodes stay in float32 until errors are within three times the noise of half
               precision, but at most a tenth of all nodes
+    weights   the integers that weights of MatMuls are quantized to before fusing, by onnxruntime's quantizer, in blocks
+              of 32 with one scale each; needs the package onnx_ir
     progress  called with the stage, the amount of it that is done, and the total amount
 
     Returns the model, whose fused nodes call model-local functions, and the report.  Raises ModelError for a model that
@@ -110,19 +113,44 @@ def optimize(
     """
     only, half = list(only), request(dtype, io, max_error)
     settings = _with_operators(_settings(only, list(skip), patterns, layout, regions), fallback, emit, only)
-    if half and plan is not None:
-        text = "a plan lists the matches of the model as it is"
-        raise UsageError(f"{text}; save the model that dtype gives, and make a plan of that")
+    _check_conversions(half, weights, plan)
     timer = StageTimer(progress)
     with own_process(timeout, at_once=verify):  # without verification, only half precision runs models
         with timer.stage("load"):
             original, folder = load(model)
+        given, quantized = (original, folder), None
+        if weights:
+            with timer.stage("quantize"):
+                quantized = quantize_weights(original, folder, weights)
+            original = quantized.model
         choices = None if plan is None else read_choices(Path(plan), original)
         job = _Job(
             original, folder, settings, timer, only, choices, verify, inputs, shapes, tolerance, half,
             opset_of(original),
         )  # fmt: skip
-        return _optimize(job, str(model) if isinstance(model, str | os.PathLike) else None)
+        made, report = _optimize(job, str(model) if isinstance(model, str | os.PathLike) else None)
+        if quantized and verify:
+            with timer.stage("verify"):
+                told = with_errors(quantized.result, given, made, inputs, shapes, functools.partial(_tell, timer))
+            report = replace(report, weights=told)
+        elif quantized:
+            report = replace(report, weights=quantized.result)
+        return made, report
+
+
+def _check_conversions(half: Request | None, weights: str | None, plan: object) -> None:
+    """Raise UsageError for conversions that do not exist, or that do not go together."""
+    if weights is not None and weights not in BITS:
+        raise UsageError(f"weights is 'int4' or 'int8', not '{weights}'")
+    if weights and half:
+        raise UsageError("dtype and weights are two steps; save the model that dtype gives, and quantize that")
+    if plan is not None and (half or weights):
+        text = "a plan lists the matches of the model as it is"
+        raise UsageError(f"{text}; save the model that {'dtype' if half else 'weights'} gives, and make a plan of that")
+
+
+def _tell(timer: StageTimer, step: str) -> None:
+    timer.progress(f"verify: {step}", 0, 0)
 
 
 def find_matches(

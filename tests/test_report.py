@@ -51,6 +51,7 @@ SCHEMA: dict[str, Any] = {
     "switched_off": [str],
     "left_out": [{"step": str, "error": str, "where": str, "traceback": str}],
     "half": {},  # but with a dtype
+    "weights": {},  # but where weights are quantized
     "verified": {
         "status": str,
         "passed": bool,

@@ -83,6 +83,11 @@ if TYPE_CHECKING:
     help="With --dtype: let nodes stay in float32 until no output is off by more, relative to its largest value.  "
     "[default: three times the noise of half precision, if a tenth of the nodes suffices]",
 )
+@click.option(
+    "--weights",
+    type=click.Choice(["int4", "int8"]),
+    help="Quantize the weights of MatMuls before fusing, by onnxruntime's quantizer.  The report tells the errors.",
+)
 @verify_option
 @click.option(
     "--arch",
@@ -117,6 +122,7 @@ def optimize_command(
     dtype: Literal["float16", "bfloat16"] | None,
     io: Literal["float32", "half"],
     max_error: float | None,
+    weights: Literal["int4", "int8"] | None,
     verify: bool,
     archs: tuple[str, ...],
     gpus: tuple[str, ...],
@@ -144,6 +150,7 @@ def optimize_command(
         "only": only, "skip": skip, "patterns": patterns, "fallback": fallback, "emit": emit, "layout": layout,
         "regions": given_regions(regions, epilogues), "plan": plan, "verify": verify, "shapes": shapes,
         "timeout": timeout, "tolerance": tolerance, "dtype": dtype, "io": io, "max_error": max_error,
+        "weights": weights,
     }  # fmt: skip
     if source.is_dir():
         if report and report.resolve().is_relative_to(source.resolve()):

@@ -15,6 +15,7 @@ from onnxfuse.analysis.shape_inference import read_and_infer
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.inspection.ort_kernels import ORT_DOMAINS, ort_kernels
 from onnxfuse.inspection.placement import Placement, place
+from onnxfuse.inspection.quantized import Quantized, quantized
 from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.ir.file_bytes import file_bytes
 from onnxfuse.ir.graph import Graph
@@ -26,6 +27,7 @@ from onnxfuse.ir.validate import element_count, size_of
 from onnxfuse.passes.folded import node_label
 from onnxfuse.report.blocks import Block as Repeated
 from onnxfuse.report.blocks import Blocks, Item, find_blocks
+from onnxfuse.verify.input_uses import integer_uses
 
 DATA_DEPENDENT: Final = frozenset(
     {"Compress", "NonMaxSuppression", "NonZero", "Unique"}
@@ -87,6 +89,7 @@ class Inspection:
     onnxruntime: str  # the onnxruntime version that the list of kernels is for
     findings: tuple[Finding, ...]
     no_cuda_graph: tuple[str, ...]  # why the model cannot be captured in a CUDA graph
+    quantized: tuple[Quantized, ...] = ()  # the quantized operators, and attention with a cache
 
 
 def inspect_model(path: Path) -> Inspection:
@@ -106,13 +109,13 @@ def inspect_model(path: Path) -> Inspection:
         *_of_libraries(graph, inlined),
         *_copies(placed),
         *_precision(graph, shapes, placed, weights),
-        *_wide_masks(graph, inputs),
+        *_wide_masks(inlined, inputs),
     )
     return Inspection(
         path.name, " ".join(filter(None, (model.producer_name, model.producer_version))), opset_of(model),
         file_bytes(path, model), inputs, tuple(map(_value, model.graph.output)), weights,
         dict(operators.most_common()), len(model.functions), tuple(_blocks(model)), kernels.version, findings,
-        tuple(_no_cuda_graph(inlined, placed)),
+        tuple(_no_cuda_graph(inlined, placed)), tuple(quantized(inlined, shapes, placed)),
     )  # fmt: skip
 
 
@@ -229,9 +232,11 @@ def _precision(graph: Graph, shapes: ShapeInfo, placed: Placement, weights: Mapp
         yield Finding("weights in float32", (f"{wide.elements:,} of them",), advice)
 
 
-def _wide_masks(graph: Graph, inputs: Sequence[Value]) -> Iterator[Finding]:
-    """Yield the inputs that are masks of 64-bit integers."""
+def _wide_masks(model: onnx.ModelProto, inputs: Sequence[Value]) -> Iterator[Finding]:
+    """Yield the inputs that are masks of 64-bit integers, without those whose ones are counted only."""
     names = [one.name for one in inputs if one.dtype == "int64" and "mask" in one.name.lower()]
+    uses = integer_uses(model) if names else {}
+    names = [name for name in names if name not in uses or uses[name].kind != "ones"]
     if names:
         advice = "Export the model with a bool mask, which has an eighth of the bytes and needs no Cast."
         yield Finding("masks of int64", (", ".join(f"'{name}'" for name in names),), advice)

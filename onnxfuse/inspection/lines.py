@@ -14,8 +14,8 @@ from onnxfuse.report.lines import MAX_SHOWN
 
 def inspection_text(found: Inspection, everything: bool = False) -> Group:
     """Return the facts about the model, its problems and their remedies; the verdict last."""
-    return Group(*_head(found), "", _values(found), "", _operators(found, everything), *_blocks(found), "",
-                 *_findings(found))  # fmt: skip
+    return Group(*_head(found), "", _values(found), "", _operators(found, everything), *_blocks(found),
+                 *_quantized(found), "", *_findings(found))  # fmt: skip
 
 
 def _head(found: Inspection) -> Iterator[RenderableType]:
@@ -64,6 +64,16 @@ def _blocks(found: Inspection) -> Iterator[RenderableType]:
         yield "[bold]Repeated blocks[/]"
     for one in found.blocks:
         yield Line(f"{one.length} operators, first from '{escape(one.first)}'", f"{one.copies:>4}x ")
+
+
+def _quantized(found: Inspection) -> Iterator[RenderableType]:
+    """Yield the quantized operators and how they run; nothing where there are none."""
+    if found.quantized:
+        yield ""
+        yield "[bold]Quantized operators and caches[/], as onnxruntime's CUDA provider runs them"
+    for one in found.quantized:
+        size = f", {bytes_text(one.bytes)} of constants" if one.bytes else ""
+        yield Line(f"{escape(one.what)}{size}: {escape(one.how)}", f"{one.nodes:>4}x ")
 
 
 def _findings(found: Inspection) -> Iterator[RenderableType]:

@@ -21,11 +21,12 @@ from onnxfuse.ir.protos import ONNX_DOMAINS
 from onnxfuse.regions.host import HOST_INPUTS, SEEDS
 
 SMALL: Final = 100  # a constant may be read on the host if it has at most this many elements
-# Inputs that CUDA kernels read on the host besides those in HOST_INPUTS: axes, limits, ratios and flags.
+# Inputs that CUDA kernels read on the host besides those in HOST_INPUTS: axes, limits, ratios, flags, lengths.
 MORE_HOST_INPUTS: Final[Mapping[str, range]] = {
     **{f"Reduce{name}": range(1, 2) for name in ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "Sum",
                                                 "SumSquare")},
     "CumSum": range(1, 2), "NonMaxSuppression": range(2, 5), "Dropout": range(1, 3),
+    "com.microsoft::GroupQueryAttention": range(6, 7),
 }  # fmt: skip
 
 

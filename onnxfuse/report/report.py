@@ -23,6 +23,7 @@ from onnxfuse.layout.assign import LayoutResult
 from onnxfuse.match import Miss
 from onnxfuse.passes.folded import Folded
 from onnxfuse.printing import Line, bytes_text, cell, columns, counted, escape
+from onnxfuse.quantize.result import WeightsResult, weights_lines
 from onnxfuse.report.facts import Facts
 from onnxfuse.report.lines import (
     estimate_line,
@@ -113,6 +114,7 @@ class Report:
     half: HalfResult | None = None  # the result of a conversion to half precision
     folder: Path | None = None  # the folder of the model's external data until it is saved
     left_out: tuple[LeftOut, ...] = ()  # steps that raised an exception and were left out, with tracebacks
+    weights: WeightsResult | None = None  # the result of quantizing weights
 
     @property
     def counts(self) -> dict[str, int]:
@@ -133,7 +135,8 @@ class Report:
         """Return the report as JSON values.
 
         Its keys are input, output, counts, subgraphs, functions, fused, folded, missed, stays, quantized, dropped,
-        layout, regions, estimate, standard, half, operators, unmatched, switched_off, left_out, verified and seconds.
+        layout, regions, estimate, standard, half, weights, operators, unmatched, switched_off, left_out, verified and
+        seconds.
         """
         return {
             "input": dict(self.input),
@@ -179,6 +182,7 @@ class Report:
             "switched_off": list(self.switched_off),
             "left_out": [asdict(one) for one in self.left_out],
             "half": self.half.to_json() if self.half else {},
+            "weights": self.weights.to_json() if self.weights else {},
             "verified": self.verified.to_json(),
             "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
         }
@@ -309,6 +313,7 @@ def _lines(report: Report, everything: bool) -> Iterator[Line]:
     yield from quantized_lines(report.quantized)
     yield from map(Line, standard_lines(report.standard))
     yield from map(Line, half_lines(report.half))
+    yield from weights_lines(report.weights)
 
 
 def _region_lines(regions: RegionGain) -> Iterator[Line]:

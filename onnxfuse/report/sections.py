@@ -277,7 +277,7 @@ def advice(
         yield Advice(f"{name} matches nothing", f"{why}.", "missed")
     if quantized := plain["quantized"]:
         listed = ", ".join(f"{count} {op}" for op, count in quantized.items())
-        yield Advice("Quantized operators are not fused", f"{listed}. Fuse the model before it is quantized.", "stayed")
+        yield Advice("Quantized operators are not fused", f"{listed}. `onnxfuse inspect` says how they run.", "stayed")
     for why in plain["functions"].get("kept", ())[:1]:
         yield Advice("A function of the model is not inlined", f"{why}; its nodes are not fused.", "stayed")
     yield Advice(

@@ -44,6 +44,7 @@ from undetermined import (
     normalizes_nothing,
     outputs_of_attention,
     relies_on_empty_slices,
+    reuses_memory_of_a_slice,
     takes_other_steps,
     without_false_shapes,
 )
@@ -276,6 +277,7 @@ def _compare_outputs(
             or joins_unequal_sizes(model, list(expected), given)
             or relies_on_empty_slices(model, given)
             or expands_to_several_axes(model, other.error)
+            or reuses_memory_of_a_slice(optimized, other.error)
             or broadcasts_data_to_slopes(model, given)
             or never_runs(model, given, other.error)
             or REDUCES_SCALAR in other.error

@@ -14,7 +14,8 @@ from onnx.reference.ops.op_slice import Slice_10
 
 from onnxfuse.ir.execution_order import in_execution_order
 from onnxfuse.ir.extract import extract
-from onnxfuse.ir.protos import OneNode, nodes, tensors
+from onnxfuse.ir.graph import OPSET_OF_UNCUT_SLICES
+from onnxfuse.ir.protos import OneNode, nodes, opset_of, tensors
 from onnxfuse.verify.cpu_session import open_session, run
 
 FIRST_SLICE_WITH_STEPS = 10  # the opset
@@ -107,6 +108,16 @@ def expands_to_several_axes(model: onnx.ModelProto, error: str) -> bool:
         if node.op_type == "Expand" and ranks.get(node.input[1], 1) != 1:
             return "'shape' input must be 1D tensor" in error
     return False
+
+
+def reuses_memory_of_a_slice(optimized: onnx.ModelProto, error: str) -> bool:
+    """Return whether onnxruntime writes to memory that is too small, which a Slice of opset 10 had.
+
+    In this opset its inference, which is onnx's, gives a Slice the named sizes of its input (900004731).
+    """
+    every = nodes(optimized.graph, *optimized.functions)
+    is_cut = opset_of(optimized) == OPSET_OF_UNCUT_SLICES and any(node.op_type == "Slice" for node in every)
+    return is_cut and "OpKernelContext::OutputMLValue" in error
 
 
 def confuses_optimizations(optimized: onnx.ModelProto, feeds: Mapping[str, Any], error: str) -> bool:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import onnx
 import pytest
+from case_documents import with_weights
 from click.testing import CliRunner
 from exported_models import load_exported
+from genai_graphs import load_genai
 from test_optimize import parse
 
 from onnxfuse.analysis.shape_inference import infer_shapes
@@ -158,3 +161,47 @@ def test_a_model_without_trouble(tmp_path: Path) -> None:
     output = CliRunner().invoke(main, ["inspect", str(tmp_path / "m.onnx")]).output
     assert "  nothing that hurts: all operators have CUDA kernels, and nothing is copied\n" in output
     assert "A CUDA graph can hold it\n" in output
+
+
+def quantized_lines(model: onnx.ModelProto, path: Path) -> list[str]:
+    onnx.save(model, path / "model.onnx")
+    lines = CliRunner().invoke(main, ["inspect", str(path / "model.onnx")]).stdout.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("Quantized operators and caches"))
+    text = " ".join(" ".join(lines[first : lines.index("", first)]).split())  # lines are wrapped
+    return re.split(r" (?=\d+x )", text)[1:]
+
+
+def test_a_quantized_language_model(tmp_path: Path) -> None:
+    """The total length is read on the host, and a mask that is counted need not be narrow: nothing is copied."""
+    products, attentions = quantized_lines(load_genai("int4.onnx"), tmp_path)
+    assert re.fullmatch(r"11x MatMulNBits, 4 bits, blocks of 32, \d+ KB of constants: reads .*", products)
+    assert attentions.startswith("2x GroupQueryAttention, 4 heads on 2, a cache of float16, rotation inside, ")
+    found = inspect_model(tmp_path / "model.onnx")
+    assert (found.findings, found.no_cuda_graph) == ((), ())
+
+
+QUANTIZED = {
+    "w = DequantizeLinear<axis = 0, block_size = 16>(q, scales)  y = MatMul(x, w)":
+        "1x DequantizeLinear of int8 weights, blocks of 16, 1.28 KB of constants: joined with its MatMul",
+    "w = DequantizeLinear<axis = 0, block_size = 16>(q, scales)  y = MatMul(x, w)  z = Neg(w)":
+        "1x DequantizeLinear of int8 weights, blocks of 16, 1.28 KB of constants: dequantizes the whole weight",
+    "w = DequantizeLinear(q, one)  y = MatMul(x, w)":
+        "1x DequantizeLinear of int8 weights, 1.03 KB of constants: dequantizes the whole weight in every run",
+    "c = QuantizeLinear(x, one)  d = DequantizeLinear(c, one)  y = Neg(d)":
+        "1x QuantizeLinear, 4 B of constants: a launch of its own, because",
+    "g = com.microsoft.GatherBlockQuantized<block_size = 16, bits = 8>(u, ids, wide, zeros)  y = Neg(g)":
+        "1x GatherBlockQuantized, 8 bits, blocks of 16, zero points, ",
+    "c = DynamicQuantizeLinear(x)  y = Cast<to = 1>(c)":
+        "1x DynamicQuantizeLinear: on the CPU, for want of a CUDA kernel",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("body", QUANTIZED)
+def test_quantized_operators(body: str, tmp_path: Path) -> None:
+    if "Dynamic" in body:
+        body = body.replace("c = D", "c, s, p = D")
+    model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>
+        g (float[n, 32] x, int64[b] ids) => (float[n, m] y)
+        <int8[32, 32] q, float[2, 32] scales, float one = {{1}}, uint8[8, 32] u, float[8, 2] wide, uint8[8, 2] zeros>
+        {{ {body} }}""")
+    assert quantized_lines(with_weights(model), tmp_path)[0].startswith(QUANTIZED[body.replace("c, s, p = D", "c = D")])

@@ -1,0 +1,113 @@
+"""Say how onnxruntime's CUDA provider runs the quantized operators of a model, and attention with a cache.
+
+The sentences follow the sources of onnxruntime 1.30 (contrib_ops/cuda/quantization and contrib_ops/cuda/bert).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import onnx
+
+from onnxfuse.analysis.rules import has_input
+from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.inspection.placement import Placement
+from onnxfuse.ir.attributes import flag_attribute, int_attribute
+from onnxfuse.ir.dtypes import dtype_name
+from onnxfuse.ir.node import Node, consumers, is_constant, op_of
+from onnxfuse.ir.validate import size_of
+
+Description: TypeAlias = tuple[str, str]  # the operator with its variant, and how it runs
+
+ON_THE_CPU: Final = "on the CPU, for want of a CUDA kernel"
+JOINED: Final = "joined with its MatMul to a MatMulNBits by onnxruntime's optimizations"
+WHOLE: Final = "dequantizes the whole weight in every run"
+ALONE: Final = "a launch of its own, because no float operator is joined with it on CUDA"
+
+LAUNCHES: Final = (
+    "QuantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "ConvInteger", "QLinearMatMul", "QLinearConv", "QMoE",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """The nodes of one quantized operator in one variant: their number, their constants' bytes, and how they run."""
+
+    what: str
+    nodes: int
+    bytes: int
+    how: str
+
+
+def quantized(model: onnx.ModelProto, shapes: ShapeInfo, placed: Placement) -> Iterator[Quantized]:
+    """Yield the quantized operators of the main graph, and GroupQueryAttention, in execution order."""
+    found: dict[Description, list[Node]] = defaultdict(list)
+    for node in shapes.graph.nodes:
+        describe = DESCRIPTIONS.get(op_of(node).removeprefix("com.microsoft::"))
+        if describe is not None:
+            what, how = describe(shapes, node)
+            found[what, ON_THE_CPU if node in placed.without_kernel else how].append(node)
+    sizes = {tensor.name: size_of(tensor) for tensor in model.graph.initializer}
+    for (what, how), nodes in found.items():
+        weights = {tensor.name for node in nodes for tensor in node.inputs if tensor.name in sizes}
+        yield Quantized(what, len(nodes), sum(sizes[name] for name in weights), how)
+
+
+def _mat_mul_n_bits(_: ShapeInfo, node: Node) -> Description:
+    how = "reads packed weights for up to 16 rows; for more, dequantizes the whole weight in every run and multiplies"
+    return f"MatMulNBits, {int_attribute(node, 'bits', 4)} bits, {_blocks(node, 3)}", how
+
+
+def _dequantize_linear(shapes: ShapeInfo, node: Node) -> Description:
+    dtype = dtype_name(shapes.dtype(node.inputs[0]))
+    if not is_constant(node.inputs[0]):
+        return f"DequantizeLinear of {dtype} values", ALONE
+    if not int_attribute(node, "block_size", 0):
+        return f"DequantizeLinear of {dtype} weights", WHOLE
+    what = f"DequantizeLinear of {dtype} weights, {_blocks(node, 2)}"
+    if [op_of(reader) for reader in consumers(node.outputs[0])] == ["MatMul"]:
+        return what, JOINED
+    return what, WHOLE
+
+
+def _gather_block_quantized(_: ShapeInfo, node: Node) -> Description:
+    bits = int_attribute(node, "bits", 4)
+    return f"GatherBlockQuantized, {bits} bits, {_blocks(node, 3)}", "dequantizes the rows that it gathers"
+
+
+def _blocks(node: Node, zero_points: int) -> str:
+    size = int_attribute(node, "block_size", 128)
+    return f"blocks of {size}{', zero points' if has_input(node, zero_points) else ''}"
+
+
+def _group_query_attention(shapes: ShapeInfo, node: Node) -> Description:
+    heads, kv_heads = int_attribute(node, "num_heads", 0), int_attribute(node, "kv_num_heads", 0)
+    facts = [f"{heads} heads on {kv_heads}"]
+    if has_input(node, 3):
+        facts.append(f"a cache of {dtype_name(shapes.dtype(node.inputs[3]))}")
+    if flag_attribute(node, "do_rotary", False):
+        facts.append("rotation inside")
+    window = int_attribute(node, "local_window_size", -1)
+    if window > 0:
+        facts.append(f"a window of {window}")
+    how = "writes new keys into the cache where past and present are one buffer, else copies the cache in every run"
+    return f"GroupQueryAttention, {', '.join(facts)}", how
+
+
+def _alone(shapes: ShapeInfo, node: Node) -> Description:
+    return op_of(node).removeprefix("com.microsoft::"), ALONE
+
+
+DESCRIPTIONS: Final[Mapping[str, Callable[[ShapeInfo, Node], Description]]] = {
+    "MatMulNBits": _mat_mul_n_bits,
+    "DequantizeLinear": _dequantize_linear,
+    "GatherBlockQuantized": _gather_block_quantized,
+    "GroupQueryAttention": _group_query_attention,
+    **dict.fromkeys(
+        ("QuantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "ConvInteger", "QLinearMatMul", "QLinearConv"),
+        _alone,
+    ),
+}

@@ -1,0 +1,85 @@
+"""The part of a report about quantized weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from onnxfuse.printing import Line, bytes_text, counted, escape
+
+MAX_ERRORS_SHOWN: Final = 5  # outputs in the terminal, those with the largest errors
+
+
+@dataclass(frozen=True)
+class WeightError:
+    """How far an output is from the output of the float model: at most, and relative to its largest value.
+
+    Both are infinite where NaN or infinite values appear.
+    """
+
+    name: str
+    max_abs: float
+    max_rel: float
+
+
+@dataclass(frozen=True)
+class StayingWeights:
+    """Nodes of one operator whose weights stay as they are for one reason."""
+
+    op: str
+    reason: str
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class WeightsResult:
+    """A model with quantized weights: how many products have them, which nodes with weights stay, and the errors.
+
+    `bytes_before` and `bytes_after` are those of the weights
+    that were quantized.  `errors` is empty where nothing was measured, and `note` then says why.
+    """
+
+    dtype: str
+    block_size: int
+    nodes: int
+    stays: tuple[StayingWeights, ...]
+    bytes_before: int
+    bytes_after: int
+    errors: tuple[WeightError, ...] = ()
+    note: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as JSON values; an infinite error, which JSON cannot write, becomes None."""
+        errors = [{key: _finite(value) for key, value in asdict(each).items()} for each in self.errors]
+        return {**asdict(self), "errors": errors}
+
+
+def weights_lines(weights: WeightsResult | None) -> Iterator[Line]:
+    """Yield the lines of a report about quantized weights; none for a model whose weights were not quantized."""
+    if weights is None:
+        return
+    size = f"{bytes_text(weights.bytes_before)} -> {bytes_text(weights.bytes_after)}"
+    what = f"{counted(weights.nodes, 'product')} in {weights.dtype}, blocks of {weights.block_size}"
+    yield Line(f"Weights: {what}, {size}")
+    for one in weights.stays:
+        first, *more = one.nodes
+        what = (
+            f"{len(one.nodes)} {one.op} stay, first '{escape(first)}'" if more else f"{one.op} '{escape(first)}' stays"
+        )
+        yield Line(f"{what}: {escape(one.reason)}", "  ", 4)
+    worst = sorted(weights.errors, key=lambda each: -each.max_rel)
+    for each in worst[:MAX_ERRORS_SHOWN]:
+        error = f"by {each.max_abs:.2g} at most, {each.max_rel:.1e} of its largest value"
+        yield Line(f"'{escape(each.name)}' is off from the float model {error}", "  ", 4)
+    if rest := worst[MAX_ERRORS_SHOWN:]:
+        yield Line(
+            f"{counted(len(rest), 'more output')} by at most {rest[0].max_rel:.1e} of the largest value", "  ", 4
+        )
+    if weights.note:
+        yield Line(escape(weights.note), "  ", 4)
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
