@@ -19,7 +19,7 @@ import onnx
 import pytest
 import run as fuzzer
 from changes import duplicate
-from drafts import shape_at, types
+from drafts import inferred, shape_at, types
 from draws import draws
 from fuzz_cases import case_of, draw_case
 from hostile import wrong_versions
@@ -317,14 +317,21 @@ def test_a_value_that_onnxruntime_loses_without_its_optimizations_counts_with_th
     assert compare(original, folded, {}, 0).kind == kind
 
 
+def test_functions_that_call_each_other_have_no_types() -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17, "f" : 1]> g (float[2] x) => (float[2] y) { y = f.a (x) }
+          <domain: "f", opset_import: ["" : 17, "f" : 1]> a (x) => (y) { y = f.b (x) }
+          <domain: "f", opset_import: ["" : 17, "f" : 1]> b (x) => (y) { y = f.a (x) }"""
+    assert inferred(onnx.parser.parse_model(text)) is None
+
+
 @pytest.mark.parametrize(("opset", "is_excused"), [(10, True), (11, False)])
 def test_onnxruntime_takes_a_slice_of_opset_10_for_its_input(opset: int, is_excused: bool) -> None:
     text = f"""<ir_version: 8, opset_import: ["" : {opset}]> g (float[n, n] x) => (float[n, m] y)
           <int64[1] zero = {{0}}, int64[1] one = {{1}}> {{ y = Slice (x, zero, one, one) }}"""
     model = onnx.parser.parse_model(text)
     model.graph.output[0].type.tensor_type.ClearField("shape")
-    inferred = onnx.shape_inference.infer_shapes(model).graph.output[0].type.tensor_type.shape.dim
-    assert (inferred[1].dim_param == "n") is is_excused
+    sizes = onnx.shape_inference.infer_shapes(model).graph.output[0].type.tensor_type.shape.dim
+    assert (sizes[1].dim_param == "n") is is_excused
     error = "onnxruntime::OpKernelContext::OutputMLValue(int, const onnxruntime::TensorShape&)"
     assert reuses_memory_of_a_slice(model, error) is is_excused
     assert not reuses_memory_of_a_slice(model, "another error")
