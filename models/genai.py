@@ -66,7 +66,9 @@ def write_graphs() -> None:
             build(Path(scratch, precision), precision, "cuda")
             path = Path(scratch, precision, "model.onnx")
             found[f"{precision}.onnx"] = onnx.load(path, load_external_data=False)
-    GRAPHS.write_bytes(pack(found, {"config": CONFIG, "versions": {name: version(name) for name in PACKAGES}}))
+        others = {path.name: path.read_bytes() for path in sorted(Path(scratch, "int4").glob("*.json"))}
+    index = {"config": CONFIG, "versions": {name: version(name) for name in PACKAGES}}
+    GRAPHS.write_bytes(pack(found, index, others))
 
 
 @click.command()

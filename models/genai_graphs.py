@@ -1,6 +1,7 @@
 """Read and write models/exported/genai.tar.xz: graphs of onnxruntime-genai's builder, whose weights are drawn.
 
-models/genai.py makes the graphs; index.json in the archive names the configuration and the versions of the packages.
+`python models/genai_graphs.py int4.onnx llama` writes a folder that onnxruntime_genai loads.  models/genai.py makes the
+graphs; index.json in the archive names the configuration and the versions of the packages.
 """
 
 from __future__ import annotations
@@ -8,9 +9,11 @@ from __future__ import annotations
 import io
 import json
 import lzma
+import sys
 import tarfile
 import zlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,9 +24,9 @@ from onnx import TensorProto, helper, numpy_helper
 GRAPHS = EXPORTED / "genai.tar.xz"
 
 
-def pack(models: Mapping[str, onnx.ModelProto], index: Mapping[str, Any]) -> bytes:
-    """Return an archive of the models without their weights, and of the index."""
-    files = {INDEX: json.dumps(index, indent=1).encode()}
+def pack(models: Mapping[str, onnx.ModelProto], index: Mapping[str, Any], others: Mapping[str, bytes]) -> bytes:
+    """Return an archive of the models without their weights, of the index, and of other files of a folder."""
+    files = {INDEX: json.dumps(index, indent=1).encode(), **others}
     for name, model in models.items():
         for tensor in model.graph.initializer:
             kept = TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
@@ -46,6 +49,15 @@ def load_genai(name: str) -> onnx.ModelProto:
     return model
 
 
+def write_folder(name: str, folder: Path) -> None:
+    """Write a model beside the configuration and the tokenizer, as genai's builder does."""
+    folder.mkdir()
+    onnx.save(load_genai(name), folder / "model.onnx", save_as_external_data=True, location="model.onnx.data")
+    for other, content in files_of(GRAPHS.read_bytes()).items():
+        if other.endswith(".json") and other != INDEX:
+            (folder / other).write_bytes(content)
+
+
 def _drawn(tensor: TensorProto) -> np.ndarray:
     random, dims = np.random.default_rng(zlib.crc32(tensor.name.encode())), tuple(tensor.dims)
     dtype = helper.tensor_dtype_to_np_dtype(tensor.data_type)
@@ -59,3 +71,7 @@ def _drawn(tensor: TensorProto) -> np.ndarray:
     if tensor.name.endswith("scales"):  # of numbers between -8 and 7
         return random.uniform(0.01, 0.03, dims).astype(dtype)
     return random.normal(0, 0.1, dims).astype(dtype)
+
+
+if __name__ == "__main__":
+    write_folder(sys.argv[1], Path(sys.argv[2]))

@@ -38,7 +38,7 @@ def test_the_readme_and_then_the_page_of_servers_work_as_they_stand() -> None:
     ran = [command.split() for command in run_page(README)]
     assert {words[1] for words in ran if words[0] == "onnxfuse"} == {*main.commands} - {"tune"}
     shutil.rmtree("model_repository")  # both pages write it
-    assert len(run_page(SERVING)) == 2
+    assert len(run_page(SERVING)) == 3
 
 
 @pytest.mark.parametrize("page", REASONS_ALONE, ids=lambda page: page.stem)

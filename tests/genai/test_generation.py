@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -87,3 +88,14 @@ def test_text_goes_in_and_comes_out(built: Callable[..., Path], tmp_path: Path) 
     tokenizer = genai.Tokenizer(genai.Model(str(tmp_path / "b")))
     tokens = tokenizer.encode("Some text.")
     assert len(tokens) == 10 and tokenizer.decode(tokens) == "Some text."
+
+
+def test_the_example_measures_folders(built: Callable[..., Path], tmp_path: Path) -> None:
+    onnxfuse.optimize_folder(folder := built("--precision", "fp32"), tmp_path / "b", verify=False)
+    words = [sys.executable, ROOT / "examples" / "genai_tokens.py", folder, tmp_path / "b", "--rounds", "1"]
+    done = subprocess.run([*words, "--prompt", "20", "--tokens", "9"], check=True, capture_output=True, text=True)
+    *lines, last = done.stdout.splitlines()
+    assert (
+        all(re.fullmatch(r".*/[ab]: \d+ prompt tokens/s, [\d.]+ tokens/s", line) for line in lines) and len(lines) == 2
+    )
+    assert last == "the first 9 of 9 tokens are the same"
