@@ -67,7 +67,7 @@ def test_an_archive_depends_on_nothing_but_its_models() -> None:
     assert content == compress(dict(sorted(models.items())), "{}") and decompress(content) == models
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
         entries = [(each.name, each.mtime, each.uid, each.gid, each.uname, each.gname) for each in archive]
-    assert entries == [(name, 0, 0, 0, "", "") for name in ("float32", "float16", INDEX, "a.onnx", "b.onnx")]
+    assert entries == [(name, 0, 0, 0, "", "") for name in ("float32", "float16", "int8", INDEX, "a.onnx", "b.onnx")]
 
 
 def test_an_archive_holds_equal_weights_once() -> None:
@@ -87,3 +87,19 @@ def test_an_archive_holds_equal_weights_once() -> None:
     with tarfile.open(fileobj=io.BytesIO(lzma.decompress(content))) as archive:
         sizes = {each.name: each.size for each in archive}
     assert (sizes["float32"], sizes["float16"]) == (2 * values.nbytes, others.nbytes)
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float16])
+def test_multiples_of_a_power_of_two_take_a_byte_each(kind: type) -> None:
+    """A zero keeps its sign, and float16 may be float32 rounded; larger multiples stay floats."""
+    values = np.round(np.random.default_rng(0).standard_normal((8, 8)) * 16).astype(np.float32) * np.float32(2.0**-9)
+    values[0, :2] = -0.0, 0.0
+    wide = np.where(np.arange(8) == 1, np.float32(128), np.arange(8, dtype=np.float32) + 0.5)
+    models = {
+        "a.onnx": model_of(numpy_helper.from_array(values, "w"), numpy_helper.from_array(wide, "v")),
+        "b.onnx": model_of(numpy_helper.from_array(values.astype(kind), "w"), TensorProto()),
+    }
+    content = compress(models, "{}")
+    assert decompress(content) == models
+    files = files_of(content)
+    assert (len(files["int8"]), len(files["float32"]), len(files["float16"])) == (values.size, wide.nbytes, 0)
