@@ -33,6 +33,9 @@
 //   T, HEAD_DIM, HEAD_DIM_V   element type; elements of a head of q and k, and of v
 //   WARPGROUPS, BLOCK_N, STAGES, PINGPONG   as above    BLOCKS_PER_SM  blocks that must fit on a multiprocessor
 //   CAUSAL, SOFTCAP, BIAS     1: the attention has a diagonal, a cap, a bias
+//   LENGTHS                   1: each batch element has a length of its own; no mask or bias then
+//   WINDOW                    1: a query sees only the last keys up to the diagonal
+//   SINKS                     1: each row has one more score, its head's sink of type SINK_T, whose value is 0
 //   ZERO_MASKED_ROWS          1: rows without a key are 0; 0: they are NaN
 //   BIAS 2         the bias of a head is its slope, of type SLOPE_T, times the elements
 //   MASK   0 none, 1 boolean (INVERTED: false counts), 2 additive (elements up to NEGLIGIBLE are skipped at first)
@@ -128,11 +131,11 @@ struct RowResults {
 // Divides the rows by their sums and stores them through shared memory; TMA leaves out elements beyond the last row and
 // column.
 __device__ __forceinline__ void write(const TensorMap& out, const WorkTile& at, u32 qo, int group, int queries,
-                                      const float (&o)[RESULTS], Softmax& softmax, const Program& program) {
+                                      const float (&o)[RESULTS], Softmax& softmax, float sink, const Program& program) {
     const int lane = threadIdx.x % 32, line = threadIdx.x / 32 % 4 * 16 + lane / 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const float sum = softmax.total(r);
+        const float sum = softmax.total(r, sink);
         const float factor = sum == 0.0f ? (ZERO_MASKED_ROWS ? 0.0f : __int_as_float(0x7fc00000)) : __frcp_rn(sum);
         RowResults row(program, at, at.first + group * 64 + line + 8 * r, queries);
 #pragma unroll
@@ -173,7 +176,7 @@ __device__ __forceinline__ void consume(ScoreMod& score_mod, Softmax& softmax, f
     };
     const auto next_tile = [&]() -> u32 {
         barrier_wait(shared_address(barriers.k_full + k_ring.stage), k_ring.phase);
-        if (!MASK) return --tiles < 0 ? END : tiles;
+        if (!MASK) return --tiles < score_mod.first_tile ? END : tiles;
         const u32 info = reread(barriers.tile[k_ring.stage]);
         score_mod.read_row(barriers.bits[k_ring.stage]);
         if (!BIAS_FIRST) read();
@@ -278,11 +281,11 @@ __device__ __forceinline__ void init(Barriers& barriers) {
 extern "C" __global__ void __launch_bounds__(BLOCK.all, BLOCKS_PER_SM)
     attention_hopper(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
                      const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap out,
-                     const __grid_constant__ Shape shape, const __grid_constant__ ScoreUnits units,
+                     const __grid_constant__ Shape shapes, const __grid_constant__ ScoreUnits units,
                      const __grid_constant__ Cap cap, const __grid_constant__ Mask mask,
                      const __grid_constant__ Bias bias, const SLOPE_T* slopes,
-                     const __grid_constant__ MaskTiles mask_tiles,
-                     const __grid_constant__ RotationTables tables PROGRAM_PARAMETERS) {
+                     const __grid_constant__ MaskTiles mask_tiles, const __grid_constant__ RotationTables tables,
+                     const int* lengths, const SINK_T* sinks PROGRAM_PARAMETERS) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 qo = shared_address(shared);
     const u32 k_buffers = qo + WARPGROUPS * QO_BYTES, v_buffers = k_buffers + STAGES * K_STAGE;
@@ -292,7 +295,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK.all, BLOCKS_PER_SM)
     wait_for_predecessor();
     release_successor();
 
-    const WorkTile at = work_tile(blockIdx.x, shape);
+    const WorkTile at = work_tile(blockIdx.x, shapes);
+    const Shape shape = shapes.of_batch(lengths, at.batch);
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const int key_tiles = (shape.keys + BLOCK_N - 1) / BLOCK_N, row_tiles = (shape.queries + 63) / 64;
     const int tiles = tiles_of(shape, at.first), all = ADD_MASKED_SCORE ? key_tiles : tiles;
@@ -317,7 +321,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK.all, BLOCKS_PER_SM)
         }
         const ColumnBias column_bias = {bias.plane(at.batch, at.head), BIAS_FIRST ? head_slope() : 0.0f, shape.keys,
                                         lane};
-        Producer producer = {k, v, at, k_buffers, barriers, column_bias};
+        Producer producer = {k, v, at, k_buffers, barriers, column_bias, shape.first_tile(at.first)};
         if constexpr (ROW_MASK) {
             RowMask rows = {mask_plane, shape.keys, lane};
             produce(producer, rows, tiles, all, lane == 0);
@@ -362,5 +366,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK.all, BLOCKS_PER_SM)
         if (!reread(barriers.second_pass)) break;
         score_mod.masked = units.masked;
     }
-    write(out, at, qo_group, group, shape.queries, o, softmax, Program{PROGRAM_ARGUMENTS});
+    float sink[1] = {0.0f};
+    if (SINKS && sinks) unpack(load_cached<1>(sinks + at.head), sink);
+    write(out, at, qo_group, group, shape.queries, o, softmax, sink[0], Program{PROGRAM_ARGUMENTS});
 }

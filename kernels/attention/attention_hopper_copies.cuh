@@ -78,8 +78,7 @@ struct ColumnBias {
 
 // Returns the number of tiles of keys that the block's rows see: under a causal mask, those up to the diagonal.
 __device__ __forceinline__ int tiles_of(const Shape& shape, int first) {
-    int keys = shape.keys;
-    if (CAUSAL) keys = min(keys, min(first + BLOCK_M, shape.queries) + shape.causal);
+    const int keys = shape.keys_of(min(first + BLOCK_M, shape.queries) - 1);
     return keys <= 0 ? 0 : (keys + BLOCK_N - 1) / BLOCK_N;
 }
 
@@ -89,6 +88,7 @@ struct Producer {
     u32 buffers;
     Barriers& barriers;
     const ColumnBias& bias;
+    int first_tile;
     Ring k_ring, v_ring;
     // The tile whose values are copied next. Its keys have been copied, because consumers multiply a tile's keys before
     // they multiply the values of the tile before it.
@@ -147,7 +147,7 @@ __device__ __forceinline__ void produce(Producer& producer, Mask& mask, int tile
         if (pass == 1) tiles = all;
         if (MASK) mask.ahead(tiles - 1);
 #pragma unroll 1
-        for (int tile = tiles - 1; tile >= 0; --tile) {
+        for (int tile = tiles - 1; tile >= producer.first_tile; --tile) {
             u32 kinds = 2 * EACH_GROUP;
             if (MASK) {
                 kinds = mask.kinds(tile, bits);

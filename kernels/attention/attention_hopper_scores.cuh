@@ -168,6 +168,8 @@ struct ScoreMod {
     const Rows<Bias> bias;
     const int group, column;        // the warpgroup, and the thread's first column in a tile
     const int limit[2], unlimited;  // number of keys that each row sees, and that all rows see
+    const int window, windowed;     // with WINDOW: each row sees so many keys; all rows see the keys from `windowed` on
+    const int first_tile;           // the first tile of the block
     const float reciprocal_limit;   // 1 / cap
     float masked = minus_infinity();
     float slope = 0.0f;  // the head's slope, in the scores' units
@@ -181,12 +183,9 @@ struct ScoreMod {
     __device__ __forceinline__ ScoreMod(const Shape& shape, const ScoreUnits& units, const Cap& cap, const u32* bits,
                                         const Rows<Mask>& mask, const Rows<Bias>& bias, int group, int first, int row)
         : keys(shape.keys), units(units), cap(cap), bits_from(bits), mask(mask), bias(bias), group(group),
-          column(threadIdx.x % 4 * 2), limit{keys_of(shape, row), keys_of(shape, row + 8)},
-          unlimited(keys_of(shape, first)), reciprocal_limit(1.0f / cap.limit) {}
-
-    __device__ __forceinline__ static int keys_of(const Shape& shape, int row) {
-        return CAUSAL ? min(shape.keys, row + shape.causal + 1) : shape.keys;
-    }
+          column(threadIdx.x % 4 * 2), limit{shape.keys_of(row), shape.keys_of(row + 8)},
+          unlimited(shape.keys_of(first)), window(shape.window), windowed(shape.keys_of(first + 63) - shape.window),
+          first_tile(shape.first_tile(first - 64 * group)), reciprocal_limit(1.0f / cap.limit) {}
 
     __device__ __forceinline__ u32 kind(u32 info) const { return info >> (KINDS + 2 * group) & 3; }
 
@@ -270,6 +269,11 @@ struct ScoreMod {
 #pragma unroll
             for (int i = 0; i < SCORES; ++i)
                 if (first + i / 4 * 8 + i % 2 >= (ADD_MASKED_SCORE ? keys : limit[i / 2 % 2])) s[i] = minus_infinity();
+        }
+        if (WINDOW && first - column < windowed) {
+#pragma unroll
+            for (int i = 0; i < SCORES; ++i)
+                if (first + i / 4 * 8 + i % 2 < limit[i / 2 % 2] - window) s[i] = minus_infinity();
         }
         return in_units;
     }
@@ -457,9 +461,11 @@ struct Softmax {
         }
     }
 
-    // Returns the sum of the row's weights, added up over all lanes that share the row.
-    __device__ __forceinline__ float total(int r) const {
+    // Returns the sum of the row's weights, added up over all lanes that share the row. With SINKS, the weight of the
+    // head's sink, a score whose value is 0, is one of them.
+    __device__ __forceinline__ float total(int r, float sink) const {
         const float pair = sum[r] + __shfl_xor_sync(0xffffffffu, sum[r], 1);
-        return pair + __shfl_xor_sync(0xffffffffu, pair, 2);
+        const float all = pair + __shfl_xor_sync(0xffffffffu, pair, 2);
+        return SINKS && all > 0.0f ? all + exp2_fast(LOG2_E * sink - scaled[r]) : all;
     }
 };

@@ -26,7 +26,25 @@ struct Shape {
     int repeats;  // query heads per key head
     int batches;
     int causal;       // query i sees the keys up to i + causal
+    int window;       // with WINDOW, the number of keys that a query sees, up to the diagonal
     int heads_in_l2;  // heads whose blocks begin together: see work_tile
+
+    __device__ __forceinline__ int keys_of(int query) const { return CAUSAL ? min(keys, query + causal + 1) : keys; }
+
+    // Returns the first tile of keys that a block's or warpgroup's rows see, from row `first` on.
+    __device__ __forceinline__ int first_tile(int first) const {
+        return WINDOW ? max(0, keys_of(first) - window) / BLOCK_N : 0;
+    }
+
+    // Returns the shape of one batch element: with LENGTHS, it has the first lengths[batch] + 1 of the keys.
+    __device__ __forceinline__ Shape of_batch(const int* lengths, int batch) const {
+        Shape own = *this;
+        if constexpr (LENGTHS) {
+            own.keys = max(0, min(keys, lengths[batch] + 1));
+            own.causal = max(0, own.keys - queries);
+        }
+        return own;
+    }
 };
 
 // Constants of the scores, all but `scale` in the units of the scores. The first two, which every mask element needs,

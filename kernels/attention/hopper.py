@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from onnxfuse.kernels.attention import blocks, hopper_rotation
-from onnxfuse.kernels.attention.mma import MAX_HEAD_DIM, bias_macro
+from onnxfuse.kernels.attention.mma import MAX_HEAD_DIM, bias_macro, length_defines
 from onnxfuse.kernels.attention.problem import Attention, ScoreTensor
 from onnxfuse.kernels.epilogue_program import EpilogueProgram
 from onnxfuse.kernels.head_tensor import HeadTensor
@@ -238,7 +238,7 @@ def _is_supported(problem: Attention) -> bool:
     return (
         problem.dtype in ("float16", "bfloat16")
         and not problem.out_dtype
-        and problem.lengths is None
+        and not (problem.window and problem.mask)
         and problem.aligned
         and not (problem.add_masked_score and problem.masked_score > blocks.NEGLIGIBLE[problem.dtype][0])
         and all(0 < head_dim <= MAX_HEAD_DIM and head_dim % ALIGNMENT == 0 for head_dim in head_dims)
@@ -303,7 +303,7 @@ def _launch(
     row_tiles = -(-problem.queries // (64 * config.warpgroups))
     shape = (
         *(problem.queries, problem.keys, problem.heads, problem.gqa_group, problem.batch),
-        *(0 if problem.causal is None else problem.causal, _heads_in_l2(problem)),
+        *(0 if problem.causal is None else problem.causal, problem.window or 0, _heads_in_l2(problem)),
     )
     flag_strides = (0, 0)  # strides of batch and head, in planes of flags
     if mask:
@@ -324,6 +324,8 @@ def _launch(
         problem.slopes.pointer if problem.slopes else ABSENT,
         Struct((flags, bits, *(Scalar(number, "int32") for number in flag_strides))),
         hopper_rotation.argument(rotation),
+        problem.lengths or ABSENT,
+        problem.sinks.pointer if problem.sinks else ABSENT,
     )
     defines = _defines(problem, config, mask)
     if rotation:
@@ -429,6 +431,7 @@ def _defines(problem: Attention, config: HopperAttentionConfig, mask: ScoreTenso
         **_score_defines("MASK", problem, mask),
         "BIAS": bias_macro(problem),
         "SLOPE_T": STORAGE[problem.slopes.dtype if problem.slopes else "float32"],
+        **length_defines(problem),
         **_score_defines("BIAS", problem, problem.bias),
     }
 

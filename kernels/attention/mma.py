@@ -195,12 +195,17 @@ def defines(problem: Attention, config: MmaAttentionConfig, device: Device, seco
         "SOFTCAP": int(problem.softcap != 0), "ZERO_MASKED_ROWS": int(problem.zero_masked_rows),
         "MASK": MASK_MACROS[problem.mask_kind], "BIAS": bias_macro(problem),
         "SLOPE_T": STORAGE[problem.slopes.dtype if problem.slopes else "float32"],
-        "LENGTHS": int(problem.lengths is not None), "WINDOW": int(problem.window is not None),
-        "SINKS": int(problem.sinks is not None), "SINK_T": STORAGE[problem.sinks.dtype if problem.sinks else "float32"],
         "ADD_MASKED_SCORE": int(problem.add_masked_score), "SECOND_PASS": int(second_pass and skips_causal_tiles),
-        "SECOND_PASS_BELOW": second_pass_below * LOG2_E,
+        "SECOND_PASS_BELOW": second_pass_below * LOG2_E, **length_defines(problem),
         **_score_defines("MASK", problem.mask, problem), **_score_defines("BIAS", problem.bias, problem),
     }  # fmt: skip
+
+
+def length_defines(problem: Attention) -> Defines:
+    """Return the macros that say whether there are lengths, a window and sinks."""
+    sink = problem.sinks.dtype if problem.sinks else "float32"
+    found: Defines = {"LENGTHS": int(problem.lengths is not None), "WINDOW": int(problem.window is not None)}
+    return found | {"SINKS": int(problem.sinks is not None), "SINK_T": STORAGE[sink]}
 
 
 def bias_macro(problem: Attention) -> int:
