@@ -32,8 +32,8 @@ from onnxfuse.kernels.gemm.implementations import implementations
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.matmul_nbits.host import implementations as nbits_implementations
 from onnxfuse.kernels.matmul_nbits.problem import product_of
-from onnxfuse.runtime import planner
 from onnxfuse.runtime.cuda_driver import gpu
+from onnxfuse.runtime.loaded_templates import ready_plan
 from onnxfuse.runtime.plan import FusedNode, Launch, Plan, Pointer, TensorSpec
 
 L2_BYTES = 60 << 20
@@ -58,7 +58,7 @@ def operand_sets(m: int, n: int, k: int, bits: int) -> list[Operands]:
 def runs(plan: Plan, sets: list[Operands], out: torch.Tensor) -> Calls:
     """Return calls that run a plan on each set of operands, on PyTorch's current stream."""
     read = [TensorSpec(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in sets[0]]
-    ready = planner.ready_plan(plan, read)
+    ready = ready_plan(plan, read)
     scratch = torch.empty(max(1, ready.scratch_bytes), dtype=torch.uint8, device="cuda")
 
     def call(inputs: Operands) -> None:

@@ -14,7 +14,7 @@ from onnxfuse.kernels.epilogue_program import joined_plans, with_program
 from onnxfuse.kernels.gemm.implementations import implementations_if_any as gemm_implementations
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation, one_after_the_other
-from onnxfuse.kernels.matmul_nbits.problem import Product, Weight, product_of, products_of, unsupported
+from onnxfuse.kernels.matmul_nbits.problem import PACKED_ZEROS, Product, Weight, product_of, products_of, unsupported
 from onnxfuse.kernels.tensors import VECTOR_BYTES
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, TensorSpec
 from onnxfuse.runtime.symint import for_later_plans
@@ -23,8 +23,11 @@ MMA_ARCH: Final = 80  # the first compute capability whose mma has bf16 and k of
 MAX_ROWS: Final = 64  # of x: beyond, weights become numbers once, and the product is that of a Gemm
 MAX_DOT_ROWS: Final = 8
 DOT_WARPS: Final = 8
-SHARED_BYTES: Final = 48 << 10  # static shared memory of a block
-MAX_AHEAD: Final = 128  # columns whose windows of k a warp has in flight; registers of more spill
+STAGE_BITS: Final = 1024  # of a row of weights in a stage of nbits_mma.cu
+STAGED_ROWS: Final = 8  # of x: with more, nbits_mma.cu reads x from L1
+WIDE_ROWS: Final = 4  # of x, from which on wide tiles are faster
+SMALL_TILES: Final = 4  # tiles of 16 columns for each multiprocessor: with fewer, a product is small
+MIN_MMA_BLOCK: Final = 32  # weights of a block: nbits_mma.cu adds those of four lanes
 DEQUANTIZE_THREADS: Final = 256  # THREADS of nbits_dequantize.cu
 MAX_IMPLEMENTATIONS: Final = 8
 
@@ -36,19 +39,28 @@ class MmaConfig:
     tile_m: int
     tile_n: int
     warps: int
-    ahead: int
+    depth: int
+    resident: int  # blocks that run on a multiprocessor at once
 
     @property
     def name(self) -> str:
         """The name in reports."""
-        return f"nbits_mma_{self.tile_m}x{self.tile_n}_{self.warps}_{self.ahead}"
+        return f"nbits_mma_{self.tile_m}x{self.tile_n}_{self.warps}_{self.depth}_{self.resident}"
 
-    def fits(self, product: Product) -> bool:
-        """Return whether the sums fit into static shared memory, and the windows ahead into registers."""
-        columns = self.tile_n * (2 if product.is_gated else 1)
-        shared = 4 * self.warps * self.tile_m * (columns + 4)
-        is_crowded = product.is_gated and self.warps == 16 and self.tile_m > 8
-        return shared <= SHARED_BYTES and columns * self.ahead <= MAX_AHEAD and not is_crowded
+    def shared(self, product: Product) -> int:
+        """Return the bytes of shared memory of a block: the stages of its warps, and two buffers of their sums."""
+        rows, stage_k = self.tile_n * (2 if product.is_gated else 1), STAGE_BITS // product.bits
+        blocks = max(1, stage_k // product.block_size)
+        zeros = (0, max(1, blocks * product.bits // 8), 2 * blocks)[product.weights[0].zeros]
+        pitch = 2 * stage_k + (0 if self.tile_m == 1 else 64)
+        x = self.tile_m * pitch if self.tile_m <= STAGED_ROWS else 0
+        stage = _whole(rows * (STAGE_BITS // 8 + 2 * blocks + zeros)) + _whole(x)
+        return self.warps * (self.depth * stage + 2 * 4 * max(8, self.tile_m) * (rows + 4))
+
+
+def _whole(count: int) -> int:
+    """Return the bytes of whole stages' parts, which begin at multiples of 128."""
+    return -(-count // 128) * 128
 
 
 def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
@@ -84,39 +96,63 @@ def _of_few_rows(product: Product, device: Device) -> list[Implementation]:
     if product.layout == "kn" or product.row_bits % 8:
         return []
     if _takes_mma(product, device) and product.m <= MAX_ROWS:
-        return [_mma(product, config, device) for config in _mma_configs(product)]
+        return [_mma(product, config, device) for config in _mma_configs(product, device)]
     return [_dot(product, device)] if product.m <= MAX_DOT_ROWS else []
 
 
 def _takes_mma(product: Product, device: Device) -> bool:
-    is_whole = product.k % 8 == 0 and product.row_bits // 8 % VECTOR_BYTES == 0
+    is_whole = product.k % 8 == 0 and product.row_bits // 8 % VECTOR_BYTES == 0 and product.block_size >= MIN_MMA_BLOCK
+    is_whole = is_whole and (product.weights[0].zeros != PACKED_ZEROS or product.zero_bits % 8 == 0)
     return device.arch >= MMA_ARCH and product.item == 2 and product.bits in (4, 8) and product.aligned and is_whole
 
 
-def _mma_configs(product: Product) -> list[MmaConfig]:
-    """Return configs of nbits_mma.cu, the expected fastest first.
-
-    With more than 16 rows, wide tiles read x less often.  4096x4096 of 4 bits on an H200, in us, by tiles of 16 and of
-    32 columns: 16 rows 8.7 and 9.9, 32 rows 16.1 and 10.3, 64 rows 30.7 and 18.9.
-    """
-    tile_m = 8 if product.m <= 8 else 16 if product.m <= 16 else 32
-    windows = -(-product.k * product.bits // 512)
-    narrow, wide = [(16, 8, 4), (16, 4, 4), (16, 16, 2), (16, 8, 2)], [(32, 8, 2), (32, 4, 4)]
+def _mma_configs(product: Product, device: Device) -> list[MmaConfig]:
+    """Return configs of nbits_mma.cu, the expected fastest first."""
+    tile_m = next((count for count in (1, 2, 4, 8, 16) if product.m <= count), 32)
+    stages = -(-product.row_bits // STAGE_BITS)
     found = []
-    for tile_n, most, ahead in [*wide, *narrow] if tile_m == 32 else [*narrow[:1], *wide, *narrow[1:]]:
-        warps = next((count for count in (16, 8, 4, 2) if count <= min(most, windows)), 1)
-        found.append(MmaConfig(tile_m, tile_n, warps, ahead))
-    return [config for config in dict.fromkeys(found) if config.fits(product)]
+    for tile_n, most, depth, resident in _shapes(product, tile_m, device):
+        warps = next((count for count in (8, 4, 2) if count <= min(most, stages)), 1)
+        found.append(MmaConfig(tile_m, tile_n, warps, depth, resident))
+    return [each for each in dict.fromkeys(found) if each.shared(product) <= device.shared_per_block]
+
+
+def _shapes(product: Product, tile_m: int, device: Device) -> list[tuple[int, int, int, int]]:
+    """Return tile_n, most warps, depth and resident of configs, the expected fastest first.
+
+    With few tiles for each multiprocessor, many warps share a tile's k.  With many tiles, more blocks of fewer warps
+    hide more of each other's latency: on an H200, a product of 1x4096x4096 with 4 bits took 4.9 us in the first way and
+    6.6 in the second, one of 1x28672x4096 22.0 and 18.8.  Weights of 8 bits take half the instructions for each byte,
+    so that copies in flight count more than blocks.  From four rows of x on, wide tiles read x less often.
+    """
+    is_small = _tiles(product, 16) < SMALL_TILES * device.multiprocessors
+    if tile_m > STAGED_ROWS:
+        few, many = [(32, 8, 2, 1), (16, 8, 2, 2)], [(32, 4, 2, 3), (32, 8, 2, 1)]
+        if product.bits == 8 and tile_m == STAGED_ROWS * 2:
+            return [few[1], *many]
+        return [*few, *many] if is_small and product.m <= tile_m else [*many, *few]
+    few, many = [(16, 8, 3, 3), (16, 8, 4, 2), (32, 8, 2, 2)], [(32, 4, 2, 4), (16, 4, 2, 6), (32, 8, 2, 2)]
+    if product.bits == 8:
+        return [few[1], few[0], *many]
+    if is_small and tile_m >= WIDE_ROWS:
+        few = few[::-1]
+    return [*few, *many] if is_small else [*many, *few]
 
 
 def _mma(product: Product, config: MmaConfig, device: Device) -> Implementation:
     defines = {
         **product.defines(), "TILE_M": config.tile_m, "TILE_N": config.tile_n, "WARPS": config.warps,
-        "AHEAD": config.ahead, "WIDTH": _width(product, config.tile_n),
+        "DEPTH": config.depth, "MIN_BLOCKS": config.resident,
+        "WIDTH": math.gcd(_width(product, config.tile_n), max(2, config.tile_m // 4)),
     }  # fmt: skip
     kernel, given = with_program(Kernel("nbits_mma", "nbits_mma", defines), product.arguments(), product.program)
-    grid = (_tiles(product, config.tile_n), -(-product.m // config.tile_m), 1)
-    return Implementation(config.name, (Launch(kernel, grid, (32 * config.warps, 1, 1), given, pdl=device.has_pdl),))
+    tiles = _tiles(product, config.tile_n)
+    rounds = -(-tiles // (config.resident * device.multiprocessors))  # tiles of each block
+    grid = (-(-tiles // rounds), -(-product.m // config.tile_m), 1)
+    threads = (32 * config.warps, 1, 1)
+    return Implementation(
+        config.name, (Launch(kernel, grid, threads, given, config.shared(product), pdl=device.has_pdl),)
+    )
 
 
 def _dot(product: Product, device: Device) -> Implementation:

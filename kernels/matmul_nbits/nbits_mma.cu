@@ -1,42 +1,176 @@
 // Products of few rows of x in fp16 or bf16 with weights of 4 or 8 bits, by mma.sync, from sm_80 on.
 //
-//   y = x w^T + bias, where nbits.cuh says what w is; a gated product has a second weight
+//   y = x w^T + bias, where nbits.cuh defines w; a gated product has a second weight
 //
-// The time is that of reading the weights once, so they go from memory to registers in accesses of 16 bytes, AHEAD
-// windows of k in flight for each warp, and become numbers there.
-//   1. WARPS warps divide k. In a window of k, four lanes share a row of w: each loads 16 bytes, EACH weights.
-//   2. The weights are mma's left operand: 16 rows of w, and 16 of the window's k, so that tiles of 8 rows of x suffice.
-//      The order of k within a window is free as long as both operands agree: a lane multiplies the weights that it
-//      has loaded, so that no weight passes through shared memory.
-//   3. A weight becomes a number of type T: its bits complete the mantissa of 1024 (fp16) or 128 (bf16), from which the
-//      zero point is subtracted, exactly; the product with the scale rounds once.
-//   4. The warps' sums meet in shared memory, and all threads run the epilogue (epilogue.cuh) by row.
-// The columns of a second weight are further tiles of mma in the same windows, so that a gated product of 16 columns
-// costs what a product of 32 does.
+// The time is that of reading the weights once, so every warp keeps DEPTH stages of weights in flight from memory to
+// shared memory. A stage has 128 bytes of k of all rows of a tile, with their scales and zero points, and the elements
+// of x that belong to them.
+//   1. The blocks take tiles in turns; in a tile, the WARPS warps of a block take stages of k in turns. A warp's copies
+//      go on from tile to tile, and only the warp itself waits for them.
+//   2. The weights are mma's left operand: 16 rows of w, and 16 of k, so that tiles of 8 rows of x suffice. Four lanes
+//      share 32 of k; the order of k within these is free as long as both operands agree, so a lane multiplies the
+//      weights of one word, or of two with 8 bits.
+//   3. The bits of a weight complete the mantissa of a power of two, from which the zero point is subtracted: both are
+//      exact. The sums of a block of k are multiplied by its scale in fp32.
+//   4. The warps' sums of a tile meet in shared memory, and all threads run the epilogue (epilogue.cuh) by row.
+// The rows of a second weight follow those of the first in each stage.
 //
 // Macros:
-//   TILE_M   rows of x, a multiple of 8    TILE_N   columns of y, a multiple of 16
-//   WARPS, AHEAD   as above
+//   TILE_M   rows of x: 1, 2, 4 or a multiple of 8    TILE_N   columns of y, a multiple of 16
+//   WARPS, DEPTH   as above
+//   MIN_BLOCKS   blocks that should fit on a multiprocessor
 //   WIDTH    elements of an access to y, the residual and the column vectors; divides n and TILE_N
-//   and those of nbits.cuh
+//   and those of nbits.cuh; BLOCK_SIZE is at least 32, and rows of packed zero points are whole bytes
 #include "nbits.cuh"
 #include "gemm_multiply.cuh"
 
 constexpr int THREADS = 32 * WARPS;
-constexpr int EACH = 128 / BITS;  // weights per access
-constexpr int WINDOW = 4 * EACH;  // of k
-constexpr int WINDOWS = (K + WINDOW - 1) / WINDOW;
 constexpr int EACH_N = TILE_N / 16;  // mma tiles of one weight
-constexpr int MMA_N = EACH_N * WEIGHTS, MMA_M = TILE_M / 8;
-constexpr int SCALES = BLOCK_SIZE < EACH ? EACH / BLOCK_SIZE : 1;  // per access
-constexpr int PITCH = MMA_N * 16 + 4;  // floats of a row of sums: stores of a warp fall into different banks
+constexpr int MMA_N = EACH_N * WEIGHTS, MMA_M = (TILE_M + 7) / 8;
+constexpr int ROWS = 16 * MMA_N;  // of weights in a stage
+constexpr int STAGE_BYTES = 128, STAGE_K = STAGE_BYTES * 8 / BITS;
+constexpr int STAGES = (W_ROW_BYTES + STAGE_BYTES - 1) / STAGE_BYTES;
+constexpr int CHUNKS = STAGE_K / 32, CHUNKS_OF_BLOCK = BLOCK_SIZE / 32;
+constexpr int BLOCKS = BLOCK_SIZE < STAGE_K ? STAGE_K / BLOCK_SIZE : 1;  // of k in a stage; each has a scale
+constexpr int SCALE_BYTES = BLOCKS * 2;
+constexpr int PACKED_BYTES = BLOCKS * BITS < 8 ? 1 : BLOCKS * BITS / 8;
+constexpr int ZERO_BYTES = ZEROS == 0 ? 0 : ZEROS == 1 ? PACKED_BYTES : SCALE_BYTES;
+constexpr int SCALES_AT = ROWS * STAGE_BYTES, ZEROS_AT = SCALES_AT + ROWS * SCALE_BYTES;  // in a stage
+constexpr int X_AT = (ZEROS_AT + ROWS * ZERO_BYTES + 127) / 128 * 128;
+constexpr bool STAGED_X = TILE_M <= 8;  // larger tiles read x from L1
+constexpr int X_PITCH = 2 * STAGE_K + (TILE_M == 1 ? 0 : 64);  // two rows fall into different banks
+constexpr int SLOT_BYTES = (X_AT + (STAGED_X ? TILE_M * X_PITCH : 0) + 127) / 128 * 128;
+constexpr int PITCH = ROWS + 4;  // floats of a row of sums: stores of a warp fall into different banks
+constexpr int tiles_of(int columns) { return (columns + TILE_N - 1) / TILE_N; }
+#if PRODUCTS == 3
+constexpr int TILES = tiles_of(GEMM_N) + tiles_of(GEMM_N_2) + tiles_of(GEMM_N_3);
+constexpr bool WHOLE_TILES = GEMM_N % TILE_N == 0 && GEMM_N_2 % TILE_N == 0 && GEMM_N_3 % TILE_N == 0;
+#elif PRODUCTS == 2
+constexpr int TILES = tiles_of(GEMM_N) + tiles_of(GEMM_N_2);
+constexpr bool WHOLE_TILES = GEMM_N % TILE_N == 0 && GEMM_N_2 % TILE_N == 0;
+#else
+constexpr int TILES = tiles_of(GEMM_N);
+constexpr bool WHOLE_TILES = GEMM_N % TILE_N == 0;
+#endif
 template <class A, class B> constexpr bool IS = false;
 template <class A> constexpr bool IS<A, A> = true;
 constexpr bool HALF = IS<T, f16>;
 static_assert(BITS == 4 || BITS == 8, "see above");
+static_assert(BLOCK_SIZE >= 32, "mma adds 16 of k, of four lanes");
 static_assert(N % WIDTH == 0 && TILE_N % WIDTH == 0, "vectors end with a tile");
 static_assert(K % 8 == 0 && W_ROW_BYTES % 16 == 0, "rows are whole accesses");
-static_assert(AHEAD % 2 == 0, "two windows of x take turns");
+static_assert(ZEROS != 1 || ZERO_BITS % 8 == 0, "see above");
+
+// ---- copies to shared memory ---------------------------------------------------------------------------------------
+
+// The largest power of two up to 16 that divides both numbers.
+constexpr int access_bytes(int a, int b) {
+    int bytes = 16;
+    while (a % bytes || b % bytes) bytes /= 2;
+    return bytes;
+}
+
+template <int BYTES>
+__device__ __forceinline__ void store_shared(unsigned to, unsigned bits) {
+    if constexpr (BYTES == 2) asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"((unsigned short)bits) : "memory");
+    else asm volatile("st.shared.u8 [%0], %1;" ::"r"(to), "r"(bits) : "memory");
+}
+
+template <int BYTES>
+__device__ __forceinline__ unsigned load_shared(unsigned from) {
+    unsigned bits;
+    if constexpr (BYTES == 2) {
+        unsigned short half;
+        asm volatile("ld.shared.u16 %0, [%1];" : "=h"(half) : "r"(from));
+        bits = half;
+    } else asm volatile("ld.shared.u8 %0, [%1];" : "=r"(bits) : "r"(from));
+    return bits;
+}
+
+// Copies BYTES bytes, from `offset` on, of TILE_N rows of ROW_PITCH bytes from row `first` on; rows after the last, the
+// one before `end`, are copies of it, and bytes after a row's end are zeros. With SWIZZLED, the 16-byte chunks of a row
+// are permuted.
+template <int BYTES, int ROW_PITCH, bool SWIZZLED>
+__device__ __forceinline__ void copy_rows(unsigned to, const void* base, int first, int end, int offset) {
+    constexpr int ACCESS = access_bytes(BYTES, ROW_PITCH), PARTS = BYTES / ACCESS, STEP = 32 / PARTS;
+    const int lane = threadIdx.x % 32, own = lane / PARTS, part = lane % PARTS, byte = offset + part * ACCESS;
+    const bool inside = ROW_PITCH % BYTES == 0 || byte < ROW_PITCH;
+    const char* const column = static_cast<const char*>(base) + (inside ? byte : 0);
+    const char* const from_own = column + (long long)(first + own) * ROW_PITCH;
+#pragma unroll
+    for (int i = 0; i < (TILE_N + STEP - 1) / STEP; ++i) {
+        const int row = own + i * STEP;
+        if (TILE_N % STEP && row >= TILE_N) break;
+        const char* from = from_own + i * STEP * ROW_PITCH;
+        if (!WHOLE_TILES) from = column + (long long)min(first + row, end - 1) * ROW_PITCH;
+        const unsigned place = to + (SWIZZLED ? swizzled_offset<BYTES>(row, part) : row * BYTES + part * ACCESS);
+        if constexpr (ACCESS >= 4) copy_async<ACCESS>(place, from, inside ? ACCESS : 0);
+        else {
+            unsigned bits = 0;
+            if (inside) {
+                if constexpr (ACCESS == 2) bits = __ldg(reinterpret_cast<const unsigned short*>(from));
+                else bits = __ldg(reinterpret_cast<const unsigned char*>(from));
+            }
+            store_shared<ACCESS>(place, bits);
+        }
+    }
+}
+
+// One of a warp's stages in shared memory: rows of weights, then of scales, of zero points and of x. `base` is a multiple
+// of 128.
+struct Slot {
+    unsigned base;
+
+    // Copies a stage of one of the tile's weights, the rows from `first` on.
+    __device__ __forceinline__ void fill(const Quantized& quantized, int weight, int first, int stage) const {
+        const int block = stage * STAGE_K / BLOCK_SIZE, row = weight * TILE_N, end = quantized.columns;
+        copy_rows<STAGE_BYTES, W_ROW_BYTES, true>(base + row * STAGE_BYTES, quantized.w, first, end,
+                                                  stage * STAGE_BYTES);
+        copy_rows<SCALE_BYTES, BLOCKS_K * 2, false>(base + SCALES_AT + row * SCALE_BYTES, quantized.scales, first, end,
+                                                    block * 2);
+        const unsigned zeros = base + ZEROS_AT + row * ZERO_BYTES;
+        if constexpr (ZEROS == 1)
+            copy_rows<PACKED_BYTES, ZERO_BITS / 8, false>(zeros, quantized.zeros, first, end, block * BITS / 8);
+        if constexpr (ZEROS == 2)
+            copy_rows<SCALE_BYTES, BLOCKS_K * 2, false>(zeros, quantized.zeros, first, end, block * 2);
+    }
+
+    // Copies the stage's part of `rows` rows of x; elements after a row's end are zeros.
+    __device__ __forceinline__ void fill_x(const T* x, int rows, int stage) const {
+        constexpr int PARTS = STAGE_K / 8, COPIES = TILE_M * PARTS;
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int i = 0; i < (COPIES + 31) / 32; ++i) {
+            const int at = i * 32 + lane, row = at / PARTS, part = at % PARTS, k = stage * STAGE_K + part * 8;
+            if (COPIES % 32 && at >= COPIES) break;
+            const bool inside = row < rows && (K % STAGE_K == 0 || k < K);
+            const char* from = reinterpret_cast<const char*>(x + (inside ? (long long)row * K + k : 0));
+            copy_async<16>(base + X_AT + row * X_PITCH + part * 16, from, inside ? 16 : 0);
+        }
+    }
+
+    // This lane's word of a chunk of 16 bytes in its row of the eight rows number `eight`.
+    __device__ __forceinline__ unsigned word(int eight, int chunk) const {
+        const unsigned group = threadIdx.x % 32 / 4, first = base + group * (STAGE_BYTES + 16) + threadIdx.x % 4 * 4;
+        return load_word((first ^ chunk * 16) + eight * 8 * STAGE_BYTES);  // as swizzled_offset
+    }
+
+    __device__ __forceinline__ float scale(int eight, int block) const {
+        float both[2];
+        const int row = eight * 8 + threadIdx.x % 32 / 4;
+        widen(T(), load_shared<2>(base + SCALES_AT + row * SCALE_BYTES + block * 2), both);
+        return both[0];
+    }
+
+    __device__ __forceinline__ unsigned zero(int eight, int block, int stage) const {  // packed, or the bits of a T
+        if constexpr (ZEROS == 0) return ZERO;
+        const int row = eight * 8 + threadIdx.x % 32 / 4;
+        const unsigned from = base + ZEROS_AT + row * ZERO_BYTES;
+        if constexpr (ZEROS == 2) return load_shared<2>(from + block * 2);
+        const int bit = (BLOCKS * BITS < 8 ? stage * STAGE_K / BLOCK_SIZE * BITS % 8 : 0) + block * BITS;
+        return (load_shared<1>(from + bit / 8) >> bit % 8 & QUANT_MASK) ^ SIGN;
+    }
+};
 
 // ---- pairs of numbers ----------------------------------------------------------------------------------------------
 
@@ -46,216 +180,274 @@ __device__ __forceinline__ unsigned select(unsigned a, unsigned b, unsigned sele
 
 __device__ __forceinline__ unsigned twice(unsigned bits) { return select(bits, bits, 0x1010); }
 
-__device__ __forceinline__ unsigned fused(f16, unsigned a, unsigned b, unsigned c) {  // a * b + c
+__device__ __forceinline__ unsigned difference(f16, unsigned a, unsigned b) {
     unsigned d;
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
     return d;
 }
-__device__ __forceinline__ unsigned fused(bf16, unsigned a, unsigned b, unsigned c) {
+__device__ __forceinline__ unsigned difference(bf16, unsigned a, unsigned b) {  // sm_80 has no sub.bf16x2
     unsigned d;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(b), "r"(0xbf80bf80u), "r"(a));
     return d;
 }
 
-constexpr unsigned ONES = HALF ? 0x3c003c00u : 0x3f803f80u;
-constexpr unsigned SIXTEENTHS = 0x2c002c00u;                 // 1 / 16 in fp16
-constexpr unsigned MINUS_ZEROS = 0x80008000u;
-constexpr unsigned LEAD = HALF ? 0x64006400u : 0x43004300u;  // 1024, or 128: the last bit of the mantissa counts ones
+// The numbers LEAD + q have the bits LEAD | q, where q counts the last bits of the mantissa, and NEAR + q have
+// NEAR | 16 q.
+constexpr unsigned LEAD = HALF ? 0x64006400u : 0x43004300u;  // 1024, or 128
+constexpr unsigned NEAR = 0x54005400u;                       // 64, in fp16
 
-__device__ __forceinline__ unsigned pair_of(float value) {
-    const float both[2] = {value, value};
-    return narrow(T(), both);
-}
+// The numbers that are subtracted from the pairs of a block: the zero point with LEAD and with NEAR.
+struct Offsets {
+    unsigned lead, near, zero;
 
-// What turns the bits of a block's weights into numbers.
-struct BlockScale {
-    unsigned scale;   // twice
-    unsigned offset;  // minus the zero point and what LEAD adds, twice
-    unsigned high;    // minus the zero point and 64, twice: for weights that count sixteenths
-    unsigned zero;    // minus the zero point, twice, where zero points have the type T
+    __device__ __forceinline__ explicit Offsets(unsigned given) {
+        if constexpr (ZEROS == 2) {
+            lead = LEAD, near = NEAR, zero = twice(given);
+        } else if constexpr (BITS == 8 && !HALF) {  // 128 + the zero point needs nine bits
+            const float both[2] = {static_cast<float>(given), static_cast<float>(given)};
+            lead = LEAD, near = 0, zero = narrow(T(), both);
+        } else {
+            lead = LEAD | twice(given), near = NEAR | twice(given << 4), zero = 0;
+        }
+    }
 };
 
-__device__ __forceinline__ BlockScale block_scale(unsigned scale, unsigned zero) {
-    constexpr float BASE = HALF ? 1024.0f : 128.0f;
-    if constexpr (ZEROS == 2)
-        return {twice(scale), pair_of(-BASE), pair_of(-64.0f), twice(zero) ^ 0x80008000u};
-    const float number = static_cast<float>(zero);
-    if constexpr (BITS == 8 && !HALF) return {twice(scale), 0, 0, pair_of(-number)};  // which adds to integers
-    return {twice(scale), pair_of(-BASE - number), pair_of(-64.0f - number), 0};
+// Masks of weights in both halves of a word: an instruction has room for one constant only. `m`, which is not negative,
+// keeps the compiler from writing the masks into a register for each instruction.
+struct Masks {
+    unsigned low, high;
+
+    __device__ __forceinline__ explicit Masks(int m) : low(0x000f000fu | m >> 31), high(0x00f000f0u | m >> 31) {}
+};
+
+__device__ __forceinline__ unsigned masked_or(unsigned bits, unsigned mask, unsigned lead) {  // bits & mask | lead
+    unsigned d;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(bits), "r"(mask), "r"(lead));
+    return d;
 }
 
-__device__ __forceinline__ unsigned scaled(unsigned number, const BlockScale& block) {
-    if constexpr (ZEROS == 2) number = fused(T(), number, ONES, block.zero);
-    return fused(T(), number, block.scale, MINUS_ZEROS);
+__device__ __forceinline__ unsigned without_zero(unsigned number, const Offsets& offsets) {
+    return ZEROS == 2 ? difference(T(), number, offsets.zero) : number;
 }
 
-// The numbers of a word of weights as pairs. Of 4 bits: (0, 4), (1, 5), (2, 6), (3, 7); of 8 bits: (0, 1), (2, 3).
-__device__ __forceinline__ void numbers(unsigned word, const BlockScale& block, unsigned (&to)[16 / BITS]) {
-    if constexpr (BITS == 8 && !HALF) {  // bf16 has 8 bits of mantissa, LEAD included
+// The numbers of the eight weights of a lane in 32 of k, as pairs. Of 4 bits: (0, 4), (1, 5), (2, 6), (3, 7); of 8 bits:
+// (0, 1), (2, 3) of each of two words.
+__device__ __forceinline__ void numbers(const unsigned (&words)[BITS / 4], const Masks& masks, const Offsets& offsets,
+                                        unsigned (&to)[4]) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            float both[2], scales[2], zeros[2];
-            widen(T(), block.scale, scales);
-            widen(T(), block.zero, zeros);
-#pragma unroll
-            for (int j = 0; j < 2; ++j)
-                both[j] = (static_cast<float>(word >> (16 * i + 8 * j) & 255u) + zeros[j]) * scales[j];
-            to[i] = narrow(T(), both);
+    for (int i = 0; i < 4; ++i) {
+        if constexpr (BITS == 4 && HALF) {
+            const unsigned word = i < 2 ? words[0] : words[0] >> 8;
+            to[i] = i % 2 ? difference(T(), masked_or(word, masks.high, NEAR), offsets.near)
+                          : difference(T(), masked_or(word, masks.low, LEAD), offsets.lead);
+        } else if constexpr (BITS == 4) {
+            to[i] = difference(T(), masked_or(words[0] >> 4 * i, masks.low, LEAD), offsets.lead);
+        } else if constexpr (HALF) {
+            to[i] = difference(T(), select(words[i / 2], LEAD, i % 2 ? 0x5352 : 0x5150), offsets.lead);
+        } else {  // 16 (high bits) + (low bits - zero), all exact in 8 bits of mantissa
+            const unsigned bytes = select(words[i / 2], 0u, i % 2 ? 0x4342 : 0x4140);
+            const unsigned high = difference(T(), masked_or(bytes >> 4, masks.low, LEAD), LEAD);
+            unsigned low = difference(T(), masked_or(bytes, masks.low, LEAD), LEAD);
+            if constexpr (ZEROS != 2) low = difference(T(), low, offsets.zero);
+            asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(to[i]) : "r"(high), "r"(0x41804180u), "r"(low));
         }
-    } else if constexpr (BITS == 8) {
-        to[0] = scaled(fused(T(), select(word, LEAD, 0x5150), ONES, block.offset), block);
-        to[1] = scaled(fused(T(), select(word, LEAD, 0x5352), ONES, block.offset), block);
-    } else {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const bool in_sixteenths = HALF && i % 2;
-            const unsigned shifted = word >> (HALF ? i / 2 * 8 : i * 4);
-            const unsigned bits = shifted & (in_sixteenths ? 0x00f000f0u : 0x000f000fu) | LEAD;
-            to[i] = in_sixteenths ? fused(T(), bits, SIXTEENTHS, block.high) : fused(T(), bits, ONES, block.offset);
-            to[i] = scaled(to[i], block);
-        }
+        to[i] = without_zero(to[i], offsets);
     }
 }
 
-// ---- a window of k -------------------------------------------------------------------------------------------------
+// ---- 32 of k -------------------------------------------------------------------------------------------------------
 
-// A lane's weights of a window: of MMA_N tiles of 16 columns, two rows of w each.
-struct Weights {
-    unsigned words[MMA_N][2][4];
-    unsigned scales[MMA_N][2][SCALES], zeros[MMA_N][2][SCALES];
+// A lane's eight elements of x in 32 of k, of one row, in pairs as those of `numbers`.
+struct Elements {
+    unsigned pairs[4];
 
-    __device__ __forceinline__ void load(const Quantized (&weights)[WEIGHTS], int column, int window) {
-        const int part = threadIdx.x % 4, byte = window * 64 + part * 16;
-        const bool inside = byte < W_ROW_BYTES;
+    // Takes them from a slot's copy of x.
+    __device__ __forceinline__ void load(const Slot& slot, int row, int chunk) {
+        const unsigned from = slot.base + X_AT + row * X_PITCH + threadIdx.x % 4 * (BITS == 4 ? 16 : 8);
+        unsigned words[4];
+        if constexpr (BITS == 4) {
+            load_words(from + chunk * 64, words);
+        } else {
 #pragma unroll
-        for (int n = 0; n < MMA_N; ++n)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const Quantized& quantized = weights[n / EACH_N];
-                const int own = min(column + n % EACH_N * 16 + half * 8, quantized.columns - 1);
-                const char* from = reinterpret_cast<const char*>(quantized.row(own)) + (inside ? byte : 0);
-                load_bytes<Use::ONCE, 16>(from, words[n][half]);
-#pragma unroll
-                for (int i = 0; i < SCALES; ++i) {
-                    const int block = min((window * WINDOW + part * EACH) / BLOCK_SIZE + i, BLOCKS_K - 1);
-                    scales[n][half][i] = quantized.scale_bits(own, block);
-                    zeros[n][half][i] = ZEROS == 2 ? quantized.zero_bits(own, block) : quantized.zero(own, block);
-                }
+            for (int i = 0; i < 2; ++i) {
+                unsigned half[2];
+                load_words(from + chunk * 64 + i * 32, half);
+                words[2 * i] = half[0], words[2 * i + 1] = half[1];
             }
+        }
+        take(words);
+    }
+
+    // Takes them from memory; `x` points to the row's first element of these 32, of which `count` are inside.
+    __device__ __forceinline__ void load(const T* x, int count) {
+        const int part = threadIdx.x % 4;
+        if constexpr (BITS == 4) {
+            Pack<T, 8> read = {};
+            if (K % STAGE_K == 0 || part * 8 < count) read = load_cached<8>(x + part * 8);
+            take(read.words);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                Pack<T, 4> half = {};
+                if (K % STAGE_K == 0 || i * 16 + part * 4 < count) half = load_cached<4>(x + i * 16 + part * 4);
+                pairs[2 * i] = half.words[0], pairs[2 * i + 1] = half.words[1];
+            }
+        }
+    }
+
+    __device__ __forceinline__ void take(const unsigned (&q)[4]) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            pairs[i] = BITS == 4 ? select(q[i / 2], q[i / 2 + 2], i % 2 ? 0x7632 : 0x5410) : q[i];
     }
 };
 
 using Sums = float[MMA_N][MMA_M][4];
 
-// A lane's elements of x for a window: EACH of one row in each tile of 8 rows. `x` points to the lane's row of the first
-// tile, which has `rows` rows from there on; rows and columns beyond the last are zeros.
-struct Rows {
-    Pack<T, 8> packs[MMA_M][EACH / 8];
-
-    __device__ __forceinline__ void load(const T* x, int rows, int window) {
-        const int lane = threadIdx.x % 32, k = window * WINDOW + lane % 4 * EACH;
+// Adds the products of a stage. A tile has `rows` rows of x; lanes beyond read the last one, and their sums do not count.
+__device__ __forceinline__ void multiply_stage(Sums& sums, const Slot& slot, const T* x, int rows, int stage,
+                                               const Masks& masks) {
+    const T* row_of[MMA_M];
+    const int group = threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int m = 0; m < MMA_M; ++m) {
+        row_of[m] = x + (min(m * 8 + group, rows - 1) * K + stage * STAGE_K);
+        asm volatile("" : "+l"(row_of[m]));  // the chunks then differ by constants, which instructions hold
+    }
+    Sums block_sums = {};
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+        const int block = chunk * 32 / BLOCK_SIZE % BLOCKS, left = K - stage * STAGE_K - chunk * 32;
+        Elements elements[MMA_M];
 #pragma unroll
         for (int m = 0; m < MMA_M; ++m)
-#pragma unroll
-            for (int i = 0; i < EACH / 8; ++i) {
-                packs[m][i] = {};
-                if (lane / 4 + m * 8 < rows && k + i * 8 < K)
-                    packs[m][i] = load_cached<8>(x + (long long)m * 8 * K + k + i * 8);
-            }
-    }
-};
-
-__device__ __forceinline__ void multiply_window(Sums& sums, const Weights& weights, const Rows& rows) {
-    constexpr int STEP = 32 / BITS;  // weights per word
-#pragma unroll
-    for (int at = 0; at < 4; ++at) {
-        const int of_block = at * STEP / BLOCK_SIZE % SCALES, eight = at * STEP / 8, first = at * STEP % 8 / 2;
+            if constexpr (STAGED_X) elements[m].load(slot, TILE_M == 1 ? 0 : group, chunk);
+            else elements[m].load(row_of[m] + chunk * 32, left);
 #pragma unroll
         for (int n = 0; n < MMA_N; ++n) {
-            unsigned pairs[2][16 / BITS];
+            unsigned pairs[2][4];
 #pragma unroll
-            for (int half = 0; half < 2; ++half)
-                numbers(weights.words[n][half][at] ^ SIGNS,
-                        block_scale(weights.scales[n][half][of_block], weights.zeros[n][half][of_block]), pairs[half]);
+            for (int half = 0; half < 2; ++half) {
+                unsigned words[BITS / 4];
 #pragma unroll
-            for (int i = 0; i < 16 / BITS; i += 2) {
+                for (int i = 0; i < BITS / 4; ++i) words[i] = slot.word(2 * n + half, chunk * (BITS / 4) + i) ^ SIGNS;
+                numbers(words, masks, Offsets(slot.zero(2 * n + half, block, stage)), pairs[half]);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; i += 2) {
                 const unsigned a[4] = {pairs[0][i], pairs[1][i], pairs[0][i + 1], pairs[1][i + 1]};
 #pragma unroll
-                for (int m = 0; m < MMA_M; ++m) {
-                    const auto& q = rows.packs[m][eight].words;
-                    if constexpr (BITS == 8) multiply(T(), sums[n][m], a, q[first], q[first + 1]);
-                    else
-                        multiply(T(), sums[n][m], a, select(q[i / 2], q[i / 2 + 2], 0x5410),
-                                 select(q[i / 2], q[i / 2 + 2], 0x7632));
-                }
+                for (int m = 0; m < MMA_M; ++m)
+                    multiply(T(), block_sums[n][m], a, elements[m].pairs[i], elements[m].pairs[i + 1]);
             }
         }
+        if ((chunk + 1) % CHUNKS_OF_BLOCK && chunk + 1 < CHUNKS) continue;
+#pragma unroll
+        for (int n = 0; n < MMA_N; ++n)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float scale = slot.scale(2 * n + half, block);
+#pragma unroll
+                for (int m = 0; m < MMA_M; ++m)
+#pragma unroll
+                    for (int i = 2 * half; i < 2 * half + 2; ++i) {
+                        sums[n][m][i] += scale * block_sums[n][m][i];
+                        block_sums[n][m][i] = 0.0f;
+                    }
+            }
     }
 }
 
-// Multiplies windows `from` to `to`. Weights are AHEAD windows ahead; rows of x, which other blocks read as well, one
-// window ahead while registers hold two.
-__device__ __forceinline__ void multiply_windows(Sums& sums, const Quantized (&weights)[WEIGHTS], const T* x, int rows,
-                                                 int column, int from, int to) {
-    constexpr int BUFFERS = MMA_M == 1 ? 2 : 1;
-    Weights ahead[AHEAD];
-    Rows next[BUFFERS];
-#pragma unroll
-    for (int i = 0; i < AHEAD; ++i)
-        if (from + i < to) ahead[i].load(weights, column, from + i);
-    wait_for_predecessor();
-    if (BUFFERS == 2 && from < to) next[0].load(x, rows, from);
-#pragma unroll 1
-    for (int window = from; window < to; window += AHEAD) {
-#pragma unroll
-        for (int i = 0; i < AHEAD; ++i) {
-            const int loaded = window + i + BUFFERS - 1;
-            if (loaded < to) next[(i + 1) % BUFFERS].load(x, rows, loaded);
-            if (window + i < to) multiply_window(sums, ahead[i], next[i % BUFFERS]);
-            if (window + i + AHEAD < to) ahead[i].load(weights, column, window + i + AHEAD);
-        }
-    }
-}
+// ---- the kernel ----------------------------------------------------------------------------------------------------
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+// A tile of columns: of which product, and its first column there.
+struct Tile {
+    ProductOperands own;
+    int first;
+
+    template <int COUNT>
+    __device__ __forceinline__ Tile(const ProductOperands (&products)[COUNT], int tile)
+        : own(select_product(products, find_product<TILE_N>(products, tile))), first(tile * TILE_N) {}
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     nbits_mma(const T* x, ALL_PARAMETERS, const T* residual, int m PROGRAM_PARAMETERS) {
-    __shared__ __align__(16) float partial[WARPS][TILE_M][PITCH];
+    extern __shared__ __align__(128) char memory[];
+    using Partial = float[WARPS][8 * MMA_M][PITCH];
+    Partial* const partial = reinterpret_cast<Partial*>(memory + WARPS * DEPTH * SLOT_BYTES);
     const ProductOperands products[] = {ALL_PRODUCTS};
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int row = blockIdx.y * TILE_M, rows = min(m - row, TILE_M);
-    int tile = blockIdx.x;
-    const ProductOperands own = select_product(products, find_product<TILE_N>(products, tile));
-    const int first = tile * TILE_N, columns = own.quantized.columns;
-#if GATED
-    const Quantized weights[] = {own.quantized, products[1].quantized};
-#else
-    const Quantized weights[] = {own.quantized};
-#endif
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = blockIdx.y * TILE_M, rows = min(m - row, TILE_M);
+    const unsigned slots = shared_address(memory) + warp * DEPTH * SLOT_BYTES;
+    x += (long long)row * K;
     release_successor();
+
+    // The warp's stages follow each other from tile to tile.
+    struct Place {
+        int tile, stage;
+
+        __device__ __forceinline__ void step() {
+            stage += WARPS;
+            if (stage >= STAGES) tile += gridDim.x, stage = threadIdx.x / 32;
+        }
+    };
+    const auto fill = [&](unsigned slot, Place place) {
+        if (place.tile >= TILES) return;
+        const Tile tile(products, place.tile);
+        Slot{slot}.fill(tile.own.quantized, 0, tile.first, place.stage);
+        if constexpr (GATED) Slot{slot}.fill(products[WEIGHTS - 1].quantized, 1, tile.first, place.stage);
+    };
+    const auto fill_x = [&](unsigned slot, Place place) {
+        if (STAGED_X && place.tile < TILES) Slot{slot}.fill_x(x, rows, place.stage);
+        commit_copies();
+    };
+    Place ahead{warp < STAGES ? int(blockIdx.x) : TILES, warp};
     if constexpr (!WEIGHTS_CONSTANT) wait_for_predecessor();
-    Sums sums = {};
-    multiply_windows(sums, weights, x + (long long)(row + lane / 4) * K, rows, first + lane / 4,
-                     WINDOWS * warp / WARPS, WINDOWS * (warp + 1) / WARPS);
+    Place first = ahead;
 #pragma unroll
-    for (int n = 0; n < MMA_N; ++n)
+    for (int i = 0; i < DEPTH; ++i, first.step()) fill(slots + i * SLOT_BYTES, first);
+    if constexpr (WEIGHTS_CONSTANT) wait_for_predecessor();
 #pragma unroll
-        for (int i = 0; i < MMA_M * 4; ++i)
-            partial[warp][i / 4 * 8 + lane % 4 * 2 + i % 2][n * 16 + lane / 4 + i % 4 / 2 * 8] = sums[n][i / 4][i % 4];
-    __syncthreads();
-    const Epilogue epilogue{own.bias, products[WEIGHTS - 1].bias, nullptr, residual, own.y, 0.0f, 0.0f,
-                            {PROGRAM_ARGUMENTS}};
-    constexpr int VECTORS = TILE_N / WIDTH;
-    for (int at = threadIdx.x; at < rows * VECTORS; at += THREADS) {
-        const int i = at / VECTORS, j = at % VECTORS * WIDTH;
-        if (first + j >= columns) continue;
-        float values[WIDTH] = {}, ups[WIDTH] = {};
+    for (int i = 0; i < DEPTH; ++i, ahead.step()) fill_x(slots + i * SLOT_BYTES, ahead);
+
+    const Masks masks(m);
+    int slot = 0, buffer = 0;
+#pragma unroll 1
+    for (int at = blockIdx.x; at < TILES; at += gridDim.x, buffer ^= 1) {
+        Sums sums = {};
+#pragma unroll 1
+        for (int stage = warp; stage < STAGES; stage += WARPS, ahead.step()) {
+            const unsigned read = slots + slot * SLOT_BYTES;
+            wait_for_groups<DEPTH - 1>();
+            __syncwarp();
+            multiply_stage(sums, Slot{read}, x, rows, stage, masks);
+            __syncwarp();
+            fill(read, ahead);
+            fill_x(read, ahead);
+            slot = slot + 1 == DEPTH ? 0 : slot + 1;
+        }
 #pragma unroll
-        for (int v = 0; v < WIDTH; ++v)
+        for (int n = 0; n < MMA_N; ++n)
 #pragma unroll
-            for (int other = 0; other < WARPS; ++other) {
-                values[v] += partial[other][i][j + v];
-                if constexpr (GATED) ups[v] += partial[other][i][TILE_N + j + v];
-            }
-        epilogue.finish(values, ups, (long long)(row + i), first + j, columns);
+            for (int i = 0; i < MMA_M * 4; ++i)
+                partial[buffer][warp][i / 4 * 8 + lane % 4 * 2 + i % 2][n * 16 + lane / 4 + i % 4 / 2 * 8] =
+                    sums[n][i / 4][i % 4];
+        __syncthreads();
+        const Tile tile(products, at);
+        const Epilogue epilogue{tile.own.bias, products[WEIGHTS - 1].bias, nullptr, residual, tile.own.y, 0.0f, 0.0f,
+                                {PROGRAM_ARGUMENTS}};
+        constexpr int VECTORS = TILE_N / WIDTH;
+        for (int i = threadIdx.x; i < rows * VECTORS; i += THREADS) {
+            const int own = i / VECTORS, column = i % VECTORS * WIDTH;
+            if (!WHOLE_TILES && tile.first + column >= tile.own.quantized.columns) continue;
+            float values[WIDTH] = {}, ups[WIDTH] = {};
+#pragma unroll
+            for (int v = 0; v < WIDTH; ++v)
+#pragma unroll
+                for (int other = 0; other < WARPS; ++other) {
+                    values[v] += partial[buffer][other][own][column + v];
+                    if constexpr (GATED) ups[v] += partial[buffer][other][own][TILE_N + column + v];
+                }
+            epilogue.finish(values, ups, (long long)(row + own), tile.first + column, tile.own.quantized.columns);
+        }
     }
 }

@@ -91,6 +91,12 @@ class Product:
         return (self.blocks * self.block_size if self.layout == "nbits" else self.k) * self.bits
 
     @property
+    def zero_bits(self) -> int:
+        """The bits of a row of packed zero points: whole bytes in the layout nbits."""
+        bits = self.blocks * self.bits
+        return -(-bits // 8) * 8 if self.layout == "nbits" else bits
+
+    @property
     def parts(self) -> list[Product]:
         """The products, each by itself."""
         if self.is_gated:
@@ -101,12 +107,11 @@ class Product:
 
     def weight_defines(self, weight: Weight) -> Defines:
         """Return the macros of nbits.cuh for one weight."""
-        bits_of_zeros = self.blocks * self.bits
         return {
             "GEMM_N": weight.n, "GEMM_K": self.k, "BITS": self.bits, "BLOCK_SIZE": self.block_size,
             "SIGNED": int(self.is_signed), "ZEROS": weight.zeros,
             "ZERO": 1 << (self.bits - 1) if self.layout == "nbits" or self.is_signed else 0,
-            "ZERO_BITS": -(-bits_of_zeros // 8) * 8 if self.layout == "nbits" else bits_of_zeros,
+            "ZERO_BITS": self.zero_bits,
             "WEIGHTS_CONSTANT": int(self.weights_constant),
         }  # fmt: skip
 

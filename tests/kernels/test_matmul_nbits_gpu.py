@@ -69,7 +69,7 @@ def test_a_session_runs_the_kernel(case: Case) -> None:
     optimized, report = onnxfuse.optimize(model(case, stored), verify=False)
     assert [one.fusion for one in report.fused] == [case.node().fusion], report.missed
     ort.preload_dlls()
-    session = onnxfuse.InferenceSession(optimized, providers=["CUDAExecutionProvider"])
+    session = onnxfuse.InferenceSession(optimized.SerializeToString(), providers=["CUDAExecutionProvider"])
     assert {each.how for each in onnxfuse.explain_session(session)} == {"kernel"}
     check_within(case, stored, session.run(None, {"x": stored["x"]}))
 
