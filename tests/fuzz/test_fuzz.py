@@ -32,7 +32,7 @@ from reduction import reduced
 from roundings import ULP, nudged, rounded_otherwise
 from sessions import Session, outputs_of
 from spelled_graphs import spelled_graph
-from undetermined import joins_unequal_sizes, relies_on_empty_slices, reuses_memory_of_a_slice
+from undetermined import joins_unequal_sizes, relies_on_empty_slices, reuses_memory_of_a_slice, scales_zero_by_infinity
 
 from onnxfuse.verify import own_process
 
@@ -315,6 +315,20 @@ def test_a_value_that_onnxruntime_loses_without_its_optimizations_counts_with_th
     session = Session(folded)
     assert outputs_of(session, {}) is None and LOST_VALUE in session.error
     assert compare(original, folded, {}, 0).kind == kind
+
+
+@pytest.mark.parametrize(("found", "is_excused"), [([-np.inf, 1.0], True), ([np.nan, 2.0], False), ([0.0, 1.0], False)])
+def test_an_element_that_equals_its_mean_may_be_infinite_with_an_infinite_scale(
+    found: list[float], is_excused: bool
+) -> None:
+    """Seed 900028116."""
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[2] x) => (float[2] y)
+          <float[2] s = {inf, 1.0}> { NODES }"""
+    spelled = onnx.parser.parse_model(text.replace("NODES", "m = ReduceMean (x) c = Sub (x, m) y = Mul (c, s)"))
+    operator = onnx.parser.parse_model(text.replace("NODES", "y = LayerNormalization (x, s)"))
+    want = np.array([np.nan, 1.0], np.float32)
+    assert scales_zero_by_infinity(spelled, operator, want, np.array(found, np.float32)) is is_excused
+    assert not scales_zero_by_infinity(operator, operator, want, np.array(found, np.float32))
 
 
 def test_functions_that_call_each_other_have_no_types() -> None:
