@@ -7,25 +7,24 @@ mask agree on the length of the past.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 import onnx
+import onnx.inliner
 
 from onnxfuse.analysis.shape_inference import read_and_infer
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.errors import ModelError
-from onnxfuse.ir.attributes import int_attribute
-from onnxfuse.ir.node import Node, op_of
-from onnxfuse.ir.protos import nodes
-from onnxfuse.verify.input_uses import PAST_KEY, QUERY, axes_of_keys, integer_uses, links_of
+from onnxfuse.ir.protos import nodes, without_initializers
+from onnxfuse.verify.input_uses import PAST_KEY, axes_of_keys, integer_uses, links_of
 from onnxfuse.verify.inputs import Input
 
 OPERATORS: Final = frozenset({"Conv", "ConvTranspose", "FusedConv"})
 CACHED: Final = "GroupQueryAttention"
-KEY, PAST_VALUE = 1, 4  # inputs of GroupQueryAttention
+PAST_VALUE = 4  # an input of GroupQueryAttention
 PAST, NEW = "past_length", "new_length"  # names for dims without one
 
 
@@ -47,10 +46,20 @@ def required_sizes(model: onnx.ModelProto, inputs: Sequence[Input]) -> Required:
     found = {node.op_type for node in nodes(model.graph, *model.functions)} if has_dynamic else set[str]()
     if not found & {*OPERATORS, CACHED}:
         return Required(list(inputs))
-    shapes = inferred_shapes(model, None)
+    inlined = _inlined(model)
+    shapes = inferred_shapes(inlined, None)
     known = {} if shapes is None else {tensor.name: shapes.shape(tensor) for tensor in shapes.graph.linked.inputs}
     completed = [_completed(each, known.get(each.name)) for each in inputs]
-    return Required(completed) if shapes is None or CACHED not in found else _with_cache(model, completed, shapes)
+    return _with_cache(inlined, completed) if CACHED in found else Required(completed)
+
+
+def _inlined(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return the model in the operators of its functions, those of fused nodes too."""
+    if not model.functions:
+        return model
+    result = onnx.inliner.inline_local_functions(without_initializers(model))
+    result.graph.initializer.extend(model.graph.initializer)
+    return result
 
 
 def _completed(each: Input, known: Sequence[object] | None) -> Input:
@@ -60,11 +69,11 @@ def _completed(each: Input, known: Sequence[object] | None) -> Input:
     return replace(each, dims=tuple(size if isinstance(size, int) else dim for dim, size in pairs))
 
 
-def _with_cache(model: onnx.ModelProto, inputs: list[Input], shapes: ShapeInfo) -> Required:
-    """Return the inputs with the dims that GroupQueryAttention requires.
+def _with_cache(model: onnx.ModelProto, inputs: list[Input]) -> Required:
+    """Return the inputs with the lengths that GroupQueryAttention requires.
 
-    Its pasts (cached keys and values) have its heads and one length, and masks cover the past and the new tokens.  A
-    name of a dim stands for the same size in all inputs.
+    Its pasts (cached keys and values) have one length, and masks cover the past and the new tokens.  A name of a dim
+    stands for the same size in all inputs.
     """
     known, links, uses = {each.name: each for each in inputs}, links_of(model), integer_uses(model)
     attention = next((node for node in links.producers.values() if node.op_type == CACHED), None)
@@ -77,9 +86,10 @@ def _with_cache(model: onnx.ModelProto, inputs: list[Input], shapes: ShapeInfo) 
         for dim, name in ((cache.dims[past_axis], PAST), (tokens.dims[new_axis], NEW))
     )
     sizes: dict[str, int | str] = {}
-    for name, dims in _dims_of_pasts(shapes, cache.dims[0], past):
-        if name in known and len(known[name].dims) == len(dims):
-            sizes |= {dim: to for dim, to in zip(known[name].dims, dims, strict=True) if isinstance(dim, str) and to}
+    for node in links.producers.values():
+        for name in node.input[PAST_KEY : PAST_VALUE + 1] if node.op_type == CACHED else ():
+            batch, _, length, *_ = known[name].dims if name in known and len(known[name].dims) == 4 else (0, 0, 0)
+            sizes |= {dim: to for dim, to in ((batch, cache.dims[0]), (length, past)) if isinstance(dim, str)}
     sizes |= {dim: new for dim in tokens.dims[new_axis : new_axis + 1] if isinstance(dim, str)}
     total = past + new if isinstance(past, int) and isinstance(new, int) else f"{past} + {new}"
     for each in inputs:
@@ -91,23 +101,6 @@ def _with_cache(model: onnx.ModelProto, inputs: list[Input], shapes: ShapeInfo) 
     ]
     steps = ({past: 0}, {new: 1}) if isinstance(past, str) and isinstance(new, str) else ()
     return Required(renamed, steps)
-
-
-def _dims_of_pasts(shapes: ShapeInfo, batch: int | str, past: int | str) -> Iterator[tuple[str, tuple[int | str, ...]]]:
-    """Yield the name and the dims of each past (cached keys or values); 0 stands for a size that is not known."""
-    for node in shapes.graph.nodes:
-        if op_of(node) == f"com.microsoft::{CACHED}" and len(node.inputs) > PAST_VALUE:
-            heads = int_attribute(node, "kv_num_heads", 0)
-            for tensor in node.inputs[PAST_KEY : PAST_VALUE + 1]:
-                yield tensor.name, (batch, heads, past, _head_size(shapes, node))
-
-
-def _head_size(shapes: ShapeInfo, node: Node) -> int:
-    """Return the size of a head of GroupQueryAttention; 0 where it is not known."""
-    heads, kv_heads = int_attribute(node, "num_heads", 0), int_attribute(node, "kv_num_heads", 0)
-    width = (shapes.shape(node.inputs[QUERY]) or (None,))[-1]
-    parts = heads if node.inputs[KEY].name else heads + 2 * kv_heads
-    return width // parts if isinstance(width, int) and parts else 0
 
 
 def inferred_shapes(model: onnx.ModelProto, folder: Path | None) -> ShapeInfo | None:

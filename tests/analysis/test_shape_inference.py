@@ -272,6 +272,12 @@ SHAPES = [
      "y = com.microsoft.QMoE <expert_weight_bits = 4, k = 2> (x, r, w)", "b s 64"),
     (21, "float16[b,s,128] x, float16[b,2,p,16] k, float16[b,2,p,16] v, int32[b] n, int32 t",
      "y = com.microsoft.GroupQueryAttention <num_heads = 4, kv_num_heads = 2> (x, , , k, v, n, t)", "b s 64"),
+    (21, "float16[b,s,128] x, float16[b,h,p,d] k, float16[b,h,p,d] v, int32[b] n, int32 t",
+     "o = com.microsoft.GroupQueryAttention <num_heads = 4, kv_num_heads = 2> (x, , , k, v, n, t) y = Neg(v)",
+     "b 2 p 16"),
+    (21, "float16[b,s,128] x, uint8[b,h,p,d] k, uint8[b,h,p,d] v, int32[b] n, int32 t",
+     "o = com.microsoft.GroupQueryAttention <num_heads = 4, kv_num_heads = 2, kv_cache_bit_width = 4> "
+     "(x, , , k, v, n, t) y = Identity(v)", "b h p d"),
     (21, "int4[n,32] x, float16[n,2] z", "y = DequantizeLinear <axis = -1, block_size = 16> (x, z)", "n 32"),
     (17, "float[seq,batch,8] x, float[1,16,8] w, float[1,16,4] r", "y = LSTM <hidden_size = 4> (x, w, r)",
      "seq 1 batch 4"),

@@ -9,6 +9,7 @@ from onnxfuse.ir.attributes import int_attribute, ints_attribute
 from onnxfuse.ir.node import Node, op_of
 
 RULES = RuleTable[ShapeRule]()
+PAST_KEY, PAST_VALUE = 3, 4  # inputs of GroupQueryAttention
 
 
 @RULES.rule("Attention")
@@ -45,7 +46,18 @@ def _contrib_attention(shapes: ShapeInfo, node: Node) -> list[PartialShape | Non
     elif op_of(node) in ("com.microsoft::GroupQueryAttention", "com.microsoft::SparseAttention"):
         heads, kv_heads = (required(int_attribute(node, name)) for name in ("num_heads", "kv_num_heads"))
         hidden = query[2] if has_input(node, 1) else query[2] // (heads + 2 * kv_heads) * heads
+        if op_of(node) == "com.microsoft::GroupQueryAttention" and heads:
+            _require_heads_of_cache(shapes, node, kv_heads, hidden // heads)
     else:
         value = input_shape(shapes, node, 2) if has_input(node, 2) else query
         hidden = value[2] if len(value) == 3 else value[1] * value[3]
     return [(*query[:2], hidden)]
+
+
+def _require_heads_of_cache(shapes: ShapeInfo, node: Node, heads: int, size: Size) -> None:
+    """Require the heads of the new keys in the caches of GroupQueryAttention; two numbers of 4 bits share a byte."""
+    for index in PAST_KEY, PAST_VALUE:
+        past = shapes.shape(node.inputs[index]) if has_input(node, index) else None
+        if past is not None and len(past) == 4 and int_attribute(node, "kv_cache_bit_width", 0) != 4:
+            shapes.require(past[1], heads)
+            shapes.require(past[3], size)
