@@ -28,6 +28,28 @@ constexpr unsigned SIGNS = 0xffffffffu / QUANT_MASK * SIGN;  // of all elements 
 constexpr int WEIGHTS = GATED ? 2 : 1;  // per product
 static_assert(!GATED || PRODUCTS == 1, "a gate has two products of its own");
 
+// Returns a part of a weight; the read-only path is for what no kernel writes.
+template <class V>
+__device__ __forceinline__ V load_part(const V* from) {
+    if constexpr (WEIGHTS_CONSTANT) return __ldg(from);
+    else return *from;
+}
+
+// Returns BYTES bytes of elements, without the sign.
+template <int BYTES>
+__device__ __forceinline__ unsigned load_word(const unsigned char* from) {
+    if constexpr (BYTES == 1) return load_part(from) ^ (SIGNS & 255u);
+    else return load_part(reinterpret_cast<const unsigned*>(from)) ^ SIGNS;
+}
+
+// Element `index` of a word minus that of a word of zero points, or minus ZERO, exactly: the mantissa of 2^23 counts
+// ones.
+__device__ __forceinline__ float difference(unsigned word, unsigned zeros, int index) {
+    constexpr unsigned LEAD_OF_ONES = 0x4b000000u;  // 2^23
+    const unsigned zero = ZEROS == 0 ? ZERO : zeros >> (index * BITS) & QUANT_MASK;
+    return __uint_as_float(word >> (index * BITS) & QUANT_MASK | LEAD_OF_ONES) - __uint_as_float(zero | LEAD_OF_ONES);
+}
+
 // A weight of `columns` columns of y.
 struct Quantized {
     const unsigned char* w;
@@ -38,12 +60,12 @@ struct Quantized {
     __device__ __forceinline__ const unsigned char* row(int n) const { return w + (long long)n * W_ROW_BYTES; }
 
     __device__ __forceinline__ unsigned scale_bits(int n, int block) const {
-        return load_cached<1, true>(scales + (long long)n * BLOCKS_K + block).words[0];
+        return load_cached<1, WEIGHTS_CONSTANT>(scales + (long long)n * BLOCKS_K + block).words[0];
     }
 
     __device__ __forceinline__ float scale(int n, int block) const {
         float value[1];
-        unpack(load_cached<1, true>(scales + (long long)n * BLOCKS_K + block), value);
+        unpack(load_cached<1, WEIGHTS_CONSTANT>(scales + (long long)n * BLOCKS_K + block), value);
         return value[0];
     }
 
@@ -51,17 +73,17 @@ struct Quantized {
     __device__ __forceinline__ int zero(int n, int block) const {
         if constexpr (ZEROS == 0) return ZERO;
         const long long bit = (long long)n * ZERO_BITS + block * BITS;
-        return (__ldg(static_cast<const unsigned char*>(zeros) + bit / 8) >> bit % 8 & QUANT_MASK) ^ SIGN;
+        return (load_part(static_cast<const unsigned char*>(zeros) + bit / 8) >> bit % 8 & QUANT_MASK) ^ SIGN;
     }
 
     __device__ __forceinline__ unsigned zero_bits(int n, int block) const {  // if zero points have the type T
-        return load_cached<1, true>(static_cast<const T*>(zeros) + (long long)n * BLOCKS_K + block).words[0];
+        return load_cached<1, WEIGHTS_CONSTANT>(static_cast<const T*>(zeros) + (long long)n * BLOCKS_K + block).words[0];
     }
 
     __device__ __forceinline__ float zero_value(int n, int block) const {
         if constexpr (ZEROS < 2) return static_cast<float>(zero(n, block));
         float value[1];
-        unpack(load_cached<1, true>(static_cast<const T*>(zeros) + (long long)n * BLOCKS_K + block), value);
+        unpack(load_cached<1, WEIGHTS_CONSTANT>(static_cast<const T*>(zeros) + (long long)n * BLOCKS_K + block), value);
         return value[0];
     }
 };

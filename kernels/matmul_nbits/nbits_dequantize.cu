@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     unsigned words[WORDS];
 #pragma unroll
     for (int i = 0; i < WORDS; ++i)
-        words[i] = WORD == 4 ? __ldg(reinterpret_cast<const unsigned*>(from) + i) : __ldg(from + i);
+        words[i] = WORD == 4 ? load_part(reinterpret_cast<const unsigned*>(from) + i) : load_part(from + i);
     float values[WIDTH], scale, zero;
 #pragma unroll
     for (int i = 0; i < WIDTH; ++i) {

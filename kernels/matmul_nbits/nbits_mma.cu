@@ -108,8 +108,8 @@ __device__ __forceinline__ void copy_rows(unsigned to, const void* base, int fir
         else {
             unsigned bits = 0;
             if (inside) {
-                if constexpr (ACCESS == 2) bits = __ldg(reinterpret_cast<const unsigned short*>(from));
-                else bits = __ldg(reinterpret_cast<const unsigned char*>(from));
+                if constexpr (ACCESS == 2) bits = load_part(reinterpret_cast<const unsigned short*>(from));
+                else bits = load_part(reinterpret_cast<const unsigned char*>(from));
             }
             store_shared<ACCESS>(place, bits);
         }

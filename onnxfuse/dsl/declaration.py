@@ -113,8 +113,9 @@ def fusion(
             node lists them in the attribute `program`.  It reads their other operands, or the tensors that these are
             views of, after its own operands, and computes their results in place of its first output.  "nhwc":
             operators join only channels-last nodes
-    example  shapes of operands that neither `dims` nor a rearrange() gives, and values for attributes, for generated
-            models: {"x": (2, 4, 6, 6), "w": (6, 4, 3, 3), "strides": [2, 1]}
+    example  shapes of operands that neither `dims` nor a rearrange() gives, or names of their axes, and values for
+            attributes, for generated models: {"x": (2, 4, 6, 6), "w": (6, 4, 3, 3), "scales": "n blocks",
+            "strides": [2, 1]}
 
     Raises PatternError where the declaration is wrong.
     """

@@ -10,7 +10,8 @@ from cache_cases import CachedCase, cached
 from onnxfuse.runtime.plan import FusedNode, TensorSpec
 
 D = 768
-WEIGHTS = {"frequencies", "w", "w_2", "w_3", "up", "scale", "bias", "bias_2", "mean", "var", "table", "table_2"}
+WEIGHTS = {"frequencies", "w", "w_2", "w_3", "up", "scale", "bias", "bias_2", "mean", "var", "table", "table_2",
+           "scales", "up_scales", "scales_2"}  # fmt: skip
 X, W, SQUARE = (300, D), (D,), (D, D)
 NODES: dict[str, tuple[str, dict[str, tuple[int, ...]], dict[str, Any], int]] = {
     "layer_norm": ("layer_norm", {"x": X, "scale": W, "bias": W}, {"epsilon": 1e-5}, 1),
@@ -92,6 +93,27 @@ NODES: dict[str, tuple[str, dict[str, tuple[int, ...]], dict[str, Any], int]] = 
     "gated_gemm": (
         "gated_gemm", {"x": X, "w": SQUARE, "up": SQUARE}, {"weight_layout": "kn", "activation": "silu"}, 1,
     ),
+    **{
+        f"quantized product of {m} rows, {layout}": (
+            "matmul_nbits", {"x": (m, D), "w": w, "scales": (D, 24) if layout != "kn" else (24, D), "bias": W},
+            {"weight_layout": layout, "k": D, "n": D, "block_size": 32}, 1,
+        )
+        for m in (1, 48, 300)
+        for layout, w in (("nbits", (D, 24, 16)), ("nk", SQUARE), ("kn", SQUARE))
+    },
+    "quantized product of odd rows": (
+        "matmul_nbits", {"x": (3, 60), "w": (50, 2, 16), "scales": (50, 2)}, {"k": 60, "n": 50, "block_size": 32}, 1,
+    ),
+    "quantized gate": (
+        "gated_matmul_nbits",
+        {"x": (4, D), "w": (D, 24, 16), "scales": (D, 24), "up": (D, 24, 16), "up_scales": (D, 24)},
+        {"k": D, "n": D, "block_size": 32, "activation": "silu"}, 1,
+    ),
+    "two quantized products": (
+        "parallel_matmul_nbits",
+        {"x": (4, D), "w": (D, 24, 16), "scales": (D, 24), "w_2": (64, 24, 16), "scales_2": (64, 24)},
+        {"k": D, "n": D, "n_2": 64, "block_size": 32}, 2,
+    ),
     "parallel_gemm": ("parallel_gemm", {"x": X, "w": SQUARE, "bias": W, "w_2": SQUARE, "w_3": SQUARE}, {}, 3),
 }  # fmt: skip
 ATTENTION: dict[str, Case | CachedCase] = {
@@ -109,5 +131,6 @@ def node_of(name: str, constants: bool) -> tuple[FusedNode, list[TensorSpec]]:
     fusion, shapes, attributes, outputs = NODES[name]
     kept = WEIGHTS if constants and fusion != "gated_activation" else set()
     dtypes = {"ids": "int64", "ids_2": "int64", "positions": "int64"}
+    dtypes |= dict.fromkeys(("w", "w_2", "up"), "uint8") if "nbits" in fusion else {}
     inputs = [TensorSpec(s, dtypes.get(operand, "float16"), constant=operand in kept) for operand, s in shapes.items()]
     return FusedNode(fusion, "n", tuple(shapes), attributes, ("float16",) * outputs), inputs

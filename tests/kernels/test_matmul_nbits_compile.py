@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
-from architectures import DEVICES, H200, check_compiles
+from architectures import A100, DEVICES, H200, T4, check_compiles
 from nbits_cases import CASES, GATED, PARALLEL, Case
 from sampling import sampled
+from template_checks import check_template
 
+from onnxfuse.kernels.gemm import cublaslt
 from onnxfuse.kernels.matmul_nbits.host import candidates, supports
-from onnxfuse.runtime.plan import Device, Launch
+from onnxfuse.runtime.plan import Device, FusedNode, Launch, Plan, TensorSpec
 
 ONE_OF_EACH = [Case(4, 64, 512, zeros="packed", bias=True), GATED[0], PARALLEL[1]]
 
@@ -35,6 +38,37 @@ def test_few_rows_are_one_launch(case: Case) -> None:
     assert len(plans[-1].steps) >= 1 + len(case.weights)
 
 
+@pytest.mark.parametrize("device", [H200, A100], ids=lambda device: f"sm_{device.arch}")
+@pytest.mark.parametrize("case", [*ONE_OF_EACH, GATED[-1], Case(1, 96, 512, "float32")], ids=str)
+def test_a_template_says_what_its_host_says(case: Case, device: Device) -> None:
+    x, *others = case.specs()
+    check_template(case.node(), [replace(x, shape=(-1, case.k)), *others], device, max_kernels=40)
+
+
+@pytest.mark.parametrize("m", [1, 4, 20, 100])
+@pytest.mark.parametrize("gate", ["", "silu"])
+def test_operators_that_joined_compile(m: int, gate: str) -> None:
+    """A residual and a scale of columns, which follow the product, are in its epilogue."""
+    case = Case(m, 96, 512, zeros="packed", gate=gate)
+    program = {
+        "ops": [["Add", ["x0", "x1"], ["v0"], {}], ["Mul", ["v0", "x2"], ["v1"], {}]], "outputs": ["v1"],
+        "dtypes": dict.fromkeys(("x0", "x1", "x2", "v0", "v1"), "float16"),
+    }  # fmt: skip
+    node, added = case.node(), [TensorSpec((m, 96), "float16"), TensorSpec((96,), "float16", constant=True)]
+    attributes = {**node.attributes, "program": json.dumps(program)}
+    joined = replace(node, operands=(*node.operands, "x1", "x2"), attributes=attributes)
+    plans = check_node(joined, [*case.specs(), *added], H200)
+    assert len(plans[0].steps) == (1 if m <= 64 else 2 if not gate else 3)
+
+
+def test_many_rows_without_float_products_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before sm_80, only cuBLASLt multiplies many rows."""
+    monkeypatch.setattr(cublaslt, "_is_available", lambda: False)
+    case = Case(100, 64, 512)
+    with pytest.raises(ValueError, match="no kernel multiplies 100x512 float16 on T4"):
+        candidates(case.node(), case.specs(), T4)
+
+
 def test_what_no_kernel_runs_is_refused() -> None:
     case = Case(4, 64, 512, zeros="packed")
     node, dtypes = case.node(), [spec.dtype for spec in case.specs()]
@@ -50,14 +84,17 @@ def test_what_no_kernel_runs_is_refused() -> None:
 
 
 def check_plans(case: Case, device: Device, aligned: bool = True) -> None:
-    node, specs = case.node(), case.specs(aligned)
+    shapes = [(case.m, n) for name, n in case.weights.items() if name != "up"]
+    for plan in check_node(case.node(), case.specs(aligned), device):
+        assert [spec.shape for spec in plan.outputs] == shapes
+
+
+def check_node(node: FusedNode, specs: list[TensorSpec], device: Device) -> list[Plan]:
+    """Compile the kernels of this family in all plans of a node, and return the plans."""
     assert supports(node, [spec.dtype for spec in specs], device) is None
     plans = candidates(node, specs, device)
     assert plans
-    for plan in plans:
-        assert [spec.shape for spec in plan.outputs] == [
-            (case.m, n) for name, n in case.weights.items() if name != "up"
-        ]
-        for step in plan.steps:
-            if isinstance(step, Launch) and step.kernel.source.startswith("nbits"):
-                check_compiles(step.kernel, device)
+    for step in (step for plan in plans for step in plan.steps):
+        if isinstance(step, Launch) and step.kernel.source.startswith("nbits"):
+            check_compiles(step.kernel, device)
+    return plans

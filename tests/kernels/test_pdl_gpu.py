@@ -175,8 +175,10 @@ def test_attention_waits_for_what_is_in_front(device: Device, name: str) -> None
 
 
 def values(spec: TensorSpec, seed: int) -> np.ndarray:
-    """Normal values, or ids."""
+    """Normal values, ids, or bytes of weights."""
     ids = np.random.default_rng(seed).integers(0, 20, spec.shape)
+    if spec.dtype == "uint8":
+        return ids.astype(np.uint8)
     return ids if spec.dtype == "int64" else normal(spec.shape, "float16", seed, 0.2)
 
 
