@@ -18,6 +18,7 @@ README, SERVING = ROOT / "README.md", DOCS / "serving.md"
 PAGES = [DOCS / "quick_start.md", DOCS / "why_not.md", *sorted((DOCS / "tutorials").glob("*.md"))]
 BY_OTHERS = [DOCS / "packages.md", ROOT / "examples" / "package" / "README.md"]  # test_packages.py runs these
 REASONS_ALONE = [path for path in (*ROOT.glob("*.md"), *DOCS.glob("**/*.md")) if path not in (*PAGES, *BY_OTHERS)]
+SLOW = {"transformer": ["onnxfuse compile"], "language_model": ["onnxfuse optimize llama"]}  # a minute of compiling
 HAS_GPU = CUDA in ort.get_available_providers() and not cupy_backend.unavailable()
 
 
@@ -29,7 +30,7 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_works_as_it_stands(page: Path) -> None:
     """Sessions are on the CPU.  Left out is what takes long and is run of other models, by the test of the README."""
-    slow = ("onnxfuse bench", "onnxfuse compile") if page.stem == "transformer" else ("onnxfuse bench",)
+    slow = ("onnxfuse bench", *SLOW.get(page.stem, ()))
     ran = run_page(page, runs=lambda command: not command.startswith(slow))
     assert any(command.startswith("onnxfuse ") for command in ran)
 

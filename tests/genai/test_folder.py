@@ -9,10 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
+import onnx.parser
 import pytest
 from click.testing import CliRunner, Result
-from genai_graphs import load_genai
+from genai_graphs import write_folder
+from onnx import numpy_helper
 
 import onnxfuse
 from onnxfuse.cli import main
@@ -23,16 +26,20 @@ from onnxfuse.runtime.plan_file import read_plan_file
 
 CUDA: list[dict[str, Any]] = [{"cuda": {"enable_cuda_graph": "0"}}]
 SMALL = """<ir_version: 9, opset_import: ["" : 20]> g (float[b, 8] x) => (float[b, 8] y) {
-  t = Tanh(x)  s = Sigmoid(t)  y = Mul(s, t) }"""
+  t = Tanh(x)  s = Sigmoid(t)  r = Mul(s, t)  y = MatMul(r, w) }"""
+VISION = SMALL.replace("r = Mul(s, t)  y = MatMul(r, w)", "y = Mul(s, t)")
 LONE = """<ir_version: 9, opset_import: ["" : 20]> g (float[b, 8] x) => (int64[2, n] y) { y = NonZero(x) }"""
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Return a folder as genai's builder writes it for CUDA, whose weights are beside the model."""
+    """Return a folder for CUDA with a small model, whose weights are beside it."""
     path = tmp_path / "llama"
     path.mkdir()
-    onnx.save(load_genai("int4.onnx"), path / "model.onnx", save_as_external_data=True, location="model.onnx.data")
+    model = onnx.parser.parse_model(SMALL)
+    model.graph.initializer.append(numpy_helper.from_array(np.eye(8, dtype=np.float32), "w"))
+    save = {"save_as_external_data": True, "location": "model.onnx.data", "size_threshold": 0}
+    onnx.save(model, path / "model.onnx", **save)
     configure(path, {"decoder": decoder(CUDA)})
     (path / "tokenizer.json").write_text("{}")
     (path / "more").mkdir()
@@ -82,6 +89,14 @@ def test_a_folder_is_optimized_and_the_first_stays(folder: Path, tmp_path: Path)
     assert any(node.domain == "onnxfuse" for node in model.graph.node)
 
 
+def test_a_folder_of_the_builder_is_optimized(tmp_path: Path) -> None:
+    write_folder("int4.onnx", tmp_path / "llama")
+    (one,) = onnxfuse.optimize_folder(tmp_path / "llama", tmp_path / "out")
+    assert one.report.verified.status == "verified" and one.report.counts["group_query_attention"] == 2
+    assert configured(tmp_path / "out") == configured(tmp_path / "llama")
+    assert {"tokenizer.json", "tokenizer_config.json"} <= content(tmp_path / "out").keys()
+
+
 def test_kernels_and_the_library_are_beside_the_model(folder: Path, tmp_path: Path) -> None:
     result = run(folder, tmp_path / "out", "--arch", "sm_90", "--report", tmp_path / "r.json")
     assert result.exit_code == 0, result.output
@@ -116,11 +131,8 @@ def test_a_library_that_the_configuration_names_stays(folder: Path, tmp_path: Pa
 def test_each_model_with_kernels_has_a_library(folder: Path, tmp_path: Path) -> None:
     """A part without session options has the decoder's, and no library of the decoder's."""
     (folder / "steps").mkdir()
-    onnx.save(onnx.parser.parse_model(SMALL), folder / "steps" / "vision.onnx")
-    lone = SMALL.replace("t = Tanh(x)  s = Sigmoid(t)  y = Mul(s, t)", "y = NonZero(x)").replace(
-        "float[b, 8] y", "int64[2, n] y"
-    )
-    onnx.save(onnx.parser.parse_model(lone), folder / "embedding.onnx")
+    onnx.save(onnx.parser.parse_model(VISION), folder / "steps" / "vision.onnx")
+    onnx.save(onnx.parser.parse_model(LONE), folder / "embedding.onnx")
     parts = {"vision": {"filename": "steps/vision.onnx"}, "pipeline": [{"embedding": {"filename": "embedding.onnx"}}]}
     configure(folder, {"decoder": decoder(CUDA), **parts})
     model = optimized(folder, archs=["sm_90"])["model"]
@@ -178,7 +190,7 @@ def test_nothing_is_left_of_a_run_that_fails(folder: Path, tmp_path: Path, monke
 
 
 def outside(folder: Path) -> str:
-    onnx.save(onnx.parser.parse_model(SMALL), folder.parent / "other.onnx")
+    onnx.save(onnx.parser.parse_model(VISION), folder.parent / "other.onnx")
     return "../other.onnx"
 
 
