@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from onnxfuse.dsl import Term, choose, contrib, either, op, rearrange, require, size
+from onnxfuse.dsl import Term, choose, contrib, either, op, rearrange, require, shared, size
 from onnxfuse.patterns._linear import linear_by_layout
 
 EXAMPLE: Final[Mapping[str, int | str]] = {"bits": 4, "block_size": 16, "scales": "n blocks", "zero_points": "n zeros"}
@@ -41,15 +41,20 @@ def quantized_linear(x: Term, weight: Quantized, bias: Term, number: str = "") -
 
 
 def _dequantized(weight: Quantized, first: str, second: str, axis: int) -> Term:
-    """Return the weight as numbers; `first` and `second` are the names of its axes."""
+    """Return the weight as numbers; `first` and `second` are the names of its axes.
+
+    Other nodes may read the numbers, such as the embedding that shares the weight of the last product.
+    """
     axes, blocks = f"{first} {second}", f"{first} {second}".replace("k", "blocks")
     w, scales, zero_points = (
         rearrange(term, f"{names} -> {names}")
         for term, names in ((weight.w, axes), (weight.scales, blocks), (weight.zero_points, blocks))
     )
-    return either(
-        op.DequantizeLinear(w, scales, zero_points, axis=axis, block_size=weight.block_size),
-        op.DequantizeLinear(w, scales, axis=axis, block_size=weight.block_size),
+    return shared(
+        either(
+            op.DequantizeLinear(w, scales, zero_points, axis=axis, block_size=weight.block_size),
+            op.DequantizeLinear(w, scales, axis=axis, block_size=weight.block_size),
+        )
     )
 
 
