@@ -1,0 +1,239 @@
+"""Time one token of language models as onnxruntime-genai's builder writes them, beside onnxruntime.
+
+    python benchmarks/decode.py --out FILE [--only llama-1b,llama-8b] [--weights float16,int4] [--past 1024]
+
+Weights are random.  With int4, products have blocks of 32, and lm_head has int8.  Past and present caches are one
+buffer, as genai binds them, and both engines run in a CUDA graph.  `bytes` is the time that a copy at the rate of a
+long one takes for the weights and caches that a token reads.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+import click
+import numpy as np
+import onnx
+import onnxruntime as ort
+import torch
+from gemm import copy_bytes_per_us
+from onnx import TensorProto, helper
+from rows import Rows
+
+import onnxfuse
+from onnxfuse.ir.save import save
+from onnxfuse.session import InferenceSession, explain_session
+
+BLOCK: Final = 32
+SPARE_ROWS: Final = 128  # of a cache after the past
+RUNS: Final = 40
+MICROSOFT: Final = "com.microsoft"
+
+
+@dataclass(frozen=True)
+class Llama:
+    """The sizes of a model."""
+
+    layers: int
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    size: int
+    vocabulary: int = 128256
+
+
+MODELS: Final = {
+    "llama-1b": Llama(16, 2048, 8192, 32, 8, 64),
+    "llama-8b": Llama(32, 4096, 14336, 32, 8, 128),
+}
+
+
+class Builder:
+    """The graph of a decoder with a key-value cache, whose weights lie in a file beside it."""
+
+    def __init__(self, sizes: Llama, weights: str, folder: Path) -> None:
+        """Open the file of weights; `weights` is float16 or int4."""
+        self.sizes, self.weights, self.folder = sizes, weights, folder
+        self.nodes: list[onnx.NodeProto] = []
+        self.constants: list[onnx.TensorProto] = []
+        self.read_bytes = 0  # of weights that a token reads
+        self._random = np.random.default_rng(0)
+        self._data = (folder / "weights.bin").open("wb")
+
+    def constant(self, name: str, dtype: int, shape: tuple[int, ...], scale: float = 1.0, is_read: bool = True) -> str:
+        """Write random numbers up to `scale`, or random bytes; return their name."""
+        count = math.prod(shape)
+        some = self._random.standard_normal(min(count, 1 << 20)).astype(np.float16) * np.float16(scale)
+        if dtype == TensorProto.UINT8:
+            some = self._random.integers(0, 256, min(count, 1 << 20), dtype=np.uint8)
+        values = np.resize(some, count)
+        tensor = TensorProto(name=name, data_type=dtype, dims=shape, data_location=TensorProto.EXTERNAL)
+        place = {"location": "weights.bin", "offset": str(self._data.tell()), "length": str(values.nbytes)}
+        tensor.external_data.extend(onnx.StringStringEntryProto(key=key, value=value) for key, value in place.items())
+        self._data.write(values.tobytes())
+        self.constants.append(tensor)
+        self.read_bytes += values.nbytes if is_read else 0
+        return name
+
+    def add(self, op: str, inputs: list[str], output: str, domain: str = "", **attributes: Any) -> str:
+        """Add a node of one output; return its name."""
+        self.nodes.append(helper.make_node(op, inputs, [output], output, domain=domain, **attributes))
+        return output
+
+    def product(self, x: str, name: str, k: int, n: int, bits: int = 4) -> str:
+        """Return x times a weight of n columns."""
+        if self.weights == "float16":
+            weight = self.constant(f"{name}.weight", TensorProto.FLOAT16, (k, n), 1 / math.sqrt(k))
+            return self.add("MatMul", [x, weight], f"{name}.y")
+        packed = self.constant(f"{name}.q", TensorProto.UINT8, (n, k // BLOCK, BLOCK * bits // 8))
+        scales = self.constant(f"{name}.scales", TensorProto.FLOAT16, (n, k // BLOCK), 2 / 2**bits / math.sqrt(k))
+        given = {"K": k, "N": n, "bits": bits, "block_size": BLOCK}
+        return self.add("MatMulNBits", [x, packed, scales], f"{name}.y", MICROSOFT, **given)
+
+    def norm(self, name: str, x: str, residual: str = "") -> tuple[str, str]:
+        """Return an RMSNorm of x, or of x + residual, and the sum."""
+        scale = self.constant(f"{name}.scale", TensorProto.FLOAT16, (self.sizes.hidden,))
+        if not residual:
+            return self.add("SimplifiedLayerNormalization", [x, scale], f"{name}.y", epsilon=1e-5, axis=-1), x
+        outputs = [f"{name}.y", "", "", f"{name}.sum"]
+        self.nodes.append(
+            helper.make_node("SkipSimplifiedLayerNormalization", [x, residual, scale], outputs, name, domain=MICROSOFT,
+                             epsilon=1e-5)
+        )  # fmt: skip
+        return outputs[0], outputs[3]
+
+    def layer(self, i: int, x: str, residual: str) -> tuple[str, str]:
+        """Return what a layer adds to the residual, and the residual before it."""
+        s, name = self.sizes, f"layer{i}"
+        normed, total = self.norm(f"{name}.attention_norm", x, residual)
+        packed = self.product(normed, f"{name}.qkv", s.hidden, (s.heads + 2 * s.kv_heads) * s.size)
+        outputs = [f"{name}.attention", f"present.{i}.key", f"present.{i}.value"]
+        inputs = [packed, "", "", f"past.{i}.key", f"past.{i}.value", "seqlens_k", "total_length", "cos", "sin"]
+        self.nodes.append(
+            helper.make_node("GroupQueryAttention", inputs, outputs, outputs[0], domain=MICROSOFT, num_heads=s.heads,
+                             kv_num_heads=s.kv_heads, scale=1 / math.sqrt(s.size), do_rotary=1)
+        )  # fmt: skip
+        attended = self.product(outputs[0], f"{name}.o", s.heads * s.size, s.hidden)
+        normed, total = self.norm(f"{name}.inner_norm", total, attended)
+        gate = self.product(normed, f"{name}.gate", s.hidden, s.inner)
+        up = self.product(normed, f"{name}.up", s.hidden, s.inner)
+        silu = self.add("Mul", [gate, self.add("Sigmoid", [gate], f"{name}.sigmoid")], f"{name}.silu")
+        inner = self.add("Mul", [silu, up], f"{name}.inner")
+        return self.product(inner, f"{name}.down", s.inner, s.hidden), total
+
+    def model(self, rows: int) -> Path:
+        """Write a model whose caches have so many rows; return its path."""
+        s = self.sizes
+        numbers = {"one": np.array([1], np.int64), "position": np.array(1, np.int64)}
+        self.constants += [onnx.numpy_helper.from_array(value, name) for name, value in numbers.items()]
+        for table in "cos", "sin":
+            self.constant(table, TensorProto.FLOAT16, (rows, s.size // 2), is_read=False)
+        self.add("ReduceSum", ["attention_mask", "one"], "counted", keepdims=0)
+        self.add("Sub", ["counted", "one"], "last")
+        self.add("Cast", ["last"], "seqlens_k", to=TensorProto.INT32)
+        self.add("Gather", [self.add("Shape", ["attention_mask"], "mask_shape"), "position"], "total")
+        self.add("Cast", ["total"], "total_length", to=TensorProto.INT32)
+        table = self.constant("embedding", TensorProto.FLOAT16, (s.vocabulary, s.hidden), is_read=False)
+        x, residual = self.add("Gather", [table, "input_ids"], "x"), ""
+        for i in range(s.layers):
+            x, residual = self.layer(i, residual, x) if residual else self.layer(i, x, "")
+        normed, _ = self.norm("final_norm", residual, x)
+        logits = self.product(normed, "lm_head", s.hidden, s.vocabulary, bits=8)
+        self.nodes[-1].output[0] = "logits"
+        assert logits == "lm_head.y"
+        self._data.close()
+        return self._write(rows)
+
+    def _write(self, rows: int) -> Path:
+        s, half = self.sizes, TensorProto.FLOAT16
+        cache = ["batch", s.kv_heads, rows, s.size]
+        given = [helper.make_tensor_value_info("input_ids", TensorProto.INT64, ["batch", "new"]),
+                 helper.make_tensor_value_info("attention_mask", TensorProto.INT64, ["batch", "total"])]  # fmt: skip
+        results = [helper.make_tensor_value_info("logits", half, ["batch", "new", s.vocabulary])]
+        for i in range(s.layers):
+            for part in "key", "value":
+                given.append(helper.make_tensor_value_info(f"past.{i}.{part}", half, cache))
+                results.append(helper.make_tensor_value_info(f"present.{i}.{part}", half, cache))
+        graph = helper.make_graph(self.nodes, "decoder", given, results, self.constants)
+        opsets = [helper.make_opsetid("", 21), helper.make_opsetid(MICROSOFT, 1)]
+        path = self.folder / "model.onnx"
+        path.write_bytes(helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString())
+        return path
+
+
+def milliseconds(path: Path, sizes: Llama, past: int, rows: int, is_fused: bool) -> tuple[float, np.ndarray, str]:
+    """Return the time of one token, its logits, and how fused nodes run."""
+    options = [("CUDAExecutionProvider", {"enable_cuda_graph": "1"})]
+    session = (InferenceSession if is_fused else ort.InferenceSession)(str(path), providers=options)
+    binding, held = session.io_binding(), []
+
+    def bind(name: str, tensor: torch.Tensor, dtype: Any, is_input: bool = True) -> None:
+        held.append(tensor)
+        (binding.bind_input if is_input else binding.bind_output)(
+            name, "cuda", 0, dtype, list(tensor.shape), tensor.data_ptr()
+        )
+
+    torch.manual_seed(0)
+    bind("input_ids", torch.full((1, 1), 7, device="cuda"), np.int64)
+    bind("attention_mask", torch.ones((1, past + 1), device="cuda", dtype=torch.int64), np.int64)
+    for i in range(sizes.layers):
+        for part in "key", "value":
+            cache = torch.randn((1, sizes.kv_heads, rows, sizes.size), device="cuda", dtype=torch.float16)
+            bind(f"past.{i}.{part}", cache, np.float16)
+            bind(f"present.{i}.{part}", cache, np.float16, is_input=False)
+    logits = torch.zeros((1, 1, sizes.vocabulary), device="cuda", dtype=torch.float16)
+    bind("logits", logits, np.float16, is_input=False)
+    torch.cuda.synchronize()
+    for _ in range(4):
+        session.run_with_iobinding(binding)
+    times = []
+    for _ in range(RUNS):
+        start = time.perf_counter()
+        session.run_with_iobinding(binding)
+        times.append(1e3 * (time.perf_counter() - start))
+    torch.cuda.synchronize()
+    ways = ""
+    if is_fused:
+        found = [f"{each.fusion} {each.how}" for each in explain_session(session)]
+        ways = ", ".join(f"{found.count(way)} {way}" for way in dict.fromkeys(found))
+    return statistics.median(times), logits.float().cpu().numpy(), ways
+
+
+@click.command()
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="The JSON file to write.")
+@click.option("--only", default=",".join(MODELS), help="Names of models, separated by commas.")
+@click.option("--weights", default="float16,int4", help="float16, int4 or both.")
+@click.option("--past", default=1024, help="Tokens in the caches.")
+def main(out: Path, only: str, weights: str, past: int) -> None:
+    """Time one token of each model with onnxruntime and with onnxfuse."""
+    ort.preload_dlls()
+    rows = Rows(out, ("model", "weights", "past"))
+    for name in only.split(","):
+        for kind in weights.split(","):
+            with TemporaryDirectory() as folder:
+                sizes, capacity = MODELS[name], past + SPARE_ROWS
+                builder = Builder(sizes, kind, Path(folder))
+                path = builder.model(capacity)
+                fused, _ = onnxfuse.optimize(path, verify=False)
+                save(fused, Path(folder) / "fused.onnx", folder=Path(folder))
+                plain, right, _ = milliseconds(path, sizes, past, capacity, is_fused=False)
+                own, found, ways = milliseconds(Path(folder) / "fused.onnx", sizes, past, capacity, is_fused=True)
+            caches = 2 * 2 * sizes.layers * sizes.kv_heads * past * sizes.size
+            floor = (builder.read_bytes + caches) / copy_bytes_per_us() / 1e3
+            error = float(np.abs(found - right).max() / np.abs(right).max())
+            print(f"{name} {kind}: onnxfuse {own:.3f} ms, onnxruntime {plain:.3f}, bytes {floor:.3f}; "
+                  f"error {error:.1e}; {ways}", flush=True)  # fmt: skip
+            rows.put({"model": name, "weights": kind, "past": past, "onnxfuse_ms": own, "onnxruntime_ms": plain,
+                      "bytes_ms": floor, "error": error})  # fmt: skip
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
