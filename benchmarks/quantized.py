@@ -10,10 +10,8 @@ scales.
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
 import importlib
-import json
 import math
 import statistics
 import time
@@ -26,8 +24,8 @@ from compiling import compile_all
 from gemm import copy_bytes_per_us
 from onnx import TensorProto, helper, numpy_helper
 from replays import Calls, captured, in_turns
+from rows import Rows
 
-from onnxfuse import __version__
 from onnxfuse.kernels.gemm.implementations import implementations
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.matmul_nbits.host import implementations as nbits_implementations
@@ -149,21 +147,16 @@ def main() -> None:
     parser.add_argument("--bits", default="4,8")
     given = parser.parse_args()
     wanted = [tuple(map(int, shape.split("x"))) for shape in given.only.split(",") if shape] or SHAPES
-    rows = []
+    rows = Rows(given.out, ("shape", "bits")) if given.out else None
     for bits in map(int, given.bits.split(",")):
         for m, n, k in wanted:
             torch.cuda.empty_cache()
             row = measure(m, n, k, bits)
-            rows.append(row)
             others = ", ".join(f"{name} {us:.1f}" for name, us in row["candidates"].items())
             print(f"{m}x{n}x{k} {bits} bits: {row['us']:.1f} us, onnxruntime {row['onnxruntime_us']:.1f}, "
                   f"float16 {row['float16_us']:.1f}, bytes {row['bytes_us']:.1f} | {others}", flush=True)  # fmt: skip
-    if given.out:
-        ort = importlib.import_module("onnxruntime")
-        about = {"device": gpu(0).name, "onnxfuse": __version__, "onnxruntime": ort.__version__,
-                 "torch": torch.__version__,
-                 "date": datetime.date.today().isoformat(), "rows": rows}  # fmt: skip
-        given.out.write_text(json.dumps(about, indent=1) + "\n")
+            if rows is not None:
+                rows.put(row)
 
 
 if __name__ == "__main__":

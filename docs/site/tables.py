@@ -295,6 +295,29 @@ def products() -> str:
     return grid(head, lines)
 
 
+def quantized_products() -> str:
+    """Return the times of products with weights of 4 and 8 bits."""
+    lines = []
+    for row in rows("matmul_nbits-h200"):
+        fastest = three_digits(min(row["candidates"].values()))
+        lines.append([f"{_dims(row['shape'])}, {row['bits']} bits", f"**{fastest}**",
+                      *(_time(row, name) for name in ("us", "onnxruntime_us", "float16_us"))])  # fmt: skip
+    head = ["microseconds, M x N x K", "onnxfuse, tuned", "its first plan", "onnxruntime", "onnxfuse in float16"]
+    return grid(head, lines)
+
+
+def decoding() -> str:
+    """Return the times of one token."""
+    source = dated("decode-h200")[-1]
+    lines = [
+        [f"{row['model']}, {row['weights']}", f"**{row['onnxfuse_ms']:.3f}**", f"{row['onnxruntime_ms']:.3f}",
+         f"{row['bytes'] / 1e9:.2f}", f"{row['bytes'] / row['onnxfuse_ms'] / 1e9:.2f}", link(source)]
+        for row in rows("decode-h200")
+    ]  # fmt: skip
+    head = ["milliseconds a token", "onnxfuse", "onnxruntime", "GB read", "TB/s", "measured"]
+    return grid(head, lines, text=(0, 5))
+
+
 def attention() -> str:
     """Return the times of attention in float16."""
     lines = [
@@ -443,8 +466,8 @@ TABLES: Final[Mapping[str, Callable[[], str]]] = {
     table.__name__: table
     for table in (
         whole_models, trends, readme_models, engines, new_shapes, starts, load, regions_of_models, generated_kernels,
-        joined, products, attention, attention_forms, kernels, convolutions, gates, other_gpus, on_the_cpu, memory,
-        decisions,
+        joined, products, quantized_products, decoding, attention, attention_forms, kernels, convolutions, gates,
+        other_gpus, on_the_cpu, memory, decisions,
     )
 }  # fmt: skip
 
