@@ -82,8 +82,9 @@ def create(new: Path, replaced: Path) -> Iterator[BinaryIO]:
 def new_folder(folder: Path) -> Iterator[Path]:
     """Make a folder under a temporary name beside `folder`, and rename it to that at the end.
 
-    A folder that was there is removed.  If the block raises, nothing has changed.
+    A folder that was there is removed; a symbolic link is followed.  If the block raises, nothing has changed.
     """
+    folder = Path(os.path.realpath(folder))
     part, old = (folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.{end}") for end in ("part", "old"))
     try:
         part.mkdir(parents=True)

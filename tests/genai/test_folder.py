@@ -167,6 +167,15 @@ def test_nothing_is_replaced_unasked(folder: Path, tmp_path: Path) -> None:
         onnxfuse.optimize_folder(folder, out, overwrite=True, verify=False)
 
 
+def test_a_link_to_the_folder_to_write_is_followed(folder: Path, tmp_path: Path) -> None:
+    optimized(folder)
+    (tmp_path / "out").rename(tmp_path / "real")
+    (tmp_path / "out").symlink_to("real", target_is_directory=True)
+    (tmp_path / "real" / "left.txt").write_text("")
+    assert optimized(folder, overwrite=True) == configured(folder) and not (tmp_path / "real" / "left.txt").exists()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["llama", "out", "real"]
+
+
 @pytest.mark.parametrize("target", ["llama", "llama/out", ".", "llama/../llama/more"])
 def test_the_folder_to_read_is_never_written(folder: Path, tmp_path: Path, target: str) -> None:
     before = content(tmp_path)

@@ -12,6 +12,7 @@ from genai_graphs import load_genai
 
 import onnxfuse
 from onnxfuse.verify import own_process
+from onnxfuse.verify.input_uses import Use, integer_uses
 from onnxfuse.verify.reference import Reference, run_original
 
 
@@ -110,3 +111,14 @@ def test_a_mask_that_divides_is_not_counted() -> None:
         g (float[b, s] x, int64[b, s] mask) => (float[b, s] y) {
           one = Constant<value_ints = [1]>()  sum = ReduceSum(mask, one)  n = Cast<to = 1>(sum)  y = Div(x, n) }""")
     assert [(run.feeds["mask"] == 0).any() for run in reference(model).runs[:2]] == [True, True]
+
+
+def test_words_are_rows_of_a_table_that_is_quantized() -> None:
+    model = onnx.parser.parse_model("""
+        <ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>
+        g (int64[b, s] ids) => (float[b, s, 32] y)
+        <uint8[5, 32] w = {WORDS}, float[5, 2] z = {SCALES}> {
+          y = com.microsoft.GatherBlockQuantized<block_size = 16, bits = 8>(w, ids, z) }"""
+        .replace("WORDS", ", ".join(map(str, range(160)))).replace("SCALES", ", ".join(["0.5"] * 10)))  # fmt: skip
+    assert integer_uses(model) == {"ids": Use("row", 5)}
+    assert {int(run.feeds["ids"].max()) for run in reference(model).runs} == {4}
