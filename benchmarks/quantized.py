@@ -1,6 +1,6 @@
 """Time every plan of products with weights of 4 or 8 bits beside onnxruntime's MatMulNBits and the float16 product.
 
-    python benchmarks/quantized.py --out results/matmul_nbits.json [--only 1x4096x4096,...] [--bits 4]
+    python benchmarks/quantized.py --out results/matmul_nbits.json [--only 1x4096x4096,...] [--bits 4] [--layout kn]
 
 A time is the cost of one more product in a CUDA graph, in microseconds.  Each product has weights of its own, which
 together exceed the L2 cache several times.  `bytes` is what a copy at the rate of a long one takes for the weights and
@@ -117,13 +117,16 @@ def float16_calls(m: int, n: int, k: int) -> Calls:
     return runs(Plan((y,), first.steps, first.scratch), sets, torch.empty((m, n), device="cuda", dtype=torch.float16))
 
 
-def measure(m: int, n: int, k: int, bits: int) -> dict[str, Any]:
-    """Return the times of one product."""
-    attributes = {"k": k, "n": n, "bits": bits, "block_size": BLOCK_SIZE}
+def measure(m: int, n: int, k: int, bits: int, layout: str) -> dict[str, Any]:
+    """Return the times of one product; that of onnxruntime is of MatMulNBits for every layout."""
+    attributes = {"k": k, "n": n, "bits": bits, "block_size": BLOCK_SIZE, "weight_layout": layout}
     node = FusedNode("matmul_nbits", "y", ("x", "w", "scales"), attributes, ("float16",))
-    sets = operand_sets(m, n, k, bits)
+    sets, blocks = operand_sets(m, n, k, bits), k // BLOCK_SIZE
+    stored = {"nbits": tuple(sets[0][1].shape), "kn": (k, n), "nk": (n, k)}[layout]
     specs = [
-        TensorSpec(tuple(t.shape), str(t.dtype).removeprefix("torch."), constant=i > 0) for i, t in enumerate(sets[0])
+        TensorSpec((m, k), "float16"),
+        TensorSpec(stored, "uint8" if layout == "nbits" else f"uint{bits}", constant=True),
+        TensorSpec((blocks, n) if layout == "kn" else (n, blocks), "float16", constant=True),
     ]
     product, y = product_of(node, specs, gpu(0))
     ways = nbits_implementations(product, gpu(0))
@@ -134,7 +137,7 @@ def measure(m: int, n: int, k: int, bits: int) -> dict[str, Any]:
     times = in_turns({**graphs, "float16": captured(float16_calls(m, n, k))})
     moved = sets[0][1].numel() + 2 * sets[0][2].numel()
     return {
-        "shape": [m, n, k], "bits": bits, "first": ways[0].name, "us": times[ways[0].name],
+        "shape": [m, n, k], "bits": bits, "layout": layout, "first": ways[0].name, "us": times[ways[0].name],
         "candidates": {way.name: times[way.name] for way in ways}, "float16_us": times["float16"],
         "onnxruntime_us": onnxruntime_us(m, n, k, bits), "bytes_us": moved / copy_bytes_per_us(),
     }  # fmt: skip
@@ -145,13 +148,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", default="", help="shapes MxNxK, separated by commas")
     parser.add_argument("--bits", default="4,8")
+    parser.add_argument("--layout", default="nbits", choices=("nbits", "kn", "nk"), help="how weights are stored")
     given = parser.parse_args()
     wanted = [tuple(map(int, shape.split("x"))) for shape in given.only.split(",") if shape] or SHAPES
-    rows = Rows(given.out, ("shape", "bits")) if given.out else None
+    rows = Rows(given.out, ("shape", "bits", "layout")) if given.out else None
     for bits in map(int, given.bits.split(",")):
         for m, n, k in wanted:
             torch.cuda.empty_cache()
-            row = measure(m, n, k, bits)
+            row = measure(m, n, k, bits, given.layout)
             others = ", ".join(f"{name} {us:.1f}" for name, us in row["candidates"].items())
             print(f"{m}x{n}x{k} {bits} bits: {row['us']:.1f} us, onnxruntime {row['onnxruntime_us']:.1f}, "
                   f"float16 {row['float16_us']:.1f}, bytes {row['bytes_us']:.1f} | {others}", flush=True)  # fmt: skip
