@@ -466,6 +466,8 @@ REQUIRED = [
     (18, "float[n,c,h,w] x, float[2] z", "y = GroupNormalization <num_groups = 2> (x, z, z)", "n c h w"),
     (17, "float[n,s,d] x, float[6,4] z", "y = MatMul(x, z)", "n s 6"),
     (17, "float[d,n] x, float[4,6] z", "y = Gemm <transA = 1, transB = 1> (x, z)", "6 n"),
+    (21, "float[n,s,d] x, uint8[8,2,16] w, float[8,2] z",
+     "y = com.microsoft.MatMulNBits <K = 64, N = 8, block_size = 32> (x, w, z)", "n s 64"),
     (17, "float[n,c,h,w] x, float[8,3,3,3] z, float[8,4,3,3] v", "u = Conv(x, z) y = Conv(x, v)", "n c h w"),
     (17, "float[n,c,h,w] x, float[8,k,3,3] z", "y = Conv(x, z)", "n c h w"),
 ]  # fmt: skip

@@ -36,7 +36,9 @@ def _matmul(shapes: ShapeInfo, node: Node) -> Shape:
 
 @RULES.rule("com.microsoft::MatMulNBits", "com.microsoft::MatMulBnb4")
 def _matmul_of_packed_weight(shapes: ShapeInfo, node: Node) -> Shape:
-    return (*input_shape(shapes, node)[:-1], required(int_attribute(node, "N", 0) or None))
+    x, n, k = input_shape(shapes, node), *(required(int_attribute(node, name, 0) or None) for name in ("N", "K"))
+    require_equal(shapes, x[-1], k)
+    return (*x[:-1], n)
 
 
 @RULES.rule("Gemm", "com.microsoft::FusedGemm")
