@@ -135,6 +135,19 @@ def rotated(name: str, lengths: tuple[int, int], heads: tuple[int, int] = (32, 8
     )
 
 
+def group_query(name: str, new: int, size: int = 128) -> Case:
+    """Return GroupQueryAttention of packed operands, in which batch, past rows and total length are dynamic."""
+    heads, kv_heads = 32, 8
+    cache, table = (BATCH, kv_heads, PAST, size), (4096, size // 2)
+    shapes = {
+        "query": (BATCH, new, (heads + 2 * kv_heads) * size), "seqlens_k": (BATCH,), "total_sequence_length": (TOTAL,),
+        "past_key": cache, "past_value": cache, "cos_cache": table, "sin_cache": table,
+    }  # fmt: skip
+    dtypes = dict.fromkeys(("seqlens_k", "total_sequence_length"), "int32")
+    given = {"num_heads": heads, "kv_num_heads": kv_heads, "size": size, "do_rotary": 1}
+    return _node(name, "group_query_attention", shapes, dtypes, HALF, (heads, kv_heads), some_sizes(4), 3, **given)
+
+
 B, S, K, N, P = BATCH, QUERIES, KEYS, TOTAL, PAST
 CASES = [
     plain("no mask", (B, S, S)),
@@ -172,6 +185,7 @@ CACHES = [
     with_cache("prefill, causal and padding", (B, S, P), mask=("causal", (B, 1, 1, N), "bool"), masked_score=-math.inf),
     with_cache("prefill, operator", (B, S, P), mask=("boolean", (B, 1, S, N), "bool"), form="operator"),
     with_cache("prefill, causal operator", (B, S, P), form="operator", is_causal=1),
+    group_query("group query", QUERIES),
 ]
 ROTATED = [
     rotated("rotated", (B, S), mask_kind="causal", masked_score=-math.inf),

@@ -6,6 +6,7 @@ from typing import Any
 
 from attention_cases import Case
 from cache_cases import CachedCase, cached
+from group_query_cases import Case as GroupQueryCase
 
 from onnxfuse.runtime.plan import FusedNode, TensorSpec
 
@@ -116,14 +117,23 @@ NODES: dict[str, tuple[str, dict[str, tuple[int, ...]], dict[str, Any], int]] = 
     ),
     "parallel_gemm": ("parallel_gemm", {"x": X, "w": SQUARE, "bias": W, "w_2": SQUARE, "w_3": SQUARE}, {}, 3),
 }  # fmt: skip
-ATTENTION: dict[str, Case | CachedCase] = {
+ATTENTION: dict[str, Case | CachedCase | GroupQueryCase] = {
     "attention": Case(2, 4, 4, 160, 160, mask="additive"),
     "causal attention": Case(1, 4, 2, 128, 128, operator=True, causal=True),
     "attention of one query": Case(2, 4, 4, 1, 500),
     "attention of narrow heads": Case(2, 4, 4, 70, 70, 40, 40),
     "attention under a boolean mask": Case(2, 4, 4, 70, 70, 40, 40, mask="boolean"),
     "attention with a cache": cached(400, 1, batch=2, heads=4, kv_heads=4),
+    "one token of group_query_attention": GroupQueryCase((300, 20), past=400),
+    "a prompt of group_query_attention": GroupQueryCase((170, 20), new=170, past=400),
 }
+
+
+def specs_of(case: Case | CachedCase | GroupQueryCase) -> list[TensorSpec]:
+    """Return the inputs of a case as a plan has them."""
+    if isinstance(case, GroupQueryCase):
+        return [*case.specs()]
+    return [TensorSpec(array.shape, array.dtype.name) for array in case.inputs().values()]
 
 
 def node_of(name: str, constants: bool) -> tuple[FusedNode, list[TensorSpec]]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from pdl_cases import ATTENTION, NODES, node_of
+from pdl_cases import ATTENTION, NODES, node_of, specs_of
 from sampling import sampled
 
 from onnxfuse.runtime.hosts import find_host
@@ -27,7 +27,7 @@ def cases(device: Device) -> Iterator[tuple[str, FusedNode, Sequence[TensorSpec]
         for constants in (False, True):
             yield name, *node_of(name, constants)
     for name, case in ATTENTION.items():
-        yield name, case.node(), [TensorSpec(array.shape, array.dtype.name) for array in case.inputs().values()]
+        yield name, case.node(), specs_of(case)
 
 
 @functools.cache

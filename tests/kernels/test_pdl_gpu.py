@@ -12,7 +12,7 @@ import onnx.parser
 import onnxruntime as ort
 import pytest
 from kernel_runs import NUMPY, compile_native, cupy, normal
-from pdl_cases import ATTENTION, NODES, D, node_of
+from pdl_cases import ATTENTION, NODES, D, node_of, specs_of
 
 import onnxfuse.kernels
 from onnxfuse.runtime import cuda_driver
@@ -170,8 +170,7 @@ def test_a_kernel_waits_for_what_is_in_front(device: Device, name: str, constant
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention_waits_for_what_is_in_front(device: Device, name: str) -> None:
     arrays = list(ATTENTION[name].inputs().values())
-    inputs = [TensorSpec(array.shape, array.dtype.name) for array in arrays]
-    all_wait(ATTENTION[name].node(), inputs, arrays, device)
+    all_wait(ATTENTION[name].node(), specs_of(ATTENTION[name]), arrays, device)
 
 
 def values(spec: TensorSpec, seed: int) -> np.ndarray:
