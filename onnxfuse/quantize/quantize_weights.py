@@ -19,7 +19,15 @@ from onnx import TensorProto, helper
 
 from onnxfuse.errors import NO_ONNXRUNTIME, MissingPackageError, UsageError, VerificationError, first_line
 from onnxfuse.ir.dtypes import FLOATS, Array
-from onnxfuse.ir.protos import ONNX_DOMAINS, defined_names, nodes, without_initializers
+from onnxfuse.ir.protos import (
+    defined_names,
+    graphs,
+    nodes,
+    operator_name,
+    overridable_initializers,
+    subgraphs,
+    without_initializers,
+)
 from onnxfuse.ir.validate import size_of
 from onnxfuse.quantize.result import StayingWeights, WeightError, WeightsResult
 from onnxfuse.verify.cpu_session import open_session
@@ -34,6 +42,8 @@ QUANTIZABLE: Final = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT
 MICROSOFT: Final = "com.microsoft"
 WEIGHT_INPUTS: Final[Mapping[str, int]] = {"Conv": 1, "ConvTranspose": 1, "Gather": 0, "Gemm": 1, "MatMul": 1}
 ONLY_MATMUL: Final = "only weights of MatMuls are quantized"
+IN_BODY: Final = "it is in a branch or a body"
+OF_FUNCTION: Final = "it is a function of the model, and the weights that it reads are not quantized"
 
 
 @dataclass(frozen=True)
@@ -47,9 +57,9 @@ class QuantizedModel:
 def quantize_weights(model: onnx.ModelProto, folder: Path | None, dtype: str) -> QuantizedModel:
     """Quantize the weights of the main graph's MatMuls to "int4" or "int8"; the model is not changed.
 
-    Weights are constants of two axes, or Transposes of such, in float32, float16 or bfloat16.  Scales have the dtype of
-    the weight, and there are no zero points.  Raises UsageError if there is no such weight, MissingPackageError if
-    onnxruntime or onnx_ir is not installed.
+    Weights are constants of two axes, or Transposes of such, in float32, float16 or bfloat16, that callers cannot
+    override.  Scales have the dtype of the weight, and there are no zero points.  Raises UsageError if there is no such
+    weight, MissingPackageError if onnxruntime or onnx_ir is not installed.
     """
     quantizing = _Quantizing(model, folder, dtype, _library())
     made = [each for node in model.graph.node for each in quantizing.replaced(node)]
@@ -59,8 +69,8 @@ def quantize_weights(model: onnx.ModelProto, folder: Path | None, dtype: str) ->
     result = without_initializers(model)
     del result.graph.node[:]
     result.graph.node.extend(made)
-    _remove_unused(result.graph, set(quantizing.transposes.values()))
-    read = {name for node in nodes(result.graph) for name in node.input} | {each.name for each in result.graph.output}
+    _remove_unused(result.graph, quantizing.sources)
+    read = _read(result.graph)
     kept = [tensor for tensor in model.graph.initializer if tensor.name in read]
     result.graph.initializer.extend([*kept, *quantizing.tensors])
     if MICROSOFT not in {each.domain for each in result.opset_import}:
@@ -68,12 +78,23 @@ def quantize_weights(model: onnx.ModelProto, folder: Path | None, dtype: str) ->
     return QuantizedModel(result, quantizing.told())
 
 
+def _read(graph: onnx.GraphProto) -> set[str]:
+    return {name for node in nodes(graph) for name in node.input} | {each.name for each in graph.output}
+
+
 def _remove_unused(graph: onnx.GraphProto, candidates: set[str]) -> None:
-    """Remove the Transposes with these outputs that no node reads any more."""
-    read = {name for node in nodes(graph) for name in node.input} | {each.name for each in graph.output}
-    left = [node for node in graph.node if not (set(node.output) & candidates) - read]
-    del graph.node[:]
-    graph.node.extend(left)
+    """Remove the nodes with these outputs, and the inputs of these names, that nothing reads any more.
+
+    Before IR version 4, weights are inputs, too.
+    """
+    for _ in range(2):  # first Transposes, then the Constants that only these read
+        unused = candidates - _read(graph)
+        left = [node for node in graph.node if not unused.intersection(node.output)]
+        del graph.node[:]
+        graph.node.extend(left)
+    inputs = [value for value in graph.input if value.name not in unused]
+    del graph.input[:]
+    graph.input.extend(inputs)
 
 
 @dataclass
@@ -86,36 +107,53 @@ class _Quantizing:
     library: ModuleType
     tensors: list[TensorProto] = field(default_factory=list)  # the new initializers
     quantized: dict[str, list[str]] = field(default_factory=dict)  # by weight: packed numbers and scales
-    transposes: dict[str, str] = field(default_factory=dict)
+    sources: set[str] = field(default_factory=set)  # the weights that were quantized, and their Transposes
     stays: dict[tuple[str, str], list[str]] = field(default_factory=dict)  # nodes by operator and reason
     count: int = 0
     bytes_before: int = 0
 
     def __post_init__(self) -> None:
-        graph = self.model.graph
-        inputs = {value.name for value in graph.input}
-        self._weights = {t.name: t for t in graph.initializer if t.name not in inputs and t.data_type in FLOATS}
-        self._names = defined_names(graph)
+        graph, parts = self.model.graph, list(graphs(self.model.graph))
+        constants = {
+            node.output[0]: attribute.t
+            for node in nodes(graph)
+            for attribute in (node.attribute if operator_name(node) == "Constant" else ())
+            if attribute.name == "value"
+        }
+        weights = constants | {tensor.name: tensor for part in parts for tensor in part.initializer}
+        self._weights = {name: t for name, t in weights.items() if t.data_type in FLOATS and len(t.dims) >= 2}
+        self._overridable = overridable_initializers(self.model)
+        self._names = {name for part in parts for name in defined_names(part)}
+        self._functions = {(function.domain, function.name) for function in self.model.functions}
         self._turned = {
             node.output[0]: node.input[0]
-            for node in graph.node
-            if node.op_type == "Transpose" and node.input[0] in self._weights and _perm(node) in ((), (1, 0))
+            for node in nodes(graph)
+            if operator_name(node) == "Transpose" and node.input[0] in self._weights and _perm(node) in ((), (1, 0))
         }
+
+    def _weight_of(self, node: onnx.NodeProto) -> str:
+        """Return the name of the weight that a node reads; "" if it reads none."""
+        index = WEIGHT_INPUTS.get(operator_name(node))
+        is_call = (node.domain, node.op_type) in self._functions
+        names = node.input if is_call else node.input[index : index + 1] if index is not None else ()
+        return next((name for name in names if self._turned.get(name, name) in self._weights), "")
 
     def replaced(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
         """Return a MatMulNBits for a node whose weight can be quantized; else the node, whose reason is counted."""
-        index = WEIGHT_INPUTS.get(node.op_type) if node.domain in ONNX_DOMAINS else None
-        name = node.input[index] if index is not None else ""
-        weight = self._weights.get(self._turned.get(name, name))
-        if weight is None or len(weight.dims) < 2:
+        for inner in nodes(*subgraphs(node)):
+            if self._weight_of(inner):
+                self._stay(inner, ONLY_MATMUL if operator_name(inner) != "MatMul" else IN_BODY)
+        name = self._weight_of(node)
+        if not name:
             return [node]
-        if (why := _why_not(node, weight)) is not None:
-            self.stays.setdefault((node.op_type, why), []).append(node.name or node.output[0])
+        source = self._turned.get(name, name)
+        weight = self._weights[source]
+        if (why := self._why_not(node, source)) is not None:
+            self._stay(node, why)
             return [node]
         packed, scales = self._packed(name, weight)
-        if name in self._turned:
-            self.transposes[weight.name] = name
-        depth, columns = weight.dims if name not in self._turned else reversed(weight.dims)
+        self.sources |= {name, source}
+        depth, columns = weight.dims if name == source else reversed(weight.dims)
         self.count += 1
         return [
             helper.make_node(
@@ -123,6 +161,26 @@ class _Quantizing:
                 K=depth, N=columns, bits=BITS[self.dtype], block_size=BLOCK_SIZE,
             )
         ]  # fmt: skip
+
+    def _stay(self, node: onnx.NodeProto, why: str) -> None:
+        self.stays.setdefault((node.op_type, why), []).append(node.name or node.output[0])
+
+    def _why_not(self, node: onnx.NodeProto, source: str) -> str | None:
+        """Return why the weight of a node is not quantized; None if it is."""
+        weight = self._weights[source]
+        if (node.domain, node.op_type) in self._functions:
+            return OF_FUNCTION
+        if node.op_type != "MatMul":
+            return ONLY_MATMUL
+        if source in self._overridable:
+            return "its weight is an input of the model, too, so that callers can override it"
+        if weight.data_type not in QUANTIZABLE:
+            return "its weight is float64"
+        if len(weight.dims) != 2:
+            return f"its weight has {len(weight.dims)} axes"
+        if min(weight.dims) < BLOCK_SIZE:
+            return f"its weight is smaller than a block of {BLOCK_SIZE}"
+        return None
 
     def _packed(self, name: str, weight: TensorProto) -> list[str]:
         """Return the names of a weight's packed numbers and scales, which become initializers."""
@@ -161,19 +219,6 @@ class _Quantizing:
         after = sum(map(size_of, self.tensors))
         stays = tuple(StayingWeights(op, why, tuple(names)) for (op, why), names in self.stays.items())
         return WeightsResult(self.dtype, BLOCK_SIZE, self.count, stays, self.bytes_before, after)
-
-
-def _why_not(node: onnx.NodeProto, weight: TensorProto) -> str | None:
-    """Return why the weight of a node is not quantized; None if it is."""
-    if node.op_type != "MatMul":
-        return ONLY_MATMUL
-    if weight.data_type not in QUANTIZABLE:
-        return "its weight is float64"
-    if len(weight.dims) != 2:
-        return f"its weight has {len(weight.dims)} axes"
-    if min(weight.dims) < BLOCK_SIZE:
-        return f"its weight is smaller than a block of {BLOCK_SIZE}"
-    return None
 
 
 def _perm(node: onnx.NodeProto) -> tuple[int, ...]:

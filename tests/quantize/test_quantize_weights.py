@@ -117,6 +117,56 @@ class TestWithTheQuantizer:
         with pytest.raises(UsageError, match="its weight is float64"):
             onnxfuse.optimize(model("y = MatMul(x, w)", "double", w=(K, N)), weights="int4")
 
+    @pytest.mark.parametrize(
+        ("text", "reason"),
+        [
+            ("y = If (c) <then_branch = a () => (p) { p = MatMul(x, w) }, else_branch = e () => (q) { q = Tanh(x) }>",
+             "1 MatMul: it is in a branch or a body"),
+            ("y = If (c) <then_branch = a () => (p) { p = Gemm(x, w) }, else_branch = e () => (q) { q = Exp(x) }>",
+             "1 Gemm: only weights of MatMuls are quantized"),
+            ("y = f.product(x, w)", "1 product: it is a function of the model, and the weights that it reads"),
+            ("y = MatMul(x, v)", "1 MatMul: its weight is an input of the model, too, so that callers can override it"),
+            ("t = f.Transpose(w)  y = MatMul(x, t)", "the model has no MatMul whose weight can be quantized$"),
+            ("t = f.Transpose()  y = MatMul(x, t)", "the model has no MatMul whose weight can be quantized$"),
+        ],
+    )  # fmt: skip
+    def test_weights_that_stay_have_reasons(self, text: str, reason: str) -> None:
+        source = onnx.parser.parse_model(f"""<ir_version: 9, opset_import: ["" : 20, "f" : 1]>
+            g (float[n, 80] x, bool c, float[80, 80] v, float[80, 80] z) => (float[n, m] y) {{ {text} }}
+            <opset_import: ["" : 20], domain: "f"> product (a, b) => (r) {{ r = MatMul(a, b) }}""")
+        source.graph.initializer.extend(
+            numpy_helper.from_array(np.ones((K, K), np.float32), name) for name in ("w", "v") if f"{name})" in text
+        )
+        with pytest.raises(UsageError, match=reason):
+            onnxfuse.optimize(source, weights="int8", verify=False)
+
+    @pytest.mark.parametrize("transposed", [False, True])
+    def test_weights_in_constant_nodes_are_quantized(self, transposed: bool) -> None:
+        source = model("t = Transpose(c)  y = MatMul(x, t)" if transposed else "y = MatMul(x, c)")
+        values = np.random.default_rng(0).standard_normal((N, K) if transposed else (K, N)).astype(np.float32)
+        constant = onnx.helper.make_node("Constant", [], ["c"], value=numpy_helper.from_array(values))
+        source.graph.node.insert(0, constant)
+        made, report = onnxfuse.optimize(source, weights="int8", emit="standard")
+        assert report.verified.status == "verified" and report.weights is not None and report.weights.nodes == 1
+        assert [node.op_type for node in made.graph.node] == ["MatMulNBits"]
+
+    def test_weights_that_are_inputs_before_ir_version_4(self) -> None:
+        source = model("y = MatMul(x, w)", w=(K, N))
+        source.ir_version, source.opset_import[0].version = 3, 8
+        source.graph.input.append(onnx.helper.make_tensor_value_info("w", onnx.TensorProto.FLOAT, [K, N]))
+        made, report = onnxfuse.optimize(source, weights="int8")
+        assert report.verified.status == "verified" and [each.name for each in made.graph.input] == ["x"]
+
+    def test_names_of_branches_are_not_taken(self) -> None:
+        source = onnx.parser.parse_model(f"""<ir_version: 9, opset_import: ["" : 20]>
+            g (float[n, {K}] x, bool c) => (float[n, m] y) {{
+            h = MatMul(x, w)
+            y = If (c) <then_branch = a () => (w_Q) {{ w_Q = Exp(h) }}, else_branch = e () => (q) {{ q = Neg(h) }}>
+            }}""")
+        source.graph.initializer.append(numpy_helper.from_array(np.ones((K, N), np.float32), "w"))
+        made, report = onnxfuse.optimize(source, weights="int8")
+        assert report.verified.status == "verified" and "w_Q_" in {each.name for each in made.graph.initializer}
+
     def test_the_quantizer_logs_nothing(self) -> None:
         handlers = logging.getLogger().handlers[:]
         onnxfuse.optimize(model("y = MatMul(x, w)", w=(K, N)), weights="int4", verify=False)
