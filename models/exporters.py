@@ -13,7 +13,7 @@ from architecture import DTYPES, Architecture, Config, Input, Variant
 from torch import nn
 
 SEED = 0
-STEPS = 16  # in the power of two below the standard deviation of a tensor
+STEPS = 1  # in the power of two below the standard deviation of a tensor
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def calibrate(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> None:
 def randomise(name: str, value: torch.Tensor, gain: float) -> None:
     """Draw one tensor in place; untouched ones and zeros would hide errors and be merged into one initializer.
 
-    Values are rounded to steps that float16 has too, so that the archive of models is small: a value takes some 7 bits.
+    Values are rounded to steps that float16 has too, so that the archive of models is small: a value takes some 3 bits.
     """
     if name == "running_mean":
         value.normal_(0, 0.2)
