@@ -13,7 +13,7 @@ INTEGERS: Final = {"seqlens_k", "total_sequence_length", "position_ids"}
 )
 def group_query_attention(
     query: Term = tensor("batch queries width"),
-    seqlens_k: Term = tensor("batch"),
+    seqlens_k: Term = tensor(),
     total_sequence_length: Term = tensor(),
     key: Term = tensor("batch queries kv_width", optional=True),
     value: Term = tensor("batch queries kv_width", optional=True),

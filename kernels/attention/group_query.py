@@ -135,9 +135,11 @@ def _sizes(node: FusedNode, inputs: Sequence[TensorSpec]) -> _Sizes:
     rows = (batch, new)
     required = {
         "query": (*rows, widths[0]), "key": (*rows, widths[1]), "value": (*rows, widths[2]),
-        **dict.fromkeys(("past_key", "past_value"), (batch, kv_heads, past_rows, size)), "seqlens_k": (batch,),
+        **dict.fromkeys(("past_key", "past_value"), (batch, kv_heads, past_rows, size)),
         "position_ids": rows, "head_sink": (heads,), "q_norm_weight": (size,), "k_norm_weight": (size,),
     }  # fmt: skip
+    lengths = required_spec(node, inputs, "seqlens_k").shape
+    required["seqlens_k"] = (batch, *(1,) * (len(lengths) - 1))  # models count a mask with keepdims
     for name, shape in required.items():
         spec = operand_spec(node, inputs, name)
         if spec and not (len(spec.shape) == len(shape) and all(map(expect_equal, spec.shape, shape))):

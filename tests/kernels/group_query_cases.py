@@ -37,6 +37,7 @@ class Case:
     scale: float | None = None
     total: int | None = None  # total_sequence_length; None: the largest length, or the new rows if they are more
     aligned: bool = True
+    column: bool = False  # seqlens_k is (batch, 1)
     seed: int = 0
 
     @property
@@ -89,7 +90,7 @@ class Case:
         widths = [heads * self.size for heads in (self.heads, self.kv_heads, self.kv_heads)]
         parts = [normal(*rows, width) for width in widths]
         found: Arrays = {"query": np.concatenate(parts, -1) if self.packed else parts[0]}
-        found["seqlens_k"] = np.array(self.lengths, np.int32) - 1
+        found["seqlens_k"] = (np.array(self.lengths, np.int32) - 1).reshape((-1, 1) if self.column else -1)
         found["total_sequence_length"] = np.array(self.total_length, np.int32)
         if not self.packed:
             found |= dict(zip(NEW[1:], parts[1:], strict=True))

@@ -119,6 +119,7 @@ OPERANDS = (
 )  # fmt: skip
 FORMS = {
     "lengths": Case((9, 1, 40), past=50),
+    "lengths_of_two_axes": Case((9, 1, 40), past=50, column=True),
     "full_buffer": Case((50, 49), past=50),
     "longer_than_the_past": Case((33, 33), past=32),
     "first_prompt": Case((7, 3, 1), new=7),

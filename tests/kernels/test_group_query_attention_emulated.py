@@ -31,7 +31,7 @@ DEFINITION = re.compile(
 
 CASES = {
     "one_token": Case((9, 1, 40), past=50, size=16),
-    "one_token_that_fills_the_buffer": Case((50, 49), past=50, size=16),
+    "one_token_that_fills_the_buffer": Case((50, 49), past=50, size=16, column=True),
     "longer_than_the_past": Case((33, 33), past=32, size=16),
     "first_prompt": Case((7, 3, 1), new=7, size=16),
     "prompt_into_a_buffer": Case((70, 5), new=70, past=80, size=16),

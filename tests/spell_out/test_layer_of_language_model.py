@@ -49,5 +49,5 @@ def test_products_norms_and_gates_are_fused() -> None:
     model, report = optimize(with_weights(onnx.parser.parse_model(LAYER)), verify=False)
     fused = Counter(one.fusion for one in report.fused)
     norms, products = {"rms_norm": 1, "add_rms_norm": 2}, {"gated_matmul_nbits": 1, "matmul_nbits": 4}
-    assert fused == {**norms, **products, "region": 1}
+    assert fused == {**norms, **products, "region": 1, "group_query_attention": 1}
     assert all(dtype for call in read_calls(model) for dtype in call.dtypes), "else a session runs the body"
