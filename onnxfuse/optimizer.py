@@ -112,6 +112,7 @@ def optimize(
     model; VerificationError if the models differ, and no fusion or folding is the cause, or `max_error` is exceeded.
     """
     only, half = list(only), request(dtype, io, max_error)
+    path = str(model) if isinstance(model, str | os.PathLike) else None
     settings = _with_operators(_settings(only, list(skip), patterns, layout, regions), fallback, emit, only)
     _check_conversions(half, weights, plan)
     timer = StageTimer(progress)
@@ -121,14 +122,14 @@ def optimize(
         given, quantized = (original, folder), None
         if weights:
             with timer.stage("quantize"):
-                quantized = quantize_weights(original, folder, weights)
+                quantized = quantize_weights(original, folder, weights, f"'{path}'" if path else "the model")
             original = quantized.model
         choices = None if plan is None else read_choices(Path(plan), original)
         job = _Job(
             original, folder, settings, timer, only, choices, verify, inputs, shapes, tolerance, half,
             opset_of(original),
         )  # fmt: skip
-        made, report = _optimize(job, str(model) if isinstance(model, str | os.PathLike) else None)
+        made, report = _optimize(job, path)
         if quantized and verify:
             with timer.stage("verify"):
                 told = with_errors(quantized.result, given, made, inputs, shapes, functools.partial(_tell, timer))

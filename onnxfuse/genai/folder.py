@@ -6,12 +6,12 @@ so are links that do, because a copy would disclose what they lead to.
 
 from __future__ import annotations
 
-import copy
+import errno
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -29,39 +29,37 @@ OWN_FILE: Final = re.compile(r"libonnxfuse(\.\d+)?\.so(\.plans)?")
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model of a folder: its name there, and its part of the configuration, which is changed in place."""
+    """A model of a folder: its name there, and the parts of the configuration that name it."""
 
     name: str
-    part: dict[str, Any]
-    default_options: dict[str, Any]  # the session options that genai uses where the part has none: the decoder's
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The session options of the model; a copy of the decoder's becomes its own where it has none."""
-        options: dict[str, Any] = self.part.setdefault("session_options", copy.deepcopy(self.default_options))
-        return options
-
-    @property
-    def _effective(self) -> dict[str, Any]:
-        options: dict[str, Any] = self.part.get("session_options", self.default_options)
-        return options
+    parts: tuple[dict[str, Any], ...]
+    default_options: dict[str, Any]  # the session options that genai uses where a part has none: the decoder's
 
     @property
     def cuda(self) -> dict[str, Any] | None:
         """The options of the CUDA provider; None if the model does not use that provider."""
-        named = self._effective.get("provider_options")
-        providers = [one for one in named if isinstance(one, dict)] if isinstance(named, list) else []
-        return next((one["cuda"] for one in providers if isinstance(one.get("cuda"), dict)), None)
+        return next((cuda for each in self.parts if (cuda := _cuda(self.options_of(each))) is not None), None)
 
     @property
     def library(self) -> str:
         """The library of operators that the configuration names, unless onnxfuse wrote it; "" for none."""
-        return "" if self.has_own_library else str(self._effective.get(LIBRARY, ""))
+        named = (self.options_of(each).get(LIBRARY, "") for each in self.parts)
+        return next((str(name) for name in named if name and not _is_own(name)), "")
 
-    @property
-    def has_own_library(self) -> bool:
-        """Whether the configuration names a library that onnxfuse wrote."""
-        return OWN_FILE.fullmatch(str(self._effective.get(LIBRARY, ""))) is not None
+    def options_of(self, part: dict[str, Any]) -> dict[str, Any]:
+        """Return the session options that genai uses for a part."""
+        options: dict[str, Any] = part.get("session_options", self.default_options)
+        return options
+
+
+def _is_own(library: Any) -> bool:
+    return OWN_FILE.fullmatch(str(library)) is not None
+
+
+def _cuda(options: dict[str, Any]) -> dict[str, Any] | None:
+    named = options.get("provider_options")
+    providers = [one for one in named if isinstance(one, dict)] if isinstance(named, list) else []
+    return next((one["cuda"] for one in providers if isinstance(one.get("cuda"), dict)), None)
 
 
 @dataclass(frozen=True)
@@ -76,6 +74,22 @@ class Folder:
         """Return the file of a model."""
         return self.path / model.name
 
+    def name_libraries(self, libraries: Mapping[str, str]) -> None:
+        """Name libraries of onnxfuse in the session options of parts that run on CUDA, and none of an earlier run.
+
+        libraries  the library of each model that has one, by the model's name
+
+        Where there are any, each part gets options of its own: the decoder's would name the library of the decoder.
+        """
+        for model in self.models:
+            for part in model.parts:
+                given = model.options_of(part)
+                options = {key: value for key, value in given.items() if key != LIBRARY or not _is_own(value)}
+                if model.name in libraries and _cuda(options) is not None:
+                    options[LIBRARY] = libraries[model.name]
+                if options != given or (libraries and options):
+                    part["session_options"] = options
+
 
 def read_folder(path: Path) -> Folder:
     """Read the configuration of a folder, and check the names of its models.
@@ -83,24 +97,26 @@ def read_folder(path: Path) -> Folder:
     Raises ModelError if the folder has no configuration, if that cannot be read, or names no ONNX model, or one that is
     missing, is not a plain file or is outside the folder.
     """
-    if not (path / CONFIG).exists():
+    if os.access(path, os.X_OK) and not (path / CONFIG).exists():
         example = f"such as '{path / 'model.onnx'}', or a folder of onnxruntime-genai"
         raise ModelError(f"'{path}' is a directory without {CONFIG}; expected an ONNX file, {example}")
     _check_inside(path, CONFIG)
     try:
         config = json.loads(read_plain(path / CONFIG, MAX_CONFIG_BYTES))
+        json.dumps(config, allow_nan=False)  # all that is read can be written, too
+        parts = list(_parts(config.get("model") if isinstance(config, dict) else None))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"'{path / CONFIG}' cannot be read: {error}; build the folder again") from error
-    model = config.get("model") if isinstance(config, dict) else None
-    decoder = model.get("decoder") if isinstance(model, dict) else None
-    options = decoder.get("session_options") if isinstance(decoder, dict) else None
-    default = options if isinstance(options, dict) else {}
-    found = {each["filename"]: NamedModel(each["filename"], each, default) for each in _parts(model)}
-    if not found:
+    if not parts:
         raise ModelError(f"'{path / CONFIG}' names no ONNX model; expected a decoder with a filename")
-    for name in found:
-        _check_inside(path, name)
-    return Folder(path, config, tuple(found.values()))
+    decoder = config["model"].get("decoder") if isinstance(config["model"], dict) else None
+    options = decoder.get("session_options") if isinstance(decoder, dict) else None
+    found: dict[str, list[dict[str, Any]]] = {}
+    for part in parts:
+        _check_inside(path, part["filename"])
+        found.setdefault(os.path.normpath(part["filename"]), []).append(part)
+    default = options if isinstance(options, dict) else {}
+    return Folder(path, config, tuple(NamedModel(name, tuple(each), default) for name, each in found.items()))
 
 
 def _parts(value: Any) -> Iterator[dict[str, Any]]:
@@ -122,6 +138,8 @@ def _check_inside(folder: Path, name: str) -> None:
             what = f"'{name}', which '{folder / CONFIG}' names," if name != CONFIG else f"'{path}'"
             raise ModelError(f"{what} is outside the folder; copy the folder without links (cp -rL), or move the file")
         require_plain(path)
+        if not os.access(path, os.R_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except (OSError, ValueError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ModelError(f"'{path}', a file of '{folder}', cannot be read: {reason}") from error
@@ -131,20 +149,24 @@ def copy_others(folder: Folder, target: Path) -> None:
     """Copy the files of a folder, but not its configuration, the models of the configuration, and their data.
 
     Data that a model reads which is copied is copied too, and files that onnxfuse added to a folder are not.  Raises
-    ModelError for links that lead outside the folder, and for devices and pipes; OSError if copying fails.
+    ModelError for links that lead outside the folder, for devices and pipes, and for files that cannot be read; OSError
+    if copying fails.
     """
+    try:
+        names = [name for name in _files(folder.path) if name != CONFIG and not OWN_FILE.fullmatch(name)]
+    except OSError as error:
+        raise ModelError(f"'{error.filename}' cannot be read: {error.strerror}; give it read permission") from error
+    for name in names:
+        _check_inside(folder.path, name)
     models = {folder.file(each).resolve() for each in folder.models}
-    names = list(_files(folder.path))
     kept = {name for name in names if name.lower().endswith(".onnx") and (folder.path / name).resolve() not in models}
     replaced = models | _data(models)
     replaced -= _data(folder.path / name for name in kept)
     for name in names:
         source = folder.path / name
-        if name == CONFIG or source.resolve() in replaced or OWN_FILE.fullmatch(name):
-            continue
-        _check_inside(folder.path, name)
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, target / name)
+        if source.resolve() not in replaced:
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, target / name)
 
 
 def _data(models: Iterable[Path]) -> set[Path]:

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from onnxfuse.compile.compile_file import Compiled, CompileSettings, compile_file
 from onnxfuse.errors import OnnxfuseError, UsageError
-from onnxfuse.genai.folder import CONFIG, LIBRARY, Folder, NamedModel, copy_others, read_folder
+from onnxfuse.genai.folder import CONFIG, Folder, NamedModel, copy_others, read_folder
 from onnxfuse.ir.plain_files import new_folder
 from onnxfuse.ir.save import save
 from onnxfuse.optimizer import optimize
@@ -77,18 +77,20 @@ def optimize_folder(
     if len(found.models) > 1 and given:
         names = ", ".join(f"'{each.name}'" for each in found.models)
         raise UsageError(f"'{source}' has {len(found.models)} models, {names}; {given[0]} is for folders with one")
+    if archs or gpus:
+        named_gpus(archs, gpus, ())
     if out is None:
         reports = [optimize(found.file(each), progress=progress, **options)[1] for each in found.models]
         return tuple(OptimizedModel(each.name, one) for each, one in zip(found.models, reports, strict=True))
     _check_target(source, out, overwrite)
-    if archs or gpus:
-        named_gpus(archs, gpus, ())
     try:
         with new_folder(out) as part:
             copy_others(found, part)
             library = _Library(part, CompileSettings(archs, gpus), progress)
             made = [_optimized(found, each, library, options) for each in found.models]
-            _name_libraries(found, made)
+            found.name_libraries(
+                {one.name: one.compiled.path.name.removesuffix(PLANS_SUFFIX) for one in made if one.compiled}
+            )
             (part / CONFIG).write_text(json.dumps(found.config, indent=4) + "\n", encoding="utf-8")
     except OSError as error:
         raise OnnxfuseError(f"cannot write '{out}': {error.strerror or error}; choose another folder") from error
@@ -102,10 +104,10 @@ def _check_target(source: Path, target: Path, overwrite: bool) -> None:
         raise UsageError(f"'{target}' and '{source}', the folder to read, contain each other; give another folder")
     if not target.parent.is_dir():
         raise UsageError(f"cannot write '{target}': the folder '{target.parent}' does not exist; create it first")
+    if target.exists() and not (target.is_dir() and ((target / CONFIG).is_file() or not any(target.iterdir()))):
+        raise UsageError(f"'{target}' is not a folder of genai, and is not replaced; give another folder")
     if target.exists() and not overwrite:
         raise UsageError(f"'{target}' is there already; give another folder, or --overwrite to replace it")
-    if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not (target / CONFIG).is_file())):
-        raise UsageError(f"'{target}' is not a folder of genai, and is not replaced; give another folder")
 
 
 @dataclass(frozen=True)
@@ -159,12 +161,3 @@ def _optimized(folder: Folder, model: NamedModel, library: _Library, options: di
         if (library.settings.archs or library.settings.gpus) and not no_kernel:
             raise
         return replace(result, why_bodies=str(error))
-
-
-def _name_libraries(folder: Folder, made: Sequence[OptimizedModel]) -> None:
-    """Name in the configuration the library of each model that has kernels, and no library of an earlier run."""
-    for model, one in zip(folder.models, made, strict=True):
-        if one.compiled is not None:
-            model.options[LIBRARY] = one.compiled.path.name.removesuffix(PLANS_SUFFIX)
-        elif model.has_own_library:
-            del model.options[LIBRARY]

@@ -272,8 +272,15 @@ def external_files(path: Path) -> list[Path]:
         return []
     external = [tensor for tensor in tensors(model.graph, *model.functions) if uses_external_data(tensor)]
     locations = {entry.value for tensor in external for entry in tensor.external_data if entry.key == "location"}
-    named = [path.resolve().parent / location for location in locations if "\0" not in location]
-    return [file for file in named if file.exists()]
+    return [file for file in (path.resolve().parent / location for location in locations) if _exists(file)]
+
+
+def _exists(file: Path) -> bool:
+    """Return whether a file exists; false for a name that no file can have, for example because it is too long."""
+    try:
+        return file.exists()
+    except (OSError, ValueError):
+        return False
 
 
 def external_range(tensor: onnx.TensorProto, folder: Path | None) -> tuple[Path, int, int]:

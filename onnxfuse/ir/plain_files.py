@@ -82,10 +82,13 @@ def create(new: Path, replaced: Path) -> Iterator[BinaryIO]:
 def new_folder(folder: Path) -> Iterator[Path]:
     """Make a folder under a temporary name beside `folder`, and rename it to that at the end.
 
-    A folder that was there is removed; a symbolic link is followed.  If the block raises, nothing has changed.
+    A folder that was there is removed; a symbolic link is followed.  If the block raises, nothing has changed.  Raises
+    OSError if the working directory would be removed.
     """
     folder = Path(os.path.realpath(folder))
-    part, old = (folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.{end}") for end in ("part", "old"))
+    if folder.exists() and Path.cwd().is_relative_to(folder):
+        raise OSError(errno.EBUSY, "it is, or contains, the working directory, and would be removed")
+    part, old = temporary(folder), temporary(folder)
     try:
         part.mkdir(parents=True)
         yield part

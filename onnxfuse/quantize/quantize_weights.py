@@ -54,8 +54,8 @@ class QuantizedModel:
     result: WeightsResult
 
 
-def quantize_weights(model: onnx.ModelProto, folder: Path | None, dtype: str) -> QuantizedModel:
-    """Quantize the weights of the main graph's MatMuls to "int4" or "int8"; the model is not changed.
+def quantize_weights(model: onnx.ModelProto, folder: Path | None, dtype: str, name: str) -> QuantizedModel:
+    """Quantize the weights of the main graph's MatMuls to "int4" or "int8"; the model, called `name`, is not changed.
 
     Weights are constants of two axes, or Transposes of such, in float32, float16 or bfloat16, that callers cannot
     override.  Scales have the dtype of the weight, and there are no zero points.  Raises UsageError if there is no such
@@ -65,7 +65,7 @@ def quantize_weights(model: onnx.ModelProto, folder: Path | None, dtype: str) ->
     made = [each for node in model.graph.node for each in quantizing.replaced(node)]
     if not quantizing.quantized:
         why = "; ".join(f"{len(names)} {op}: {reason}" for (op, reason), names in quantizing.stays.items())
-        raise UsageError(f"the model has no MatMul whose weight can be quantized{f' ({why})' if why else ''}")
+        raise UsageError(f"{name} has no MatMul whose weight can be quantized{f' ({why})' if why else ''}")
     result = without_initializers(model)
     del result.graph.node[:]
     result.graph.node.extend(made)

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import onnx
@@ -146,6 +146,25 @@ def test_each_model_with_kernels_has_a_library(folder: Path, tmp_path: Path) -> 
     assert run(folder, "--dry-run", "--shape", "x:2x8").exit_code == 2
 
 
+def test_parts_may_name_one_model(folder: Path, tmp_path: Path) -> None:
+    """Each part on CUDA names the library, also without options of its own, and no part does after another run."""
+    prompt, cpu = {"filename": "./model.onnx"}, decoder([])
+    configure(folder, {"prompt": prompt, "decoder": decoder(CUDA), "cpu": cpu})
+    model = optimized(folder, archs=["sm_90"])["model"]
+    with_library = decoder(CUDA, custom_ops_library="libonnxfuse.so")
+    assert (model["prompt"], model["decoder"], model["cpu"]) == (with_library | prompt, with_library, cpu)
+    assert sorted(each.name for each in (tmp_path / "out").glob("lib*.so")) == ["libonnxfuse.so"]
+    (tmp_path / "out").rename(tmp_path / "first")
+    model = optimized(tmp_path / "first")["model"]
+    assert (model["prompt"], model["decoder"], model["cpu"]) == (decoder(CUDA) | prompt, decoder(CUDA), cpu)
+
+
+def test_a_part_before_the_decoder_has_no_library_of_it(folder: Path) -> None:
+    onnx.save(onnx.parser.parse_model(LONE), folder / "embedding.onnx")
+    configure(folder, {"a": {"filename": "embedding.onnx"}, "decoder": decoder(CUDA)})
+    assert optimized(folder, archs=["sm_90"])["model"]["a"] == decoder(CUDA) | {"filename": "embedding.onnx"}
+
+
 def test_data_that_another_model_reads_is_copied(folder: Path, tmp_path: Path) -> None:
     (folder / "spare.onnx").write_bytes((folder / "model.onnx").read_bytes())
     optimized(folder)
@@ -174,6 +193,27 @@ def test_a_link_to_the_folder_to_write_is_followed(folder: Path, tmp_path: Path)
     (tmp_path / "real" / "left.txt").write_text("")
     assert optimized(folder, overwrite=True) == configured(folder) and not (tmp_path / "real" / "left.txt").exists()
     assert sorted(each.name for each in tmp_path.iterdir()) == ["llama", "out", "real"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_file_is_never_replaced_by_a_folder(folder: Path, tmp_path: Path, overwrite: bool) -> None:
+    (tmp_path / "out").write_text("")
+    with pytest.raises(UsageError, match="is not a folder of genai, and is not replaced; give another folder"):
+        onnxfuse.optimize_folder(folder, tmp_path / "out", overwrite=overwrite, verify=False)
+
+
+def test_the_working_directory_is_not_replaced(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    for target in ("", "."):
+        with pytest.raises(onnxfuse.OnnxfuseError, match=r"'\.': it is, or contains, the working directory"):
+            onnxfuse.optimize_folder(folder, target, overwrite=True, verify=False)
+    assert sorted(tmp_path.iterdir()) == [folder, tmp_path / "out"]
+
+
+def test_a_folder_may_have_the_longest_name(folder: Path, tmp_path: Path) -> None:
+    onnxfuse.optimize_folder(folder, tmp_path / ("o" * 255), verify=False)
+    assert configured(tmp_path / ("o" * 255)) == configured(folder)
 
 
 @pytest.mark.parametrize("target", ["llama", "llama/out", ".", "llama/../llama/more"])
@@ -247,9 +287,48 @@ def test_links_that_lead_elsewhere_are_not_copied(folder: Path, to: str) -> None
     assert not (folder.parent / "out").exists()
 
 
+def test_a_link_to_itself_is_not_copied(folder: Path) -> None:
+    (folder / "link.onnx").symlink_to("link.onnx")
+    with pytest.raises(ModelError, match=r"link\.onnx"):
+        onnxfuse.optimize_folder(folder, folder.parent / "out", verify=False)
+
+
+def test_other_models_are_copied_whatever_they_hold(folder: Path, tmp_path: Path) -> None:
+    """Such a model is not checked: its data may have a name that no file can have."""
+    spare = onnx.load(folder / "model.onnx", load_external_data=False)
+    entry = next(each for each in spare.graph.initializer[0].external_data if each.key == "location")
+    for name in ("a" * 300, "a\0b"):
+        entry.value = name
+        onnx.save(spare, folder / f"spare{len(name)}.onnx")
+    optimized(folder)
+    assert {"spare300.onnx", "spare3.onnx"} <= content(tmp_path / "out").keys()
+
+
+def test_files_that_cannot_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "more").chmod(0)
+    if os.geteuid() == 0:  # root may read everything, so that the refusal has to be simulated
+        scan = os.scandir
+        closed = PermissionError(13, "Permission denied", str(folder / "more"))
+        monkeypatch.setattr(os, "scandir", lambda path: refuse(closed) if path == folder / "more/" else scan(path))
+    with pytest.raises(ModelError, match=r"more' cannot be read: Permission denied; give it read permission"):
+        onnxfuse.optimize_folder(folder, folder.parent / "out", verify=False)
+    (folder / "more").chmod(0o755)
+    monkeypatch.undo()
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "processor.bin" and access(path, mode))
+    with pytest.raises(ModelError, match=r"processor\.bin', a file of .* cannot be read: Permission denied"):
+        onnxfuse.optimize_folder(folder, folder.parent / "out", verify=False)
+
+
+def refuse(error: OSError) -> NoReturn:
+    raise error
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [("[", "cannot be read"), ("[]", "names no ONNX model"), ("[" * 100_000, "cannot be read"), ("\xff", "cannot be"),
+     *((f'{{"model": {{"decoder": {{"filename": "model.onnx"}}, "x": {odd}}}}}', "cannot be read")
+       for odd in ("NaN", "1e999", "9" * 5000, *(f"{'[' * depth}{']' * depth}" for depth in (1000, 5000)))),
      ('{"model": {"decoder": {"filename": ["x"]}}}', "names no ONNX model"), ('{"model": null}', "names no ONNX")],
 )  # fmt: skip
 def test_a_configuration_that_names_no_model(folder: Path, text: str, reason: str) -> None:
@@ -272,5 +351,6 @@ def test_a_folder_of_no_genai(tmp_path: Path) -> None:
 def test_gpus_are_of_folders(folder: Path, tmp_path: Path) -> None:
     result = run(folder / "model.onnx", tmp_path / "out.onnx", "--arch", "sm_90")
     assert result.exit_code == 2 and "--arch and --gpu are for folders" in result.stderr
-    result = run(folder, tmp_path / "out", "--arch", "sm_1")
-    assert result.exit_code == 2 and "no GPU of compute capability sm_1 is known" in result.stderr
+    for options in ((), ("--dry-run",)):
+        result = run(folder, tmp_path / "out", "--arch", "sm_1", *options)
+        assert result.exit_code == 2 and "no GPU of compute capability sm_1 is known" in result.stderr

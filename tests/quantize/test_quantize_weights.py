@@ -111,7 +111,10 @@ class TestWithTheQuantizer:
         assert report.verified.status == "verified" and report.weights is not None and report.weights.errors
         assert [each.data_location for each in made.graph.initializer] == [0, 0]
 
-    def test_a_model_without_weights_to_quantize(self) -> None:
+    def test_a_model_without_weights_to_quantize(self, tmp_path: Path) -> None:
+        onnx.save(model("y = Tanh(x)"), tmp_path / "a.onnx")
+        with pytest.raises(UsageError, match=r"'.*a\.onnx' has no MatMul whose weight can be quantized$"):
+            onnxfuse.optimize(tmp_path / "a.onnx", weights="int4")
         with pytest.raises(UsageError, match=r"no MatMul whose weight can be quantized \(1 Gemm: only weights"):
             onnxfuse.optimize(model("y = Gemm(x, w)", w=(K, N)), weights="int4")
         with pytest.raises(UsageError, match="its weight is float64"):
