@@ -130,10 +130,12 @@ def _similar(name: str, known: list[str]) -> str:
     return f". Did you mean '{close[0]}'?" if close else f"; known: {', '.join(known) or 'none'}"
 
 
-def sizes_to_try(inputs: Sequence[Input], given: Mapping[str, Array]) -> Iterator[dict[str, int]]:
+def sizes_to_try(
+    inputs: Sequence[Input], given: Mapping[str, Array], steps: Sequence[Mapping[str, int]] = ()
+) -> Iterator[dict[str, int]]:
     """Yield different sets of sizes of all dynamic dims, in the order of DIM_SIZES; given arrays fix their own sizes.
 
-    After the first set, sets for which an input would be too big are left out.
+    After the first set, sets for which an input would be too big are left out.  Last come the sets of `step_sizes`.
     """
     names = _single_names(inputs)
     audio = any(
@@ -147,6 +149,22 @@ def sizes_to_try(inputs: Sequence[Input], given: Mapping[str, Array]) -> Iterato
         if sizes not in tried and not (tried and any(_is_big(each, sizes, names) for each in drawn)):
             tried.append(sizes)
             yield sizes
+    yield from step_sizes(inputs, given, steps)
+
+
+def step_sizes(
+    inputs: Sequence[Input], given: Mapping[str, Array], steps: Sequence[Mapping[str, int]]
+) -> Iterator[dict[str, int]]:
+    """Yield the sets in `steps` with sizes of free dims only; the other dims get sizes from a line of DIM_SIZES."""
+    zeros, ones = _zeros_and_ones(inputs, given)
+    for choices, step in zip(DIM_SIZES, steps, strict=False):
+        if all(zeros.get(name) != ones.get(name) for name in step):
+            yield {**_choose_sizes(inputs, choices, given), **step}
+
+
+def _zeros_and_ones(inputs: Sequence[Input], given: Mapping[str, Array]) -> Iterator[dict[str, int]]:
+    """Yield sizes with 0, then with 1, in all free dims, which are those that no given array fixes."""
+    return (_choose_sizes(inputs, ((size,), (size,)), given) for size in (0, 1))
 
 
 def edge_sizes(
@@ -158,9 +176,9 @@ def edge_sizes(
     """Yield sets of dim sizes with 1 or 0 in all free dims, then in one free dim while the others have `usual` sizes.
 
     A dim is free if no given array fixes its size.  Only the first MAX_DIMS_AT_EDGES free dims are set one at a time.
-    Last come the sets in `steps` that have sizes of free dims only; the other dims get sizes from a line of DIM_SIZES.
+    Last come the sets of `step_sizes`.
     """
-    zeros, ones = (_choose_sizes(inputs, ((size,), (size,)), given) for size in (0, 1))
+    zeros, ones = _zeros_and_ones(inputs, given)
     free = [name for name in usual if zeros[name] != ones[name]]
     if not free:
         return
@@ -168,9 +186,7 @@ def edge_sizes(
     yield zeros
     for name in free[:MAX_DIMS_AT_EDGES] if len(free) > 1 else ():
         yield from ({**usual, name: size} for size in (1, 0))
-    for choices, step in zip(DIM_SIZES, steps, strict=False):
-        if step.keys() <= set(free):
-            yield {**_choose_sizes(inputs, choices, given), **step}
+    yield from step_sizes(inputs, given, steps)
 
 
 def _is_big(each: Input, sizes: Mapping[str, int], single_names: frozenset[str]) -> bool:

@@ -35,7 +35,7 @@ def draws(model: onnx.ModelProto, shapes: Sequence[str], given: Mapping[str, Arr
     Raises UsageError for shapes that the model does not accept or that do not fit into memory.
     """
     required, known, make = _fitting(model, shapes, given)
-    for sizes in sizes_to_try(required.inputs, known):
+    for sizes in sizes_to_try(required.inputs, known, required.steps):
         yield Draw(sizes, partial(make, sizes))
 
 

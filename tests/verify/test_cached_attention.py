@@ -66,6 +66,15 @@ def test_a_model_of_genai_runs(name: str) -> None:
     assert {((2, 5), 0), ((3, 1), 4)} <= several, "a prompt and a token of several sequences"
 
 
+def test_a_model_for_several_sequences_runs() -> None:
+    """With several tokens and a past, onnxruntime's CPU provider takes one sequence only."""
+    model = load_genai("int4.onnx")
+    for value in model.graph.input:
+        value.type.tensor_type.shape.dim[0].dim_value = 3
+    shapes = [(run.feeds["input_ids"].shape, run.sizes["past_sequence_length"]) for run in reference(model).runs]
+    assert shapes == [((3, 5), 0), ((3, 1), 4)]
+
+
 @pytest.mark.parametrize("name", ["int4.onnx", "fp16.onnx"])
 def test_an_optimized_model_of_genai_is_compared(name: str) -> None:
     """Its fused nodes have inputs that fit, too: a fused model may be the original."""
