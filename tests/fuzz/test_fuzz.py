@@ -26,7 +26,19 @@ from hostile import wrong_versions
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from inner_graphs import into_branch
-from judge import LOST_VALUE, SECONDS, Hang, Options, Original, Verdict, compare, judge, limited
+from judge import (
+    LOST_VALUE,
+    SECONDS,
+    Hang,
+    Inputs,
+    Options,
+    Original,
+    Verdict,
+    compare,
+    compare_on,
+    judge,
+    limited,
+)
 from mutants import MUTATIONS, differs, mutant_of
 from reduction import reduced
 from roundings import ULP, nudged, rounded_otherwise
@@ -329,6 +341,16 @@ def test_an_element_that_equals_its_mean_may_be_infinite_with_an_infinite_scale(
     want = np.array([np.nan, 1.0], np.float32)
     assert scales_zero_by_infinity(spelled, operator, want, np.array(found, np.float32)) is is_excused
     assert not scales_zero_by_infinity(operator, operator, want, np.array(found, np.float32))
+
+
+@pytest.mark.parametrize(("number", "kind"), [(300.0, "same"), (100.0, "wrong")])
+def test_bfloat16_has_room_for_numbers_that_float16_has_not(number: float, kind: str) -> None:
+    """Seed 900037802."""
+    bits = np.float16(number).view(np.uint16)
+    text = f"""<ir_version: 8, opset_import: ["" : 17]> g () => (float y) <float16 a = {{{bits}}}> {{ NODES }}"""
+    original = onnx.parser.parse_model(text.replace("NODES", "b = Mul (a, a) y = Cast <to = 1> (b)"))
+    other = onnx.parser.parse_model(text.replace("NODES", "c = Cast <to = 1> (a) b = Mul (c, c) y = Add (b, b)"))
+    assert compare_on(original, other, Inputs({}, 0), Options(dtype="bfloat16")).kind == kind
 
 
 def test_functions_that_call_each_other_have_no_types() -> None:
