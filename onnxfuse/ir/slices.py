@@ -18,6 +18,7 @@ from onnxfuse.ir.protos import ONNX_DOMAINS, graphs, nodes
 # Exporters write this number, or the largest int64, as the end of a slice up to the last element.
 TO_THE_END: Final = 2**31 - 1
 ENDS, STEPS = 2, 4  # indices of a Slice's inputs
+SLICE_INPUTS_SINCE: Final = 10  # the first opset in which starts and ends are inputs; they are attributes before it
 
 
 def is_ambiguous_end(end: object, step: object) -> bool:
@@ -60,7 +61,7 @@ def hide_ends(model: onnx.ModelProto) -> bool:
             is_any_ambiguous |= any(is_ambiguous_end(end, step) for end in ends for step in steps)
         if len(node.input) > ENDS:
             node.input[ENDS] = f"{node.input[ENDS]}::hidden"
-        else:  # before opset 10, starts and ends are attributes
+        else:
             del node.attribute[:]
     return is_any_ambiguous
 
