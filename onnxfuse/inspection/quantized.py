@@ -14,6 +14,7 @@ import onnx
 
 from onnxfuse.analysis.rules import has_input
 from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.errors import ModelError
 from onnxfuse.inspection.placement import Placement
 from onnxfuse.ir.attributes import flag_attribute, int_attribute
 from onnxfuse.ir.dtypes import dtype_name
@@ -27,10 +28,6 @@ JOINED: Final = "joined with its MatMul to a MatMulNBits by onnxruntime's optimi
 WHOLE: Final = "dequantizes the whole weight in every run"
 ALONE: Final = "a launch of its own, because no float operator is joined with it on CUDA"
 
-LAUNCHES: Final = (
-    "QuantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "ConvInteger", "QLinearMatMul", "QLinearConv", "QMoE",
-)  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Quantized:
@@ -43,12 +40,18 @@ class Quantized:
 
 
 def quantized(model: onnx.ModelProto, shapes: ShapeInfo, placed: Placement) -> Iterator[Quantized]:
-    """Yield the quantized operators of the main graph, and GroupQueryAttention, in execution order."""
+    """Yield the quantized operators of the main graph, and GroupQueryAttention, in execution order.
+
+    Raises ModelError for an attribute of a wrong type, which ONNX's checker does not find in operators of onnxruntime.
+    """
     found: dict[Description, list[Node]] = defaultdict(list)
     for node in shapes.graph.nodes:
         describe = DESCRIPTIONS.get(op_of(node).removeprefix("com.microsoft::"))
-        if describe is not None:
-            what, how = describe(shapes, node)
+        if describe is not None and node.inputs and node.outputs:
+            try:
+                what, how = describe(shapes, node)
+            except TypeError as error:
+                raise ModelError(str(error)) from error
             found[what, ON_THE_CPU if node in placed.without_kernel else how].append(node)
     sizes = {tensor.name: size_of(tensor) for tensor in model.graph.initializer}
     for (what, how), nodes in found.items():
