@@ -28,7 +28,7 @@ MAX_VIEWS_FOLLOWED = 12  # nodes outside the match that are followed to find one
 def accept(m: MatchContext, root: Tensor, state: State, has_side_outputs: bool) -> Match | None:
     """Return the match that ends at `root`; if a check fails, record the reason as a miss and return None."""
     first = m.fusion.outputs[0]
-    values = dict(state.values)
+    values = {name: value for name, value in state.values.items() if value is not None}
     for capture in m.fusion.captures:
         if capture.is_operand:
             if capture.name not in state.operands and not capture.optional:

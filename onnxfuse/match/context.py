@@ -43,7 +43,10 @@ class MatchContext(ABC):
         """Yield the state after each way to match the tensor with the term."""
 
     def bind_value(self, term: Capture, value: CapturedValue, state: State) -> Iterator[State]:
-        """Yield the state with a scalar or attribute bound, unless it is already bound to another value."""
+        """Yield the state with a scalar or attribute bound, unless it is already bound to another value.
+
+        The value of an attribute that the operator lacks is None.
+        """
         if term.name in state.values and state.values[term.name] != value:
             here, elsewhere = number_text(value), number_text(state.values[term.name])
             self.fail(term, state, lambda: f"{term.name} is {here} here; it is {elsewhere} elsewhere")

@@ -122,6 +122,8 @@ def _axis_text(names: Sequence[str], dims: Dims) -> str:
 
 def number_text(value: object) -> str:
     """Return a scalar or attribute for a message."""
+    if value is None:
+        return "absent"
     return f"{value:g}" if isinstance(value, float) else repr(value)
 
 

@@ -152,7 +152,7 @@ def _attribute(m: MatchContext, term: Apply, node: Node, name: str, wanted: obje
     value = attribute_or_input(m.graph, node, name)
     if isinstance(wanted, Capture):
         if value is None and wanted.optional:
-            yield state
+            yield from m.bind_value(wanted, wanted.if_absent, state)
         elif wanted.kind == "scalar" and not isinstance(value, int | float):
             m.fail(term, state, lambda: f"{name} of {term.op} is not a constant number")
         elif isinstance(value, AtRunTime):
