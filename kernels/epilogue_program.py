@@ -204,7 +204,9 @@ def joined_plans(
     Raises ValueError if shapes do not fit.
     """
     both = joined(node)
-    problem, y = problem_of(both.product, inputs[: both.own], device)
+    aligned = all(each.aligned for each in inputs)  # as vectors of the program's operands are as wide as those of y
+    own = [replace(each, aligned=aligned) for each in inputs[: both.own]]
+    problem, y = problem_of(both.product, own, device)
     made, found = epilogue_program(both, y, inputs, problem.residual is None), list[Plan]()
     if made is not None and element_count(y):
         program, outputs = made

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from architectures import DEVICES, H200, T4, check_compiles, to_compile
@@ -106,6 +107,22 @@ def test_activations_are_as_accurate_as_the_outputs_show() -> None:
     for kind, is_precise in (("chain", 0), ("several", 1), ("only float32", 1)):
         (step,) = plans(case(kind, lead=(32, 128), n=768, k=768), H200)[0].steps
         assert isinstance(step, Launch) and step.kernel.defines["PRECISE"] == is_precise
+
+
+@pytest.mark.parametrize("each", [
+    case("chain", lead=(3,), n=72, k=200), case("chain", lead=(300,), n=768, k=768),
+    conv_case("chain", ConvCase(2, 64, 128, (14, 14), (3, 3), (), (1,) * 4)),
+    conv_case("chain", ConvTransposeCase(2, 64, 128, (14, 14), (4, 4), (2, 2), SAME)),
+], ids=str)  # fmt: skip
+def test_one_misaligned_operand_is_like_all(each: JoinedCase) -> None:
+    """The kernel reads operands of the program by accesses as wide as those to the result."""
+    made = each.made()
+    *others, last = made.specs()
+    one, every = (
+        host_of(made.node().fusion).candidates(made.node(), specs, H200)[0]
+        for specs in ([*others, replace(last, aligned=False)], made.specs(aligned=False))
+    )
+    assert one == every
 
 
 @pytest.mark.parametrize("kind", KINDS_OF_PRODUCTS[:-1])
