@@ -40,7 +40,7 @@ struct Shape {
     __device__ __forceinline__ Shape of_batch(const int* lengths, int batch) const {
         Shape own = *this;
         if constexpr (LENGTHS) {
-            own.keys = max(0, min(keys, lengths[batch] + 1));
+            own.keys = max(0, min(keys - 1, lengths[batch]) + 1);
             own.causal = max(0, own.keys - queries);
         }
         return own;

@@ -207,7 +207,7 @@ __device__ __forceinline__ WorkTile work_tile(u32 index, Problem& p) {
     const int tile = CAUSAL ? p.row_tiles - 1 - int(index % p.row_tiles) : int(index % p.row_tiles);
     const int head = index / p.row_tiles, batch = head / p.kv_heads, row = tile * BLOCK_M;
     if constexpr (LENGTHS) {
-        p.keys = max(0, min(p.keys, p.lengths[batch] + 1));
+        p.keys = max(0, min(p.keys - 1, p.lengths[batch]) + 1);
         p.causal = max(0, p.keys - p.queries);
     }
     const int last = min(p.queries * GQA_GROUP - 1, row + BLOCK_M - 1) / GQA_GROUP;

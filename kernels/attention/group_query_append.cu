@@ -24,7 +24,7 @@ struct Lengths {
     int past, end;  // rows before the new rows, and up to their end
 
     __device__ __forceinline__ Lengths(const int* lengths, int batch, int added, int rows)
-        : past(max(0, min(rows, lengths[batch] + 1) - added)), end(min(rows, past + added)) {}
+        : past(max(0, max(0, min(rows - 1, lengths[batch]) + 1) - added)), end(min(rows, past + added)) {}
 };
 
 // Rows of heads, with distances in elements.

@@ -66,6 +66,27 @@ def test_matches_float64(name: str, shared: bool, tmp_path: Path) -> None:
                 check(case, plan, shared, tmp_path)
 
 
+@pytest.mark.parametrize("new", [1, 3])
+def test_lengths_that_no_cache_has(new: int, tmp_path: Path) -> None:
+    """Whatever the lengths are, nothing is written outside of the caches; too long ones count as the whole cache."""
+    case = Case((10,) * 4, new=new, past=10, size=16, dtype="float32")
+    inputs = case.inputs()
+    right = expected(case, inputs)
+    inputs["seqlens_k"][:] = -(2**31), 2**31 - 1, -1 - new, 10
+    arrays: dict[Pointer, np.ndarray] = {Pointer("input", i): value for i, value in enumerate(inputs.values())}
+    for plan in [plan for device in (T4, EXACT) for plan in host.candidates(case.node(), case.specs(), device)]:
+        wholes = [np.full((3, *spec.shape), np.nan, np.float32) for spec in plan.outputs]
+        arrays |= {Pointer("output", i): whole[1] for i, whole in enumerate(wholes)}
+        arrays |= {Pointer("scratch", i): np.zeros(size, np.uint8) for i, size in enumerate(plan.scratch)}
+        for step in plan.steps:
+            assert isinstance(step, Launch)
+            run(step, arrays, tmp_path)
+        y = wholes[0][1]
+        np.testing.assert_allclose(y[1::2], right.y[1::2], rtol=1e-4, atol=1e-5)
+        assert (y[::2] == 0).all(), "a sequence without keys has no results"
+        assert all(np.isnan(whole[::2]).all() for whole in wholes)
+
+
 @pytest.mark.parametrize("shared", [False, True], ids=["separate", "shared"])
 def test_few_splits_are_combined(shared: bool, tmp_path: Path) -> None:
     case = Case((600, 3, 129), past=1024, size=16, dtype="float32", sink=True, window=400)
