@@ -115,7 +115,7 @@ def _takes_mma(product: Product, device: Device) -> bool:
 def _mma_configs(product: Product, device: Device) -> list[MmaConfig]:
     """Return configs of nbits_mma.cu, the expected fastest first."""
     tile_m = next((count for count in (1, 2, 4, 8, 16) if product.m <= count), 32)
-    stages = -(-product.row_bits // STAGE_BITS)
+    stages = -(-product.k * product.bits // STAGE_BITS)
     found = []
     for tile_n, most, depth, resident in _shapes(product, tile_m, device):
         warps = next((count for count in (8, 4, 2) if count <= min(most, stages)), 1)

@@ -29,7 +29,7 @@ constexpr int EACH_N = TILE_N / 16;  // mma tiles of one weight
 constexpr int MMA_N = EACH_N * WEIGHTS, MMA_M = (TILE_M + 7) / 8;
 constexpr int ROWS = 16 * MMA_N;  // of weights in a stage
 constexpr int STAGE_BYTES = 128, STAGE_K = STAGE_BYTES * 8 / BITS;
-constexpr int STAGES = (W_ROW_BYTES + STAGE_BYTES - 1) / STAGE_BYTES;
+constexpr int STAGES = (K + STAGE_K - 1) / STAGE_K;  // without the elements after k of a row of whole blocks
 constexpr int CHUNKS = STAGE_K / 32, CHUNKS_OF_BLOCK = BLOCK_SIZE / 32;
 constexpr int BLOCKS = BLOCK_SIZE < STAGE_K ? STAGE_K / BLOCK_SIZE : 1;  // of k in a stage; each has a scale
 constexpr int SCALE_BYTES = BLOCKS * 2;
@@ -185,10 +185,13 @@ __device__ __forceinline__ unsigned difference(f16, unsigned a, unsigned b) {
     asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
     return d;
 }
-__device__ __forceinline__ unsigned difference(bf16, unsigned a, unsigned b) {  // sm_80 has no sub.bf16x2
+__device__ __forceinline__ unsigned fused(unsigned a, unsigned b, unsigned c) {  // a b + c of pairs of bf16
     unsigned d;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(b), "r"(0xbf80bf80u), "r"(a));
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
     return d;
+}
+__device__ __forceinline__ unsigned difference(bf16, unsigned a, unsigned b) {  // sm_80 has no sub.bf16x2
+    return fused(b, 0xbf80bf80u, a);
 }
 
 // The numbers LEAD + q have the bits LEAD | q, where q counts the last bits of the mantissa, and NEAR + q have
@@ -249,7 +252,7 @@ __device__ __forceinline__ void numbers(const unsigned (&words)[BITS / 4], const
             const unsigned high = difference(T(), masked_or(bytes >> 4, masks.low, LEAD), LEAD);
             unsigned low = difference(T(), masked_or(bytes, masks.low, LEAD), LEAD);
             if constexpr (ZEROS != 2) low = difference(T(), low, offsets.zero);
-            asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(to[i]) : "r"(high), "r"(0x41804180u), "r"(low));
+            to[i] = fused(high, 0x41804180u, low);
         }
         to[i] = without_zero(to[i], offsets);
     }
@@ -304,7 +307,8 @@ struct Elements {
 
 using Sums = float[MMA_N][MMA_M][4];
 
-// Adds the products of a stage. A tile has `rows` rows of x; lanes beyond read the last one, and their sums do not count.
+// Adds the products of a stage. A tile has `rows` rows of x; lanes beyond read one of them again, and their sums do not
+// count.
 __device__ __forceinline__ void multiply_stage(Sums& sums, const Slot& slot, const T* x, int rows, int stage,
                                                const Masks& masks) {
     const T* row_of[MMA_M];
@@ -321,7 +325,7 @@ __device__ __forceinline__ void multiply_stage(Sums& sums, const Slot& slot, con
         Elements elements[MMA_M];
 #pragma unroll
         for (int m = 0; m < MMA_M; ++m)
-            if constexpr (STAGED_X) elements[m].load(slot, TILE_M == 1 ? 0 : group, chunk);
+            if constexpr (STAGED_X) elements[m].load(slot, group % TILE_M, chunk);
             else elements[m].load(row_of[m] + chunk * 32, left);
 #pragma unroll
         for (int n = 0; n < MMA_N; ++n) {

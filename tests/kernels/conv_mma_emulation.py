@@ -1,4 +1,4 @@
-"""Run kernels whose main loop is that of gemm_mma.cuh on the CPU: their own sources and launches.
+"""Run kernels that multiply by mma.sync on the CPU: their own sources and launches.
 
 The stand-ins of conv_mma_emulated.h take the place of instructions.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -31,20 +32,28 @@ def text_of(kernel: Kernel) -> str:
     return re.sub(memory, "char* memory = emulated::memory;", parts[0] + "".join(kept))
 
 
-def library(kernel: Kernel, device: Device, at_once: bool, folder: Path) -> ctypes.CDLL:
+def library(kernel: Kernel, text: str, device: Device, at_once: bool, folder: Path) -> ctypes.CDLL:
+    """Compile a kernel, whose source `text_of` or a function like it has returned."""
     macros = "".join(f"#define {name} {value}\n" for name, value in kernel.defines.items())  # the header has such names
-    text = (
-        f'#include "conv_mma_emulated.h"\n{macros}{text_of(kernel)}\n'
+    whole = (
+        f'#include "conv_mma_emulated.h"\n{macros}{text}\n'
         'extern "C" void allow(const char* start, i64 bytes) { emulated::ranges.push_back({start, start + bytes}); }\n'
-        'extern "C" void run(void** arguments, int grid, int slices, int threads, int shared) {\n'
-        f"    launch_all({kernel.entry}, arguments, grid, slices, threads, shared);\n}}\n"
+        'extern "C" void run(void** arguments, const int* grid, int threads, int shared) {\n'
+        f"    launch_all({kernel.entry}, arguments, grid, threads, shared);\n}}\n"
     )
     emulated = {"EMULATED_ARCH": 10 * device.arch, "COPIES_AT_ONCE": int(at_once)}
-    return load(text, emulated, [], folder / f"{kernel.source}.cc")
+    return load(whole, emulated, [], folder / f"{kernel.source}.cc")
 
 
-def launch(step: Launch, arrays: dict[Pointer, np.ndarray], device: Device, at_once: bool, folder: Path) -> None:
-    loaded = library(step.kernel, device, at_once, folder)
+def launch(
+    step: Launch,
+    arrays: dict[Pointer, np.ndarray],
+    device: Device,
+    at_once: bool,
+    folder: Path,
+    text: Callable[[Kernel], str] = text_of,
+) -> None:
+    loaded = library(step.kernel, text(step.kernel), device, at_once, folder)
     for array in arrays.values():
         loaded.allow(ctypes.c_void_p(array.ctypes.data), ctypes.c_longlong(array.nbytes))
     values = []
@@ -55,7 +64,7 @@ def launch(step: Launch, arrays: dict[Pointer, np.ndarray], device: Device, at_o
             assert isinstance(argument, Scalar)
             values.append(CTYPES[argument.type](argument.value))
     addresses = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-    loaded.run(addresses, step.grid[0], step.grid[2], step.block[0], step.shared)
+    loaded.run(addresses, (ctypes.c_int * 3)(*step.grid), step.block[0], step.shared)
 
 
 def check_emulated(

@@ -1,4 +1,4 @@
-"""Products with quantized weights on a CPU, by the kernels' own sources: dot products, and weights as numbers."""
+"""Products with quantized weights on a CPU, by the kernels' own sources."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from architectures import H200, T4
+from conv_emulation import placed
+from conv_mma_emulation import launch as launch_mma
+from conv_mma_emulation import text_of
 from emulated_build import load
 from emulated_launches import as_c_plus_plus, emulate, launcher
-from nbits_cases import CASES, Case, check_within, stored_arrays
+from nbits_cases import CASES, NUMPY, Case, check_within, stored_arrays
 from sampling import sampled
 
 from onnxfuse.kernels.matmul_nbits.host import candidates
@@ -20,6 +23,27 @@ from onnxfuse.runtime.nvrtc import kernel_text
 from onnxfuse.runtime.plan import Kernel, Launch, Plan, Pointer, TensorSpec
 
 EVERY = 25  # of the cases, in a plain run of the tests
+# The functions in whose place nbits_mma_emulated.h stands, and an instruction that only tells the compiler something.
+STOOD_IN = "store_shared|load_shared|difference|fused|masked_or"
+DEFINITION = re.compile(
+    rf"(?m)^(template <int BYTES>\n)?__device__ __forceinline__ \w+ ({STOOD_IN})\((?!bf16|unsigned word)[^)]*\) {{.*\n"
+    r"(    .*\n)*}\n"
+)
+SETTLED = re.compile(r'asm volatile\("" : [^;]*;')
+# Rows of a tile of which the last are absent, blocks that are longer than a stage or than k, rows of odd bytes of zero
+# points, tiles that end after the last column, several tiles for a block, and several products.
+WITH_MMA = [
+    *(Case(m, 40, 136, bits=bits, zeros=zeros) for m in (1, 2, 3, 7) for bits in (4, 8)
+      for zeros in ("none", "packed", "typed")),
+    *(Case(m, 24, k, bits=bits, block_size=block, zeros="packed") for m in (2, 12) for bits, block, k in (
+        (4, 512, 256), (8, 256, 128), (8, 256, 384), (4, 256, 128), (4, 1024, 264), (4, 32, 1056), (8, 64, 1160),
+    )),
+    Case(2, 200, 256), Case(40, 40, 264, zeros="packed", bias=True),
+    Case(33, 16, 160, "bfloat16", 8, zeros="typed"), Case(4, 96, 2080, "bfloat16", zeros="packed", bias=True),
+    Case(2, 64, 512, layout="nk", stored="int4"), Case(3, 48, 512, layout="nk", stored="int8", bits=8, zeros="packed"),
+    Case(2, 72, 544, gate="silu", bias=True), Case(9, 24, 256, "bfloat16", 8, gate="gelu", zeros="packed"),
+    Case(3, 40, 320, others=(8, 56), zeros="packed"),
+]  # fmt: skip
 SMALL = [replace(case, k=min(case.k, 1000), n=min(case.n, 160)) for case in CASES if case.m]
 
 
@@ -53,6 +77,32 @@ def test_weights_as_numbers(case: Case, aligned: bool, tmp_path: Path) -> None:
         (found,) = emulate(plan, list(stored.values()), tmp_path, aligned)
         unit = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-22}[case.dtype]
         np.testing.assert_allclose(found.astype(np.float64), expected, rtol=unit, atol=0)
+
+
+@pytest.mark.parametrize(("index", "case"), sampled([*enumerate(WITH_MMA)], 8), ids=str)
+def test_matrix_instructions(index: int, case: Case, tmp_path: Path) -> None:
+    """No access is outside of the operands or of shared memory, whether copies happen as early or as late as they may.
+
+    On a GPU of one multiprocessor a block has several tiles.
+    """
+    stored = stored_arrays(case)
+    given = {Pointer("input", i): placed(each, True) for i, each in enumerate(stored.values())}
+    for device in (H200, replace(H200, multiprocessors=1)):
+        plans = [plan for plan in candidates(case.node(), case.specs(), device) if _sources(plan) == {"nbits_mma"}]
+        assert plans
+        for i, plan in enumerate(plans):
+            results = [placed(np.full(y.shape, np.nan, NUMPY[y.dtype]), True) for y in plan.outputs]
+            (step,) = (each for each in plan.steps if isinstance(each, Launch))
+            arrays = given | {Pointer("output", j): y for j, y in enumerate(results)}
+            launch_mma(step, arrays, device, (index + i) % 2 == 1, tmp_path, _with_mma)
+            check_within(case, stored, results)
+
+
+def _with_mma(kernel: Kernel) -> str:
+    """Return the source of nbits_mma.cu without what nbits_mma_emulated.h stands for."""
+    text, count = DEFINITION.subn("", text_of(kernel))
+    assert count == STOOD_IN.count("|") + 1
+    return f'#include "nbits_mma_emulated.h"\n{SETTLED.sub("", text)}'
 
 
 def _sources(plan: Plan) -> set[str]:

@@ -96,13 +96,13 @@ void call(void (*kernel)(Parameters...), void** arguments, std::index_sequence<I
     kernel(*static_cast<Parameters*>(arguments[INDICES])...);
 }
 
-// Runs a kernel of a grid with slices along z.
+// Runs a kernel; `grid` has its three sizes.
 template <class... Parameters>
-void launch_all(void (*kernel)(Parameters...), void** arguments, int grid, int slices, int threads, int shared_bytes) {
-    for (int z = 0; z < slices; ++z)
-        emulated::launch(grid, 1, threads, shared_bytes, [=] {
+void launch_all(void (*kernel)(Parameters...), void** arguments, const int* grid, int threads, int shared_bytes) {
+    for (int z = 0; z < grid[2]; ++z)
+        emulated::launch(grid[0], grid[1], threads, shared_bytes, [=] {
             blockIdx.z = z;
-            gridDim.z = slices;
+            gridDim.z = grid[2];
             call(kernel, arguments, std::index_sequence_for<Parameters...>());
         });
 }

@@ -1,0 +1,47 @@
+// What nbits_mma.cu needs beside conv_mma_emulated.h, which is included before: its own functions of these names, whose
+// instructions a CPU does not have.
+template <class T>
+T __ldg(const T* from) {
+    emulated::check(from, sizeof(T));
+    return *from;
+}
+
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+    const u64 both = u64(b) << 32 | a;
+    unsigned d = 0;
+    for (int i = 0; i < 4; ++i) d |= unsigned(both >> (selector >> 4 * i & 7) * 8 & 255) << 8 * i;
+    return d;
+}
+
+template <int BYTES>
+void store_shared(unsigned to, unsigned bits) {
+    emulated::check_shared(emulated::memory + to, BYTES);
+    memcpy(emulated::memory + to, &bits, BYTES);
+}
+
+template <int BYTES>
+unsigned load_shared(unsigned from) {
+    unsigned bits = 0;
+    emulated::check_shared(emulated::memory + from, BYTES);
+    memcpy(&bits, emulated::memory + from, BYTES);
+    return bits;
+}
+
+inline unsigned difference(f16 type, unsigned a, unsigned b) {
+    float first[2], second[2];
+    widen(type, a, first);
+    widen(type, b, second);
+    const float differences[2] = {first[0] - second[0], first[1] - second[1]};
+    return narrow(type, differences);
+}
+
+inline unsigned fused(unsigned a, unsigned b, unsigned c) {
+    float first[2], second[2], added[2];
+    widen(bf16(), a, first);
+    widen(bf16(), b, second);
+    widen(bf16(), c, added);
+    const float sums[2] = {fmaf(first[0], second[0], added[0]), fmaf(first[1], second[1], added[1])};
+    return narrow(bf16(), sums);
+}
+
+inline unsigned masked_or(unsigned bits, unsigned mask, unsigned lead) { return bits & mask | lead; }
