@@ -278,7 +278,11 @@ def _open_both(unfused: UnfusedGraph, optimized: onnx.ModelProto, part: Part, gi
     name, and OnnxruntimeFailure if it opens these but not the fused node.
     """
     folder = unfused.graph.folder
-    inputs = [input_of(name, value) for name, value in given.items() if not _is_packed(value)]
+    inputs = [  # some operators require that the shapes of weights are known, as MatMulNBits does for its bias
+        input_of(name, value, has_shape=name in unfused.constants)
+        for name, value in given.items()
+        if not _is_packed(value)
+    ]
     replaced = unfused.model(part.replaced, inputs, part.outputs)
     fused = copy_without(optimized, "graph", "functions")
     fused.functions.extend(f for f in optimized.functions if f.domain == DOMAIN and f.name == part.fused.op_type)

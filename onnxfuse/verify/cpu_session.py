@@ -75,11 +75,11 @@ def _failures() -> Iterator[None]:
         raise OnnxruntimeFailure(str(error) or type(error).__name__) from error
 
 
-def input_of(name: str, value: Array) -> onnx.ValueInfoProto:
-    """Return a graph input of the array's dtype and rank, with dims of any size."""
+def input_of(name: str, value: Array, *, has_shape: bool = False) -> onnx.ValueInfoProto:
+    """Return a graph input of the array's dtype and rank, with dims of any size or, if `has_shape`, of the array's."""
     is_text = value.dtype.kind in "OUS"
     dtype = onnx.TensorProto.STRING if is_text else onnx.helper.np_dtype_to_tensor_dtype(value.dtype)
-    return onnx.helper.make_tensor_value_info(name, dtype, [None] * value.ndim)
+    return onnx.helper.make_tensor_value_info(name, dtype, value.shape if has_shape else [None] * value.ndim)
 
 
 def _stored(worker: Worker, model: onnx.ModelProto, folder: Path | None) -> Stored:

@@ -384,3 +384,15 @@ def test_a_body_that_onnx_refuses_is_not_stored(tmp_path: Path, verify: bool) ->
     assert dropped.fusion == "wrong_relu" and dropped.reason.startswith("ONNX refuses its body: ")
     assert "inconsistent type" in dropped.reason and report.counts == {"softmax": 1}
     assert [node.op_type for node in optimized.graph.node] == ["Relu", "softmax", "Sqrt"]
+
+
+def test_the_bias_of_a_quantized_product_has_its_shape() -> None:
+    """Without it, onnxruntime does not open the replaced nodes, which read the constant as an input."""
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>
+        g (float[n, 32] x) => (float[n, 4] y)
+        { y = com.microsoft.MatMulNBits<K = 32, N = 4, bits = 4, block_size = 32>(x, w, scales, , , bias) }""")
+    values = {"w": np.full((4, 1, 16), 147, np.uint8), "scales": np.ones((4, 1), "f4"), "bias": np.ones(4, "f4")}
+    model.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in values.items())
+    _, report = optimize(model)
+    assert (report.counts, report.verified.status) == ({"matmul_nbits": 1}, "verified")
+    assert report.verified.equal_parts == 1
