@@ -21,7 +21,9 @@ from typing import Any, Final
 from onnxfuse.compile.compile_file import Compiled, CompileSettings, compile_file
 from onnxfuse.errors import OnnxfuseError, UsageError
 from onnxfuse.genai.folder import CONFIG, Folder, NamedModel, copy_others, read_folder
+from onnxfuse.ir.domain import is_fused
 from onnxfuse.ir.plain_files import new_folder
+from onnxfuse.ir.protos import nodes
 from onnxfuse.ir.save import save
 from onnxfuse.optimizer import optimize
 from onnxfuse.report.report import Report
@@ -152,7 +154,7 @@ def _optimized(folder: Folder, model: NamedModel, library: _Library, options: di
         return replace(result, why_bodies="the model does not run on CUDA")
     if model.library:
         return replace(result, why_bodies=f"the configuration names a library of its own, '{model.library}'")
-    if not report.fused:
+    if not any(map(is_fused, nodes(fused.graph))):  # an earlier run may have fused them
         return replace(result, why_bodies="the model has no fused nodes")
     try:
         return replace(result, compiled=library.add(model, file))

@@ -112,6 +112,10 @@ def test_an_optimized_folder_may_be_optimized_again(folder: Path, tmp_path: Path
     (tmp_path / "out").rename(tmp_path / "first")
     assert optimized(tmp_path / "first")["model"]["decoder"] == decoder(CUDA)
     assert not list((tmp_path / "out").glob("libonnxfuse*")), "no library of the first run"
+    (one,) = onnxfuse.optimize_folder(tmp_path / "first", tmp_path / "again", verify=False, archs=["sm_80"])
+    assert one.compiled is not None and not one.report.fused, "the nodes of the first run have kernels"
+    with_library = decoder(CUDA, custom_ops_library="libonnxfuse.so")
+    assert configured(tmp_path / "again")["model"]["decoder"] == with_library
 
 
 def test_models_on_the_cpu_have_no_library(folder: Path) -> None:
