@@ -42,14 +42,6 @@ __device__ __forceinline__ unsigned load_word(const unsigned char* from) {
     else return load_part(reinterpret_cast<const unsigned*>(from)) ^ SIGNS;
 }
 
-// Element `index` of a word minus that of a word of zero points, or minus ZERO, exactly: the mantissa of 2^23 counts
-// ones.
-__device__ __forceinline__ float difference(unsigned word, unsigned zeros, int index) {
-    constexpr unsigned LEAD_OF_ONES = 0x4b000000u;  // 2^23
-    const unsigned zero = ZEROS == 0 ? ZERO : zeros >> (index * BITS) & QUANT_MASK;
-    return __uint_as_float(word >> (index * BITS) & QUANT_MASK | LEAD_OF_ONES) - __uint_as_float(zero | LEAD_OF_ONES);
-}
-
 // A weight of `columns` columns of y.
 struct Quantized {
     const unsigned char* w;

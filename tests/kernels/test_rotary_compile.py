@@ -12,7 +12,7 @@ from onnxfuse.kernels.attention import host
 from onnxfuse.kernels.head_tensor import HeadTensor
 from onnxfuse.kernels.rotary import host as rotary_host
 from onnxfuse.kernels.rotary.rotary import Rotary, RotatedHeads, launch
-from onnxfuse.runtime.plan import Device, FusedNode, Launch, Pointer, Scalar, TensorSpec
+from onnxfuse.runtime.plan import Device, FusedNode, Launch, Pointer, Scalar, Struct, TensorSpec
 from onnxfuse.runtime.template import candidates_at
 
 CASES = {
@@ -140,8 +140,9 @@ def test_tables_of_a_dynamic_number_are_those_of_all_or_of_each_element_of_the_b
     first, *_, last = (step for step in plan.steps if isinstance(step, Launch))
     shared = sizes[0] != sizes[2]
     assert first.kernel.defines["TABLE_BATCHED"] == int(not shared)
-    strides = [each.value for each in last.values if isinstance(each, Scalar) and each.type == "int64"]
-    assert last.kernel.defines["ROTATED"] == 128 and strides[-2] == (0 if shared else sizes[1] * 128)
+    rotation = [each for each in last.arguments if isinstance(each, Struct)][-1]
+    stride = next(each.value for each in rotation.fields if isinstance(each, Scalar))
+    assert last.kernel.defines["ROTATED"] == 128 and stride == (0 if shared else sizes[1] * 128)
     variant = template.chosen(sizes)
     assert shared == (variant is None)
 
