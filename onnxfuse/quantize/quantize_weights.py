@@ -30,7 +30,6 @@ from onnxfuse.ir.protos import (
 )
 from onnxfuse.ir.validate import size_of
 from onnxfuse.quantize.result import StayingWeights, WeightError, WeightsResult
-from onnxfuse.verify.cpu_session import open_session
 from onnxfuse.verify.reference import Progress, run_original
 
 if TYPE_CHECKING:
@@ -234,7 +233,7 @@ def with_errors(
     try:
         reference = run_original(model, folder, inputs or {}, tell, shapes, extremes=False)
         tell("run the model with quantized weights")
-        session = open_session(written, folder, optimize=False)
+        session = reference.open(written)
         results = [reference.run(session, each.feeds) for each in reference.runs]
     except VerificationError as error:
         return replace(quantized, note=f"its errors were not measured: {error}")

@@ -75,9 +75,11 @@ class TestWithTheQuantizer:
         assert np.abs(run(source, x) - run(made, x)).max() <= 0.01 * np.abs(run(source, x)).max()
 
     def test_bfloat16_stays_bfloat16(self) -> None:
-        made, report = onnxfuse.optimize(model("y = MatMul(x, w)", "bfloat16", w=(K, N)), weights="int4", verify=False)
+        made, report = onnxfuse.optimize(model("y = MatMul(x, w)", "bfloat16", w=(K, N)), weights="int4")
         scales = next(each for each in made.graph.initializer if each.name == "w_scales")
         assert scales.data_type == onnx.TensorProto.BFLOAT16 and report.weights is not None
+        (told,) = report.weights.errors
+        assert 0 < told.max_rel < 0.2, "measured in float32, because onnxruntime's CPU provider has no such product"
 
     def test_what_stays_is_named_with_reasons(self, tmp_path: Path) -> None:
         body = """small = MatMul(x, s)  deep = MatMul(small, d)  flat = Reshape(deep, shape)  g = Gemm(flat, w)
