@@ -111,14 +111,17 @@ def _takes_mma(product: Product, device: Device) -> bool:
 
 
 def _mma_configs(product: Product, device: Device) -> list[MmaConfig]:
-    """Return configs of nbits_mma.cu, the expected fastest first."""
+    """Return configs of nbits_mma.cu, the expected fastest first, of fewer warps if none of them fits the device."""
     tile_m = next((count for count in (1, 2, 4, 8, 16) if product.m <= count), 32)
-    stages = -(-product.k * product.bits // STAGE_BITS)
-    found = []
-    for tile_n, most, depth, resident in _shapes(product, tile_m, device):
-        warps = next((count for count in (8, 4, 2) if count <= min(most, stages)), 1)
-        found.append(MmaConfig(tile_m, tile_n, warps, depth, resident))
-    return [each for each in dict.fromkeys(found) if each.shared(product) <= device.shared_per_block]
+    stages, shapes = -(-product.k * product.bits // STAGE_BITS), _shapes(product, tile_m, device)
+    for limit in (8, 4, 2, 1):
+        found = dict[MmaConfig, None]()
+        for tile_n, most, depth, resident in shapes:
+            warps = next((count for count in (8, 4, 2) if count <= min(most, stages, limit)), 1)
+            found[MmaConfig(tile_m, tile_n, warps, depth, resident)] = None
+        if fitting := [each for each in found if each.shared(product) <= device.shared_per_block]:
+            return fitting
+    return []
 
 
 def _shapes(product: Product, tile_m: int, device: Device) -> list[tuple[int, int, int, int]]:

@@ -38,6 +38,20 @@ def test_few_rows_are_one_launch(case: Case) -> None:
     assert len(plans[-1].steps) >= 1 + len(case.weights)
 
 
+@pytest.mark.parametrize("device", [each for each in DEVICES if each is not T4], ids=lambda device: f"sm_{device.arch}")
+@pytest.mark.parametrize("bits", [4, 8])
+def test_gates_of_up_to_64_rows_read_weights_as_they_are(bits: int, device: Device) -> None:
+    """A gate has twice the weights in shared memory, of which some GPUs have 99 KiB."""
+    for m in (1, 3, 8, 9, 16, 17, 64):
+        for zeros in ("none", "packed", "typed"):
+            case = Case(m, 2048, 2048, bits=bits, zeros=zeros, gate="silu")
+            (step,) = candidates(case.node(), case.specs(), device)[0].steps
+            assert isinstance(step, Launch) and step.kernel.source == "nbits_mma"
+            assert step.shared <= device.shared_per_block
+            if m == 64 and zeros == "typed":
+                check_compiles(step.kernel, device, spills=None)
+
+
 @pytest.mark.parametrize("device", [H200, A100], ids=lambda device: f"sm_{device.arch}")
 @pytest.mark.parametrize("case", [*ONE_OF_EACH, GATED[-1], Case(1, 96, 512, "float32")], ids=str)
 def test_a_template_says_what_its_host_says(case: Case, device: Device) -> None:

@@ -42,7 +42,7 @@ WITH_MMA = [
     Case(33, 16, 160, "bfloat16", 8, zeros="typed"), Case(4, 96, 2080, "bfloat16", zeros="packed", bias=True),
     Case(2, 64, 512, layout="nk", stored="int4"), Case(3, 48, 512, layout="nk", stored="int8", bits=8, zeros="packed"),
     Case(2, 72, 544, gate="silu", bias=True), Case(9, 24, 256, "bfloat16", 8, gate="gelu", zeros="packed"),
-    Case(3, 40, 320, others=(8, 56), zeros="packed"),
+    Case(3, 40, 320, others=(8, 56), zeros="packed"), Case(20, 40, 520, zeros="typed", gate="silu"),
 ]  # fmt: skip
 SMALL = [replace(case, k=min(case.k, 1000), n=min(case.n, 160)) for case in CASES if case.m]
 
@@ -83,11 +83,11 @@ def test_weights_as_numbers(case: Case, aligned: bool, tmp_path: Path) -> None:
 def test_matrix_instructions(index: int, case: Case, tmp_path: Path) -> None:
     """No access is outside of the operands or of shared memory, whether copies happen as early or as late as they may.
 
-    On a GPU of one multiprocessor a block has several tiles.
+    On a GPU of one multiprocessor a block has several tiles, and with little shared memory few warps.
     """
     stored = stored_arrays(case)
     given = {Pointer("input", i): placed(each, True) for i, each in enumerate(stored.values())}
-    for device in (H200, replace(H200, multiprocessors=1)):
+    for device in (H200, replace(H200, multiprocessors=1, shared_per_block=101376)):
         plans = [plan for plan in candidates(case.node(), case.specs(), device) if _sources(plan) == {"nbits_mma"}]
         assert plans
         for i, plan in enumerate(plans):
