@@ -97,7 +97,11 @@ if TYPE_CHECKING:
     help="Of a folder, compile for this GPU (repeatable).",
 )
 @click.option("--gpu", "gpus", multiple=True, metavar="NAME", help="The same, by the GPU's name (repeatable).")
-@click.option("--report", type=file_path, help="Write the report to a .json or .html file.")
+@click.option(
+    "--report",
+    type=file_path,
+    help="Write the report to a .json or .html file; a second model of a folder has r.2.json beside r.json.",
+)
 @click.option("--all", "everything", is_flag=True, help="Print all operators, reasons and near misses.")
 @click.option("--dry-run", is_flag=True, help="Print the report, and write no model.")
 @click.option(
