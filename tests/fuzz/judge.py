@@ -31,6 +31,7 @@ from roundings import HALF_ULPS, ULP, ULPS, nudged, rounded_otherwise, rounded_t
 from sessions import Arrays, Session, outputs_of
 from undetermined import (
     REDUCES_SCALAR,
+    adds_zero,
     bounds_masks,
     broadcasts_data_to_slopes,
     computes_nothing,
@@ -305,6 +306,7 @@ def _compare_outputs(
             or (other.is_optimized and takes_other_steps(model, value, found[name]))
             or normalizes_few_elements(model, optimized, given, value, found[name])
             or scales_zero_by_infinity(model, optimized, value, found[name])
+            or adds_zero(model, value, found[name])
         )
         if reason and not is_excused:
             return Verdict("wrong", f"output {name} {reason} ({at})")

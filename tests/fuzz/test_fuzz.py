@@ -44,7 +44,13 @@ from reduction import reduced
 from roundings import ULP, nudged, rounded_otherwise
 from sessions import Session, outputs_of
 from spelled_graphs import spelled_graph
-from undetermined import joins_unequal_sizes, relies_on_empty_slices, reuses_memory_of_a_slice, scales_zero_by_infinity
+from undetermined import (
+    adds_zero,
+    joins_unequal_sizes,
+    relies_on_empty_slices,
+    reuses_memory_of_a_slice,
+    scales_zero_by_infinity,
+)
 
 from onnxfuse.verify import own_process
 
@@ -351,6 +357,17 @@ def test_bfloat16_has_room_for_numbers_that_float16_has_not(number: float, last:
     original = onnx.parser.parse_model(text.replace("NODES", "b = Mul (a, a) y = Cast <to = 1> (b)"))
     other = onnx.parser.parse_model(text.replace("NODES", f"c = Cast <to = 1> (a) b = Mul (c, c) y = {last} (b, b)"))
     assert compare_on(original, other, Inputs({}, 0), Options(dtype="bfloat16")).kind == kind
+
+
+@pytest.mark.parametrize(("zero", "is_excused"), [(0.0, True), (1.0, False)])
+def test_adding_zero_changes_the_sign_of_zero(zero: float, is_excused: bool) -> None:
+    """Seed 900041421."""
+    text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[2] x) => (float[2] y) <float c = {{{zero}}}>
+          {{ s = Add (x, c) y = Reciprocal (s) }}"""
+    model = onnx.parser.parse_model(text)
+    infinite = np.array([np.inf, 1], np.float32)
+    assert adds_zero(model, infinite, np.array([-np.inf, 1], np.float32)) is is_excused
+    assert not adds_zero(model, infinite, np.array([-np.inf, 2], np.float32))
 
 
 def test_functions_that_call_each_other_have_no_types() -> None:
