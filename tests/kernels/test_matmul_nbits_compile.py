@@ -54,6 +54,7 @@ def test_gates_of_up_to_64_rows_read_weights_as_they_are(bits: int, device: Devi
 
 @pytest.mark.parametrize("device", [H200, A100], ids=lambda device: f"sm_{device.arch}")
 @pytest.mark.parametrize("case", [*ONE_OF_EACH, GATED[-1], Case(1, 96, 512, "float32")], ids=str)
+@pytest.mark.usefixtures("no_cublaslt")
 def test_a_template_says_what_its_host_says(case: Case, device: Device) -> None:
     x, *others = case.specs()
     check_template(case.node(), [replace(x, shape=(-1, case.k)), *others], device, max_kernels=40)

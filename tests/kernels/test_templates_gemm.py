@@ -22,14 +22,9 @@ from onnxfuse.runtime import run_plan
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Matmul, Pointer, TensorSpec
 from onnxfuse.runtime.template import Template
 
+pytestmark = pytest.mark.usefixtures("no_cublaslt")
 PARTS = 36  # of the kernels, of which one is compiled in a plain run
 MAX_KERNELS = 12  # four for up to 64 rows, and one for each tiling that is the best one somewhere
-
-
-@pytest.fixture(autouse=True)
-def no_cublaslt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave cuBLASLt out of plans, also where an earlier test of this process opened a stand-in of it."""
-    monkeypatch.setattr(cublaslt, "_is_available", lambda: False)
 
 
 @dataclasses.dataclass(frozen=True)
