@@ -7,19 +7,33 @@ without the operators runs first, and then the plan of a region, a generated ker
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import is_
 from typing import Any, Final, TypeAlias
 
 from onnxfuse.kernels.region import host as region
 from onnxfuse.kernels.tensors import ITEM_BYTES, element_count
-from onnxfuse.runtime.plan import Device, FusedNode, Plan, Pointer, Step, TensorSpec
+from onnxfuse.runtime.plan import (
+    Convolution,
+    Device,
+    FusedNode,
+    Launch,
+    Matmul,
+    Matrix,
+    Plan,
+    Pointer,
+    Step,
+    Struct,
+    TensorMap,
+    TensorSpec,
+)
 
 REGION: Final = "region"  # the `fusion` of nodes that consist only of a program
 RESULT: Final = "x0"  # the program's name for the product's result; x1, x2, ... are the node's last operands
 MAX_TWO_STEPS: Final = 2  # maximum number of plans that compute the program in a separate launch
+WITH_POINTERS: Final = (Launch, Matmul, Convolution, Matrix, Struct, TensorMap)  # dataclasses that hold pointers
 Planner: TypeAlias = Callable[[FusedNode, Sequence[TensorSpec], Device], list[Plan]]
 
 
@@ -137,10 +151,12 @@ def moved(step: Step, to: Callable[[Pointer], Pointer]) -> Step:
         if isinstance(value, Pointer):
             return to(value)
         if isinstance(value, tuple):
-            return tuple(each(one) for one in value)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            names = [one.name for one in dataclasses.fields(value) if one.init]
-            return replace(value, **{name: each(getattr(value, name)) for name in names})
+            found = tuple(map(each, value))
+            return value if all(map(is_, found, value)) else found
+        if isinstance(value, WITH_POINTERS):
+            held = {name: old for name, old in vars(value).items() if isinstance(old, (Pointer, tuple, *WITH_POINTERS))}
+            changed = {name: new for name, old in held.items() if (new := each(old)) is not old}
+            return replace(value, **changed) if changed else value
         return value
 
     found: Step = each(step)
