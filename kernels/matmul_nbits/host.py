@@ -20,14 +20,14 @@ from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Point
 from onnxfuse.runtime.symint import for_later_plans
 
 MMA_ARCH: Final = 80  # the first compute capability whose mma has bf16 and k of 16
-MAX_ROWS: Final = 64  # of x: beyond, weights become numbers once, and the product is that of a Gemm
+MAX_ROWS: Final = 64  # maximum rows of x for nbits_mma.cu: with more, weights become numbers, and a Gemm follows
 MAX_DOT_ROWS: Final = 8
 DOT_WARPS: Final = 8
-STAGE_BITS: Final = 1024  # of a row of weights in a stage of nbits_mma.cu
-STAGED_ROWS: Final = 8  # of x: with more, nbits_mma.cu reads x from L1
-WIDE_ROWS: Final = 4  # of x, from which on wide tiles are faster
-SMALL_TILES: Final = 4  # tiles of 16 columns for each multiprocessor: with fewer, a product is small
-MIN_MMA_BLOCK: Final = 32  # weights of a block: nbits_mma.cu adds those of four lanes
+STAGE_BITS: Final = 1024  # bits of a row of weights in a stage of nbits_mma.cu
+STAGED_ROWS: Final = 8  # maximum rows of x in stages of nbits_mma.cu; with more, it reads x from L1
+WIDE_ROWS: Final = 4  # rows of x from which on wide tiles are faster
+SMALL_TILES: Final = 4  # tiles of 16 columns per multiprocessor: with fewer, a product is small
+MIN_MMA_BLOCK: Final = 32  # minimum weights of a block: nbits_mma.cu adds those of four lanes
 DEQUANTIZE_THREADS: Final = 256  # THREADS of nbits_dequantize.cu
 MAX_IMPLEMENTATIONS: Final = 8
 
@@ -47,19 +47,24 @@ class MmaConfig:
         """The name in reports."""
         return f"nbits_mma_{self.tile_m}x{self.tile_n}_{self.warps}_{self.depth}_{self.resident}"
 
+    @property
+    def is_staged(self) -> bool:
+        """Whether a stage has its elements of x."""
+        return self.tile_m <= STAGED_ROWS
+
     def shared(self, product: Product) -> int:
         """Return the bytes of shared memory of a block: the stages of its warps, and two buffers of their sums."""
         rows, stage_k = self.tile_n * (2 if product.is_gated else 1), STAGE_BITS // product.bits
         blocks = max(1, stage_k // product.block_size)
         zeros = (0, max(1, blocks * product.bits // 8), 2 * blocks)[product.weights[0].zeros]
         pitch = 2 * stage_k + (0 if self.tile_m == 1 else 64)
-        x = self.tile_m * pitch if self.tile_m <= STAGED_ROWS else 0
+        x = self.tile_m * pitch if self.is_staged else 0
         stage = _whole(rows * (STAGE_BITS // 8 + 2 * blocks + zeros)) + _whole(x)
         return self.warps * (self.depth * stage + 2 * 4 * max(8, self.tile_m) * (rows + 4))
 
 
 def _whole(count: int) -> int:
-    """Return the bytes of whole stages' parts, which begin at multiples of 128."""
+    """Return the bytes of a part of a stage with those up to the next part, which begins at a multiple of 128."""
     return -(-count // 128) * 128
 
 
@@ -105,9 +110,10 @@ def _of_few_rows(product: Product, device: Device) -> list[Implementation]:
 
 
 def _takes_mma(product: Product, device: Device) -> bool:
-    is_whole = product.k % 8 == 0 and product.row_bits // 8 % VECTOR_BYTES == 0 and product.block_size >= MIN_MMA_BLOCK
-    is_whole = is_whole and (product.weights[0].zeros != PACKED_ZEROS or product.zero_bits % 8 == 0)
-    return device.arch >= MMA_ARCH and product.item == 2 and product.bits in (4, 8) and product.aligned and is_whole
+    are_whole = product.k % 8 == 0 and product.row_bits // 8 % VECTOR_BYTES == 0  # rows of x and of weights
+    are_whole = are_whole and (product.weights[0].zeros != PACKED_ZEROS or product.zero_bits % 8 == 0)
+    has_blocks = product.bits in (4, 8) and product.block_size >= MIN_MMA_BLOCK
+    return device.arch >= MMA_ARCH and product.item == 2 and product.aligned and are_whole and has_blocks
 
 
 def _mma_configs(product: Product, device: Device) -> list[MmaConfig]:
@@ -149,17 +155,16 @@ def _shapes(product: Product, tile_m: int, device: Device) -> list[tuple[int, in
 def _mma(product: Product, config: MmaConfig, device: Device) -> Implementation:
     defines = {
         **product.defines(), "TILE_M": config.tile_m, "TILE_N": config.tile_n, "WARPS": config.warps,
-        "DEPTH": config.depth, "MIN_BLOCKS": config.resident,
+        "DEPTH": config.depth, "STAGED_X": int(config.is_staged), "MIN_BLOCKS": config.resident,
+        "SHARED_BYTES": config.shared(product),
         "WIDTH": math.gcd(_width(product, config.tile_n), max(2, config.tile_m // 4)),
     }  # fmt: skip
     kernel, given = with_program(Kernel("nbits_mma", "nbits_mma", defines), product.arguments(), product.program)
     tiles = _tiles(product, config.tile_n)
     rounds = -(-tiles // (config.resident * device.multiprocessors))  # tiles of each block
-    grid = (-(-tiles // rounds), -(-product.m // config.tile_m), 1)
-    threads = (32 * config.warps, 1, 1)
-    return Implementation(
-        config.name, (Launch(kernel, grid, threads, given, config.shared(product), pdl=device.has_pdl),)
-    )
+    grid, threads = (-(-tiles // rounds), -(-product.m // config.tile_m), 1), (32 * config.warps, 1, 1)
+    launch = Launch(kernel, grid, threads, given, config.shared(product), pdl=device.has_pdl)
+    return Implementation(config.name, (launch,))
 
 
 def _dot(product: Product, device: Device) -> Implementation:

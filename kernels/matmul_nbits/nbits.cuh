@@ -28,18 +28,11 @@ constexpr unsigned SIGNS = 0xffffffffu / QUANT_MASK * SIGN;  // of all elements 
 constexpr int WEIGHTS = GATED ? 2 : 1;  // per product
 static_assert(!GATED || PRODUCTS == 1, "a gate has two products of its own");
 
-// Returns a part of a weight; the read-only path is for what no kernel writes.
+// Returns a part of a weight, through the read-only path if no kernel writes the weight.
 template <class V>
 __device__ __forceinline__ V load_part(const V* from) {
     if constexpr (WEIGHTS_CONSTANT) return __ldg(from);
     else return *from;
-}
-
-// Returns BYTES bytes of elements, without the sign.
-template <int BYTES>
-__device__ __forceinline__ unsigned load_word(const unsigned char* from) {
-    if constexpr (BYTES == 1) return load_part(from) ^ (SIGNS & 255u);
-    else return load_part(reinterpret_cast<const unsigned*>(from)) ^ SIGNS;
 }
 
 // A weight of `columns` columns of y.
@@ -50,10 +43,6 @@ struct Quantized {
     int columns;
 
     __device__ __forceinline__ const unsigned char* row(int n) const { return w + (long long)n * W_ROW_BYTES; }
-
-    __device__ __forceinline__ unsigned scale_bits(int n, int block) const {
-        return load_cached<1, WEIGHTS_CONSTANT>(scales + (long long)n * BLOCKS_K + block).words[0];
-    }
 
     __device__ __forceinline__ float scale(int n, int block) const {
         float value[1];
@@ -66,10 +55,6 @@ struct Quantized {
         if constexpr (ZEROS == 0) return ZERO;
         const long long bit = (long long)n * ZERO_BITS + block * BITS;
         return (load_part(static_cast<const unsigned char*>(zeros) + bit / 8) >> bit % 8 & QUANT_MASK) ^ SIGN;
-    }
-
-    __device__ __forceinline__ unsigned zero_bits(int n, int block) const {  // if zero points have the type T
-        return load_cached<1, WEIGHTS_CONSTANT>(static_cast<const T*>(zeros) + (long long)n * BLOCKS_K + block).words[0];
     }
 
     __device__ __forceinline__ float zero_value(int n, int block) const {
@@ -104,25 +89,21 @@ struct ProductOperands {
     T* y;
 };
 
-// The product that a block computes: the tiles of the launch are those of the first product, then those of the second.
-// Returns the index of its first weight in `products`, and sets `tile` to the index of the tile in the product.
-template <int TILE, int COUNT>
-__device__ __forceinline__ int find_product(const ProductOperands (&products)[COUNT], int& tile) {
-    int found = 0;
-#pragma unroll
-    for (int i = 0; i + 1 < PRODUCTS; ++i) {
-        const int tiles = (products[i].quantized.columns + TILE - 1) / TILE;
-        if (found == i && tile >= tiles) found = i + 1, tile -= tiles;
-    }
-    return found;
-}
+// A tile of TILE columns: the first weight of its product, and its first column there. The tiles of a launch are those of
+// the first product, then those of the second.
+template <int TILE>
+struct Tile {
+    ProductOperands own;
+    int first;
 
-// The operands of a block's product, selected without an index into registers.
-template <int COUNT>
-__device__ __forceinline__ ProductOperands select_product(const ProductOperands (&products)[COUNT], int index) {
-    ProductOperands found = products[0];
+    template <int COUNT>
+    __device__ __forceinline__ Tile(const ProductOperands (&products)[COUNT], int tile) : own(products[0]) {
 #pragma unroll
-    for (int i = 1; i < PRODUCTS; ++i)
-        if (index == i) found = products[i];
-    return found;
-}
+        for (int i = 0; i + 1 < PRODUCTS; ++i) {  // selects without an index into registers
+            const int before = (products[i].quantized.columns + TILE - 1) / TILE;
+            if (tile < before) break;
+            tile -= before, own = products[i + 1];
+        }
+        first = tile * TILE;
+    }
+};

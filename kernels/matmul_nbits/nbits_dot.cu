@@ -1,6 +1,6 @@
 // Products of up to ROWS rows of x with quantized weights as dot products in fp32, for every dtype, size and alignment.
 //
-//   y = x w^T + bias, where nbits.cuh says what w is; a gated product has a second weight
+//   y = x w^T + bias, where nbits.cuh defines w; a gated product has a second weight
 //
 // A warp computes one column of y: its lanes take words of the column's weights in turn, and add up by shuffles. The
 // block then has WARPS columns of ROWS rows, and all threads run the epilogue (epilogue.cuh).
@@ -19,13 +19,19 @@ static_assert(N % WIDTH == 0 && WARPS % WIDTH == 0, "vectors end with a block's 
 static_assert(EACH % X_VECTOR == 0 && K % X_VECTOR == 0, "vectors of x end with a word's weights and with k");
 static_assert(W_ROW_BYTES % WORD == 0, "rows are whole words");
 
+// Returns WORD bytes of elements, without the sign.
+__device__ __forceinline__ unsigned load_elements(const unsigned char* from) {
+    if constexpr (WORD == 1) return load_part(from) ^ (SIGNS & 255u);
+    else return load_part(reinterpret_cast<const unsigned*>(from)) ^ SIGNS;
+}
+
 // Adds a lane's part of the products of `rows` rows of x with one column.
 __device__ __forceinline__ void add_products(float (&own)[ROWS], const Quantized& quantized, const T* x, int rows,
                                              int column) {
     const unsigned char* weights = quantized.row(column);
 #pragma unroll 2
     for (int at = threadIdx.x % 32 * WORD; at < W_ROW_BYTES; at += 32 * WORD) {
-        const unsigned word = load_word<WORD>(weights + at);
+        const unsigned word = load_elements(weights + at);
         const int k = at * (8 / BITS), block = k / BLOCK_SIZE;
         const float scale = quantized.scale(column, block), zero = quantized.zero_value(column, block);
         wait_for_predecessor();
@@ -54,9 +60,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const ProductOperands products[] = {ALL_PRODUCTS};
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int row = blockIdx.y * ROWS, rows = min(m - row, ROWS);
-    int tile = blockIdx.x;
-    const ProductOperands own = select_product(products, find_product<WARPS>(products, tile));
-    const int first = tile * WARPS, columns = own.quantized.columns, column = min(first + warp, columns - 1);
+    const Tile<WARPS> tile(products, blockIdx.x);
+    const ProductOperands& own = tile.own;
+    const int first = tile.first, columns = own.quantized.columns, column = min(first + warp, columns - 1);
     release_successor();
     if constexpr (!WEIGHTS_CONSTANT) wait_for_predecessor();
 #pragma unroll

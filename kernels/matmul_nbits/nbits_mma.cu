@@ -3,8 +3,8 @@
 //   y = x w^T + bias, where nbits.cuh defines w; a gated product has a second weight
 //
 // The time is that of reading the weights once, so every warp keeps DEPTH stages of weights in flight from memory to
-// shared memory. A stage has 128 bytes of k of all rows of a tile, with their scales and zero points, and the elements
-// of x that belong to them.
+// shared memory. A stage has 128 bytes of k of all rows of a tile, with their scales and zero points, and with STAGED_X
+// the elements of x that belong to them.
 //   1. The blocks take tiles in turns; in a tile, the WARPS warps of a block take stages of k in turns. A warp's copies
 //      go on from tile to tile, and only the warp itself waits for them.
 //   2. The weights are mma's left operand: 16 rows of w, and 16 of k, so that tiles of 8 rows of x suffice. Four lanes
@@ -18,7 +18,9 @@
 // Macros:
 //   TILE_M   rows of x: 1, 2, 4 or a multiple of 8    TILE_N   columns of y, a multiple of 16
 //   WARPS, DEPTH   as above
+//   STAGED_X   1: a stage has its elements of x, and TILE_M is at most 8; 0: x is read from L1
 //   MIN_BLOCKS   blocks that should fit on a multiprocessor
+//   SHARED_BYTES   the dynamic shared memory of a block
 //   WIDTH    elements of an access to y, the residual and the column vectors; divides n and TILE_N
 //   and those of nbits.cuh; BLOCK_SIZE is at least 32, and rows of packed zero points are whole bytes
 #include "nbits.cuh"
@@ -37,7 +39,6 @@ constexpr int PACKED_BYTES = BLOCKS * BITS < 8 ? 1 : BLOCKS * BITS / 8;
 constexpr int ZERO_BYTES = ZEROS == 0 ? 0 : ZEROS == 1 ? PACKED_BYTES : SCALE_BYTES;
 constexpr int SCALES_AT = ROWS * STAGE_BYTES, ZEROS_AT = SCALES_AT + ROWS * SCALE_BYTES;  // in a stage
 constexpr int X_AT = (ZEROS_AT + ROWS * ZERO_BYTES + 127) / 128 * 128;
-constexpr bool STAGED_X = TILE_M <= 8;  // larger tiles read x from L1
 constexpr int X_PITCH = 2 * STAGE_K + (TILE_M == 1 ? 0 : 64);  // two rows fall into different banks
 constexpr int SLOT_BYTES = (X_AT + (STAGED_X ? TILE_M * X_PITCH : 0) + 127) / 128 * 128;
 constexpr int PITCH = ROWS + 4;  // floats of a row of sums: stores of a warp fall into different banks
@@ -60,6 +61,10 @@ static_assert(BLOCK_SIZE >= 32, "mma adds 16 of k, of four lanes");
 static_assert(N % WIDTH == 0 && TILE_N % WIDTH == 0, "vectors end with a tile");
 static_assert(K % 8 == 0 && W_ROW_BYTES % 16 == 0, "rows are whole accesses");
 static_assert(ZEROS != 1 || ZERO_BITS % 8 == 0, "see above");
+static_assert(!STAGED_X || TILE_M <= 8, "lanes take the elements of eight rows");
+
+using Partial = float[WARPS][8 * MMA_M][PITCH];  // the sums of a tile, of each warp
+static_assert(WARPS * DEPTH * SLOT_BYTES + 2 * sizeof(Partial) == SHARED_BYTES, "the host knows this layout");
 
 // ---- copies to shared memory ---------------------------------------------------------------------------------------
 
@@ -155,17 +160,17 @@ struct Slot {
         return load_word((first ^ chunk * 16) + eight * 8 * STAGE_BYTES);  // as swizzled_offset
     }
 
+    __device__ __forceinline__ static int row_of_lane(int eight) { return eight * 8 + threadIdx.x % 32 / 4; }
+
     __device__ __forceinline__ float scale(int eight, int block) const {
         float both[2];
-        const int row = eight * 8 + threadIdx.x % 32 / 4;
-        widen(T(), load_shared<2>(base + SCALES_AT + row * SCALE_BYTES + block * 2), both);
+        widen(T(), load_shared<2>(base + SCALES_AT + row_of_lane(eight) * SCALE_BYTES + block * 2), both);
         return both[0];
     }
 
     __device__ __forceinline__ unsigned zero(int eight, int block, int stage) const {  // packed, or the bits of a T
         if constexpr (ZEROS == 0) return ZERO;
-        const int row = eight * 8 + threadIdx.x % 32 / 4;
-        const unsigned from = base + ZEROS_AT + row * ZERO_BYTES;
+        const unsigned from = base + ZEROS_AT + row_of_lane(eight) * ZERO_BYTES;
         if constexpr (ZEROS == 2) return load_shared<2>(from + block * 2);
         const int bit = (BLOCKS * BITS < 8 ? stage * STAGE_K / BLOCK_SIZE * BITS % 8 : 0) + block * BITS;
         return (load_shared<1>(from + bit / 8) >> bit % 8 & QUANT_MASK) ^ SIGN;
@@ -229,10 +234,6 @@ __device__ __forceinline__ unsigned masked_or(unsigned bits, unsigned mask, unsi
     return d;
 }
 
-__device__ __forceinline__ unsigned without_zero(unsigned number, const Offsets& offsets) {
-    return ZEROS == 2 ? difference(T(), number, offsets.zero) : number;
-}
-
 // The numbers of the eight weights of a lane in 32 of k, as pairs. Of 4 bits: (0, 4), (1, 5), (2, 6), (3, 7); of 8 bits:
 // (0, 1), (2, 3) of each of two words.
 __device__ __forceinline__ void numbers(const unsigned (&words)[BITS / 4], const Masks& masks, const Offsets& offsets,
@@ -254,7 +255,7 @@ __device__ __forceinline__ void numbers(const unsigned (&words)[BITS / 4], const
             if constexpr (ZEROS != 2) low = difference(T(), low, offsets.zero);
             to[i] = fused(high, 0x41804180u, low);
         }
-        to[i] = without_zero(to[i], offsets);
+        if constexpr (ZEROS == 2) to[i] = difference(T(), to[i], offsets.zero);
     }
 }
 
@@ -281,7 +282,7 @@ struct Elements {
         take(words);
     }
 
-    // Takes them from memory; `x` points to the row's first element of these 32, of which `count` are inside.
+    // Takes them from memory: `x` points to the row's first element of these 32, and `count` elements are left in the row.
     __device__ __forceinline__ void load(const T* x, int count) {
         const int part = threadIdx.x % 4;
         if constexpr (BITS == 4) {
@@ -307,8 +308,8 @@ struct Elements {
 
 using Sums = float[MMA_N][MMA_M][4];
 
-// Adds the products of a stage. A tile has `rows` rows of x; lanes beyond read one of them again, and their sums do not
-// count.
+// Adds the products of a stage. A tile has `rows` rows of x. Lanes of further rows read one of these again, and their sums
+// are not used.
 __device__ __forceinline__ void multiply_stage(Sums& sums, const Slot& slot, const T* x, int rows, int stage,
                                                const Masks& masks) {
     const T* row_of[MMA_M];
@@ -364,20 +365,9 @@ __device__ __forceinline__ void multiply_stage(Sums& sums, const Slot& slot, con
 
 // ---- the kernel ----------------------------------------------------------------------------------------------------
 
-// A tile of columns: of which product, and its first column there.
-struct Tile {
-    ProductOperands own;
-    int first;
-
-    template <int COUNT>
-    __device__ __forceinline__ Tile(const ProductOperands (&products)[COUNT], int tile)
-        : own(select_product(products, find_product<TILE_N>(products, tile))), first(tile * TILE_N) {}
-};
-
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     nbits_mma(const T* x, ALL_PARAMETERS, const T* residual, int m PROGRAM_PARAMETERS) {
     extern __shared__ __align__(128) char memory[];
-    using Partial = float[WARPS][8 * MMA_M][PITCH];
     Partial* const partial = reinterpret_cast<Partial*>(memory + WARPS * DEPTH * SLOT_BYTES);
     const ProductOperands products[] = {ALL_PRODUCTS};
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = blockIdx.y * TILE_M, rows = min(m - row, TILE_M);
@@ -396,7 +386,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     };
     const auto fill = [&](unsigned slot, Place place) {
         if (place.tile >= TILES) return;
-        const Tile tile(products, place.tile);
+        const Tile<TILE_N> tile(products, place.tile);
         Slot{slot}.fill(tile.own.quantized, 0, tile.first, place.stage);
         if constexpr (GATED) Slot{slot}.fill(products[WEIGHTS - 1].quantized, 1, tile.first, place.stage);
     };
@@ -436,7 +426,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 partial[buffer][warp][i / 4 * 8 + lane % 4 * 2 + i % 2][n * 16 + lane / 4 + i % 4 / 2 * 8] =
                     sums[n][i / 4][i % 4];
         __syncthreads();
-        const Tile tile(products, at);
+        const Tile<TILE_N> tile(products, at);
         const Epilogue epilogue{tile.own.bias, products[WEIGHTS - 1].bias, nullptr, residual, tile.own.y, 0.0f, 0.0f,
                                 {PROGRAM_ARGUMENTS}};
         constexpr int VECTORS = TILE_N / WIDTH;

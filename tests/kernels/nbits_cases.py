@@ -1,4 +1,4 @@
-"""Products with quantized weights: the nodes, their operands, and what they compute."""
+"""Products with quantized weights: the nodes, their operands, and their results."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Case:
         return np.ascontiguousarray(rows.T) if self.layout == "kn" else rows
 
     def _packed(self, random: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
-        """Return bytes with random elements of an n x k matrix, of which each row begins a byte if it is padded."""
+        """Return bytes with random elements of an n x k matrix; each row begins a byte if it is padded."""
         rows, columns = shape if self.is_padded else (1, shape[0] * shape[1])
         return random.integers(0, 256, (rows, -(-columns * self.bits // 8)), dtype=np.uint8)
 
@@ -115,7 +115,7 @@ class Case:
         return (inner, n) if self.layout == "kn" else (n, inner)
 
     def specs(self, aligned: bool = True) -> list[TensorSpec]:
-        """Return the shapes and dtypes of the operands, of which x alone is no constant."""
+        """Return the shapes and dtypes of the operands, which are all constants but x."""
         dtypes = {name: self.stored if a.dtype == np.uint8 else self.dtype for name, a in self.arrays().items()}
         return [
             TensorSpec(self.shape(name), dtype, aligned, constant=aligned and name != "x")

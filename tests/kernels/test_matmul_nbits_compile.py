@@ -41,7 +41,7 @@ def test_few_rows_are_one_launch(case: Case) -> None:
 @pytest.mark.parametrize("device", [each for each in DEVICES if each is not T4], ids=lambda device: f"sm_{device.arch}")
 @pytest.mark.parametrize("bits", [4, 8])
 def test_gates_of_up_to_64_rows_read_weights_as_they_are(bits: int, device: Device) -> None:
-    """A gate has twice the weights in shared memory, of which some GPUs have 99 KiB."""
+    """A gate has twice the weights in shared memory, and some GPUs have 99 KiB of that."""
     for m in (1, 3, 8, 9, 16, 17, 64):
         for zeros in ("none", "packed", "typed"):
             case = Case(m, 2048, 2048, bits=bits, zeros=zeros, gate="silu")

@@ -30,7 +30,7 @@ DEFINITION = re.compile(
     r"(    .*\n)*}\n"
 )
 SETTLED = re.compile(r'asm volatile\("" : [^;]*;')
-# Rows of a tile of which the last are absent, blocks that are longer than a stage or than k, rows of odd bytes of zero
+# Tiles without their last rows, blocks that are longer than a stage or than k, rows of odd bytes of zero
 # points, tiles that end after the last column, several tiles for a block, and several products.
 WITH_MMA = [
     *(Case(m, 40, 136, bits=bits, zeros=zeros) for m in (1, 2, 3, 7) for bits in (4, 8)
