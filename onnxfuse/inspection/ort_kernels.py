@@ -12,11 +12,12 @@ from typing import Any, Final
 from onnx import defs
 
 from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.ir.domain import ORT_DOMAIN
 from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.ir.node import Node, op_of
 
 OUTPUT: Final = "out "  # prefix of a key that names an output, as in "out 0"
-ORT_DOMAINS: Final = ("com.microsoft", "ai.onnx.ml")  # operator domains of onnxruntime, other than ONNX's own
+ORT_DOMAINS: Final = (ORT_DOMAIN, "ai.onnx.ml")  # operator domains of onnxruntime, other than ONNX's own
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The domain of onnxfuse's operators, and its version."""
+"""The domain of onnxfuse's operators, its version, and the domain of onnxruntime's operators."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from onnxfuse.ir.protos import nodes
 DOMAIN: str = "onnxfuse"
 DOMAIN_VERSION: int = 1
 UNVERSIONED: Final = 1000  # the version that onnxruntime writes for every domain that is registered in its process
+ORT_DOMAIN: Final = "com.microsoft"  # the domain of onnxruntime's own operators
 TEXTS: Final = frozenset({"fusion", "operands"})  # string attributes of every fused node
 
 

@@ -13,7 +13,7 @@ import onnx
 import onnx.inliner
 
 from onnxfuse.errors import ModelError
-from onnxfuse.ir.domain import DOMAIN, is_fused
+from onnxfuse.ir.domain import DOMAIN, ORT_DOMAIN, is_fused
 from onnxfuse.ir.protos import (
     ONNX_DOMAINS,
     NodeContainer,
@@ -31,7 +31,7 @@ MAX_NODES_INLINED: Final = 100_000  # optimizing this many nodes takes about a m
 MAX_NODES_EXPANDED: Final = 1_000_000
 MAX_DEPTH: Final = 30  # limit of nested subgraphs; each takes 3 of the 100 message levels that protobuf reads
 # Functions in these domains may have a kernel in onnxruntime.
-KERNEL_DOMAINS: Final = frozenset({DOMAIN, "com.microsoft"})
+KERNEL_DOMAINS: Final = frozenset({DOMAIN, ORT_DOMAIN})
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import onnx.numpy_helper
 from onnx import TensorProto, helper
 
 from onnxfuse.errors import NO_ONNXRUNTIME, MissingPackageError, UsageError, VerificationError, first_line
+from onnxfuse.ir.domain import ORT_DOMAIN
 from onnxfuse.ir.dtypes import FLOATS, Array
 from onnxfuse.ir.protos import (
     defined_names,
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 BITS: Final[Mapping[str, int]] = {"int4": 4, "int8": 8}
 BLOCK_SIZE: Final = 32  # elements along K that share a scale, as onnxruntime-genai's builder has them
 QUANTIZABLE: Final = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16}
-MICROSOFT: Final = "com.microsoft"
 WEIGHT_INPUTS: Final[Mapping[str, int]] = {"Conv": 1, "ConvTranspose": 1, "Gather": 0, "Gemm": 1, "MatMul": 1}
 ONLY_MATMUL: Final = "only weights of MatMuls are quantized"
 IN_BODY: Final = "it is in a branch or a body"
@@ -72,8 +72,8 @@ def quantize_weights(model: onnx.ModelProto, folder: Path | None, dtype: str, na
     read = _read(result.graph)
     kept = [tensor for tensor in model.graph.initializer if tensor.name in read]
     result.graph.initializer.extend([*kept, *quantizing.tensors])
-    if MICROSOFT not in {each.domain for each in result.opset_import}:
-        result.opset_import.append(helper.make_opsetid(MICROSOFT, 1))
+    if ORT_DOMAIN not in {each.domain for each in result.opset_import}:
+        result.opset_import.append(helper.make_opsetid(ORT_DOMAIN, 1))
     return QuantizedModel(result, quantizing.told())
 
 
@@ -156,7 +156,7 @@ class _Quantizing:
         self.count += 1
         return [
             helper.make_node(
-                "MatMulNBits", [node.input[0], packed, scales], list(node.output), name=node.name, domain=MICROSOFT,
+                "MatMulNBits", [node.input[0], packed, scales], list(node.output), name=node.name, domain=ORT_DOMAIN,
                 K=depth, N=columns, bits=BITS[self.dtype], block_size=BLOCK_SIZE,
             )
         ]  # fmt: skip

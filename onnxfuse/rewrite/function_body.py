@@ -33,16 +33,15 @@ from onnxfuse.dsl.terms import (
 )
 from onnxfuse.dsl.words import Choose, Computed, Precision, When
 from onnxfuse.ir.attributes import input_index, schema
-from onnxfuse.ir.domain import DOMAIN
+from onnxfuse.ir.domain import DOMAIN, ORT_DOMAIN
 from onnxfuse.ir.dtypes import FLOAT_BITS, FLOATS, Array
+from onnxfuse.ir.slices import SLICE_INPUTS_SINCE
 from onnxfuse.match.named_dims import with_sizes
 from onnxfuse.rewrite.rearrange_body import reshape_targets, write_rearrange
 from onnxfuse.rewrite.variant import Variant
 
 BFLOAT16, FLOAT = "tensor(bfloat16)", "tensor(float)"  # the names in operator schemas
-ORT_DOMAIN = "com.microsoft"
 REFUSED: Final = "onnxfuse.refused"
-FIRST_STEPS: Final = 10  # the first opset in which Slice has steps
 
 
 SelectOption: TypeAlias = Callable[[Alternatives, Sequence[Term]], Term]  # selects among options that can be written
@@ -256,7 +255,7 @@ class BodyBuilder:
     def _lacks_steps(self, term: Apply) -> bool:
         """Return whether a term is a Slice with steps other than 1 in an opset before 10, which has no steps."""
         steps = term.attributes.get("steps") if term.op == "Slice" else None
-        return self.opset < FIRST_STEPS and isinstance(steps, Sequence) and any(step != 1 for step in steps)
+        return self.opset < SLICE_INPUTS_SINCE and isinstance(steps, Sequence) and any(step != 1 for step in steps)
 
     def _dtype(self, term: Term) -> int | None:
         """Return the dtype that a term will have, or None if it is not known.
@@ -302,7 +301,7 @@ class BodyBuilder:
         for name, wanted in term.attributes.items():
             value = self._attribute(wanted)
             index = None if term.op.startswith(ORT_DOMAIN) else self._input_index(term.op, name)
-            if value is None or (term.op == "Slice" and name == "steps" and self.opset < FIRST_STEPS):
+            if value is None or (term.op == "Slice" and name == "steps" and self.opset < SLICE_INPUTS_SINCE):
                 continue
             if index is None:
                 attributes[name] = value

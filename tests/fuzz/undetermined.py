@@ -16,9 +16,9 @@ from onnxfuse.ir.execution_order import in_execution_order
 from onnxfuse.ir.extract import extract
 from onnxfuse.ir.graph import OPSET_OF_UNCUT_SLICES
 from onnxfuse.ir.protos import OneNode, nodes, opset_of, tensors
+from onnxfuse.ir.slices import SLICE_INPUTS_SINCE
 from onnxfuse.verify.cpu_session import open_session, run
 
-FIRST_SLICE_WITH_STEPS = 10  # the opset
 SMALL = 1e-3  # a difference
 NORMS_OF_GROUPS = ("InstanceNormalization", "GroupNormalization")
 MAX_OTHER_STEPS = 0.02  # of the values of a tensor
@@ -44,7 +44,7 @@ def joins_unequal_sizes(model: onnx.ModelProto, outputs: Sequence[str], feeds: M
     part = extract(in_execution_order(model), outputs)
     if not any(node.op_type == "Concat" for node in nodes(part.graph)):
         return False
-    has_steps = any(opset.domain == "" and opset.version >= FIRST_SLICE_WITH_STEPS for opset in part.opset_import)
+    has_steps = any(opset.domain == "" and opset.version >= SLICE_INPUTS_SINCE for opset in part.opset_import)
     try:
         with np.errstate(all="ignore"):
             ReferenceEvaluator(part, new_ops=[Slice] if has_steps else None).run(None, dict(feeds))
