@@ -109,7 +109,7 @@ class Builder:
         return outputs[0], outputs[3]
 
     def layer(self, i: int, x: str, residual: str) -> tuple[str, str]:
-        """Return what a layer adds to the residual, and the residual before it."""
+        """Return the result of a layer's last product, and the residual that it is added to."""
         s, name = self.sizes, f"layer{i}"
         normed, total = self.norm(f"{name}.attention_norm", x, residual)
         packed = self.product(normed, f"{name}.qkv", s.hidden, (s.heads + 2 * s.kv_heads) * s.size)

@@ -3,8 +3,8 @@
     python benchmarks/quantized.py --out results/matmul_nbits.json [--only 1x4096x4096,...] [--bits 4] [--layout kn]
 
 A time is the cost of one more product in a CUDA graph, in microseconds.  Each product has weights of its own, which
-together exceed the L2 cache several times.  `bytes` is what a copy at the rate of a long one takes for the weights and
-scales.
+together exceed the L2 cache several times.  `bytes` is the time that a copy, at the rate of a long one, takes for the
+weights and scales.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def group_query_candidates(node: FusedNode, inputs: Sequence[TensorSpec], device
 
 
 def _shifted(pointer: Pointer, by: int) -> Pointer:
-    """Return the pointer behind `by` scratch buffers that come first; others stay as they are."""
+    """Return a pointer to scratch memory after `by` further buffers; other pointers stay as they are."""
     return replace(pointer, index=pointer.index + by) if pointer.kind == "scratch" else pointer
 
 
@@ -188,7 +188,7 @@ def _attention(node: FusedNode, inputs: Sequence[TensorSpec], sizes: _Sizes, dev
 
 
 def _cleared(append: Launch, after: Sequence[Step]) -> Launch:
-    """Return the launch that also clears rows behind the new ones if attention_hopper reads them."""
+    """Return the launch that also clears the rows after the new ones, if attention_hopper reads them."""
     reads = any(isinstance(step, Launch) and step.kernel.source == "attention_hopper" for step in after)
     defines = {**append.kernel.defines, "CLEARED": hopper.MAX_BLOCK_N if reads else 0}
     return replace(append, kernel=replace(append.kernel, defines=defines))

@@ -1,12 +1,12 @@
 // Writes the new rows of keys and values into the present caches, and prepares the queries, in one launch.
 //
-// Sequence b has lengths[b] + 1 rows, of which the new rows are the last, unless there are more of them: then it has no
-// past, and the new rows begin at its first row. Queries and keys are divided by their root mean square (with NORM) and
+// Sequence b has lengths[b] + 1 rows, and the new rows are the last of them. If there are more new rows than that, the
+// sequence has no past, and the new rows begin at its first row. Queries and keys are divided by their root mean square (with NORM) and
 // rotated by the angles of their positions; values are copied. LANES threads share a head of a new row.
 //
 // Blocks from `new_blocks` on fill the other rows of the present caches. They copy the rows of the past and clear the
-// rows behind the new ones. If a past cache is the same memory as its present cache, they only clear the CLEARED rows
-// behind the new ones, of which attention_hopper.cu multiplies values by weights of 0.
+// rows after the new ones. If a past cache is the same memory as its present cache, they only clear the CLEARED rows
+// after the new ones, whose values attention_hopper.cu multiplies by weights of 0.
 //
 // Macros: those of rotation.cuh, where X_T is the type of all operands but the tables and norms; HEADS, KV_HEADS;
 // QUERIES, 1: the launch prepares queries; CLEARED; ACCESSES, vectors that a thread copies at once; THREADS.

@@ -173,7 +173,7 @@ def optimize_command(
 
 
 class _Optimized(NamedTuple):
-    """The report of a model, and what is printed before and after it."""
+    """The report of a model, and the texts that are printed before and after it."""
 
     report: Report
     before: str = ""

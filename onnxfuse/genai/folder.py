@@ -1,7 +1,7 @@
-"""Read a folder that onnxruntime-genai's builder or Olive wrote, and copy what is not a model of it.
+"""Read a folder that onnxruntime-genai's builder or Olive wrote, and copy the files that are not models of it.
 
 genai_config.json names the models, and may come from a stranger: a name that leads outside the folder is refused, and
-so are links that do, because a copy would disclose what they lead to.
+so are links that do, because a copy would disclose the files outside.
 """
 
 from __future__ import annotations

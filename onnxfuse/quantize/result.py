@@ -37,8 +37,8 @@ class StayingWeights:
 class WeightsResult:
     """A model with quantized weights: how many products have them, which nodes with weights stay, and the errors.
 
-    `bytes_before` and `bytes_after` are those of the weights
-    that were quantized.  `errors` is empty where nothing was measured, and `note` then says why.
+    `bytes_before` and `bytes_after` count the bytes of the weights that were quantized.  Where nothing was measured,
+    `errors` is empty, and `note` says why.
     """
 
     dtype: str

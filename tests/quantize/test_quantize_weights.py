@@ -1,4 +1,4 @@
-"""Test `--weights`: which weights are quantized, that the error told is the error, and what the report says of it."""
+"""Test `--weights`: which weights are quantized, that the reported error is the error, and the report's sentences."""
 
 from __future__ import annotations
 
