@@ -18,6 +18,7 @@ import pytest
 from exported_models import unpack
 from shared_cubins import shared
 
+from onnxfuse.kernels.gemm import cublaslt
 from onnxfuse.runtime import nvrtc
 from onnxfuse.verify import own_process
 
@@ -88,6 +89,12 @@ def models_run_in_this_process() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(own_process, "enabled", False)
         yield
+
+
+@pytest.fixture
+def no_cublaslt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave cuBLASLt out of plans, also where an earlier test of this process opened a stand-in of it."""
+    monkeypatch.setattr(cublaslt, "_is_available", lambda: False)
 
 
 @pytest.fixture(scope="session", autouse=True)
