@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+import onnx
+
 from onnxfuse.compile.compile_file import Compiled, CompileSettings, compile_file
 from onnxfuse.errors import OnnxfuseError, UsageError
 from onnxfuse.genai.folder import CONFIG, Folder, NamedModel, copy_others, read_folder
@@ -26,6 +28,7 @@ from onnxfuse.ir.plain_files import new_folder
 from onnxfuse.ir.protos import nodes
 from onnxfuse.ir.save import save
 from onnxfuse.optimizer import optimize
+from onnxfuse.quantize.quantize_weights import NothingToQuantizeError
 from onnxfuse.report.report import Report
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime.gpu_kinds import named_gpus
@@ -66,12 +69,13 @@ def optimize_folder(
     gpus      the names of GPUs to compile kernels for; without both, the GPUs of this machine
     overwrite whether `target` may be replaced, as a whole, if it is a folder of genai
     progress  called with the stage, the amount of it that is done, and the total amount
-    options   the arguments of `optimize`, for every model; `inputs`, `plan` and `shapes` for folders with one model
+    options   the arguments of `optimize`, for every model; `inputs`, `plan` and `shapes` for folders with one model;
+              with `weights`, models without a weight that can be quantized keep theirs
 
     Kernels are compiled for the models that run on CUDA; their configuration then names onnxfuse's library.  Returns
-    each model's name, report and kernels.  Raises UsageError for a folder without models, and for a target that exists
-    or contains the folder; ModelError for names that lead outside the folder, and for what `optimize` refuses;
-    OnnxfuseError if writing fails.
+    each model's name, report and kernels.  Raises UsageError for a folder without models or without weights to
+    quantize, and for a target that exists or contains the folder; ModelError for names that lead outside the folder,
+    and for what `optimize` refuses; OnnxfuseError if writing fails.
     """
     source, out = Path(folder), None if target is None else Path(target)
     found = read_folder(source)
@@ -82,14 +86,16 @@ def optimize_folder(
     if archs or gpus:
         named_gpus(archs, gpus, ())
     if out is None:
-        reports = [optimize(found.file(each), progress=progress, **options)[1] for each in found.models]
-        return tuple(OptimizedModel(each.name, one) for each, one in zip(found.models, reports, strict=True))
+        dry = tuple(OptimizedModel(each.name, _fused(found, each, progress, options)[1]) for each in found.models)
+        _require_quantized(source, dry)
+        return dry
     _check_target(source, out, overwrite)
     try:
         with new_folder(out) as part:
             copy_others(found, part)
             library = _Library(part, CompileSettings(archs, gpus), progress)
             made = [_optimized(found, each, library, options) for each in found.models]
+            _require_quantized(source, made)
             found.name_libraries(
                 {one.name: one.compiled.path.name.removesuffix(PLANS_SUFFIX) for one in made if one.compiled}
             )
@@ -143,11 +149,33 @@ class _Library:
         return compiled
 
 
+def _fused(
+    folder: Folder, model: NamedModel, progress: Progress, options: dict[str, Any]
+) -> tuple[onnx.ModelProto, Report]:
+    """Return a model of a folder, fused, and its report; a model without weights to quantize keeps its weights.
+
+    Raises NothingToQuantizeError for such a model where the folder has no other.
+    """
+    try:
+        return optimize(folder.file(model), progress=progress, **options)
+    except NothingToQuantizeError as error:
+        if len(folder.models) == 1:
+            raise
+        made, report = optimize(folder.file(model), progress=progress, **options | {"weights": None})
+        return made, replace(report, weights=error.result)
+
+
+def _require_quantized(source: Path, made: Sequence[OptimizedModel]) -> None:
+    """Raise UsageError if weights were to be quantized, and no model has any."""
+    if all(each.report.weights is not None and not each.report.weights.nodes for each in made):
+        raise UsageError(f"no model of '{source}' has a MatMul whose weight can be quantized")
+
+
 def _optimized(folder: Folder, model: NamedModel, library: _Library, options: dict[str, Any]) -> OptimizedModel:
     """Write a model of a folder, fused, with a library where it runs on CUDA."""
     file = library.folder / model.name
     file.parent.mkdir(parents=True, exist_ok=True)
-    fused, report = optimize(folder.file(model), progress=library.progress, **options)
+    fused, report = _fused(folder, model, library.progress, options)
     save(fused, file, folder=report.folder)
     result = OptimizedModel(model.name, report)
     if model.cuda is None:

@@ -45,6 +45,15 @@ IN_BODY: Final = "it is in a branch or a body"
 OF_FUNCTION: Final = "it is a function of the model, and the weights that it reads are not quantized"
 
 
+class NothingToQuantizeError(UsageError):
+    """A model without a weight that can be quantized; `result` has the nodes with weights, and why these stay."""
+
+    def __init__(self, name: str, result: WeightsResult) -> None:
+        why = "; ".join(f"{len(each.nodes)} {each.op}: {each.reason}" for each in result.stays)
+        super().__init__(f"{name} has no MatMul whose weight can be quantized{f' ({why})' if why else ''}")
+        self.result = result
+
+
 @dataclass(frozen=True)
 class QuantizedModel:
     """A model with quantized weights, and the facts about them; weights that were not quantized are as before."""
@@ -57,14 +66,13 @@ def quantize_weights(model: onnx.ModelProto, folder: Path | None, dtype: str, na
     """Quantize the weights of the main graph's MatMuls to "int4" or "int8"; the model, called `name`, is not changed.
 
     Weights are constants of two axes, or Transposes of such, in float32, float16 or bfloat16, that callers cannot
-    override.  Scales have the dtype of the weight, and there are no zero points.  Raises UsageError if there is no such
-    weight, MissingPackageError if onnxruntime or onnx_ir is not installed.
+    override.  Scales have the dtype of the weight, and there are no zero points.  Raises NothingToQuantizeError if there
+    is no such weight, MissingPackageError if onnxruntime or onnx_ir is not installed.
     """
     quantizing = _Quantizing(model, folder, dtype, _library())
     made = [each for node in model.graph.node for each in quantizing.replaced(node)]
     if not quantizing.quantized:
-        why = "; ".join(f"{len(names)} {op}: {reason}" for (op, reason), names in quantizing.stays.items())
-        raise UsageError(f"{name} has no MatMul whose weight can be quantized{f' ({why})' if why else ''}")
+        raise NothingToQuantizeError(name, quantizing.told())
     result = without_initializers(model)
     del result.graph.node[:]
     result.graph.node.extend(made)

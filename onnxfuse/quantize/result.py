@@ -50,6 +50,14 @@ class WeightsResult:
     errors: tuple[WeightError, ...] = ()
     note: str = ""
 
+    @property
+    def products(self) -> str:
+        """How many products have quantized weights, and what that saves, as a text."""
+        if not self.nodes:
+            return f"none in {self.dtype}, because no MatMul has a weight that can be quantized"
+        size = f"{bytes_text(self.bytes_before)} -> {bytes_text(self.bytes_after)}"
+        return f"{counted(self.nodes, 'product')} in {self.dtype}, blocks of {self.block_size}, {size}"
+
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON values; an infinite error, which JSON cannot write, becomes None."""
         errors = [{key: _finite(value) for key, value in asdict(each).items()} for each in self.errors]
@@ -60,9 +68,7 @@ def weights_lines(weights: WeightsResult | None) -> Iterator[Line]:
     """Yield the lines of a report about quantized weights; none for a model whose weights were not quantized."""
     if weights is None:
         return
-    size = f"{bytes_text(weights.bytes_before)} -> {bytes_text(weights.bytes_after)}"
-    what = f"{counted(weights.nodes, 'product')} in {weights.dtype}, blocks of {weights.block_size}"
-    yield Line(f"Weights: {what}, {size}")
+    yield Line(f"Weights: {weights.products}")
     for one in weights.stays:
         first, *more = one.nodes
         what = (

@@ -169,6 +169,28 @@ def test_a_part_before_the_decoder_has_no_library_of_it(folder: Path) -> None:
     assert optimized(folder, archs=["sm_90"])["model"]["a"] == decoder(CUDA) | {"filename": "embedding.onnx"}
 
 
+def test_models_without_weights_to_quantize_keep_theirs(folder: Path, tmp_path: Path) -> None:
+    """The folder's decoder has a MatMul of 64x64; its vision model has none."""
+    pytest.importorskip("onnx_ir", reason="needs pip install onnx-ir")
+    onnx.save(onnx.parser.parse_model(VISION), folder / "vision.onnx")
+    vision = {"vision": {"filename": "vision.onnx"}}
+    configure(folder, {"decoder": decoder([]), **vision})
+    for words in ((tmp_path / "out",), ("--dry-run",)):
+        result = run(folder, *words, "--weights", "int4")
+        assert result.exit_code == 2 and "llama' has a MatMul whose weight can be quantized" in result.stderr
+    assert not (tmp_path / "out").exists()
+    model = onnx.parser.parse_model(SMALL.replace("8]", "64]"))
+    model.graph.initializer.append(numpy_helper.from_array(np.eye(64, dtype=np.float32), "w"))
+    onnx.save(model, folder / "model.onnx")
+    result = run(folder, tmp_path / "out", "--weights", "int4")
+    assert result.exit_code == 0, result.output
+    assert "Weights: 1 product in int4, blocks of 32, 16.4 KB -> " in result.stdout
+    assert "Weights: none in int4, because no MatMul has a weight that can be quantized" in result.stdout
+    for one, nodes in zip(onnxfuse.optimize_folder(folder, None, weights="int8"), (1, 0), strict=True):
+        assert one.report.weights is not None and one.report.weights.nodes == nodes
+        assert one.report.verified.status == "verified"
+
+
 def test_data_that_another_model_reads_is_copied(folder: Path, tmp_path: Path) -> None:
     (folder / "spare.onnx").write_bytes((folder / "model.onnx").read_bytes())
     optimized(folder)
