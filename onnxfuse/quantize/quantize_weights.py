@@ -66,8 +66,9 @@ def quantize_weights(model: onnx.ModelProto, folder: Path | None, dtype: str, na
     """Quantize the weights of the main graph's MatMuls to "int4" or "int8"; the model, called `name`, is not changed.
 
     Weights are constants of two axes, or Transposes of such, in float32, float16 or bfloat16, that callers cannot
-    override.  Scales have the dtype of the weight, and there are no zero points.  Raises NothingToQuantizeError if there
-    is no such weight, MissingPackageError if onnxruntime or onnx_ir is not installed.
+    override.  Scales have the dtype of the weight, and there are no zero points.
+
+    Raises NothingToQuantizeError if there is no such weight, MissingPackageError if onnxruntime or onnx_ir is missing.
     """
     quantizing = _Quantizing(model, folder, dtype, _library())
     made = [each for node in model.graph.node for each in quantizing.replaced(node)]
