@@ -121,6 +121,7 @@ def _shown(report: Shown) -> dict[str, Any]:
         "facts": report.facts,
         "nodes": (sum(len(each.before.nodes) for each in graphs), sum(len(each.after.nodes) for each in graphs)),
         "sizes": report.verified.sizes,
+        "weights": report.weights,
         "verdict": verdict(report.verified, len(report.fused)),
         "fates": fate_counts(report),
         "operators": operators(plain),

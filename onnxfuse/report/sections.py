@@ -12,6 +12,7 @@ from onnxfuse.dsl.spans import Span
 from onnxfuse.match import Miss
 from onnxfuse.passes.folded import Folded
 from onnxfuse.printing import counted
+from onnxfuse.quantize.result import WeightsResult
 from onnxfuse.report.facts import Facts, FusionNote
 from onnxfuse.report.fates import FATES, find_fates
 from onnxfuse.report.similar import group
@@ -59,6 +60,10 @@ class Shown(Protocol):
     @property
     def facts(self) -> Facts | None:
         """Further facts about the model and the run."""
+
+    @property
+    def weights(self) -> WeightsResult | None:
+        """The result of quantizing weights."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html.parser
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from test_optimize import BLOCK, parse
 from test_report import EVERYTHING
 
 from onnxfuse import Report, optimize
+from onnxfuse.quantize.result import StayingWeights, WeightError, WeightsResult
 from onnxfuse.report.page import data, write_page
 from onnxfuse.report.sections import miss_groups, stayed
 
@@ -137,6 +139,20 @@ def test_standard_operators_in_place_of_fused_nodes_did_not_stay() -> None:
 def test_a_model_in_which_nothing_is_fused_has_a_page() -> None:
     page = write_page(optimize(parse("g (float[n] x) => (float[n] y) { y = Exp (x) }"))[1])
     assert "nothing was fused" in " ".join(checked(page).texts)
+
+
+def test_quantized_weights_are_told(report: Report) -> None:
+    """The page has every error, and None, which JSON has for an infinite one, is a word."""
+    stays = StayingWeights("Gemm", "only weights of MatMuls are quantized", ("gate</p>",))
+    errors = WeightError("y", 0.5, 0.25), WeightError("z", math.inf, math.inf)
+    told = WeightsResult("int4", 32, 3, (stays,), 9_000_000, 5_000_000, errors, "a note")
+    text = " ".join(checked(write_page(replace(report, weights=told))).texts)
+    start = text.index("Weights that were quantized")
+    found = " ".join(text[start : text.index("The run", start)].split())
+    assert found.startswith("Weights that were quantized 3 products in int4, blocks of 32, 9 MB -> 5 MB output")
+    assert "y 0.5 0.25 z infinite infinite a note" in found
+    assert "1 Gemm only weights of MatMuls are quantized gate</p>" in found
+    assert "Weights that were quantized" not in write_page(report)
 
 
 def test_a_body_is_drawn_too() -> None:
