@@ -15,7 +15,7 @@ import onnx
 import onnx.inliner
 from onnx import AttributeProto, TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
-from onnx.reference.ops import op_conv_transpose
+from onnx.reference.ops import op_batch_normalization, op_conv_transpose
 
 from onnxfuse.ir.protos import graphs
 from onnxfuse.verify.cpu_session import open_session, run
@@ -107,6 +107,15 @@ class ConvTranspose(op_conv_transpose.ConvTranspose):  # the evaluator finds it 
         return super()._run(*inputs, auto_pad=auto_pad, output_shape=output_shape, pads=pads, **attributes)
 
 
+class BatchNormalization(op_batch_normalization.BatchNormalization_14):  # the evaluator finds it by its name
+    """The operator before opset 14 too, where onnx's reference normalizes by the batch's statistics, or fails."""
+
+    op_domain = ""
+
+    def _run(self, *inputs: Any, epsilon: float, momentum: float, training_mode: int = 0, **_: Any) -> Any:
+        return super()._run(*inputs, epsilon=epsilon, momentum=momentum, training_mode=training_mode)
+
+
 def _run(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> dict[str, Any] | None:
     """Run a model in onnxruntime, or, where that has no kernel for float64, in onnx's reference."""
     try:
@@ -115,7 +124,7 @@ def _run(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> dict[str, Any] | N
         pass
     try:
         with np.errstate(all="ignore"):
-            results = ReferenceEvaluator(model, new_ops=[ConvTranspose]).run(None, dict(feeds))
+            results = ReferenceEvaluator(model, new_ops=[BatchNormalization, ConvTranspose]).run(None, dict(feeds))
     except Exception:  # whatever NumPy raises
         return None
     return dict(zip([o.name for o in model.graph.output], results, strict=True))

@@ -40,13 +40,16 @@ from judge import (
     limited,
 )
 from mutants import MUTATIONS, differs, mutant_of
+from overflow import in_float64
 from reduction import reduced
 from roundings import ULP, nudged, rounded_otherwise
 from sessions import Session, outputs_of
 from spelled_graphs import spelled_graph
 from undetermined import (
     adds_zero,
+    has_windows_beyond_data,
     joins_unequal_sizes,
+    normalizes_no_channels,
     relies_on_empty_slices,
     reuses_memory_of_a_slice,
     scales_zero_by_infinity,
@@ -368,6 +371,46 @@ def test_adding_zero_changes_the_sign_of_zero(zero: float, is_excused: bool) -> 
     infinite = np.array([np.inf, 1], np.float32)
     assert adds_zero(model, infinite, np.array([-np.inf, 1], np.float32)) is is_excused
     assert not adds_zero(model, infinite, np.array([-np.inf, 2], np.float32))
+
+
+@pytest.mark.parametrize(
+    ("pool", "rows", "is_excused"),
+    [
+        ("LpPool <kernel_shape = [2], strides = [2]>", 1, True),
+        ("LpPool <kernel_shape = [2], strides = [2]>", 2, False),
+        ("MaxPool <kernel_shape = [2], dilations = [3]>", 3, True),
+        ("MaxPool <kernel_shape = [2], dilations = [3], pads = [0, 1]>", 3, False),
+        ('AveragePool <kernel_shape = [2], auto_pad = "SAME_UPPER">', 1, False),
+    ],
+)
+def test_a_window_beyond_its_data_has_no_size(pool: str, rows: int, is_excused: bool) -> None:
+    """Seeds 950003337 and 950004606."""
+    text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[2,2,n] x) => (float[2,2,m] y) {{ y = {pool} (x) }}"""
+    assert (
+        has_windows_beyond_data(onnx.parser.parse_model(text), {"x": np.ones((2, 2, rows), np.float32)}) is is_excused
+    )
+
+
+@pytest.mark.parametrize(("channels", "is_excused"), [(0, True), (3, False)])
+def test_a_norm_of_groups_needs_channels(channels: int, is_excused: bool) -> None:
+    """Seed 950004005."""
+    text = """<ir_version: 10, opset_import: ["" : 21]> g (float[2,n,4] x) => (float[2,n,4] y)
+          <float[6] s = {1, 1, 1, 1, 1, 1}> { y = GroupNormalization <num_groups = 1> (x, s, s) }"""
+    model, feeds = onnx.parser.parse_model(text), {"x": np.ones((2, channels, 4), np.float32)}
+    assert normalizes_no_channels(model, feeds, "Got invalid dimensions for input: x") is is_excused
+    assert not normalizes_no_channels(model, feeds, "another error")
+
+
+@pytest.mark.parametrize("opset", [7, 9, 14])
+def test_batch_normalization_in_float64_takes_the_statistics_that_it_is_given(opset: int) -> None:
+    """Clip below opset 12 has no kernel for float64, so that onnx's reference computes both (seed 950007165)."""
+    text = f"""<ir_version: 4, opset_import: ["" : {opset}]> g (float[2,1] x) => (float[2,1] y)
+          <float[1] one = {{1}}, float[1] mean = {{3}}, float low = {{0}}> {{
+            n = BatchNormalization <epsilon = 0.0> (x, one, one, mean, one) y = CLIP (n) }}"""
+    clip = "y = Clip <min = 0.0> (n)" if opset < 11 else "y = Max (n, low)"
+    model = onnx.parser.parse_model(text.replace("y = CLIP (n)", clip))
+    found = in_float64(model, {"x": np.array([[5], [1]], np.float32)})
+    assert found is not None and found["y"].tolist() == [[3], [0]]
 
 
 def test_functions_that_call_each_other_have_no_types() -> None:

@@ -21,6 +21,7 @@ from onnxfuse.verify.cpu_session import open_session, run
 
 SMALL = 1e-3  # a difference
 NORMS_OF_GROUPS = ("InstanceNormalization", "GroupNormalization")
+WINDOWS = ("AveragePool", "LpPool", "MaxPool")
 MAX_OTHER_STEPS = 0.02  # of the values of a tensor
 # Parts of errors from nodes that onnxruntime's optimizations write: of a branch whose quantized weight is outside, of
 # an RMSNorm whose data broadcasts to its scale, of a norm that begins with a Cast, of a norm whose parts have readers
@@ -186,16 +187,49 @@ def broadcasts_data_to_slopes(model: onnx.ModelProto, feeds: Mapping[str, Any]) 
     by that unless the result is an output.
     """
     prelus = [node for node in in_execution_order(model).graph.node if node.op_type == "PRelu"]
+    found = _values(model, [name for node in prelus for name in (node.input[0], node.output[0])], feeds)
+    return any(np.shape(found[node.input[0]]) != np.shape(found[node.output[0]]) for node in prelus if found)
+
+
+def has_windows_beyond_data(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> bool:
+    """Return whether the window of a pool is larger than its padded data, so that ONNX gives the result no size.
+
+    onnxruntime divides the negative difference towards 0: with a stride of 2, a window of 2 has a result in 1 element.
+    """
+    pools = [node for node in in_execution_order(model).graph.node if node.op_type in WINDOWS]
+    found = _values(model, [node.input[0] for node in pools], feeds)
+    for node in pools if found else ():
+        given = {each.name: list(each.ints) for each in node.attribute if each.ints}
+        if any(each.name == "auto_pad" and each.s.startswith(b"SAME") for each in node.attribute):
+            continue
+        kernel = np.array(given["kernel_shape"])
+        reach = (kernel - 1) * given.get("dilations", [1] * kernel.size) + 1
+        padded = np.array(np.shape(found[node.input[0]])[2:]) + np.reshape(given.get("pads", [0, 0]), (2, -1)).sum(0)
+        if (reach > padded).any():
+            return True
+    return False
+
+
+def normalizes_no_channels(model: onnx.ModelProto, feeds: Mapping[str, Any], error: str) -> bool:
+    """Return whether a GroupNormalization gets 0 channels, and onnxruntime refuses them where it knows of its scale.
+
+    ONNX requires a scale for each channel.  onnxruntime checks that only if there are elements.
+    """
+    has_norm = any(node.op_type == "GroupNormalization" for node in nodes(model.graph, *model.functions))
+    has_no_channels = any(0 in np.shape(each)[1:2] for each in feeds.values())
+    return has_norm and has_no_channels and "Got invalid dimensions for input" in error
+
+
+def _values(model: onnx.ModelProto, names: Sequence[str], feeds: Mapping[str, Any]) -> dict[str, Any]:
+    """Return tensors of the main graph in a run of the model; none if it does not run."""
     shown = onnx.ModelProto()
     shown.CopyFrom(model)
     shown.graph.ClearField("output")
-    names = dict.fromkeys(name for node in prelus for name in (node.input[0], node.output[0]))
-    shown.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+    shown.graph.output.extend(onnx.ValueInfoProto(name=name) for name in dict.fromkeys(names))
     try:
-        found = run(open_session(shown, None, optimize=False), feeds)
+        return run(open_session(shown, None, optimize=False), feeds)
     except Exception:  # onnxruntime has no public base class of its errors
-        return False
-    return any(np.shape(found[node.input[0]]) != np.shape(found[node.output[0]]) for node in prelus)
+        return {}
 
 
 def without_false_shapes(model: onnx.ModelProto, values: Mapping[str, Any]) -> onnx.ModelProto | None:
