@@ -14,8 +14,10 @@ from google.protobuf.message import DecodeError
 from onnx.external_data_helper import uses_external_data
 
 from onnxfuse.errors import ModelError
+from onnxfuse.ir.domain import ORT_DOMAIN
 from onnxfuse.ir.execution_order import in_execution_order, reads
 from onnxfuse.ir.inline_functions import check_expanded
+from onnxfuse.ir.ort_attributes import wrong_attribute
 from onnxfuse.ir.protos import ONNX_DOMAINS, nodes, opset_of, replace_tensors, subgraphs, tensors
 from onnxfuse.ir.validate import label, size_of, validate
 
@@ -138,7 +140,10 @@ def _what_and_where(text: str) -> str:
 
 
 def _check_operators(model: onnx.ModelProto, name: str) -> None:
-    """Raise ModelError for a node of the ONNX domain whose operator does not exist in the model's opset."""
+    """Raise ModelError for a node of the ONNX domain whose operator does not exist in the model's opset.
+
+    Also raise it for a node of com.microsoft with an attribute of a wrong type, which ONNX's checker does not see.
+    """
     local = {(f.domain, f.name) for f in model.functions}
     for part in (model.graph, *model.functions):
         opset = opset_of(part if isinstance(part, onnx.FunctionProto) else model)
@@ -151,6 +156,8 @@ def _check_operators(model: onnx.ModelProto, name: str) -> None:
                     f"{name}: {label(node)} has the operator '{node.op_type}', which opset {opset} of ONNX does not "
                     "have; export the model again, for an opset that has it, or give the node the operator's domain"
                 )
+            if node.domain == ORT_DOMAIN and (wrong := wrong_attribute(node)):
+                raise ModelError(f"{name} is not valid: {label(node)} has {wrong}")
 
 
 @functools.cache
