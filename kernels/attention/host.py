@@ -40,6 +40,14 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
     return unsupported(node, input_dtypes)
 
 
+def lengths(node: FusedNode, outputs: Sequence[TensorSpec]) -> dict[str, int]:
+    """Return the largest values of operands that hold lengths, by name; `outputs` are those of a plan."""
+    if node.fusion != "group_query_attention":
+        return {}
+    rows = outputs[1].shape[2]  # of a present cache
+    return {"seqlens_k": max(0, rows - 1)}
+
+
 def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
     """Return the plans for these shapes, the expected fastest first.  Raises ValueError if shapes do not fit."""
     if is_joined(node):

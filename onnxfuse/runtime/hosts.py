@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, cast
 
 from onnxfuse.runtime.kernel_folders import Family, kernel_folders
@@ -32,6 +32,15 @@ def numbers_of(node: FusedNode) -> tuple[int, ...]:
     """
     names = getattr(find_host(node.fusion), "NUMBERS", {}).get(node.fusion, ())
     return tuple(i for i, operand in enumerate(node.operands) if operand in names)
+
+
+def lengths_of(node: FusedNode, outputs: Sequence[TensorSpec]) -> Mapping[str, int]:
+    """Return the largest values of operands that hold lengths, by name: those of sequences that fill their caches.
+
+    The function `lengths` of a host gives them; most hosts have none.
+    """
+    function = getattr(find_host(node.fusion), "lengths", None)
+    return cast(Mapping[str, int], function(node, outputs)) if function else {}
 
 
 def find_host(fusion: str) -> Host | None:

@@ -34,6 +34,8 @@ class TensorSpec:
     aligned: bool = True
     # The model holds the values, which are then rarely in the L2 cache, because each node has constants of its own.
     constant: bool = False
+    # The value of all elements where a trial draws integers, which may be indices or lengths.
+    drawn: int = field(default=0, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

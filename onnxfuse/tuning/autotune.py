@@ -10,6 +10,7 @@ from typing import Any, Final, Protocol, TypeVar, cast
 
 from onnxfuse.runtime.backends import CUDA
 from onnxfuse.runtime.environment import Environment, kernel_environment
+from onnxfuse.runtime.hosts import lengths_of
 from onnxfuse.runtime.loaded_templates import ready_plan
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
 from onnxfuse.runtime.template_key import Situation, signature
@@ -75,7 +76,7 @@ class MeasuredVerdicts:
 
         Passes on MeasuringStopped, which the `alone` of __init__ may raise.
         """
-        device, of_trial = situation.device, inputs_of_trial(situation.node, inputs)
+        device, of_trial = situation.device, inputs_of_trial(situation.node, inputs, plans[0].outputs)
         make = trials.get(situation.provider) if measure else None
         trial = (lambda plans: make(of_trial, plans, device, self._alone)) if make else None
         environment = kernel_environment(situation.provider, device)
@@ -99,14 +100,17 @@ def inputs_of_case(case: Data) -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec(tuple(shape), dtype, aligned, constant) for dtype, shape, aligned, constant in rows)
 
 
-def inputs_of_trial(node: FusedNode, inputs: Sequence[TensorSpec]) -> list[TensorSpec]:
-    """Return the inputs with past key-value caches marked as constants.
+def inputs_of_trial(node: FusedNode, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> list[TensorSpec]:
+    """Return the inputs with past key-value caches marked as constants, and lengths that fill the caches.
 
     A trial keeps constants out of the L2 cache.  In a model, a layer's key-value cache is not in the L2 cache either
-    when the layer runs.
+    when the layer runs.  With lengths of 0, plans would be timed without a past.
     """
-    pairs = zip(node.operands, inputs, strict=True)
-    return [replace(spec, constant=spec.constant or name.startswith("past_")) for name, spec in pairs]
+    lengths = lengths_of(node, outputs)
+    return [
+        replace(spec, constant=spec.constant or name.startswith("past_"), drawn=lengths.get(name, 0))
+        for name, spec in zip(node.operands, inputs, strict=True)
+    ]
 
 
 def fastest_plan(

@@ -223,16 +223,17 @@ class GpuTrial:
         return self._pool.malloc(size_of(spec) + 16) + (0 if spec.aligned else itemsize(spec))
 
     def _filled(self, spec: TensorSpec, number: int) -> Any:
-        """Allocate a tensor of normally distributed values, random booleans or integer zeros.
+        """Allocate a tensor of normally distributed values, random booleans or equal integers.
 
-        Tensors with different `number`s get different values.  Integers are 0, because they may be indices.  The values
-        of constant matrices and filters are so small that products and convolutions keep the magnitude of their inputs.
-        Otherwise, values would become infinite, because each run reads the outputs of the run before, and kernels take
-        other branches for infinite values.
+        Tensors with different `number`s get different values.  Integers are `spec.drawn`, because they may be indices
+        or lengths.  The values of constant matrices and filters are so small that products and convolutions keep the
+        magnitude of their inputs.  Otherwise, values would become infinite, because each run reads the outputs of the
+        run before, and kernels take other branches for infinite values.
         """
         buffer, size = self._allocate(spec), size_of(spec)
         if spec.dtype not in TOLERANCE and spec.dtype != "bool":
-            buffer.memset_async(0, size, self._stream)
+            equal = self._cupy.asarray(np.full(spec.shape, spec.drawn, spec.dtype))
+            buffer.copy_from_device_async(equal.data, size, self._stream)
             return buffer
         values = self._random_values(spec.dtype, _terms(spec) if spec.constant else 1)
         offset, start = 0, number * 7919 * values.itemsize

@@ -39,4 +39,3 @@ def test_other_types_are_refused(value: object) -> None:
     sentence = f"the QuickGelu node of 'y' has the attribute 'alpha' of type {kind}; QuickGelu requires FLOAT"
     with pytest.raises(ModelError, match=sentence):
         onnxfuse.optimize(model)
-

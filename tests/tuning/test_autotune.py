@@ -17,9 +17,12 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
 
+from architectures import H200
+from group_query_cases import Case
 from stand_in import CPU, DEVICE, SHIFT, Stage, feed, model, stage
 
 from onnxfuse.bench.bench import BenchSettings, bench
+from onnxfuse.runtime.hosts import find_host
 from onnxfuse.runtime.loaded_templates import ready_plan
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
 from onnxfuse.runtime.planner import planner
@@ -348,4 +351,15 @@ def test_a_cache_is_placed_like_weights() -> None:
     operands = ("q", "w", "past_key", "past_value")
     node = FusedNode("attention_with_cache", "n", operands, {}, ("float16",))
     inputs = [TensorSpec((8,), "float16", constant=name == "w") for name in operands]
-    assert [spec.constant for spec in autotune.inputs_of_trial(node, inputs)] == [False, True, True, True]
+    assert [spec.constant for spec in autotune.inputs_of_trial(node, inputs, ())] == [False, True, True, True]
+
+
+@pytest.mark.parametrize(("past", "total", "rows"), [(64, 7, 64), (0, 7, 7), (6, 7, 7)])
+def test_lengths_fill_the_cache(past: int, total: int, rows: int) -> None:
+    """A past of more rows than the total length is a buffer, which has room for rows that will come."""
+    case = Case((total, total), past=past, total=total)
+    node, inputs = case.node(), case.specs()
+    outputs = find_host(node.fusion).candidates(node, inputs, H200)[0].outputs  # type: ignore[union-attr]
+    found = dict(zip(node.operands, autotune.inputs_of_trial(node, inputs, outputs), strict=True))
+    assert found["seqlens_k"].drawn == rows - 1
+    assert {spec.drawn for name, spec in found.items() if name != "seqlens_k"} == {0}
