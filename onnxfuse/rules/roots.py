@@ -28,6 +28,21 @@ def power_of_mean(
     yield op.Pow(positive, -0.5), op.Reciprocal(op.Sqrt(positive))
 
 
+@rewrite(out="batch rows 1")
+def pooled_mean(x: Term = tensor("batch rows columns")) -> Rules:
+    """A GlobalAveragePool of three axes, as tf2onnx writes the mean over the last of them, is a ReduceMean."""
+    yield op.GlobalAveragePool(x), op.ReduceMean(x, axes=[-1], keepdims=1)
+
+
+@rewrite(example={"x": (2, 3, 4), "factor": (2, 3, 4), "y": (4,)})
+def negated_mean(
+    x: Term = tensor(), mean: Term = tensor(), factor: Term = tensor(), y: Term = tensor()
+) -> Rules:
+    """The product of a negated mean is subtracted instead of added, as in the LayerNorm of Keras."""
+    found = known(mean, op.ReduceMean(x, axes=[-1]))
+    yield op.Add(op.Mul(-found, factor), y), op.Sub(y, op.Mul(found, factor))
+
+
 @rewrite(out="... 1")
 def kept_axis(x: Term = tensor("... d")) -> Rules:
     """A reduction that drops the last axis, and a view that adds it back, become a reduction with keepdims=1."""
@@ -65,5 +80,5 @@ def variance_factor(
     )
 
 
-ROOTS: Final[tuple[Rewrite, ...]] = (*power_of_mean, *kept_axis)
+ROOTS: Final[tuple[Rewrite, ...]] = (*power_of_mean, *pooled_mean, *negated_mean, *kept_axis)
 VARIANCES: Final[tuple[Rewrite, ...]] = variance_factor
