@@ -9,7 +9,7 @@ from onnx import TensorProto
 
 from onnxfuse.dsl.declaration import Rewrite, Rules, require, rewrite
 from onnxfuse.dsl.terms import Term
-from onnxfuse.dsl.words import computed, op, scalar, tensor, when
+from onnxfuse.dsl.words import computed, op, scalar, shared, tensor, when
 from onnxfuse.patterns._attention import SWALLOWS_SCORES
 
 SCORES: Final = (2, 3, 4, 5)
@@ -53,6 +53,15 @@ def masked_sum(scores: Term = tensor(), mask: Term = tensor(), number: Term = sc
     yield op.Add(masked, lifted), op.Where(kept, scores, computed(lambda number: -number))
 
 
+@rewrite(example={"x": SCORES, "y": (), "kept": (2, 1, 1, 5)})
+def selected_sum(x: Term = tensor(), y: Term = tensor(), kept: Term = tensor()) -> Rules:
+    """`x * kept + y * Not(kept)`, as tf2onnx writes a Where, is a Where, because finite numbers times 0 are 0."""
+    require("x and y are finite", lambda x, y, is_bounded: is_bounded(x) and is_bounded(y))
+    hidden = shared(op.Cast(shared(op.Not(kept)), to=TensorProto.FLOAT))
+    selected = op.Add(op.Mul(x, shared(op.Cast(kept, to=TensorProto.FLOAT))), shared(op.Mul(y, hidden)))
+    yield when(selected, "x is float32", lambda dtype: dtype == "float32"), op.Where(kept, x, y)
+
+
 @rewrite(of_scores=True, example={"scores": SCORES, "mask": (2, 1, 4, 5), "number": -math.inf})
 def limited_sum(scores: Term = tensor(), mask: Term = tensor(), number: Term = scalar()) -> Rules:
     """`Max(scores + mask, number)` becomes `scores + Max(mask, number)` if the number is lower than any score.
@@ -71,4 +80,4 @@ def limited_sum(scores: Term = tensor(), mask: Term = tensor(), number: Term = s
 
 
 MASKS: Final[tuple[Rewrite, ...]] = merge_fills
-MASKED_SUMS: Final[tuple[Rewrite, ...]] = (*masked_sum, *limited_sum)
+MASKED_SUMS: Final[tuple[Rewrite, ...]] = (*masked_sum, *selected_sum, *limited_sum)
