@@ -14,7 +14,7 @@ def layer_normalized(x: Term, scale: Term, bias: Term, epsilon: Term) -> Term:
     mean = op.ReduceMean(x32, axes=[-1])
     centred = x32 - mean
     deviation = op.Sqrt(op.ReduceMean(centred**2, axes=[-1]) + epsilon)
-    scaled = centred / deviation * scale
+    scaled = _divided(centred, deviation, scale)
     slope = 1 / deviation * scale
     return either(
         op.LayerNormalization(x, scale, bias, epsilon=epsilon),
@@ -32,4 +32,9 @@ def rms_normalized(x: Term, scale: Term, epsilon: Term) -> Term:
     """Return x / sqrt(mean(x^2) + epsilon) * scale over the last axis (Zhang and Sennrich 2019, arXiv:1910.07467)."""
     x32 = float32(x)
     root = op.Sqrt(op.ReduceMean(x32**2, axes=[-1]) + epsilon)
-    return either(op.RMSNormalization(x, scale, epsilon=epsilon), x32 / root * scale)
+    return either(op.RMSNormalization(x, scale, epsilon=epsilon), _divided(x32, root, scale))
+
+
+def _divided(x: Term, root: Term, scale: Term) -> Term:
+    """Return x / root * scale, or a product of x, 1 / root and scale in any grouping."""
+    return either(op.Div(x, root) * scale, x * (1 / root) * scale)
