@@ -27,7 +27,7 @@ MAX_ELEMENTS: Final = 2**24  # larger constants are not read
 
 KEEPING: Final = frozenset({"Abs", "Cast", "Max", "Min", "Neg", "ReduceMax", "ReduceMean", "ReduceMin", "Relu"})
 SUMS: Final = frozenset({"Add", "Sub", "Sum"})
-AT_MOST_ONE: Final = frozenset({"Cos", "Erf", "HardSigmoid", "Sigmoid", "Sign", "Sin", "Softmax", "Tanh"})
+AT_MOST_ONE: Final = frozenset({"Cos", "Erf", "HardSigmoid", "Sigmoid", "Sign", "Sin", "Tanh"})
 NORMALIZED: Final = PRODUCTS | {"LayerNormalization"}
 
 
@@ -129,6 +129,10 @@ class Bounds:
         smallest = float(np.abs(constant_value(self._shapes.graph, divisor).astype(np.float64)).min())
         return self.of(node.inputs[0]) / smallest if smallest > 0 else math.inf
 
+    def of_softmax(self, node: Node) -> float:
+        """Return the bound of a Softmax's result; infinity if a row may hold nothing but -inf, which becomes NaN."""
+        return 1.0 if self.of(node.inputs[0]) < math.inf else math.inf
+
     def of_choice(self, node: Node) -> float:
         """Return the bound of a Where's result."""
         return max(map(self.of, node.inputs[1:]))
@@ -141,5 +145,5 @@ class Bounds:
 
 _RULES: Final[dict[str, Callable[[Bounds, Node], float]]] = {
     "ConstantOfShape": Bounds.of_fill, "Div": Bounds.of_quotient, "Mul": Bounds.of_product,
-    "Where": Bounds.of_choice,
+    "Softmax": Bounds.of_softmax, "Where": Bounds.of_choice,
 }  # fmt: skip

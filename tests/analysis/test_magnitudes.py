@@ -50,6 +50,8 @@ def test_what_may_hold_a_mask(body: str, expected: bool) -> None:
         ("y = Identity(x)", False),  # an input may be infinite
         ("n = Cast <to = 1> (ids)  y = Sub(one, n)", True),
         ("w = Where(flags, lowest, one)  y = Add(w, w)", False),  # beyond float32
+        ("w = Where(flags, lowest, one)  y = Softmax(w)", True),
+        ("w = Where(flags, least, one)  y = Softmax(w)", False),  # NaN where a row holds nothing but -inf
     ],
 )
 def test_masks_of_finite_numbers(body: str, expected: bool) -> None:
