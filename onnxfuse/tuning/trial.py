@@ -232,8 +232,10 @@ class GpuTrial:
         """
         buffer, size = self._allocate(spec), size_of(spec)
         if spec.dtype not in TOLERANCE and spec.dtype != "bool":
-            equal = self._cupy.asarray(np.full(spec.shape, spec.drawn, spec.dtype))
-            buffer.copy_from_device_async(equal.data, size, self._stream)
+            buffer.memset_async(0, size, self._stream)
+            if spec.drawn:
+                equal = self._cupy.asarray(np.full(spec.shape, spec.drawn, spec.dtype))
+                buffer.copy_from_device_async(equal.data, size, self._stream)
             return buffer
         values = self._random_values(spec.dtype, _terms(spec) if spec.constant else 1)
         offset, start = 0, number * 7919 * values.itemsize

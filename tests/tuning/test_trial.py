@@ -214,9 +214,9 @@ def test_runs_have_constants_of_their_own_and_share_what_is_computed(cupy: Prete
 
 def test_integers_are_equal_and_masks_are_mixed(cupy: Pretended) -> None:
     lengths = dataclasses.replace(spec("int32", (3,)), drawn=1023)
-    inputs = [spec("int64", (100,)), lengths, spec("bool", (100,))]
+    inputs = [spec("int64", (100,)), lengths, spec("bool", (100,)), spec("int4", (100,))]
     made = GpuTrial(inputs, [plan(spec())], DEVICE, lambda _: cupy.ready(print))
-    ((numbers, drawn, mask), _) = made._memory(1)[0]
+    ((numbers, drawn, mask, _), _) = made._memory(1)[0]
     assert not numbers.data[:800].any()
     assert drawn.data[:12].view(np.int32).tolist() == [1023] * 3
     assert set(mask.data[:100]) == {0, 1}
