@@ -33,8 +33,12 @@ OF_FLOATS: Final = (
     "IsNaN", "IsInf",
 )  # fmt: skip
 OF_ALL: Final = ("Relu", "Neg", "Abs", "Sign", "Where", "Cast", "Identity")
+QUANTIZED: Final = ("int8", "uint8")  # dtypes that QuantizeLinear gives
+QUANTIZERS: Final = {  # with the dtypes of their first input
+    "QuantizeLinear": (*HALVES, "float32"), "DequantizeLinear": (*QUANTIZED, "int32"),
+}  # fmt: skip
 ELEMENTWISE: Final = frozenset(
-    (*ARITHMETIC, *COMPARISONS, *LOGIC, *BITWISE, *SHIFTS, *ACTIVATION_OF, *OF_FLOATS, *OF_ALL)
+    (*ARITHMETIC, *COMPARISONS, *LOGIC, *BITWISE, *SHIFTS, *ACTIVATION_OF, *OF_FLOATS, *OF_ALL, *QUANTIZERS)
 )
 GATHERS: Final = ("Gather", "GatherElements")
 MAPS: Final = frozenset(
@@ -65,6 +69,8 @@ def dtypes_of(operator: str) -> tuple[str, ...]:
         return FLOATS
     if operator in BITWISE:
         return INTEGERS
+    if operator in QUANTIZERS:
+        return QUANTIZERS[operator]
     if operator in SHIFTS:
         return ("uint8",)  # BitShift takes unsigned integers only
     if operator in REDUCTIONS:

@@ -38,7 +38,7 @@ QUOTIENTS: Final = {  # for floats, within 2 units in the last place; the varian
 }  # fmt: skip
 INSTRUCTIONS: Final = {  # estimated instructions per element; others take OTHER_INSTRUCTIONS
     "Sin": 35, "Cos": 35, "Erf": 23, "Pow": 20, "Gelu": 20, "Softplus": 16, "Tanh": 12, "Mish": 12, "Log": 12,
-    "Softmax": 12, "LogSoftmax": 12, "Elu": 10, "Selu": 10, "Exp": 8, "Sigmoid": 6, "Mod": 20,
+    "Softmax": 12, "LogSoftmax": 12, "Elu": 10, "Selu": 10, "Exp": 8, "Sigmoid": 6, "Mod": 20, "QuantizeLinear": 16,
 }  # fmt: skip
 OTHER_INSTRUCTIONS: Final = 2
 MERGE_INSTRUCTIONS: Final = 24  # estimated instructions to merge the partial results of threads
@@ -121,6 +121,12 @@ def expression(
         return f"{given[0]} ? {given[1]} : {given[2]}"
     if name == "Cast":
         return _cast(given[0], of, target)
+    if name == "QuantizeLinear":
+        quotient, precision = f"exact_quotient({given[0]}, {given[1]})", operation.attributes.get("precision")
+        rounded = f"rounded<{STORED[precision]}>({quotient})" if precision in HALVES else quotient
+        return f"quantized<{NUMBER[target]}>({rounded}, {given[2]})"
+    if name == "DequantizeLinear":
+        return f"product(float({given[0]} - {given[2]}), {given[1]})"
     if name == "BitShift":
         return f"shifted_{operation.attributes['direction'].lower()}({given[0]}, {given[1]})"
     if name in ("Pow", "Mod"):

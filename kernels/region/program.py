@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from onnxfuse.algebra.operators import DISCONTINUOUS
-from onnxfuse.region_operators import DTYPES, EXACT, FLOATS, HALVES, dtypes_of
+from onnxfuse.region_operators import DTYPES, EXACT, FLOATS, HALVES, QUANTIZED, dtypes_of
 from onnxfuse.runtime.plan import FusedNode
 
 VALUE_NAME: Final = re.compile(r"[a-z]+[0-9]+")  # names appear in C++, and model files are untrusted
@@ -137,6 +137,8 @@ def _operator_refusal(program: Program, operation: Operation) -> str | None:
         return f"region: {name} is of {dtype}; kernels are generated for it in {', '.join(taken)}"
     if name == "Pad" and operation.attributes.get("mode", "constant") not in PAD_MODES:
         return f"region: Pad has the mode {operation.attributes['mode']}; kernels have {', '.join(PAD_MODES)}"
+    if name == "QuantizeLinear" and program.dtypes[operation.outputs[0]] not in QUANTIZED:
+        return f"region: QuantizeLinear gives {program.dtypes[operation.outputs[0]]}; required is {QUANTIZED}"
     if name == "BitShift" and operation.attributes.get("direction") not in SHIFTS:
         return f"region: BitShift has the direction {operation.attributes.get('direction')}; required LEFT or RIGHT"
     return None

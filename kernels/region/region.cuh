@@ -297,6 +297,25 @@ __device__ __forceinline__ float sine(Angle x) {
 }
 __device__ __forceinline__ float cosine(Angle x) { return sine({x.rest, x.quarters + 1}); }
 
+// The quotient rounded to nearest even, of subnormal numbers too.
+__device__ __forceinline__ float exact_quotient(float a, float b) {
+#if __CUDA_ARCH__ >= 750
+    float y;
+    asm("div.rn.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+#else
+    return a / b;
+#endif
+}
+
+// The integer of 8 bits that is nearest to x + zero, as QuantizeLinear has it: ties go to the even x, and NaN becomes
+// the lowest integer, as on onnxruntime's CPU provider.
+template <class T>
+__device__ __forceinline__ T quantized(float x, int zero) {
+    constexpr int LOW = T(-1) < T(0) ? -128 : 0;
+    return T(int(rintf(fminf(fmaxf(x, float(LOW - zero)), float(LOW + 255 - zero)))) + zero);
+}
+
 template <class T>
 __device__ __forceinline__ T sign(T x) { return x > T(0) ? T(1) : x < T(0) ? T(-1) : x == x ? T(0) : x; }
 

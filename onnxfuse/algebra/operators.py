@@ -59,7 +59,9 @@ PRODUCTS: Final = LINEAR | {"Einsum"}
 # --- sets for the analysis of results ------------------------------------------------------------------------------
 
 # Discontinuous operators: like a Cast to integers or bool, they can turn a rounding error of their input into a jump.
-DISCONTINUOUS: Final = frozenset((*COMPARISONS, *EXTREMES, "IsNaN", "IsInf", "Floor", "Ceil", "Round", "Sign", "Mod"))
+DISCONTINUOUS: Final = frozenset(
+    (*COMPARISONS, *EXTREMES, "IsNaN", "IsInf", "Floor", "Ceil", "Round", "Sign", "Mod", "QuantizeLinear")
+)
 RANDOM: Final = frozenset(
     ("Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike")
 )

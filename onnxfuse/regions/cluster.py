@@ -25,9 +25,8 @@ OPERATIONS_PER_BYTE: Final = 8  # operations that take as long as moving one byt
 OPERATIONS: Final[Mapping[str, int]] = {
     **dict.fromkeys(("Constant", "Identity", "Reshape", "Squeeze", "Unsqueeze"), 0),
     **dict.fromkeys(("Div", "Sqrt", "Reciprocal", "Exp", "Log", "Tanh", "Sin", "Cos", "Sigmoid", "Softplus"), 8),
-    **dict.fromkeys(
-        ("Pow", "Erf", "Gelu", "Mish", "Elu", "Selu", "Mod", "Softmax", "LogSoftmax", "ReduceLogSumExp"), 16
-    ),
+    **dict.fromkeys(("Pow", "Erf", "Gelu", "Mish", "Elu", "Selu", "Mod"), 16),
+    **dict.fromkeys(("Softmax", "LogSoftmax", "ReduceLogSumExp", "QuantizeLinear"), 16),
 }
 
 

@@ -10,7 +10,9 @@ import ml_dtypes
 from onnx import TensorProto, helper
 
 from onnxfuse.ir.dtypes import FLOATS, INTEGER_RANGES, dtype_name
-from onnxfuse.regions.steps import StaysOut, Steps, Writer
+from onnxfuse.ir.node import is_constant
+from onnxfuse.region_operators import QUANTIZED
+from onnxfuse.regions.steps import StaysOut, Steps, Writer, axis_of
 
 SAME: Final = (
     "Add", "Sub", "Mul", "Div", "Neg", "Abs", "Sqrt", "Exp", "Log", "Erf", "Tanh", "Sin", "Cos", "Floor", "Ceil",
@@ -107,6 +109,46 @@ def _swish(s: Steps) -> None:
     s.end("Mul", [x, s.emit("Sigmoid", [scaled])])
 
 
+def _per_channel(s: Steps, index: int) -> str:
+    """Return the value of a scale or a zero point, which broadcasts with the first input."""
+    tensor, value = s.node.inputs[index], s.data(index, rank_beside=1)
+    if value.startswith("#") or not s.rank(index):
+        return value
+    if s.shape(tensor) == (1,):
+        return s.emit("Squeeze", [value], s.dtype(index), axes=[0])
+    if not is_constant(tensor):
+        raise StaysOut(f"'{tensor.name}' has a number per channel and is computed; required is a constant")
+    axis = axis_of(s.integer("axis", 1), s.rank())
+    shape = [tensor.shape[0], *[1] * (s.rank() - axis - 1)]
+    return value if len(shape) == 1 else s.emit("Reshape", [value], s.dtype(index), shape=shape)
+
+
+def _quantizing(s: Steps, integers: int, **attributes: str) -> None:
+    """Write a QuantizeLinear or DequantizeLinear, whose zero point has the dtype `integers`."""
+    if size := s.integer("block_size", 0):
+        raise StaysOut(f"its scales are given per block of {size}; required is one for all, or one per channel")
+    zero = _per_channel(s, 2) if s.has(2) else s.number(0, integers)
+    s.end(s.node.op, [s.data(0), _per_channel(s, 1), zero], **attributes)
+
+
+def _quantize(s: Steps) -> None:
+    """Write a QuantizeLinear, whose quotient is rounded to the dtype `precision`.
+
+    onnxruntime rounds the quotient to float32, and from opset 23 on, as ONNX has it, to the dtype of the scale or to
+    the one that the attribute `precision` names.
+    """
+    if dtype_name(s.out_dtype) not in QUANTIZED:
+        raise StaysOut(f"it gives {dtype_name(s.out_dtype)}; kernels quantize to {' and '.join(QUANTIZED)}")
+    precision = s.integer("precision", 0) or s.dtype(1) if s.graph.opset >= 23 else TensorProto.FLOAT
+    _quantizing(s, s.out_dtype, precision=dtype_name(precision))
+
+
+def _dequantize(s: Steps) -> None:
+    if s.dtype(1) != s.out_dtype:
+        raise StaysOut(f"its scale is {dtype_name(s.dtype(1))} and its result {dtype_name(s.out_dtype)}")
+    _quantizing(s, s.dtype(0))
+
+
 POINTWISE: Final[Mapping[str, Writer]] = {
     **{op: functools.partial(_same, op) for op in SAME},
     **{op: functools.partial(_with_numbers, op) for op in WITH_NUMBERS},
@@ -120,6 +162,8 @@ POINTWISE: Final[Mapping[str, Writer]] = {
     "Gelu": _gelu,
     "Mod": _mod,
     "BitShift": _bit_shift,
+    "QuantizeLinear": _quantize,
+    "DequantizeLinear": _dequantize,
     "PRelu": _prelu,
     "Swish": _swish,
 }

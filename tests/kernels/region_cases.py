@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 from region_block_cases import interleaved_axes, kept_rows, prevalent_parts
-from region_drafts import FLOATS, Made, RegionProgram, made, numbers, one
+from region_drafts import FLOATS, NUMPY, Made, RegionProgram, made, numbers, one
 from region_norm_cases import norms
 from region_size_cases import computed_sizes
 from region_speed_cases import (
@@ -22,7 +22,7 @@ from region_speed_cases import (
 )
 
 from onnxfuse.algebra.operators import COMPARISONS
-from onnxfuse.region_operators import SUMS
+from onnxfuse.region_operators import QUANTIZED, SUMS
 
 UNARY = (
     "Neg", "Abs", "Sqrt", "Exp", "Log", "Erf", "Tanh", "Sin", "Cos", "Floor", "Ceil", "Round", "Sign", "Reciprocal",
@@ -103,6 +103,7 @@ def operators() -> Iterator[Made]:
             low = 0 if source in ("bool", "uint8") else -12
             x = numbers((2, 24), source, low=low, high=1 if source == "bool" else 12)
             yield one(f"Cast {source} to {target}", "Cast", x, dtype=target, to=target)
+    yield from quantizers()
     large = np.array([-(2**63), -(2**62) + 1, -(2**32), -7, -1, 0, 6, 2**31, 2**32 - 1, 2**40 + 3, 2**63 - 1])
     divisors = large[large != 0]
     yield one("Mod of large int64", "Mod", large[1:, None], divisors[divisors != -1], fmod=0)
@@ -111,6 +112,26 @@ def operators() -> Iterator[Made]:
     yield one("Gelu by tanh", "Gelu", numbers((64,), "float32"), approximate="tanh")
     yield one("LeakyRelu with alpha", "LeakyRelu", numbers((64,), "float32"), alpha=0.3)
     yield one("HardSigmoid with alpha and beta", "HardSigmoid", numbers((64,), "float16"), alpha=0.1, beta=0.7)
+
+
+def quantizers() -> Iterator[Made]:
+    """Quantizers of ties, special numbers and scales from subnormal to infinite, and all integers dequantized."""
+    extremes = [np.nan, np.inf, -np.inf, -0.0, 3e38, -3e38, 1e-40, 127.5, -128.5, 255.5]
+    x = np.concatenate([np.arange(-600, 600) / 4, extremes]).astype(np.float32).reshape(5, -1)
+    scales = np.array([[1], [0.25], [0.1], [1e-40], [3e38]], np.float32)
+    for dtype in FLOATS:
+        for target in QUANTIZED:
+            zero = np.array([[0], [3], [100], [127], [7]], target)
+            with np.errstate(over="ignore"):
+                operands = x.astype(NUMPY[dtype]), scales.astype(NUMPY[dtype]), zero
+            name = f"QuantizeLinear of {dtype} to {target}"
+            yield one(name, "QuantizeLinear", *operands, dtype=target, precision="float32")
+            yield one(f"{name}, by dtype", "QuantizeLinear", *operands, dtype=target, precision=dtype)
+            integers = np.arange(256).astype(target).reshape(1, -1)
+            yield one(f"DequantizeLinear of {target} to {dtype}", "DequantizeLinear", integers, *operands[1:],
+                      dtype=dtype)  # fmt: skip
+    large = np.array([2**31 - 1, -(2**31), 2**24 + 1, 0, 123456789], np.int32)
+    yield one("DequantizeLinear of int32", "DequantizeLinear", large, scales[1], np.int32(0), dtype="float32")
 
 
 def edges() -> Iterator[Made]:

@@ -19,7 +19,7 @@ from onnxfuse.ir.dtypes import DTYPE_NUMBERS
 from onnxfuse.kernels.region.program import Operation
 from onnxfuse.kernels.region.shapes import sizes_of
 from onnxfuse.kernels.region.sizes import Sizes
-from onnxfuse.region_operators import HALVES, SUMS
+from onnxfuse.region_operators import HALVES, QUANTIZERS, SUMS
 from onnxfuse.runtime.plan import FusedNode, TensorSpec
 
 NUMPY = {
@@ -31,7 +31,7 @@ LISTS = {"Reshape": ("shape",), "Expand": ("shape",), "Unsqueeze": ("axes",), "S
 OPSET = 21
 STEPS = (  # operators that are not continuous
     "Floor", "Ceil", "Round", "Sign", "Mod", "IsNaN", "IsInf", "Equal", "Less", "LessOrEqual", "Greater",
-    "GreaterOrEqual", "ArgMax", "ArgMin",
+    "GreaterOrEqual", "ArgMax", "ArgMin", "QuantizeLinear",
 )  # fmt: skip
 FLOATS = ("float32", "float16", "bfloat16")
 
@@ -149,6 +149,8 @@ def _as(dtype: str, array: np.ndarray) -> np.ndarray:
 def _results(operation: Operation, given: Sequence[np.ndarray], target: str) -> list[np.ndarray]:
     """Return the results of one operator of which the first one has the dtype `target`."""
     op, attributes = operation.name, dict(operation.attributes)
+    if op in QUANTIZERS:
+        return [_quantizer(operation, *given, target)]
     if op == "Constant":
         value = attributes["value"]
         return [np.array(float(value) if isinstance(value, str) else value, _held(target))]
@@ -172,6 +174,17 @@ def _results(operation: Operation, given: Sequence[np.ndarray], target: str) -> 
     return _session(node.SerializeToString(), tuple(each.dtype.name for each in given), target).run(
         None, dict(zip(inputs, given, strict=True))
     )
+
+
+def _quantizer(operation: Operation, x: np.ndarray, scale: np.ndarray, zero: np.ndarray, target: str) -> np.ndarray:
+    """Return what ONNX defines, for scales that broadcast; NaN gives the lowest integer, as in onnxruntime."""
+    with np.errstate(all="ignore"):
+        if operation.name == "DequantizeLinear":
+            return np.asarray((x.astype(np.int64) - zero).astype(np.float32) * scale)
+        quotient = _as(operation.attributes["precision"], x / scale)
+    limits = np.iinfo(target)
+    shifted = np.clip(np.rint(quotient), limits.min - float(limits.max), limits.max - float(limits.min)) + zero
+    return np.asarray(np.clip(np.nan_to_num(shifted, nan=limits.min), limits.min, limits.max).astype(target))
 
 
 def _numbers(operation: Operation, given: Sequence[np.ndarray]) -> dict[str, list[int]]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from region_drafts import NUMPY, RegionProgram
 
-from onnxfuse.region_operators import HALVES
+from onnxfuse.region_operators import HALVES, QUANTIZED, QUANTIZERS
 
 FLOATS = ("float32", "float16", "bfloat16")
 REALS = (*FLOATS, "float64")
@@ -232,6 +232,26 @@ def step(draft: Draft, x: Value) -> None:
                   select_last_index=0)  # fmt: skip
     else:
         draft.add("Floor" if op == "ArgMax" else op, near, bound=near.bound + 1)
+
+
+def quantizer(draft: Draft, x: Value) -> None:
+    """Quantize floats, or dequantize integers, with numbers for all elements or along an axis."""
+    if x.dtype not in (*FLOATS, *QUANTIZERS["DequantizeLinear"]) or not x.exact:
+        return
+    chance = draft.chance
+    to = chance.choice(QUANTIZED if x.dtype in FLOATS else FLOATS)
+    shape = _with_ones(chance, x.shape) if chance.random() < 0.5 else ()
+    scales = np.random.default_rng(chance.getrandbits(32)).choice([0.125, 0.25, 0.1, 0.3, 1.5], shape)
+    real, integer = (x.dtype, to) if x.dtype in FLOATS else (to, x.dtype)
+    bound = 4.0 if integer == "int32" else 127.0
+    scale = Value(draft.program.operand(np.asarray(scales, NUMPY[real])), shape, real, 1.5, True)
+    zero = draft.operand(shape, integer, bound) if chance.random() < 0.7 else draft.constant(3, integer)
+    if real == to:
+        if (x.bound + bound) * 1.5 < draft.extent.largest:
+            draft.add("DequantizeLinear", x, scale, zero, dtype=to, bound=(x.bound + bound) * 1.5)
+        return
+    precision = chance.choice(["float32", real])
+    draft.add("QuantizeLinear", x, scale, zero, dtype=to, bound=255.0, precision=precision)
 
 
 def view(draft: Draft, x: Value) -> None:
@@ -480,7 +500,7 @@ def random_program(seed: int, extent: Extent | None = None) -> RegionProgram:
     draft.keep(draft.operand(shape, dtype))
     for _ in range(chance.choice([2, 4, 6, 9])):
         recent = draft.values[-3:]
-        way = chance.choice([binary, binary, unary, unary, cast, step, view, view, cut, cut, reduce])
+        way = chance.choice([binary, binary, unary, unary, cast, step, quantizer, view, view, cut, cut, reduce])
         way(draft, chance.choice([recent[-1], recent[-1], *recent]))
     computed = [each for each in draft.values if each.name.startswith("v")]
     if not computed:

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 from architectures import DEVICES, H200
-from region_drafts import NUMPY, RegionProgram, describe
+from region_drafts import FLOATS, NUMPY, RegionProgram, describe
 from region_emulation import plan_of
 from region_random import random_program
 from small_tilings import small_tilings
@@ -50,8 +50,11 @@ def test_random_programs(part: int) -> None:
 
 ATTRIBUTES = {"Cast": [{"to": dtype} for dtype in operators.DTYPES], "Mod": [{"fmod": 0}, {"fmod": 1}],
               "BitShift": [{"direction": "LEFT"}, {"direction": "RIGHT"}],
+              "QuantizeLinear": [{"to": to, "precision": each} for to in operators.QUANTIZED for each in FLOATS],
+              "DequantizeLinear": [{"to": to} for to in FLOATS],
               "Gelu": [{"approximate": "none"}, {"approximate": "tanh"}]}  # fmt: skip
-INPUTS = {"Where": 3, **dict.fromkeys((*operators.ARITHMETIC, *operators.COMPARISONS, "BitShift"), 2),
+INPUTS = {"Where": 3, **dict.fromkeys(operators.QUANTIZERS, 3),
+          **dict.fromkeys((*operators.ARITHMETIC, *operators.COMPARISONS, "BitShift"), 2),
           **dict.fromkeys(("And", "Or", "Xor", "BitwiseAnd", "BitwiseOr", "BitwiseXor"), 2)}  # fmt: skip
 SHAPES = [(12, 40), (40,), (12, 1), ()]  # of what lanes have, and of what they share
 
@@ -67,6 +70,9 @@ def operator_programs() -> dict[str, RegionProgram]:
                     count = INPUTS.get(op, 1)
                     shapes = [shape if i == number % count else SHAPES[0] for i in range(count)]
                     dtypes = ["bool" if op == "Where" and i == 0 else dtype for i in range(count)]
+                    if op in operators.QUANTIZERS:
+                        to = attributes["to"]
+                        dtypes = [dtype, *((dtype, to) if op == "QuantizeLinear" else (to, dtype))]
                     given = [program.operand(np.ones(s, NUMPY[d])) for s, d in zip(shapes, dtypes, strict=True)]
                     result = attributes.get("to", "bool" if op in ("Not", "And", "Or", "Xor", "IsNaN", "IsInf") else "")
                     name = program.op(op, *given, dtype=result or ("" if op in operators.COMPARISONS else dtype),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from region_models import assert_programs_agree, draw, optimized, parsed, regions
 
-from onnxfuse.regions.normal_form import WRITERS
+from onnxfuse.analysis.shape_inference import read_and_infer
+from onnxfuse.regions.normal_form import WRITERS, normal_form
 
 FLOAT = (
     "Abs", "Neg", "Exp", "Erf", "Tanh", "Sin", "Cos", "Floor", "Ceil", "Round", "Sign", "Reciprocal", "Relu", "Sigmoid",
@@ -82,6 +83,21 @@ CASES: dict[str, tuple[int, str]] = {
     "IsInf": (17, "o := float {0} a = Div(x, o) c = IsInf <detect_negative = 0> (a) z = Where(c, y, x)"),
     "Cast": (17, "a = Cast <to = 7> (x) c = Cast <to = 9> (a) d = Cast <to = 1> (c) z = Cast <to = 10> (d)"),
     "float16": (17, "a = Exp(h) c = Mul(a, h) d = Cast <to = 1> (c) z = Tanh(d)"),
+    "QuantizeLinear": (13, "s := float {0.1} a = Neg(x) z = QuantizeLinear(a, s)"),
+    "QuantizeLinear per channel": (
+        13, "s := float[3] {0.1, 0.2, 0.3} t := int8[3] {0, 5, -7} a = Neg(x) z = QuantizeLinear <axis = -2> (a, s, t)"
+    ),
+    "QuantizeLinear by a computed scale": (
+        19, "k := int64[1] {1} a = Abs(h) m = ReduceMax(a) s = Reshape(m, k) z = QuantizeLinear(a, s)"
+    ),
+    "QuantizeLinear by a precision": (
+        23, "k := float {0.1} s = Cast <to = 10> (k) a = Neg(h) z = QuantizeLinear <precision = 1> (a, s)"
+    ),
+    "DequantizeLinear": (
+        13, "s := float[4] {0.1, 0.2, 0.3, -0.4} t := uint8[4] {0, 5, 7, 255} a = Cast <to = 2> (b) "
+        "c = DequantizeLinear <axis = 2> (a, s, t) z = Neg(c)"
+    ),
+    "DequantizeLinear of int32": (10, "s := float {0.1} a = Cast <to = 6> (i) c = DequantizeLinear(a, s) z = Neg(c)"),
     "PRelu": (17, "s := float[4] {0.1, 0.2, 0.3, 0.4} a = Neg(x) z = PRelu(a, s)"),
     "broadcast of a number with axes": (17, "o := float[1, 1, 1, 1] {2} a = Neg(x) z = Add(a, o)"),
     # --- index maps
@@ -152,6 +168,32 @@ def test_images(nodes: str) -> None:
     model, _ = optimized(parsed(nodes, inputs=IMAGES), only=["region"])
     assert [node.domain for node in model.graph.node] == ["onnxfuse"]
     assert assert_programs_agree(model, draw(model)) == 1
+
+
+# What a QuantizeLinear must not have in a region: opset, nodes, and the reason in the report.
+REFUSED = {
+    "blocks": (
+        21, "s := float[2, 3, 2] {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12} a = Neg(x) "
+        "z = QuantizeLinear <axis = 2, block_size = 2> (a, s)",
+        "its scales are given per block of 2; required is one for all, or one per channel"
+    ),
+    "16 bits": (
+        21, "s := float {0.5} t := int16 {0} a = Neg(x) z = QuantizeLinear(a, s, t)",
+        "it gives int16; kernels quantize to int8 and uint8"
+    ),
+    "computed scales": (
+        13, "a = Abs(x) s = ReduceMax <axes = [0, 2], keepdims = 0> (a) z = QuantizeLinear(a, s)",
+        "'s' has a number per channel and is computed; required is a constant"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_quantizers_that_stay_out(name: str) -> None:
+    opset, nodes, reason = REFUSED[name]
+    shapes = read_and_infer(parsed(nodes, opset=opset), None)
+    (node,) = (node for node in shapes.graph.nodes if node.op == "QuantizeLinear")
+    assert normal_form(shapes.graph, shapes, node) == f"QuantizeLinear stays out of regions: {reason}"
 
 
 def test_every_operator_has_a_case() -> None:

@@ -1,0 +1,90 @@
+"""QuantizeLinear and DequantizeLinear in regions: their kernels, emulated, equal onnxruntime bit by bit."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from architectures import H200
+from onnx import helper, numpy_helper
+from region_emulation import results
+
+sys.path.append(str(Path(__file__).parents[1] / "regions"))
+
+from region_models import drafted, regions, run
+
+from onnxfuse import optimize
+from onnxfuse.ir.dtypes import DTYPE_NUMBERS
+
+# Ties, numbers beside what 8 bits hold, and numbers that no integer is near.
+SPECIAL = [np.nan, np.inf, -np.inf, -0.0, 3e38, -3e38, 1e-40, 126.5, 127.5, 128.5, -127.5, -128.5, -129, 254.5, 255.5]
+REALS = np.array([*SPECIAL, *(np.arange(-300, 300) / 2), 7], np.float32).reshape(4, 7, 22)
+INTEGERS = np.resize([*range(256), 2**31 - 1, -(2**31), 2**24 + 1, 123456789], (4, 7, 22))
+SCALES = (1.0, 0.5, 0.1, -0.1, 3e-4)
+AXES = (None, 0, 1, 2, -1, -2)
+Models = Callable[[int, str], Iterator[tuple[onnx.ModelProto, np.ndarray]]]
+DTYPES_OF_OPSETS = ((13, "float32"), (19, "float16"), (21, "float32"), (23, "float16"), (23, "float32"))
+
+
+def scales_and_zeros(axis: int | None, real: str, integer: str, has_zero: bool, start: int) -> list[np.ndarray]:
+    shape = () if axis is None else REALS.shape[axis]
+    zeros = np.resize(np.roll([0, 3, 100, 127, 77], start), shape).astype(integer)
+    scales = np.resize(np.roll(SCALES, start), shape).astype(real)
+    return [scales, zeros if integer != "int32" else np.zeros_like(zeros)][: 1 + has_zero]
+
+
+def model(op: str, opset: int, x: np.ndarray, parts: Sequence[np.ndarray], axis: int | None) -> onnx.ModelProto:
+    """Return a model of a quantizer beside a Neg of the real numbers, because a region has at least two operators."""
+    attributes = {} if axis is None else {"axis": axis}
+    names = ["scale", "zero"][: len(parts)]
+    if op == "QuantizeLinear":
+        result = parts[1].dtype.name if len(parts) > 1 else "uint8"
+        nodes = [helper.make_node("Neg", ["x"], ["h"]), helper.make_node(op, ["h", *names], ["y"], **attributes)]
+    else:
+        result = parts[0].dtype.name
+        nodes = [helper.make_node(op, ["x", *names], ["h"], **attributes), helper.make_node("Neg", ["h"], ["y"])]
+    shape = ["a", "b", "c"]
+    graph = helper.make_graph(
+        nodes, "g", [helper.make_tensor_value_info("x", DTYPE_NUMBERS[x.dtype.name], shape)],
+        [helper.make_tensor_value_info("y", DTYPE_NUMBERS[result], shape)],
+        list(map(numpy_helper.from_array, parts, names)),
+    )  # fmt: skip
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
+
+
+def quantizers(opset: int, real: str) -> Iterator[tuple[onnx.ModelProto, np.ndarray]]:
+    """Yield models with values for x: all integers' dtypes, axes, zero points or none, and empty tensors."""
+    with np.errstate(over="ignore"):
+        x = REALS.astype(real)
+    for i, (axis, integer, has_zero) in enumerate(itertools.product(AXES, ("int8", "uint8"), (True, False))):
+        if has_zero or integer == "uint8":
+            parts = scales_and_zeros(axis, real, integer, has_zero, i)
+            yield model("QuantizeLinear", opset, x, parts, axis), x
+            if axis is None:
+                yield model("QuantizeLinear", opset, x, parts, axis), x[:, :0]
+
+
+def dequantizers(opset: int, real: str) -> Iterator[tuple[onnx.ModelProto, np.ndarray]]:
+    for i, (axis, integer, has_zero) in enumerate(itertools.product(AXES, ("int8", "uint8", "int32"), (True, False))):
+        x = INTEGERS.astype(integer)
+        yield model("DequantizeLinear", opset, x, scales_and_zeros(axis, real, integer, has_zero, i), axis), x
+
+
+@pytest.mark.parametrize("models", [quantizers, dequantizers])
+@pytest.mark.parametrize(("opset", "real"), DTYPES_OF_OPSETS)
+def test_kernels_equal_onnxruntime(models: Models, opset: int, real: str, tmp_path: Path) -> None:
+    expected, programs = [], []
+    for original, x in models(opset, real):
+        fused, _ = optimize(original, only=["region"], verify=False)
+        (region,) = regions(fused)
+        constants = {each.name: numpy_helper.to_array(each) for each in fused.graph.initializer}
+        programs.append(drafted(region, [x if name == "x" else constants[name] for name in region.node.input]))
+        expected.append(run(original, {"x": x})["y"])
+    assert len(programs) >= 18
+    for program, own, wanted in zip(programs, results(programs, H200, tmp_path), expected, strict=True):
+        np.testing.assert_array_equal(own[0], wanted, err_msg=str(program.node()))
