@@ -27,6 +27,7 @@ ON_THE_CPU: Final = "on the CPU, for want of a CUDA kernel"
 JOINED: Final = "joined with its MatMul to a MatMulNBits by onnxruntime's optimizations"
 WHOLE: Final = "dequantizes the whole weight in every run"
 ALONE: Final = "a launch of its own, because no float operator is joined with it on CUDA"
+QUANTIZER: Final = f"{ALONE}; onnxfuse fuses it with the elementwise operators beside it"
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def _mat_mul_n_bits(_: ShapeInfo, node: Node) -> Description:
 def _dequantize_linear(shapes: ShapeInfo, node: Node) -> Description:
     dtype = dtype_name(shapes.dtype(node.inputs[0]))
     if not is_constant(node.inputs[0]):
-        return f"DequantizeLinear of {dtype} values", ALONE
+        return f"DequantizeLinear of {dtype} values", QUANTIZER
     if not int_attribute(node, "block_size", 0):
         return f"DequantizeLinear of {dtype} weights", WHOLE
     what = f"DequantizeLinear of {dtype} weights, {_blocks(node, 2)}"
@@ -100,17 +101,19 @@ def _group_query_attention(shapes: ShapeInfo, node: Node) -> Description:
     return f"GroupQueryAttention, {', '.join(facts)}", how
 
 
+def _quantize_linear(shapes: ShapeInfo, node: Node) -> Description:
+    return "QuantizeLinear", QUANTIZER
+
+
 def _alone(shapes: ShapeInfo, node: Node) -> Description:
     return op_of(node).removeprefix("com.microsoft::"), ALONE
 
 
 DESCRIPTIONS: Final[Mapping[str, Callable[[ShapeInfo, Node], Description]]] = {
     "MatMulNBits": _mat_mul_n_bits,
+    "QuantizeLinear": _quantize_linear,
     "DequantizeLinear": _dequantize_linear,
     "GatherBlockQuantized": _gather_block_quantized,
     "GroupQueryAttention": _group_query_attention,
-    **dict.fromkeys(
-        ("QuantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "ConvInteger", "QLinearMatMul", "QLinearConv"),
-        _alone,
-    ),
+    **dict.fromkeys(("DynamicQuantizeLinear", "MatMulInteger", "ConvInteger", "QLinearMatMul", "QLinearConv"), _alone),
 }

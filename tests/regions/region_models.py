@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import onnx.numpy_helper
+import onnxruntime
 from architectures import H200
 from kernel_hosts import first_plan, host_of, require_support
 from region_drafts import RegionProgram
@@ -141,3 +144,12 @@ def assert_close(found: Array, wanted: Array, message: str) -> None:
     np.testing.assert_allclose(
         found.astype(np.float64), wanted.astype(np.float64), rtol=tolerance, atol=tolerance * largest, err_msg=message
     )
+
+
+def left_by_onnxruntime(model: onnx.ModelProto, folder: Path) -> Counter[str]:
+    """Return the operators of a model after onnxruntime's graph optimizations."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.optimized_model_filepath = str(folder / "left.onnx")
+    onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return Counter(node.op_type for node in onnx.load(folder / "left.onnx").graph.node)

@@ -7,10 +7,9 @@ from collections import Counter
 from pathlib import Path
 
 import onnx
-import onnxruntime
 import pytest
 from exported_models import load_exported
-from region_models import assert_programs_agree, regions
+from region_models import assert_programs_agree, left_by_onnxruntime, regions
 from test_models import INDEX, draw
 
 from onnxfuse import Report, optimize
@@ -75,12 +74,3 @@ def test_onnxruntime_runs_the_same_operators_on_the_cpu(name: str, tmp_path: Pat
     assert len(together.graph.node) < len(apart.graph.node)
     found, expected = (left_by_onnxruntime(model, tmp_path) for model in (together, apart))
     assert found.pop("Shape", 0) <= expected.pop("Shape", 0) + len(regions(together)) and found == expected
-
-
-def left_by_onnxruntime(model: onnx.ModelProto, folder: Path) -> Counter[str]:
-    """Return the operators of a model after onnxruntime's graph optimizations."""
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    options.optimized_model_filepath = str(folder / "left.onnx")
-    onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    return Counter(node.op_type for node in onnx.load(folder / "left.onnx").graph.node)
