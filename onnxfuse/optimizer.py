@@ -184,14 +184,12 @@ def _settings(
 ) -> Settings:
     """Return the settings that these arguments of `optimize` stand for.
 
-    If `only` names fusions that the layout step makes, that step makes only these.  Raises UsageError for an unknown
-    fusion or layout.
+    The layout step, too, makes only the fusions that `only` names.  Raises UsageError for an unknown fusion or layout.
     """
     if layout not in get_args(Layout):
         raise UsageError(f"layout is 'auto', 'nchw' or 'nhwc', not '{layout}'")
     fusions = catalogue.select(catalogue.with_folders(patterns), only, skip, also=[REGION, *LAYOUT_FUSIONS])
-    named = LAYOUT_FUSIONS.keys() & set(only)
-    left_out = frozenset(LAYOUT_FUSIONS.keys() & set(skip)) | (LAYOUT_FUSIONS.keys() - named if named else frozenset())
+    left_out = frozenset(name for name in LAYOUT_FUSIONS if name in skip or (only and name not in only))
     if REGION in skip or (only and REGION not in only):
         regions = False
     elif REGION in only:

@@ -340,6 +340,8 @@ def test_fusions_that_layouts_make_are_known(tmp_path: Path) -> None:
     assert "max_pool 1" in report(*both, "max_pool")
     assert "it needs one of Resize, Upsample, and the model has none" in report(*both, "resize")
     assert "max_pool is left out" in report(*both, "resize")
+    named = report(*both, "layer_norm")
+    assert "conv_bias_activation 2" in named and "max_pool 1" not in named
     assert "max_pool" in run("list").stdout
     assert run("show", "max_pool").stdout.startswith("max_pool\n\nMaxPool of a channels-last image.")
     why = run("explain", model, "max_pool").stdout
