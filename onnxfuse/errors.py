@@ -50,7 +50,14 @@ class PatternError(OnnxfuseError):
 
 
 class KernelError(OnnxfuseError):
-    """Kernels that are missing, do not load or do not compile; its text names the source file, or the package."""
+    """Kernels that are missing, do not load or do not compile; its text names the source file, or the package.
+
+    If a kernel does not compile, the text has the lines of the compiler's log.
+    """
+
+    def __str__(self) -> str:
+        """Return the text; control characters other than line breaks are written as escapes."""
+        return printable(Exception.__str__(self), keep="\n")
 
 
 class VerificationError(OnnxfuseError):

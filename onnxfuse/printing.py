@@ -21,13 +21,13 @@ NARROWEST: Final = 30  # the least number of columns for a sentence
 BRACKET: Final = "\ue000"  # replaces "[" in escaped text; it is non-printing, so no other text contains it
 
 
-def escape(text: str) -> str:
+def escape(text: str, keep: str = "") -> str:
     """Return rich markup that prints a text literally, with non-printing characters escaped as by `printable`.
 
     rich.markup.escape does not escape a "[" without a following "]", so two names together may form a tag, such as a
     link.
     """
-    return printable(text).replace("[", BRACKET)
+    return printable(text, keep).replace("[", BRACKET)
 
 
 def cell(text: str) -> Text:

@@ -22,6 +22,8 @@ from test_optimize import BLOCK, LONE_RELU, SQUARE_ROOT_OF_RELU, STORED, WRONG, 
 from onnxfuse.cli import main, terminal
 from onnxfuse.ir.digest import graph_digest
 from onnxfuse.rules import RULES
+from onnxfuse.runtime.nvrtc import compile_cubin
+from onnxfuse.runtime.plan import Kernel
 from onnxfuse.verify import own_process
 from onnxfuse.version import __version__
 
@@ -519,6 +521,18 @@ def test_wrong_commands_and_options(arguments: list[str]) -> None:
     result = run(*arguments)
     assert (result.exit_code, result.stdout) == (USAGE, "")
     assert "Error: " in result.stderr
+
+
+def test_a_compiler_s_messages_keep_their_lines(block: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> NoReturn:
+        compile_cubin(Kernel("bad", "bad", text='extern "C" __global__ void bad() { int a = missing; }'), 90)
+
+    monkeypatch.setattr("onnxfuse.compile.compile_file.compile_file", refused)
+    result = run("compile", block, "--arch", "sm_90")
+    lines = result.stderr.splitlines()
+    assert result.exit_code == FAILED and "\\n" not in result.stderr
+    assert lines[0].startswith("error: bad.cu does not compile: bad.cu(1): error: ")
+    assert any(set(line) == {" ", "^"} for line in lines[1:])
 
 
 # --- bad input -----------------------------------------------------------------------------------------------------

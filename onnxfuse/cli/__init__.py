@@ -62,13 +62,13 @@ def _told_in_one_line(context: click.Context | None = None) -> Iterator[None]:
 
         if context is not None and is_debugging(context):
             echo("".join(traceback.format_exception(error)), err=True)
-        message = f"[red]error[/]: {escape(_sentence(error))}"
+        message = "[red]error[/]: " + escape(_sentence(error), keep="\n")
         console(stderr=True).print(message, highlight=False, soft_wrap=True)
         raise click.exceptions.Exit(2 if isinstance(error, UsageError) else 1) from None
 
 
 def _sentence(error: Exception) -> str:
-    """Return an error as one line; for an internal error, add how to report it."""
+    """Return an error as one line, or with a compiler's lines; for an internal error, add how to report it."""
     if isinstance(error, OnnxfuseError):
         return str(error)
     if isinstance(error, OSError) and was_printing(error):
