@@ -49,7 +49,8 @@ def verify_command(
     table = columns("output", "largest error", "relative", "tolerance")
     for one in result.outputs:
         table.add_row(cell(one.name), f"{one.max_abs:.3g}", f"{one.max_rel:.3g}", f"{one.tolerance:.3g}")
-    console().print(table)
+    if result.outputs:
+        console().print(table)
     for each in result.not_compared:
         console().print(f"output '{escape(each.name)}' is not compared: {escape(each.reason)}", soft_wrap=True)
     for note in result.notes:

@@ -18,6 +18,7 @@ from onnxfuse.ir.load import load
 from onnxfuse.verify.cpu_session import Prepared, open_session, prepare
 from onnxfuse.verify.default_optimizations import with_default_optimizations
 from onnxfuse.verify.difference import OutputDifference
+from onnxfuse.verify.inputs import model_inputs
 from onnxfuse.verify.judge import differences
 from onnxfuse.verify.observed import NotCompared
 from onnxfuse.verify.own_process import OnnxruntimeFailure, TimeLimitExceeded
@@ -124,6 +125,8 @@ def _compare(reference: Reference, optimized: Source) -> Verification:
     try:
         reference.tell("run the optimized model")
         after = prepare(*_open(optimized, reference.folder))
+        if text := _other_inputs(reference, after.model):
+            return Verification(False, (), text, reference.sizes)
         reference, results, at_edges = _run_optimized(after, reference)
     except TimeLimitExceeded:
         raise
@@ -141,6 +144,15 @@ def _compare(reference: Reference, optimized: Source) -> Verification:
     empty = () if refused is None else (f"nothing was compared at sizes of 0: {refused}",)
     fault, notes = with_default_optimizations(reference, after)
     return replace(found, passed=False if fault else found.passed, reason=fault or found.reason, notes=(*notes, *empty))
+
+
+def _other_inputs(reference: Reference, optimized: onnx.ModelProto) -> str:
+    """Return which inputs of the optimized model the original lacks; "" if it has all of them."""
+    known = reference.runs[0].feeds
+    if not (others := [each.name for each in model_inputs(optimized) if each.name not in known]):
+        return ""
+    have, lacking = (", ".join(f"'{name}'" for name in names) or "none" for names in (known, others))
+    return f"the optimized model has inputs that the original lacks: {lacking}; those of the original are: {have}"
 
 
 def _fault_at_edges(reference: Reference, results: Sequence[Result]) -> str:

@@ -206,6 +206,15 @@ def test_an_optimized_model_that_does_not_run_fails() -> None:
     assert "the optimized model does not run: " in compare(source, static).reason
 
 
+def test_inputs_that_the_original_lacks_are_named() -> None:
+    source, other = elementwise("y = Relu(x)"), model("(float[b, d] x, float[b, d] w) => (float[b, d] y)", "y = Add(x, w)")
+    found = compare(source, other)
+    assert found.passed is False and found.reason == (
+        "the optimized model has inputs that the original lacks: 'w'; those of the original are: 'x'"
+    )
+    assert compare(other, source).reason.startswith("output 'y' is off by ")
+
+
 def test_an_optimized_file_that_is_damaged_fails(tmp_path: Path) -> None:
     (tmp_path / "bad.onnx").write_bytes(b"text")
     source = elementwise("y = Relu(x)")
