@@ -25,7 +25,7 @@ from onnxfuse.half.operators import STAY, half_inputs
 from onnxfuse.half.precision import FLOAT16, PRECISIONS, REAL, Precision
 from onnxfuse.half.ranges import Range, observe
 from onnxfuse.half.result import USUAL_FACTOR, HalfError, HalfResult, reasons
-from onnxfuse.half.rounded import moved, weight_bytes, with_moved_weights
+from onnxfuse.half.rounded import moved, with_moved_weights
 from onnxfuse.half.scale_products import scale_products
 from onnxfuse.half.scale_queries import scale_queries
 from onnxfuse.half.suspects import suspects
@@ -33,6 +33,7 @@ from onnxfuse.half.weights import Weights
 from onnxfuse.half.widening import fewest
 from onnxfuse.ir.convert_opset import convert_opset, describe_change, state_ir_version
 from onnxfuse.ir.dtypes import DTYPE_NUMBERS, Array
+from onnxfuse.ir.file_bytes import weight_bytes
 from onnxfuse.ir.protos import ONNX_DOMAINS, nodes, opset_of
 from onnxfuse.ir.serde import write_model
 from onnxfuse.steps import LeftOut, attempt

@@ -41,7 +41,7 @@ STAY: Final = {  # operators that stay in float32 whatever they read, and why
     **dict.fromkeys(SEQUENCES, "it has sequences or optional values"),
     "MeanVarianceNormalization": "its definition in ONNX adds a number of float32",
     "CumSum": "sums of many terms are kept exact",
-    "Range": "it counts",
+    "Range": "it counts positions, which half precision would round",
     "Sign": "onnxruntime gives 0 for the sign of a NaN in float16",
     "NonMaxSuppression": "it compares boxes in float32",
     "TopK": "what it selects would change between values that half precision cannot tell apart",

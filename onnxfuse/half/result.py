@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from onnxfuse.half.precision import Kept
 from onnxfuse.half.weights import ScratchFolder
-from onnxfuse.printing import escape
+from onnxfuse.printing import bytes_text, counted, escape
 from onnxfuse.verify.noise import ROUNDINGS
 
 MAX_KEPT_SHOWN: Final = 10
@@ -84,8 +84,8 @@ def half_lines(half: HalfResult | None) -> list[str]:
     """Return the lines of a report about half precision; none for a model that was not converted."""
     if half is None:
         return []
-    share = f"{half.nodes - len(half.kept) - sum(half.by_rule.values())} of {half.nodes} nodes"
-    size = f"{_megabytes(half.bytes_before)} -> {_megabytes(half.bytes_after)} of weights"
+    share = f"{half.nodes - len(half.kept) - sum(half.by_rule.values())} of {counted(half.nodes, 'node')}"
+    size = f"{bytes_text(half.bytes_before)} -> {bytes_text(half.bytes_after)} of weights"
     lines = [f"Half precision: {share} in {half.dtype}, {size}"]
     lines += [
         f"  {escape(each.op)} '{escape(each.node)}' stays in float32: {escape(each.reason)}"
@@ -93,7 +93,10 @@ def half_lines(half: HalfResult | None) -> list[str]:
     ]
     if len(half.kept) > MAX_KEPT_SHOWN:
         lines.append(f"  {len(half.kept) - MAX_KEPT_SHOWN} more stay because of their values")
-    lines += [f"  {count} stay in float32: {escape(reason)}" for reason, count in half.by_rule.items()]
+    lines += [
+        f"  {counted(count, 'node stays', 'nodes stay')} in float32, {'each ' * (count > 1)}because {escape(reason)}"
+        for reason, count in half.by_rule.items()
+    ]
     if half.added_masks:
         lines.append(f"  Masks added to scores: {half.added_masks}; {ADDED_MASKS.format(half.dtype)}")
     if (worst := half.worst) is not None:
@@ -109,7 +112,3 @@ def reasons(by_rule: tuple[Kept, ...]) -> dict[str, int]:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:.3g} MB" if count < 1e9 else f"{count / 1e9:.3g} GB"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import onnx
 
 from onnxfuse.half.precision import Precision
 from onnxfuse.half.weights import ScratchFolder, Weights
-from onnxfuse.ir.dtypes import FLOAT_BITS, Array
+from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.protos import graphs, has_external_data, replace_tensors, subgraphs
 from onnxfuse.verify.noise import move_by_rounding
 
@@ -35,9 +34,3 @@ def with_moved_weights(
 def moved(feeds: Mapping[str, Array], precision: Precision, draw: int) -> dict[str, Array]:
     """Return inputs whose floating-point values are moved up or down by one rounding to half precision."""
     return {name: move_by_rounding(name, value, precision.rounding, draw) for name, value in feeds.items()}
-
-
-def weight_bytes(model: onnx.ModelProto) -> int:
-    """Return the bytes of the floating-point initializers of a model."""
-    floats = (tensor for tensor in model.graph.initializer if tensor.data_type in FLOAT_BITS)
-    return sum(FLOAT_BITS[tensor.data_type] // 8 * math.prod(tensor.dims) for tensor in floats)

@@ -1,4 +1,4 @@
-"""The size of a model on disk."""
+"""The bytes of a model on disk, and of its weights."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from onnx.external_data_helper import uses_external_data
 
 from onnxfuse.ir.load import external_range
 from onnxfuse.ir.protos import tensors
+from onnxfuse.ir.validate import size_of
 
 
 def file_bytes(path: Path, model: onnx.ModelProto) -> int:
@@ -22,3 +23,8 @@ def file_bytes(path: Path, model: onnx.ModelProto) -> int:
         if uses_external_data(tensor)
     }
     return path.stat().st_size + sum(length for _, _, length in external)
+
+
+def weight_bytes(model: onnx.ModelProto) -> int:
+    """Return the bytes of all initializers, and of the values of Constants, at any depth and in functions."""
+    return sum(map(size_of, tensors(model.graph, *model.functions)))

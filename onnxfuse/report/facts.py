@@ -12,8 +12,7 @@ from pathlib import Path
 import onnx
 
 from onnxfuse.dsl.declaration import Fusion
-from onnxfuse.ir.protos import tensors
-from onnxfuse.ir.validate import size_of
+from onnxfuse.ir.file_bytes import weight_bytes
 from onnxfuse.report.outline import Rewritten
 from onnxfuse.version import __version__
 
@@ -59,13 +58,9 @@ def gather_facts(
     notes = {one.name: FusionNote(one.doc.partition("\n")[0], str(one.span)) for one in fusions}
     now = datetime.now(UTC).replace(microsecond=0)
     return Facts(
-        name, producer, _weight_bytes(original), _weight_bytes(written), now, _versions(),
+        name, producer, weight_bytes(original), weight_bytes(written), now, _versions(),
         notes, why_not, tuple(graphs),
     )  # fmt: skip
-
-
-def _weight_bytes(model: onnx.ModelProto) -> int:
-    return sum(map(size_of, tensors(model.graph, *model.functions)))
 
 
 @functools.cache
