@@ -16,9 +16,12 @@ from onnxfuse.ir.inline_functions import Inlined
 from onnxfuse.ir.protos import is_control_flow, nodes, subgraphs
 from onnxfuse.layout.fusions import LAYOUT_FUSIONS
 from onnxfuse.match import Miss
+from onnxfuse.printing import counted
+from onnxfuse.report.similar import group
 from onnxfuse.rewrite.replace import REGION, Fused
 from onnxfuse.spell_out import Stays
 
+MAX_NAMED: Final = 5  # nodes named by a text about several
 CONVOLUTIONS: Final = ("conv_bias_activation", "conv_transpose_bias_activation")
 
 
@@ -40,7 +43,8 @@ def explanations(result: FusedModel, fusion: str | None = None, node: str | None
     found += where_rewritten(result, fusion)
     if fusion != REGION:
         misses = nearest(result.missed if fusion or node else result.near(), fusion, node)
-        found += [explain(miss) + "\n" for miss in misses]
+        alike = group(misses, lambda miss: miss.reason, lambda miss: (miss.fusion.name, miss.span))
+        found += [explain(*each.items) + "\n" for each in sorted(alike, key=lambda each: misses.index(each.items[0]))]
     return found
 
 
@@ -51,12 +55,15 @@ def where_rewritten(result: FusedModel, rule: str | None) -> list[str]:
     return [printable(f"{rule}: applied at '{nodes[0]}'{more}\n")] if nodes else []
 
 
-def explain(miss: Miss) -> str:
-    """Return the explanation of one near miss, a text of several lines."""
+def explain(miss: Miss, *alike: Miss) -> str:
+    """Return the explanation of a near miss, a text of several lines; `alike` are misses that differ only in names."""
     head = f"{miss.fusion.name}: not at '{miss.node}' ({miss.matched} of {miss.of} nodes agree)"
     lines = [head, f"  {miss.reason}", *_source(miss.span)]
     if miss.hint:
         lines.append(f"  help: {miss.hint}")
+    if alike:
+        names = ", ".join(f"'{each.node}'" for each in alike[:MAX_NAMED]) + (" ..." if len(alike) > MAX_NAMED else "")
+        lines.append(f"  the same at {counted(len(alike), 'more node')}: {names}")
     return "\n".join(map(printable, lines))
 
 

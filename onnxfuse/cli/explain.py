@@ -35,7 +35,7 @@ def explain_command(source: Path, fusion: str | None, node: str | None, limit: i
     from onnxfuse.ir.inline_functions import inline_functions
     from onnxfuse.ir.load import load
     from onnxfuse.layout.fusions import LAYOUT_FUSIONS
-    from onnxfuse.printing import escape
+    from onnxfuse.printing import counted, escape
     from onnxfuse.rewrite.replace import REGION
     from onnxfuse.rules import RULES
 
@@ -63,6 +63,7 @@ def explain_command(source: Path, fusion: str | None, node: str | None, limit: i
         echo(text)
     if not shown:
         done = sum(fusion in (None, one.fusion) for one in result.fused)
-        echo(f"Nothing {'else ' if done else ''}comes near; {done} subgraphs were fused.")
+        count = counted(done, "fused node was made", "fused nodes were made")
+        echo(f"Nothing {'else ' if done else ''}comes near; {count}.")
     elif len(shown) > limit:
         echo(f"{len(shown) - limit} more; --limit {len(shown)} shows all.")

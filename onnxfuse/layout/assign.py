@@ -20,7 +20,7 @@ from onnxfuse.layout.fusions import CONVOLUTION, LAYOUT_FUSIONS, SQUEEZE, TRANSP
 from onnxfuse.layout.gates import gates
 from onnxfuse.layout.joins import Joins, Rule
 from onnxfuse.layout.residuals import residuals
-from onnxfuse.layout.rules import conversion
+from onnxfuse.layout.rules import conversion, is_channels_last
 from onnxfuse.layout.squeezes import squeezes
 from onnxfuse.layout.writer import Writer
 from onnxfuse.passes.compose_views import compose_views
@@ -98,7 +98,8 @@ def assign_layouts(
     answers = {node: _answer(model, node, kept) for node in graph.nodes}
     chosen, refused = _choose(model, answers)
     reasons = {node: answer for node, answer in answers.items() if isinstance(answer, str)}
-    why_first = {node: f"it is channels-first: {why}" for node, why in reasons.items() if _is_convolution(node)}
+    first = [node for node in reasons if _is_convolution(node) and not is_channels_last(node)]
+    why_first = {node: f"it is channels-first: {reasons[node]}" for node in first}
     why_first |= {node: _why_refused(graph, one, reasons) for one in refused for node in one.convolutions}
     stays, others = _stays(why_first), _others(graph, {one.node for one in chosen}, reasons)
     written = _write(model, chosen, reasons, recorded) if chosen else LayoutResult()

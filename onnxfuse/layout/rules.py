@@ -43,12 +43,17 @@ NEUTRAL_FUSIONS: Final = frozenset({"activation", "gated_activation"})
 # --- fused nodes -------------------------------------------------------------------------------------------------
 
 
+def is_channels_last(node: Node) -> bool:
+    """Return whether a fused node reads channels-last images."""
+    return node.attrs.get("layout", "nchw") != "nchw"
+
+
 def fused(model: Model, node: Node) -> Conversion | str:
     """Return the conversion of a fused node, or why it stays channels-first; this depends on its fusion."""
     fusion = str_attribute(node, "fusion", "")
     if node.op not in model.functions:
         return "the model does not have the function that it calls"
-    if node.attrs.get("layout", "nchw") != "nchw":
+    if is_channels_last(node):
         return "it is channels-last already"
     if fusion in NEUTRAL_FUSIONS:
         return _element_by_element(model, node)
