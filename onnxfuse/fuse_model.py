@@ -37,7 +37,7 @@ from onnxfuse.layout.conversion import Layout, LayoutOptions
 from onnxfuse.layout.fusions import CONVOLUTION, GATE
 from onnxfuse.match import Miss
 from onnxfuse.passes import Folded, Pass
-from onnxfuse.passes.folded import node_label
+from onnxfuse.passes.folded import STORED, node_label
 from onnxfuse.pipeline import LATE_PASSES, PIPELINE
 from onnxfuse.regions.assign import RegionResult, assign_regions
 from onnxfuse.regions.defer_to_regions import DeferToRegions
@@ -213,8 +213,8 @@ class FusedModel:
 
     @property
     def all_folded(self) -> tuple[Folded, ...]:
-        """All nodes that were removed, including nodes in bodies."""
-        return tuple(one for _, each in self.everywhere() for one in each.folded)
+        """All nodes that were removed, including nodes in bodies, and without Constants."""
+        return tuple(one for _, each in self.everywhere() for one in each.folded if one.kind != STORED)
 
     @property
     def spelled(self) -> tuple[Spelled, ...]:

@@ -32,10 +32,12 @@ from onnxfuse.half.result import HalfResult
 from onnxfuse.halving import Halving, Request, request
 from onnxfuse.ir.convert_opset import describe_change
 from onnxfuse.ir.digest import graph_digest
+from onnxfuse.ir.domain import is_fused
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.file_bytes import file_bytes
+from onnxfuse.ir.inline_functions import inline_functions
 from onnxfuse.ir.load import load
-from onnxfuse.ir.protos import nodes, opset_of
+from onnxfuse.ir.protos import count_nodes, is_constant, nodes, opset_of
 from onnxfuse.layout.assign import LAYOUT
 from onnxfuse.layout.conversion import Layout
 from onnxfuse.layout.fusions import LAYOUT_FUSIONS
@@ -356,21 +358,23 @@ def _report(job: _Job, path: str | None, found: _Found) -> Report:
     original, result, raised = job.original, found.model, list(found.left_out)
     fusions = job.settings.fusions
     told_of = functools.partial(attempt, REPORT, raised=raised)
+    given = told_of(lambda: inline_functions(original).model, original).graph
     known = {one.fusion for one in found.taken_back.dropped}
     known |= {name.partition(":")[0] for name in found.switched_off}
     facts = told_of(
         lambda: gather_facts(original, result.written, path, fusions, _graphs(result), _why_not_fused(result)), None
     )
     return Report(
-        {"path": path, "nodes": len(original.graph.node), "opset": opset_of(original),
+        {"path": path, "nodes": count_nodes(given), "fused": sum(map(is_fused, nodes(given))),
+         "opset": opset_of(original),
          "bytes": file_bytes(Path(path), original) if path else None, "digest": graph_digest(original)},
-        {"path": None, "nodes": len(result.written.graph.node), "bytes": None},
+        {"path": None, "nodes": count_nodes(result.written.graph), "bytes": None},
         result.fused_of_model, (*(found.before.all_folded if found.halving else ()), *result.all_folded),
         told_of(lambda: tuple(result.near()), ()),
         tuple(found.taken_back.dropped), found.before.before, result.after, found.verified, job.timer.seconds,
         result.layout, result.without_regions, tuple(_subgraphs(result)), found.before.inlined, result.stays,
         quantized_operators(result.written), what_was_written(result) if job.is_standard else None,
-        told_of(lambda: count_operators(original, result.written), ()), _assumed_sizes(result.written),
+        told_of(lambda: count_operators(given, result.written.graph), ()), _assumed_sizes(result.written),
         told_of(lambda: _unmatched(result, fusions, job.only, known), {}), found.switched_off, facts, found.half,
         found.folder, tuple(raised),
     )  # fmt: skip
@@ -402,8 +406,8 @@ def _subgraphs(result: FusedModel) -> Iterator[Subgraph]:
     for where, each in result.everywhere():
         if where:
             counts = Counter(one.fusion for one in each.fusing.fused)
-            nodes = len(each.graph.model.graph.node), len(each.model.graph.node)
-            yield Subgraph(where, *nodes, dict(sorted(counts.items())))
+            before, after = (sum(not is_constant(n) for n in one.model.graph.node) for one in (each.graph, each))
+            yield Subgraph(where, before, after, dict(sorted(counts.items())))
 
 
 def _graphs(result: FusedModel) -> Iterator[Rewritten]:

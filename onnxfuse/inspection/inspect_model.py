@@ -22,7 +22,7 @@ from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.inline_functions import inline_functions
 from onnxfuse.ir.load import load
 from onnxfuse.ir.node import Node, op_of
-from onnxfuse.ir.protos import ONNX_DOMAINS, is_control_flow, nodes, operator_name, opset_of, tensors
+from onnxfuse.ir.protos import ONNX_DOMAINS, is_constant, is_control_flow, nodes, operator_name, opset_of, tensors
 from onnxfuse.ir.validate import element_count, size_of
 from onnxfuse.passes.folded import node_label
 from onnxfuse.report.blocks import Block as Repeated
@@ -83,7 +83,8 @@ class Inspection:
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     weights: Mapping[str, Weights]
-    operators: Mapping[str, int]  # number of nodes by operator, including subgraphs, the most frequent first
+    # Number of nodes by operator, the most frequent first: in subgraphs too, with functions inlined, without Constants.
+    operators: Mapping[str, int]
     functions: int
     blocks: tuple[Block, ...]
     onnxruntime: str  # the onnxruntime version that the list of kernels is for
@@ -103,7 +104,7 @@ def inspect_model(path: Path) -> Inspection:
     weights = _weights(model)
     constants = {t.name for t in model.graph.initializer}
     inputs = tuple(_value(value) for value in model.graph.input if value.name not in constants)
-    operators = Counter(operator_name(node) for node in nodes(model.graph))
+    operators = Counter(operator_name(node) for node in nodes(inlined.graph) if not is_constant(node))
     findings = (
         *_without_kernel(placed),
         *_of_libraries(graph, inlined),
@@ -145,7 +146,7 @@ def _weights(model: onnx.ModelProto) -> dict[str, Weights]:
 
 def _blocks(model: onnx.ModelProto) -> Iterator[Block]:
     """Yield the outermost blocks that repeat, in execution order of their first nodes."""
-    listed = [node for node in model.graph.node if node.op_type != "Constant"]
+    listed = [node for node in model.graph.node if not is_constant(node)]
     makers = {name: i for i, node in enumerate(listed) for name in node.output}
     reads = [[makers[name] for name in node.input if name in makers] for node in listed]
     found = find_blocks([operator_name(node) for node in listed], reads) if listed else Blocks((), ())

@@ -74,6 +74,19 @@ def nodes(*parts: NodeContainer) -> Iterator[onnx.NodeProto]:
             yield from nodes(*subgraphs(node))
 
 
+def count_nodes(*parts: NodeContainer) -> int:
+    """Return the number of nodes of graphs and functions, and of their subgraphs.
+
+    Constants are not counted, because they compute nothing.
+    """
+    return sum(not is_constant(node) for node in nodes(*parts))
+
+
+def is_constant(node: onnx.NodeProto) -> bool:
+    """Return whether a node is a Constant of the ONNX domain."""
+    return node.op_type == "Constant" and node.domain in ONNX_DOMAINS
+
+
 def graphs(*parts: Part) -> Iterator[Part | onnx.GraphProto]:
     """Yield the graphs and functions, and all subgraphs inside them."""
     for part in parts:

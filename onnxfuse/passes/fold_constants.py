@@ -24,7 +24,7 @@ from onnxfuse.ir.graphsurgeon import make_constant, stored_value
 from onnxfuse.ir.node import Node, Tensor, is_constant, op_of
 from onnxfuse.ir.serde import node_proto
 from onnxfuse.ir.slices import is_ambiguous_end
-from onnxfuse.passes.folded import Folded, node_label
+from onnxfuse.passes.folded import STORED, Folded, node_label
 from onnxfuse.passes.graph_pass import graph_pass
 
 MAX_GROWTH_BYTES = 64 * 1024  # constants up to this size may be added to the file, or stored twice
@@ -71,7 +71,7 @@ def _fold_constant_nodes(graph: Graph, shapes: ShapeInfo) -> Iterator[Folded]:
         elif op == "Constant" and id(node) in graph.protos and not graph.must_be_computed(node.outputs[0]):
             value = value_of_constant_node(graph, graph.protos[id(node)][1])
             if value is not None:
-                yield _make_constant(graph, node, node.outputs[0], value)
+                yield _make_constant(graph, node, node.outputs[0], value, STORED)
 
 
 def value_of_constant_node(graph: Graph, constant: onnx.NodeProto) -> Array | None:
@@ -91,9 +91,9 @@ def value_of_constant_node(graph: Graph, constant: onnx.NodeProto) -> Array | No
     return None
 
 
-def _make_constant(graph: Graph, node: Node, tensor: Tensor, value: Array) -> Folded:
+def _make_constant(graph: Graph, node: Node, tensor: Tensor, value: Array, kind: str = "constant") -> Folded:
     """Turn an output of the node into an initializer of the same name."""
-    folded = Folded("constant", node_label(node), tensor.name)
+    folded = Folded(kind, node_label(node), tensor.name)
     make_constant(tensor, value)
     if tensor.name in graph.captured and is_constant(tensor):
         graph.folded_for_subgraphs[tensor.name] = tensor

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from onnxfuse.ir.node import Node
+
+STORED: Final = "stored"  # the kind of Constants that became initializers; reports count no Constants
 
 
 @dataclass(frozen=True)
@@ -12,7 +15,7 @@ class Folded:
     """A node that vanished, and the node or tensor that its effect was folded into."""
 
     # The kind of folding: constant, shape, batch_norm, scale, bias, cast, pad, branch (an If whose condition is known),
-    # or carried (a tensor that no iteration of a Loop changes).
+    # carried (a tensor that no iteration of a Loop changes), or STORED.
     kind: str
     node: str  # the label of the node
     into: str  # the name of a tensor, or the label of a node

@@ -13,6 +13,7 @@ from onnxfuse.rewrite.replace import Fused
 
 Fate: TypeAlias = Literal["fused", "weights", "merged", "constant", "stays"]
 FATES: Final[tuple[Fate, ...]] = get_args(Fate)
+CONSTANT: Final = "Constant"  # the operator
 CONSTANT_KINDS: Final = frozenset({"constant", "shape", "branch", "carried"})  # kinds of folded nodes with known values
 
 
@@ -35,12 +36,7 @@ class Fates:
     # By the same index: the nodes that a fused node replaced.  Each is an index in the old graph, or the name of a node
     # that was made while the graph was simplified.
     replaced: Mapping[int, tuple[int | str, ...]]
-
-    @property
-    def counts(self) -> dict[Fate, int]:
-        """The number of nodes by fate."""
-        counted = Counter(self.fates)
-        return {fate: counted[fate] for fate in FATES}
+    counts: Mapping[Fate, int]  # the number of nodes by fate, without Constants
 
 
 def find_fates(graph: Rewritten, fused: Iterable[Fused], folded: Iterable[Folded]) -> Fates:
@@ -67,6 +63,8 @@ def find_fates(graph: Rewritten, fused: Iterable[Fused], folded: Iterable[Folded
             fates[i] = "constant" if into[node.label].kind in CONSTANT_KINDS else "weights"
         elif (same := new_by_label.get(node.label)) is not None and same not in records:
             fates[i], stands_for[i] = "stays", same
+        elif node.op == CONSTANT:
+            fates[i] = "constant"
     for index, nodes in replaced.items():
         for each in nodes:
             if isinstance(each, int):
@@ -76,7 +74,8 @@ def find_fates(graph: Rewritten, fused: Iterable[Fused], folded: Iterable[Folded
         if target is not None:
             stands_for[i] = stands_for[target]
     _follow_outputs(graph, records, fates, stands_for)
-    return Fates(tuple(fates), tuple(stands_for), records, replaced)
+    counts = Counter(fate for fate, node in zip(fates, before, strict=True) if node.op != CONSTANT)
+    return Fates(tuple(fates), tuple(stands_for), records, replaced, {fate: counts[fate] for fate in FATES})
 
 
 def _follow_outputs(

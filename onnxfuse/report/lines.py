@@ -107,9 +107,9 @@ def missed_lines(missed: Sequence[Miss], everything: bool) -> Iterator[Line]:
     half = {id(miss): miss for miss in missed if everything or 2 * miss.matched >= miss.of}
     explained = {miss.node for miss in half.values()}
     near = [m for m in missed if id(m) in half or (has_softmax(m.fusion) and m.node not in explained)]
-    hidden = len(missed) - len(near)
+    hidden = [miss for miss in missed if miss.node not in {each.node for each in near}]
     if near:
-        yield Line(f"[bold]Nearly fused[/] in {counted(len(near), 'place')}")
+        yield Line(f"[bold]Nearly fused[/] at {_nodes_of(near)}")
     groups = group(near, lambda miss: miss.reason, lambda miss: (miss.fusion.name, str(miss.span)))
     shown = groups if everything else groups[:MAX_SHOWN]
     for one in shown:
@@ -118,13 +118,19 @@ def missed_lines(missed: Sequence[Miss], everything: bool) -> Iterator[Line]:
         head = f"{first.fusion.name}: {first.matched} of {first.of} nodes agree{where}"
         yield Line(head, f"{len(one.items):>4}x ", 8)
         yield Line(escape(one.sentence), " " * 6)
-    if rest := sum(len(one.items) for one in groups[len(shown) :]):
-        yield Line(f"and in {counted(rest, 'place')} for {len(groups) - len(shown)} other reasons (--all)", " " * 6)
+    if rest := groups[len(shown) :]:
+        yield Line(f"and {counted(len(rest), 'more reason')} (--all)", " " * 6)
     if hidden:
-        where = counted(hidden, "other place" if near else "place")
-        yield Line(f"Less than half of a pattern agrees in {where}; --all shows {'it' if hidden == 1 else 'them'}.")
+        where = _nodes_of(hidden, "other node" if near else "node")
+        yield Line(
+            f"Less than half of a pattern agrees at {where}; --all shows {'it' if where[:2] == '1 ' else 'them'}."
+        )
     if near:
         yield Line("`onnxfuse explain MODEL` shows where in the pattern each of them differs.")
+
+
+def _nodes_of(missed: Sequence[Miss], what: str = "node") -> str:
+    return counted(len({miss.node for miss in missed}), what)
 
 
 def verification_lines(verified: Verification, everything: bool = False) -> Iterator[Line]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import onnx
 
 from onnxfuse.ir.domain import is_fused
-from onnxfuse.ir.protos import nodes, operator_name
+from onnxfuse.ir.protos import is_constant, nodes, operator_name
 
 
 @dataclass(frozen=True)
@@ -20,12 +20,12 @@ class OperatorCount:
     after: int
 
 
-def count_operators(before: onnx.ModelProto, after: onnx.ModelProto) -> tuple[OperatorCount, ...]:
-    """Return the counts of all operators that are not fused nodes, the most frequent ones first."""
+def count_operators(before: onnx.GraphProto, after: onnx.GraphProto) -> tuple[OperatorCount, ...]:
+    """Return the counts of all operators except fused nodes and Constants, the most frequent ones first."""
     old, new = _counts(before), _counts(after)
     found = (OperatorCount(op, old[op], new[op]) for op in old | new)
     return tuple(sorted(found, key=lambda one: (-one.after, -one.before, one.op)))
 
 
-def _counts(model: onnx.ModelProto) -> Counter[str]:
-    return Counter(operator_name(node) for node in nodes(model.graph) if not is_fused(node))
+def _counts(graph: onnx.GraphProto) -> Counter[str]:
+    return Counter(operator_name(node) for node in nodes(graph) if not is_fused(node) and not is_constant(node))

@@ -115,11 +115,10 @@ def _shown(report: Shown) -> dict[str, Any]:
     """Return the variables for the page's templates."""
     plain, misses = report.to_dict(), miss_groups(report)
     left = stayed(report, plain)
-    graphs = report.facts.graphs if report.facts else ()
     return {
         "report": plain,
         "facts": report.facts,
-        "nodes": (sum(len(each.before.nodes) for each in graphs), sum(len(each.after.nodes) for each in graphs)),
+        "single": sum(len(one.replaces) <= 1 for one in report.fused),
         "sizes": report.verified.sizes,
         "weights": report.weights,
         "verdict": verdict(report.verified, len(report.fused)),

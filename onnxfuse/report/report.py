@@ -227,7 +227,7 @@ class Report:
         """
         if not self.input["opset"]:
             return Group("Unchanged: the model has no operator of the ONNX domain, and no other operators are fused.")
-        shown: list[RenderableType] = [_summary(self), estimate_line(self.assumed), "", _fused_table(self), ""]
+        shown: list[RenderableType] = [_summary(self), estimate_line(self.assumed), "", *_fused_tables(self)]
         if operators := operator_table(self.operators, everything):
             shown.append(operators)
             shown.append("")
@@ -287,15 +287,23 @@ def _summary(report: Report) -> Table:
     return table
 
 
-def _fused_table(report: Report) -> RenderableType:
-    """Return the table of fusions: how many fused nodes of each, and how many nodes they replace."""
-    if not report.counts:
-        return Line("Nothing was fused.")
+def _fused_tables(report: Report) -> Iterator[RenderableType]:
+    """Yield the tables of fused nodes by fusion: of those that replace several nodes, and of those that replace one."""
+    several = [one for one in report.fused if len(one.replaces) > 1]
     table = columns("Fused", "nodes", "replaced")
-    for name, count in report.counts.items():
-        replaced = count_replaced(one for one in report.fused if one.fusion == name)
-        table.add_row(cell(name), str(count), str(replaced))
-    return table
+    for name, count in sorted(Counter(one.fusion for one in several).items()):
+        table.add_row(cell(name), str(count), str(count_replaced(one for one in several if one.fusion == name)))
+    single = columns("Replaced one to one", "nodes")
+    for name, count in sorted(Counter(one.fusion for one in report.fused if len(one.replaces) <= 1).items()):
+        single.add_row(cell(name), str(count))
+    for each in filter(lambda each: each.row_count, (table, single)):
+        yield each
+        yield ""
+    if not report.fused:
+        known = int(report.input["fused"] or 0)
+        already = f"; {counted(known, 'node is', 'nodes are')} fused already" if known else ""
+        yield Line(f"Nothing was fused{already}.")
+        yield ""
 
 
 def _lines(report: Report, everything: bool) -> Iterator[Line]:

@@ -31,11 +31,14 @@ HUES: Final = (
 OTHER_HUE, HUE_STEP = 0, 12
 ON_HOST: Final = "runs on the host"  # text in the reason that is given for shape arithmetic outside of regions
 MANY_STAY: Final = 0.2  # share of nodes; if more stay unfused, the page says so at its top
-CONSTANT: Final = "Constant"  # left out of counts: a Constant computes nothing
 
 
 class Shown(Protocol):
     """The data from which a page is written: the report of an optimization."""
+
+    @property
+    def input(self) -> Mapping[str, Any]:
+        """The facts about the original: its path, and its numbers of nodes and bytes."""
 
     @property
     def fused(self) -> Sequence[Fused]:
@@ -102,19 +105,24 @@ class Bar:
 
 
 def operators(plain: Mapping[str, Any]) -> list[Bar]:
-    """Return the number of nodes per operator before and after, the most frequent first, without Constants."""
-    rows = [Bar(one["op"], one["before"], one["after"], False) for one in plain["operators"] if one["op"] != CONSTANT]
+    """Return the number of nodes per operator before and after, the most frequent first."""
+    rows = [Bar(one["op"], one["before"], one["after"], False) for one in plain["operators"]]
     rows += [Bar(name, 0, count, True) for name, count in plain["counts"].items() if not plain["standard"]]
     return sorted(rows, key=lambda row: (-max(row.before, row.after), row.is_fused, row.name))
 
 
 def fate_counts(report: Shown) -> dict[str, int]:
-    """Return how many nodes of the original had each fate."""
+    """Return how many nodes of the original had each fate.
+
+    Nodes of branches that are never taken were dropped; nodes that the conversion to a newer opset added do not count.
+    """
     graphs = report.facts.graphs if report.facts else ()
     total: Counter[str] = Counter()
     for each in graphs:
         fused = [one for one in report.fused if one.where == each.where]
         total.update(find_fates(each, fused, report.folded).counts)
+    if graphs:
+        total["merged"] = max(0, total["merged"] + report.input["nodes"] - total.total())
     return {fate: total[fate] for fate in FATES}
 
 
@@ -162,12 +170,6 @@ class MissGroup:
     reason: str
     nodes: tuple[str, ...]
     source: tuple[str, ...]
-    fused_as: Mapping[str, int]  # how many of the nodes are part of other fused nodes, by their fusion
-
-    @property
-    def unfused(self) -> int:
-        """The number of nodes of the group that no other fusion has fused."""
-        return len(self.nodes) - sum(self.fused_as.values())
 
     @property
     def is_near(self) -> bool:
@@ -177,15 +179,13 @@ class MissGroup:
 
 def miss_groups(report: Shown) -> list[MissGroup]:
     """Group misses whose reasons differ only in the quoted names, and return the groups, the nearest misses first."""
-    fusion = {label: one.fusion for one in report.fused for label in one.replaces}
     made = [
         MissGroup(
             some.items[0], some.sentence, tuple(miss.node for miss in some.items),
             tuple(source_lines(some.items[0].span)),
-            Counter(fusion[miss.node] for miss in some.items if miss.node in fusion),
         ) for some in group(report.missed, lambda miss: miss.reason, lambda miss: (miss.fusion.name, str(miss.span)))
     ]  # fmt: skip
-    return sorted(made, key=lambda each: (not each.is_near, -each.unfused, -len(each.nodes)))
+    return sorted(made, key=lambda each: (not each.is_near, -len(each.nodes)))
 
 
 def source_lines(span: Span) -> Iterator[str]:
@@ -264,13 +264,13 @@ def advice(
             f"{of_optimizations[0]}. `SessionOptions.graph_optimization_level = ORT_DISABLE_ALL` switches them off.",
             "trust",
         )  # fmt: skip
-    near = [each for each in misses if each.is_near and each.unfused]
+    near = [each for each in misses if each.is_near]
     if near:
         most = near[0]
         hint = f" {most.first.hint}" if most.first.hint else ""
         yield Advice(
-            f"{counted(sum(each.unfused for each in near), 'place')} nearly fused",
-            f"Most often {most.first.fusion.name}, {most.unfused}x: {most.reason}.{hint}", "missed",
+            f"{counted(len({node for each in near for node in each.nodes}), 'node')} nearly fused",
+            f"Most often {most.first.fusion.name}, {len(most.nodes)}x: {most.reason}.{hint}", "missed",
         )  # fmt: skip
     computing = [each for each in left if ON_HOST not in each.reason]
     if len(computing) and sum(len(each.nodes) for each in computing) > MANY_STAY * plain["output"]["nodes"]:

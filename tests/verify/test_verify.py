@@ -207,7 +207,10 @@ def test_an_optimized_model_that_does_not_run_fails() -> None:
 
 
 def test_inputs_that_the_original_lacks_are_named() -> None:
-    source, other = elementwise("y = Relu(x)"), model("(float[b, d] x, float[b, d] w) => (float[b, d] y)", "y = Add(x, w)")
+    source, other = (
+        elementwise("y = Relu(x)"),
+        model("(float[b, d] x, float[b, d] w) => (float[b, d] y)", "y = Add(x, w)"),
+    )
     found = compare(source, other)
     assert found.passed is False and found.reason == (
         "the optimized model has inputs that the original lacks: 'w'; those of the original are: 'x'"

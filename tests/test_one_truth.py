@@ -1,0 +1,99 @@
+"""Every sentence and figure that the tool prints agrees with all others, and with the model that it wrote."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal
+
+import onnx
+import pytest
+from exported_models import load_exported
+from test_choices import TWO_BRANCHES
+from test_cli import run
+from test_optimize import parse
+from test_report import EVERYTHING, GELU_OF_ANOTHER_ROOT, text_of
+
+from onnxfuse import optimize
+from onnxfuse.inspection.inspect_model import inspect_model
+from onnxfuse.ir.protos import nodes
+from onnxfuse.report.sections import fate_counts
+
+DETECTOR = "detector_ts11_bn_fp32.onnx"
+MODELS = (DETECTOR, "bert_sdpa_ts_fp32.onnx", "bert_sdpa_dynamo23_fp32.onnx", "two branches")
+
+
+def model_of(name: str) -> onnx.ModelProto:
+    return parse(TWO_BRANCHES) if name == "two branches" else load_exported(name)
+
+
+# --- numbers of nodes ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("emit", ["functions", "standard"])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_number_of_nodes_is_one(name: str, emit: Literal["functions", "standard"], tmp_path: Path) -> None:
+    """The summary, the tables, the page, `inspect` and the written model agree: with bodies, without Constants."""
+    given = model_of(name)
+    onnx.save(given, tmp_path / "given.onnx")
+    model, report = optimize(given, verify=False, emit=emit)
+    before, after = report.input["nodes"], report.output["nodes"]
+    assert before == sum(one.before for one in report.operators) == sum(fate_counts(report).values())
+    assert before == sum(inspect_model(tmp_path / "given.onnx").operators.values())
+    assert after == sum(one.after for one in report.operators) + (len(report.fused) if emit == "functions" else 0)
+    assert after == sum(node.op_type != "Constant" for node in nodes(model.graph))
+    lines = text_of(report)
+    assert re.fullmatch(f"nodes +{before} +{after}", lines[1])
+    start, *_, end = (
+        i for i, line in enumerate(lines) if line.startswith(("Fused ", "Replaced one", "Other operators "))
+    )
+    counts = [int(found[1]) for line in lines[start:end] if (found := re.match(r"\w+ +(\d+)", line))]
+    assert sum(counts) == len(report.fused)
+
+
+def test_a_model_that_is_fused_already() -> None:
+    """Its nodes are counted as fused, and its channels-last convolutions are not said to be channels-first."""
+    fused, _ = optimize(parse(EVERYTHING), verify=False, layout="nhwc")
+    lines = text_of(optimize(fused, verify=False)[1])
+    assert "Nothing was fused; 3 nodes are fused already." in lines
+    assert not any("Layout" in line for line in lines)
+
+
+# --- near misses ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_fused_is_not_said_to_be_nearly_fused(name: str) -> None:
+    model, report = optimize(model_of(name), verify=False)
+    left = {node.name or node.output[0] for node in nodes(model.graph) if node.domain != "onnxfuse"}
+    assert {miss.node for miss in report.missed} <= left
+
+
+def test_explain_gives_each_reason_once(tmp_path: Path) -> None:
+    """Six GELUs that divide by another root, of which the first is shown."""
+    inputs, outputs = (", ".join(f"float[batch,8] {name}{i}" for i in range(6)) for name in "xy")
+    gelus = "".join(GELU_OF_ANOTHER_ROOT.replace("%d", str(i)) for i in range(6))
+    constants = "<float root = {1.5}, float one = {1}, float half = {0.5}>"
+    onnx.save(parse(f"g ({inputs}) => ({outputs}) {constants} {{ {gelus} }}"), tmp_path / "m.onnx")
+    lines = run("explain", tmp_path / "m.onnx", "gated_activation").stdout.splitlines()
+    assert lines[0] == "gated_activation: not at 'gelu0' (5 of 10 nodes agree)"
+    assert lines.count("  the constant is 0.666667 ('root'); required 0.707107") == 1
+    assert "  the same at 5 more nodes: 'gelu1', 'gelu2', 'gelu3', 'gelu4', 'gelu5'" in lines
+
+
+# --- weights -------------------------------------------------------------------------------------------------------
+
+
+def test_weights_in_constants_are_weights(tmp_path: Path) -> None:
+    """In the line of half precision, in the facts of the page, and in `inspect`: 64 floats, then as many halves."""
+    text = (
+        "g (float[batch,8] x) => (float[batch,8] y) { w = Constant <value = float[8,8] {VALUES}> () y = MatMul (x, w) }"
+    )
+    given = parse(text.replace("VALUES", ", ".join(f"{i / 64}" for i in range(64))))
+    onnx.save(given, tmp_path / "given.onnx")
+    report = optimize(given, dtype="float16")[1]
+    assert report.half is not None and report.facts is not None
+    assert "Half precision: 1 of 1 node in float16, 256 B -> 128 B of weights" in text_of(report)
+    assert (report.half.bytes_before, report.half.bytes_after) == (256, 128)
+    assert (report.facts.weights_before, report.facts.weights_after) == (256, 128)
+    assert sum(each.bytes for each in inspect_model(tmp_path / "given.onnx").weights.values()) == 256
