@@ -40,7 +40,6 @@ from onnxfuse.passes import Folded, Pass
 from onnxfuse.passes.folded import STORED, node_label
 from onnxfuse.pipeline import LATE_PASSES, PIPELINE
 from onnxfuse.regions.assign import RegionResult, assign_regions
-from onnxfuse.regions.defer_to_regions import DeferToRegions
 from onnxfuse.regions.joining import Joining
 from onnxfuse.report.traffic import Traffic, estimate_traffic
 from onnxfuse.rewrite.apply_rules import near_misses
@@ -359,7 +358,6 @@ class Work:
     kept_ifs: Collection[Node] = ()  # Ifs whose branches must not change
     found: FusedModel = field(init=False)
     joining: Joining = field(init=False)
-    defer_to_regions: DeferToRegions = field(init=False)
 
     def __post_init__(self) -> None:
         """Start with empty results."""
@@ -458,11 +456,10 @@ def fuse_matches(work: Work) -> None:
     spelled = {name for one in work.found.spelling.spelled for name in one.made}
     fusions = settings.fusions if settings.regions is True else ()
     functions = LocalFunctions(graph, settings.operators, work.found.spelling.contrib)
-    work.joining = Joining(graph, work.shapes, fusions, functions, settings.exclude, work.keep)
-    work.defer_to_regions = DeferToRegions(work.joining, spelled)
+    work.joining = Joining(graph, work.shapes, fusions, functions, settings.exclude, work.keep, spelled)
     softmaxes = {node_label(node): graph.scores.name(node) for node in graph.nodes if op_of(node) == "Softmax"}
     products = {node_label(node) for node in graph.nodes if op_of(node) == "MatMul"}
-    leave = work.defer_to_regions if settings.regions else leave_none
+    leave = work.joining.leaves_to_regions if settings.regions else leave_none
     progress = functools.partial(work.timer.progress, "fuse")
     missed = near_misses(graph, work.shapes, settings.rules) if settings.rules else []
     fusing = fuse(graph, work.shapes, settings.fusions, replace(work.selection, leave=leave), progress)
@@ -507,7 +504,7 @@ def form_regions(work: Work) -> None:
         known = _standing(graph, known)  # without the fused nodes that became parts of regions
     write_deferred(graph, work.shapes)
     if work.settings.regions:
-        if work.defer_to_regions.has_left:
+        if work.joining.left:
             last = [fusion for fusion in work.settings.fusions if fusion.last]
             rest = fuse(graph, work.shapes, last, work.selection).fused
             known = (*known, *rest)

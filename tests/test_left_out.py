@@ -20,7 +20,7 @@ from onnxfuse.analysis.value_rules import VALUE_RULES
 from onnxfuse.ir.graph import Graph
 from onnxfuse.match.matcher import Matcher
 from onnxfuse.pipeline import LATE_PASSES, PIPELINE
-from onnxfuse.regions.defer_to_regions import DeferToRegions
+from onnxfuse.regions.joining import Joining
 from onnxfuse.rewrite import replace
 from onnxfuse.rewrite.make_keys_row_major import make_keys_row_major
 from onnxfuse.spell_out.spell_out import RULES
@@ -178,7 +178,7 @@ STEPS = [  # the model, the step, what raises in it, and the fusions that are le
     (BLOCK, "spelling operators out", (fuse_model, "left_over"), {"layer_norm", "gemm_bias_activation"}),
     (BLOCK, "estimating traffic", (fuse_model, "estimate_traffic"), {"layer_norm", "gemm_bias_activation"}),
     (BLOCK, "forming regions", (fuse_model, "assign_regions"), {"layer_norm", "gemm_bias_activation"}),
-    (SOFTMAX, "forming regions", (DeferToRegions, "_is_left"), {"softmax"}),
+    (SOFTMAX, "forming regions", (Joining, "_may_be_in_region"), {"softmax"}),
     (IMAGE, "assigning layouts", (fuse_model, "assign_layouts"), {"conv_bias_activation"}),
     (LOOP, "fusing inside If, Loop and Scan", (fuse_model, "with_known_branches"), set()),
     (LOOP, "fusing inside If, Loop and Scan", (fuse_model, "read_invariants_outside"), set()),

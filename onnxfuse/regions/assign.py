@@ -54,7 +54,7 @@ def assign_regions(joining: Joining, fused: Collection[Fused] = ()) -> RegionRes
         elif joining.may_be_region(cluster.outputs):
             apart.append(cluster)
     apart, norms = _with_norms(formed, apart, joining, joins)
-    apart = [one for one in share_launches(formed, apart) if is_worth_it(one)]
+    apart = [one for one in share_launches(formed, apart) if is_worth_it(one) and not joining.is_match(one.nodes)]
     for cluster in apart:
         order_by_reading(cluster, formed.forms)
     bodies = {f.name: f for f in graph.functions if f.domain == DOMAIN}

@@ -1,9 +1,9 @@
-"""The fused nodes that operators may join, and the matches that are worth a fused node only if operators join it."""
+"""The fused nodes that operators may join, and the matches that depend on what operators join or regions take."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from onnxfuse.analysis.shape_info import ShapeInfo
@@ -12,7 +12,10 @@ from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, op_of, producer
 from onnxfuse.match import Match, Matcher
 from onnxfuse.passes.folded import node_label
+from onnxfuse.regions.host import host_nodes
+from onnxfuse.regions.normal_form import MIN_OPSET, normal_form
 from onnxfuse.rewrite.replace import REGION, Fused, LocalFunctions, replace_match
+from onnxfuse.steps import REGIONS, step
 
 
 @dataclass
@@ -22,7 +25,8 @@ class Joining:
     Operators may join a node of one of `fusions` if the fusion's declaration allows it.  `exclude` holds pairs.
     (fusion, first output) is a match that stays unfused, and (REGION, first output) a region that is not formed.
     (fusion of a node, first output of operators) means that the operators must not join the node.  `keep` holds the
-    labels of nodes that must be in no match and no region.
+    labels of nodes that must be in no match and no region, and `spelled` those of nodes that replace an operator of
+    another tool (see `spell_out`), whose matches are not left to regions.
     """
 
     graph: Graph
@@ -31,6 +35,8 @@ class Joining:
     functions: LocalFunctions
     exclude: Collection[tuple[str, str]] = frozenset()
     keep: Set[str] = frozenset()
+    spelled: Set[str] = frozenset()
+    left: set[frozenset[Node]] = field(default_factory=set)  # the nodes of each match that is left to regions
 
     @cached_property
     def epilogues(self) -> dict[str, bool | str]:
@@ -71,3 +77,41 @@ class Joining:
         """Replace a match by its fused node, and return its record; None, without changes, if that is impossible."""
         found = replace_match(self.graph, self.shapes, match, self.functions)
         return found if isinstance(found, Fused) else None
+
+    def leaves_to_regions(self, match: Match) -> bool:
+        """Return whether a match, such as a softmax, waits for regions, because all its nodes may be in one.
+
+        Fused alone, the match would read or write a tensor in memory that one kernel of the match and its neighbours
+        keeps in registers.  No region consists of one match alone: the pattern fuses what no region took.
+        """
+        with step(REGIONS):
+            nodes = _nodes_up_to_operands(match)
+            is_left = self.graph.opset >= MIN_OPSET and all(map(self._may_be_in_region, nodes))
+        if is_left:
+            self.left.add(nodes)
+        return is_left
+
+    def is_match(self, nodes: Iterable[Node]) -> bool:
+        """Return whether these nodes are all nodes of one match that was left to regions."""
+        return frozenset(nodes) in self.left
+
+    @cached_property
+    def _host(self) -> set[Node]:
+        return set(host_nodes(self.graph, self.shapes))
+
+    def _may_be_in_region(self, node: Node) -> bool:
+        if any(label in self.keep or label in self.spelled for label in (node.name, node_label(node))):
+            return False
+        return node not in self._host and not isinstance(normal_form(self.graph, self.shapes, node), str)
+
+
+def _nodes_up_to_operands(match: Match) -> frozenset[Node]:
+    """Return the nodes of a match, and the nodes through which it reads its operands, such as Slices."""
+    operands = {tensor.name for tensor in match.operands.values()}
+    found, work = set(match.nodes), list(match.nodes)
+    while work:
+        makers = (producer(tensor) for tensor in work.pop().inputs if tensor.name not in operands)
+        new = {maker for maker in makers if maker is not None and maker not in found}
+        found |= new
+        work += new
+    return frozenset(found)
