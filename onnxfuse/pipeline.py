@@ -13,6 +13,7 @@ from onnxfuse.passes.fold_quantized_weights import fold_quantized_weights
 from onnxfuse.passes.fold_shapes import fold_shapes
 from onnxfuse.passes.normalize import normalize
 from onnxfuse.passes.normalize_backward_slices import normalize_backward_slices
+from onnxfuse.passes.normalize_slices import normalize_slices
 from onnxfuse.passes.scatter_to_concat import scatter_to_concat
 from onnxfuse.passes.sizes_of_operands import sizes_of_operands
 from onnxfuse.rewrite.apply_rules import rules_pass
@@ -30,6 +31,7 @@ PIPELINE: tuple[Pass, ...] = (
     fold_quantized_weights,
     fold_shapes,  # views can be composed when their targets are constant
     normalize_backward_slices,
+    normalize_slices,
     scatter_to_concat,
     einsum_to_matmul,  # its Transposes compose with those around it
     sizes_of_operands,

@@ -1,4 +1,4 @@
-"""Merge nodes with equal operators, attributes and inputs."""
+"""Merge nodes with equal operators, attributes and inputs, and equal tables that a product reads."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of
 from onnxfuse.passes.graph_pass import graph_pass
 
 MAX_COMPARED_BYTES = 4096  # constants up to this size are compared by value, larger ones by identity
+MAX_TABLE_SIZE = 2**22  # elements of a table that is compared by value: 32768 rows of heads of 128
 
 
 @graph_pass()
 def eliminate_common_subexpressions(graph: Graph, shapes: ShapeInfo) -> int:
-    """Merge equal nodes of a sorted graph; return how many were removed."""
+    """Merge equal nodes and tables of a sorted graph; return how many were removed."""
     first: dict[Hashable, Node] = {}  # first node by coarse key; few nodes share such a key, and exact keys are costly
     exact: dict[Hashable, Node] = {}  # first node by exact key, which only nodes that share a coarse key have
     has_exact: set[Node] = set()
     constant_keys: dict[int, Hashable] = {}
-    count = 0
+    count = _merge_tables(graph)
     for node in list(graph.nodes):
         coarse_key = node.op, tuple(None if is_constant(t) else id(t) for t in node.inputs)
         similar = first.setdefault(coarse_key, node)
@@ -37,6 +38,25 @@ def eliminate_common_subexpressions(graph: Graph, shapes: ShapeInfo) -> int:
         equal = exact.setdefault(key, node)
         if key is not None and equal is not node and _merge(graph, equal, node):
             count += 1
+    return count
+
+
+def _merge_tables(graph: Graph) -> int:
+    """Merge equal constants of two or more axes that products read; return how many were removed.
+
+    JAX writes a table of a rotation once for each product.  Patterns require one table for both halves.
+    """
+    read = (tensor for node in graph.nodes if op_of(node) == "Mul" for tensor in node.inputs)
+    by_type: dict[Hashable, dict[int, Constant]] = {}
+    for tensor in read:
+        if is_constant(tensor) and len(tensor.shape) > 1 and math.prod(tensor.shape) <= MAX_TABLE_SIZE:
+            by_type.setdefault((tensor.dtype, *tensor.shape), {})[id(tensor)] = tensor
+    count = 0
+    for same_type in by_type.values():
+        first: dict[bytes, Constant] = {}
+        for table in same_type.values() if len(same_type) > 1 else ():
+            kept = first.setdefault(constant_value(graph, table).tobytes(), table)
+            count += kept is not table and graph.replace(table, kept)
     return count
 
 

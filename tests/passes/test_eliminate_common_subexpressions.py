@@ -31,3 +31,16 @@ def test_equal_nodes_are_merged(nodes: str, outputs: str, rest: str | None) -> N
     assert ops(after) == (rest or ops(model))
     if rest:
         assert_same(model, after, (3, 5, 8), tol=0)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "tables"),
+    [("Mul(x, t) b = Mul(x, u)", 1), ("Mul(x, t) b = Mul(x, v)", 2), ("Add(x, t) b = Add(x, u)", 2)],
+)
+def test_equal_tables_of_products_are_merged(nodes: str, tables: int) -> None:
+    """Tables are larger than the constants that equal nodes may have."""
+    table = random(40, 32)
+    model = parse(f"(float[N,40,32] x) => (y) {{ a = {nodes} y = Sub(a, b) }}", t=table, u=table, v=table * 2)
+    after, _ = apply(model, eliminate_common_subexpressions)
+    assert len({name for node in after.graph.node for name in node.input} & {*"tuv"}) == tables
+    assert_same(model, after, (2, 40, 32), tol=0)

@@ -1,0 +1,100 @@
+"""Write operators that take parts of a tensor in few forms.
+
+A Slice names only the axes that it cuts, regular constant indices become a Slice, and parts are taken before a
+Transpose whose effect ends there.  JAX writes `x[..., ::2]` as a Slice along all axes or, if the batch is dynamic, as a
+Transpose, a Gather of the indices 0, 2, 4, and so on, and a Transpose back.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from onnxfuse.algebra.index_maps import inverse
+from onnxfuse.algebra.sizes import Size
+from onnxfuse.analysis.rules import input_value, normalize_axis
+from onnxfuse.analysis.shape_info import CannotInfer, ShapeInfo
+from onnxfuse.analysis.shape_rules.slices import SliceBounds, slice_bounds
+from onnxfuse.ir.attributes import int_attribute, perm_of
+from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
+from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.node import Node, consumers, op_of, producer
+from onnxfuse.ir.slices import TO_THE_END
+from onnxfuse.passes.emit import integers, write
+from onnxfuse.passes.graph_pass import graph_pass
+
+MIN_INDICES: Final = 2  # a Gather of one index has the form that patterns match
+
+
+@graph_pass(opset=10)  # from this opset on, the bounds of a Slice are inputs, and it has steps
+def normalize_slices(graph: Graph, shapes: ShapeInfo) -> int:
+    """Rewrite Slices and Gathers of floating-point tensors; return how many were rewritten."""
+    rules = {"Slice": [_name_cut_axes], "Gather": [_gather_before_transpose, _gather_as_slice]}
+    found = [(node, rule) for node in graph.nodes for rule in rules.get(op_of(node), ())]
+    return sum(_is_read_float(graph, shapes, node) and rule(graph, shapes, node) for node, rule in found)
+
+
+def _is_read_float(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
+    """Return whether a node makes floating-point numbers that are read; an earlier rule may have replaced it."""
+    is_read = bool(node.outputs) and (graph.is_kept(node.outputs[0]) or bool(node.outputs[0].outputs))
+    return is_read and shapes.dtype(node.outputs[0]) in FUSIBLE_FLOATS
+
+
+def _name_cut_axes(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
+    """Leave out of a Slice the axes that it takes whole, if it cuts others at constant bounds."""
+    shape = shapes.shape(node.inputs[0])
+    try:
+        bounds = slice_bounds(shapes, node, shape) if shape else {}
+    except CannotInfer:
+        return False
+    cut = [(*each, axis) for axis, each in bounds.items() if shape and not _is_whole(each, shape[axis])]
+    if not 0 < len(cut) < len(bounds) or not all(isinstance(number, int) for each in cut for number in each):
+        return False
+    starts, ends, steps, axes = zip(*cut, strict=True)
+    numbers = [integers(graph, f"{node.outputs[0].name}_bounds", each) for each in (starts, ends, axes, steps)]
+    node.inputs = [node.inputs[0], *numbers]
+    return True
+
+
+def _is_whole(bounds: SliceBounds, size: Size) -> bool:
+    start, end, step = bounds
+    return start == 0 and step == 1 and (end == size or (isinstance(end, int) and end >= TO_THE_END))
+
+
+def _gather_before_transpose(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
+    """Gather from the input of a Transpose if the other axes are then in order, or if only Transposes back follow."""
+    transpose, made, rank = producer(node.inputs[0]), node.outputs[0], shapes.rank(node.inputs[1])
+    if transpose is None or op_of(transpose) != "Transpose" or rank not in (0, 1):
+        return False
+    perm = perm_of(transpose, shapes.rank(node.inputs[0]) or 0)
+    axis = normalize_axis(int_attribute(node, "axis", 0), len(perm))
+    others, readers = [*perm[:axis], *perm[axis + 1 :]], consumers(made)
+    if rank == 0:
+        replaced = [made] if others == sorted(others) else []
+    else:
+        are_back = (op_of(each) == "Transpose" and perm_of(each, len(perm)) == [*inverse(perm)] for each in readers)
+        replaced = [each.outputs[0] for each in readers] if not graph.is_kept(made) and all(are_back) else []
+    if not replaced:
+        return False
+    inputs = [transpose.inputs[0], node.inputs[1]]
+    gathered = write(graph, shapes, "Gather", inputs, f"{made.name}_in_order", {"axis": perm[axis]})
+    return sum(graph.replace(old, gathered) for old in replaced) == len(replaced)
+
+
+def _gather_as_slice(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
+    """Write a Gather of constant indices at a constant distance as a Slice."""
+    shape = shapes.shape(node.inputs[0])
+    try:
+        indices = input_value(shapes, node, 1)
+    except CannotInfer:
+        return False
+    if shape is None or indices.ndim != 1 or indices.size < MIN_INDICES:
+        return False
+    axis = normalize_axis(int_attribute(node, "axis", 0), len(shape))
+    size, taken = shape[axis], indices.tolist()
+    first, last, step = taken[0], taken[-1], taken[1] - taken[0]
+    if not isinstance(size, int) or not 0 <= first < last < size or taken != [*range(first, last + 1, step)]:
+        return False
+    end, stem = min(last + step, size), node.outputs[0].name
+    bounds = [integers(graph, f"{stem}_bounds", [number]) for number in (first, end, axis, step)]
+    sliced = write(graph, shapes, "Slice", [node.inputs[0], *bounds], f"{stem}_sliced")
+    return graph.replace(node.outputs[0], sliced)
