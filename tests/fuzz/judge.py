@@ -273,8 +273,8 @@ def _compare_outputs(
     found = outputs_of(other, feeds)
     if found is None and LOST_VALUE in other.error:
         found = outputs_of(Session(optimized, optimize=True), feeds)
-    if found is None and (declared := without_false_shapes(optimized, expected)):
-        found = outputs_of(Session(declared), feeds)
+    if declared := without_false_shapes(optimized, expected):
+        found = outputs_of(Session(declared, other.is_optimized), feeds)
     at = f"at {', '.join(f'{name} {value.dtype}{list(value.shape)}' for name, value in feeds.items())}"
     if found is None:
         excused = (

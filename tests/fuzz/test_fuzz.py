@@ -281,6 +281,12 @@ def test_a_false_shape_of_an_output_counts_for_no_difference() -> None:
     require_verdict(FALSE_RANK, inferred, {"n": 2}, "")
     changed = inferred.replace("y = Concat <axis = 0> (x, z)", "w = Concat <axis = 0> (x, z) y = Exp (w)")
     require_verdict(FALSE_RANK, changed, {"n": 2}, "output y")
+    twice = """<ir_version: 8, opset_import: ["" : 17]> g (float[n,2] x) => (float z, int64[m] y) {
+        z = Neg (x) w = Neg (x) y = Shape (READ) }"""
+    require_verdict(twice.replace("READ", "w"), twice.replace("READ", "z"), {"n": 2}, "")
+    require_verdict(
+        twice.replace("READ", "w"), twice.replace("READ", "s").replace("y =", "s = Size (w) y ="), {"n": 2}, "output y"
+    )
 
 
 UNEQUAL = """<ir_version: 8, opset_import: ["" : 17]> g (float[n,2] x) => (float[n,6] y, float[n,2] z)
