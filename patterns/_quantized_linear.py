@@ -59,7 +59,8 @@ def _dequantized(weight: Quantized, first: str, second: str, axis: int) -> Term:
 
 
 def require_blocks() -> None:
-    """Require blocks along k, of a size that kernels and onnxruntime have."""
+    """Require blocks along k, of a size and of bits that kernels and onnxruntime have."""
+    require("weights have 2, 4 or 8 bits; bits is {bits}", lambda bits: bits in (None, 2, 4, 8))
     require(
         "a block has a power of two of elements, and at least 16; block_size is {block_size}",
         lambda block_size: block_size >= 16 and block_size & (block_size - 1) == 0,

@@ -54,6 +54,24 @@ def group_query_attention(
     The body is the operator itself.  Quantized caches, caches of the size of a window, a bias, and results of
     queries and keys have no kernel, so that such operators stay as they are.
     """
+    require(
+        "{num_heads} heads of queries are a multiple of {kv_num_heads} heads of keys",
+        lambda num_heads, kv_num_heads: num_heads >= kv_num_heads > 0 == num_heads % kv_num_heads,
+    )
+    require(
+        "a row of queries has {num_heads} heads of {size} elements, and {kv_num_heads} of keys and of values if packed",
+        lambda width, size, num_heads, kv_num_heads, key: (
+            not isinstance(width, int) or width == (num_heads + (2 * kv_num_heads if key is None else 0)) * size
+        ),
+    )
+    require(
+        "do_rotary ({do_rotary}), rotary_interleaved ({rotary_interleaved}) and smooth_softmax ({smooth_softmax}) are "
+        "0 or 1",
+        lambda do_rotary, rotary_interleaved, smooth_softmax: (
+            {do_rotary, rotary_interleaved, smooth_softmax} <= {None, 0, 1}
+        ),
+    )
+    require("softcap is {softcap}; required 0 or more", lambda softcap: softcap is None or softcap >= 0)
     require("causal is {causal}; required 1", lambda causal: causal in (None, 1))
     require("no result of queries and keys (qk_output {qk_output})", lambda qk_output: not qk_output)
     require("no cache of the size of a window", lambda sliding_window_cache: not sliding_window_cache)

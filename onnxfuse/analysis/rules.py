@@ -62,10 +62,10 @@ def has_input(node: Node, index: int) -> bool:
     return index < len(node.inputs) and bool(node.inputs[index].name)
 
 
-def input_shape(shapes: ShapeInfo, node: Node, index: int = 0) -> Shape:
-    """Return the shape of an input.  Raises CannotInfer where its rank is not known."""
+def input_shape(shapes: ShapeInfo, node: Node, index: int = 0, *ranks: int) -> Shape:
+    """Return the shape of an input.  Raises CannotInfer where its rank is not known, or not one of `ranks`."""
     found = shapes.shape(node.inputs[index]) if has_input(node, index) else None
-    if found is None:
+    if found is None or (ranks and len(found) not in ranks):
         raise CannotInfer
     return found
 

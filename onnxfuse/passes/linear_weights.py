@@ -68,8 +68,9 @@ def is_linear(node: Node) -> bool:
     if op_of(node) not in LINEAR or not is_constant(node.inputs[1]):
         return False
     shape, groups = weight_of(node).shape, int_attribute(node, "group", 1)
-    rank, makes_groups = len(shape), groups > 0 and 0 not in shape and shape[0] % groups == 0
-    return makes_groups and (rank == 2 or (rank > 2 and op_of(node).startswith("Conv")))
+    if len(shape) < 2 or 0 in shape or groups < 1 or shape[0] % groups:
+        return False
+    return len(shape) == 2 or op_of(node).startswith("Conv")
 
 
 def turns_shift_into_bias(graph: Graph, node: Node) -> bool:

@@ -115,8 +115,8 @@ def _name_heads(call: Call, hidden: Size, value_hidden: Size) -> tuple[int, int]
 
 
 def _size_of_head(columns: Size, heads: int) -> int:
-    if not isinstance(columns, int) or not heads or columns % heads:
-        raise NoSpelling(f"{columns} columns are no {heads} heads of known size")
+    if not isinstance(columns, int) or heads < 1 or columns % heads:
+        raise NoSpelling(f"{columns} columns are not {heads} heads of known size")
     return columns // heads
 
 

@@ -53,7 +53,8 @@ class Call:
         return index < len(self.node.inputs) and bool(self.node.inputs[index].name)
 
     def input(self, index: int) -> Term:
-        """Return the term of an input."""
+        """Return the term of an input.  Raises NoSpelling where it is left out."""
+        stay_if(not self.has(index), f"it has no input {index}")
         return Capture(kind="tensor", name=input_name(index), span=here())
 
     def scalar(self, name: str, value: float) -> Capture:
@@ -70,14 +71,15 @@ class Call:
         return self.input(index) if self.has(index) else as_term(None)
 
     def sum_of(self, *indices: int) -> Term:
-        """Return the sum of inputs, without those that are left out."""
-        first, *others = (self.input(index) for index in indices if self.has(index))
+        """Return the sum of inputs, without those that are left out.  Raises NoSpelling where all are."""
+        first, *others = [self.input(index) for index in indices if self.has(index)] or [self.input(indices[0])]
         for other in others:
             first = first + other
         return first
 
     def tensor(self, index: int) -> Tensor:
-        """Return the tensor of an input."""
+        """Return the tensor of an input.  Raises NoSpelling where it is left out."""
+        stay_if(not self.has(index), f"it has no input {index}")
         return self.node.inputs[index]
 
     def shape(self, index: int) -> tuple[Size, ...] | None:

@@ -67,7 +67,7 @@ def _name_sizes(call: Call) -> int:
     reason = "its queries have not three known axes, or its heads of keys do not serve as many queries each"
     batch, new, width = call.axes(QUERY, reason, 3)
     heads, kv_heads = call.attribute("num_heads", 0), call.attribute("kv_num_heads", 0)
-    stay_if(not heads or not kv_heads or heads % kv_heads, reason)
+    stay_if(heads < 1 or kv_heads < 1 or heads % kv_heads, reason)
     no_size = "the size of its heads is not known"
     size, rest = divmod(known(width, no_size), heads if call.has(KEY) else heads + 2 * kv_heads)
     stay_if(rest, no_size)

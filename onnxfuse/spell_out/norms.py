@@ -149,8 +149,8 @@ def _name_groups(call: Call, attribute: str, is_last: bool = False) -> None:
     """Store the sizes of an image in `call.dims`; the attribute says how many groups its channels form."""
     batch, *others = call.axes(0, "its image has not four axes", 4)
     channels, groups = others.pop(2 if is_last else 0), call.attribute(attribute, 0)
-    if not isinstance(channels, int) or not groups or channels % groups:
-        raise NoSpelling(f"{channels} channels are no {groups} groups")
+    if not isinstance(channels, int) or groups < 1 or channels % groups:
+        raise NoSpelling(f"{channels} channels are not divisible by {groups} groups")
     call.dims |= {"n": batch, "h": others[0], "w": others[1], "groups": groups, "size": channels // groups}
 
 

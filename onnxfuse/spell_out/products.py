@@ -79,7 +79,8 @@ def _nhwc_conv(call: Call) -> dict[int, Term]:
 
 
 def _attributes(call: Call) -> dict[str, Any]:
-    return {name: value for name, value in call.node.attrs.items() if name in CONV_ATTRIBUTES}
+    """Return the attributes of a convolution, without empty lists, which onnxruntime takes for the defaults."""
+    return {name: value for name, value in call.node.attrs.items() if name in CONV_ATTRIBUTES and value != []}
 
 
 # --- activations by name -------------------------------------------------------------------------------------------

@@ -27,8 +27,16 @@ def _by_heads(shapes: ShapeInfo, node: Node, index: int, heads_attribute: str) -
     shape = input_shape(shapes, node, index)
     if len(shape) == 4:
         return shape
-    heads = required(int_attribute(node, heads_attribute))
+    heads = _count(node, heads_attribute)
     return (shape[0], heads, shape[1], shape[2] // heads)
+
+
+def _count(node: Node, name: str) -> int:
+    """Return an attribute that counts heads.  Raises CannotInfer where it is absent or not positive."""
+    heads = required(int_attribute(node, name))
+    if heads <= 0:
+        raise CannotInfer
+    return heads
 
 
 @RULES.rule(
@@ -36,20 +44,18 @@ def _by_heads(shapes: ShapeInfo, node: Node, index: int, heads_attribute: str) -
     "com.microsoft::DecoderMaskedMultiHeadAttention", "com.microsoft::SparseAttention",
 )  # fmt: skip
 def _contrib_attention(shapes: ShapeInfo, node: Node) -> list[PartialShape | None]:
-    query = input_shape(shapes, node)
-    if len(query) != 3:
-        raise CannotInfer
+    query = input_shape(shapes, node, 0, 3)
     hidden: Size
     if op_of(node) == "com.microsoft::Attention":
         sizes = ints_attribute(node, "qkv_hidden_sizes")
-        hidden = sizes[-1] if sizes else input_shape(shapes, node, 1)[1] // 3
+        hidden = sizes[-1] if sizes else input_shape(shapes, node, 1, 2)[1] // 3
     elif op_of(node) in ("com.microsoft::GroupQueryAttention", "com.microsoft::SparseAttention"):
-        heads, kv_heads = (required(int_attribute(node, name)) for name in ("num_heads", "kv_num_heads"))
+        heads, kv_heads = (_count(node, name) for name in ("num_heads", "kv_num_heads"))
         hidden = query[2] if has_input(node, 1) else query[2] // (heads + 2 * kv_heads) * heads
-        if op_of(node) == "com.microsoft::GroupQueryAttention" and heads:
+        if op_of(node) == "com.microsoft::GroupQueryAttention":
             _require_heads_of_cache(shapes, node, kv_heads, hidden // heads)
     else:
-        value = input_shape(shapes, node, 2) if has_input(node, 2) else query
+        value = input_shape(shapes, node, 2, 3, 4) if has_input(node, 2) else query
         hidden = value[2] if len(value) == 3 else value[1] * value[3]
     return [(*query[:2], hidden)]
 

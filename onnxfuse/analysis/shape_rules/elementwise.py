@@ -50,7 +50,7 @@ def broadcast_sizes(shapes: ShapeInfo, a: Size, b: Size) -> Size:
 def _broadcasting(shapes: ShapeInfo, node: Node) -> Shape:
     if shapes.graph.opset < 7 and int_attribute(node, "broadcast", 0):
         return input_shape(shapes, node)
-    return broadcast(shapes, *(input_shape(shapes, node, i) for i in range(len(node.inputs))))
+    return broadcast(shapes, *(input_shape(shapes, node, i) for i in range(max(1, len(node.inputs)))))
 
 
 @RULES.rule(
@@ -105,7 +105,7 @@ def _half_of_last_axis(shapes: ShapeInfo, node: Node) -> Shape:
 
 @RULES.rule("com.microsoft::EmbedLayerNormalization")
 def _embed_layer_normalization(shapes: ShapeInfo, node: Node) -> list[PartialShape | None]:
-    ids, table = input_shape(shapes, node), input_shape(shapes, node, 2)
+    ids, table = input_shape(shapes, node, 0, 2), input_shape(shapes, node, 2, 2)
     rows = (*ids, table[-1])
     return [rows, ids[:1], rows]
 

@@ -10,6 +10,7 @@ from onnxfuse.ir.attributes import int_attribute, str_attribute
 from onnxfuse.ir.node import Node, op_of
 
 RULES = RuleTable[ShapeRule]()
+TRANSPOSED = frozenset({"transA", "transB", "transBatchA", "transBatchB"})
 
 
 def require_equal(shapes: ShapeInfo, a: Size, b: Size) -> None:
@@ -24,6 +25,8 @@ def require_equal(shapes: ShapeInfo, a: Size, b: Size) -> None:
 )  # fmt: skip
 def _matmul(shapes: ShapeInfo, node: Node) -> Shape:
     a, b = input_shape(shapes, node), input_shape(shapes, node, 3 if op_of(node) == "QLinearMatMul" else 1)
+    if min(len(a), len(b)) < (2 if TRANSPOSED & node.attrs.keys() else 1):
+        raise CannotInfer
     if int_attribute(node, "transBatchA", 0):  # the first axis moves to just before the last one
         a = (*a[1:-1], a[0], a[-1])
     if int_attribute(node, "transBatchB", 0):
@@ -43,7 +46,7 @@ def _matmul_of_packed_weight(shapes: ShapeInfo, node: Node) -> Shape:
 
 @RULES.rule("Gemm", "com.microsoft::FusedGemm")
 def _gemm(shapes: ShapeInfo, node: Node) -> Shape:
-    (m, a), (b, n) = input_shape(shapes, node), input_shape(shapes, node, 1)
+    (m, a), (b, n) = input_shape(shapes, node, 0, 2), input_shape(shapes, node, 1, 2)
     m, a = (a, m) if int_attribute(node, "transA", 0) else (m, a)
     b, n = (n, b) if int_attribute(node, "transB", 0) else (b, n)
     require_equal(shapes, a, b)

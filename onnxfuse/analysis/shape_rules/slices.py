@@ -147,7 +147,10 @@ def _gather_block_quantized(shapes: ShapeInfo, node: Node) -> Shape:
     data, indices = input_shape(shapes, node), input_shape(shapes, node, 1)
     axis = normalize_axis(int_attribute(node, "gather_axis", 0), len(data))
     if shapes.dtype(node.inputs[0]) == TensorProto.UINT8:  # a byte holds several elements of the last axis
-        data = (*data[:-1], data[-1] * (8 // int_attribute(node, "bits", 4)))
+        bits = int_attribute(node, "bits", 4)
+        if bits not in (2, 4, 8):
+            raise CannotInfer
+        data = (*data[:-1], data[-1] * (8 // bits))
     return (*data[:axis], *indices, *data[axis + 1 :])
 
 

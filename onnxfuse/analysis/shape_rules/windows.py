@@ -29,6 +29,8 @@ PADS_ARE_INPUT_SINCE = 11  # the opset in which `pads` of a Pad became an input
 @RULES.rule("Conv", "ConvInteger", "QLinearConv", "com.microsoft::FusedConv")
 def _conv(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
     image, weight = input_shape(shapes, node), input_shape(shapes, node, 3 if op_of(node) == "QLinearConv" else 1)
+    if len(image) < 2 or len(weight) != len(image):
+        raise CannotInfer
     shapes.require(image[1], weight[1] * int_attribute(node, "group", 1))
     kernel = ints_attribute(node, "kernel_shape") or weight[2:]
     return (image[0], weight[0], *_window_counts(node, image[2:], kernel))
@@ -40,7 +42,7 @@ def _nhwc_conv(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
 
     The weights of NhwcConv are (filters, height, width, channels); those of NhwcFusedConv are in the order of Conv.
     """
-    image, weight = input_shape(shapes, node), input_shape(shapes, node, 1)
+    image, weight = input_shape(shapes, node, 0, 4), input_shape(shapes, node, 1, 4)
     kernel = weight[1:-1] if op_of(node) == "com.microsoft::NhwcConv" else weight[2:]
     windows = _window_counts(node, image[1:-1], ints_attribute(node, "kernel_shape") or kernel)
     return (image[0], *windows, weight[0])
@@ -66,11 +68,16 @@ def _short_time_fourier_transform(shapes: ShapeInfo, node: Node) -> Shape:
 
 
 def _window_counts(node: Node, spatial: Shape, kernel: Sequence[Size]) -> list[Size | None]:
-    """Return the number of windows along each spatial axis; None where it is not known."""
+    """Return the number of windows along each spatial axis; None where it is not known.
+
+    Raises CannotInfer for attributes that do not fit the axes.
+    """
     rank = len(spatial)
     strides, dilations = (ints_attribute(node, name) or [1] * rank for name in ("strides", "dilations"))
     pads = ints_attribute(node, "pads") or [0] * 2 * rank
     mode = str_attribute(node, "auto_pad", "NOTSET")
+    if not len(kernel) == len(strides) == len(dilations) == rank == len(pads) / 2 or min(strides, default=1) < 1:
+        raise CannotInfer
     counts: list[Size | None] = []
     for i, size in enumerate(spatial):
         extent = (kernel[i] - 1) * dilations[i] + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -86,7 +87,15 @@ def _reshape(shapes: ShapeInfo, node: Node) -> Array:
     value = input_value(shapes, node)
     if not flag_attribute(node, "allowzero", False):
         target = tuple(value.shape[i] if size == 0 else size for i, size in enumerate(target))
-    return value.reshape(target)
+    return _reshaped(value, target)
+
+
+def _reshaped(value: Array, shape: Sequence[int]) -> Array:
+    """Return a value in another shape.  Raises CannotInfer for a shape of another number of elements."""
+    try:
+        return value.reshape(shape)
+    except ValueError:
+        raise CannotInfer from None
 
 
 @RULES.rule("Flatten", "Squeeze", "Unsqueeze")
@@ -94,7 +103,7 @@ def _regroup(shapes: ShapeInfo, node: Node) -> Array:
     shape = shapes.shape(node.outputs[0])
     if shape is None:
         raise CannotInfer
-    return input_value(shapes, node).reshape(static_shape(object_array(list(shape))))
+    return _reshaped(input_value(shapes, node), static_shape(object_array(list(shape))))
 
 
 @RULES.rule("Transpose")
@@ -113,7 +122,11 @@ def _gather(shapes: ShapeInfo, node: Node) -> Array:
     indices = input_value(shapes, node, 1)
     if not all(isinstance(index, int) for index in indices.reshape(-1)):
         raise CannotInfer
-    return object_array(input_value(shapes, node).take(indices.astype(np.int64), axis=int_attribute(node, "axis", 0)))
+    try:
+        taken = input_value(shapes, node).take(indices.astype(np.int64), axis=int_attribute(node, "axis", 0))
+    except IndexError:  # onnxruntime refuses such an index, too
+        raise CannotInfer from None
+    return object_array(taken)
 
 
 @RULES.rule("Slice")
