@@ -28,8 +28,8 @@ def insert_nodes(
     operands  the tensors that the nodes read, by the names of the values in `protos`
     outputs   pairs of the name of a value and the tensor that it becomes; a value that is an operand, or becomes a
               second tensor, gets an Identity
-    label     the prefix of new names; only the outputs of a node that reads nothing but constants are named after its
-              first operand instead
+    label     the prefix of new names; only values that are computed from nothing but constants are named after the
+              first of these instead
     """
     tensors = dict(operands)
     computed = {name for proto in protos for name in proto.output}
@@ -41,13 +41,16 @@ def insert_nodes(
         else:
             copies.append((name, tensor))
     made = []
+    stems = {name: tensor.name for name, tensor in operands.items() if is_constant(tensor)}  # of names after constants
     for proto in protos:
         if proto.op_type == "Constant":
             tensors[proto.output[0]] = graph.constant(f"{label}/constant", to_array(proto.attribute[0].t))
+            stems[proto.output[0]] = label
         else:
-            of_constants = all(is_constant(tensors[name]) for name in proto.input if name)
-            first = operands.get(proto.input[0]) if proto.input and of_constants else None
-            made.append(_append(graph, proto, label, label if first is None else first.name, tensors, ends))
+            of_constants = bool(proto.input) and all(name in stems for name in proto.input if name)
+            stem = stems.get(proto.input[0], label) if of_constants else label
+            made.append(_append(graph, proto, label, stem, tensors, ends))
+            stems |= dict.fromkeys(proto.output, stem) if of_constants else {}
     for name, tensor in copies:
         made.append(graph.add_node("Identity", [tensors[name]], [tensor], name=graph.unique_name(f"{label}/Identity")))
     for node in made:
@@ -64,7 +67,8 @@ def _append(
     inputs = [tensors[name] if name else new_variable("") for name in proto.input]
     attributes = {each.name: _attribute(each) for each in proto.attribute}
     name = graph.unique_name(f"{label}/{proto.op_type}")
-    return graph.add_node(proto.op_type, inputs, [tensors[each] for each in proto.output], attributes, name=name)
+    outputs = [tensors[each] for each in proto.output]
+    return graph.add_node(proto.op_type, inputs, outputs, attributes, name=name, domain=proto.domain)
 
 
 def _attribute(attribute: onnx.AttributeProto) -> AttributeValue:

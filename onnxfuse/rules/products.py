@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from onnxfuse.dsl.declaration import Rewrite, Rules, require, rewrite
 from onnxfuse.dsl.terms import Term
-from onnxfuse.dsl.words import either, op, size, tensor, weight
+from onnxfuse.dsl.words import attribute, contrib, either, op, size, tensor, weight
 from onnxfuse.patterns._activations import gate_activation
+from onnxfuse.patterns._quantized_linear import require_blocks
+
+
+def _gated(w: Term, packed: Term, products: Sequence[Term]) -> Rules:
+    """Yield the gates of the halves of a product, and those of two products that compute the halves."""
+    require("{columns} columns are two times {n}", lambda columns, n: columns == 2 * n)
+    require("nothing else reads the weight", lambda w, is_read_once: is_read_once(w))
+    halves = [_half(packed, i, axis=-1) for i in (0, 1)]
+    for gate, up in (0, 1), (1, 0):
+        yield gate_activation(halves[gate]) * halves[up], products[up] * gate_activation(products[gate])
+
+
+def _half(value: Term, index: int, axis: int = 0) -> Term:
+    """Return the first or the second n elements of an axis."""
+    n = size("n")
+    begin, end = ((0, n), (n, 2 * n))[index]
+    return op.Slice(value, starts=[begin], ends=[end], axes=[axis], steps=[1])
+
+
+def _by_columns(value: Term) -> Term:
+    """Return scales or zero points with the columns as first axis; older quantizers store one axis."""
+    return op.Reshape(value, shape=[size("columns"), -1])
 
 
 @rewrite(out="... n")
@@ -19,18 +42,41 @@ def split_packed_gate(
     Both products are then fused with their gate, and their results are never written to memory.  In the file, the two
     halves of the weight replace the whole weight.
     """
-    n = size("n")
-    require("{columns} columns are two times {n}", lambda columns, n: columns == 2 * n)
-    require("nothing else reads the weight", lambda w, is_read_once: is_read_once(w))
     whole = op.MatMul(x, w)
-    packed = either(whole + bias, whole)
-    halves, products = [], []
-    for begin, end in ((0, n), (n, 2 * n)):
-        halves.append(op.Slice(packed, starts=[begin], ends=[end], axes=[-1], steps=[1]))
-        product = op.MatMul(x, op.Slice(w, starts=[begin], ends=[end], axes=[1], steps=[1]))
-        products.append(either(product + op.Slice(bias, starts=[begin], ends=[end], axes=[0], steps=[1]), product))
-    yield gate_activation(halves[0]) * halves[1], products[1] * gate_activation(products[0])
-    yield gate_activation(halves[1]) * halves[0], products[0] * gate_activation(products[1])
+    products = [op.MatMul(x, _half(w, i, axis=1)) for i in (0, 1)]
+    yield from _gated(
+        w, either(whole + bias, whole), [either(each + _half(bias, i), each) for i, each in enumerate(products)]
+    )
 
 
-GATES: Final[tuple[Rewrite, ...]] = split_packed_gate
+@rewrite(
+    out="... n",
+    example={"bits": 2, "block_size": 16, "scales": "columns blocks", "zero_points": "columns zeros"},
+)
+def split_packed_gate_nbits(
+    x: Term = tensor("... k"),
+    w: Term = weight("columns blocks bytes"),
+    scales: Term = weight(),
+    zero_points: Term = weight(optional=True),
+    bias: Term = weight("columns", optional=True),
+    bits: Term = attribute(),
+    block_size: Term = attribute(),
+    accuracy_level: Term = attribute(),
+) -> Rules:
+    """The same for a weight that MatMulNBits stores in blocks: its columns are the first axis of all operands."""
+    require_blocks()
+    k, said = size("k"), {"bits": bits, "block_size": block_size, "accuracy_level": accuracy_level}
+    whole = contrib.MatMulNBits(x, w, scales, zero_points, K=k, N=size("columns"), **said)
+    with_bias = contrib.MatMulNBits(x, w, scales, zero_points, None, bias, K=k, N=size("columns"), **said)
+    products = []
+    for i in (0, 1):
+        half = x, _half(w, i), _half(_by_columns(scales), i)
+        options = [
+            contrib.MatMulNBits(*half, *zeros, K=k, N=size("n"), **said)
+            for zeros in ((_half(_by_columns(zero_points), i),), ())
+        ]
+        products.append(either(*(each + _half(bias, i) for each in options), *options))
+    yield from _gated(w, either(whole + bias, whole, with_bias), products)
+
+
+GATES: Final[tuple[Rewrite, ...]] = (*split_packed_gate, *split_packed_gate_nbits)

@@ -49,7 +49,7 @@ def right_side(rule: Rewrite, unfused: Unfused) -> onnx.ModelProto:
     value = builder.cast(builder.value(rule.right), unfused.variant.out[0])
     model = onnx.ModelProto()
     model.CopyFrom(unfused.model)
-    del model.graph.node[:]
+    del model.graph.node[:], model.graph.value_info[:]
     model.graph.node.extend(builder.nodes)
     model.graph.node.append(onnx.helper.make_node("Identity", [value.name], ["right"]))
     model.graph.output[0].name = "right"
