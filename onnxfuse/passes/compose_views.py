@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from onnxfuse.algebra.index_maps import inverse, transposed
 from onnxfuse.algebra.operators import REARRANGING
-from onnxfuse.algebra.sizes import Size, product
+from onnxfuse.algebra.sizes import Shape, Size, product
 from onnxfuse.algebra.view_layouts import SubAxis, ViewLayout, coalesce, identity, reshape
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import input_index, perm_of
@@ -219,7 +219,7 @@ def _replace(graph: Graph, shapes: ShapeInfo, last: Node, source: Tensor, views:
     return graph.replace(end, tensor)
 
 
-def scaled_chain_to(graph: Graph, shapes: ShapeInfo, tensor: Tensor) -> list[Node]:
+def _scaled_chain_to(graph: Graph, shapes: ShapeInfo, tensor: Tensor) -> list[Node]:
     """Return the chain of views and of products with a number that computes a tensor, in execution order."""
     chain: list[Node] = []
     node = producer(tensor)
@@ -246,15 +246,26 @@ def farthest_view(
     Also returns the fewest such views, and the nodes on the way that multiply or divide by a number.  The views do not
     contain these products, so the caller has to apply them to the result.
     """
-    chain = scaled_chain_to(graph, shapes, tensor)
-    for start, first in enumerate(chain):
-        source, nodes = shapes.shape(first.inputs[0]), [each for each in chain[start:] if op_of(each) in REARRANGING]
-        known = [view for each in nodes if (view := view_of(shapes, each)) is not None]
-        if source is not None and len(known) == len(nodes):
-            views = written_from(source, (*known, last))
-            if views is not None:
-                return first.inputs[0], views, [each for each in chain[start:] if op_of(each) not in REARRANGING]
+    for source, shape, views, scalings in sources_of(graph, shapes, tensor):
+        written = written_from(shape, (*views, last))
+        if written is not None:
+            return source, written, scalings
     return None
+
+
+def sources_of(
+    graph: Graph, shapes: ShapeInfo, tensor: Tensor
+) -> Iterator[tuple[Tensor, Shape, tuple[View, ...], list[Node]]]:
+    """Yield the tensors from which views and products with a number compute a tensor, the farthest first.
+
+    Each comes with its shape, with these views, and with these products.  Tensors of unknown shape are left out.
+    """
+    chain = _scaled_chain_to(graph, shapes, tensor)
+    for start, first in enumerate(chain):
+        shape, nodes = shapes.shape(first.inputs[0]), [each for each in chain[start:] if op_of(each) in REARRANGING]
+        views = tuple(view for each in nodes if (view := view_of(shapes, each)) is not None)
+        if shape is not None and len(views) == len(nodes):
+            yield first.inputs[0], shape, views, [each for each in chain[start:] if op_of(each) not in REARRANGING]
 
 
 def write_scalings(graph: Graph, shapes: ShapeInfo, tensor: Tensor, scalings: Sequence[Node]) -> Tensor:

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence, Set
 from typing import Final
 
-from onnxfuse.algebra.operators import REARRANGING
 from onnxfuse.algebra.sizes import Shape, Size
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.dsl.declaration import Fusion
@@ -26,14 +25,13 @@ from onnxfuse.passes.compose_views import (
     View,
     can_write_views,
     layout_of,
-    scaled_chain_to,
-    view_of,
+    sources_of,
     write_scalings,
     write_views,
     written_from,
 )
 from onnxfuse.passes.folded import node_label
-from onnxfuse.rewrite.select import MAX_NODES_BETWEEN, ends_of_attention, has_softmax
+from onnxfuse.rewrite.select import ends_of_attention, has_softmax, nodes_up_to_products
 
 RANK: Final = 4
 
@@ -80,33 +78,19 @@ def _matches(matchers: Sequence[Matcher], end: Node) -> bool:
 
 def _scores(end: Node) -> Node | None:
     """Return the product that computes the scores: the nearest one before the first operand of `end`, if any."""
-    work, seen = [end.inputs[0]], set[int]()
-    while work and len(seen) < MAX_NODES_BETWEEN:
-        node = producer(work.pop(0))
-        if node is None or id(node) in seen:
-            continue
-        if op_of(node) == "MatMul":
-            return node
-        seen.add(id(node))
-        work += node.inputs
-    return None
+    return next((node for node in nodes_up_to_products(end.inputs[:1]) if op_of(node) == "MatMul"), None)
 
 
 def _reads_rows(graph: Graph, shapes: ShapeInfo, columns: Tensor) -> bool:
     """Return whether the columns are views of keys in a layout that kernels read, or do not have four axes."""
-    shape, chain = shapes.shape(columns), scaled_chain_to(graph, shapes, columns)
+    shape = shapes.shape(columns)
     if shape is None or len(shape) != RANK:
         return True
     layouts = dict(_layouts(shape))
-    for i, node in enumerate(chain):
-        start, rest = shapes.shape(node.inputs[0]), [each for each in chain[i:] if op_of(each) in REARRANGING]
-        after = None if start is None else layouts.get(start)
-        views = [view for each in rest if (view := view_of(shapes, each)) is not None]
-        if start is None or after is None or len(views) < len(rest):
-            continue
-        if layout_of(start, views) == layout_of(start, after):
-            return True
-    return False
+    return any(
+        start in layouts and layout_of(start, views) == layout_of(start, layouts[start])
+        for _, start, views, _ in sources_of(graph, shapes, columns)
+    )
 
 
 def _through_rows(graph: Graph, shapes: ShapeInfo, columns: Tensor) -> Tensor | None:
@@ -114,20 +98,16 @@ def _through_rows(graph: Graph, shapes: ShapeInfo, columns: Tensor) -> Tensor | 
 
     Returns None if a shape is unknown, if the views cannot be written, or if a cache would be copied.
     """
-    shape, chain = shapes.shape(columns), scaled_chain_to(graph, shapes, columns)
+    shape = shapes.shape(columns)
     if shape is None:
         return None
-    for i, source in enumerate([*(each.inputs[0] for each in chain), columns]):  # the farthest source first
-        nodes = [each for each in chain[i:] if op_of(each) in REARRANGING]
-        start, views = shapes.shape(source), [view for each in nodes if (view := view_of(shapes, each)) is not None]
-        options = list(_ways(start, views, shape)) if start is not None and len(views) == len(nodes) else []
-        if options:
+    for source, start, views, scalings in (*sources_of(graph, shapes, columns), (columns, shape, (), [])):
+        if options := list(_ways(start, views, shape)):
             before, after = min(options, key=lambda option: _copies_and_views(option[0]))
             if _copies_and_views(before)[0] and _is_cache(graph, source):
                 return None
             rows = write_views(graph, shapes, source, before, f"{columns.name}_rows")
             made = None if rows is None else write_views(graph, shapes, rows, after, f"{columns.name}_columns")
-            scalings = [each for each in chain[i:] if op_of(each) not in REARRANGING]
             return None if made is None else write_scalings(graph, shapes, made, scalings)
     return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -62,27 +62,25 @@ def has_softmax(fusion: Fusion) -> bool:
 
 def ends_of_attention(graph: Graph) -> list[Node]:
     """Return the products whose first operand comes from a Softmax that comes from another product."""
-    scores = {id(node) for node in graph.nodes if op_of(node) == "Softmax" and _is_behind(node, _is_product)}
+    softmaxes = (node for node in graph.nodes if op_of(node) == "Softmax")
+    scores = {node for node in softmaxes if any(map(_is_product, nodes_up_to_products(node.inputs)))}
     ends = (node for node in graph.nodes if _is_product(node))
-    return [node for node in ends if _is_behind(node, lambda made: id(made) in scores, first=True)]
+    return [node for node in ends if any(each in scores for each in nodes_up_to_products(node.inputs[:1]))]
 
 
 def _is_product(node: Node) -> bool:
     return op_of(node) in ("MatMul", "Einsum")
 
 
-def _is_behind(node: Node, wanted: Callable[[Node], bool], *, first: bool = False) -> bool:
-    """Return whether a node depends on a wanted node, with no product between; visits MAX_NODES_BETWEEN at most."""
-    work, seen = list(node.inputs[:1] if first else node.inputs), set[int]()
+def nodes_up_to_products(tensors: Iterable[Tensor]) -> Iterator[Node]:
+    """Yield the nodes that compute tensors, nearest first, back to products; MAX_NODES_BETWEEN at most."""
+    work, seen = list(tensors), set[Node]()
     while work and len(seen) < MAX_NODES_BETWEEN:
         made = producer(work.pop(0))
-        if made is None or id(made) in seen:
-            continue
-        seen.add(id(made))
-        if wanted(made):
-            return True
-        work.extend(() if _is_product(made) else made.inputs)
-    return False
+        if made is not None and made not in seen:
+            seen.add(made)
+            yield made
+            work += () if _is_product(made) else made.inputs
 
 
 Leave: TypeAlias = Callable[[Match], bool]  # a function that returns whether a match is left as it is
