@@ -160,6 +160,19 @@ class Graph:
         self.linked.nodes.append(node)
         return node
 
+    def rewrite(
+        self,
+        node: Node,
+        op: str,
+        inputs: Iterable[Tensor] | None = None,
+        attributes: Mapping[str, AttributeValue] | None = None,
+    ) -> Node:
+        """Replace a node by another operator, which gets the node's name and outputs, and its inputs without others."""
+        inputs, outputs = list(node.inputs if inputs is None else inputs), list(node.outputs)
+        node.inputs.clear()
+        node.outputs.clear()
+        return self.add_node(op, inputs, outputs, attributes, name=node.name)
+
     def set_attribute(self, node: Node, name: str, value: int | list[int]) -> None:
         """Change an attribute of a node, and in the NodeProto from which the node was read.
 

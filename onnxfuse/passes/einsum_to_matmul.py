@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from string import ascii_letters
 
-import numpy as np
-
+from onnxfuse.algebra.index_maps import transposed
 from onnxfuse.algebra.sizes import Shape, Size, product
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import str_attribute
@@ -25,7 +24,6 @@ from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, op_of
 from onnxfuse.passes.compose_views import View, write_views
 from onnxfuse.passes.emit import emit
-from onnxfuse.passes.fold_shapes import reshape_target
 from onnxfuse.passes.graph_pass import graph_pass
 
 
@@ -164,7 +162,7 @@ class _Writer:
         """Return a tensor with its `axes` in the order `wanted`."""
         shape, perm = self.shapes.shape(tensor), [axes.index(axis) for axis in wanted]
         assert shape is not None
-        return tensor if axes == wanted else self("Transpose", [tensor], [shape[i] for i in perm], perm=perm)
+        return tensor if axes == wanted else self("Transpose", [tensor], transposed(shape, perm), perm=perm)
 
     def merged(self, tensor: Tensor, axes: str, groups: Sequence[str], sizes: dict[str, Size]) -> Tensor | None:
         """Merge each of `groups`, adjacent groups of a tensor's last axes, into one axis."""
@@ -173,14 +171,9 @@ class _Writer:
 
     def reshaped(self, tensor: Tensor, wanted: Sequence[Size]) -> Tensor | None:
         """Return a tensor with the wanted shape; None where a Reshape would need a computed target."""
-        shape = self.shapes.shape(tensor)
-        if shape == tuple(wanted):
+        if self.shapes.shape(tensor) == tuple(wanted):
             return tensor
-        target = reshape_target(shape, wanted)
-        if target is None or 0 in wanted:
-            return None
-        stored = self.graph.constant(f"{self.stem}_shape", np.array(target, np.int64))
-        return self("Reshape", [tensor, stored], wanted)
+        return write_views(self.graph, self.shapes, tensor, (View(None, tuple(wanted)),), self.stem)
 
     def with_ones(self, tensor: Tensor, axes: Axes) -> Tensor | None:
         """Return the right operand with axes of size 1 in place of the rows among its leading axes."""
@@ -188,5 +181,4 @@ class _Writer:
         assert shape is not None
         kept = iter(shape)
         ones = tuple(next(kept) if axis in axes.batch else 1 for axis in axes.right_leading)
-        views = (View(None, (*ones, *kept)),)
-        return write_views(self.graph, self.shapes, tensor, views, self.stem)
+        return self.reshaped(tensor, (*ones, *kept))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import re
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -14,7 +12,7 @@ import numpy as np
 import onnx
 from onnx.reference import ReferenceEvaluator
 
-from onnxfuse.algebra.operators import MATRIX_PRODUCTS
+from onnxfuse.algebra.operators import ARITHMETIC, COMPARISONS, LOGIC, MATRIX_PRODUCTS, MOVES
 from onnxfuse.analysis.scores import is_factored_bias
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import int_attribute
@@ -30,18 +28,15 @@ from onnxfuse.passes.graph_pass import graph_pass
 MAX_GROWTH_BYTES = 64 * 1024  # constants up to this size may be added to the file, or stored twice
 # Matrix products take time in every run, so folding them is worth a larger file.
 MAX_PRODUCTS_GROWTH = 0.1  # total bytes that folded products may add, relative to the constants that nodes read
+MOVING = MOVES - {"Pad"} | {"Shape", "Size", "Where"}  # operators that only move or repeat elements
 # Operators that are deterministic and the same in every runtime.  Quantization is not among them, because it tells the
 # runtime to compute in integers.
-FOLDABLE = re.compile(
-    "Abs|Add|And|Cast|Ceil|Clip|Concat|ConstantOfShape|Cos|CumSum|Div|Equal|Exp|Expand|Flatten|Floor|"
-    "Gather(Elements|ND)?|Gemm|(Greater|Less)(OrEqual)?|Identity|InstanceNormalization|IsNaN|LayerNormalization|Log|MatMul|Max|Min|Mod|Mul|Neg|Not|Or|Pow|Range|"
-    "Reciprocal|Reduce(L2|Max|Mean|Min|Prod|Sum)|Reshape|ScatterND|Shape|Sign|Sin|Size|Slice|Split|Sqrt|Squeeze|Sub|"
-    "Sum|Tile|Transpose|Trilu|Unsqueeze|Where|Xor"
-)
-MOVING = re.compile(  # the operators that only move or repeat elements
-    "Concat|Expand|Flatten|Gather(Elements|ND)?|Identity|Reshape|ScatterND|Shape|Size|Slice|Split|Squeeze|Tile|"
-    "Transpose|Trilu|Unsqueeze|Where"
-)
+FOLDABLE = frozenset({
+    *MOVING, *ARITHMETIC, *COMPARISONS, *LOGIC, *MATRIX_PRODUCTS, "Abs", "Cast", "Ceil", "Clip", "ConstantOfShape",
+    "Cos", "CumSum", "Exp", "Floor", "InstanceNormalization", "IsNaN", "LayerNormalization", "Log", "Neg", "Range",
+    "Reciprocal", "ReduceL2", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum", "Sign", "Sin", "Sqrt",
+    "Sum",
+})  # fmt: skip
 HALF_DTYPES = frozenset({np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)})
 SIZED_BY_VALUE = frozenset({"ConstantOfShape", "Expand", "Range", "Tile"})  # small inputs can have a large output
 
@@ -159,7 +154,7 @@ def _of_constants(graph: Graph, shapes: ShapeInfo) -> list[Node]:
     """Return the foldable nodes that depend on constants only, in execution order, however large their results are."""
     found, made = list[Node](), set[int]()
     for node in graph.nodes:
-        if not _is_foldable(op_of(node)) or not node.inputs or any(map(graph.must_be_computed, node.outputs)):
+        if op_of(node) not in FOLDABLE or not node.inputs or any(map(graph.must_be_computed, node.outputs)):
             continue
         if op_of(node) in ("Mul", "Cast") and is_factored_bias(shapes, node):
             continue  # a fused attention reads fewer bytes if it reads the bias as two factors: slopes and positions
@@ -202,11 +197,6 @@ def _is_no_larger(graph: Graph, shapes: ShapeInfo, group: Sequence[Node]) -> boo
         return False
     kept = (size for tensor, size in zip(made, sizes, strict=True) if not own.issuperset(map(id, tensor.outputs)))
     return sum(size or 0 for size in kept) <= freed
-
-
-@functools.cache
-def _is_foldable(op: str) -> bool:
-    return FOLDABLE.fullmatch(op) is not None
 
 
 def _constants(graph: Graph) -> list[Tensor]:
@@ -286,7 +276,7 @@ def _run_in_float32(shapes: ShapeInfo, node: Node, operator: _Operator, inputs: 
     Raises OverflowError if only this rounding makes a number infinite: onnxruntime's CPU provider has hardly any
     kernels in half precision, and so continues with the finite float32 number.
     """
-    if MOVING.fullmatch(op_of(node)) or not any(x is not None and x.dtype in HALF_DTYPES for x in inputs):
+    if op_of(node) in MOVING or not any(x is not None and x.dtype in HALF_DTYPES for x in inputs):
         return [np.asarray(value) for value in operator.run(*inputs)]
     wide = [x.astype(np.float32) if x is not None and x.dtype in HALF_DTYPES else x for x in inputs]
     found = [np.asarray(value) for value in operator.run(*wide)]

@@ -7,7 +7,7 @@ and an AveragePool pad with zeros.  A MaxPool pads with -inf, so zeros fit only 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias, TypeGuard
 
@@ -16,7 +16,7 @@ from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import attribute_or_input, int_attribute, ints_attribute, perm_of, str_attribute
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, consumers, op_of, producer
-from onnxfuse.passes.emit import emit
+from onnxfuse.passes.emit import write
 from onnxfuse.passes.folded import Folded, node_label
 from onnxfuse.passes.graph_pass import graph_pass
 
@@ -54,25 +54,15 @@ def _fold(graph: Graph, shapes: ShapeInfo, pad: Node) -> Iterator[Folded]:
     }
     for one in found:
         image = source if one.transpose is None else unpadded[one.transpose]
-        _replace(graph, one.node, [image, *one.node.inputs[1:]], {**one.node.attrs, **one.attributes})
+        own = {name: value for name, value in {**one.node.attrs, **one.attributes}.items() if name != "auto_pad"}
+        graph.rewrite(one.node, one.node.op, [image, *one.node.inputs[1:]], own)
     yield folded
-
-
-def _replace(graph: Graph, node: Node, inputs: Sequence[Tensor], attributes: Mapping[str, AttributeValue]) -> None:
-    """Replace a node by one of the same operator and name, whose pads are explicit."""
-    own = {name: value for name, value in attributes.items() if name != "auto_pad"}
-    outputs, name = list(node.outputs), node.name
-    node.inputs.clear()
-    node.outputs.clear()
-    graph.add_node(node.op, inputs, outputs, own, name=name)
 
 
 def _transposed(graph: Graph, shapes: ShapeInfo, transpose: Node, source: Tensor) -> Tensor:
     """Return `source` after a Transpose with the perm of `transpose`."""
-    shape, dtype = shapes.shape(source), shapes.dtype(source)
-    perm = perm_of(transpose, len(shape or ()))
-    new = None if shape is None else [shape[axis] for axis in perm]
-    return emit(graph, shapes, "Transpose", [source], f"{source.name}_transposed", new, dtype, {"perm": perm})
+    perm = perm_of(transpose, shapes.rank(source) or 0)
+    return write(graph, shapes, "Transpose", [source], f"{source.name}_transposed", {"perm": perm})
 
 
 # --- the Pad -------------------------------------------------------------------------------------------------------

@@ -40,10 +40,7 @@ def fold_shapes(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
             dtype = onnx.helper.tensor_dtype_to_np_dtype(shapes.dtype(old) or onnx.TensorProto.INT64)
             node.inputs[index] = graph.constant(f"{old.name}_known", np.array(sizes, dtype))
             if int_attribute(node, "allowzero") and 0 in sizes:
-                inputs, outputs = list(node.inputs), list(node.outputs)
-                node.inputs.clear()
-                node.outputs.clear()
-                graph.add_node("Reshape", inputs, outputs, name=node.name)
+                graph.rewrite(node, "Reshape")
     return folded
 
 

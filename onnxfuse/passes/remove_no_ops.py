@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 import numpy as np
@@ -14,7 +14,7 @@ from onnxfuse.analysis.slice_ranges import slice_ranges
 from onnxfuse.ir.attributes import attribute_or_input, int_attribute
 from onnxfuse.ir.dtypes import is_exact_cast
 from onnxfuse.ir.graph import Graph, constant_value
-from onnxfuse.ir.node import AttributeValue, Node, Tensor, is_constant, op_of, producer
+from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
 from onnxfuse.passes.graph_pass import graph_pass
 
 RewriteRule: TypeAlias = Callable[[Graph, ShapeInfo, Node], bool]  # a rule returns whether it changed the graph
@@ -51,16 +51,6 @@ def _says_more(shapes: ShapeInfo, output: Tensor, source: Tensor) -> bool:
     if declared is None or known is None or len(declared) != len(known):
         return declared is not None
     return any(isinstance(dim, int) and dim != found for dim, found in zip(declared, known, strict=True))
-
-
-def _replace_node(
-    graph: Graph, node: Node, op: str, inputs: Iterable[Tensor], attributes: Mapping[str, AttributeValue] | None = None
-) -> None:
-    """Replace the node by another one of the same name and outputs."""
-    inputs, outputs = list(inputs), list(node.outputs)
-    node.inputs.clear()
-    node.outputs.clear()
-    graph.add_node(op, inputs, outputs, attributes, name=node.name)
 
 
 def _remove_identity(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
@@ -135,7 +125,7 @@ def _replace_cast_like(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
         return False
     if shapes.dtype(node.inputs[0]) == wanted:
         return _remove(graph, shapes, node, node.inputs[0])
-    _replace_node(graph, node, "Cast", node.inputs[:1], {**node.attrs, "to": wanted})
+    graph.rewrite(node, "Cast", node.inputs[:1], {**node.attrs, "to": wanted})
     return True
 
 

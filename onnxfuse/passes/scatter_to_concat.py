@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-import numpy as np
-
 from onnxfuse.algebra.index_maps import inverse, transposed
 from onnxfuse.algebra.indices import Index
 from onnxfuse.algebra.sizes import Size
@@ -22,8 +20,8 @@ from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import ints_attribute, str_attribute
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, consumers, op_of, producer
-from onnxfuse.passes.emit import emit
-from onnxfuse.passes.fold_shapes import reshape_target
+from onnxfuse.passes.compose_views import View, write_views
+from onnxfuse.passes.emit import unsqueezed, write
 from onnxfuse.passes.graph_pass import graph_pass
 
 MAX_ASSIGNMENTS: Final = 8  # maximum number of assignments to one tensor that are followed
@@ -68,9 +66,8 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, indices: IndexAnalysis, last: Node
         return _stack(graph, shapes, result, parts, axis)
     if not _are_adjacent(shapes, parts, axis, shape[axis]):
         return False
-    inputs, dtype = [part.updates for part in parts], shapes.dtype(result)
-    whole = emit(graph, shapes, "Concat", inputs, f"{result.name}_parts", shape, dtype, {"axis": axis})
-    return graph.replace(result, whole)
+    updates = [part.updates for part in parts]
+    return graph.replace(result, write(graph, shapes, "Concat", updates, f"{result.name}_parts", {"axis": axis}))
 
 
 def _stack(graph: Graph, shapes: ShapeInfo, result: Tensor, parts: Sequence[Assignment], axis: int) -> bool:
@@ -79,7 +76,7 @@ def _stack(graph: Graph, shapes: ShapeInfo, result: Tensor, parts: Sequence[Assi
     If a Transpose after the ScatterND moves the axis to the end, the parts are first transposed in the same way, and
     their Concat is transposed back.  The last Transpose and the one after the ScatterND cancel.
     """
-    shape, step, dtype = shapes.shape(result), parts[0].step, shapes.dtype(result)
+    shape, step, stem = shapes.shape(result), parts[0].step, f"{result.name}_stacked"
     assert shape is not None
     if [part.first for part in parts] != list(range(step)):
         return False
@@ -88,20 +85,11 @@ def _stack(graph: Graph, shapes: ShapeInfo, result: Tensor, parts: Sequence[Assi
     at, width = order.index(axis), (shapes.shape(parts[0].updates) or shape)[axis]
     if any((shapes.shape(part.updates) or shape)[axis] != width for part in parts) or width * step != shape[axis]:
         return False
-    whole = (*moved[:at], width, step, *moved[at + 1 :])
-    target = reshape_target(whole, moved)
-    if target is None:
-        return False
-    column, stem = (*moved[:at], width, 1, *moved[at + 1 :]), f"{result.name}_stacked"
-    axes, columns = graph.constant(f"{stem}_axes", np.array([at + 1], np.int64)), list[Tensor]()
-    for part in parts:
-        turned = _transposed(graph, shapes, part.updates, order)
-        columns.append(emit(graph, shapes, "Unsqueeze", [turned, axes], f"{stem}_column", column, dtype))
-    joined = emit(graph, shapes, "Concat", columns, stem, whole, dtype, {"axis": at + 1})
-    inputs = [joined, graph.constant(f"{stem}_shape", np.array(target, np.int64))]
-    stacked = emit(graph, shapes, "Reshape", inputs, f"{stem}_rows", moved, dtype)
-    back = list(inverse(order))
-    return graph.replace(result, _transposed(graph, shapes, stacked, back))
+    turned = [_transposed(graph, shapes, part.updates, order) for part in parts]
+    columns = [unsqueezed(graph, shapes, each, [at + 1], f"{stem}_column") for each in turned]
+    joined = write(graph, shapes, "Concat", columns, stem, {"axis": at + 1})
+    stacked = write_views(graph, shapes, joined, (View(None, moved),), f"{stem}_rows")
+    return stacked is not None and graph.replace(result, _transposed(graph, shapes, stacked, inverse(order)))
 
 
 def _order_with_axis_last(tensor: Tensor, rank: int, axis: int) -> list[int]:
@@ -111,11 +99,9 @@ def _order_with_axis_last(tensor: Tensor, rank: int, axis: int) -> list[int]:
 
 
 def _transposed(graph: Graph, shapes: ShapeInfo, tensor: Tensor, order: Sequence[int]) -> Tensor:
-    if list(order) == list(range(len(order))):
+    if [*order] == [*range(len(order))]:
         return tensor
-    shape, attributes = shapes.shape(tensor), {"perm": list(order)}
-    known = None if shape is None else [shape[i] for i in order]
-    return emit(graph, shapes, "Transpose", [tensor], f"{tensor.name}_turned", known, shapes.dtype(tensor), attributes)
+    return write(graph, shapes, "Transpose", [tensor], f"{tensor.name}_turned", {"perm": [*order]})
 
 
 def _are_adjacent(shapes: ShapeInfo, parts: Sequence[Assignment], axis: int, size: Size) -> bool:
