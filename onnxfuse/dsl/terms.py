@@ -266,7 +266,7 @@ class Term:
     @functools.cached_property
     def root_ops(self) -> frozenset[str] | None:
         """The operators that can compute the term; None if any operator, or none, may compute it, as for an operand."""
-        return union([part.root_ops for part in self.parts])
+        return None if self.is_leaf else union([part.root_ops for part in self.parts])
 
     @functools.cached_property
     def endings(self) -> tuple[Ending, ...] | None:
@@ -560,10 +560,6 @@ class Capture(Term):
         """Whether the parameter is an input of the fused node; the others are attributes."""
         return self.kind in ("tensor", "weight")
 
-    @functools.cached_property
-    def root_ops(self) -> frozenset[str] | None:
-        return None
-
     @property
     def is_optional(self) -> bool:
         return self.optional
@@ -596,10 +592,6 @@ class Constant(Term):
     divisor: Number | None = None
     is_leaf: ClassVar[bool] = True
 
-    @functools.cached_property
-    def root_ops(self) -> frozenset[str] | None:
-        return None
-
     def match(self, m: Matching[TensorT, StateT], tensor: TensorT, state: StateT) -> Iterator[StateT]:
         return m.match_constant(self, tensor, state)
 
@@ -615,10 +607,6 @@ class Absent(Term):
     """An optional input of an operator that is left out."""
 
     is_leaf: ClassVar[bool] = True
-
-    @functools.cached_property
-    def root_ops(self) -> frozenset[str] | None:
-        return None
 
     @property
     def is_optional(self) -> bool:

@@ -324,10 +324,6 @@ class Full(Term):
     dims: str
     is_leaf: ClassVar[bool] = True
 
-    @functools.cached_property
-    def root_ops(self) -> frozenset[str] | None:
-        return None
-
     @property
     def dim_specs(self) -> tuple[str, ...]:
         return (self.dims,)
@@ -359,10 +355,6 @@ class Causal(Term):
     @property
     def parts(self) -> tuple[Term, ...]:
         return (self.inner,)
-
-    @functools.cached_property
-    def root_ops(self) -> frozenset[str] | None:
-        return None
 
     @functools.cached_property
     def needed_ops(self) -> frozenset[frozenset[str]]:
