@@ -146,10 +146,7 @@ def _has_rows_of(shape: Shape | None, result: Shape | None) -> bool:
 
 def _is_read_in_place(step: Step) -> bool:
     """Return whether an epilogue can compute a step, or read through it so that neighbouring elements stay adjacent."""
-    if step.op == "Transpose":
-        perm: list[int] = step.attributes["perm"]  # type: ignore[assignment]
-        return perm[-1] == len(perm) - 1
-    return step.op in ("Constant", *VIEWS, *ELEMENTWISE)
+    return step.op in ("Constant", *VIEWS, *ELEMENTWISE) and step.keeps_last_axis
 
 
 def write_epilogue_fusion(

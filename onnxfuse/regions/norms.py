@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -36,7 +36,8 @@ def with_norms(
     cluster too.
     """
     taken = list[Node]()
-    if cluster.is_free or not all(map(_keeps_last_axis, _steps(formed, cluster))):
+    # Where rows are not read as vectors, as after some Transposes, a separate launch for the norm is faster.
+    if cluster.is_free or not all(step.keeps_last_axis for node in cluster.nodes for step in formed.forms[node]):
         return cluster, taken
     for norm in _norms_behind(formed, cluster, joining):
         found = _merged(formed, joining, cluster, norm, joins.get(norm.outputs[0].name))
@@ -44,21 +45,6 @@ def with_norms(
             cluster = found
             taken.append(norm)
     return cluster, taken
-
-
-def _steps(formed: Formed, cluster: Cluster) -> Iterator[Step]:
-    return (step for node in cluster.nodes for step in formed.forms[node])
-
-
-def _keeps_last_axis(step: Step) -> bool:
-    """Return whether elements adjacent along the last axis stay adjacent in a step, so that rows are read as vectors.
-
-    Otherwise, as after some Transposes, rows are read element by element, and a separate launch for the norm is faster.
-    """
-    if step.op == "Transpose":
-        perm: list[int] = step.attributes["perm"]  # type: ignore[assignment]
-        return perm[-1] == len(perm) - 1
-    return step.op != "GatherElements"
 
 
 def _norms_behind(formed: Formed, cluster: Cluster, joining: Joining) -> list[Node]:
@@ -163,7 +149,7 @@ def _moves_rows(shapes: ShapeInfo, node: Node, steps: Iterable[Step]) -> bool:
     before, after = shapes.shape(node.inputs[0]), [shapes.shape(output) for output in node.outputs]
     if not before or any(not shape or shape[-1] != before[-1] for shape in after):
         return False
-    moving = (step.op in ROW_MAPS and _keeps_last_axis(step) for step in steps)
+    moving = (step.op in ROW_MAPS and step.keeps_last_axis for step in steps)
     return all(moving) and not any(_is_along_last(step, len(before)) for step in steps)
 
 

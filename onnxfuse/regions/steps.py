@@ -52,6 +52,14 @@ class Step:
     measured: tuple[Tensor, ...] = ()
     computed: tuple[ComputedInput, ...] = ()  # inputs of the node that hold sizes; the attributes have these sizes
 
+    @property
+    def keeps_last_axis(self) -> bool:
+        """Whether elements that are adjacent along the last axis stay adjacent."""
+        if self.op == "Transpose":
+            perm: list[int] = self.attributes["perm"]  # type: ignore[assignment]
+            return perm[-1] == len(perm) - 1
+        return self.op != "GatherElements"
+
 
 @dataclass
 class Steps:
