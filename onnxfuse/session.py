@@ -27,10 +27,12 @@ except ImportError as error:
     raise MissingPackageError(f"{NO_ONNXRUNTIME} ({error})") from error
 
 from onnxfuse.ir.load import read
+from onnxfuse.ir.plain_files import stamp_of
+from onnxfuse.ir.protos import external_locations
 from onnxfuse.runtime.body_runs import keep_bodies
 from onnxfuse.runtime.custom_ops import register_operators, registered_operators
 from onnxfuse.runtime.environment import ALL_OPTIMIZATIONS
-from onnxfuse.runtime.external_data import configured_folder, external_data_folder, external_files, file_outside
+from onnxfuse.runtime.external_data import configured_folder, external_data_folder, file_outside
 from onnxfuse.runtime.fused_calls import Call, read_calls, read_model, split_functions
 from onnxfuse.runtime.kernel_failures import Place, place_of, why_body
 from onnxfuse.runtime.loaded_plans import use_plans
@@ -129,13 +131,13 @@ def open_session(
     options = sess_options if sess_options is not None else ort.SessionOptions()
     source = path_or_bytes if isinstance(path_or_bytes, bytes) else Path(path_or_bytes)
     path = source if isinstance(source, Path) else None
-    stamp = _stamp(path)
+    stamp = stamp_of(path) if path else ()
     with ThreadPoolExecutor(1) as pool:  # start the CUDA provider while the model is read
         found = pool.submit(find_target, options, providers, provider_options, settings.aim)
         model = read_model(source)
         calls = read_calls(model)
     nodes = _with_plans(model, calls, found.result(), settings)
-    files = external_files(model) if path else set()
+    files = external_locations(model) if path else set()
     outside = file_outside(path.parent, files) if path and not configured_folder(options) else None
     nodes.choose(
         settings.prefer, f"; nodes cannot differ, as '{outside}' leads out of the model's folder" if outside else None
@@ -157,7 +159,7 @@ def open_session(
         external_data_folder(folder, options, shared=sess_options is not None),
     ):
         session = make(whole, options, providers, provider_options, **arguments)
-    if _stamp(path) != stamp:
+    if path and stamp_of(path) != stamp:
         raise ModelError(f"'{path}' was written to while it was loaded; make the session again")
     if outside is None and nodes.any_fails():
         del session  # the next session will run the ONNX functions of the failed nodes
@@ -169,15 +171,6 @@ def open_session(
         why = nodes.target.why if isinstance(nodes.target, NoTarget) else NO_KERNELS
         log.warning("tune='background' measures nothing: %s", why)
     return session
-
-
-def _stamp(path: Path | None) -> tuple[int, ...]:
-    """Return a stamp of the model's file, to detect that it was changed between two reads."""
-    try:
-        found = path.stat() if path else None
-    except OSError:  # reading the file will raise a clearer error
-        return ()
-    return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns) if found else ()
 
 
 def register(

@@ -29,9 +29,9 @@ from onnxfuse.errors import ModelError, OnnxfuseError, UsageError
 from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.ir.load import read
 from onnxfuse.ir.plain_files import new_folder
+from onnxfuse.ir.protos import has_external_data
 from onnxfuse.ir.save import save
 from onnxfuse.runtime import native_library as native
-from onnxfuse.runtime.external_data import external_files
 from onnxfuse.runtime.fused_calls import Call, inferred, read_calls, read_model
 from onnxfuse.runtime.plan_file import PLANS_SUFFIX, PlanFile, node_identity, read_plan_file
 
@@ -106,7 +106,7 @@ def export_triton(
     _check_batches(calls, file, plans, {each.batch or f"{each.name}[0]" for each in inputs}, batch)
     config = config_text(model, name, str(served / name / VERSION / native.LIBRARY_NAME), settings.max_batch_size)
     copies = {library: native.LIBRARY_NAME, plans: native.LIBRARY_NAME + PLANS_SUFFIX}
-    if external_files(model):
+    if has_external_data(model):
         return _write(copies, config, repository / name, settings.overwrite, source)
     return _write(copies | {source: MODEL_NAME}, config, repository / name, settings.overwrite)
 

@@ -22,6 +22,7 @@ from onnxfuse.ir.opset_adapters import ADAPTERS, LACKING, NEUTRAL_DEFAULTS, Plac
 from onnxfuse.ir.protos import (
     ONNX_DOMAINS,
     graphs,
+    import_opset,
     nodes,
     opset_of,
     overridable_initializers,
@@ -77,9 +78,7 @@ def lower_opset(model: onnx.ModelProto, oldest: int) -> None:
 
 def _set_opset(model: onnx.ModelProto, version: int) -> None:
     for part in (model, *model.functions):
-        for each in part.opset_import:
-            if each.domain in ONNX_DOMAINS:
-                each.version = version
+        import_opset(part, version)
 
 
 def state_ir_version(model: onnx.ModelProto) -> None:

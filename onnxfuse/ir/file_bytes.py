@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import onnx
-from onnx.external_data_helper import uses_external_data
 
 from onnxfuse.ir.load import external_range
-from onnxfuse.ir.protos import tensors
+from onnxfuse.ir.protos import external_tensors, tensors
 from onnxfuse.ir.validate import size_of
 
 
@@ -17,11 +16,7 @@ def file_bytes(path: Path, model: onnx.ModelProto) -> int:
 
     `model` is the parsed content of the file.  Raises ModelError where external data is missing.
     """
-    external = {
-        external_range(tensor, path.resolve().parent)
-        for tensor in tensors(model.graph, *model.functions)
-        if uses_external_data(tensor)
-    }
+    external = {external_range(tensor, path.resolve().parent) for tensor in external_tensors(model)}
     return path.stat().st_size + sum(length for _, _, length in external)
 
 

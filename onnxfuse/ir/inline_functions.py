@@ -15,9 +15,9 @@ import onnx.inliner
 from onnxfuse.errors import ModelError
 from onnxfuse.ir.domain import DOMAIN, ORT_DOMAIN, is_fused
 from onnxfuse.ir.protos import (
-    ONNX_DOMAINS,
     NodeContainer,
     copy_without,
+    import_opset,
     nodes,
     opset_of,
     subgraphs,
@@ -73,7 +73,7 @@ def _inlined(
     for key, function in functions.items():
         if key not in kept:
             light.functions.add().CopyFrom(function)
-            _import_opset(light.functions[-1], opset_of(model))
+            import_opset(light.functions[-1], opset_of(model))
     for part in (light.graph, *light.functions):
         _state_defaults(part, functions)
     result = onnx.inliner.inline_local_functions(light)
@@ -189,12 +189,6 @@ def _depth(part: NodeContainer, depths: Mapping[Key, int]) -> int:
         called = depths.get((node.domain, node.op_type, node.overload), 0)
         found = max(found, called, *(1 + _depth(inner, depths) for inner in subgraphs(node)))
     return found
-
-
-def _import_opset(function: onnx.FunctionProto, opset: int) -> None:
-    for each in function.opset_import:
-        if each.domain in ONNX_DOMAINS:
-            each.version = opset
 
 
 def _state_defaults(part: onnx.GraphProto | onnx.FunctionProto, functions: Mapping[Key, onnx.FunctionProto]) -> None:

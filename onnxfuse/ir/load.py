@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import graphlib
 import os
 import re
@@ -14,11 +13,20 @@ from google.protobuf.message import DecodeError
 from onnx.external_data_helper import uses_external_data
 
 from onnxfuse.errors import ModelError
+from onnxfuse.ir.attributes import schema
 from onnxfuse.ir.domain import ORT_DOMAIN
 from onnxfuse.ir.execution_order import in_execution_order, reads
 from onnxfuse.ir.inline_functions import check_expanded
 from onnxfuse.ir.ort_attributes import wrong_attribute
-from onnxfuse.ir.protos import ONNX_DOMAINS, nodes, opset_of, replace_tensors, subgraphs, tensors
+from onnxfuse.ir.protos import (
+    ONNX_DOMAINS,
+    external_locations,
+    external_tensors,
+    nodes,
+    opset_of,
+    replace_tensors,
+    subgraphs,
+)
 from onnxfuse.ir.validate import label, size_of, validate
 
 SUPPORTED_OPSETS = range(7, 25)
@@ -108,9 +116,8 @@ def _check(model: onnx.ModelProto, folder: Path | None, name: str) -> None:
         )
     check_expanded(model, name)
     _check_names(model.graph, {}, frozenset(), name)
-    for tensor in tensors(model.graph, *model.functions):
-        if uses_external_data(tensor):
-            _state_range(tensor, *external_range(tensor, folder)[1:])
+    for tensor in external_tensors(model):
+        _state_range(tensor, *external_range(tensor, folder)[1:])
     _check_operators(model, name)
     outline = replace_tensors(model, _without_values)
     _hide_from_checker(outline)
@@ -160,12 +167,9 @@ def _check_operators(model: onnx.ModelProto, name: str) -> None:
                 raise ModelError(f"{name} is not valid: {label(node)} has {wrong}")
 
 
-@functools.cache
 def _has_operator(op: str, opset: int) -> bool:
-    try:
-        return not onnx.defs.get_schema(op, opset, "").deprecated
-    except onnx.defs.SchemaError:
-        return False
+    found = schema(op, opset)
+    return found is not None and not found.deprecated
 
 
 def _hide_from_checker(outline: onnx.ModelProto) -> None:
@@ -277,9 +281,8 @@ def external_files(path: Path) -> list[Path]:
         model = read(path)
     except ModelError:
         return []
-    external = [tensor for tensor in tensors(model.graph, *model.functions) if uses_external_data(tensor)]
-    locations = {entry.value for tensor in external for entry in tensor.external_data if entry.key == "location"}
-    return [file for file in (path.resolve().parent / location for location in locations) if _exists(file)]
+    files = (path.resolve().parent / location for location in external_locations(model))
+    return [file for file in files if _exists(file)]
 
 
 def _exists(file: Path) -> bool:

@@ -109,3 +109,12 @@ def _swap(part: Path, folder: Path, old: Path) -> None:
     except BaseException:
         old.rename(folder)
         raise
+
+
+def stamp_of(path: Path) -> tuple[int, ...]:
+    """Return a stamp of a file that changes when the file is written; () if there is no such file."""
+    try:
+        found = path.stat()
+    except OSError:  # reading the file raises an error that says more
+        return ()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

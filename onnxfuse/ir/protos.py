@@ -59,6 +59,24 @@ def opset_of(part: onnx.ModelProto | onnx.FunctionProto) -> int:
     return next((each.version for each in part.opset_import if each.domain in ONNX_DOMAINS), 0)
 
 
+def import_opset(part: onnx.ModelProto | onnx.FunctionProto, version: int) -> None:
+    """Change, in place, the version of the ONNX domain that a model or function imports."""
+    for each in part.opset_import:
+        if each.domain in ONNX_DOMAINS:
+            each.version = version
+
+
+def external_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """Yield the tensors, at any depth or in a function, whose data is in another file."""
+    return filter(uses_external_data, tensors(model.graph, *model.functions))
+
+
+def external_locations(model: onnx.ModelProto) -> set[str]:
+    """Return the names of the files that hold external data of a model."""
+    entries = (entry for tensor in external_tensors(model) for entry in tensor.external_data)
+    return {entry.value for entry in entries if entry.key == "location"}
+
+
 def defined_names(graph: onnx.GraphProto) -> set[str]:
     """Return the names of the tensors that a graph defines, without those inside its subgraphs."""
     names = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
@@ -113,7 +131,7 @@ def _tensors_of(attributes: Iterable[onnx.AttributeProto]) -> Iterator[onnx.Tens
 
 def has_external_data(model: onnx.ModelProto) -> bool:
     """Return whether any tensor, at any depth or in a function, has its data in another file."""
-    return any(uses_external_data(tensor) for tensor in tensors(model.graph, *model.functions))
+    return next(external_tensors(model), None) is not None
 
 
 def overridable_initializers(model: onnx.ModelProto) -> set[str]:

@@ -20,7 +20,7 @@ from onnx.external_data_helper import uses_external_data
 from onnxfuse.errors import ModelError
 from onnxfuse.ir.load import EXTERNAL_THRESHOLD, PROTOBUF_LIMIT, external_range, read
 from onnxfuse.ir.plain_files import create, temporary
-from onnxfuse.ir.protos import has_external_data, replace_tensors, tensors
+from onnxfuse.ir.protos import external_locations, external_tensors, has_external_data, replace_tensors
 from onnxfuse.ir.validate import size_of
 
 PAGE_BYTES = 4096  # bytes; runtimes memory-map a tensor from the file if it starts at a page boundary
@@ -173,9 +173,8 @@ def _external(tensor: onnx.TensorProto, offset: int, length: int) -> onnx.Tensor
 
 
 def _set_location(model: onnx.ModelProto, location: str) -> None:
-    for tensor in tensors(model.graph, *model.functions):
-        if uses_external_data(tensor):
-            tensor.external_data[0].value = location
+    for tensor in external_tensors(model):
+        tensor.external_data[0].value = location
 
 
 @contextlib.contextmanager
@@ -232,9 +231,7 @@ def _data_files(target: Path) -> set[Path]:
         model = read(target)
     except ModelError:  # the replaced file is not a model, so it has no data files
         return set()
-    external = [t for t in tensors(model.graph, *model.functions) if uses_external_data(t)]
-    locations = {entry.value for tensor in external for entry in tensor.external_data if entry.key == "location"}
-    return {target.with_name(name) for name in named & locations}
+    return {target.with_name(name) for name in named & external_locations(model)}
 
 
 def _is_named(data: Path, others: Collection[Path]) -> bool:

@@ -9,23 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import onnx
-from onnx.external_data_helper import uses_external_data
-
-from onnxfuse.ir.protos import tensors
-
 if TYPE_CHECKING:
     import onnxruntime as ort
 
 FOLDER_ENTRY: Final = "session.model_external_initializers_file_folder_path"
 _lock_of_options: Final[weakref.WeakKeyDictionary[ort.SessionOptions, threading.Lock]] = weakref.WeakKeyDictionary()
 _lock: Final = threading.Lock()
-
-
-def external_files(model: onnx.ModelProto) -> set[str]:
-    """Return the names of the files that hold weights of the model, its subgraphs and its functions."""
-    external = filter(uses_external_data, tensors(model.graph, *model.functions))
-    return {entry.value for tensor in external for entry in tensor.external_data if entry.key == "location"}
 
 
 def file_outside(folder: Path, files: Iterable[str]) -> str | None:

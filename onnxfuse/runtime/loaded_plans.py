@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from onnxfuse.ir.plain_files import stamp_of
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime.backends import CUDA
 from onnxfuse.runtime.environment import kernels_digest
@@ -71,7 +72,7 @@ def _load(path: Path, provider: str, device: Device) -> _Source:
 
 
 def _open(path: Path, key: PlanFileKey) -> _Source:
-    stamp, file = _stamp(path), read_plan_file(path)
+    stamp, file = stamp_of(path), read_plan_file(path)
     for name, library in LIBRARIES.items():
         version = file.versions.get(name)
         if version is not None and version != (found := library.version()):
@@ -101,15 +102,6 @@ def _for_gpu(path: Path, file: PlanFile, here: Device) -> list[SavedTemplate]:
     raise PlanFileError(made_for + (f"; {why}" if why else ""))
 
 
-def _stamp(path: Path) -> tuple[int, ...]:
-    """Return a stamp of a file that changes when it is written."""
-    try:
-        found = path.stat()
-    except OSError:  # reading the file raises an error that says more
-        return ()
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-
-
 def _settings(tf32: bool, shared: bool) -> str:
     return f"aim='{'throughput' if shared else 'latency'}' and use_tf32={int(tf32)}"
 
@@ -132,7 +124,7 @@ class _Source:
 
     def is_current(self, path: Path) -> bool:
         """Return whether the file is unchanged since it was read, and was made from the current kernels."""
-        return self.stamp == _stamp(path) and self.file.versions.get("kernels") == kernels_digest()
+        return self.stamp == stamp_of(path) and self.file.versions.get("kernels") == kernels_digest()
 
     def check_settings(self, path: Path, device: Device) -> None:
         """Raise PlanFileError if the file has no template for sessions with a device's settings."""
