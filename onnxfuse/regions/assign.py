@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.node import Node
-from onnxfuse.regions.cluster import Cluster
+from onnxfuse.regions.cluster import Cluster, Clusters
 from onnxfuse.regions.epilogue_fusion import Join, find_epilogue_fusion, write_epilogue_fusion
-from onnxfuse.regions.formation import Formed, form_regions, is_worth_it
+from onnxfuse.regions.formation import form_regions, is_worth_it
 from onnxfuse.regions.horizontal_fusion import share_launches
 from onnxfuse.regions.joining import Joining
 from onnxfuse.regions.norms import with_moved_norm, with_norms
@@ -36,34 +36,35 @@ def assign_regions(joining: Joining, fused: Collection[Fused] = ()) -> RegionRes
     `joining` holds the graph, and says which fused nodes operators may join.  `fused` holds the records of existing
     fused nodes, and of operators that become fused nodes if no region takes them.
     """
-    graph, formed = joining.graph, form_regions(joining.graph, joining.shapes, joining.keep)
+    graph = joining.graph
+    clusters, formed = form_regions(graph, joining.shapes, joining.keep)
     # `joins` maps the name of a fused node's result to a planned join; `apart` has clusters that join no fused node.
     joins, apart = dict[str, Join](), list[Cluster]()
-    records, work = {one.node: one for one in fused}, deque((*formed.regions, *formed.others))
+    records, work = {one.node: one for one in fused}, deque(formed)
     while work:
         cluster = work.popleft()
         if not all(node.outputs for node in cluster.nodes):  # an earlier join fused a match with some of these nodes
             continue
-        order_by_reading(cluster, formed.forms)
-        join = find_epilogue_fusion(formed, cluster, joining, joins)
-        if join is not None and _is_made(formed, join, records, joining):
+        order_by_reading(cluster, clusters.forms)
+        join = find_epilogue_fusion(clusters, cluster, joining, joins)
+        if join is not None and _is_made(clusters, join, records, joining):
             joins[join.result.name] = join
             if join.apart is not None:
-                formed.merging.clusters.split(join.cluster, join.apart)
+                clusters.split(join.cluster, join.apart)
                 work.append(join.apart)
         elif joining.may_be_region(cluster.outputs):
             apart.append(cluster)
-    apart, norms = _with_norms(formed, apart, joining, joins)
-    apart = [one for one in share_launches(formed, apart) if is_worth_it(one) and not joining.is_match(one.nodes)]
+    apart, norms = _with_norms(clusters, apart, joining, joins)
+    apart = [one for one in share_launches(clusters, apart) if is_worth_it(one) and not joining.is_match(one.nodes)]
     for cluster in apart:
-        order_by_reading(cluster, formed.forms)
+        order_by_reading(cluster, clusters.forms)
     bodies = {f.name: f for f in graph.functions if f.domain == DOMAIN}
     if (joins or norms) and not graph.is_subgraph:
         drop_functions(graph, {*norms, *(join.result.inputs[0] for join in joins.values())})
     functions = LocalFunctions(graph)
-    made = [write_epilogue_fusion(formed, join, functions, bodies, records) for join in joins.values()]
-    made += [write_region(formed, cluster, functions, bodies, records) for cluster in apart]
-    copies = [each for each in formed.merging.clusters.copies if each.outputs]  # only copies that no region took
+    made = [write_epilogue_fusion(clusters, join, functions, bodies, records) for join in joins.values()]
+    made += [write_region(clusters, cluster, functions, bodies, records) for cluster in apart]
+    copies = [each for each in clusters.copies if each.outputs]  # only copies that no region took
     for copy in copies:
         graph.names.add(copy.name)  # until now, the copy has the name of the original node
         copy.name = graph.unique_name(copy.name)
@@ -71,11 +72,11 @@ def assign_regions(joining: Joining, fused: Collection[Fused] = ()) -> RegionRes
         graph.remove_dead()
         graph.sort()
     known = {*records, *(label for one in made for label in (*one.replaces, *one.joined))}
-    return RegionResult(tuple(made), {label: why for label, why in formed.reasons.items() if label not in known})
+    return RegionResult(tuple(made), {label: why for label, why in clusters.reasons.items() if label not in known})
 
 
 def _with_norms(
-    formed: Formed, apart: Collection[Cluster], joining: Joining, joins: dict[str, Join]
+    clusters: Clusters, apart: Collection[Cluster], joining: Joining, joins: dict[str, Join]
 ) -> tuple[list[Cluster], list[Node]]:
     """Merge each cluster with the fused norms that should be computed with it; return the clusters and all these norms.
 
@@ -84,18 +85,18 @@ def _with_norms(
     """
     found, norms = list[Cluster](), list[Node]()
     for cluster in apart:
-        both, taken = with_norms(formed, cluster, joining, joins)
+        both, taken = with_norms(clusters, cluster, joining, joins)
         for norm in taken:
             joins.pop(norm.outputs[0].name, None)
         found.append(both)
         norms += taken
     for i, cluster in enumerate(found):
-        found[i], taken = with_moved_norm(formed, cluster, joining)
+        found[i], taken = with_moved_norm(clusters, cluster, joining)
         norms += taken
     return found, norms
 
 
-def _is_made(formed: Formed, join: Join, records: dict[str, Fused], joining: Joining) -> bool:
+def _is_made(clusters: Clusters, join: Join, records: dict[str, Fused], joining: Joining) -> bool:
     """Return whether the cluster of a planned join may join the fused node.
 
     If the join has a match, the match is first replaced by a fused node, whose record is added to `records`.
@@ -109,6 +110,6 @@ def _is_made(formed: Formed, join: Join, records: dict[str, Fused], joining: Joi
         return record is not None
     made = joining.replace(join.match)
     if made is not None:
-        formed.merging.level[join.result.inputs[0]] = formed.merging.level[maker]
+        clusters.level[join.result.inputs[0]] = clusters.level[maker]
         records[made.node] = made
     return made is not None

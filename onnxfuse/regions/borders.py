@@ -48,25 +48,25 @@ class Move:
     readers: Sequence[Cluster]
 
 
-def settle_borders(clusters: Clusters, level: dict[Node, int], reasons: dict[str, str]) -> None:
+def settle_borders(clusters: Clusters) -> None:
     """Move operators from the clusters that compute large tensors to those that read them, if that saves bytes.
 
-    A node that a move leaves behind may be in no region afterwards; `reasons` receives the reason, by the node's label.
-    Tensors are visited from last to first, because moving a producer can remove other readers of an earlier tensor.
+    A node that a move leaves behind may be in no region afterwards; `clusters.reasons` then says why.  Tensors are
+    visited from last to first, because moving a producer can remove other readers of an earlier tensor.
     """
     for node in reversed(list(clusters.graph.nodes)):
         for tensor in node.outputs if node in clusters.of else ():
-            border = _border(clusters, level, tensor)
+            border = _border(clusters, tensor)
             move = _best_move(clusters, border) if border is not None else None
             if border is not None and move is not None:
-                _apply(clusters, level, border, move)
+                _apply(clusters, border, move)
                 why = f"'{node_label(node)}' is computed where its result is read, because that moves fewer bytes"
-                reasons.update((node_label(each), why) for each in move.left.nodes)
+                clusters.reasons.update((node_label(each), why) for each in move.left.nodes)
 
 
-def _border(clusters: Clusters, level: Mapping[Node, int], tensor: Tensor) -> Border | None:
+def _border(clusters: Clusters, tensor: Tensor) -> Border | None:
     """Return the border at a tensor that an elementwise operator computes, if only clusters of its level read it."""
-    maker, of = tensor.inputs[0], clusters.of
+    maker, of, level = tensor.inputs[0], clusters.of, clusters.level
     own = of[maker]
     if maker.op not in POINTWISE or tensor.name not in own.outputs or clusters.graph.is_kept(tensor):
         return None
@@ -168,7 +168,7 @@ def _staying(clusters: Clusters, border: Border, nodes: Sequence[Node]) -> set[N
     return staying
 
 
-def _apply(clusters: Clusters, level: dict[Node, int], border: Border, move: Move) -> None:
+def _apply(clusters: Clusters, border: Border, move: Move) -> None:
     """Apply a move: the first reader gets the operators, or copies of operators that stay; other readers get copies."""
     # The first reader comes last: copies that it gets become inputs of the operators that move to it, and the other
     # readers must copy these operators before that.
@@ -176,7 +176,7 @@ def _apply(clusters: Clusters, level: dict[Node, int], border: Border, move: Mov
         copied = [node for node in move.nodes if i or node in move.staying]
         if copied:
             copies = _copies(clusters, reader, copied)
-            level.update(dict.fromkeys(copies, level[border.tensor.inputs[0]]))
+            clusters.level.update(dict.fromkeys(copies, clusters.level[border.tensor.inputs[0]]))
     left = clusters.part(move.left.nodes)  # may have fewer outputs than `move.left`, because copies read other copies
     for before, after in zip((border.own, *border.readers), (left, *move.readers), strict=True):
         after.place = before.place

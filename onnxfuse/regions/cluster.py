@@ -52,17 +52,21 @@ class Clusters:
     """Creates, merges and splits clusters of a graph's nodes.
 
     `forms` maps each node that may be in a region to its steps, the operators of a region's program that compute it.
-    `of` maps a node to its cluster.  `copies` are nodes that were copied into other clusters; until the regions are
-    written, they have the labels of the originals.
+    `level` maps each node to its level, as `levels` returns it; only clusters of one level are merged.  `reasons` maps
+    the label of a node to the reason why it stays separate.  `of` maps a node to its cluster.  `copies` are nodes that
+    were copied into other clusters; until the regions are written, they have the labels of the originals.
     """
 
     graph: Graph
     shapes: ShapeInfo
     forms: dict[Node, tuple[Step, ...]]
+    level: dict[Node, int]
+    reasons: dict[str, str]
     of: dict[Node, Cluster] = field(default_factory=dict)
     copies: list[Node] = field(default_factory=list)
     _counts: dict[str, int] = field(default_factory=dict)
     _bytes: dict[str, int] = field(default_factory=dict)
+    _front: int = 0  # the lowest place so far: `move` decreases it to place a cluster before all other clusters
 
     def add(self, node: Node) -> Cluster:
         """Return a new cluster that consists of one node."""
@@ -116,6 +120,12 @@ class Clusters:
     def split(self, *parts: Cluster) -> None:
         """Make each part the cluster of its nodes, in place of the cluster that these nodes belonged to."""
         self.of.update((node, part) for part in parts for node in part.nodes)
+
+    def move(self, cluster: Cluster, level: int, place: int | None = None) -> None:
+        """Move a cluster's nodes to another level, at `place` if given, else before all other clusters there."""
+        self.level.update(dict.fromkeys(cluster.nodes, level))
+        self._front -= 1
+        cluster.place = self._front if place is None else place
 
     def bytes(self, tensor: Tensor) -> int:
         """Return the bytes of a tensor, with assumed sizes for dynamic dims."""

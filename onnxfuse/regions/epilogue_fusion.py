@@ -14,8 +14,7 @@ from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, consumers, producer
 from onnxfuse.match import Match
 from onnxfuse.region_operators import ELEMENTWISE, PRODUCTS, VIEWS
-from onnxfuse.regions.cluster import MAX_OPERANDS, MAX_OUTPUTS, Cluster
-from onnxfuse.regions.formation import Formed
+from onnxfuse.regions.cluster import MAX_OPERANDS, MAX_OUTPUTS, Cluster, Clusters
 from onnxfuse.regions.joining import Joining
 from onnxfuse.regions.steps import Step
 from onnxfuse.regions.write import body, measured_besides, order_by_reading, program
@@ -37,7 +36,7 @@ class Join:
 
 
 def find_epilogue_fusion(
-    formed: Formed, cluster: Cluster, joining: Joining, taken: Collection[str] = frozenset()
+    clusters: Clusters, cluster: Cluster, joining: Joining, taken: Collection[str] = frozenset()
 ) -> Join | None:
     """Return how a cluster can join a fused node; None if it cannot.
 
@@ -50,7 +49,7 @@ def find_epilogue_fusion(
     """
     if cluster.is_free:
         return None
-    graph, shapes = formed.merging.graph, formed.merging.clusters.shapes
+    graph, shapes = clusters.graph, clusters.shapes
     found = list[tuple[Node, Tensor, Match | None]]()
     for tensor in cluster.operands.values():
         maker = producer(tensor)
@@ -61,7 +60,7 @@ def find_epilogue_fusion(
             and "program" not in maker.attrs
             and dtype_name(shapes.dtype(tensor)) in PRODUCTS
             and shapes.shape(tensor) is not None
-            and _closes_no_cycle(maker, cluster, formed.forms, formed.merging.level)
+            and _closes_no_cycle(clusters, maker, cluster)
         )
         if maker is None or not may_join:
             continue
@@ -71,13 +70,11 @@ def find_epilogue_fusion(
         elif match := joining.match_at(tensor):
             found.append((maker, tensor, match))
     found.sort(key=lambda one: graph.position[one[0]], reverse=True)
-    joins = ((_join(formed, cluster, tensor), match) for _, tensor, match in found)
+    joins = ((_join(clusters, cluster, tensor), match) for _, tensor, match in found)
     return next((replace(join, match=match) for join, match in joins if join is not None), None)
 
 
-def _closes_no_cycle(
-    maker: Node, cluster: Cluster, forms: Mapping[Node, tuple[Step, ...]], level: Mapping[Node, int]
-) -> bool:
+def _closes_no_cycle(clusters: Clusters, maker: Node, cluster: Cluster) -> bool:
     """Return whether joining a cluster with `maker`, whose result it reads, cannot close a cycle.
 
     No cycle is possible if `maker` has one result, and only the cluster reads it.  Otherwise, the producers of all
@@ -86,19 +83,18 @@ def _closes_no_cycle(
     result = maker.outputs[0]
     if len(maker.outputs) == 1 and all(node in cluster.nodes for node in consumers(result)):
         return True
-    read = (*cluster.operands.values(), *measured_besides(cluster, forms).values())
+    read = (*cluster.operands.values(), *measured_besides(cluster, clusters.forms).values())
     makers = (producer(tensor) for tensor in read if tensor is not result)
-    return all(each is None or level[each] < level[maker] for each in makers)
+    return all(each is None or clusters.level[each] < clusters.level[maker] for each in makers)
 
 
-def _join(formed: Formed, cluster: Cluster, result: Tensor) -> Join | None:
+def _join(clusters: Clusters, cluster: Cluster, result: Tensor) -> Join | None:
     """Return how a part of a cluster can join the node that computes `result`.
 
     Returns None if no part can join, or if the part would read at least as many bytes from the rest of the cluster as
     the result has.
     """
-    graph, clusters, forms = formed.merging.graph, formed.merging.clusters, formed.forms
-    shapes = clusters.shapes
+    graph, shapes, forms = clusters.graph, clusters.shapes, clusters.forms
     part, made = set[Node](), {result.name}
     for node in cluster.nodes:
         if any(tensor.name in made for tensor in node.inputs):
@@ -150,7 +146,7 @@ def _is_read_in_place(step: Step) -> bool:
 
 
 def write_epilogue_fusion(
-    formed: Formed,
+    clusters: Clusters,
     join: Join,
     functions: LocalFunctions,
     bodies: Mapping[str, onnx.FunctionProto],
@@ -161,10 +157,10 @@ def write_epilogue_fusion(
     `bodies` holds the functions that fused nodes call, by name, and `records` the records of fused nodes, by the node's
     name.  The graph must be sorted afterwards.
     """
-    graph, shapes, cluster, result = formed.merging.graph, formed.merging.clusters.shapes, join.cluster, join.result
+    graph, shapes, cluster, result = clusters.graph, clusters.shapes, join.cluster, join.result
     (maker,) = result.inputs
     record = records[maker.name]
-    others = {**cluster.operands, **measured_besides(cluster, formed.forms)}
+    others = {**cluster.operands, **measured_besides(cluster, clusters.forms)}
     others.pop(result.name)
     is_read_elsewhere = any(node not in cluster.nodes for node in consumers(result))
     kept = {result.name: result} if is_read_elsewhere or graph.is_kept(result) else {}
@@ -173,12 +169,12 @@ def write_epilogue_fusion(
     own: dict[str, AttributeValue] = {
         **{name: maker.attrs[name] for name in str(maker.attrs["attributes"]).split()},
         "output_ranks": [-1 if (rank := shapes.rank(t)) is None else rank for t in outputs],
-        "program": program(shapes, joined, formed.forms),
+        "program": program(shapes, joined, clusters.forms),
     }
     operands = [str(maker.attrs["operands"]), *(f"x{i + 1}" for i in range(len(others)))]
     attributes = attributes_of(record.fusion, operands, [shapes.dtype(t) for t in outputs], own)
     before = bodies[maker.op]
-    both = chained(before, body(graph, joined, formed.forms, []), "x0")
+    both = chained(before, body(graph, joined, clusters.forms, []), "x0")
     both.name, both.doc_string = record.fusion, f"{before.doc_string}\n\nElementwise operators follow."
     both.attribute[:] = sorted(attributes)
     joining = tuple(label for node in cluster.nodes for label in labels(node, records))

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from onnxfuse.regions.cluster import LAUNCH_BYTES, MAX_OPERANDS, MAX_OUTPUTS, MAX_STEPS, Cluster, Clusters
-from onnxfuse.regions.formation import Formed, Merging
 from onnxfuse.regions.order import read_by, readers_of, set_places
 from onnxfuse.regions.siblings import merge_siblings
 
@@ -52,37 +51,36 @@ class Group:
         return clusters.bytes_of(tensor for name, tensor in cluster.operands.items() if name in self.operands)
 
 
-def share_launches(formed: Formed, apart: Collection[Cluster]) -> list[Cluster]:
+def share_launches(clusters: Clusters, apart: Collection[Cluster]) -> list[Cluster]:
     """Merge clusters of a level that read the same tensors, or are small and independent; return all clusters.
 
     `apart` holds the clusters that join no fused node; some may consist of a single operator.
     """
-    merging, clusters = formed.merging, formed.merging.clusters
     by_level = defaultdict[int, dict[Cluster, None]](dict)
-    for node in formed.forms:
-        by_level[merging.level[node]][clusters.of[node]] = None
+    for node in clusters.forms:
+        by_level[clusters.level[node]][clusters.of[node]] = None
     for of_level in by_level.values():
-        set_places(clusters, merging.level, of_level)
-    apart = merge_siblings(clusters, merging.level, formed.reasons, apart)
+        set_places(clusters, of_level)
+    apart = merge_siblings(clusters, apart)
     small = {one for one in apart if not one.is_free and one.cost - LAUNCH_BYTES <= MAX_BYTES}
-    for level in sorted({merging.level[one.nodes[0]] for one in small}):
+    for level in sorted({clusters.level[one.nodes[0]] for one in small}):
         of_level = dict.fromkeys(clusters.of[each.nodes[0]] for each in by_level[level])
         in_order = sorted(of_level, key=lambda each: each.place)
-        for group in _groups(merging, in_order, small):
+        for group in _groups(clusters, in_order, small):
             clusters.unite(group.clusters)
     return list(dict.fromkeys(clusters.of[one.nodes[0]] for one in apart))
 
 
-def _groups(merging: Merging, in_order: Sequence[Cluster], small: Collection[Cluster]) -> Iterable[Group]:
+def _groups(clusters: Clusters, in_order: Sequence[Cluster], small: Collection[Cluster]) -> Iterable[Group]:
     """Return groups of the small clusters among all clusters of a level.
 
     Each cluster gets a step after the steps of the clusters that it reads, early enough to leave steps for its readers.
     So clusters of one step never depend on each other, and any of them can be grouped.
     """
-    latest = _latest_steps(merging, in_order)
+    latest = _latest_steps(clusters, in_order)
     step, groups = dict[Cluster, int](), list[Group]()
     for cluster in in_order:
-        earliest = max((step[each] + 1 for each in read_by(merging.clusters, merging.level, cluster)), default=0)
+        earliest = max((step[each] + 1 for each in read_by(clusters, cluster)), default=0)
         step[cluster] = earliest
         if cluster not in small:
             continue
@@ -91,16 +89,16 @@ def _groups(merging: Merging, in_order: Sequence[Cluster], small: Collection[Clu
         if not found:
             found = [Group(earliest)]
             groups += found
-        best = max(found, key=lambda each: each.shared_bytes(cluster, merging.clusters))
+        best = max(found, key=lambda each: each.shared_bytes(cluster, clusters))
         best.add(cluster)
         step[cluster] = best.step
     return groups
 
 
-def _latest_steps(merging: Merging, in_order: Sequence[Cluster]) -> dict[Cluster, int]:
+def _latest_steps(clusters: Clusters, in_order: Sequence[Cluster]) -> dict[Cluster, int]:
     """Return the highest step that each cluster can have, if no step may exceed the number of clusters."""
     found = dict[Cluster, int]()
     for cluster in reversed(in_order):
-        behind = (found[each] - 1 for each in readers_of(merging.clusters, merging.level, cluster))
+        behind = (found[each] - 1 for each in readers_of(clusters, cluster))
         found[cluster] = min(behind, default=len(in_order))
     return found

@@ -13,9 +13,8 @@ from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, consumers, producer
-from onnxfuse.regions.cluster import Cluster
+from onnxfuse.regions.cluster import Cluster, Clusters
 from onnxfuse.regions.epilogue_fusion import Join
-from onnxfuse.regions.formation import Formed, Merging
 from onnxfuse.regions.joining import Joining
 from onnxfuse.regions.steps import Step, Steps
 from onnxfuse.regions.write import measured_besides, order_by_reading
@@ -27,7 +26,7 @@ ROW_MAPS: Final = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice", "Spl
 
 
 def with_norms(
-    formed: Formed, cluster: Cluster, joining: Joining, joins: Mapping[str, Join]
+    clusters: Clusters, cluster: Cluster, joining: Joining, joins: Mapping[str, Join]
 ) -> tuple[Cluster, list[Node]]:
     """Merge a cluster with the fused norms that read its results, where that pays; return it and the merged norms.
 
@@ -37,29 +36,28 @@ def with_norms(
     """
     taken = list[Node]()
     # Where rows are not read as vectors, as after some Transposes, a separate launch for the norm is faster.
-    if cluster.is_free or not all(step.keeps_last_axis for node in cluster.nodes for step in formed.forms[node]):
+    if cluster.is_free or not all(step.keeps_last_axis for node in cluster.nodes for step in clusters.forms[node]):
         return cluster, taken
-    for norm in _norms_behind(formed, cluster, joining):
-        found = _merged(formed, joining, cluster, norm, joins.get(norm.outputs[0].name))
+    for norm in _norms_behind(clusters, cluster, joining):
+        found = _merged(clusters, joining, cluster, norm, joins.get(norm.outputs[0].name))
         if found is not None:
             cluster = found
             taken.append(norm)
     return cluster, taken
 
 
-def _norms_behind(formed: Formed, cluster: Cluster, joining: Joining) -> list[Node]:
+def _norms_behind(clusters: Clusters, cluster: Cluster, joining: Joining) -> list[Node]:
     """Return the norms that read results of a cluster, in execution order."""
-    graph = formed.merging.graph
     readers = {
         id(node): node
         for tensor in cluster.outputs.values()
         for node in consumers(tensor)
         if node.domain == DOMAIN and node.attrs["fusion"] in NORMS and node.attrs["fusion"] in joining.epilogues
     }
-    return sorted(readers.values(), key=graph.position.__getitem__)
+    return sorted(readers.values(), key=clusters.graph.position.__getitem__)
 
 
-def _merged(formed: Formed, joining: Joining, cluster: Cluster, norm: Node, join: Join | None) -> Cluster | None:
+def _merged(clusters: Clusters, joining: Joining, cluster: Cluster, norm: Node, join: Join | None) -> Cluster | None:
     """Return a cluster merged with a norm that reads its result; None if they stay separate.
 
     `join` holds the operators that were to join the norm, if there are any; they are merged with the cluster, too.
@@ -67,74 +65,72 @@ def _merged(formed: Formed, joining: Joining, cluster: Cluster, norm: Node, join
     All other tensors that the norm and the join read must come from nodes of a lower level than the cluster's.  Then no
     path leads from the cluster through other nodes to the norm or the join.
     """
-    merging, clusters, level = formed.merging, formed.merging.clusters, formed.merging.level
-    steps = norm_steps(merging.graph, clusters.shapes, norm)
-    at = level[cluster.nodes[0]]
+    steps = norm_steps(clusters.graph, clusters.shapes, norm)
+    at = clusters.level[cluster.nodes[0]]
     read = list(norm.inputs)
     if join:
-        read += [*join.cluster.operands.values(), *measured_besides(join.cluster, formed.forms).values()]
+        read += [*join.cluster.operands.values(), *measured_besides(join.cluster, clusters.forms).values()]
     makers = {id(made): made for tensor in read if (made := producer(tensor)) is not None}
     inside = {id(norm), *map(id, cluster.nodes)}
-    if steps is None or any(key not in inside and level[made] >= at for key, made in makers.items()):
+    if steps is None or any(key not in inside and clusters.level[made] >= at for key, made in makers.items()):
         return None
-    formed.forms[norm] = steps
+    clusters.forms[norm] = steps
     both: Cluster | str = clusters.merged(cluster, clusters.add(norm))
     if isinstance(both, Cluster):
-        _belong(merging, both, at)
+        _belong(clusters, both, at)
         both = clusters.merged(both, join.cluster) if join else both
     if isinstance(both, Cluster):
-        order_by_reading(both, formed.forms)
+        order_by_reading(both, clusters.forms)
         if joining.may_be_region(both.outputs):
-            _belong(merging, both, at)
+            _belong(clusters, both, at)
             return both
-    del formed.forms[norm], clusters.of[norm]
+    del clusters.forms[norm], clusters.of[norm]
     clusters.split(cluster, *([join.cluster] if join else ()))
     return None
 
 
-def _belong(merging: Merging, cluster: Cluster, level: int) -> None:
+def _belong(clusters: Clusters, cluster: Cluster, level: int) -> None:
     """Record that the nodes of a cluster belong to it now, and move the cluster to a level."""
-    merging.clusters.split(cluster)
-    merging.move(cluster, level)
+    clusters.split(cluster)
+    clusters.move(cluster, level)
 
 
-def with_moved_norm(formed: Formed, cluster: Cluster, joining: Joining) -> tuple[Cluster, list[Node]]:
+def with_moved_norm(clusters: Clusters, cluster: Cluster, joining: Joining) -> tuple[Cluster, list[Node]]:
     """Merge a cluster that only moves the rows of a norm's result, as a window partition does, with this norm.
 
     Returns the cluster and the merged norm, if any.  A norm of moved rows equals the moved rows of a norm, so the
     program moves the rows first.  `joining` is as in `with_norms`.
     """
-    norm = _moved_norm(formed, cluster, joining)
+    norm = _moved_norm(clusters, cluster, joining)
     if norm is None or not joining.may_be_region(cluster.outputs):
         return cluster, []
-    clusters, (output,), last = formed.merging.clusters, cluster.outputs.values(), cluster.nodes[-1]
-    steps = norm_steps(formed.merging.graph, clusters.shapes, norm, moved=output)
+    (output,), last = cluster.outputs.values(), cluster.nodes[-1]
+    steps = norm_steps(clusters.graph, clusters.shapes, norm, moved=output)
     if steps is None:
         return cluster, []
     names = {norm.outputs[0].name: norm.inputs[0].name, output.name: MOVED}
     for node in cluster.nodes:
-        formed.forms[node] = tuple(_renamed(step, names) for step in formed.forms[node])
-    formed.forms[last] += steps
-    formed.forms[norm] = ()
+        clusters.forms[node] = tuple(_renamed(step, names) for step in clusters.forms[node])
+    clusters.forms[last] += steps
+    clusters.forms[norm] = ()
     clusters.add(norm)
     both = clusters.part([norm, *cluster.nodes])
     both.operands = {tensor.name: tensor for tensor in norm.inputs if tensor.name}
-    _belong(formed.merging, both, formed.merging.level[last])
+    _belong(clusters, both, clusters.level[last])
     return both, [norm]
 
 
-def _moved_norm(formed: Formed, cluster: Cluster, joining: Joining) -> Node | None:
+def _moved_norm(clusters: Clusters, cluster: Cluster, joining: Joining) -> Node | None:
     """Return the norm whose rows a cluster moves, if only the cluster reads the norm's result; else None."""
     if cluster.is_free or len(cluster.operands) != 1 or len(cluster.outputs) != 1:
         return None
-    graph, clusters = formed.merging.graph, formed.merging.clusters
     (result,), (output,) = cluster.operands.values(), cluster.outputs.values()
     norm = producer(result)
     if norm is None or norm.domain != DOMAIN or norm in clusters.of or norm.attrs["fusion"] not in joining.epilogues:
         return None
     has_one_operand = norm.attrs["fusion"] in ("layer_norm", "rms_norm")
-    is_read_here = not graph.is_kept(result) and all(node in cluster.nodes for node in consumers(result))
-    moves_rows = all(_moves_rows(clusters.shapes, node, formed.forms[node]) for node in cluster.nodes)
+    is_read_here = not clusters.graph.is_kept(result) and all(node in cluster.nodes for node in consumers(result))
+    moves_rows = all(_moves_rows(clusters.shapes, node, clusters.forms[node]) for node in cluster.nodes)
     repeats_rows = clusters.count(output) > clusters.count(result)
     return norm if has_one_operand and is_read_here and moves_rows and not repeats_rows else None
 

@@ -7,49 +7,49 @@ by their places, excludes cycles through other clusters.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Final, TypeAlias
 
-from onnxfuse.ir.node import Node, producer
+from onnxfuse.ir.node import producer
 from onnxfuse.regions.cluster import Cluster, Clusters
 
 MAX_VISITED: Final = 64  # maximum number of clusters visited in a search between two clusters
 Neighbours: TypeAlias = Callable[[Cluster], Iterable[Cluster]]
 
 
-def read_by(clusters: Clusters, level: Mapping[Node, int], own: Cluster) -> Iterable[Cluster]:
+def read_by(clusters: Clusters, own: Cluster) -> Iterable[Cluster]:
     """Yield the clusters of the same level that a cluster reads; duplicates are possible."""
-    at = level[own.nodes[0]]
+    at = clusters.level[own.nodes[0]]
     for tensor in own.operands.values():
         maker = producer(tensor)
         found = clusters.of.get(maker) if maker is not None else None
-        if found is not None and found is not own and level[found.nodes[0]] == at:
+        if found is not None and found is not own and clusters.level[found.nodes[0]] == at:
             yield found
 
 
-def readers_of(clusters: Clusters, level: Mapping[Node, int], own: Cluster) -> Iterable[Cluster]:
+def readers_of(clusters: Clusters, own: Cluster) -> Iterable[Cluster]:
     """Yield the clusters of the same level that read a cluster; duplicates are possible."""
-    at = level[own.nodes[0]]
+    at = clusters.level[own.nodes[0]]
     for tensor in own.outputs.values():
         for node in tensor.outputs:
             found = clusters.of.get(node)
-            if found is not None and found is not own and level[node] == at:
+            if found is not None and found is not own and clusters.level[node] == at:
                 yield found
 
 
-def place_of_both(clusters: Clusters, level: Mapping[Node, int], a: Cluster, b: Cluster) -> int | None:
+def place_of_both(clusters: Clusters, a: Cluster, b: Cluster) -> int | None:
     """Return the place for the cluster that two clusters of a level are merged into, after making room for it.
 
     Returns None, and moves nothing, if one of them depends on the other through a third cluster: merging would close a
     cycle.  Also returns None if more than MAX_VISITED clusters would have to be visited.
     """
     first, last = (a, b) if a.place < b.place else (b, a)
-    before = _between(first, last, last, lambda each: read_by(clusters, level, each))
-    if before is None or any(first in read_by(clusters, level, each) for each in before):
+    before = _between(first, last, last, lambda each: read_by(clusters, each))
+    if before is None or any(first in read_by(clusters, each) for each in before):
         return None
     if not before:
         return first.place
-    behind = _between(first, last, first, lambda each: readers_of(clusters, level, each))
+    behind = _between(first, last, first, lambda each: readers_of(clusters, each))
     if behind is None:
         return None
     if not behind:
@@ -62,9 +62,9 @@ def place_of_both(clusters: Clusters, level: Mapping[Node, int], a: Cluster, b: 
     return places[len(before)]
 
 
-def merge(clusters: Clusters, level: Mapping[Node, int], a: Cluster, b: Cluster, both: Cluster) -> bool:
+def merge(clusters: Clusters, a: Cluster, b: Cluster, both: Cluster) -> bool:
     """Replace two clusters of a level by one; return False, and change nothing, if that could close a cycle."""
-    place = place_of_both(clusters, level, a, b)
+    place = place_of_both(clusters, a, b)
     if place is not None:
         both.place = place
         clusters.split(both)
@@ -84,9 +84,9 @@ def _between(first: Cluster, last: Cluster, start: Cluster, neighbours: Neighbou
     return sorted(found, key=lambda each: each.place)
 
 
-def set_places(clusters: Clusters, level: Mapping[Node, int], of_level: Iterable[Cluster]) -> list[Cluster]:
+def set_places(clusters: Clusters, of_level: Iterable[Cluster]) -> list[Cluster]:
     """Assign new places to all clusters of a level, close to the order of their first nodes; return them in order."""
-    left = {each: len(set(read_by(clusters, level, each))) for each in of_level}
+    left = {each: len(set(read_by(clusters, each))) for each in of_level}
     # The heap holds numbers of clusters.  Positions of first nodes are not unique, because copies share a position.
     in_order = sorted(left, key=lambda each: clusters.graph.position[each.nodes[0]])
     number = {each: i for i, each in enumerate(in_order)}
@@ -96,7 +96,7 @@ def set_places(clusters: Clusters, level: Mapping[Node, int], of_level: Iterable
         each = in_order[heapq.heappop(work)]
         each.place = len(found)
         found.append(each)
-        for reader in dict.fromkeys(readers_of(clusters, level, each)):
+        for reader in dict.fromkeys(readers_of(clusters, each)):
             left[reader] -= 1
             if not left[reader]:
                 heapq.heappush(work, number[reader])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from onnxfuse.algebra.operators import REGROUPING
 from onnxfuse.algebra.sizes import Size
 from onnxfuse.ir.domain import DOMAIN
-from onnxfuse.ir.node import Node, Tensor, producer
+from onnxfuse.ir.node import Tensor, producer
 from onnxfuse.passes.folded import node_label
 from onnxfuse.regions.cluster import NOTHING_BESIDE, Cluster, Clusters
 from onnxfuse.regions.order import merge
@@ -26,19 +26,14 @@ def is_of_fused(tensor: Tensor) -> bool:
 
 
 def merge_siblings(
-    clusters: Clusters,
-    level: Mapping[Node, int],
-    reasons: dict[str, str],
-    among: Iterable[Cluster],
-    is_wanted: Callable[[Tensor], bool] = lambda tensor: True,
+    clusters: Clusters, among: Iterable[Cluster], is_wanted: Callable[[Tensor], bool] = lambda tensor: True
 ) -> list[Cluster]:
     """Merge clusters of one level that read the same tensor in its own order; return the resulting clusters.
 
     Only tensors for which `is_wanted` is true are considered, the largest first.  In each level, the place of a cluster
-    must be after the places of the clusters that it reads.  `reasons` maps node labels to the reasons why nodes are in
-    no region; reasons found here replace less specific ones.
+    must be after the places of the clusters that it reads.
     """
-    in_order = sorted(among, key=lambda each: (level[each.nodes[0]], each.place))
+    in_order = sorted(among, key=lambda each: (clusters.level[each.nodes[0]], each.place))
     readers, tensors = defaultdict[str, list[Cluster]](list), dict[str, Tensor]()
     for cluster in in_order:
         for name, tensor in cluster.operands.items():
@@ -46,13 +41,11 @@ def merge_siblings(
             tensors[name] = tensor
     shared = [each for name, each in tensors.items() if len(readers[name]) > 1 and is_wanted(each)]
     for tensor in sorted(shared, key=clusters.bytes, reverse=True):
-        _merge_readers(clusters, level, reasons, tensor, readers[tensor.name])
+        _merge_readers(clusters, tensor, readers[tensor.name])
     return list(dict.fromkeys(clusters.of[each.nodes[0]] for each in in_order))
 
 
-def _merge_readers(
-    clusters: Clusters, level: Mapping[Node, int], reasons: dict[str, str], tensor: Tensor, readers: Iterable[Cluster]
-) -> None:
+def _merge_readers(clusters: Clusters, tensor: Tensor, readers: Iterable[Cluster]) -> None:
     """Merge clusters that read a tensor in its own order.
 
     For each cluster, the last MAX_OPEN clusters before it are tried in order; the first with which it can be merged is
@@ -63,26 +56,26 @@ def _merge_readers(
         if not _is_read_in_order(clusters, tensor, cluster):
             continue
         for i, other in enumerate(found):
-            why = _merge(clusters, level, other, cluster)
+            why = _merge(clusters, other, cluster)
             if not why:
                 found[i] = clusters.of[cluster.nodes[0]]
                 break
             because = f"'{node_label(other.nodes[0])}', which reads '{tensor.name}' as well: {why}"
             for label in map(node_label, cluster.nodes):
-                if reasons.get(label, NOTHING_BESIDE) == NOTHING_BESIDE:
-                    reasons[label] = f"it is not merged with {because}"
+                if clusters.reasons.get(label, NOTHING_BESIDE) == NOTHING_BESIDE:
+                    clusters.reasons[label] = f"it is not merged with {because}"
         else:
             found = [*found[1 - MAX_OPEN :], cluster]
 
 
-def _merge(clusters: Clusters, level: Mapping[Node, int], a: Cluster, b: Cluster) -> str:
+def _merge(clusters: Clusters, a: Cluster, b: Cluster) -> str:
     """Merge two clusters; return "", or why they stay separate."""
-    if level[a.nodes[0]] != level[b.nodes[0]]:
+    if clusters.level[a.nodes[0]] != clusters.level[b.nodes[0]]:
         return "other nodes are computed between the two"
     both = clusters.merged(a, b)
     if isinstance(both, str):
         return both
-    return "" if merge(clusters, level, a, b, both) else "together they would make a cycle"
+    return "" if merge(clusters, a, b, both) else "together they would make a cycle"
 
 
 def _is_read_in_order(clusters: Clusters, tensor: Tensor, cluster: Cluster) -> bool:

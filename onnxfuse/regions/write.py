@@ -18,9 +18,8 @@ from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, is_constant
 from onnxfuse.ir.serde import node_proto
 from onnxfuse.match.diagnostics import node_name
-from onnxfuse.regions.cluster import Cluster
+from onnxfuse.regions.cluster import Cluster, Clusters
 from onnxfuse.regions.computed import nodes_of
-from onnxfuse.regions.formation import Formed
 from onnxfuse.regions.steps import Step
 from onnxfuse.rewrite.chain_bodies import renamed
 from onnxfuse.rewrite.replace import REGION, FunctionCall, Fused, LocalFunctions, attributes_of, labels, put_call
@@ -106,7 +105,7 @@ def _nodes_of(body: onnx.FunctionProto, inputs: list[str], outputs: list[str], s
 
 
 def write_region(
-    formed: Formed,
+    clusters: Clusters,
     region: Cluster,
     functions: LocalFunctions,
     bodies: Mapping[str, onnx.FunctionProto],
@@ -117,7 +116,7 @@ def write_region(
     The graph must be sorted afterwards.  `bodies` holds the functions of fused nodes in the region, and `records` the
     records of nodes by name, as for `labels`.
     """
-    graph, shapes, forms = formed.merging.graph, formed.merging.clusters.shapes, formed.forms
+    graph, shapes, forms = clusters.graph, clusters.shapes, clusters.forms
     region = replace(region, operands=region.operands | measured_besides(region, forms))
     outputs: list[Tensor] = list(region.outputs.values())
     own: dict[str, AttributeValue] = {
