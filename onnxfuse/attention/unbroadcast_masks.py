@@ -64,6 +64,9 @@ class _Substitution:
         op = op_of(node)
         if op == "Expand":
             return self._substitute(node, node.inputs[0])
+        if op == "ConstantOfShape" and self.shapes.dtype(output) in FUSIBLE_FLOATS:
+            dtype = tensor_dtype_to_np_dtype(self.shapes.dtype(output))
+            return self._substitute(node, self.graph.constant("everywhere", np.array(self._fill_value(output), dtype)))
         if isinstance(value, GatheredElement) and op.startswith("Gather"):
             return self._substitute(node, self._regrouped_source(output, value))
         if op == "Gather" and not int_attribute(node, "axis", 0) and is_constant(node.inputs[0]):

@@ -77,6 +77,12 @@ def test_a_gathered_padding_mask_becomes_a_view_of_its_source(gathered: str) -> 
     assert ops(shrunk(f"{RANGES}{gathered} keep = Identity(padding) {ADDED}")) == "Unsqueeze Where Add"
 
 
+def test_scores_plus_zeros_stay_scores() -> None:
+    """PyTorch's baddbmm adds an empty tensor times 0, as in the attention of diffusers."""
+    zeros = "shape = Shape(s) empty = ConstantOfShape(shape) m = Mul(empty, none)"
+    assert ops(shrunk(f"{zeros} t = Tanh(s) y = Add(t, m)", "(float[B,2,N,N] s) => (y)")) == "Tanh"
+
+
 def test_the_batch_or_the_sequence_may_be_empty() -> None:
     after = shrunk(f"{RANGES}{BY_GATHER_ND} keep = Identity(padding) {ADDED}", sizes=[(0, 4), (3, 0), (2, 1)])
     assert ops(after) == "Unsqueeze Where Add"
