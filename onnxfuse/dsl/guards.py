@@ -56,7 +56,7 @@ class Guard:
     @functools.cached_property
     def is_known_first(self) -> bool:
         """Whether the condition names only facts that are known before anything is matched."""
-        return {"rank", "dtype", "opset"}.issuperset(self.names)
+        return {"rank", "opset"}.issuperset(self.names)
 
     def check(self, known: Mapping[str, object], relations: Mapping[str, Relation] = MappingProxyType({})) -> bool:
         """Return whether the condition is known to hold; see `answer`."""

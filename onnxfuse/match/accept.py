@@ -7,20 +7,18 @@ from dataclasses import dataclass
 
 from onnx import TensorProto
 
-from onnxfuse.algebra.operators import SLICING, VIEWS
 from onnxfuse.dsl.guards import Guard
 from onnxfuse.dsl.terms import Term
 from onnxfuse.dsl.words import Output
 from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.ir.graph import Graph
-from onnxfuse.ir.node import Node, Tensor, consumers, is_constant, op_of, producer
+from onnxfuse.ir.node import Node, Tensor, consumers, op_of, producer
 from onnxfuse.match.context import MatchContext
-from onnxfuse.match.diagnostics import node_name
+from onnxfuse.match.precision import computing_dtype, lossy_precision
 from onnxfuse.match.relations import relations
 from onnxfuse.match.side_outputs import may_be_absent
 from onnxfuse.match.state import Match, State
 
-MOVING_OPS = VIEWS | SLICING | {"Concat"}  # operators that do not round
 BFLOAT16_OPSET = 13  # the first opset whose operators take bfloat16
 MAX_VIEWS_FOLLOWED = 12  # nodes outside the match that are followed to find one that will stay
 
@@ -46,7 +44,7 @@ def accept(m: MatchContext, root: Tensor, state: State, has_side_outputs: bool) 
     if len({id(t) for t in outputs}) < len(outputs):
         m.fail(first, state, lambda: "two outputs are one value; required one for each", agreed="the term")
         return None
-    if (lossy := _lossy_precision(m, root, state)) is not None:
+    if (lossy := lossy_precision(m, root, state)) is not None:
         m.fail(first, state, lambda: lossy, agreed="the term")
         return None
     nodes = tuple(state.nodes.values())
@@ -103,7 +101,9 @@ def guard_holds(m: MatchContext, guard: Guard, root: Tensor, state: State, term:
     condition cannot be decided because a fact is unknown, a miss is recorded even if no `term` is given.
     """
     known = {**state.dims, **state.values, **state.operands, **state.choices}
-    known |= {"dtype": dtype_name(m.shapes.dtype(root)), "rank": m.shapes.rank(root), "opset": m.graph.opset}
+    known |= {"rank": m.shapes.rank(root), "opset": m.graph.opset}
+    if "dtype" in guard.names:
+        known["dtype"] = dtype_name(computing_dtype(m.shapes, state.nodes.values(), m.shapes.dtype(root)))
     known["joined"] = m.joined
     if "dtypes" in guard.names:
         known["dtypes"] = {name: _dtype_name(m, tensor) for name, tensor in state.operands.items()}
@@ -125,123 +125,6 @@ def _unknown(fact: str, root: Tensor) -> str:
 def _dtype_name(m: MatchContext, tensor: Tensor) -> str:
     dtype = m.shapes.dtype(tensor)
     return dtype_name(dtype) if dtype else "unknown"
-
-
-# --- precision ---------------------------------------------------------------------------------------------------
-
-
-def _lossy_precision(m: MatchContext, root: Tensor, state: State) -> str | None:
-    """Return why the fused node would be less precise than the match, or leave out an intended rounding; else None."""
-    rounding = _rounding_cast(m, root, state)
-    if rounding is not None:
-        made = rounding.outputs[0]
-        dtype = dtype_name(m.shapes.dtype(made))
-        return f"Cast '{node_name(made)}' rounds to {dtype} inside, on purpose: its result is used in another dtype"
-    product = _float32_product(m, root, state)
-    if product is not None:
-        return f"MatMul '{node_name(product.outputs[0])}' multiplies in float32 what is cast for it, on purpose"
-    return None
-
-
-def _rounding_cast(m: MatchContext, root: Tensor, state: State) -> Node | None:
-    """Return a Cast to half precision that rounds on purpose, and so must stay; None if there is none."""
-    inside = {**state.kept, **state.nodes}
-    casts = [node for node in inside.values() if m.float_cast(node.outputs[0]) is node and not m.is_to_float32(node)]
-    root_dtype = m.shapes.dtype(root)
-    return next((cast for cast in casts if _Rounding(m, cast, state, inside).is_on_purpose(root_dtype)), None)
-
-
-class _Rounding:
-    """A Cast to half precision inside a match, with the dtypes before and after it.
-
-    The fused node does not round where the Cast does.  That is fine if the graph merely computes in the Cast's dtype:
-    if the result of the match has this dtype, or if an operand of this dtype is read before the Cast or combined with
-    the Cast's result.  If the Cast's result is cast to another dtype again, as from float32 to float16
-    and back, the purpose of the Cast is to round.
-    """
-
-    def __init__(self, m: MatchContext, cast: Node, state: State, inside: Mapping[int, Node]) -> None:
-        self._m, self._cast, self._inside = m, cast, inside
-        self._dtype = m.shapes.dtype(cast.outputs[0])
-        named = {capture.name: capture for capture in m.fusion.captures if capture.kind == "tensor"}
-        self._operands = {id(tensor) for name, tensor in state.operands.items() if name in named}
-        self._ends = {id(tensor) for tensor in state.operands.values()}
-
-    def is_on_purpose(self, root_dtype: int) -> bool:
-        """Return whether the graph rounds here although neither operands nor the result have the Cast's dtype."""
-        made = self._cast.outputs[0]
-        if not self._is_cast_on(made, computed=True):
-            return False
-        if self._is_cast_on(made, computed=False):
-            return True
-        before = self._operand_dtypes(self._cast.inputs[0])
-        if self._dtype in before and (before == {self._dtype} or root_dtype == self._dtype):
-            return False
-        return root_dtype != self._dtype and not self._meets_operand(made)
-
-    def _is_cast_on(self, tensor: Tensor, *, computed: bool) -> bool:
-        """Return whether another Cast inside the match changes the dtype of the tensor again.
-
-        Only views may be between the tensor and that Cast; with `computed`, any operators may be.
-        """
-        seen, work = set[int](), [tensor]
-        while work:
-            for reader in work.pop().outputs:
-                if id(reader) not in self._inside or id(reader) in seen:
-                    continue
-                seen.add(id(reader))
-                if self._m.float_cast(reader.outputs[0]) is reader:
-                    if self._m.shapes.dtype(reader.outputs[0]) != self._dtype:
-                        return True
-                    work.extend(reader.outputs)
-                elif computed or op_of(reader) in MOVING_OPS:
-                    work.extend(reader.outputs)
-        return False
-
-    def _meets_operand(self, tensor: Tensor) -> bool:
-        """Return whether an operator combines the tensor, or a view of it, with an operand in the Cast's dtype."""
-        for reader in tensor.outputs:
-            if id(reader) not in self._inside:
-                continue
-            if op_of(reader) in MOVING_OPS:
-                if self._meets_operand(reader.outputs[0]):
-                    return True
-            elif any(self._dtype in self._operand_dtypes(t) for t in reader.inputs if t is not tensor):
-                return True
-        return False
-
-    def _operand_dtypes(self, tensor: Tensor) -> set[int]:
-        """Return the dtypes of the operands (without weights) that a tensor is computed from."""
-        found, seen, work = set[int](), set[int](), [tensor]
-        while work:
-            each = work.pop()
-            if id(each) in seen:
-                continue
-            seen.add(id(each))
-            if id(each) in self._operands:
-                found.add(self._m.shapes.dtype(each))
-            if id(each) not in self._ends:
-                work.extend(t for node in each.inputs if id(node) in self._inside for t in node.inputs)
-        return found
-
-
-def _float32_product(m: MatchContext, root: Tensor, state: State) -> Node | None:
-    """Return a product of two operands that were cast to float32, if its result is cast to a narrower dtype; else None.
-
-    The model multiplies in float32 on purpose: the product may exceed the range of the narrower dtype.
-    """
-    for node in state.nodes.values():
-        wider = op_of(node) == "MatMul" and m.shapes.dtype(node.outputs[0]) != m.shapes.dtype(root)
-        if wider and all(_is_cast_to_float32(m, tensor) for tensor in node.inputs):
-            return node
-    return None
-
-
-def _is_cast_to_float32(m: MatchContext, tensor: Tensor) -> bool:
-    """Return whether the tensor is a view or a multiple of a tensor that was cast to float32."""
-    while (node := producer(tensor)) is not None and op_of(node) in {*VIEWS, "Mul", "Div"}:
-        tensor = next((t for t in node.inputs if not is_constant(t)), node.inputs[0])
-    return node is not None and op_of(node) == "Cast" and m.is_to_float32(node)
 
 
 # --- outside readers and cycles ----------------------------------------------------------------------------------

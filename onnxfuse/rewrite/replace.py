@@ -21,8 +21,9 @@ from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, has_subgraph, is_constant, op_of
 from onnxfuse.ir.protos import nodes, subgraphs
 from onnxfuse.match import Match, Miss
-from onnxfuse.match.accept import MOVING_OPS, needed_outputs
+from onnxfuse.match.accept import needed_outputs
 from onnxfuse.match.diagnostics import node_name
+from onnxfuse.match.precision import MOVING_OPS, computing_dtype
 from onnxfuse.passes.folded import node_label
 from onnxfuse.rewrite.function_body import function, is_static
 from onnxfuse.rewrite.variant import Variant
@@ -221,7 +222,7 @@ def _variant(graph: Graph, shapes: ShapeInfo, match: Match, outputs: list[Tensor
         match.dims,
         match.choices,
         operators,
-        _is_in_float32(shapes, match, {*dtypes.values(), *out}),
+        _is_in_float32(shapes, match, out[0], {*dtypes.values(), *out}),
     )
 
 
@@ -240,13 +241,16 @@ def _asked_by_others(fusion: Fusion) -> frozenset[str]:
     return frozenset(name for term in walk(*found.values()) for guard in term.guards for name in guard.names)
 
 
-def _is_in_float32(shapes: ShapeInfo, match: Match, dtypes: Set[int]) -> bool:
+def _is_in_float32(shapes: ShapeInfo, match: Match, out: int, dtypes: Set[int]) -> bool:
     """Return whether the body must compute in float32, although its operands or outputs are in half precision.
 
-    The body must do so if both half precisions occur, because neither can hold the values of the other.  The body must
-    also do so if tensors are bfloat16 but the replaced nodes compute nothing in bfloat16: onnxruntime's CPU provider
-    lacks most operators in bfloat16, so that a body in bfloat16 would not run where the replaced nodes do.
+    The body must do so if the replaced nodes multiply in float32, or if both half precisions occur, because neither can
+    hold the values of the other.  The body must also do so if tensors are bfloat16 but the replaced nodes compute
+    nothing in bfloat16: onnxruntime's CPU provider lacks most operators in bfloat16, so that a body in bfloat16 would
+    not run where the replaced nodes do.
     """
+    if computing_dtype(shapes, match.nodes, out) != out:
+        return True
     if TensorProto.BFLOAT16 not in dtypes:
         return False
     if TensorProto.FLOAT16 in dtypes:

@@ -6,9 +6,11 @@ import functools
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
+from onnx import TensorProto
+
 from onnxfuse.dsl.guards import Guard
 from onnxfuse.dsl.terms import OperatorSet
-from onnxfuse.ir.dtypes import dtype_name
+from onnxfuse.ir.dtypes import HALF_PRECISION, dtype_name
 from onnxfuse.match.state import Dims
 
 
@@ -44,5 +46,9 @@ class Variant:
     def _known(self) -> Mapping[str, object]:
         """The values that conditions may use, by name."""
         known: dict[str, object] = {**dict.fromkeys(self.dtypes, True), **self.dims, **self.values, **self.choices}
-        known |= {"dtype": dtype_name(self.out[0]), "rank": self.rank, "opset": self.opset}
-        return known | {"dtypes": {name: dtype_name(dtype) for name, dtype in self.dtypes.items()}}
+        known |= {"dtype": self._name(self.out[0]), "rank": self.rank, "opset": self.opset}
+        return known | {"dtypes": {name: self._name(dtype) for name, dtype in self.dtypes.items()}}
+
+    def _name(self, dtype: int) -> str:
+        """Return the name of the dtype in which the body computes with values of `dtype`."""
+        return dtype_name(TensorProto.FLOAT if self.in_float32 and dtype in HALF_PRECISION else dtype)
