@@ -46,10 +46,10 @@ def group_query_attention(
     """com.microsoft.GroupQueryAttention: sequence b attends to the first seqlens_k[b] + 1 rows of its present caches
 
     The new rows of a sequence are the last of them, and are written into the present caches, which are as long as the
-    past caches, or as total_sequence_length if that is more.  A caller may bind a past and its present to one address:
-    then only new rows are written.  Queries and keys are normalized with q_norm_weight and k_norm_weight and rotated by
-    cos_cache and sin_cache first.  Query rows beyond the length of a prompt that is padded on the right are
-    unspecified, as are the rows of the caches beyond the length.
+    past caches, or as total_sequence_length if that is more.  That is at most the rows of the past and the new ones.  A
+    caller may bind a past and its present to one address: then only new rows are written.  Queries and keys are
+    normalized with q_norm_weight and k_norm_weight and rotated by cos_cache and sin_cache first.  Query rows beyond the
+    length of a prompt that is padded on the right are unspecified, as are the rows of the caches beyond the length.
 
     The body is the operator itself.  Quantized caches, caches of the size of a window, a bias, and results of
     queries and keys have no kernel, so that such operators stay as they are.

@@ -122,6 +122,9 @@ def _sizes(node: FusedNode, inputs: Sequence[TensorSpec]) -> _Sizes:
     packed = (heads + 2 * kv_heads) * size
     widths = (heads * size, kv_heads * size, kv_heads * size) if "key" in node.operands else (packed,) * 3
     past_rows = past.shape[2] if past else 0
+    if total > past_rows + new:  # rows between the past and the new rows would have no value
+        longest = f"{past_rows} rows of the past and {new} new ones"
+        raise ValueError(f"{node.fusion} '{node.name}': total_sequence_length is {total}; required at most {longest}")
     found = _Sizes(batch, new, heads, kv_heads, size, past_rows, maximum(total, past_rows), widths)
     rows = (batch, new)
     required = {

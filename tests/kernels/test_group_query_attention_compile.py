@@ -13,6 +13,7 @@ from architectures import DEVICES, H200, T4, check_attention_compiles, check_com
 from attention_cases import NUMPY
 from group_query_cases import PASTS, Case, expected
 from onnx import helper
+from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 from sampling import by_parts, sampled
 from test_attention_compile import ARGUMENTS
 
@@ -81,7 +82,7 @@ def test_launches_depend_on_shapes_alone() -> None:
 
 
 def test_a_past_may_be_its_present_if_it_is_as_long() -> None:
-    for past, same in (50, True), (40, False):
+    for past, same in (50, True), (49, False):
         each = Case((50,), past=past)
         for plan in host.candidates(each.node(), each.specs(), H200):
             found = {(alias.input, alias.output): bool(alias.same_start) for alias in plan.no_alias}
@@ -128,10 +129,13 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_the_formula_is_what_the_operator_computes(name: str) -> None:
-    case = dataclasses.replace(FORMS[name], dtype="float32")
-    inputs = {name: np.asarray(np.nan_to_num(value, nan=3.0)) for name, value in case.inputs().items()}
+def operands(case: Case) -> dict[str, np.ndarray]:
+    """Return the inputs; rows of the past beyond the lengths are 3."""
+    return {name: np.asarray(np.nan_to_num(value, nan=3.0)) for name, value in case.inputs().items()}
+
+
+def by_the_operator(case: Case, inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
+    """Return what onnxruntime computes on the CPU."""
     infos = [
         helper.make_tensor_value_info(name, DTYPE_NUMBERS[value.dtype.name], value.shape)
         for name, value in inputs.items()
@@ -142,10 +146,34 @@ def test_the_formula_is_what_the_operator_computes(name: str) -> None:
     results = [helper.make_tensor_value_info(name, DTYPE_NUMBERS["float32"], None) for name in outputs]
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(helper.make_graph([call], "g", infos, results), opset_imports=opsets, ir_version=10)
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    found: list[np.ndarray] = session.run(None, inputs)
+    return found
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_formula_is_what_the_operator_computes(name: str) -> None:
+    case = dataclasses.replace(FORMS[name], dtype="float32")
+    inputs = operands(case)
     right = expected(case, inputs)
-    y, *presents = session.run(None, inputs)
+    y, *presents = by_the_operator(case, inputs)
     np.testing.assert_allclose(y[right.counts], right.y[right.counts], rtol=1e-4, atol=1e-5)
     for present, rows in zip(presents, right.presents, strict=True):
         known = np.isfinite(rows)
         np.testing.assert_allclose(present[known], rows[known], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("past", "new"), [(0, 3), (1, 1), (4, 1), (4, 3)])
+def test_what_has_no_plan_has_no_result_of_the_operator(past: int, new: int) -> None:
+    """If the past is shorter than what precedes the new rows, the rows between them are of no tensor."""
+    for total in range(new, past + new + 4):
+        case = Case((total,), new=new, past=past, dtype="float32", rotated=0)
+        if total <= past + new:
+            assert host.candidates(case.node(), case.specs(), T4)
+            continue
+        with pytest.raises(ValueError, match=f"total_sequence_length is {total}; required at most {past} rows"):
+            host.candidates(case.node(), case.specs(), T4)
+        with pytest.raises(InvalidArgument, match="total_sequence_length"):
+            by_the_operator(case, operands(case))
