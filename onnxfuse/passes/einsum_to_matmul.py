@@ -1,4 +1,6 @@
-"""Replace every Einsum that is a Transpose or one matrix product by Transpose, MatMul and Reshape nodes.
+"""Replace every Einsum that is a Transpose or matrix products by Transpose, MatMul and Reshape nodes.
+
+An Einsum of several operands multiplies the first two first, as onnxruntime does.
 
 The axes of a product of two operands are of four kinds: *batch* axes are in both operands and the result, *rows* in the
 left operand and the result, *columns* in the right operand and the result, and *inner* axes are summed up.  MatMul has
@@ -17,6 +19,7 @@ from string import ascii_letters
 
 from onnxfuse.algebra.index_maps import transposed
 from onnxfuse.algebra.sizes import Shape, Size, product
+from onnxfuse.analysis.scores import computes_probabilities
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import str_attribute
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
@@ -81,6 +84,8 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
         written = write.transposed(node.inputs[0], letters[0], result)
     elif len(known) == 2 and write.dtype in FUSIBLE_FLOATS:
         written = _product(write, node.inputs, (letters[0], letters[1]), (known[0], known[1]), result)
+    elif len(known) > 2 and write.dtype in FUSIBLE_FLOATS:
+        written = _pairwise(write, node, letters, known, result)
     return written is not None and graph.replace(node.outputs[0], written)
 
 
@@ -116,17 +121,35 @@ def _product(
     return _product_in_order(write, inputs, letters, result, sizes)
 
 
+def _pairwise(
+    write: _Writer, node: Node, letters: Sequence[str], shapes: Sequence[Shape], result: str
+) -> Tensor | None:
+    """Write an Einsum of several operands as a MatMul of the first two, and an Einsum of the product and the others.
+
+    Returns None where the first two make no matrix product.
+    """
+    (left, right, *others), needed = letters, result + "".join(letters[2:])
+    kept = "".join(dict.fromkeys(axis for axis in needed if axis in left + right))
+    first = _product(write, node.inputs[:2], (left, right), (shapes[0], shapes[1]), kept)
+    shape = write.shapes.shape(node.outputs[0])
+    if first is None or shape is None:
+        return None
+    return write("Einsum", [first, *node.inputs[2:]], shape, equation=f"{','.join([kept, *others])}->{result}")
+
+
 def _product_in_order(
     write: _Writer, inputs: Sequence[Tensor], letters: tuple[str, str], result: str, sizes: dict[str, Size]
 ) -> Tensor | None:
     """Write an Einsum as a MatMul with the first input on the left; None where it is not a matrix product."""
     left, right = letters
     shared = [axis for axis in left if axis in right]
-    rows = "".join(axis for axis in result if axis in left and axis not in shared)
+    order = left if computes_probabilities(inputs[0]) else result  # a Transpose of probabilities costs more
+    kept = [axis for axis in order if axis in left and axis in result]
+    rows = [axis for axis in kept if axis not in shared]
     axes = Axes(
-        batch="".join(axis for axis in result if axis in shared),
-        leading="".join(axis for axis in result if axis in left and axis != rows[-1:]),
-        row=rows[-1:],
+        batch="".join(axis for axis in kept if axis in shared),
+        leading="".join(axis for axis in kept if axis not in rows[-1:]),
+        row="".join(rows[-1:]),
         columns="".join(axis for axis in result if axis in right and axis not in shared),
         inner="".join(axis for axis in shared if axis not in result),
     )
@@ -155,7 +178,9 @@ class _Writer:
     dtype: int
     stem: str
 
-    def __call__(self, op: str, inputs: Sequence[Tensor], shape: Sequence[Size], **attributes: list[int]) -> Tensor:
+    def __call__(
+        self, op: str, inputs: Sequence[Tensor], shape: Sequence[Size], **attributes: list[int] | str
+    ) -> Tensor:
         return emit(self.graph, self.shapes, op, inputs, self.stem, shape, self.dtype, attributes)
 
     def transposed(self, tensor: Tensor, axes: str, wanted: str) -> Tensor:

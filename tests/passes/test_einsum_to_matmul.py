@@ -43,6 +43,8 @@ def check(equation: str, expected: str, dims: dict[str, str] | None = None) -> N
         ("abdc,abed->abce", "Transpose Transpose MatMul"),
         ("abcd,ced->abce", "Transpose Transpose MatMul Transpose"),
         ("abcd->cabd", "Transpose"),
+        ("ab,bc,cd->ad", "MatMul Einsum"),  # which the next round writes as a MatMul
+        ("abcd,adbe,bef->acf", "Transpose MatMul Transpose Einsum"),
     ],
 )
 def test_what_is_one_product(equation: str, expected: str) -> None:
@@ -62,7 +64,7 @@ def test_dynamic_axes_need_no_computed_shapes() -> None:
         "ab,cd->abcd",  # sums nothing
         "abc,abcd->abd",  # has no row beside its batch axes
         "aab,bc->ac",  # reads a diagonal
-        "ab,bc,cd->ad",
+        "ab,ab,bc->ac",  # whose first operands make no product
         "abc->ab",
     ],
 )
@@ -98,3 +100,11 @@ def test_an_ellipsis_that_the_result_lacks_stays() -> None:
     """Nobody runs such an Einsum: onnxruntime refuses it."""
     before = parse('(float[2,5,4] x, float[2,4,6] w) => (y) { y = Einsum <equation = "...ij,...jk->ik"> (x, w) }')
     assert ops(apply(before, einsum_to_matmul)[0]) == "Einsum"
+
+
+def test_probabilities_are_not_transposed() -> None:
+    """One value head serves all heads: the result of the MatMul is transposed, and the larger probabilities are not."""
+    before = parse("""(float[B,4,Q,K] x, float[B,K,8] v) => (y) {
+        p = Softmax(x) y = Einsum<equation="bhqk,bkd->bqhd">(p, v) }""")
+    after, _ = apply(before, einsum_to_matmul)
+    assert ops(after) == "Softmax Unsqueeze MatMul Transpose"
