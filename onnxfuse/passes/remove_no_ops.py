@@ -130,10 +130,23 @@ def _replace_cast_like(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 
 
 def _remove_if_same_shape(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
-    """Remove an Expand or a Tile to the shape of its input."""
+    """Remove an Expand, a Tile or a forward Slice to the shape of its input."""
     shape = shapes.shape(node.inputs[0])
     is_same = shape is not None and shape == shapes.shape(node.outputs[0])
     return is_same and _remove(graph, shapes, node, node.inputs[0])
+
+
+def _simplify_tile(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
+    """Remove a Tile to the shape of its input; write a Tile that repeats only axes of size 1 as an Expand."""
+    if _remove_if_same_shape(graph, shapes, node):
+        return True
+    shape, repeats = shapes.shape(node.inputs[0]), shapes.value(node.inputs[1]) if graph.opset >= 8 else None
+    if not shape or repeats is None or len(shape) != repeats.size:
+        return False
+    if any(size != 1 != count for size, count in zip(shape, repeats.tolist(), strict=True)):
+        return False
+    graph.rewrite(node, "Expand", node.inputs)
+    return True
 
 
 def _remove_slice(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
@@ -255,7 +268,7 @@ RULES: dict[str, RewriteRule] = {
     "Cast": _simplify_cast,
     "CastLike": _replace_cast_like,
     "Expand": _remove_if_same_shape,
-    "Tile": _remove_if_same_shape,
+    "Tile": _simplify_tile,
     "Slice": _remove_slice,
     "Pad": _remove_pad,
     "Concat": _remove_empty_inputs,

@@ -19,7 +19,7 @@ CONSTANTS = {
     "one5": np.ones((1, 1, 1, 1, 1), np.float32), "i0": np.array([0]), "i1": np.array([1]), "i2": np.array([2]),
     "i8": np.array([8]), "end": np.array([2**63 - 1]), "minus1": np.array([-1]), "none": np.zeros(6, np.int64),
     "shift": np.array([1, 0, 0, -1, 0, 0]), "off": np.array(False), "on": np.array(True), "ratio": np.float32(0.5),
-    "keep": np.array([1, 1, 1]), "twice": np.array([1, 2, 1]),
+    "keep": np.array([1, 1, 1]), "twice": np.array([1, 2, 1]), "thrice": np.array([1, 1, 3, 1]),
 }  # fmt: skip
 
 
@@ -78,6 +78,7 @@ def test_an_identity_keeps_an_output_apart_whose_shape_is_only_declared(declared
         ("a = Expand(x, keep) y = Abs(a)", "Abs"),
         ("a = Tile(x, keep) y = Abs(a)", "Abs"),
         ("a = Tile(x, twice) y = Abs(a)", "Tile Abs"),
+        ("a = Unsqueeze(x, i2) b = Tile(a, thrice) y = Abs(b)", "Unsqueeze Expand Abs"),
         ("a = Slice(x, i0, end, i1) y = Abs(a)", "Abs"),
         ("a = Slice(x, i1, end, i1) y = Abs(a)", "Slice Abs"),
         ("a = Slice(x, minus1, minend, i1, minus1) y = Abs(a)", "Slice Abs"),
