@@ -51,6 +51,24 @@ def negated_table(x: Term = tensor(), axes: Term = attribute()) -> Rules:
     yield -shared(op.Unsqueeze(x, axes=axes)), op.Unsqueeze(-x, axes=axes)
 
 
+@rewrite(out="batch heads rows whole")
+def negated_half(a: Term = tensor(PART), b: Term = tensor(PART)) -> Rules:
+    """The half of a head that Paddle multiplies by -1 is negated."""
+    require(*AXES_ARE_INPUTS)
+    require(*OF_ONE)
+    yield _by_halves(op.Mul(b, -1.0), a), _by_halves(-b, a)
+    yield _by_halves(b, op.Mul(a, -1.0)), _by_halves(b, -a)
+
+
+@rewrite(out=f"{PART} 2")
+def negated_column(a: Term = tensor(PART), b: Term = tensor(PART)) -> Rules:
+    """The elements of neighbours that Paddle multiplies by -1 are negated."""
+    require(*AXES_ARE_INPUTS)
+    require(*OF_ONE)
+    yield _by_columns(op.Mul(b, -1.0), a), _by_columns(-b, a)
+    yield _by_columns(b, op.Mul(a, -1.0)), _by_columns(b, -a)
+
+
 # --- x * cos + turned(x) * sin -------------------------------------------------------------------------------------
 
 
@@ -229,6 +247,6 @@ def complex_in_one_form(
 
 
 ROTATIONS: Final[tuple[Rewrite, ...]] = (
-    *negated_table, *cast_before_turned, *table_of_turned, *table_of_x, *tables_of_three_axes, *joined_rotation,
-    *complex_columns, *complex_in_one_form,
+    *negated_table, *negated_half, *negated_column, *cast_before_turned, *table_of_turned, *table_of_x,
+    *tables_of_three_axes, *joined_rotation, *complex_columns, *complex_in_one_form,
 )  # fmt: skip
