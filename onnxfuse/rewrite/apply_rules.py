@@ -75,7 +75,7 @@ def _apply(graph: Graph, shapes: ShapeInfo, matcher: Matcher, rule: Rewrite, roo
     match, right = matcher.at(root), rule.right
     if not isinstance(match, Match):
         return False
-    softmaxes = rewritable_softmaxes(graph, root.inputs[0]) if rule.of_scores else set[str]()
+    softmaxes = _rewritten_softmaxes(graph, match, root) if rule.of_scores else set[str]()
     if rule.of_scores and not softmaxes:
         return False
     dtypes = {name: shapes.dtype(tensor) for name, tensor in match.operands.items()}
@@ -92,5 +92,16 @@ def _apply(graph: Graph, shapes: ShapeInfo, matcher: Matcher, rule: Rewrite, roo
         node.outputs.clear()
     made = insert_nodes(graph, shapes, builder.nodes, match.operands, [(value.name, root)], label)
     graph.position |= dict.fromkeys(made, position)
+    for node in made if len(softmaxes) == 1 else ():
+        if op_of(node) == "Softmax":
+            graph.scores.begun[node.outputs[0].name] = min(softmaxes)
     fold_nodes(graph, shapes, [node for node in made if not any(map(graph.must_be_computed, node.outputs))])
     return True
+
+
+def _rewritten_softmaxes(graph: Graph, match: Match, root: Tensor) -> set[str]:
+    """Return the names of the Softmaxes in a match, or else after it; empty if the scores of any must not change."""
+    inside = {graph.scores.name(node) for node in match.nodes if op_of(node) == "Softmax"}
+    if inside:
+        return inside if graph.scores.stay.isdisjoint(inside) else set()
+    return rewritable_softmaxes(graph, root.inputs[0])

@@ -79,5 +79,24 @@ def limited_sum(scores: Term = tensor(), mask: Term = tensor(), number: Term = s
     yield limited, op.Add(scores, op.Max(mask, number))
 
 
+@rewrite(of_scores=True, example={"scores": SCORES, "mask": (2, 1, 4, 5)})
+def masked_probabilities(scores: Term = tensor(), mask: Term = tensor()) -> Rules:
+    """Probabilities times a mask of 0 and 1, divided by their sum (flax.nnx), are the probabilities of masked scores.
+
+    Rows without keys are 0.  The sum of a row may underflow where masked scores are 87 above all others: such rows are
+    0 before, and the probabilities of the other keys after.
+    """
+    require("the mask holds 0 and 1", lambda mask, holds_zero_or_one: holds_zero_or_one(mask))
+    require("the mask broadcasts to the scores", lambda mask, scores, broadcasts_to: broadcasts_to(mask, scores))
+    kept = op.Mul(op.Softmax(scores, axis=-1), mask)
+    total = op.ReduceSum(kept, axes=[-1], keepdims=1)
+    has_keys = op.Greater(total, 0.0)
+    probabilities = op.Softmax(op.Where(op.Cast(mask, to=TensorProto.BOOL), scores, -math.inf), axis=-1)
+    yield (
+        op.Where(has_keys, op.Div(kept, op.Where(has_keys, total, 1.0)), 0.0),
+        op.Where(op.IsNaN(probabilities), 0.0, probabilities),
+    )
+
+
 MASKS: Final[tuple[Rewrite, ...]] = merge_fills
-MASKED_SUMS: Final[tuple[Rewrite, ...]] = (*masked_sum, *selected_sum, *limited_sum)
+MASKED_SUMS: Final[tuple[Rewrite, ...]] = (*masked_sum, *selected_sum, *limited_sum, *masked_probabilities)

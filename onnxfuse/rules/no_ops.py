@@ -26,10 +26,20 @@ def subtracted_maximum(x: Term = tensor(), axis: Term = attribute()) -> Rules:
     yield op.Softmax(either(shifted, widened), axis=axis), op.Softmax(x, axis=axis)
 
 
+@rewrite(example={"x": ROWS, "v": (2, 4, 5)})
+def softmax_in_steps(x: Term = tensor(), v: Term = tensor()) -> Rules:
+    """`exp(x - max(x)) / sum(exp(x - max(x)))` is a Softmax; a product with values may come before the division."""
+    require("x is not wider", lambda dtypes: dtypes["x"] in ("float32", "float16", "bfloat16"))
+    powers = op.Exp(op.Sub(x, op.ReduceMax(x, axes=[-1], keepdims=1)))
+    total = op.ReduceSum(powers, axes=[-1], keepdims=1)
+    yield op.Div(powers, total), op.Softmax(x, axis=-1)
+    yield op.Div(op.MatMul(powers, v), total), op.MatMul(op.Softmax(x, axis=-1), v)
+
+
 @rewrite(example={"x": ROWS, "y": ROWS})
 def sum_of_two(x: Term = tensor(), y: Term = tensor()) -> Rules:
     """A Sum of two tensors is an Add."""
     yield op.Sum(x, y), op.Add(x, y)
 
 
-NO_OPS: Final[tuple[Rewrite, ...]] = (*subtracted_maximum, *sum_of_two)
+NO_OPS: Final[tuple[Rewrite, ...]] = (*subtracted_maximum, *softmax_in_steps, *sum_of_two)
