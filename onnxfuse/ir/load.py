@@ -17,6 +17,7 @@ from onnxfuse.ir.attributes import schema
 from onnxfuse.ir.domain import ORT_DOMAIN
 from onnxfuse.ir.execution_order import in_execution_order, reads
 from onnxfuse.ir.inline_functions import check_expanded
+from onnxfuse.ir.invented_operators import without_invented_operators
 from onnxfuse.ir.ort_attributes import wrong_attribute
 from onnxfuse.ir.protos import (
     ONNX_DOMAINS,
@@ -66,7 +67,7 @@ def load(source: str | os.PathLike[str] | bytes | onnx.ModelProto) -> tuple[onnx
     else:
         model, folder, name = read(source), Path(source).parent, f"'{Path(source)}'"
     validate(model, name)
-    model = in_execution_order(_without_references(model, name))
+    model = in_execution_order(without_invented_operators(_without_references(model, name), name))
     _check(model, folder, name)
     return model, folder
 

@@ -7,7 +7,7 @@ from typing import Final
 
 from onnxfuse.dsl.declaration import Rewrite, Rules, require, rewrite
 from onnxfuse.dsl.terms import Term
-from onnxfuse.dsl.words import choose, computed, either, op, scalar, tensor, weight
+from onnxfuse.dsl.words import choose, computed, either, op, scalar, tensor, weight, when
 
 # Producers that a HardSigmoid is fused with.  After other producers no HardSigmoid is written, because not every CUDA
 # provider has a kernel for a HardSigmoid alone.
@@ -105,6 +105,15 @@ def prelu(x: Term = tensor(), slope: Term = weight(), factor: Term = scalar(if_a
     yield op.Relu(x) - twice, op.PRelu(x, slope * computed(lambda factor: -2 * factor))
 
 
+@rewrite(example={"x": IMAGE, "factor": -0.5})
+def complement_of_erf(x: Term = tensor(), factor: Term = scalar()) -> Rules:
+    """1 - erf(-x) is 1 + erf(x), because erf is odd: the GELU of TensorFlow is written so."""
+    erf = when(op.Erf(x * factor), "the factor is below 0", lambda factor: factor < 0)
+    yield op.Sub(1, op.Erf(-x)), op.Erf(x) + 1
+    yield op.Sub(1, op.Erf(op.Mul(-x, factor))), op.Erf(x * factor) + 1
+    yield op.Sub(1, erf), op.Erf(x * computed(lambda factor: -factor)) + 1
+
+
 ACTIVATIONS: Final[tuple[Rewrite, ...]] = (
-    *hard_sigmoid, *scaled_hard_sigmoid, *leaky_relu, *prelu_of_channels, *prelu,
+    *hard_sigmoid, *scaled_hard_sigmoid, *leaky_relu, *prelu_of_channels, *prelu, *complement_of_erf,
 )  # fmt: skip

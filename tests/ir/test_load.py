@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import onnx
 import onnx.numpy_helper
 import onnx.parser
 import pytest
+from runtimes import open_on_cpu
 from weight_files import HEAD, RELU, WEIGHT, as_root, external, model
 
 from onnxfuse.errors import ModelError
@@ -33,6 +35,23 @@ def test_a_path_bytes_and_a_proto_are_the_same_model(tmp_path: Path) -> None:
     assert files.load(str(path)) == (model(), tmp_path)
     assert files.load(path.read_bytes()) == (model(), None)
     assert files.load(model()) == (model(), None)
+
+
+@pytest.mark.parametrize("opset", [13, 17])
+def test_erfc_is_read_as_what_it_computes(opset: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Tf2onnx writes Erfc, an operator that ONNX lacks, for the exact GELU."""
+    text = f"""{HEAD.replace("17", str(opset))} g (float[N] x, bool c, float[1] e_one) => (float[N] y, float[N] z) {{
+        y = Erfc(x) e = Sub(y, e_one)
+        z = If(c) <then_branch = yes () => (float[N] t) {{ t = Erfc(e) }},
+                   else_branch = no () => (float[N] u) {{ u = Abs(e) }}>
+    }}"""
+    read, _ = files.load(model(text))
+    assert "has 2 nodes of the operator 'Erfc', which ONNX lacks and onnxruntime refuses" in caplog.text
+    x = np.array([-2, 0, 0.5, 3], np.float32)
+    feeds = {"x": x, "c": np.array(True), "e_one": np.ones(1, np.float32)}
+    y, z = open_on_cpu(read).run(None, feeds)
+    np.testing.assert_allclose(y, [math.erfc(each) for each in x], atol=1e-6)
+    np.testing.assert_allclose(z, [math.erfc(math.erfc(each) - 1) for each in x], atol=1e-6)
 
 
 @pytest.mark.parametrize(
