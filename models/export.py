@@ -27,7 +27,7 @@ import onnxscript
 import torch
 import transformers
 from architecture import Input
-from exported_models import ARCHIVE, EXPORTED, INDEX, compress, decompress, files_of
+from exported_models import ARCHIVE, EXPORTED, INDEX, compress, decompress, files_of, round_folded
 from exporters import SEED, Job, as_tuple, build_model, export_graph, number_values, strip_traces
 from onnxruntime.transformers.float16 import convert_float_to_float16
 from table import ARCHITECTURES
@@ -182,8 +182,10 @@ def lay_out(index: dict) -> str:
 
 def record(job: Job, result: Result, out: Path) -> None:
     """Write a model and its index entry: into the archive, or a model of full size beside the index."""
-    model = result.proto.SerializeToString() if result.proto else None
     archive, index, path = out / ARCHIVE, out / INDEX, out / job.file_name
+    if result.proto and job.config is job.architecture.config:
+        round_folded(result.proto)
+    model = result.proto.SerializeToString() if result.proto else None
     if job.config is job.architecture.config:
         content = archive.read_bytes() if archive.exists() else None
         entries = updated(load_index(files_of(content)[INDEX] if content else b"{}"), job, result)

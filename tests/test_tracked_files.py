@@ -13,7 +13,19 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from exported_models import ARCHIVE, EXPORTED, INDEX, compress, decompress, files_of, load_exported, read, read_index
+from exported_models import (
+    ARCHIVE,
+    EXPORTED,
+    INDEX,
+    as_multiples,
+    compress,
+    decompress,
+    files_of,
+    load_exported,
+    read,
+    read_index,
+    round_folded,
+)
 from onnx import TensorProto, helper, numpy_helper
 
 ROOT = Path(__file__).parent.parent
@@ -87,6 +99,20 @@ def test_an_archive_holds_equal_weights_once() -> None:
     with tarfile.open(fileobj=io.BytesIO(lzma.decompress(content))) as archive:
         sizes = {each.name: each.size for each in archive}
     assert (sizes["float32"], sizes["float16"]) == (2 * values.nbytes, others.nbytes)
+
+
+def test_folded_weights_are_rounded_to_what_int8_holds() -> None:
+    """Other tensors of the model stay, and so do weights that are such multiples."""
+    values = np.random.default_rng(0).standard_normal((4, 4, 3, 3)).astype(np.float16)
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17]> g (float16[1,4,n,m] x) =>
+        (float16[1,4,k,l] y) { c = Conv (x, w) d = Add (c, other) y = Conv (d, kept) }""")
+    held = {"w": values, "other": values, "kept": np.float16(values > 0)}
+    model.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in held.items())
+    round_folded(model)
+    found = {each.name: numpy_helper.to_array(each) for each in model.graph.initializer}
+    assert np.abs(found["w"] - values).max() <= 2.0**-6  # half a step of the largest, which is between 2 and 4
+    assert as_multiples(found["w"].tobytes(), TensorProto.FLOAT16)[0] == -5
+    assert (found["other"] == values).all() and (found["kept"] == held["kept"]).all()
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.float16])
