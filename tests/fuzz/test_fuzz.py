@@ -53,6 +53,7 @@ from undetermined import (
     relies_on_empty_slices,
     reuses_memory_of_a_slice,
     scales_zero_by_infinity,
+    takes_other_steps,
 )
 
 from onnxfuse.verify import own_process
@@ -417,6 +418,21 @@ def test_batch_normalization_in_float64_takes_the_statistics_that_it_is_given(op
     model = onnx.parser.parse_model(text.replace("y = CLIP (n)", clip))
     found = in_float64(model, {"x": np.array([[5], [1]], np.float32)})
     assert found is not None and found["y"].tolist() == [[3], [0]]
+
+
+@pytest.mark.parametrize(
+    ("quantizers", "moved", "is_excused"),
+    [(2, [3, 5], True), (1, [3, 3], True), (1, [3, 5], False), (2, [3] * 5, False)],
+)
+def test_quantizers_may_move_few_values(quantizers: int, moved: list[int], is_excused: bool) -> None:
+    """Two of a hundred values; after several quantizers by any number of steps."""
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[n] x) => (uint8[n] y) <float s = {1}> { NODES }"""
+    spelled = "q = QuantizeLinear (x, s) d = DequantizeLinear (q, s) y = QuantizeLinear (d, s)"
+    model = onnx.parser.parse_model(text.replace("NODES", spelled if quantizers > 1 else "y = QuantizeLinear (x, s)"))
+    want = np.full(100, 50, np.uint8)
+    got = want.copy()
+    got[: len(moved)] += np.array(moved, np.uint8)
+    assert takes_other_steps(model, want, got) is is_excused
 
 
 def test_functions_that_call_each_other_have_no_types() -> None:
