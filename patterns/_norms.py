@@ -9,11 +9,17 @@ def require_epsilon() -> None:
 
 
 def layer_normalized(x: Term, scale: Term, bias: Term, epsilon: Term) -> Term:
-    """Return (x - mean) / sqrt(var + epsilon) * scale + bias over the last axis (Ba et al. 2016, arXiv:1607.06450)."""
+    """Return (x - mean) / sqrt(var + epsilon) * scale + bias over the last axis (Ba et al. 2016, arXiv:1607.06450).
+
+    Flax computes the variance as mean(x^2) - mean^2.  That is the same number, with a rounding error that grows with
+    mean^2 / var; all kernels sum the squares of x - mean.
+    """
     x32 = float32(x)
     mean = op.ReduceMean(x32, axes=[-1])
     centred = x32 - mean
-    deviation = op.Sqrt(op.ReduceMean(centred**2, axes=[-1]) + epsilon)
+    fast = op.Sub(op.ReduceMean(x32**2, axes=[-1]), mean**2)
+    variance = either(op.ReduceMean(centred**2, axes=[-1]), op.Max(fast, 0.0), fast)
+    deviation = op.Sqrt(variance + epsilon)
     scaled = _divided(centred, deviation, scale)
     slope = 1 / deviation * scale
     return either(
