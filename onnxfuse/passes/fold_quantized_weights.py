@@ -1,11 +1,13 @@
-"""Compute the weights of convolutions that a model stores quantized, or quantizes and dequantizes.
+"""Compute weights of norms and convolutions that a model stores quantized, or quantizes and dequantizes.
 
-This is done only where nothing but weights is quantized: a model with quantized activations runs in integers, and
-onnxruntime finds its integer operators by the pairs of QuantizeLinear and DequantizeLinear around the weights.
+Those of convolutions are computed only where nothing but weights is quantized: a model with quantized activations runs
+in integers, and onnxruntime finds its integer operators by the pairs of QuantizeLinear and DequantizeLinear around the
+weights.  No norm runs in integers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Final
 
 import numpy as np
@@ -25,22 +27,21 @@ IN_INTEGERS: Final = ("DynamicQuantize", "QLinear", "ConvInteger", "MatMulIntege
 INTEGERS: Final = ("int8", "uint8", "int32")
 FLOATS: Final = ("float32", "float16")
 FIRST_WITH_PRECISION: Final = 23  # the opset in which QuantizeLinear has an attribute `precision`
+NORMS: Final = frozenset(f"{kind}Normalization" for kind in ("Batch", "Group", "Instance", "Layer", "RMS"))
 # Operators through which quantized weights may pass on their way to a Conv.
 VIEWS: Final = frozenset({"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Identity", "Cast"})
 
 
 @graph_pass()
 def fold_quantized_weights(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
-    """Turn each DequantizeLinear of constants that only convolutions read, as weights, into an initializer."""
-    if any(op_of(node).startswith(IN_INTEGERS) for node in graph.nodes):
-        return []
+    """Turn each DequantizeLinear of constants that only norms or convolutions read, as weights, into an initializer."""
     found = [node for node in graph.nodes if op_of(node) in QUANTIZING]
-    if not all(_is_of_constants(node) for node in found):
-        return []
+    in_integers = any(op_of(node).startswith(IN_INTEGERS) for node in graph.nodes)
+    readers = NORMS if in_integers or not all(map(_is_of_constants, found)) else NORMS | CONVOLUTIONS
     folded = []
-    for node in found:
+    for node in filter(_is_of_constants, found):
         tensor = node.outputs[0]
-        if op_of(node) == "DequantizeLinear" and not graph.is_kept(tensor) and _are_weights(graph, tensor):
+        if op_of(node) == "DequantizeLinear" and _are_weights(graph, tensor, readers):
             value = _value(graph, node)
             if value is not None:
                 folded.append(Folded("constant", node_label(node), tensor.name))
@@ -57,15 +58,15 @@ def _is_of_constants(node: Node) -> bool:
     return is_stored and all(is_constant(each) or not each.name for each in node.inputs[1:])
 
 
-def _are_weights(graph: Graph, tensor: Tensor) -> bool:
-    """Return whether only convolutions read the tensor, as weights or biases, directly or through views."""
+def _are_weights(graph: Graph, tensor: Tensor, readers: Set[str]) -> bool:
+    """Return whether only the operators `readers` read the tensor, as weights, directly or through views."""
     if graph.is_kept(tensor) or not tensor.outputs:
         return False
     for node in tensor.outputs:
         if op_of(node) in VIEWS and node.inputs[0] is tensor:
-            if not _are_weights(graph, node.outputs[0]):
+            if not _are_weights(graph, node.outputs[0], readers):
                 return False
-        elif op_of(node) not in CONVOLUTIONS or node.inputs[0] is tensor:
+        elif op_of(node) not in readers or node.inputs[0] is tensor:
             return False
     return True
 

@@ -13,8 +13,8 @@ from onnxfuse.errors import ModelError
 from onnxfuse.ir.attributes import schema
 from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.ir.graph import Graph
-from onnxfuse.ir.node import Node, is_constant, op_of
-from onnxfuse.region_operators import HALVES, dtypes_of
+from onnxfuse.ir.node import Node, consumers, is_constant, op_of
+from onnxfuse.region_operators import GATHERS, HALVES, dtypes_of
 from onnxfuse.regions.maps import MAPS
 from onnxfuse.regions.pointwise import POINTWISE
 from onnxfuse.regions.reductions import REDUCTIONS
@@ -32,8 +32,8 @@ def normal_form(graph: Graph, shapes: ShapeInfo, node: Node) -> tuple[Step, ...]
     steps = Steps(graph, shapes, node)
     try:
         data = [t for t in node.inputs if t.name and not is_constant(t)]
-        if not data and not _is_tiled_half(steps):
-            raise StaysOut("it reads constants alone, so that onnxruntime computes it once")
+        if not data and not _is_computed_in_every_run(steps):
+            raise StaysOut("it reads constants alone")
         for tensor in (*data, *node.outputs):
             if tensor.name:
                 steps.shape(tensor)
@@ -47,8 +47,14 @@ def normal_form(graph: Graph, shapes: ShapeInfo, node: Node) -> tuple[Step, ...]
     return tuple(steps.found)
 
 
-def _is_tiled_half(steps: Steps) -> bool:
-    """Return whether a node tiles a constant in half precision; onnxruntime has no kernel to fold the Tile."""
+def _is_computed_in_every_run(steps: Steps) -> bool:
+    """Return whether onnxruntime does not fold a node of constants, and kernels of regions can compute it.
+
+    It has no kernel to fold a Tile in half precision, and keeps each DequantizeLinear for its integer operators.  What
+    a DequantizeLinear makes of weights of products stays a node of its own.
+    """
+    if op_of(steps.node) == "DequantizeLinear":
+        return all(op_of(reader) in (*POINTWISE, *GATHERS) for reader in consumers(steps.node.outputs[0]))
     return op_of(steps.node) == "Tile" and dtype_name(steps.dtype()) in HALVES
 
 

@@ -23,7 +23,7 @@ from joined_cases import (
 )
 from kernel_hosts import host_of
 from region_drafts import RegionProgram, describe
-from region_random import Draft, Value, binary, cast, unary
+from region_random import Draft, Value, binary, cast, quantizer, unary
 from sampling import sampled
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
@@ -55,7 +55,9 @@ def random_build(seed: int, shape: tuple[int, ...]) -> Build:
             if chance.random() < 0.3:
                 draft.values.insert(0, viewed(draft, shape, draft.values[-1].dtype))
             full = [each for each in draft.values[-3:] if each.shape == shape]
-            chance.choice([binary, binary, binary, unary, cast])(draft, chance.choice(full or draft.values[:1]))
+            chance.choice([binary, binary, binary, unary, cast, quantizer])(
+                draft, chance.choice(full or draft.values[:1])
+            )
         read = {name for each in program.ops for name in each[1]}
         found = [each.name for each in draft.values if each.shape == shape and each.name not in {*read, y}]
         return [*found[-3:], *([y] if chance.random() < 0.2 else [])] or [program.op("Neg", y)]

@@ -1,4 +1,4 @@
-"""Quantized weights of convolutions: folded to what onnxruntime computes, where weights alone are quantized."""
+"""Quantized weights of norms and, where weights alone are quantized, convolutions: folded to onnxruntime's numbers."""
 
 from __future__ import annotations
 
@@ -45,6 +45,18 @@ def test_stored_quantized(dtype: str, axis: int | None) -> None:
     zero = np.full(scale.shape, 7, dtype)
     place = "" if axis is None else f"<axis = {axis}>"
     folded_exactly(model(f"w = DequantizeLinear{place}(q, s, z)", q=INTEGERS[dtype].astype(dtype), s=scale, z=zero))
+
+
+def test_weights_of_norms_beside_quantized_activations() -> None:
+    """No norm runs in integers, but the Conv may."""
+    text = (
+        "(float[N,3,h,w] x) => (y) { i = QuantizeLinear(x, s) j = DequantizeLinear(i, s) w = DequantizeLinear(q, s) "
+        "u = DequantizeLinear(r, s) c = Conv(j, w) y = InstanceNormalization(c, u, u) }"
+    )
+    before = parse(text, 13, q=np.ones((3, 3, 1, 1), np.uint8), r=np.array([3, 200, 7], np.uint8), s=np.float32(0.1))
+    after, (folded,) = apply(before, fold_quantized_weights)
+    assert [one.into for one in folded] == ["u"]
+    assert_same(before, after, (2, 3, 7, 5))
 
 
 def test_stored_without_a_zero_point() -> None:

@@ -98,6 +98,11 @@ CASES: dict[str, tuple[int, str]] = {
         "c = DequantizeLinear <axis = 2> (a, s, t) z = Neg(c)"
     ),
     "DequantizeLinear of int32": (10, "s := float {0.1} a = Cast <to = 6> (i) c = DequantizeLinear(a, s) z = Neg(c)"),
+    "DequantizeLinear of constants": (
+        13, "s := float {0.5} t := uint8[3, 4] {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 255} u := int8[2] {3, -4} "
+        "k := int64 {2} c = Mod(i, k) a = DequantizeLinear(t, s) d = DequantizeLinear(u, s) e = Gather(d, c) "
+        "z = Add(e, a)"
+    ),
     "PRelu": (17, "s := float[4] {0.1, 0.2, 0.3, 0.4} a = Neg(x) z = PRelu(a, s)"),
     "broadcast of a number with axes": (17, "o := float[1, 1, 1, 1] {2} a = Neg(x) z = Add(a, o)"),
     # --- index maps
