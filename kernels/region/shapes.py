@@ -13,7 +13,8 @@ from onnxfuse.kernels.region.program import Operation, Program
 from onnxfuse.kernels.region.sizes import Sizes
 from onnxfuse.region_operators import ELEMENTWISE, SUMS
 
-OF_SOME: Final = (*EXTREMES, "ReduceMax", "ReduceMin")  # reductions whose result is undefined for empty inputs
+# Reductions whose result is undefined for empty inputs; a maximum and a minimum that `may_be_empty` are infinite.
+OF_SOME: Final = (*EXTREMES, "ReduceMax", "ReduceMin")
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ def _output(operation: Operation, shapes: list[Shape], sizes: Sizes, output: int
         return tuple(dim * repeat for dim, repeat in zip(x, sizes_of(operation, "repeats", shapes, sizes), strict=True))
     if name in SUMS or name in EXTREMES:
         axes, keeps = reduced_axes(operation), operation.attributes.get("keepdims", 1)
-        if name in OF_SOME and any(x[axis] == 0 for axis in axes):
+        may_be_empty = name not in OF_SOME or operation.attributes.get("may_be_empty", 0)
+        if not may_be_empty and any(x[axis] == 0 for axis in axes):
             raise ValueError(f"region: {name} reduces no elements; required is at least one")
         return tuple(1 if i in axes else dim for i, dim in enumerate(x) if keeps or i not in axes)
     return x  # Softmax and LogSoftmax

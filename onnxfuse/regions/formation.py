@@ -19,6 +19,7 @@ from onnxfuse.regions.host import host_nodes
 from onnxfuse.regions.levels import levels
 from onnxfuse.regions.normal_form import MIN_OPSET, normal_form
 from onnxfuse.regions.order import merge, readers_of
+from onnxfuse.regions.rows import DYNAMIC
 from onnxfuse.regions.siblings import is_of_fused, merge_siblings
 from onnxfuse.regions.steps import Step
 
@@ -59,8 +60,9 @@ def form_regions(graph: Graph, shapes: ShapeInfo, keep: Set[str] = frozenset()) 
 
 
 def is_worth_it(cluster: Cluster) -> bool:
-    """Return whether a cluster has at least two operators that take time at run time."""
-    return sum(op_of(node) not in FREE for node in cluster.nodes) > 1
+    """Return whether a cluster has two operators that take time, or one for which onnxruntime has no CUDA kernel."""
+    operators = [op_of(node) for node in cluster.nodes if op_of(node) not in FREE]
+    return len(operators) > 1 or DYNAMIC in operators
 
 
 def _merge_all(clusters: Clusters) -> None:

@@ -9,6 +9,8 @@ import functools
 from collections.abc import Mapping
 from typing import Any, Final
 
+from onnx import TensorProto
+
 from onnxfuse.algebra.operators import EXTREMES, SOFTMAXES
 from onnxfuse.ir.dtypes import FLOATS
 from onnxfuse.region_operators import SUMS
@@ -54,10 +56,33 @@ def _pool(op: str, s: Steps) -> None:
     s.end(op, [s.data(0)], axes=list(range(2, s.rank())), keepdims=1)
 
 
+def _dynamic_quantize(s: Steps) -> None:
+    """Write a DynamicQuantizeLinear: the range of all elements and 0 sets a scale and a zero point.
+
+    The scale is 1 if all elements are 0.  The zero point is the lower end of the range, quantized.
+    """
+    axes, x, origin = list(range(s.rank())), s.data(0), s.number(0, TensorProto.FLOAT)
+    low, high = (
+        s.emit(op, [s.emit(f"Reduce{op}", [x], axes=axes, keepdims=1, may_be_empty=1), origin]) for op in ("Min", "Max")
+    )
+    part = s.emit("Div", [s.emit("Sub", [high, low]), s.number(255, TensorProto.FLOAT)])
+    is_empty = s.emit("Equal", [low, high], TensorProto.BOOL)
+    scale = s.emit("Where", [is_empty, s.number(1, TensorProto.FLOAT), part])
+
+    def quantized(value: str, zero: str) -> str:
+        return s.emit("QuantizeLinear", [value, scale, zero], TensorProto.UINT8, precision="float32")
+
+    zero = quantized(s.emit("Neg", [low]), s.number(0, TensorProto.UINT8))
+    s.give("Identity", quantized(x, zero), 0)
+    s.give("Squeeze", scale, 1, axes=axes)
+    s.give("Squeeze", zero, 2, axes=axes)
+
+
 REDUCTIONS: Final[Mapping[str, Writer]] = {
     **{op: functools.partial(_reduce, op) for op in (*SUMS, "ReduceLogSum")},
     **{op: functools.partial(_softmax, op) for op in SOFTMAXES},
     **{op: functools.partial(_arg, op) for op in EXTREMES},
     "GlobalAveragePool": functools.partial(_pool, "ReduceMean"),
     "GlobalMaxPool": functools.partial(_pool, "ReduceMax"),
+    "DynamicQuantizeLinear": _dynamic_quantize,
 }

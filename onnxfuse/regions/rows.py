@@ -19,6 +19,7 @@ from onnxfuse.region_operators import REDUCTIONS
 from onnxfuse.regions.pointwise import POINTWISE
 from onnxfuse.regions.steps import Step
 
+DYNAMIC: Final = "DynamicQuantizeLinear"
 ONE_AXIS: Final = (*SOFTMAXES, *EXTREMES)
 
 
@@ -75,8 +76,11 @@ def kinds_of(
             if rows not in (None, found) or kinds.get(node.inputs[0].name) is Kind.ROW:
                 return None
             rows = found
-            gives_rows = reduction.op in SOFTMAXES or node.domain == DOMAIN  # fused nodes inside regions are norms
+            gives_rows = reduction.op in SOFTMAXES or node.op == DYNAMIC
+            gives_rows |= node.domain == DOMAIN  # fused nodes inside regions are norms
             kinds[node.outputs[0].name] = Kind.ELEMENT if gives_rows else Kind.ROW
+            if node.op == DYNAMIC:
+                kinds |= {tensor.name: Kind.ROW for tensor in node.outputs[1:]}
             continue
         behind = {t.name for t in node.inputs if t.name in kinds}
         if not behind:

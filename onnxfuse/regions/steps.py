@@ -215,6 +215,12 @@ class Steps:
         beside = tuple(self._measured.values()), tuple(self._computed)
         self.found.append(Step(op, tuple(inputs), names, attributes, self.out_dtype, *beside))
 
+    def give(self, op: str, value: str, index: int, **attributes: Value) -> None:
+        """Add a step of one input that computes one of the node's outputs, if the node has it."""
+        if index < len(self.node.outputs) and self.node.outputs[index].name:
+            output = self.node.outputs[index]
+            self.found.append(Step(op, (value,), (output.name,), attributes, self.shapes.dtype(output)))
+
 
 Writer: TypeAlias = Callable[[Steps], None]
 

@@ -148,7 +148,7 @@ def _as(dtype: str, array: np.ndarray) -> np.ndarray:
 
 def _results(operation: Operation, given: Sequence[np.ndarray], target: str) -> list[np.ndarray]:
     """Return the results of one operator of which the first one has the dtype `target`."""
-    op, attributes = operation.name, dict(operation.attributes)
+    op, attributes = operation.name, {k: v for k, v in operation.attributes.items() if k != "may_be_empty"}
     if op in QUANTIZERS:
         return [_quantizer(operation, *given, target)]
     if op == "Constant":

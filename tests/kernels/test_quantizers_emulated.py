@@ -1,7 +1,8 @@
-"""QuantizeLinear and DequantizeLinear in regions: their kernels, emulated, equal onnxruntime bit by bit."""
+"""Quantizers in regions: their kernels, emulated, equal onnxruntime bit by bit."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -11,15 +12,17 @@ import numpy as np
 import onnx
 import pytest
 from architectures import H200
-from onnx import helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 from region_emulation import results
+from small_tilings import small_tilings
 
 sys.path.append(str(Path(__file__).parents[1] / "regions"))
 
 from region_models import drafted, regions, run
 
 from onnxfuse import optimize
-from onnxfuse.ir.dtypes import DTYPE_NUMBERS
+from onnxfuse.ir.dtypes import DTYPE_NUMBERS, Array
+from onnxfuse.runtime.plan import Device
 
 # Ties, numbers beside what 8 bits hold, and numbers that no integer is near.
 SPECIAL = [np.nan, np.inf, -np.inf, -0.0, 3e38, -3e38, 1e-40, 126.5, 127.5, 128.5, -127.5, -128.5, -129, 254.5, 255.5]
@@ -85,6 +88,43 @@ def test_kernels_equal_onnxruntime(models: Models, opset: int, real: str, tmp_pa
         constants = {each.name: numpy_helper.to_array(each) for each in fused.graph.initializer}
         programs.append(drafted(region, [x if name == "x" else constants[name] for name in region.node.input]))
         expected.append(run(original, {"x": x})["y"])
-    assert len(programs) >= 18
+    assert len(programs) >= 10
     for program, own, wanted in zip(programs, results(programs, H200, tmp_path), expected, strict=True):
         np.testing.assert_array_equal(own[0], wanted, err_msg=str(program.node()))
+
+
+def dynamic_quantizers() -> Iterator[Array]:
+    """Yield values of one sign and of both, zeros, few and many, of sizes from small to large, and none."""
+    random = np.random.default_rng(0)
+    for shape in ((3, 5, 7), (1, 1, 1), (2, 64, 33), (2, 1, 0)):
+        for size in (1e-30, 0.1, 1.0, 1e6):
+            drawn = (random.standard_normal(shape) * size).astype(np.float32)
+            yield from (drawn, np.abs(drawn), -np.abs(drawn))
+        yield np.zeros(shape, np.float32)
+
+
+@pytest.mark.parametrize("device", [H200, dataclasses.replace(H200, multiprocessors=2)], ids=["132", "2"])
+def test_dynamic_quantizers_equal_onnxruntime(device: Device, tmp_path: Path) -> None:
+    """One block reduces all elements, or several do, and their results are merged."""
+    expected, programs = [], []
+    given = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["a", "b", "c"])
+    made = [
+        helper.make_tensor_value_info(*each)
+        for each in (
+            ("y", TensorProto.UINT8, ["a", "b", "c"]),
+            ("scale", TensorProto.FLOAT, []),
+            ("zero", TensorProto.UINT8, []),
+        )
+    ]
+    node = helper.make_node("DynamicQuantizeLinear", ["x"], ["y", "scale", "zero"])
+    graph = helper.make_graph([node], "g", [given], made)
+    original = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    (region,) = regions(optimize(original, only=["region"], verify=False)[0])
+    for x in dynamic_quantizers():
+        programs.append(drafted(region, [x]))
+        expected.append([*run(original, {"x": x}).values()])
+    with small_tilings():
+        found = results(programs, device, tmp_path)
+    for x, own, wanted in zip(dynamic_quantizers(), found, expected, strict=True):
+        for one, other in zip(own, wanted, strict=True):
+            np.testing.assert_array_equal(one, other, err_msg=f"{x.shape} {x.ravel()[:3]}")

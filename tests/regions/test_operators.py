@@ -129,6 +129,10 @@ CASES: dict[str, tuple[int, str]] = {
     "Softmax": (17, "a = Neg(x) c = Softmax <axis = 1> (a) z = Mul(c, y)"),
     "LogSoftmax": (17, "a = Neg(x) c = LogSoftmax(a) z = Mul(c, y)"),
     "Softmax of the last axis before opset 13": (11, "a = Neg(x) c = Softmax <axis = 2> (a) z = Mul(c, y)"),
+    "DynamicQuantizeLinear": (
+        17, "a = Neg(x) c, d, e = DynamicQuantizeLinear(a) f = DequantizeLinear(c, d, e) u = Cast <to = 1> (e) "
+        "v = Mul(u, d) w = Add(f, v) z = Cast <to = 10> (w)"
+    ),
     "ArgMax": (17, "a = Neg(x) c = ArgMax <axis = 1, keepdims = 0> (a) z = Neg(c)"),
     "ArgMin, last index": (17, "a = Floor(x) c = ArgMin <axis = -1, select_last_index = 1> (a) z = Neg(c)"),
     "norm": (
