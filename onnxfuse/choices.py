@@ -2,9 +2,9 @@
 
 Elsewhere in the code, a plan says how a kernel runs a node; the users' term "plan" corresponds to `Choices` here.
 
-A match is named by its fusion and by its last tensor in the original model.  The name is the same in every run.
-Matches of the same name in several bodies of If, Loop and Scan are switched together.  A match that the file does not
-list is applied; without a file, all matches are applied.
+A match is named by its fusion, by its last tensor in the original model, and by the body of an If, Loop or Scan that
+it is in.  The name is the same in every run.  A match that the file does not list is applied; without a file, all
+matches are applied.
 """
 
 from __future__ import annotations

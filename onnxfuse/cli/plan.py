@@ -42,7 +42,7 @@ def plan_command(
     no region and no layout takes them.  For `optimize --emit standard`, give --no-regions --layout nchw here.
     """
     from onnxfuse.optimizer import find_matches
-    from onnxfuse.printing import escape
+    from onnxfuse.printing import counted, escape
 
     checked_target(source, target)
     with shown_progress() as progress:
@@ -53,7 +53,9 @@ def plan_command(
     choices.write(target)
     counts = Counter(one.fusion for one in choices.matches)
     listed = ", ".join(f"{count} {fusion}" for fusion, count in sorted(counts.items()))
-    message = f"{len(choices.matches)} matches in '{escape(str(target))}': {escape(listed or 'none')}"
+    message = (
+        f"{counted(len(choices.matches), 'match', 'matches')} in '{escape(str(target))}': {escape(listed or 'none')}"
+    )
     console().print(message, highlight=False, soft_wrap=True)
     for one in choices.left_out:
         console().print(f"Left out: {escape(str(one))}", highlight=False, soft_wrap=True)

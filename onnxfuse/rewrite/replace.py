@@ -46,8 +46,8 @@ class Fused:
 
     @property
     def match(self) -> str:
-        """The name of the match, equal in every run; matches in different subgraphs may share a name."""
-        return f"{self.fusion}:{self.output}"
+        """The name of the match, equal in every run."""
+        return f"{self.fusion}:{self.output}" + (f" in {self.where}" if self.where else "")
 
 
 def count_replaced(fused: Iterable[Fused]) -> int:

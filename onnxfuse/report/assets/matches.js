@@ -117,7 +117,7 @@ function showInPicture(match) {
 
 // --- the plan ---
 
-/** Apply matches, or not; matches of one name in several bodies are switched together. */
+/** Apply matches, or not. */
 function switchMatches(matches, apply) {
   for (const match of matches) apply ? OFF.delete(match.name) : OFF.add(match.name);
   for (const input of document.querySelectorAll("[data-match]")) input.checked = !OFF.has(input.dataset.match);

@@ -17,7 +17,7 @@ const MATCH = DATA.matches.map(([fusion, node, output, where, dims, joined, repl
   const replaced = graph ? graph.matches[number][1] : replaces;
   return {
     number, fusion, node, output, where, graph, after, replaced, joined: new Set(joined),
-    name: `${fusion}:${output}`, dims: lines(text(dims)),
+    name: `${fusion}:${output}${where ? ` in ${where}` : ""}`, dims: lines(text(dims)),
     attributes: graph ? lines(text(graph.after[after][ATTRIBUTES])) : [],
     types: graph ? lines(text(graph.after[after][TYPES])) : [],
     names: replaced.map((each) => typeof each === "number" ? graph.before[each][LABEL] : each),
