@@ -30,7 +30,7 @@ DIVISIBLE: Final = 5040  # dynamic dims are assumed to be multiples of this size
 
 
 def show_regions(path: Path, node: str | None, cuda: bool, arch: str) -> Iterator[str]:
-    """Yield a line per region of a fused model; for one node its program, or with `cuda` its source for `arch`.
+    """Yield a line per kind of region of a fused model; for one node its program, or with `cuda` its source for `arch`.
 
     Raises UsageError if the model has no regions, or none of this name; OnnxfuseError if no kernel can be generated.
     """
@@ -38,7 +38,7 @@ def show_regions(path: Path, node: str | None, cuda: bool, arch: str) -> Iterato
     if not calls:
         raise UsageError(f"'{path}' has no regions; `onnxfuse optimize --regions` makes them")
     if node is None:
-        return map(printable, map(_summary, calls))
+        return map(printable, _summaries(calls))
     call = _named(calls, node)
     return _kernels_text(call, named_gpus([arch], [], [])[0]) if cuda else map(printable, _program_text(call))
 
@@ -56,12 +56,24 @@ def _named(calls: Sequence[Call], name: str) -> Call:
 # --- programs ---------------------------------------------------------------------------------------------------------
 
 
-def _summary(call: Call) -> str:
-    """Return one line: the node's name, how many operators, operands and outputs it has, and its first operators."""
+def _summaries(calls: Sequence[Call]) -> Iterator[str]:
+    """Yield one line for all regions with equal programs: the name of the first, how many more there are, and facts."""
+    alike: dict[object, list[Call]] = {}
+    for call in calls:
+        program = _parts(call)[0]
+        alike.setdefault((call.node.fusion, repr(program.operations), repr(program.dtypes), _facts(call)), []).append(
+            call
+        )
+    for first, *more in alike.values():
+        yield f"{first.node.name}{f' and {len(more)} more' if more else ''}: {_facts(first)}"
+
+
+def _facts(call: Call) -> str:
+    """Return how many operators, operands and outputs a region has, and its first operators."""
     names = [operation.name for operation in _parts(call)[0].operations if operation.name != "Constant"]
     shown = " ".join(names[:SHOWN_OPERATORS]) + (" ..." if len(names) > SHOWN_OPERATORS else "")
     counts = f"operators {len(names)}, operands {len(call.proto.input)}, outputs {len(call.proto.output)}"
-    return f"{call.node.name}: {counts}: {shown}"
+    return f"{counts}: {shown}"
 
 
 def _parts(call: Call) -> tuple[Program, dict[str, str], Sequence[str]]:
