@@ -12,7 +12,6 @@ from typing import Literal, TypeAlias, get_args
 
 import onnx
 
-from onnxfuse.analysis.tensor_bytes import ASSUMED_SIZE, assumed_size
 from onnxfuse.choices import Choices, Chosen, choices_of, read_choices
 from onnxfuse.dsl import catalogue
 from onnxfuse.dsl.declaration import Fusion
@@ -374,18 +373,10 @@ def _report(job: _Job, path: str | None, found: _Found) -> Report:
         tuple(found.taken_back.dropped), found.before.before, result.after, found.verified, job.timer.seconds,
         result.layout, result.without_regions, tuple(_subgraphs(result)), found.before.inlined, result.stays,
         quantized_operators(result.written), what_was_written(result) if job.is_standard else None,
-        told_of(lambda: count_operators(given, result.written.graph), ()), _assumed_sizes(result.written),
+        told_of(lambda: count_operators(given, result.written.graph), ()),
         told_of(lambda: _unmatched(result, fusions, job.only, known), {}), found.switched_off, facts, found.half,
         found.folder, tuple(raised),
     )  # fmt: skip
-
-
-def _assumed_sizes(model: onnx.ModelProto) -> dict[str, int]:
-    """Return, by name, the sizes that the traffic estimate assumes for the dynamic dims of a model's inputs."""
-    dims = [dim for value in model.graph.input for dim in value.type.tensor_type.shape.dim]
-    named = {dim.dim_param: assumed_size(dim.dim_param) for dim in dims if dim.dim_param}
-    has_others = any(dim.WhichOneof("value") is None for dim in dims)
-    return named | ({"dims without a name": ASSUMED_SIZE} if has_others else {})
 
 
 def _unmatched(

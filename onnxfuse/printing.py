@@ -18,6 +18,7 @@ from rich.text import Text
 from onnxfuse.errors import printable
 
 NARROWEST: Final = 30  # the least number of columns for a sentence
+MAX_DIM_CHARACTERS: Final = 40  # of a dim in a table or a list of sizes
 BRACKET: Final = "\ue000"  # replaces "[" in escaped text; it is non-printing, so no other text contains it
 
 
@@ -75,6 +76,11 @@ def columns(title: str, *names: str) -> Table:
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     return table
+
+
+def short(text: str) -> str:
+    """Return a dim's name or formula, cut off where it has more than MAX_DIM_CHARACTERS."""
+    return text if len(text) <= MAX_DIM_CHARACTERS else text[: MAX_DIM_CHARACTERS - 3] + "..."
 
 
 def two_lines(first: str, second: str) -> Text:

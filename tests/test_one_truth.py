@@ -97,3 +97,24 @@ def test_weights_in_constants_are_weights(tmp_path: Path) -> None:
     assert (report.half.bytes_before, report.half.bytes_after) == (256, 128)
     assert (report.facts.weights_before, report.facts.weights_after) == (256, 128)
     assert sum(each.bytes for each in inspect_model(tmp_path / "given.onnx").weights.values()) == 256
+
+
+# --- sizes ---------------------------------------------------------------------------------------------------------
+
+
+def test_long_formulas_of_dims_are_cut_off(tmp_path: Path) -> None:
+    formula = " + ".join(f"length_{i}" for i in range(30))
+    given = parse("g (float[n] x) => (float[n] y) { y = Relu (x) }")
+    for value in (*given.graph.input, *given.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_param = formula
+    onnx.save(given, tmp_path / "given.onnx")
+    shown = run("inspect", tmp_path / "given.onnx").stdout
+    assert shown.count(formula[:37] + "...") == 2 and formula not in shown
+    report = optimize(given, verify=False)[1]
+    assert len(report.before.assumed) == 30 and not any(formula in line for line in text_of(report))
+
+
+def test_an_estimate_of_the_main_graph_says_so() -> None:
+    first, last = ("Launches and traffic of the main graph are estimated.", "Launches and traffic are estimated.")
+    assert first in text_of(optimize(parse(TWO_BRANCHES), verify=False)[1])
+    assert last in text_of(optimize(parse("g (float[4] x) => (float[4] y) { y = Relu (x) }"), verify=False)[1])

@@ -160,11 +160,19 @@ def test_the_estimate_reads_and_writes_each_value_once() -> None:
 
 def test_the_estimate_says_which_sizes_it_assumes() -> None:
     model = parse("g (float[batch,seq,8] x, float[1,8] y) => (float[batch,seq,8] z) { s = Add (x, y)  z = Relu (s) }")
-    assert optimize(model, verify=False)[1].assumed == {"batch": 1, "seq": 128}
+    assert optimize(model, verify=False)[1].before.assumed == {"batch": 1, "seq": 128}
     model.graph.input[0].type.tensor_type.shape.dim[1].ClearField("dim_param")
     report = optimize(model, verify=False)[1]
-    assert "Launches and traffic are estimated, for batch = 1, dims without a name = 128." in text_of(report)
+    assert "Launches and traffic are estimated, for batch = 1, x[1] = 128." in text_of(report)
     assert report.before.bytes == 4 * 8 * (4 * 128 + 1)  # a tensor of 128 x 8 is read and written twice
+
+
+def test_the_estimate_is_for_one_image() -> None:
+    """Whatever name the first dim of an image has; the other dims, and those of other inputs, are 128."""
+    ends = "(float[N,3,h,8] image, float[rows,8] x) => (float[N,3,h,8] y, float[rows,8] z)"
+    report = optimize(parse(f"g {ends} {{ y = Relu (image) z = Relu (x) }}"), verify=False)[1]
+    assert report.before.assumed == {"N": 1, "h": 128, "rows": 128}
+    assert report.before.bytes == 2 * 4 * (3 * 128 * 8 + 128 * 8)
 
 
 def test_the_estimate_of_fused_nodes() -> None:

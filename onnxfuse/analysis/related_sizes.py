@@ -6,10 +6,25 @@ size before the Pad, although the Pad could make the axis of any size.
 
 from __future__ import annotations
 
+from typing import Final
+
 from onnxfuse.algebra.bounds import maximum
 from onnxfuse.algebra.sizes import UNKNOWN, Shape, Size, floor_divide, name_of, product, symbols
 from onnxfuse.analysis.shape_info import ShapeInfo
-from onnxfuse.ir.node import Node, op_of
+from onnxfuse.ir.node import Node, Tensor, op_of
+
+MIN_IMAGE_RANK: Final = 4  # of images, videos, and the keys and values of attention
+
+
+def relate_batch(shapes: ShapeInfo, tensor: Tensor) -> None:
+    """Record 1 for the first dim of a graph input with at least MIN_IMAGE_RANK axes, if it is dynamic: a batch of one.
+
+    Exporters often give that dim a name such as "p2o.DynamicDimension.0", or none.
+    """
+    shape = shapes.shape(tensor)
+    name = name_of(shape[0]) if shape is not None and len(shape) >= MIN_IMAGE_RANK else None
+    if name is not None:
+        shapes.related.setdefault(name, 1)
 
 
 def relate_sizes(shapes: ShapeInfo, node: Node) -> None:

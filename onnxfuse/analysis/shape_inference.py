@@ -21,7 +21,7 @@ from onnx import TensorProto
 from onnxfuse.algebra.sizes import Dim
 from onnxfuse.analysis.onnx_inference import infer_by_onnx
 from onnxfuse.analysis.output_dtypes import output_dtype
-from onnxfuse.analysis.related_sizes import relate_sizes
+from onnxfuse.analysis.related_sizes import relate_batch, relate_sizes
 from onnxfuse.analysis.rules import apply_rule
 from onnxfuse.analysis.shape_info import OuterScope, PartialShape, ShapeInfo
 from onnxfuse.analysis.shape_rules import SHAPE_RULES
@@ -68,7 +68,7 @@ def infer_shapes(graph: Graph, strict: bool = False, scope: OuterScope | None = 
 
 def _inferred(shapes: ShapeInfo) -> ShapeInfo:
     for tensor in shapes.graph.linked.inputs:
-        shapes.shape(tensor)
+        relate_batch(shapes, tensor)
     for node in shapes.graph.nodes:
         infer_node(shapes, node)
     return shapes

@@ -21,16 +21,16 @@ def tensor_bytes(shapes: ShapeInfo, shape: Sequence[Size] | None, dtype: int, fi
     """
     if shape is None or not dtype:
         return 0
-    count = math.prod(max(_number(shapes, size, frozenset()), 0) for size in shape[first_axis:])
+    count = math.prod(max(assumed_number(shapes, size), 0) for size in shape[first_axis:])
     return count * item_bytes(dtype)
 
 
-def _number(shapes: ShapeInfo, size: Size, inside: frozenset[str]) -> int:
+def assumed_number(shapes: ShapeInfo, size: Size, inside: frozenset[str] = frozenset()) -> int:
     """Return a size with assumed values for its symbols; `inside` holds symbols being estimated, to stop recursion."""
     assumed: dict[str, int] = {}
     for name in symbols(size):
         other = None if name in inside else shapes.related.get(name)
-        assumed[name] = assumed_size(name) if other is None else _number(shapes, other, inside | {name})
+        assumed[name] = assumed_size(name) if other is None else assumed_number(shapes, other, inside | {name})
     return evaluate(size, assumed)
 
 

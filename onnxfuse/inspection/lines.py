@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from onnxfuse.inspection.inspect_model import Inspection, Value
-from onnxfuse.printing import Line, bytes_text, cell, columns, counted, escape
+from onnxfuse.printing import Line, bytes_text, cell, columns, counted, escape, short
 from onnxfuse.report.lines import MAX_SHOWN
 
 
@@ -43,7 +43,7 @@ def _values(found: Inspection) -> Table:
 
 
 def _dims(value: Value) -> str:
-    return "unknown rank" if value.dims is None else ", ".join(value.dims) or "a scalar"
+    return "unknown rank" if value.dims is None else ", ".join(map(short, value.dims)) or "a scalar"
 
 
 def _operators(found: Inspection, everything: bool) -> Table:

@@ -11,7 +11,7 @@ from rich.table import Table
 from onnxfuse.ir.inline_functions import Inlined
 from onnxfuse.layout.assign import LayoutResult
 from onnxfuse.match import Miss
-from onnxfuse.printing import Line, cell, columns, counted, escape
+from onnxfuse.printing import Line, cell, columns, counted, escape, short
 from onnxfuse.report.operators import OperatorCount
 from onnxfuse.report.similar import group
 from onnxfuse.rewrite.select import has_softmax
@@ -36,10 +36,11 @@ def operator_table(operators: Sequence[OperatorCount], everything: bool) -> Tabl
     return table
 
 
-def estimate_line(assumed: Mapping[str, int]) -> Line:
-    """Return a line on the sizes that the estimates of launches and memory traffic assume."""
-    sizes = ", ".join(f"{escape(name)} = {size}" for name, size in assumed.items())
-    return Line(f"[dim]Launches and traffic are estimated{f', for {sizes}' if sizes else ''}.[/]")
+def estimate_line(assumed: Mapping[str, int], has_bodies: bool) -> Line:
+    """Return a line on the sizes that the estimates of launches and memory traffic assume, and on what they are of."""
+    sizes = ", ".join(f"{escape(short(name))} = {size}" for name, size in assumed.items())
+    of_main = " of the main graph" if has_bodies else ""
+    return Line(f"[dim]Launches and traffic{of_main} are estimated{f', for {sizes}' if sizes else ''}.[/]")
 
 
 def subgraph_lines(subgraphs: Sequence[Any], everything: bool) -> Iterator[Line]:

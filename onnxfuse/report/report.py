@@ -107,7 +107,6 @@ class Report:
     quantized: Mapping[str, int] = field(default_factory=dict)  # operators on quantized numbers, which are not fused
     standard: Standard | None = None  # the operators written for fused nodes, with emit="standard"
     operators: tuple[OperatorCount, ...] = ()  # counts of the operators that are not fused nodes
-    assumed: Mapping[str, int] = field(default_factory=dict)  # sizes of the inputs' dynamic dims, for the estimate
     unmatched: Mapping[str, str] = field(default_factory=dict)  # fusions named by `only` that match nothing, and why
     switched_off: tuple[str, ...] = ()  # names of matches that a plan leaves out
     facts: Facts | None = None  # facts about the model and the run, for the page
@@ -174,7 +173,7 @@ class Report:
                 "bytes_after": self.after.bytes,
                 "launches_before": self.before.launches,
                 "launches_after": self.after.launches,
-                "assumed": dict(self.assumed),
+                "assumed": dict(self.before.assumed),
             },
             "standard": self.standard.to_json() if self.standard else {},
             "operators": [asdict(one) for one in self.operators],
@@ -227,7 +226,12 @@ class Report:
         """
         if not self.input["opset"]:
             return Group("Unchanged: the model has no operator of the ONNX domain, and no other operators are fused.")
-        shown: list[RenderableType] = [_summary(self), estimate_line(self.assumed), "", *_fused_tables(self)]
+        shown: list[RenderableType] = [
+            _summary(self),
+            estimate_line(self.before.assumed, bool(self.subgraphs)),
+            "",
+            *_fused_tables(self),
+        ]
         if operators := operator_table(self.operators, everything):
             shown.append(operators)
             shown.append("")

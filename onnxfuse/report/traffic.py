@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from onnxfuse.algebra.operators import FREE
+from onnxfuse.algebra.sizes import UNKNOWN, symbol, symbols
 from onnxfuse.analysis.gathered_tables import gathered_tables
 from onnxfuse.analysis.shape_info import ShapeInfo
-from onnxfuse.analysis.tensor_bytes import item_bytes, tensor_bytes
+from onnxfuse.analysis.tensor_bytes import assumed_number, item_bytes, tensor_bytes
 from onnxfuse.ir.attributes import int_attribute
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Tensor, op_of
@@ -17,11 +19,13 @@ from onnxfuse.ir.node import Tensor, op_of
 class Traffic:
     """Bytes and launches of a graph in which every node reads its inputs and writes its outputs once, in one launch.
 
-    A node that looks up rows of a table reads only these rows.
+    A node that looks up rows of a table reads only these rows.  `assumed` has the assumed sizes of the dynamic dims of
+    the graph's inputs, by name, or for a dim without a name by input and axis, as in "image[0]".
     """
 
     bytes: int
     launches: int
+    assumed: Mapping[str, int] = field(default_factory=dict)
 
 
 def estimate_traffic(graph: Graph, shapes: ShapeInfo) -> Traffic:
@@ -51,4 +55,15 @@ def estimate_traffic(graph: Graph, shapes: ShapeInfo) -> Traffic:
                 count = size_of(rows) // item_bytes(shapes.dtype(rows))
                 moved[table.name] = min(moved[table.name], count * size_of(table, 1))
         total += sum(moved.values())
-    return Traffic(total, launches)
+    return Traffic(total, launches, _assumed_sizes(graph, shapes))
+
+
+def _assumed_sizes(graph: Graph, shapes: ShapeInfo) -> dict[str, int]:
+    """Return the sizes that the estimate assumes for the dynamic dims of the graph's inputs."""
+    found: dict[str, int] = {}
+    for tensor in graph.linked.inputs:
+        for axis, size in enumerate(shapes.shape(tensor) or ()):
+            for name in symbols(size):
+                shown = f"{tensor.name}[{axis}]" if name.startswith(UNKNOWN) else name
+                found[shown] = assumed_number(shapes, symbol(name))
+    return found
