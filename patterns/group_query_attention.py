@@ -22,6 +22,7 @@ def group_query_attention(
     cos_cache: Term = tensor("positions half", optional=True),
     sin_cache: Term = tensor("positions half", optional=True),
     position_ids: Term = tensor("batch queries", optional=True),
+    attention_bias: Term = tensor(optional=True),
     head_sink: Term = tensor("heads", optional=True),
     q_norm_weight: Term = tensor("size", optional=True),
     k_norm_weight: Term = tensor("size", optional=True),
@@ -51,8 +52,8 @@ def group_query_attention(
     normalized with q_norm_weight and k_norm_weight and rotated by cos_cache and sin_cache first.  Query rows beyond the
     length of a prompt that is padded on the right are unspecified, as are the rows of the caches beyond the length.
 
-    The body is the operator itself.  Quantized caches, caches of the size of a window, a bias, and results of
-    queries and keys have no kernel, so that such operators stay as they are.
+    The body is the operator itself.  Quantized caches, caches of the size of a window, and results of queries and
+    keys have no kernel, so that such operators stay as they are.
     """
     require(
         "{num_heads} heads of queries are a multiple of {kv_num_heads} heads of keys",
@@ -85,7 +86,7 @@ def group_query_attention(
     )
     node = contrib.GroupQueryAttention(
         query, key, value, past_key, past_value, seqlens_k, total_sequence_length, cos_cache, sin_cache, position_ids,
-        None, head_sink, None, None, q_norm_weight, k_norm_weight,
+        attention_bias, head_sink, None, None, q_norm_weight, k_norm_weight,
         num_heads=num_heads, kv_num_heads=kv_num_heads, scale=scale, softcap=softcap,
         local_window_size=local_window_size, smooth_softmax=smooth_softmax, do_rotary=do_rotary,
         rotary_interleaved=rotary_interleaved, qk_norm_epsilon=qk_norm_epsilon, q_norm_epsilon=q_norm_epsilon,

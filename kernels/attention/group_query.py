@@ -14,6 +14,7 @@ from typing import Final, cast
 from onnxfuse.kernels.attention import hopper
 from onnxfuse.kernels.attention.implementations import implementations
 from onnxfuse.kernels.attention.mma import MAX_HEAD_DIM
+from onnxfuse.kernels.attention.operands import score_tensor
 from onnxfuse.kernels.attention.problem import Attention, HeadNumbers
 from onnxfuse.kernels.attention.with_cache import of_outputs
 from onnxfuse.kernels.epilogue_node import moved
@@ -66,6 +67,7 @@ class _Sizes:
     kv_heads: int
     size: int
     past_rows: int
+    total: int  # the largest length
     rows: int  # of the present caches
     widths: tuple[int, int, int]  # of rows of queries, keys and values
 
@@ -125,7 +127,7 @@ def _sizes(node: FusedNode, inputs: Sequence[TensorSpec]) -> _Sizes:
     if total > past_rows + new:  # rows between the past and the new rows would have no value
         longest = f"{past_rows} rows of the past and {new} new ones"
         raise ValueError(f"{node.fusion} '{node.name}': total_sequence_length is {total}; required at most {longest}")
-    found = _Sizes(batch, new, heads, kv_heads, size, past_rows, maximum(total, past_rows), widths)
+    found = _Sizes(batch, new, heads, kv_heads, size, past_rows, total, maximum(total, past_rows), widths)
     rows = (batch, new)
     required = {
         "query": (*rows, widths[0]), "key": (*rows, widths[1]), "value": (*rows, widths[2]),
@@ -178,14 +180,17 @@ def _attention(node: FusedNode, inputs: Sequence[TensorSpec], sizes: _Sizes, dev
         q = replace(out, pointer=Pointer("scratch", -1))  # `_shifted` makes it the first buffer
     aligned = all(spec.aligned for name, spec in zip(node.operands, inputs, strict=True) if name not in INTEGERS)
     window = node.integer("local_window_size", -1)
+    bias = operand_spec(node, inputs, "attention_bias")
+    keys = sizes.rows if bias is None else sizes.total  # a bias has no columns for further rows of a buffer
     sinks = None
     if "head_sink" in node.operands or node.integer("smooth_softmax", 0) == 1:
         sinks = HeadNumbers(operand_pointer(node, "head_sink"), query.dtype)
     return Attention(
-        sizes.batch, sizes.heads, sizes.kv_heads, sizes.new, sizes.rows, sizes.size, sizes.size, query.dtype,
+        sizes.batch, sizes.heads, sizes.kv_heads, sizes.new, keys, sizes.size, sizes.size, query.dtype,
         aligned, q, sizes.cache(1), sizes.cache(2), out,
         scale=node.number("scale", 0.0) or 1 / math.sqrt(sizes.size),
         causal=0, lengths=Pointer("input", node.operands.index("seqlens_k")), window=window if window > 0 else None,
+        bias=score_tensor(node, "attention_bias", bias, (sizes.batch, sizes.heads, sizes.new, keys)),
         sinks=sinks, softcap=node.number("softcap", 0.0), zero_masked_rows=True, tf32=device.tf32,
     )  # fmt: skip
 

@@ -117,9 +117,9 @@ def attention_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) 
         Operand(q.batch, q.length, heads, v.head_dim, strides).at(Pointer("output", 0), out_item),
         scale=node.number("scale", 1 / math.sqrt(max(1, q.head_dim)) if operator else 1.0) * (cap or 1.0),
         mask_kind=kind if kind != "causal" else "boolean" if mask else "none",
-        mask=_score_tensor(node, "mask", mask, full),
+        mask=score_tensor(node, "mask", mask, full),
         masked_score=masked_score,
-        bias=_score_tensor(node, bias, operand_spec(node, inputs, bias), full),
+        bias=score_tensor(node, bias, operand_spec(node, inputs, bias), full),
         slopes=_slopes(node, inputs, heads),
         causal=_causal(node, kind, q.length, keys),
         add_masked_score=kind == "causal",
@@ -251,7 +251,7 @@ def _out_shape(node: FusedNode, out: Operand) -> tuple[tuple[int, ...], tuple[in
     return shapes[layout], (length * hidden, hidden, out.head_dim)
 
 
-def _score_tensor(
+def score_tensor(
     node: FusedNode, name: str, tensor: TensorSpec | None, full: tuple[int, int, int, int]
 ) -> ScoreTensor | None:
     """Return a mask or bias broadcast to (batch, heads, queries, keys); None if the node has none."""

@@ -24,7 +24,7 @@ from onnxfuse.verify.inputs import Input
 
 OPERATORS: Final = frozenset({"Conv", "ConvTranspose", "FusedConv"})
 CACHED: Final = "GroupQueryAttention"
-PAST_VALUE = 4  # an input of GroupQueryAttention
+PAST_VALUE, BIAS = 4, 10  # inputs of GroupQueryAttention
 PAST, NEW = "past_length", "new_length"  # names for dims without one
 
 
@@ -72,8 +72,8 @@ def _completed(each: Input, known: Sequence[object] | None) -> Input:
 def _with_cache(model: onnx.ModelProto, inputs: list[Input]) -> Required:
     """Return the inputs with the lengths that GroupQueryAttention requires.
 
-    Its pasts (cached keys and values) have one length, and masks cover the past and the new tokens.  A name of a dim
-    stands for the same size in all inputs.
+    Its pasts (cached keys and values) have one length, and masks and biases cover the past and the new tokens.  A name
+    of a dim stands for the same size in all inputs.
     """
     known, links, uses = {each.name: each for each in inputs}, links_of(model), integer_uses(model)
     attention = next((node for node in links.producers.values() if node.op_type == CACHED), None)
@@ -92,9 +92,13 @@ def _with_cache(model: onnx.ModelProto, inputs: list[Input]) -> Required:
             sizes |= {dim: to for dim, to in ((batch, cache.dims[0]), (length, past)) if isinstance(dim, str)}
     sizes |= {dim: new for dim in tokens.dims[new_axis : new_axis + 1] if isinstance(dim, str)}
     total = past + new if isinstance(past, int) and isinstance(new, int) else f"{past} + {new}"
+    biases = {
+        name for node in links.producers.values() if node.op_type == CACHED for name in node.input[BIAS : BIAS + 1]
+    }
     for each in inputs:
-        if each.name in uses and uses[each.name].kind == "ones" and len(each.dims) == 2:
-            sizes |= {dim: total for dim in each.dims[1:] if isinstance(dim, str) and dim not in (past, new)}
+        is_mask = each.name in uses and uses[each.name].kind == "ones" and len(each.dims) == 2
+        if is_mask or (each.name in biases and len(each.dims) == 4):
+            sizes |= {dim: total for dim in each.dims[-1:] if isinstance(dim, str) and dim not in (past, new)}
     renamed = [
         replace(each, dims=tuple(sizes.get(dim, dim) if isinstance(dim, str) else dim for dim in each.dims))
         for each in inputs

@@ -38,6 +38,7 @@ class Case:
     total: int | None = None  # total_sequence_length; None: the largest length, or the new rows if they are more
     aligned: bool = True
     column: bool = False  # seqlens_k is (batch, 1)
+    bias: str = ""  # axes along which attention_bias differs besides queries and keys: "b", "h" or "bh"; "1": none
     seed: int = 0
 
     @property
@@ -105,6 +106,9 @@ class Case:
             found |= {"cos_cache": np.cos(angles).astype(kind), "sin_cache": np.sin(angles).astype(kind)}
         if self.positions:
             found["position_ids"] = random.integers(0, POSITIONS, rows, np.int64)
+        if self.bias:
+            axes = (self.batch if "b" in self.bias else 1, self.heads if "h" in self.bias else 1)
+            found["attention_bias"] = normal(*axes, self.new, self.total_length)
         if self.sink:
             found["head_sink"] = normal(self.heads)
         if self.norms:
@@ -150,7 +154,8 @@ def expected(case: Case, inputs: Arrays) -> Expected:
             keys, values = (present[b, head // (case.heads // case.kv_heads)] for present in presents)
             end = before + row + 1
             begin = max(0, end - case.window) if case.window > 0 else 0
-            weights = _weights(case, wide, keys[begin:end] @ new_q[row, head], head)
+            added = _bias(case, wide, b, head, row)[begin:end] if case.bias else 0.0
+            weights = _weights(case, wide, keys[begin:end] @ new_q[row, head], head, added)
             y[b, row, head] = weights @ values[begin:end]
             sizes[b, row, head] = weights @ np.abs(values[begin:end])
     shape = case.batch, case.new, -1
@@ -180,11 +185,17 @@ def _turned(case: Case, wide: Arrays, x: np.ndarray, places: np.ndarray, name: s
     return x.astype(NUMPY[case.dtype]).astype(np.float64)
 
 
-def _weights(case: Case, wide: Arrays, products: np.ndarray, head: int) -> np.ndarray:
+def _bias(case: Case, wide: Arrays, b: int, head: int, row: int) -> np.ndarray:
+    found: np.ndarray = wide["attention_bias"][b if "b" in case.bias else 0, head if "h" in case.bias else 0, row]
+    return found
+
+
+def _weights(case: Case, wide: Arrays, products: np.ndarray, head: int, bias: np.ndarray | float) -> np.ndarray:
     """Return the softmax of one row, without the weight of its sink."""
     scores = products * (case.size**-0.5 if case.scale is None else case.scale)
     if case.softcap:
         scores = case.softcap * np.tanh(scores / case.softcap)
+    scores = scores + bias
     sinks = [wide["head_sink"][head]] if case.sink else [0.0] if case.smooth else []
     top = max(scores.max(), *sinks) if sinks else scores.max()
     weights = np.exp(scores - top)

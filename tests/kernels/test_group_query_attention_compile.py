@@ -34,6 +34,8 @@ def cases(dtype: str) -> Iterator[Case]:
     yield Case((70, 5), new=70, dtype=dtype, packed=False, rotated=32, interleaved=True, positions=True)
     yield Case((3000, 5), past=4096, heads=8, dtype=dtype, norms=True, sink=True, window=1024)
     yield Case((300, 200), new=300, past=400, heads=8, dtype=dtype, norms=True, smooth=True, window=64, softcap=20.0)
+    yield Case((1025,), past=2048, heads=8, dtype=dtype, bias="h")
+    yield Case((300, 200), new=300, past=400, heads=8, dtype=dtype, bias="bh", total=350)
     yield Case((20, 6), past=20, size=40, dtype=dtype, rotated=0, aligned=False)
 
 
@@ -106,8 +108,8 @@ def test_refusals_say_what_is_required_and_found() -> None:
 # ---- the formula of the GPU tests ----------------------------------------------------------------------------------
 
 OPERANDS = (
-    "query", "key", "value", *PASTS, "seqlens_k", "total_sequence_length", "cos_cache", "sin_cache", "position_ids", "",
-    "head_sink",
+    "query", "key", "value", *PASTS, "seqlens_k", "total_sequence_length", "cos_cache", "sin_cache", "position_ids",
+    "attention_bias", "head_sink",
 )  # fmt: skip
 FORMS = {
     "lengths": Case((9, 1, 40), past=50),
@@ -125,6 +127,10 @@ FORMS = {
     "sinks": Case((20, 1), past=24, sink=True, softcap=2.0),
     "smooth": Case((40, 20), new=40, past=64, smooth=True, scale=0.3),
     "window": Case((20, 60), past=64, window=7),
+    "bias": Case((20, 60), past=64, bias="bh", total=60),
+    "bias_of_heads": Case((30, 11), new=30, past=40, bias="h", softcap=2.0, window=12),
+    "bias_of_the_batch": Case((33, 9), past=32, bias="b", sink=True),
+    "one_bias": Case((30,), new=12, past=18, bias="1"),
     "window_of_prompt": Case((50, 20), new=50, past=64, window=9, sink=True),
 }
 

@@ -47,11 +47,15 @@ CASES = {
     "smooth": Case((40, 20), new=40, past=64, size=16, smooth=True, scale=0.3),
     "window": Case((20, 200), past=256, size=16, window=37),
     "window_of_prompt": Case((100, 40), new=100, past=128, size=16, window=9, sink=True),
+    "bias": Case((20, 60), past=64, size=16, bias="bh", total=60),
+    "bias_of_heads": Case((70, 11), new=70, past=90, size=16, bias="h", softcap=2.0, window=12),
+    "bias_of_the_batch": Case((33, 9), past=32, size=16, bias="b", sink=True),
+    "one_bias_of_odd_rows": Case((31, 6), new=12, past=40, size=16, bias="1", heads=7, kv_heads=1),
     "one_key_head": Case((70, 3), past=100, size=16, heads=7, kv_heads=1),
     "narrow_accesses": Case((9, 30), past=31, size=10, aligned=False),
 }
 
-HOPPER = [{}, {"window": 90, "sink": True}, {"smooth": True, "softcap": 50.0, "norms": True}]
+HOPPER = [{}, {"window": 90, "sink": True}, {"smooth": True, "softcap": 50.0, "norms": True}, {"bias": "h"}]
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["separate", "shared"])
