@@ -310,8 +310,8 @@ def _open_both(unfused: UnfusedGraph, optimized: onnx.ModelProto, part: Part, gi
 
 
 def _is_packed(value: Array) -> bool:
-    """Return whether bytes hold several elements: onnxruntime takes no such array as an input."""
-    return value.dtype.name.startswith(("int4", "uint4", "int2", "uint2", "float4"))
+    """Return whether onnxruntime takes no such array as an input: bytes hold several elements, or floats."""
+    return value.dtype.name.startswith(("int4", "uint4", "int2", "uint2", "float4", "float8"))
 
 
 def _open(model: onnx.ModelProto, folder: Path | None) -> Session:

@@ -396,3 +396,16 @@ def test_the_bias_of_a_quantized_product_has_its_shape() -> None:
     _, report = optimize(model)
     assert (report.counts, report.verified.status) == ({"matmul_nbits": 1}, "verified")
     assert report.verified.equal_parts == 1
+
+
+def test_weights_that_are_no_arrays_of_onnxruntime_are_compared() -> None:
+    """It takes float8 numbers as initializers, and not as inputs."""
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 21]> g (float[n, 32] x) => (float[n, 4] y)
+        { numbers = DequantizeLinear<axis = 0, block_size = 16>(w, scales)  y = MatMul(x, numbers) }""")
+    codes = np.arange(128, dtype=np.uint8)
+    codes[127] = 0  # not NaN
+    weight = onnx.helper.make_tensor("w", onnx.TensorProto.FLOAT8E4M3FN, (32, 4), codes.tobytes(), raw=True)
+    model.graph.initializer.extend([weight, numpy_helper.from_array(np.ones((2, 4), "f4"), "scales")])
+    _, report = optimize(model)
+    assert (report.counts, report.verified.status) == ({"matmul_nbits": 1}, "verified")
+    assert report.verified.equal_parts == 1
