@@ -113,8 +113,7 @@ class Joins:
         (output,), named, fusion = one.nodes[-1].outputs, one.named, one.fusion or one.named.fusion
         known, name = self.records.get(named.node.name), named.node.name
         kept = {} if one.fusion else {each: named.attributes[each] for each in _words(named.attributes, "attributes")}
-        own = {**kept, **one.own, "output_ranks": [self.shapes.rank(output) or 0]}
-        attributes = attributes_of(fusion, one.operands, [self.shapes.dtype(output)], own)
+        attributes = attributes_of(self.shapes, fusion, one.operands, [output], {**kept, **one.own})
         one.body.name, one.body.doc_string = fusion, "" if one.fusion else named.body.doc_string
         one.body.input[:], one.body.attribute[:] = list(one.operands), sorted(attributes)
         replaced = tuple(label for node in one.nodes for label in labels(node, self.records))

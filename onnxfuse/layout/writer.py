@@ -197,8 +197,8 @@ class Writer:
         }
         stated = "fusion", "operands", "output_types", "attributes"
         own = {name: value for name, value in call.attributes.items() if name not in stated}
-        own |= {"layout": "nhwc", "output_ranks": ranks}
-        every = attributes_of(call.fusion, call.operands, [self.shapes.dtype(output) for output in outputs], own)
+        own |= {"layout": "nhwc"}
+        every = attributes_of(self.shapes, call.fusion, call.operands, outputs, own)
         operands = {name: self.image(t) if name in call.images else t for name, t in call.operands.items()}
         perms = {**call.perms, **{name: to_last(image_rank(self.shapes, call.operands[name])) for name in call.images}}
         inner = {new: perms[name] for name, new in zip(operands, body.input, strict=True) if name in perms}

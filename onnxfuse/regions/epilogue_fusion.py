@@ -168,11 +168,10 @@ def write_epilogue_fusion(
     inputs, outputs = [*maker.inputs, *others.values()], [*joined.outputs.values(), *maker.outputs[1:]]
     own: dict[str, AttributeValue] = {
         **{name: maker.attrs[name] for name in str(maker.attrs["attributes"]).split()},
-        "output_ranks": [-1 if (rank := shapes.rank(t)) is None else rank for t in outputs],
         "program": program(shapes, joined, clusters.forms),
     }
     operands = [str(maker.attrs["operands"]), *(f"x{i + 1}" for i in range(len(others)))]
-    attributes = attributes_of(record.fusion, operands, [shapes.dtype(t) for t in outputs], own)
+    attributes = attributes_of(shapes, record.fusion, operands, outputs, own)
     before = bodies[maker.op]
     both = chained(before, body(graph, joined, clusters.forms, []), "x0")
     both.name, both.doc_string = record.fusion, f"{before.doc_string}\n\nElementwise operators follow."

@@ -15,7 +15,7 @@ from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.ir.graph import Graph, constant_value
-from onnxfuse.ir.node import AttributeValue, Node, Tensor, is_constant
+from onnxfuse.ir.node import Node, Tensor, is_constant
 from onnxfuse.ir.serde import node_proto
 from onnxfuse.match.diagnostics import node_name
 from onnxfuse.regions.cluster import Cluster, Clusters
@@ -119,12 +119,8 @@ def write_region(
     graph, shapes, forms = clusters.graph, clusters.shapes, clusters.forms
     region = replace(region, operands=region.operands | measured_besides(region, forms))
     outputs: list[Tensor] = list(region.outputs.values())
-    own: dict[str, AttributeValue] = {
-        "output_ranks": [-1 if (rank := shapes.rank(t)) is None else rank for t in outputs],
-        "program": program(shapes, region, forms),
-    }
     operands = [f"x{i}" for i in range(len(region.operands))]
-    attributes = attributes_of(REGION, operands, [shapes.dtype(t) for t in outputs], own)
+    attributes = attributes_of(shapes, REGION, operands, outputs, {"program": program(shapes, region, forms)})
     function = functions.add(body(graph, region, forms, list(attributes), bodies))
     replaced = tuple(label for node in region.nodes for label in labels(node, records))
     name = graph.unique_name(f"{node_name(outputs[0])}/{REGION}")

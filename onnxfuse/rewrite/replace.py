@@ -129,13 +129,12 @@ def replace_match(graph: Graph, shapes: ShapeInfo, match: Match, functions: Loca
 def _replace(graph: Graph, shapes: ShapeInfo, match: Match, functions: LocalFunctions) -> Fused | Miss:
     outputs = needed_outputs(graph, match.nodes, match.outputs, match.operands)
     variant = _variant(graph, shapes, match, outputs, _operators(functions, match))
-    ranks = [-1 if (rank := shapes.rank(t)) is None else rank for t in outputs]
-    attributes = _attributes(match, variant, ranks)
+    attributes = _attributes(shapes, match, variant, outputs)
     try:
         name = functions.name_of(match.fusion, variant, list(attributes))
     except PatternError as error:
         return _miss(match, str(error))
-    replaced = tuple(n.name or n.outputs[0].name for n in match.nodes)
+    replaced = tuple(map(node_label, match.nodes))
     fused_name = graph.unique_name(f"{node_name(match.outputs[0])}/{match.fusion.name}")
     inputs = [match.operands[operand] for operand in variant.dtypes]
     position = max(graph.position[node] for node in match.nodes)
@@ -186,13 +185,19 @@ def write_deferred(graph: Graph, shapes: ShapeInfo) -> None:
 
 
 def attributes_of(
-    fusion: str, operands: Iterable[str], types: Sequence[int], own: Mapping[str, AttributeValue]
+    shapes: ShapeInfo,
+    fusion: str,
+    operands: Iterable[str],
+    outputs: Sequence[Tensor],
+    own: Mapping[str, AttributeValue],
 ) -> dict[str, AttributeValue]:
-    """Return the attributes of a fused node: those that every fused node has, and its `own`."""
+    """Return the attributes of a fused node with these outputs: those that every fused node has, and its `own`."""
+    ranks = [shapes.rank(tensor) for tensor in outputs]
+    own = {**own, "output_ranks": [-1 if rank is None else rank for rank in ranks]}
     return {
         "fusion": fusion,
         "operands": " ".join(operands),
-        "output_types": list(types),
+        "output_types": [shapes.dtype(tensor) for tensor in outputs],
         "attributes": " ".join(sorted(own)),  # so that a reader notices a missing attribute
         **own,
     }
@@ -259,13 +264,15 @@ def _is_in_float32(shapes: ShapeInfo, match: Match, out: int, dtypes: Set[int]) 
     return all(shapes.dtype(tensor) != TensorProto.BFLOAT16 for node in computing for tensor in node.outputs)
 
 
-def _attributes(match: Match, variant: Variant, ranks: list[int]) -> dict[str, AttributeValue]:
+def _attributes(
+    shapes: ShapeInfo, match: Match, variant: Variant, outputs: Sequence[Tensor]
+) -> dict[str, AttributeValue]:
     """Return the attributes that a kernel needs besides the tensors."""
     dims = {name: size for name, size in match.dims.items() if is_static(size)}
     values = {name: value for name, value in match.values.items() if value is not None}
     columns = {name: str(value) for name, value in variant.values.items() if name.endswith(COLUMNS)}
-    own = {"output_ranks": ranks, **dims, **values, **match.choices, **columns}
-    return attributes_of(match.fusion.name, variant.dtypes, variant.out, own)
+    own = {**dims, **values, **match.choices, **columns}
+    return attributes_of(shapes, match.fusion.name, variant.dtypes, outputs, own)
 
 
 def _miss(match: Match, reason: str) -> Miss:

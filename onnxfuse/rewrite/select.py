@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from onnxfuse.analysis.shape_info import ShapeInfo
@@ -122,22 +122,21 @@ def fuse(
     and the number of all nodes.
     """
     graph.remember_origins()
-    attentions = frozenset(node.name or node.outputs[0].name for node in ends_of_attention(graph))
+    attentions = frozenset(map(node_label, ends_of_attention(graph)))
     functions = LocalFunctions(graph, selection.operators, selection.contrib)
     fused: list[Fused] = []
     sweep = _Sweep(graph, shapes, functions, progress)
     for is_last in (False, True):
         turn = [fusion for fusion in fusions if fusion.last is is_last]
-        limits = selection if is_last else replace(selection, leave=leave_none)
-        sweep.by_root = _by_root(graph, shapes, turn, limits)
+        sweep.by_root = _by_root(graph, shapes, turn, selection)
         nodes = graph.nodes[::-1] if sweep.by_root else []
         while nodes:
             new = sweep.run(nodes)
             fused += new
             # A complete match is refused if a node outside reads its tensors; such a node may have been replaced now.
             refused = {miss.node for miss in sweep.misses.values() if miss.complete} if new else set()
-            nodes = [n for n in graph.nodes[::-1] if (n.name or n.outputs[0].name) in refused]
-    remaining = frozenset(n.name or n.outputs[0].name for n in graph.nodes)
+            nodes = [node for node in graph.nodes[::-1] if node_label(node) in refused]
+    remaining = frozenset(map(node_label, graph.nodes))
     return FusionResult(tuple(fused), tuple(sweep.misses.values()), remaining, attentions)
 
 
@@ -158,7 +157,7 @@ class _Candidate:
             return found
         keep = self.selection.keep
         is_kept = keep and any(node_label(node) in keep for node in found.nodes)
-        return None if is_kept or self.selection.leave(found) else found
+        return None if is_kept or (found.fusion.last and self.selection.leave(found)) else found
 
 
 def _by_root(
