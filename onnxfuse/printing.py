@@ -1,4 +1,4 @@
-"""The printing of all commands: sentences with a hanging indent, and numbers in columns.
+"""The printing of all commands: sentences with a hanging indent, and numbers in columns, texts and JSON.
 
 Names in models are untrusted.  Sentences quote them by `escape`, tables by `cell`, and the commands' console writes all
 non-printing characters as escapes, whatever their origin.
@@ -6,6 +6,7 @@ non-printing characters as escapes, whatever their origin.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -100,3 +101,8 @@ def bytes_text(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"
+
+
+def finite(value: object) -> object:
+    """Return a value for JSON, which has neither infinities nor NaN: None in their place."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

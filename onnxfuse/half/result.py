@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from onnxfuse.half.precision import Kept
 from onnxfuse.half.weights import ScratchFolder
-from onnxfuse.printing import bytes_text, counted, escape
+from onnxfuse.printing import bytes_text, counted, escape, finite
 from onnxfuse.verify.noise import ROUNDINGS
 
 MAX_KEPT_SHOWN: Final = 10
@@ -76,7 +76,7 @@ class HalfResult:
             "dtype": self.dtype, "io": self.io, "nodes": self.nodes, "kept": [asdict(each) for each in self.kept],
             "by_rule": dict(self.by_rule), "bytes_before": self.bytes_before, "bytes_after": self.bytes_after,
             "max_error": self.max_error, "note": self.note, "added_masks": self.added_masks,
-            "errors": [{"name": e.name, "error": _finite(e.error), "noise": _finite(e.noise)} for e in self.errors],
+            "errors": [{"name": e.name, "error": finite(e.error), "noise": finite(e.noise)} for e in self.errors],
         }  # fmt: skip
 
 
@@ -108,7 +108,3 @@ def half_lines(half: HalfResult | None) -> list[str]:
 def reasons(by_rule: tuple[Kept, ...]) -> dict[str, int]:
     """Return how many nodes stay for each reason, the most frequent first."""
     return dict(Counter(each.reason for each in by_rule).most_common())
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

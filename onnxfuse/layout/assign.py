@@ -25,6 +25,7 @@ from onnxfuse.layout.squeezes import squeezes
 from onnxfuse.layout.writer import Writer
 from onnxfuse.passes.compose_views import compose_views
 from onnxfuse.passes.folded import node_label
+from onnxfuse.printing import bytes_text
 from onnxfuse.rewrite.replace import Fused, LocalFunctions, drop_functions
 
 LAYOUT: Final = "layout"  # the name of the layout step in reports
@@ -236,10 +237,6 @@ def _why_refused(graph: Graph, one: Refused, reasons: Mapping[Node, str]) -> str
         return "it computes one pixel, for which no layout is faster"
     why = _why_border(graph, one.widest, one.inward, reasons)
     return (
-        f"Transposes around its region would move {_megabytes(one.border)}, which is more than {MAX_BORDER_SHARE:.0%} "
-        f"of the {_megabytes(one.moved)} that its convolutions move; most are for '{one.widest.name}': {why}"
+        f"Transposes around its region would move {bytes_text(one.border)}, which is more than {MAX_BORDER_SHARE:.0%} "
+        f"of the {bytes_text(one.moved)} that its convolutions move; most are for '{one.widest.name}': {why}"
     )
-
-
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:.3g} MB" if count < 1e9 else f"{count / 1e9:.3g} GB"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from onnxfuse.printing import Line, bytes_text, counted, escape
+from onnxfuse.printing import Line, bytes_text, counted, escape, finite
 
 MAX_ERRORS_SHOWN: Final = 5  # outputs in the terminal, those with the largest errors
 
@@ -60,7 +59,7 @@ class WeightsResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON values; an infinite error, which JSON cannot write, becomes None."""
-        errors = [{key: _finite(value) for key, value in asdict(each).items()} for each in self.errors]
+        errors = [{key: finite(value) for key, value in asdict(each).items()} for each in self.errors]
         return {**asdict(self), "errors": errors}
 
 
@@ -85,7 +84,3 @@ def weights_lines(weights: WeightsResult | None) -> Iterator[Line]:
         )
     if weights.note:
         yield Line(escape(weights.note), "  ", 4)
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

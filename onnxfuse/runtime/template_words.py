@@ -19,7 +19,7 @@ from onnxfuse.runtime.expressions import Expressions, Op, Values
 from onnxfuse.runtime.plan import Kernel, TensorSpec
 from onnxfuse.runtime.plan_bytes import input_words, packed, plan_words, read_input
 from onnxfuse.runtime.symint import SymInt
-from onnxfuse.runtime.template import Template, Variant, holds, sizes_of
+from onnxfuse.runtime.template import Template, Variant, holds, size_count, sizes_of
 from onnxfuse.runtime.word_reader import WORD, WordReader
 
 TEMPLATE_MARK: Final = 0x6F6E66740001  # kTemplateMark in native/template.h
@@ -134,7 +134,7 @@ def read_template(data: bytes) -> TemplateWords:
     if reader.word() != TEMPLATE_MARK:
         raise ValueError("it is no template of this format")
     inputs = _inputs(reader)
-    sizes = max((-dim for spec in inputs for dim in spec.shape if dim < 0), default=0)
+    sizes = size_count(inputs)
     start = reader.position
     reader.skip(3 * reader.count("expressions"))
     expressions = data[start : reader.position]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ import onnx
 from onnxfuse.errors import VerificationError, first_line
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.load import load
+from onnxfuse.printing import finite
 from onnxfuse.verify.cpu_session import Prepared, open_session, prepare
 from onnxfuse.verify.default_optimizations import with_default_optimizations
 from onnxfuse.verify.difference import OutputDifference
@@ -73,7 +73,7 @@ class Verification:
     def to_json(self) -> dict[str, Any]:
         """Return the verification as JSON values; an infinite error, which JSON cannot write, becomes None."""
         rows = [
-            {key: _finite(getattr(o, key)) for key in ("name", "max_abs", "max_rel", "tolerance")} for o in self.outputs
+            {key: finite(getattr(o, key)) for key in ("name", "max_abs", "max_rel", "tolerance")} for o in self.outputs
         ]
         missing = [{"name": each.name, "reason": each.reason} for each in self.not_compared]
         return {"status": self.status, "passed": self.passed, "reason": self.reason, "outputs": rows,
@@ -244,7 +244,3 @@ def _fail_changed_dtypes(
     changed = {n: f"output '{n}' is {name_of(new[n])}; the original has {name_of(t)}" for n, t in old.items()
                if new.get(n, t) != t}  # fmt: skip
     return tuple(replace(e, passed=False, reason=changed[e.name]) if e.name in changed else e for e in errors)
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
