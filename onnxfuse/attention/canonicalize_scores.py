@@ -39,7 +39,7 @@ from onnxfuse.analysis.shape_rules.elementwise import broadcast
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
 from onnxfuse.ir.graph import Graph, constant_number
 from onnxfuse.ir.node import Node, Tensor, op_of, producer
-from onnxfuse.passes.emit import emit, write
+from onnxfuse.passes.emit import write
 from onnxfuse.passes.graph_pass import graph_pass
 from onnxfuse.passes.scale_operand import scale_operand
 from onnxfuse.patterns._attention import SWALLOWS_SCORES
@@ -267,10 +267,9 @@ class _Writer:
             self.plain, mask = self._under(mask, self.plain), None
         elif mask is not None and self.of_heads is not None and self.plain is not None:
             self.of_heads, self.plain = self._sum(self.of_heads, self.plain), None
-        shape, dtype = self.shapes.shape(self.end), self.shapes.dtype(self.end)
         for each in (self.of_heads, self.plain):
             if each is not None:
-                total = emit(self.graph, self.shapes, "Add", [total, each], stem, shape, dtype)
+                total = write(self.graph, self.shapes, "Add", [total, each], stem)
         return total if mask is None else self._where(mask, total, stem)
 
     def _may_be_added(self) -> bool:

@@ -31,7 +31,7 @@ from onnxfuse.ir.dtypes import FUSIBLE_FLOATS, Array
 from onnxfuse.ir.graph import Graph, constant_number, constant_value
 from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of, producer
 from onnxfuse.passes.compose_views import added_ones
-from onnxfuse.passes.emit import emit, unsqueezed
+from onnxfuse.passes.emit import unsqueezed, write
 from onnxfuse.passes.graph_pass import graph_pass
 
 MAX_TABLE_ELEMENTS: Final = 2**24  # maximum number of elements of a table of all heads; larger tables are left alone
@@ -76,9 +76,9 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, node: Node, side: int) -> bool:
     stem, own = f"{bias.name}_of_slopes", shapes.dtype(positions)
     values = found.slopes.reshape(heads, 1, 1).astype(tensor_dtype_to_np_dtype(own))
     slopes = graph.constant(f"{bias.name}_slopes", values)
-    made = emit(graph, shapes, "Mul", [slopes, positions], stem, shape, own)
+    made = write(graph, shapes, "Mul", [slopes, positions], stem)
     if own != dtype:
-        made = emit(graph, shapes, "Cast", [made], f"{stem}_cast", shape, dtype, {"to": dtype})
+        made = write(graph, shapes, "Cast", [made], f"{stem}_cast", {"to": dtype})
     node.inputs[side] = made
     return True
 
@@ -163,10 +163,8 @@ class _Biases:
         found = None if not axes or len(shape) + axis in axes else self.factored(node.inputs[0], axis, steps - 1)
         if found is None or self.rank(found.positions) < len(shape):
             return None
-        sizes = [1 if place == len(shape) + axis else size for place, size in enumerate(shape)]
-        stem, dtype = f"{node.outputs[0].name}_positions", self.shapes.dtype(found.positions)
-        inputs = [found.positions, *node.inputs[1:]]
-        return replace(found, positions=emit(self.graph, self.shapes, "Slice", inputs, stem, sizes, dtype, node.attrs))
+        inputs, stem = [found.positions, *node.inputs[1:]], f"{node.outputs[0].name}_positions"
+        return replace(found, positions=write(self.graph, self.shapes, "Slice", inputs, stem, node.attrs))
 
     def _view(self, node: Node, shape: Shape, axis: int, steps: int) -> Factored | None:
         """Return the factors of a view that adds axes of size 1."""

@@ -30,7 +30,7 @@ from onnxfuse.ir.attributes import ints_attribute
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, consumers, op_of, producer
 from onnxfuse.passes.compose_views import View, farthest_view, write_scalings, write_views, written_from
-from onnxfuse.passes.emit import emit, integers, joined_sizes, sizes_along
+from onnxfuse.passes.emit import emit, integers, joined_sizes, sizes_along, write
 from onnxfuse.passes.graph_pass import graph_pass
 from onnxfuse.passes.sizes_of_operands import origin_of_size
 
@@ -211,9 +211,9 @@ class MergedAxes:
         merged = None if after is None else self._viewed(node.inputs[0], View(None, rows))
         if after is None or merged is None:
             return source, views
-        stem, dtype = f"{source.name}_merged", self.shapes.dtype(source)
+        stem = f"{source.name}_merged"
         range_of_columns = [integers(self.graph, stem, [number]) for number in (first, first + count, 2)]
-        return emit(self.graph, self.shapes, "Slice", [merged, *range_of_columns], stem, sliced, dtype), after
+        return write(self.graph, self.shapes, "Slice", [merged, *range_of_columns], stem), after
 
     def _viewed(self, tensor: Tensor, *views: View) -> Tensor | None:
         return write_views(self.graph, self.shapes, tensor, views, f"{tensor.name}_merged")

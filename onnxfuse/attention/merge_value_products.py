@@ -15,7 +15,7 @@ from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, consumers, op_of, producer
-from onnxfuse.passes.emit import emit, integers, unsqueezed, write
+from onnxfuse.passes.emit import integers, unsqueezed, write
 from onnxfuse.passes.graph_pass import graph_pass
 
 MAX_SIZE: Final = 256  # maximum number of elements per head of values that attention kernels support
@@ -46,14 +46,13 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, probabilities: Tensor) -> bool:
     known: list[Shape] = [shape for shape in found if shape is not None and len(shape) == RANK]
     if len(known) < len(found) or shapes.dtype(probabilities) not in FUSIBLE_FLOATS:
         return False
-    rows, first, sizes = known[0], known[1], [shape[-1] for shape in known[1:]]
+    first, sizes = known[1], [shape[-1] for shape in known[1:]]
     numbers = [size for size in sizes if isinstance(size, int)]
     if len(numbers) < len(sizes) or sum(numbers) > MAX_SIZE or any(shape[:-1] != first[:-1] for shape in known[1:]):
         return False
     stem, total = f"{probabilities.name}_values", sum(numbers)
     joined = _joined(graph, shapes, values, stem, total)
-    shape, dtype = (*rows[:-1], total), shapes.dtype(probabilities)
-    context = emit(graph, shapes, "MatMul", [probabilities, joined], f"{stem}_product", shape, dtype)
+    context = write(graph, shapes, "MatMul", [probabilities, joined], f"{stem}_product")
     cuts = [integers(graph, f"{stem}_cut", [offset]) for offset in (0, *accumulate(numbers))]
     axis = integers(graph, f"{stem}_axis", [RANK - 1])
     for output, ends in zip([node.outputs[0] for node in products], pairwise(cuts), strict=True):

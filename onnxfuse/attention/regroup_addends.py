@@ -54,8 +54,7 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:
     regrouped = None if target is None else write_views(graph, shapes, mask, (view,), stem)
     if regrouped is None:
         return False
-    total = emit(graph, shapes, "Add", [source, regrouped], f"{end.name}_sum", shape, shapes.dtype(source))
-    return graph.replace(end, total)
+    return graph.replace(end, write(graph, shapes, "Add", [source, regrouped], f"{end.name}_sum"))
 
 
 def _reshaped_sum(graph: Graph, tensor: Tensor) -> tuple[Node, list[Tensor]] | None:

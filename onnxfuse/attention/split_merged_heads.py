@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from onnx import TensorProto
-
 from onnxfuse.algebra.operators import REARRANGING
 from onnxfuse.algebra.sizes import Shape, Size
 from onnxfuse.analysis.scores import is_of_last_axis
@@ -31,7 +29,7 @@ from onnxfuse.passes.compose_views import (
     write_views,
     written_from,
 )
-from onnxfuse.passes.emit import emit, integers, joined_sizes, sizes_along
+from onnxfuse.passes.emit import emit, integers, joined_sizes, sizes_along, write
 from onnxfuse.passes.fold_shapes import reshape_target
 from onnxfuse.passes.graph_pass import graph_pass
 
@@ -167,7 +165,7 @@ class SplitHeads:
     def _computed_target(self, tensor: Tensor, stem: str) -> Tensor:
         """Write the target (merged / heads, heads, rows, columns); a -1 would be undetermined beside an empty axis."""
         assert isinstance(self.parts[1], int)  # checked by `_can_write`
-        write, heads = (self.graph, self.shapes), integers(self.graph, f"{stem}_count", [self.parts[1]])
-        merged, rest = (sizes_along(*write, tensor, axes, stem) for axes in ([0], [1, 2]))
-        batch = emit(*write, "Div", [merged, heads], f"{stem}_batch", (1,), TensorProto.INT64)
-        return joined_sizes(*write, [batch, heads, rest], f"{stem}_target")
+        graph, heads = (self.graph, self.shapes), integers(self.graph, f"{stem}_count", [self.parts[1]])
+        merged, rest = (sizes_along(*graph, tensor, axes, stem) for axes in ([0], [1, 2]))
+        batch = write(*graph, "Div", [merged, heads], f"{stem}_batch")
+        return joined_sizes(*graph, [batch, heads, rest], f"{stem}_target")

@@ -27,7 +27,7 @@ from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
 from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
 from onnxfuse.passes.compose_views import added_ones
-from onnxfuse.passes.emit import emit, integers, unsqueezed
+from onnxfuse.passes.emit import integers, unsqueezed, write
 from onnxfuse.passes.fold_constants import MAX_GROWTH_BYTES
 from onnxfuse.passes.fold_shapes import reshape_target
 from onnxfuse.passes.graph_pass import graph_pass
@@ -107,13 +107,13 @@ class _Substitution:
         target = reshape_target(sizes, small_shape)
         if not takes_all or used != sorted(set(used)) or (target is None and 0 in axes):
             return None
-        stem, dtype = f"{output.name}_thin", self.shapes.dtype(output)
+        stem = f"{output.name}_thin"
         # A Reshape might need a -1, which is not allowed beside a size of 0, so Unsqueeze is preferred.  But only a
         # Reshape can move axes of size 1.
         if 0 not in axes:
             return unsqueezed(self.graph, self.shapes, value.tensor, new, stem)
         inputs = [value.tensor, integers(self.graph, f"{stem}_shape", target or [])]
-        return emit(self.graph, self.shapes, "Reshape", inputs, stem, small_shape, dtype)
+        return write(self.graph, self.shapes, "Reshape", inputs, stem)
 
     def _single_row(self, node: Node) -> Tensor | None:
         """Return the row of a small table that all indices select, such as the embedding of equal token types."""
@@ -144,8 +144,7 @@ class _Substitution:
             inner = [axis - first for axis in new if axis > first]  # broadcasting adds the outer axes
             stem = f"{output.name}_part"
             operands.append(unsqueezed(self.graph, self.shapes, operand, inner, stem) if inner else operand)
-        stem, dtype = f"{output.name}_joined", self.shapes.dtype(output)
-        return self.graph.replace(output, emit(self.graph, self.shapes, joined.op, operands, stem, after, dtype))
+        return self.graph.replace(output, write(self.graph, self.shapes, joined.op, operands, f"{output.name}_joined"))
 
     def _shrink(self, node: Node, inputs: list[Tensor]) -> bool:
         """Make the node, or a copy with a smaller result, read the smaller inputs; return whether the graph changed."""
@@ -163,8 +162,7 @@ class _Substitution:
             for index, tensor in enumerate(inputs):
                 node.inputs[index] = tensor
             return True
-        stem, dtype = f"{output.name}_thin", self.shapes.dtype(output)
-        self.smaller[output.name] = emit(self.graph, self.shapes, node.op, inputs, stem, shape, dtype, node.attrs)
+        self.smaller[output.name] = write(self.graph, self.shapes, node.op, inputs, f"{output.name}_thin", node.attrs)
         return False
 
     def _result_among(self, op: str, inputs: Sequence[Tensor]) -> Tensor | None:

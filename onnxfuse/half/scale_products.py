@@ -18,7 +18,7 @@ from onnxfuse.half.ranges import Range
 from onnxfuse.half.weights import Weights
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, is_constant, op_of
-from onnxfuse.passes.emit import emit
+from onnxfuse.passes.emit import write
 
 ROOM: Final = 6  # bits by which the scaled operand's largest number must exceed the smallest normal number
 
@@ -34,7 +34,7 @@ def scale_products(shapes: ShapeInfo, ranges: Mapping[str, Range], weights: Weig
             continue
         x, y = node.inputs[0], node.outputs[0]
         down, up = (graph.constant(f"factor_{each:g}", np.array(each, np.float32)) for each in (2.0**-bits, 2.0**bits))
-        small = emit(graph, shapes, "Mul", [x, down], f"{x.name}_scaled", shapes.shape(x), shapes.dtype(x))
+        small = write(graph, shapes, "Mul", [x, down], f"{x.name}_scaled")
         product = graph.variable(f"{y.name}_scaled")
         shapes.record(product, shapes.shape(y), shapes.dtype(y))
         node.inputs[0], node.outputs[0] = small, product

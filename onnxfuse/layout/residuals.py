@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
 import onnx
 
 from onnxfuse.algebra.sizes import Shape
@@ -14,7 +13,7 @@ from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
 from onnxfuse.layout.fusions import CONVOLUTION, GATE, PRODUCT
 from onnxfuse.layout.joins import Call, Joined, Joins
-from onnxfuse.passes.emit import emit
+from onnxfuse.passes.emit import integers, write
 from onnxfuse.passes.fold_shapes import reshape_target
 from onnxfuse.rewrite.chain_bodies import chained, function_of
 
@@ -28,13 +27,12 @@ OPS_OF_ONE_RANK: Final = frozenset({"Gemm", "Reshape"})  # operators that fix th
 class Addition:
     """A fused node that can add a residual itself.
 
-    If the node's operand x can be reshaped in place of the result, `moved` holds the new shape of x, and the target of
-    the Reshape that gives x this shape.
+    If the node's operand x can be reshaped in place of the result, `moved` is the new shape of x.
     """
 
     call: Call
     residual: Tensor
-    moved: tuple[Shape, list[int]] | None = None
+    moved: Shape | None = None
 
 
 def residuals(joins: Joins) -> Iterator[Joined]:
@@ -49,7 +47,7 @@ def residuals(joins: Joins) -> Iterator[Joined]:
             one = max(found, key=lambda one: graph.position[one.call.node])
             call, operands = one.call, {**one.call.operands, RESIDUAL: one.residual}
             if one.moved:
-                operands["x"] = _reshaped(joins, call.node, *one.moved, compared)
+                operands["x"] = _reshaped(joins, call.node, one.moved, compared)
             position = {"residual_position": "before" if call.activation == "none" else "after"}
             own = position if call.fusion in CHANNELS_LAST else {}
             yield Joined((call.node, add), call, chained(call.body, ADDED), operands, own)
@@ -82,8 +80,8 @@ def _takes_a_residual(call: Call) -> bool:
     return call.fusion == PRODUCT or (call.fusion in CHANNELS_LAST and call.attributes.get("layout") == "nhwc")
 
 
-def _moved_view(shapes: ShapeInfo, call: Call, view: Node) -> tuple[Shape, list[int]] | None:
-    """Return the new shape of x and its Reshape's target, if x can be reshaped in place of the product's result.
+def _moved_view(shapes: ShapeInfo, call: Call, view: Node) -> Shape | None:
+    """Return the new shape of x, if x can be reshaped in place of the product's result.
 
     None where the rows differ, the target is not constant, or the body works for one rank only.
     """
@@ -93,12 +91,11 @@ def _moved_view(shapes: ShapeInfo, call: Call, view: Node) -> tuple[Shape, list[
     if not (x and y and result) or y[-1] != result[-1] or len(result) < 3 or x[:-1] != y[:-1]:
         return None
     shape = (*result[:-1], x[-1])
-    target = reshape_target(x, shape)
-    return None if target is None else (shape, target)
+    return None if reshape_target(x, shape) is None else shape
 
 
-def _reshaped(joins: Joins, product: Node, shape: Shape, target: list[int], compared: Collection[str]) -> Tensor:
-    """Return the product's x, reshaped to `shape` by a Reshape with the target `target`.
+def _reshaped(joins: Joins, product: Node, shape: Shape, compared: Collection[str]) -> Tensor:
+    """Return the product's x, reshaped to `shape`.
 
     This Reshape can also replace a Reshape before the product.  It does so only if the source of that Reshape is in
     `compared`: tensors whose values are available when the product is compared with the original.
@@ -107,10 +104,9 @@ def _reshaped(joins: Joins, product: Node, shape: Shape, target: list[int], comp
     before = producer(x)
     if before is not None and op_of(before) == "Reshape" and graph.sole_consumer(x) is product:
         source = before.inputs[0]
-        whole = reshape_target(shapes.shape(source), shape)
         if source.name in compared and shapes.shape(source) == shape:
             return source
-        if source.name in compared and shapes.shape(source) is not None and whole is not None:
-            x, target = source, whole
-    stored = graph.constant(f"{x.name}_shape", np.array(target, np.int64))
-    return emit(graph, shapes, "Reshape", [x, stored], f"{x.name}_moved", shape, shapes.dtype(x))
+        if source.name in compared and reshape_target(shapes.shape(source), shape) is not None:
+            x = source
+    target = integers(graph, f"{x.name}_shape", reshape_target(shapes.shape(x), shape) or [])
+    return write(graph, shapes, "Reshape", [x, target], f"{x.name}_moved")

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 from typing import Final
 
-import numpy as np
-
 from onnxfuse.algebra.operators import SLICING
 from onnxfuse.analysis.shape_info import CannotInfer, ShapeInfo
 from onnxfuse.analysis.slice_ranges import slice_ranges
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, op_of, producer
-from onnxfuse.passes.emit import emit
-from onnxfuse.passes.fold_shapes import reshape_target
+from onnxfuse.passes.emit import integers, write
+from onnxfuse.passes.fold_shapes import MAX_INT64, reshape_target
 from onnxfuse.passes.graph_pass import graph_pass
 
 RANK: Final = 5  # minimum rank of heads reshaped to pairs: batch, heads, rows, pairs and 2
-MAX_INT64: Final = np.iinfo(np.int64).max  # the end of a Slice that takes the rest of its axis
 
 
 @graph_pass(opset=13)  # from this opset on, the axes of Unsqueeze are an input
@@ -53,13 +50,12 @@ def _slice_instead(graph: Graph, shapes: ShapeInfo, node: Node, made: Tensor) ->
     first, taken = ranges.get(len(pairs) - 1, (0, 2))
     if len(ranges) != 1 or taken != 1:
         return False
-    source, stem, dtype = reshape.inputs[0], made.name, shapes.dtype(made)
+    source, stem = reshape.inputs[0], made.name
     if shapes.shape(source) != whole:
-        stored = graph.constant(f"{stem}_shape", np.array(target, np.int64))
-        source = emit(graph, shapes, "Reshape", [source, stored], f"{stem}_heads", whole, dtype)
+        source = write(graph, shapes, "Reshape", [source, integers(graph, f"{stem}_shape", target)], f"{stem}_heads")
     numbers = {"start": first, "end": MAX_INT64, "axis": -1, "step": 2}
-    inputs = [graph.constant(f"{stem}_{name}", np.array([number], np.int64)) for name, number in numbers.items()]
-    column = emit(graph, shapes, "Slice", [source, *inputs], f"{stem}_of_pairs", pairs[:-1], dtype)
+    inputs = [integers(graph, f"{stem}_{name}", [number]) for name, number in numbers.items()]
+    column = write(graph, shapes, "Slice", [source, *inputs], f"{stem}_of_pairs")
     if len(shape) == len(pairs):
-        column = emit(graph, shapes, "Unsqueeze", [column, inputs[2]], f"{stem}_column", shape, dtype)
+        column = write(graph, shapes, "Unsqueeze", [column, inputs[2]], f"{stem}_column")
     return graph.replace(made, column)

@@ -16,7 +16,7 @@ from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import input_index, perm_of
 from onnxfuse.ir.graph import Graph, constant_number
 from onnxfuse.ir.node import Node, Tensor, consumers, op_of, producer
-from onnxfuse.passes.emit import emit
+from onnxfuse.passes.emit import emit, write
 from onnxfuse.passes.empty_views import gives_shape_if_empty
 from onnxfuse.passes.fold_shapes import reshape_target
 from onnxfuse.passes.graph_pass import graph_pass
@@ -270,10 +270,8 @@ def sources_of(
 
 def write_scalings(graph: Graph, shapes: ShapeInfo, tensor: Tensor, scalings: Sequence[Node]) -> Tensor:
     """Multiply or divide a tensor by the numbers of the nodes `scalings`; return the result."""
-    shape, dtype = shapes.shape(tensor), shapes.dtype(tensor)
     for node in scalings:
-        stem = f"{node.outputs[0].name}_moved"
-        tensor = emit(graph, shapes, op_of(node), [tensor, node.inputs[1]], stem, shape, dtype)
+        tensor = write(graph, shapes, op_of(node), [tensor, node.inputs[1]], f"{node.outputs[0].name}_moved")
     return tensor
 
 

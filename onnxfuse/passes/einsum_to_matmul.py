@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from string import ascii_letters
 
-from onnxfuse.algebra.index_maps import transposed
 from onnxfuse.algebra.sizes import Shape, Size, product
 from onnxfuse.analysis.scores import computes_probabilities
 from onnxfuse.analysis.shape_info import ShapeInfo
@@ -26,7 +25,7 @@ from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, op_of
 from onnxfuse.passes.compose_views import View, write_views
-from onnxfuse.passes.emit import emit
+from onnxfuse.passes.emit import emit, write
 from onnxfuse.passes.graph_pass import graph_pass
 
 
@@ -78,14 +77,14 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
         return False
     if any(len(set(axes)) < len(axes) or len(axes) != len(shape) for axes, shape in zip(letters, known, strict=True)):
         return False
-    write = _Writer(graph, shapes, shapes.dtype(node.outputs[0]), f"{node.outputs[0].name}_product")
+    writer = _Writer(graph, shapes, f"{node.outputs[0].name}_product")
     written = None
     if len(known) == 1 and set(letters[0]) == set(result):
-        written = write.transposed(node.inputs[0], letters[0], result)
-    elif len(known) == 2 and write.dtype in FUSIBLE_FLOATS:
-        written = _product(write, node.inputs, (letters[0], letters[1]), (known[0], known[1]), result)
-    elif len(known) > 2 and write.dtype in FUSIBLE_FLOATS:
-        written = _pairwise(write, node, letters, known, result)
+        written = writer.transposed(node.inputs[0], letters[0], result)
+    elif shapes.dtype(node.outputs[0]) in FUSIBLE_FLOATS and len(known) == 2:
+        written = _product(writer, node.inputs, (letters[0], letters[1]), (known[0], known[1]), result)
+    elif shapes.dtype(node.outputs[0]) in FUSIBLE_FLOATS and len(known) > 2:
+        written = _pairwise(writer, node, letters, known, result)
     return written is not None and graph.replace(node.outputs[0], written)
 
 
@@ -108,7 +107,7 @@ def _letters(equation: str, ranks: Sequence[int]) -> tuple[list[str], str]:
 
 
 def _product(
-    write: _Writer, inputs: Sequence[Tensor], letters: tuple[str, str], shapes: tuple[Shape, Shape], result: str
+    writer: _Writer, inputs: Sequence[Tensor], letters: tuple[str, str], shapes: tuple[Shape, Shape], result: str
 ) -> Tensor | None:
     """Write an Einsum of two operands as a MatMul; None where it is not a matrix product."""
     left, right = letters
@@ -117,12 +116,12 @@ def _product(
         return None  # an axis broadcasts, or its sizes are not known to be equal
     shared = [axis for axis in left if axis in right]
     if result[-1:] in left and any(axis in result for axis in shared):  # the last axis of the result is a row axis
-        return _product_in_order(write, inputs[::-1], (right, left), result, sizes)
-    return _product_in_order(write, inputs, letters, result, sizes)
+        return _product_in_order(writer, inputs[::-1], (right, left), result, sizes)
+    return _product_in_order(writer, inputs, letters, result, sizes)
 
 
 def _pairwise(
-    write: _Writer, node: Node, letters: Sequence[str], shapes: Sequence[Shape], result: str
+    writer: _Writer, node: Node, letters: Sequence[str], shapes: Sequence[Shape], result: str
 ) -> Tensor | None:
     """Write an Einsum of several operands as a MatMul of the first two, and an Einsum of the product and the others.
 
@@ -130,15 +129,17 @@ def _pairwise(
     """
     (left, right, *others), needed = letters, result + "".join(letters[2:])
     kept = "".join(dict.fromkeys(axis for axis in needed if axis in left + right))
-    first = _product(write, node.inputs[:2], (left, right), (shapes[0], shapes[1]), kept)
-    shape = write.shapes.shape(node.outputs[0])
+    first = _product(writer, node.inputs[:2], (left, right), (shapes[0], shapes[1]), kept)
+    shape, dtype = writer.shapes.shape(node.outputs[0]), writer.shapes.dtype(node.outputs[0])
     if first is None or shape is None:
         return None
-    return write("Einsum", [first, *node.inputs[2:]], shape, equation=f"{','.join([kept, *others])}->{result}")
+    equation = f"{','.join([kept, *others])}->{result}"
+    inputs, attributes = [first, *node.inputs[2:]], {"equation": equation}
+    return emit(writer.graph, writer.shapes, "Einsum", inputs, writer.stem, shape, dtype, attributes)
 
 
 def _product_in_order(
-    write: _Writer, inputs: Sequence[Tensor], letters: tuple[str, str], result: str, sizes: dict[str, Size]
+    writer: _Writer, inputs: Sequence[Tensor], letters: tuple[str, str], result: str, sizes: dict[str, Size]
 ) -> Tensor | None:
     """Write an Einsum as a MatMul with the first input on the left; None where it is not a matrix product."""
     left, right = letters
@@ -157,16 +158,14 @@ def _product_in_order(
         return None
     if axes.batch and len(axes.columns) > 1:
         return None
-    a = write.merged(write.transposed(inputs[0], left, axes.left), axes.left, (axes.inner,), sizes)
-    b = write.merged(write.transposed(inputs[1], right, axes.right), axes.right, (axes.inner, axes.columns), sizes)
+    a = writer.merged(writer.transposed(inputs[0], left, axes.left), axes.left, (axes.inner,), sizes)
+    b = writer.merged(writer.transposed(inputs[1], right, axes.right), axes.right, (axes.inner, axes.columns), sizes)
     if b is not None and axes.right_leading != axes.batch:
-        b = write.with_ones(b, axes)
+        b = writer.with_ones(b, axes)
     if a is None or b is None:
         return None
-    leading = [sizes[axis] for axis in axes.leading + axes.row]
-    merged = (*leading, product(sizes[axis] for axis in axes.columns))
-    made = write.reshaped(write("MatMul", [a, b], merged), tuple(sizes[axis] for axis in axes.result))
-    return None if made is None else write.transposed(made, axes.result, result)
+    made = writer.reshaped(writer("MatMul", [a, b]), tuple(sizes[axis] for axis in axes.result))
+    return None if made is None else writer.transposed(made, axes.result, result)
 
 
 @dataclass(frozen=True)
@@ -175,19 +174,14 @@ class _Writer:
 
     graph: Graph
     shapes: ShapeInfo
-    dtype: int
     stem: str
 
-    def __call__(
-        self, op: str, inputs: Sequence[Tensor], shape: Sequence[Size], **attributes: list[int] | str
-    ) -> Tensor:
-        return emit(self.graph, self.shapes, op, inputs, self.stem, shape, self.dtype, attributes)
+    def __call__(self, op: str, inputs: Sequence[Tensor], **attributes: list[int]) -> Tensor:
+        return write(self.graph, self.shapes, op, inputs, self.stem, attributes)
 
     def transposed(self, tensor: Tensor, axes: str, wanted: str) -> Tensor:
         """Return a tensor with its `axes` in the order `wanted`."""
-        shape, perm = self.shapes.shape(tensor), [axes.index(axis) for axis in wanted]
-        assert shape is not None
-        return tensor if axes == wanted else self("Transpose", [tensor], transposed(shape, perm), perm=perm)
+        return tensor if axes == wanted else self("Transpose", [tensor], perm=[axes.index(axis) for axis in wanted])
 
     def merged(self, tensor: Tensor, axes: str, groups: Sequence[str], sizes: dict[str, Size]) -> Tensor | None:
         """Merge each of `groups`, adjacent groups of a tensor's last axes, into one axis."""

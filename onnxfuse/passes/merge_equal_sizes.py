@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from onnx import TensorProto
-
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Tensor, op_of
-from onnxfuse.passes.emit import emit
+from onnxfuse.passes.emit import write
 
 
 def merge_equal_sizes(graph: Graph, shapes: ShapeInfo) -> None:
@@ -41,8 +39,6 @@ def _read_from_inputs(graph: Graph, shapes: ShapeInfo) -> None:
         if source is not None:
             tensor, axis = source
             attributes = {"start": axis, "end": axis + 1}
-            size = emit(graph, shapes, "Shape", [tensor], f"{tensor.name}_size", [1], TensorProto.INT64, attributes)
-            shapes.record_value(size, value)
-            graph.replace(node.outputs[0], size)
+            graph.replace(node.outputs[0], write(graph, shapes, "Shape", [tensor], f"{tensor.name}_size", attributes))
     graph.remove_dead()
     graph.sort()
