@@ -502,7 +502,7 @@ def form_regions(work: Work) -> None:
         with step(REGIONS):
             made = assign_regions(work.joining, known)
         known = _standing(graph, known)  # without the fused nodes that became parts of regions
-    write_deferred(graph, work.shapes)
+    write_deferred(work.shapes)
     if work.settings.regions:
         if work.joining.left:
             last = [fusion for fusion in work.settings.fusions if fusion.last]

@@ -239,7 +239,7 @@ def _scale_queries_of(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
         if shape is None or not sizes or sizes[-1] != 1 or len(sizes) > len(shape) or dtype != shapes.dtype(queries):
             continue
         if broadcast(shapes, shape, sizes) == shape and constant_number(graph, factor) is None:
-            scale_operand(graph, shapes, product, node)
+            scale_operand(shapes, product, node)
             return True
     return False
 
@@ -269,7 +269,7 @@ class _Writer:
             self.of_heads, self.plain = self._sum(self.of_heads, self.plain), None
         for each in (self.of_heads, self.plain):
             if each is not None:
-                total = write(self.graph, self.shapes, "Add", [total, each], stem)
+                total = write(self.shapes, "Add", [total, each], stem)
         return total if mask is None else self._where(mask, total, stem)
 
     def _may_be_added(self) -> bool:
@@ -314,10 +314,10 @@ class _Writer:
         """Return a value that is replaced by the mask's number where the mask hides scores."""
         number = self._constant(f"{stem}_number", mask.number)
         branches = [number, value] if mask.inverted else [value, number]
-        return write(self.graph, self.shapes, "Where", [mask.condition, *branches], stem)
+        return write(self.shapes, "Where", [mask.condition, *branches], stem)
 
     def _sum(self, a: Tensor | None, b: Tensor) -> Tensor:
-        return b if a is None else write(self.graph, self.shapes, "Add", [a, b], f"{self.end.name}_mask")
+        return b if a is None else write(self.shapes, "Add", [a, b], f"{self.end.name}_mask")
 
     def _times(self, tensor: Tensor, factor: float) -> Tensor:
         """Return a tensor times a number; a Where of two numbers stays a Where of the scaled numbers."""
@@ -328,8 +328,8 @@ class _Writer:
         known = [number for number in numbers if number is not None]
         if node is not None and op_of(node) == "Where" and len(known) == len(numbers):
             branches = [self._constant(f"{stem}_number", number * factor) for number in known]
-            return write(self.graph, self.shapes, "Where", [node.inputs[0], *branches], stem)
-        return write(self.graph, self.shapes, "Mul", [tensor, self._constant(f"{stem}_factor", factor)], stem)
+            return write(self.shapes, "Where", [node.inputs[0], *branches], stem)
+        return write(self.shapes, "Mul", [tensor, self._constant(f"{stem}_factor", factor)], stem)
 
     def _constant(self, stem: str, number: float) -> Tensor:
         rounded = number if abs(number) <= LARGEST_FLOAT32 else math.copysign(math.inf, number)

@@ -76,9 +76,9 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, node: Node, side: int) -> bool:
     stem, own = f"{bias.name}_of_slopes", shapes.dtype(positions)
     values = found.slopes.reshape(heads, 1, 1).astype(tensor_dtype_to_np_dtype(own))
     slopes = graph.constant(f"{bias.name}_slopes", values)
-    made = write(graph, shapes, "Mul", [slopes, positions], stem)
+    made = write(shapes, "Mul", [slopes, positions], stem)
     if own != dtype:
-        made = write(graph, shapes, "Cast", [made], f"{stem}_cast", {"to": dtype})
+        made = write(shapes, "Cast", [made], f"{stem}_cast", {"to": dtype})
     node.inputs[side] = made
     return True
 
@@ -164,7 +164,7 @@ class _Biases:
         if found is None or self.rank(found.positions) < len(shape):
             return None
         inputs, stem = [found.positions, *node.inputs[1:]], f"{node.outputs[0].name}_positions"
-        return replace(found, positions=write(self.graph, self.shapes, "Slice", inputs, stem, node.attrs))
+        return replace(found, positions=write(self.shapes, "Slice", inputs, stem, node.attrs))
 
     def _view(self, node: Node, shape: Shape, axis: int, steps: int) -> Factored | None:
         """Return the factors of a view that adds axes of size 1."""
@@ -185,4 +185,4 @@ class _Biases:
         stem = f"{positions.name}_positions"
         if is_constant(positions) and axes:
             return self.graph.constant(stem, np.expand_dims(constant_value(self.graph, positions), axes))
-        return unsqueezed(self.graph, self.shapes, positions, axes, stem) if axes else positions
+        return unsqueezed(self.shapes, positions, axes, stem) if axes else positions

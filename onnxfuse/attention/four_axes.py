@@ -34,7 +34,7 @@ from onnxfuse.passes.emit import emit, integers, joined_sizes, sizes_along, writ
 from onnxfuse.passes.graph_pass import graph_pass
 from onnxfuse.passes.sizes_of_operands import origin_of_size
 
-AxesOf: TypeAlias = "Callable[[Graph, ShapeInfo, Node, Shape], MergedAxes | OneHead]"
+AxesOf: TypeAlias = "Callable[[ShapeInfo, Node, Shape], MergedAxes | OneHead]"
 
 
 @graph_pass(opset=13)  # from this opset on, Softmax is over one axis
@@ -62,8 +62,8 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, last: Node, axes_of: AxesOf) -> bo
     shape, inside = shapes.shape(end), attention_before(graph, shapes, last)
     if shape is None or inside is None:
         return False
-    axes = axes_of(graph, shapes, last, shape)
-    result = NewAxes(graph, shapes, inside, axes).of(end)
+    axes = axes_of(shapes, last, shape)
+    result = NewAxes(shapes, inside, axes).of(end)
     made = None if result is None else axes.back(result)
     return made is not None and graph.replace(end, made)
 
@@ -72,7 +72,6 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, last: Node, axes_of: AxesOf) -> bo
 class OneHead:
     """Adds an axis of size 1 before the last two, and another one for the batch where there is none."""
 
-    graph: Graph
     shapes: ShapeInfo
     last: Node
     result: Shape  # the shape of the attention's result
@@ -94,14 +93,13 @@ class OneHead:
         return self._viewed(result, self.result)
 
     def _viewed(self, tensor: Tensor, shape: Shape) -> Tensor | None:
-        return write_views(self.graph, self.shapes, tensor, (View(None, shape),), f"{tensor.name}_of_one_head")
+        return write_views(self.shapes, tensor, (View(None, shape),), f"{tensor.name}_of_one_head")
 
 
 @dataclass(frozen=True)
 class MergedAxes:
     """Merges two axes in all tensors of an attention: the axes that are `axis` and `axis + 1` in its result."""
 
-    graph: Graph
     shapes: ShapeInfo
     last: Node
     result: Shape  # the shape of the attention's result
@@ -167,10 +165,10 @@ class MergedAxes:
                 if shape is None or shape[self.axis + i] != size:
                     return None
                 source, axis = origin_of_size(self.shapes, values, self.axis + i)
-                target[at + i] = sizes_along(self.graph, self.shapes, source, [axis], stem)
-        inputs = [tensor, joined_sizes(self.graph, self.shapes, target, stem)]
+                target[at + i] = sizes_along(self.shapes, source, [axis], stem)
+        inputs = [tensor, joined_sizes(self.shapes, target, stem)]
         expanded = (*full[:at], *wanted, *full[at + 2 :])
-        return emit(self.graph, self.shapes, "Expand", inputs, stem, expanded, self.shapes.dtype(tensor))
+        return emit(self.shapes, "Expand", inputs, stem, expanded, self.shapes.dtype(tensor))
 
     def back(self, result: Tensor) -> Tensor | None:
         """Return the result with the merged axes split again; None where a Reshape would need a computed target."""
@@ -185,10 +183,10 @@ class MergedAxes:
 
     def _reshaped(self, tensor: Tensor, wanted: Shape) -> Tensor | None:
         """Return a tensor with the wanted shape; None where a Reshape would need a computed target."""
-        if (found := farthest_view(self.graph, self.shapes, tensor, View(None, wanted))) is not None:
+        if (found := farthest_view(self.shapes, tensor, View(None, wanted))) is not None:
             source, views = self._merged_before_slice(*found[:2])
             made = self._viewed(source, *views)
-            return None if made is None else write_scalings(self.graph, self.shapes, made, found[2])
+            return None if made is None else write_scalings(self.shapes, made, found[2])
         return None if 0 in wanted else self._viewed(tensor, View(None, wanted))
 
     def _merged_before_slice(self, source: Tensor, views: tuple[View, ...]) -> tuple[Tensor, tuple[View, ...]]:
@@ -212,11 +210,11 @@ class MergedAxes:
         if after is None or merged is None:
             return source, views
         stem = f"{source.name}_merged"
-        range_of_columns = [integers(self.graph, stem, [number]) for number in (first, first + count, 2)]
-        return write(self.graph, self.shapes, "Slice", [merged, *range_of_columns], stem), after
+        range_of_columns = [integers(self.shapes.graph, stem, [number]) for number in (first, first + count, 2)]
+        return write(self.shapes, "Slice", [merged, *range_of_columns], stem), after
 
     def _viewed(self, tensor: Tensor, *views: View) -> Tensor | None:
-        return write_views(self.graph, self.shapes, tensor, views, f"{tensor.name}_merged")
+        return write_views(self.shapes, tensor, views, f"{tensor.name}_merged")
 
 
 def _joined(shape: Shape, at: int) -> Shape:

@@ -52,11 +52,11 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, probabilities: Tensor) -> bool:
         return False
     stem, total = f"{probabilities.name}_values", sum(numbers)
     joined = _joined(graph, shapes, values, stem, total)
-    context = write(graph, shapes, "MatMul", [probabilities, joined], f"{stem}_product")
+    context = write(shapes, "MatMul", [probabilities, joined], f"{stem}_product")
     cuts = [integers(graph, f"{stem}_cut", [offset]) for offset in (0, *accumulate(numbers))]
     axis = integers(graph, f"{stem}_axis", [RANK - 1])
     for output, ends in zip([node.outputs[0] for node in products], pairwise(cuts), strict=True):
-        graph.replace(output, write(graph, shapes, "Slice", [context, *ends, axis], f"{output.name}_part"))
+        graph.replace(output, write(shapes, "Slice", [context, *ends, axis], f"{output.name}_part"))
     return True
 
 
@@ -72,12 +72,12 @@ def _joined(graph: Graph, shapes: ShapeInfo, values: list[Tensor], stem: str, to
     kv_heads, heads = next(iter(counts), 0), (shapes.shape(values[0]) or (0,) * RANK)[1]
     is_grouped = len(known) == len(values) and len(counts) == 1
     if not is_grouped or not isinstance(kv_heads, int) or not isinstance(heads, int):
-        return write(graph, shapes, "Concat", values, stem, {"axis": RANK - 1})
-    made = write(graph, shapes, "Concat", known, stem, {"axis": RANK - 1})
-    made = unsqueezed(graph, shapes, made, [2], f"{stem}_apart")
+        return write(shapes, "Concat", values, stem, {"axis": RANK - 1})
+    made = write(shapes, "Concat", known, stem, {"axis": RANK - 1})
+    made = unsqueezed(shapes, made, [2], f"{stem}_apart")
     repeats = integers(graph, f"{stem}_repeats", [1, 1, heads // kv_heads, 1, 1])
-    made = write(graph, shapes, "Expand", [made, repeats], f"{stem}_repeated")
-    return write(graph, shapes, "Reshape", [made, integers(graph, f"{stem}_shape", [0, heads, -1, total])], stem)
+    made = write(shapes, "Expand", [made, repeats], f"{stem}_repeated")
+    return write(shapes, "Reshape", [made, integers(graph, f"{stem}_shape", [0, heads, -1, total])], stem)
 
 
 def _unrepeated(shapes: ShapeInfo, values: Tensor) -> Tensor | None:

@@ -30,7 +30,6 @@ class Axes(Protocol):
 class NewAxes:
     """Rewrites nodes with other axes; if one cannot be rewritten, the new nodes before it remain without consumers."""
 
-    graph: Graph
     shapes: ShapeInfo
     inside: Mapping[int, Node]  # the nodes, by the ids of their outputs
     axes: Axes
@@ -58,9 +57,9 @@ class NewAxes:
         attributes: Mapping[str, AttributeValue] = node.attrs
         attributes = {**attributes, "axis": len(wanted) - 1} if is_softmax else attributes
         stem, dtype = f"{end.name}_rewritten", self.shapes.dtype(end)
-        made = emit(self.graph, self.shapes, op_of(node), inputs, stem, wanted, dtype, attributes)
+        made = emit(self.shapes, op_of(node), inputs, stem, wanted, dtype, attributes)
         if is_softmax:
-            self.graph.scores.begun[made.name] = self.graph.scores.name(node)
+            self.shapes.graph.scores.begun[made.name] = self.shapes.graph.scores.name(node)
         return made
 
 

@@ -46,12 +46,12 @@ def _over_last_axis(graph: Graph, shapes: ShapeInfo, softmax: Node) -> bool:
     axis = int_attribute(softmax, "axis", -1)
     if shape is None or axis not in (-2, len(shape) - 2) or not _is_read_by_column(graph, shapes, result):
         return False
-    rows = _scores_of_rows(graph, shapes, softmax.inputs[0])
+    rows = _scores_of_rows(shapes, softmax.inputs[0])
     if rows is None:
         return False
-    made = write(graph, shapes, "Softmax", [rows], f"{result.name}_of_rows", {"axis": -1})
+    made = write(shapes, "Softmax", [rows], f"{result.name}_of_rows", {"axis": -1})
     graph.scores.begun[made.name] = graph.scores.name(softmax)
-    return graph.replace(result, Transposed(graph, shapes).operand(made))
+    return graph.replace(result, Transposed(shapes).operand(made))
 
 
 def _is_read_by_column(graph: Graph, shapes: ShapeInfo, probabilities: Tensor) -> bool:
@@ -72,18 +72,18 @@ def _probabilities_first(graph: Graph, shapes: ShapeInfo, product: Node) -> bool
     probabilities = node.inputs[0] if _is_swap(shapes, node) else right if is_one else None
     if probabilities is None or not computes_probabilities(probabilities) or computes_probabilities(left):
         return False
-    swap = Transposed(graph, shapes)
-    made = write(graph, shapes, "MatMul", [probabilities, swap.operand(left)], f"{result.name}_of_rows")
+    swap = Transposed(shapes)
+    made = write(shapes, "MatMul", [probabilities, swap.operand(left)], f"{result.name}_of_rows")
     return graph.replace(result, swap.operand(made))
 
 
 def _product_of_rows(graph: Graph, shapes: ShapeInfo, swap: Node) -> bool:
     """Compute scores directly in the layout that the Transpose `swap` gives them; return whether that was possible."""
-    rows = _scores_of_rows(graph, shapes, swap.inputs[0])
+    rows = _scores_of_rows(shapes, swap.inputs[0])
     return rows is not None and graph.replace(swap.outputs[0], rows)
 
 
-def _scores_of_rows(graph: Graph, shapes: ShapeInfo, scores: Tensor) -> Tensor | None:
+def _scores_of_rows(shapes: ShapeInfo, scores: Tensor) -> Tensor | None:
     """Return scores computed from a product with the last two axes swapped; None if no product computes them.
 
     Each tensor from the product to `scores` must have only one consumer.  If a Transpose of the last two axes lies
@@ -91,7 +91,7 @@ def _scores_of_rows(graph: Graph, shapes: ShapeInfo, scores: Tensor) -> Tensor |
     """
 
     def is_part(tensor: Tensor, node: Node) -> bool:
-        if (shapes.rank(tensor) or 0) < 2 or graph.sole_consumer(tensor) is None:
+        if (shapes.rank(tensor) or 0) < 2 or shapes.graph.sole_consumer(tensor) is None:
             return False
         ranks = [shapes.rank(each) for each in node.inputs if each.name]
         if op_of(node) == "MatMul":
@@ -100,14 +100,13 @@ def _scores_of_rows(graph: Graph, shapes: ShapeInfo, scores: Tensor) -> Tensor |
 
     nodes = nodes_from_product(scores, is_part)
     inside = {key: node for key, node in nodes.items() if not _is_swap(shapes, node)}
-    return NewAxes(graph, shapes, inside, Transposed(graph, shapes), is_transposed=True).of(scores) if nodes else None
+    return NewAxes(shapes, inside, Transposed(shapes), is_transposed=True).of(scores) if nodes else None
 
 
 @dataclass(frozen=True)
 class Transposed:
     """Swaps the last two axes."""
 
-    graph: Graph
     shapes: ShapeInfo
 
     def shape(self, shape: Shape) -> Shape:
@@ -123,7 +122,7 @@ class Transposed:
             return node.inputs[0]
         rank = len(shape)
         swap = View((*range(rank - 2), rank - 1, rank - 2), self.shape(shape)) if rank > 1 else View(None, (*shape, 1))
-        made = write_views(self.graph, self.shapes, tensor, (swap,), f"{tensor.name}_of_rows")
+        made = write_views(self.shapes, tensor, (swap,), f"{tensor.name}_of_rows")
         assert made is not None  # neither a Transpose nor an Unsqueeze needs a computed target
         return made
 

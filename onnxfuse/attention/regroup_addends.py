@@ -37,7 +37,7 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:
         return False
     source, end = first.inputs[0], last.outputs[0]
     shape, split, stem = shapes.shape(source), shapes.shape(first.outputs[0]), f"{end.name}_addends"
-    mask = reduce(lambda a, b: write(graph, shapes, "Add", [a, b], stem), addends)
+    mask = reduce(lambda a, b: write(shapes, "Add", [a, b], stem), addends)
     added = shapes.shape(mask)
     groups = None if shape is None or split is None else _groups(shape, split)
     if added is None or split is None or groups is None or shapes.shape(end) != shape or len(added) > len(split):
@@ -50,11 +50,11 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:
     repeats = [size if size != found else 1 for size, found in zip(expanded, added, strict=True)]
     target = _target(graph, shapes, source, repeats, groups, split)
     if target is not None and expanded != added:
-        mask = emit(graph, shapes, "Expand", [mask, target], stem, expanded, shapes.dtype(source))
-    regrouped = None if target is None else write_views(graph, shapes, mask, (view,), stem)
+        mask = emit(shapes, "Expand", [mask, target], stem, expanded, shapes.dtype(source))
+    regrouped = None if target is None else write_views(shapes, mask, (view,), stem)
     if regrouped is None:
         return False
-    return graph.replace(end, write(graph, shapes, "Add", [source, regrouped], f"{end.name}_sum"))
+    return graph.replace(end, write(shapes, "Add", [source, regrouped], f"{end.name}_sum"))
 
 
 def _reshaped_sum(graph: Graph, tensor: Tensor) -> tuple[Node, list[Tensor]] | None:
@@ -106,6 +106,6 @@ def _target(
         if len(open_axes) > 1 or not isinstance(others, int):
             return None
         origin, axis = origin_of_size(shapes, source, axis)
-        size = sizes_along(graph, shapes, origin, [axis], stem)
-        sizes[open_axis] = write(graph, shapes, "Div", [size, integers(graph, f"{stem}_parts", [others])], stem)
-    return joined_sizes(graph, shapes, sizes, stem)
+        size = sizes_along(shapes, origin, [axis], stem)
+        sizes[open_axis] = write(shapes, "Div", [size, integers(graph, f"{stem}_parts", [others])], stem)
+    return joined_sizes(shapes, sizes, stem)

@@ -62,8 +62,8 @@ def _split_at(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:
     heads = SplitHeads(graph, shapes, parts)
     if after is None or not heads.is_inside(source) or not heads.are_read_by(chain):
         return False
-    split = NewAxes(graph, shapes, heads.nodes, heads).of(source)
-    result = None if split is None else write_views(graph, shapes, split, after, f"{last.outputs[0].name}_heads")
+    split = NewAxes(shapes, heads.nodes, heads).of(source)
+    result = None if split is None else write_views(shapes, split, after, f"{last.outputs[0].name}_heads")
     return result is not None and graph.replace(last.outputs[0], result)
 
 
@@ -133,7 +133,7 @@ class SplitHeads:
         node, shape = producer(tensor), self.shapes.shape(tensor)
         if node is None or shape is None or op_of(node) not in REARRANGING or not self._has_first_axis(tensor):
             return None
-        return farthest_view(self.graph, self.shapes, tensor, View(None, self.shape(shape)))
+        return farthest_view(self.shapes, tensor, View(None, self.shape(shape)))
 
     def shape(self, shape: Shape) -> Shape:
         """Return a shape with the first axis split."""
@@ -146,9 +146,9 @@ class SplitHeads:
         if (found := self._farthest_view(tensor)) is None:
             return self._reshaped(tensor)
         source, views, scalings = found
-        made = write_views(self.graph, self.shapes, source, views, f"{source.name}_heads")
+        made = write_views(self.shapes, source, views, f"{source.name}_heads")
         assert made is not None  # the targets of these views are constants
-        return write_scalings(self.graph, self.shapes, made, scalings)
+        return write_scalings(self.shapes, made, scalings)
 
     def _reshaped(self, tensor: Tensor) -> Tensor:
         """Write a Reshape of a tensor whose target may be computed."""
@@ -160,12 +160,12 @@ class SplitHeads:
         # A 0 in a computed target is a size of 0, and does not copy the input's size.
         attributes = {"allowzero": 1} if constant is None and self.graph.opset >= ALLOWZERO_OPSET else {}
         dtype = self.shapes.dtype(tensor)
-        return emit(self.graph, self.shapes, "Reshape", [tensor, target], stem, split, dtype, attributes)
+        return emit(self.shapes, "Reshape", [tensor, target], stem, split, dtype, attributes)
 
     def _computed_target(self, tensor: Tensor, stem: str) -> Tensor:
         """Write the target (merged / heads, heads, rows, columns); a -1 would be undetermined beside an empty axis."""
         assert isinstance(self.parts[1], int)  # checked by `_can_write`
-        graph, heads = (self.graph, self.shapes), integers(self.graph, f"{stem}_count", [self.parts[1]])
-        merged, rest = (sizes_along(*graph, tensor, axes, stem) for axes in ([0], [1, 2]))
-        batch = write(*graph, "Div", [merged, heads], f"{stem}_batch")
-        return joined_sizes(*graph, [batch, heads, rest], f"{stem}_target")
+        heads = integers(self.graph, f"{stem}_count", [self.parts[1]])
+        merged, rest = (sizes_along(self.shapes, tensor, axes, stem) for axes in ([0], [1, 2]))
+        batch = write(self.shapes, "Div", [merged, heads], f"{stem}_batch")
+        return joined_sizes(self.shapes, [batch, heads, rest], f"{stem}_target")

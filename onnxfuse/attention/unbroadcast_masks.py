@@ -111,9 +111,9 @@ class _Substitution:
         # A Reshape might need a -1, which is not allowed beside a size of 0, so Unsqueeze is preferred.  But only a
         # Reshape can move axes of size 1.
         if 0 not in axes:
-            return unsqueezed(self.graph, self.shapes, value.tensor, new, stem)
+            return unsqueezed(self.shapes, value.tensor, new, stem)
         inputs = [value.tensor, integers(self.graph, f"{stem}_shape", target or [])]
-        return write(self.graph, self.shapes, "Reshape", inputs, stem)
+        return write(self.shapes, "Reshape", inputs, stem)
 
     def _single_row(self, node: Node) -> Tensor | None:
         """Return the row of a small table that all indices select, such as the embedding of equal token types."""
@@ -143,8 +143,8 @@ class _Substitution:
             first = kept[len(kept) - len(shape)] if shape else len(after)
             inner = [axis - first for axis in new if axis > first]  # broadcasting adds the outer axes
             stem = f"{output.name}_part"
-            operands.append(unsqueezed(self.graph, self.shapes, operand, inner, stem) if inner else operand)
-        return self.graph.replace(output, write(self.graph, self.shapes, joined.op, operands, f"{output.name}_joined"))
+            operands.append(unsqueezed(self.shapes, operand, inner, stem) if inner else operand)
+        return self.graph.replace(output, write(self.shapes, joined.op, operands, f"{output.name}_joined"))
 
     def _shrink(self, node: Node, inputs: list[Tensor]) -> bool:
         """Make the node, or a copy with a smaller result, read the smaller inputs; return whether the graph changed."""
@@ -162,7 +162,7 @@ class _Substitution:
             for index, tensor in enumerate(inputs):
                 node.inputs[index] = tensor
             return True
-        self.smaller[output.name] = write(self.graph, self.shapes, node.op, inputs, f"{output.name}_thin", node.attrs)
+        self.smaller[output.name] = write(self.shapes, node.op, inputs, f"{output.name}_thin", node.attrs)
         return False
 
     def _result_among(self, op: str, inputs: Sequence[Tensor]) -> Tensor | None:

@@ -34,7 +34,7 @@ def scale_products(shapes: ShapeInfo, ranges: Mapping[str, Range], weights: Weig
             continue
         x, y = node.inputs[0], node.outputs[0]
         down, up = (graph.constant(f"factor_{each:g}", np.array(each, np.float32)) for each in (2.0**-bits, 2.0**bits))
-        small = write(graph, shapes, "Mul", [x, down], f"{x.name}_scaled")
+        small = write(shapes, "Mul", [x, down], f"{x.name}_scaled")
         product = graph.variable(f"{y.name}_scaled")
         shapes.record(product, shapes.shape(y), shapes.dtype(y))
         node.inputs[0], node.outputs[0] = small, product

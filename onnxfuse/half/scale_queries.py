@@ -32,7 +32,7 @@ def scale_queries(shapes: ShapeInfo, ranges: Mapping[str, Range], weights: Weigh
         small, precision = read.scaled(after.magnitude / before.magnitude), weights.precision
         is_in_range = after.magnitude <= precision.limit and small.magnitude >= precision.smallest
         if before.magnitude > precision.limit and is_in_range:
-            made[scale_operand(graph, shapes, product, scaling).name] = small
+            made[scale_operand(shapes, product, scaling).name] = small
     return made
 
 

@@ -120,7 +120,7 @@ class Joins:
         dims = known.dims if known and not one.fusion else {}
         record = Fused(fusion, name, replaced, dims, self.original(output))
         call = FunctionCall(functions.add(one.body), name, list(one.operands.values()), [output], attributes)
-        joined = put_call(self.graph, self.shapes, one.nodes, call)
+        joined = put_call(self.shapes, one.nodes, call)
         self.writer.written |= {joined} if named.node in self.writer.written else set()
         self.records[name] = record
         self.made.append(record)

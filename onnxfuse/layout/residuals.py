@@ -109,4 +109,4 @@ def _reshaped(joins: Joins, product: Node, shape: Shape, compared: Collection[st
         if source.name in compared and reshape_target(shapes.shape(source), shape) is not None:
             x = source
     target = integers(graph, f"{x.name}_shape", reshape_target(shapes.shape(x), shape) or [])
-    return write(graph, shapes, "Reshape", [x, target], f"{x.name}_moved")
+    return write(shapes, "Reshape", [x, target], f"{x.name}_moved")

@@ -52,10 +52,10 @@ def _slice_instead(graph: Graph, shapes: ShapeInfo, node: Node, made: Tensor) ->
         return False
     source, stem = reshape.inputs[0], made.name
     if shapes.shape(source) != whole:
-        source = write(graph, shapes, "Reshape", [source, integers(graph, f"{stem}_shape", target)], f"{stem}_heads")
+        source = write(shapes, "Reshape", [source, integers(graph, f"{stem}_shape", target)], f"{stem}_heads")
     numbers = {"start": first, "end": MAX_INT64, "axis": -1, "step": 2}
     inputs = [integers(graph, f"{stem}_{name}", [number]) for name, number in numbers.items()]
-    column = write(graph, shapes, "Slice", [source, *inputs], f"{stem}_of_pairs")
+    column = write(shapes, "Slice", [source, *inputs], f"{stem}_of_pairs")
     if len(shape) == len(pairs):
-        column = write(graph, shapes, "Unsqueeze", [column, inputs[2]], f"{stem}_column")
+        column = write(shapes, "Unsqueeze", [column, inputs[2]], f"{stem}_column")
     return graph.replace(made, column)

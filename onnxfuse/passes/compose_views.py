@@ -212,55 +212,51 @@ def _replace(graph: Graph, shapes: ShapeInfo, last: Node, source: Tensor, views:
         if done:
             last.inputs.clear()
         return done
-    tensor = write_views(graph, shapes, source, views, f"{end.name}_moved")
+    tensor = write_views(shapes, source, views, f"{end.name}_moved")
     if tensor is None:
         return False
     last.inputs.clear()
     return graph.replace(end, tensor)
 
 
-def _scaled_chain_to(graph: Graph, shapes: ShapeInfo, tensor: Tensor) -> list[Node]:
+def _scaled_chain_to(shapes: ShapeInfo, tensor: Tensor) -> list[Node]:
     """Return the chain of views and of products with a number that computes a tensor, in execution order."""
     chain: list[Node] = []
     node = producer(tensor)
     while node is not None and len(chain) < MAX_CHAIN_NODES:
-        if op_of(node) not in REARRANGING and not _is_scaling(graph, shapes, node):
+        if op_of(node) not in REARRANGING and not _is_scaling(shapes, node):
             break
         chain.insert(0, node)
         node = producer(node.inputs[0])
     return chain
 
 
-def _is_scaling(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
+def _is_scaling(shapes: ShapeInfo, node: Node) -> bool:
     """Return whether a node multiplies or divides its first input by a number, and keeps its rank."""
-    if op_of(node) not in ("Mul", "Div") or constant_number(graph, node.inputs[1]) is None:
+    if op_of(node) not in ("Mul", "Div") or constant_number(shapes.graph, node.inputs[1]) is None:
         return False
     return shapes.rank(node.outputs[0]) == shapes.rank(node.inputs[0])
 
 
-def farthest_view(
-    graph: Graph, shapes: ShapeInfo, tensor: Tensor, last: View
-) -> tuple[Tensor, tuple[View, ...], list[Node]] | None:
+def farthest_view(shapes: ShapeInfo, tensor: Tensor, last: View) -> tuple[Tensor, tuple[View, ...], list[Node]] | None:
     """Return the farthest tensor from which views with constant targets compute the view `last` of `tensor`.
 
     Also returns the fewest such views, and the nodes on the way that multiply or divide by a number.  The views do not
     contain these products, so the caller has to apply them to the result.
     """
-    for source, shape, views, scalings in sources_of(graph, shapes, tensor):
+    for source, shape, views, scalings in sources_of(shapes, tensor):
         written = written_from(shape, (*views, last))
         if written is not None:
             return source, written, scalings
     return None
 
 
-def sources_of(
-    graph: Graph, shapes: ShapeInfo, tensor: Tensor
-) -> Iterator[tuple[Tensor, Shape, tuple[View, ...], list[Node]]]:
+def sources_of(shapes: ShapeInfo, tensor: Tensor) -> Iterator[tuple[Tensor, Shape, tuple[View, ...], list[Node]]]:
     """Yield the tensors from which views and products with a number compute a tensor, the farthest first.
 
     Each comes with its shape, with these views, and with these products.  Tensors of unknown shape are left out.
     """
-    chain = _scaled_chain_to(graph, shapes, tensor)
+    chain = _scaled_chain_to(shapes, tensor)
     for start, first in enumerate(chain):
         shape, nodes = shapes.shape(first.inputs[0]), [each for each in chain[start:] if op_of(each) in REARRANGING]
         views = tuple(view for each in nodes if (view := view_of(shapes, each)) is not None)
@@ -268,10 +264,10 @@ def sources_of(
             yield first.inputs[0], shape, views, [each for each in chain[start:] if op_of(each) not in REARRANGING]
 
 
-def write_scalings(graph: Graph, shapes: ShapeInfo, tensor: Tensor, scalings: Sequence[Node]) -> Tensor:
+def write_scalings(shapes: ShapeInfo, tensor: Tensor, scalings: Sequence[Node]) -> Tensor:
     """Multiply or divide a tensor by the numbers of the nodes `scalings`; return the result."""
     for node in scalings:
-        tensor = write(graph, shapes, op_of(node), [tensor, node.inputs[1]], f"{node.outputs[0].name}_moved")
+        tensor = write(shapes, op_of(node), [tensor, node.inputs[1]], f"{node.outputs[0].name}_moved")
     return tensor
 
 
@@ -287,7 +283,7 @@ def can_write_views(source: Sequence[Size] | None, views: Sequence[View]) -> boo
     return None not in _operators(source, views)
 
 
-def write_views(graph: Graph, shapes: ShapeInfo, source: Tensor, views: Sequence[View], stem: str) -> Tensor | None:
+def write_views(shapes: ShapeInfo, source: Tensor, views: Sequence[View], stem: str) -> Tensor | None:
     """Apply the views to the source; return None, and write nothing, if a Reshape would need a computed target."""
     forms = _operators(shapes.shape(source), views)
     tensor, dtype = source, shapes.dtype(source)
@@ -295,12 +291,12 @@ def write_views(graph: Graph, shapes: ShapeInfo, source: Tensor, views: Sequence
         return None
     for view, (op, numbers) in zip(views, filter(None, forms), strict=True):
         if op == "Transpose":
-            tensor = emit(graph, shapes, op, [tensor], stem, view.shape, dtype, {"perm": numbers})
-        elif op != "Reshape" and input_index(op, "axes", graph.opset) is None:
-            tensor = emit(graph, shapes, op, [tensor], stem, view.shape, dtype, {"axes": numbers})
+            tensor = emit(shapes, op, [tensor], stem, view.shape, dtype, {"perm": numbers})
+        elif op != "Reshape" and input_index(op, "axes", shapes.graph.opset) is None:
+            tensor = emit(shapes, op, [tensor], stem, view.shape, dtype, {"axes": numbers})
         else:
-            stored = graph.constant(f"{stem}_shape", np.array(numbers, np.int64))
-            tensor = emit(graph, shapes, op, [tensor, stored], stem, view.shape, dtype)
+            stored = shapes.graph.constant(f"{stem}_shape", np.array(numbers, np.int64))
+            tensor = emit(shapes, op, [tensor, stored], stem, view.shape, dtype)
     return tensor
 
 

@@ -77,7 +77,7 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
         return False
     if any(len(set(axes)) < len(axes) or len(axes) != len(shape) for axes, shape in zip(letters, known, strict=True)):
         return False
-    writer = _Writer(graph, shapes, f"{node.outputs[0].name}_product")
+    writer = _Writer(shapes, f"{node.outputs[0].name}_product")
     written = None
     if len(known) == 1 and set(letters[0]) == set(result):
         written = writer.transposed(node.inputs[0], letters[0], result)
@@ -135,7 +135,7 @@ def _pairwise(
         return None
     equation = f"{','.join([kept, *others])}->{result}"
     inputs, attributes = [first, *node.inputs[2:]], {"equation": equation}
-    return emit(writer.graph, writer.shapes, "Einsum", inputs, writer.stem, shape, dtype, attributes)
+    return emit(writer.shapes, "Einsum", inputs, writer.stem, shape, dtype, attributes)
 
 
 def _product_in_order(
@@ -172,12 +172,11 @@ def _product_in_order(
 class _Writer:
     """Writes the nodes that replace one Einsum."""
 
-    graph: Graph
     shapes: ShapeInfo
     stem: str
 
     def __call__(self, op: str, inputs: Sequence[Tensor], **attributes: list[int]) -> Tensor:
-        return write(self.graph, self.shapes, op, inputs, self.stem, attributes)
+        return write(self.shapes, op, inputs, self.stem, attributes)
 
     def transposed(self, tensor: Tensor, axes: str, wanted: str) -> Tensor:
         """Return a tensor with its `axes` in the order `wanted`."""
@@ -192,7 +191,7 @@ class _Writer:
         """Return a tensor with the wanted shape; None where a Reshape would need a computed target."""
         if self.shapes.shape(tensor) == tuple(wanted):
             return tensor
-        return write_views(self.graph, self.shapes, tensor, (View(None, tuple(wanted)),), self.stem)
+        return write_views(self.shapes, tensor, (View(None, tuple(wanted)),), self.stem)
 
     def with_ones(self, tensor: Tensor, axes: Axes) -> Tensor | None:
         """Return the right operand with axes of size 1 in place of the rows among its leading axes."""

@@ -16,7 +16,6 @@ from onnxfuse.ir.node import AttributeValue, Tensor
 
 
 def emit(
-    graph: Graph,
     shapes: ShapeInfo,
     op: str,
     inputs: Sequence[Tensor],
@@ -26,14 +25,13 @@ def emit(
     attributes: Mapping[str, AttributeValue] | None = None,
 ) -> Tensor:
     """Append a node with one output; return that output, named `stem` or `stem_2` …, with its type recorded."""
-    output = graph.variable(stem)
+    output = shapes.graph.variable(stem)
     shapes.record(output, shape, dtype)
-    graph.add_node(op, inputs, [output], attributes)
+    shapes.graph.add_node(op, inputs, [output], attributes)
     return output
 
 
 def write(
-    graph: Graph,
     shapes: ShapeInfo,
     op: str,
     inputs: Sequence[Tensor],
@@ -41,8 +39,8 @@ def write(
     attributes: Mapping[str, AttributeValue] | None = None,
 ) -> Tensor:
     """Append a node as `emit` does; the type of its output is inferred from its inputs."""
-    output = graph.variable(stem)
-    infer_node(shapes, graph.add_node(op, inputs, [output], attributes))
+    output = shapes.graph.variable(stem)
+    infer_node(shapes, shapes.graph.add_node(op, inputs, [output], attributes))
     return output
 
 
@@ -51,25 +49,25 @@ def integers(graph: Graph, stem: str, numbers: Sequence[int]) -> Tensor:
     return graph.constant(stem, np.array(numbers, np.int64))
 
 
-def sizes_along(graph: Graph, shapes: ShapeInfo, tensor: Tensor, axes: Sequence[int], stem: str) -> Tensor:
+def sizes_along(shapes: ShapeInfo, tensor: Tensor, axes: Sequence[int], stem: str) -> Tensor:
     """Return the vector of a tensor's sizes along axes, read at run time."""
-    sizes = write(graph, shapes, "Shape", [tensor], f"{stem}_sizes")
-    return write(graph, shapes, "Gather", [sizes, integers(graph, f"{stem}_axes", axes)], f"{stem}_size", {"axis": 0})
+    sizes = write(shapes, "Shape", [tensor], f"{stem}_sizes")
+    return write(shapes, "Gather", [sizes, integers(shapes.graph, f"{stem}_axes", axes)], f"{stem}_size", {"axis": 0})
 
 
-def joined_sizes(graph: Graph, shapes: ShapeInfo, sizes: Sequence[int | Tensor], stem: str) -> Tensor:
+def joined_sizes(shapes: ShapeInfo, sizes: Sequence[int | Tensor], stem: str) -> Tensor:
     """Join sizes, which are numbers or int64 vectors, into one vector."""
     parts: list[Tensor] = []
     for _, run in groupby(sizes, lambda size: isinstance(size, int)):
         known = [*run]
         parts += [each for each in known if not isinstance(each, int)]
         if numbers := [each for each in known if isinstance(each, int)]:
-            parts.append(integers(graph, f"{stem}_numbers", numbers))
-    return parts[0] if len(parts) == 1 else write(graph, shapes, "Concat", parts, stem, {"axis": 0})
+            parts.append(integers(shapes.graph, f"{stem}_numbers", numbers))
+    return parts[0] if len(parts) == 1 else write(shapes, "Concat", parts, stem, {"axis": 0})
 
 
-def unsqueezed(graph: Graph, shapes: ShapeInfo, tensor: Tensor, axes: Sequence[int], stem: str) -> Tensor:
+def unsqueezed(shapes: ShapeInfo, tensor: Tensor, axes: Sequence[int], stem: str) -> Tensor:
     """Return a tensor with axes of size 1 added."""
-    if input_index("Unsqueeze", "axes", graph.opset) is None:
-        return write(graph, shapes, "Unsqueeze", [tensor], stem, {"axes": list(axes)})
-    return write(graph, shapes, "Unsqueeze", [tensor, integers(graph, f"{stem}_axes", axes)], stem)
+    if input_index("Unsqueeze", "axes", shapes.graph.opset) is None:
+        return write(shapes, "Unsqueeze", [tensor], stem, {"axes": list(axes)})
+    return write(shapes, "Unsqueeze", [tensor, integers(shapes.graph, f"{stem}_axes", axes)], stem)

@@ -120,17 +120,17 @@ def _fold_evaluated(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
     return folded
 
 
-def fold_nodes(graph: Graph, shapes: ShapeInfo, nodes: Sequence[Node]) -> None:
+def fold_nodes(shapes: ShapeInfo, nodes: Sequence[Node]) -> None:
     """Turn the results of nodes that depend on constants alone into initializers, however large they are."""
     made: set[int] = set()
     for node in nodes:
         if all(not t.name or is_constant(t) or id(t) in made for t in node.inputs):
             made.update(map(id, node.outputs))
     constant = [node for node in nodes if id(node.outputs[0]) in made]
-    values = _evaluate(graph, shapes, constant)
+    values = _evaluate(shapes.graph, shapes, constant)
     for node in constant:
         for tensor in [t for t in node.outputs if t.name in values]:
-            _make_constant(graph, node, tensor, values[tensor.name])
+            _make_constant(shapes.graph, node, tensor, values[tensor.name])
 
 
 def _foldable_nodes(graph: Graph, shapes: ShapeInfo) -> list[Node]:

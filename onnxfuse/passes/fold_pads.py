@@ -49,9 +49,7 @@ def _fold(graph: Graph, shapes: ShapeInfo, pad: Node) -> Iterator[Folded]:
     if not found or len(found) < len(windows):
         return
     folded = Folded("pad", node_label(pad), node_label(found[0].node))
-    unpadded = {
-        one.transpose: _transposed(graph, shapes, one.transpose, source) for one in found if one.transpose is not None
-    }
+    unpadded = {one.transpose: _transposed(shapes, one.transpose, source) for one in found if one.transpose is not None}
     for one in found:
         image = source if one.transpose is None else unpadded[one.transpose]
         own = {name: value for name, value in {**one.node.attrs, **one.attributes}.items() if name != "auto_pad"}
@@ -59,10 +57,10 @@ def _fold(graph: Graph, shapes: ShapeInfo, pad: Node) -> Iterator[Folded]:
     yield folded
 
 
-def _transposed(graph: Graph, shapes: ShapeInfo, transpose: Node, source: Tensor) -> Tensor:
+def _transposed(shapes: ShapeInfo, transpose: Node, source: Tensor) -> Tensor:
     """Return `source` after a Transpose with the perm of `transpose`."""
     perm = perm_of(transpose, shapes.rank(source) or 0)
-    return write(graph, shapes, "Transpose", [source], f"{source.name}_transposed", {"perm": perm})
+    return write(shapes, "Transpose", [source], f"{source.name}_transposed", {"perm": perm})
 
 
 # --- the Pad -------------------------------------------------------------------------------------------------------

@@ -39,6 +39,6 @@ def _read_from_inputs(graph: Graph, shapes: ShapeInfo) -> None:
         if source is not None:
             tensor, axis = source
             attributes = {"start": axis, "end": axis + 1}
-            graph.replace(node.outputs[0], write(graph, shapes, "Shape", [tensor], f"{tensor.name}_size", attributes))
+            graph.replace(node.outputs[0], write(shapes, "Shape", [tensor], f"{tensor.name}_size", attributes))
     graph.remove_dead()
     graph.sort()

@@ -76,7 +76,7 @@ def _gather_before_transpose(graph: Graph, shapes: ShapeInfo, node: Node) -> boo
     if not replaced:
         return False
     inputs = [transpose.inputs[0], node.inputs[1]]
-    gathered = write(graph, shapes, "Gather", inputs, f"{made.name}_in_order", {"axis": perm[axis]})
+    gathered = write(shapes, "Gather", inputs, f"{made.name}_in_order", {"axis": perm[axis]})
     return sum(graph.replace(old, gathered) for old in replaced) == len(replaced)
 
 
@@ -96,5 +96,5 @@ def _gather_as_slice(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
         return False
     end, stem = min(last + step, size), node.outputs[0].name
     bounds = [integers(graph, f"{stem}_bounds", [number]) for number in (first, end, axis, step)]
-    sliced = write(graph, shapes, "Slice", [node.inputs[0], *bounds], f"{stem}_sliced")
+    sliced = write(shapes, "Slice", [node.inputs[0], *bounds], f"{stem}_sliced")
     return graph.replace(node.outputs[0], sliced)

@@ -67,7 +67,7 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, indices: IndexAnalysis, last: Node
     if not _are_adjacent(shapes, parts, axis, shape[axis]):
         return False
     updates = [part.updates for part in parts]
-    return graph.replace(result, write(graph, shapes, "Concat", updates, f"{result.name}_parts", {"axis": axis}))
+    return graph.replace(result, write(shapes, "Concat", updates, f"{result.name}_parts", {"axis": axis}))
 
 
 def _stack(graph: Graph, shapes: ShapeInfo, result: Tensor, parts: Sequence[Assignment], axis: int) -> bool:
@@ -85,11 +85,11 @@ def _stack(graph: Graph, shapes: ShapeInfo, result: Tensor, parts: Sequence[Assi
     at, width = order.index(axis), (shapes.shape(parts[0].updates) or shape)[axis]
     if any((shapes.shape(part.updates) or shape)[axis] != width for part in parts) or width * step != shape[axis]:
         return False
-    turned = [_transposed(graph, shapes, part.updates, order) for part in parts]
-    columns = [unsqueezed(graph, shapes, each, [at + 1], f"{stem}_column") for each in turned]
-    joined = write(graph, shapes, "Concat", columns, stem, {"axis": at + 1})
-    stacked = write_views(graph, shapes, joined, (View(None, moved),), f"{stem}_rows")
-    return stacked is not None and graph.replace(result, _transposed(graph, shapes, stacked, inverse(order)))
+    turned = [_transposed(shapes, part.updates, order) for part in parts]
+    columns = [unsqueezed(shapes, each, [at + 1], f"{stem}_column") for each in turned]
+    joined = write(shapes, "Concat", columns, stem, {"axis": at + 1})
+    stacked = write_views(shapes, joined, (View(None, moved),), f"{stem}_rows")
+    return stacked is not None and graph.replace(result, _transposed(shapes, stacked, inverse(order)))
 
 
 def _order_with_axis_last(tensor: Tensor, rank: int, axis: int) -> list[int]:
@@ -98,10 +98,10 @@ def _order_with_axis_last(tensor: Tensor, rank: int, axis: int) -> list[int]:
     return next((order for order in orders if order is not None and order[-1] == axis), list(range(rank)))
 
 
-def _transposed(graph: Graph, shapes: ShapeInfo, tensor: Tensor, order: Sequence[int]) -> Tensor:
+def _transposed(shapes: ShapeInfo, tensor: Tensor, order: Sequence[int]) -> Tensor:
     if [*order] == [*range(len(order))]:
         return tensor
-    return write(graph, shapes, "Transpose", [tensor], f"{tensor.name}_turned", {"perm": [*order]})
+    return write(shapes, "Transpose", [tensor], f"{tensor.name}_turned", {"perm": [*order]})
 
 
 def _are_adjacent(shapes: ShapeInfo, parts: Sequence[Assignment], axis: int, size: Size) -> bool:

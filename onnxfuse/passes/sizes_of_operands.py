@@ -107,7 +107,7 @@ def _written(
         return None  # this would add a Gather to the graph
     stem = f"{sizes.name}_of_operand"
     parts = [_run(graph, shapes, run, stem, rank) for run in runs]
-    return parts[0] if len(parts) == 1 else write(graph, shapes, "Concat", parts, stem, {"axis": 0})
+    return parts[0] if len(parts) == 1 else write(shapes, "Concat", parts, stem, {"axis": 0})
 
 
 def _of_one_tensor(shapes: ShapeInfo, picked: Sequence[Origin]) -> Sequence[Origin]:
@@ -136,12 +136,12 @@ def _run(graph: Graph, shapes: ShapeInfo, run: Sequence[Origin], stem: str, rank
     count = shapes.rank(source) or 0
     is_whole = [*axes] == [*range(count)]
     if rank == 1 and not is_whole and _is_range(graph, shapes, run):
-        return write(graph, shapes, "Shape", [source], stem, {"start": axes[0], "end": axes[-1] + 1})
-    whole = write(graph, shapes, "Shape", [source], f"{stem}_shape")
+        return write(shapes, "Shape", [source], stem, {"start": axes[0], "end": axes[-1] + 1})
+    whole = write(shapes, "Shape", [source], f"{stem}_shape")
     if rank == 1 and is_whole:
         return whole
     index = graph.constant(f"{stem}_axis", np.array(axes, np.int64) if rank else np.array(axes[0], np.int64))
-    return write(graph, shapes, "Gather", [whole, index], stem, {"axis": 0})
+    return write(shapes, "Gather", [whole, index], stem, {"axis": 0})
 
 
 def _is_range(graph: Graph, shapes: ShapeInfo, run: Sequence[Origin]) -> bool:

@@ -178,5 +178,5 @@ def write_epilogue_fusion(
     both.attribute[:] = sorted(attributes)
     joining = tuple(label for node in cluster.nodes for label in labels(node, records))
     call = FunctionCall(functions.add(both), record.node, inputs, outputs, attributes)
-    put_call(graph, shapes, (maker, *cluster.nodes), call)
+    put_call(shapes, (maker, *cluster.nodes), call)
     return replace(record, replaces=(*record.replaces, *joining), output=outputs[0].name, joined=joining)

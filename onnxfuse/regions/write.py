@@ -124,9 +124,7 @@ def write_region(
     function = functions.add(body(graph, region, forms, list(attributes), bodies))
     replaced = tuple(label for node in region.nodes for label in labels(node, records))
     name = graph.unique_name(f"{node_name(outputs[0])}/{REGION}")
-    put_call(
-        graph, shapes, region.nodes, FunctionCall(function, name, list(region.operands.values()), outputs, attributes)
-    )
+    put_call(shapes, region.nodes, FunctionCall(function, name, list(region.operands.values()), outputs, attributes))
     return Fused(REGION, name, replaced, {}, outputs[0].name)
 
 

@@ -90,12 +90,12 @@ def _apply(graph: Graph, shapes: ShapeInfo, matcher: Matcher, rule: Rewrite, roo
     for node in match.nodes:
         node.inputs.clear()
         node.outputs.clear()
-    made = insert_nodes(graph, shapes, builder.nodes, match.operands, [(value.name, root)], label)
+    made = insert_nodes(shapes, builder.nodes, match.operands, [(value.name, root)], label)
     graph.position |= dict.fromkeys(made, position)
     for node in made if len(softmaxes) == 1 else ():
         if op_of(node) == "Softmax":
             graph.scores.begun[node.outputs[0].name] = min(softmaxes)
-    fold_nodes(graph, shapes, [node for node in made if not any(map(graph.must_be_computed, node.outputs))])
+    fold_nodes(shapes, [node for node in made if not any(map(graph.must_be_computed, node.outputs))])
     return True
 
 

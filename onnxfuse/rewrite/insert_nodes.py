@@ -15,7 +15,6 @@ from onnxfuse.ir.node import AttributeValue, Node, Tensor, is_constant
 
 
 def insert_nodes(
-    graph: Graph,
     shapes: ShapeInfo,
     protos: Sequence[onnx.NodeProto],
     operands: Mapping[str, Tensor],
@@ -31,7 +30,7 @@ def insert_nodes(
     label     the prefix of new names; only values that are computed from nothing but constants are named after the
               first of these instead
     """
-    tensors = dict(operands)
+    graph, tensors = shapes.graph, dict(operands)
     computed = {name for proto in protos for name in proto.output}
     ends: dict[str, Tensor] = {}
     copies: list[tuple[str, Tensor]] = []

@@ -45,7 +45,7 @@ def make_keys_row_major(
     """
     ends = [node for node in ends_of_attention(graph) if node_label(node) not in keep]
     pairs = [(end, scores) for end in ends if (scores := _scores(end)) is not None]
-    pairs = [(end, scores) for end, scores in pairs if not _reads_rows(graph, shapes, scores.inputs[1])]
+    pairs = [(end, scores) for end, scores in pairs if not _reads_rows(shapes, scores.inputs[1])]
     present = {op_of(node) for node in graph.nodes} if pairs else set()
     chosen = [fusion for fusion in fusions if has_softmax(fusion) and may_occur(fusion, present)] if pairs else []
     matchers = [Matcher(graph, shapes, fusion) for fusion in chosen]
@@ -81,7 +81,7 @@ def _scores(end: Node) -> Node | None:
     return next((node for node in nodes_up_to_products(end.inputs[:1]) if op_of(node) == "MatMul"), None)
 
 
-def _reads_rows(graph: Graph, shapes: ShapeInfo, columns: Tensor) -> bool:
+def _reads_rows(shapes: ShapeInfo, columns: Tensor) -> bool:
     """Return whether the columns are views of keys in a layout that kernels read, or do not have four axes."""
     shape = shapes.shape(columns)
     if shape is None or len(shape) != RANK:
@@ -89,7 +89,7 @@ def _reads_rows(graph: Graph, shapes: ShapeInfo, columns: Tensor) -> bool:
     layouts = dict(_layouts(shape))
     return any(
         start in layouts and layout_of(start, views) == layout_of(start, layouts[start])
-        for _, start, views, _ in sources_of(graph, shapes, columns)
+        for _, start, views, _ in sources_of(shapes, columns)
     )
 
 
@@ -101,14 +101,14 @@ def _through_rows(graph: Graph, shapes: ShapeInfo, columns: Tensor) -> Tensor | 
     shape = shapes.shape(columns)
     if shape is None:
         return None
-    for source, start, views, scalings in (*sources_of(graph, shapes, columns), (columns, shape, (), [])):
+    for source, start, views, scalings in (*sources_of(shapes, columns), (columns, shape, (), [])):
         if options := list(_ways(start, views, shape)):
             before, after = min(options, key=lambda option: _copies_and_views(option[0]))
             if _copies_and_views(before)[0] and _is_cache(graph, source):
                 return None
-            rows = write_views(graph, shapes, source, before, f"{columns.name}_rows")
-            made = None if rows is None else write_views(graph, shapes, rows, after, f"{columns.name}_columns")
-            return None if made is None else write_scalings(graph, shapes, made, scalings)
+            rows = write_views(shapes, source, before, f"{columns.name}_rows")
+            made = None if rows is None else write_views(shapes, rows, after, f"{columns.name}_columns")
+            return None if made is None else write_scalings(shapes, made, scalings)
     return None
 
 

@@ -138,7 +138,7 @@ def _replace(graph: Graph, shapes: ShapeInfo, match: Match, functions: LocalFunc
     fused_name = graph.unique_name(f"{node_name(match.outputs[0])}/{match.fusion.name}")
     inputs = [match.operands[operand] for operand in variant.dtypes]
     position = max(graph.position[node] for node in match.nodes)
-    made = put_call(graph, shapes, match.nodes, FunctionCall(name, fused_name, inputs, outputs, attributes))
+    made = put_call(shapes, match.nodes, FunctionCall(name, fused_name, inputs, outputs, attributes))
     graph.position[made] = position
     dims = {k: v if is_static(v) else str(v) for k, v in match.dims.items() if k != "..."}
     return Fused(match.fusion.name, fused_name, replaced, dims, outputs[0].name)
@@ -155,8 +155,9 @@ class FunctionCall:
     attributes: Mapping[str, AttributeValue]
 
 
-def put_call(graph: Graph, shapes: ShapeInfo, nodes: Iterable[Node], call: FunctionCall) -> Node:
+def put_call(shapes: ShapeInfo, nodes: Iterable[Node], call: FunctionCall) -> Node:
     """Replace `nodes` by a fused node, and return it."""
+    graph = shapes.graph
     for node in nodes:
         node.inputs.clear()
         node.outputs.clear()
@@ -170,13 +171,14 @@ def put_call(graph: Graph, shapes: ShapeInfo, nodes: Iterable[Node], call: Funct
     return made
 
 
-def write_deferred(graph: Graph, shapes: ShapeInfo) -> None:
+def write_deferred(shapes: ShapeInfo) -> None:
     """Replace the operators in `graph.deferred` that no region took, and are still in the graph, by fused nodes."""
+    graph = shapes.graph
     deferred, present = graph.deferred, set(graph.nodes)
     for node, one in deferred.items():
         if node in present:
             inputs, outputs = [node.inputs[i] for i in one.inputs], list(node.outputs)
-            put_call(graph, shapes, [node], FunctionCall(one.function, node.name, inputs, outputs, one.attributes))
+            put_call(shapes, [node], FunctionCall(one.function, node.name, inputs, outputs, one.attributes))
     if deferred:
         graph.deferred = {}
         drop_functions(graph, ())

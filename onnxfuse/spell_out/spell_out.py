@@ -190,6 +190,6 @@ def _replace(call: Call, nodes: Sequence[onnx.NodeProto], results: Mapping[int, 
     node.inputs.clear()
     node.outputs.clear()
     ends = [(name, outputs[index]) for index, name in results.items()]
-    made = insert_nodes(graph, call.shapes, nodes, operands, ends, label)
+    made = insert_nodes(call.shapes, nodes, operands, ends, label)
     graph.linked.nodes.remove(node)
     return frozenset(each.name for each in made)
