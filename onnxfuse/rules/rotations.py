@@ -20,10 +20,28 @@ PART: Final = "batch heads rows pairs"  # shape of the first (or the second) ele
 TABLE: Final = "batch? heads? rows? size"
 HALF_TABLE: Final = "batch? heads? rows? pairs"
 ROWS: Final = "1 rows size"
+MIDDLE: Final = "heads 1 size"  # rows are the second axis where heads are not transposed yet
+HAS_THREE_AXES: Final = (
+    "a table has three axes",
+    lambda cos_axes, sin_axes: {cos_axes, sin_axes} != {"plain"},
+)
 AXES_ARE_INPUTS: Final = "the axes of Squeeze and Unsqueeze are inputs", lambda opset: opset >= 13
 OF_ONE: Final = "a and b are slices of one tensor", lambda a, b, are_slices_of_one: are_slices_of_one(a, b)
 OF_X: Final = "a and b are slices of x", lambda x, a, b, are_slices_of_one: are_slices_of_one(a, b, of=x)
 TWO: Final = "{size} elements are {pairs} pairs", lambda size, pairs: pairs is None or 2 * pairs == size
+
+
+def _table(name: str, plain: Term, rows: Term, middle: Term) -> tuple[Term, Term]:
+    """Return a table of a rotation, and the same table as patterns match it; the choice `<name>_axes` is its shape.
+
+    A table of three axes loses the axis of size 1 before its rows.  If this axis comes after its rows, because heads
+    are not transposed yet, the table gets another axis for the batch.
+    """
+    axes = f"{name}_axes"
+    return (
+        choose(axes, rows=rows, middle=middle, plain=plain),
+        choose(axes, rows=op.Squeeze(rows, axes=[0]), middle=op.Unsqueeze(middle, axes=[0]), plain=plain),
+    )
 
 
 def _by_halves(a: Term, b: Term) -> Term:
@@ -143,19 +161,21 @@ def tables_of_three_axes(
     x: Term = tensor(HEADS),
     a: Term = tensor(PART),
     b: Term = tensor(PART),
-    cos: Term = tensor(TABLE),
+    cos: Term = tensor(TABLE, optional=True),
     sin: Term = tensor(TABLE, optional=True),
-    cos_rows: Term = tensor(ROWS),
+    cos_rows: Term = tensor(ROWS, optional=True),
     sin_rows: Term = tensor(ROWS, optional=True),
+    cos_middle: Term = tensor(MIDDLE, optional=True),
+    sin_middle: Term = tensor(MIDDLE, optional=True),
 ) -> Rules:
-    """Tables lose an axis of size 1 before their rows."""
+    """Tables of three axes get two axes or four."""
     require(*AXES_ARE_INPUTS)
     require(*TWO)
     require(*OF_X)
-    turned, cos_plain, sin_plain = _joined(-b, a), op.Squeeze(cos_rows, axes=[0]), op.Squeeze(sin_rows, axes=[0])
-    across = op.Mul(turned, choose("sin_axes", rows=sin_rows, plain=sin))
-    yield op.Add(op.Mul(cos_rows, x), across), x * cos_plain + turned * choose("sin_axes", rows=sin_plain, plain=sin)
-    yield op.Add(op.Mul(sin_rows, turned), op.Mul(x, cos)), x * cos + turned * sin_plain
+    turned, (cos_found, cos_written) = _joined(-b, a), _table("cos", cos, cos_rows, cos_middle)
+    sin_found, sin_written = _table("sin", sin, sin_rows, sin_middle)
+    found = op.Add(op.Mul(cos_found, x), op.Mul(sin_found, turned))
+    yield when(found, *HAS_THREE_AXES), x * cos_written + turned * sin_written
 
 
 # --- a cos - b sin, b cos + a sin ----------------------------------------------------------------------------------
@@ -227,17 +247,18 @@ def complex_in_one_form(
     sin: Term = tensor(HALF_TABLE, optional=True),
     cos_rows: Term = tensor("1 rows pairs", optional=True),
     sin_rows: Term = tensor("1 rows pairs", optional=True),
+    cos_middle: Term = tensor("heads 1 pairs", optional=True),
+    sin_middle: Term = tensor("heads 1 pairs", optional=True),
 ) -> Rules:
     """A product of complex numbers in another spelling, or with the other sign of the sines, is a rotation."""
     require(*AXES_ARE_INPUTS)
     require(*OF_ONE)
     require("cos is a table", lambda a, cos, is_table: cos is None or is_table(cos, a))
     require("sin is a table", lambda a, sin, is_table: sin is None or is_table(sin, a))
-    found = choose("cos_axes", rows=cos_rows, plain=cos), choose("sin_axes", rows=sin_rows, plain=sin)
-    cos_written = choose("cos_axes", rows=op.Squeeze(cos_rows, axes=[0]), plain=cos)
-    sin_written = choose("sin_axes", rows=op.Squeeze(sin_rows, axes=[0]), plain=sin)
+    cos_found, cos_written = _table("cos", cos, cos_rows, cos_middle)
+    sin_found, sin_written = _table("sin", sin, sin_rows, sin_middle)
     other = when(
-        _joined(*_rotation(a, b, *found)),
+        _joined(*_rotation(a, b, cos_found, sin_found)),
         "it is a rotation in another form",
         lambda real, imaginary, cos_axes, sin_axes: (
             _is_rotation(real, imaginary) and {real, imaginary, cos_axes, sin_axes} != {"usual", "plain"}
