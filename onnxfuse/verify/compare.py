@@ -41,7 +41,8 @@ class Verification:
     `reason` says what differs or why nothing was compared, and how half precision was compared if not as usual.
     `outputs` has the errors of the compared outputs; `not_compared` names outputs and fused nodes left out.
     `equal_parts` counts the fused nodes that equal the nodes that they replaced; it is 0 where whole models were
-    compared.  `notes` are sentences about the effect of onnxruntime's own graph optimizations on the original.
+    compared.  `notes` are sentences about the effect of onnxruntime's own graph optimizations on the original, and
+    about integers that are one step of a quantizer off.
     """
 
     passed: bool | None
@@ -143,7 +144,8 @@ def _compare(reference: Reference, optimized: Source) -> Verification:
     refused = next((each for each in at_edges if isinstance(each, str) and _refuses_empty_tensors(each)), None)
     empty = () if refused is None else (f"nothing was compared at sizes of 0: {refused}",)
     fault, notes = with_default_optimizations(reference, after)
-    return replace(found, passed=False if fault else found.passed, reason=fault or found.reason, notes=(*notes, *empty))
+    notes = (*found.notes, *notes, *empty)
+    return replace(found, passed=False if fault else found.passed, reason=fault or found.reason, notes=notes)
 
 
 def _other_inputs(reference: Reference, optimized: onnx.ModelProto) -> str:
@@ -186,7 +188,8 @@ def _verdict(errors: Sequence[OutputDifference], reference: Reference) -> Verifi
     if failed is None and not seen:
         reason = "; ".join(f"output '{each.name}' is not compared: {each.reason}" for each in hidden) or NO_OUTPUTS
         return Verification(None, (), reason, sizes, hidden)
-    return Verification(failed is None, seen, reason, sizes, hidden)
+    notes = tuple(each.note for each in seen if each.note)
+    return Verification(failed is None, seen, reason, sizes, hidden, notes=notes)
 
 
 def nothing_compared(original: onnx.ModelProto, error: VerificationError) -> Verification:

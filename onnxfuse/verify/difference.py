@@ -44,7 +44,7 @@ class OutputDifference:
     `max_rel` is relative to the output's largest magnitude, mask values such as -3.4e38 aside.  For an output that is
     computed in or from half precision, or by products in TF32, it is the error against the original evaluated in
     float32, and `original_rel` is the original's own error against that evaluation.  For other outputs, `original_rel`
-    is None.
+    is None.  `note` says which share of integers is one step of a quantizer off, if the output passes so.
     """
 
     name: str
@@ -54,6 +54,7 @@ class OutputDifference:
     passed: bool
     reason: str
     original_rel: float | None = None
+    note: str = ""
 
 
 @dataclass(frozen=True)

@@ -234,6 +234,30 @@ def test_indices_of_ties_are_not_compared(op: str) -> None:
     assert distinct.status == "failed" and "int64 has to be equal" in distinct.reason
 
 
+def quantized(factor: float, zero: int = 3) -> onnx.ModelProto:
+    """Return a model whose rows are quantized per column; a step is 0.5 or 0.25."""
+    body = "a = MatMul(x, w)  q = QuantizeLinear<axis = 1>(a, s, z)  y = Flatten(q)"
+    model = parse("(float[b, 2] x) => (int8[b, 3] y)", body)
+    weights = np.array([[1, 0.5, 0.25], [0, 1, 2]], np.float32) * np.float32(factor)
+    constants = {"w": weights, "s": np.array([0.5, 0.5, 0.25], np.float32), "z": np.array([0, zero, -7], np.int8)}
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(value, name) for name, value in constants.items())
+    return model
+
+
+def test_steps_of_a_quantizer_at_ties_are_told() -> None:
+    """The other model's products are a little larger, which moves those beyond a tie to the next integer."""
+    x = np.random.default_rng(0).standard_normal((50, 2)).astype(np.float32)
+    x[:3] = [1.25, 0.5], [2.25, 0.25], [-1.75, 0.75]  # two of their products are positive ties
+    found = compare(quantized(1), quantized(1 + 3e-7), inputs={"x": x})
+    assert (found.status, found.notes) == ("verified", (
+        "1.33% of the integers of output 'y' are one step of the quantizer off, where the numbers that it rounds ('a') "
+        "are ties but for rounding",
+    ))  # fmt: skip
+    for wrong in (quantized(1.5), quantized(1, zero=4)):
+        distinct = compare(quantized(1), wrong, inputs={"x": x})
+        assert distinct.status == "failed" and "int8 has to be equal" in distinct.reason
+
+
 # Flags
 
 

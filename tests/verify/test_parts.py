@@ -280,6 +280,25 @@ def test_the_node_at_fault_is_taken_back_and_others_stay(tmp_path: Path) -> None
     assert [node.op_type for node in optimized.graph.node] == ["Relu", "softmax", "Sqrt"]
 
 
+@pytest.mark.parametrize(("factor", "is_rounding"), [("1.0000003", True), ("1.01", False)])
+def test_a_quantizer_may_round_ties_otherwise(factor: str, is_rounding: bool, tmp_path: Path) -> None:
+    """The body of a node that a quantizer joined gives numbers that are a little larger than those replaced."""
+    text = WRONG_RELU.format(wrong=f"op.Relu(x) * {factor}").replace('out="..."', 'out="...", epilogue=True')
+    (tmp_path / "wrong_relu.py").write_text(text, encoding="utf-8")
+    model = parse(
+        "g (float[b, 8] x) => (int8[b, 8] y) { a = Relu(x)  y = QuantizeLinear(a, scale, zero) }",
+        scale=np.array(0.5, np.float32), zero=np.array(-3, np.int8),
+    )  # fmt: skip
+    settings = Settings(catalogue.with_folders([tmp_path]), regions=True, keep_unfused=True)
+    result = fuse_model(model, None, settings)
+    assert [node.op_type for node in result.model.graph.node] == ["wrong_relu"]
+    x = np.arange(40, dtype=np.float32).reshape(5, 8) / 4
+    found = compared(result, x=x)
+    assert [len(found.wrong), len(found.equal)] == ([0, 1] if is_rounding else [1, 0])
+    body, nodes = (open_on_cpu(each, optimize=False).run(None, {"x": x})[0] for each in (result.model, model))
+    assert (body != nodes).sum() == 10
+
+
 def test_parts_in_bfloat16_are_compared_in_float32() -> None:
     """onnxruntime's CPU provider has neither Exp nor Softmax in bfloat16."""
     model = parse("g (bfloat16[b, 8] x) => (bfloat16[b, 8] y) { e = Exp(x)  y = Softmax(e) }")

@@ -1,0 +1,70 @@
+"""Find out whether integers differ by one step of a quantizer because the numbers that it rounds are ties."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import onnx
+
+from onnxfuse.algebra.operators import REGROUPING
+
+FOLLOWED_OPS: Final = REGROUPING | {"Identity"}  # operators through which integers are followed back
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """A QuantizeLinear: the names of its inputs, "" for a zero point that it lacks, and the axis of several scales."""
+
+    x: str
+    scale: str
+    zero: str
+    axis: int
+
+    @property
+    def inputs(self) -> list[str]:
+        """The names of the inputs that the node has."""
+        return [name for name in (self.x, self.scale, self.zero) if name]
+
+    def share_moved(
+        self, values: Mapping[str, object], old: object, new: object, tolerances: Mapping[str, float], half: str
+    ) -> float:
+        """Return the share of elements that differ, which is infinite if one of them is no tie but for rounding.
+
+        `values` are the inputs of the quantizer, by name.  Two integers are such a tie if they are neighbours, and x is
+        no further from the middle between them than the tolerance of its dtype, or of the half precision in which it is
+        computed, times its magnitude plus its root mean square.
+        """
+        given = np.asarray(values[self.x])
+        x, scale = given.astype(np.float64), np.asarray(values[self.scale]).astype(np.float64)
+        zero = np.asarray(values[self.zero]).astype(np.float64) if self.zero else np.zeros(())
+        if not isinstance(old, np.ndarray) or not isinstance(new, np.ndarray) or not old.size == x.size == new.size:
+            return math.inf
+        tolerance = max(tolerances.get(given.dtype.name, 0.0), tolerances.get(half, 0.0))
+        shape = [1] * x.ndim
+        if scale.size > 1:
+            shape[self.axis] = -1
+        scale, zero = (np.broadcast_to(each.reshape(shape), x.shape).ravel() for each in (scale, zero))
+        integers = [each.astype(np.float64).ravel() for each in (old, new)]
+        moved = integers[0] != integers[1]
+        at, steps = x.ravel()[moved], [each[moved] for each in integers]
+        middle = ((steps[0] + steps[1]) / 2 - zero[moved]) * scale[moved]
+        finite = x[np.isfinite(x)]
+        allowed = tolerance * (np.abs(at) + np.sqrt(np.square(finite).sum() / max(1, finite.size)))
+        are_ties = (np.abs(steps[0] - steps[1]) == 1) & (np.abs(at - middle) <= allowed)
+        return float(moved.mean()) if are_ties.all() else math.inf
+
+
+def source_quantizer(model: onnx.ModelProto, output: str) -> Quantizer | None:
+    """Return the QuantizeLinear whose integers an output holds, in their order; None where it holds something else."""
+    producers = {name: node for node in model.graph.node for name in node.output}
+    node = producers.get(output)
+    while node is not None and node.op_type in FOLLOWED_OPS:
+        node = producers.get(node.input[0])
+    if node is None or node.op_type != "QuantizeLinear" or any(a.name == "block_size" and a.i for a in node.attribute):
+        return None
+    x, scale, zero = (*node.input, "")[:3]
+    return Quantizer(x, scale, zero, next((a.i for a in node.attribute if a.name == "axis"), 1))
