@@ -54,7 +54,7 @@ def find_culprits(result: FusedModel, differs: Verification, compare: Compare) -
     comparisons more than the binary logarithm of the number of fused nodes.  If two culprits have the same body, all
     nodes with that body count as culprits.  The list is empty if the model differs even without fused nodes.
     """
-    left = _fused_nodes(result)
+    left = list(fused_nodes(result))
     found: list[Culprit] = []
     if not left or _compare_with(compare, result, []).passed is False:
         return found
@@ -117,15 +117,11 @@ def _partly_fused(result: FusedModel, where: str, kept: dict[str, set[str]], aro
     return partly_fused(graph, result.unfused, result.layout.originals, records - kept.get(where, set()), around)
 
 
-def _fused_nodes(result: FusedModel) -> list[FusedNode]:
-    """Return all fused nodes, in the execution order of each graph."""
+def fused_nodes(result: FusedModel) -> Iterator[FusedNode]:
+    """Yield all fused nodes, in the execution order of each graph."""
     records = {(one.where, one.node): one for one in result.fused}
-
-    def found() -> Iterator[FusedNode]:
-        for where, graph in result.everywhere():
-            for node in graph.model.graph.node:
-                fused = records.get((where, node.name))
-                if fused is not None and node.domain == DOMAIN:
-                    yield FusedNode(where, fused, node.op_type, graph.layout.is_transposed(node.output))
-
-    return list(found())
+    for where, graph in result.everywhere():
+        for node in graph.model.graph.node:
+            fused = records.get((where, node.name))
+            if fused is not None and node.domain == DOMAIN:
+                yield FusedNode(where, fused, node.op_type, graph.layout.is_transposed(node.output))

@@ -87,6 +87,10 @@ class StageTimer:
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
+    def tell(self, name: str, step: str) -> None:
+        """Call `progress` for a step of a stage."""
+        self.progress(f"{name}: {step}", 0, 0)
+
 
 Regions: TypeAlias = bool | Literal["apart"]  # whether to make regions; "apart": yes, but operators join no kernels
 

@@ -237,7 +237,7 @@ class Halving:
         return Weights(self.folder, self.wanted.precision)
 
     def _tell(self, step: str) -> None:
-        self.timer.progress(f"half: {step}", 0, 0)
+        self.timer.tell("half", step)
 
     # --- conversion ------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias, get_args
 import onnx
 
 from onnxfuse.choices import Choices, Chosen, choices_of, read_choices
+from onnxfuse.culprits import fused_nodes
 from onnxfuse.dsl import catalogue
 from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.emit_standard import in_newest_opset, in_standard_operators, needs_newer_opset, what_was_written
@@ -133,7 +134,9 @@ def optimize(
         made, report = _optimize(job, path)
         if quantized and verify:
             with timer.stage("verify"):
-                told = with_errors(quantized.result, given, made, inputs, shapes, functools.partial(_tell, timer))
+                told = with_errors(
+                    quantized.result, given, made, inputs, shapes, functools.partial(timer.tell, "verify")
+                )
             report = replace(report, weights=told)
         elif quantized:
             report = replace(report, weights=quantized.result)
@@ -149,10 +152,6 @@ def _check_conversions(half: Request | None, weights: str | None, plan: object) 
     if plan is not None and (half or weights):
         text = "a plan lists the matches of the model as it is"
         raise UsageError(f"{text}; save the model that {'dtype' if half else 'weights'} gives, and make a plan of that")
-
-
-def _tell(timer: StageTimer, step: str) -> None:
-    timer.progress(f"verify: {step}", 0, 0)
 
 
 def find_matches(
@@ -594,14 +593,10 @@ class _Search:
 
 def _invalid(result: FusedModel) -> Iterator[tuple[Fused, bool, str]]:
     """Yield the fused nodes whose functions ONNX refuses, whether their outputs are transposed, and the reasons."""
-    records = {(one.where, one.node): one for one in result.fused}
-    for where, graph in result.everywhere():
-        faults = faults_of_bodies(graph.model)
-        for node in graph.model.graph.node if faults else ():
-            fused = records.get((where, node.name))
-            if fused is not None and node.op_type in faults:
-                is_transposed = graph.layout.is_transposed(node.output)
-                yield fused, is_transposed, f"ONNX refuses its body: {faults[node.op_type]}"
+    faults = {where: faults_of_bodies(graph.model) for where, graph in result.everywhere()}
+    for one in fused_nodes(result) if any(faults.values()) else ():
+        if fault := faults[one.where].get(one.function):
+            yield one.fused, one.is_transposed, f"ONNX refuses its body: {fault}"
 
 
 def _fused_nodes(result: FusedModel, wrong: Iterable[PartFinding]) -> Iterator[tuple[PartFinding, Fused]]:

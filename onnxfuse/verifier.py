@@ -52,7 +52,8 @@ class Verifier:
         """Return runs of the original.  Raises VerificationError if it does not run."""
         if self._reference is None:
             try:
-                found = run_original(self.original, self.folder, self.inputs or {}, self._tell, self.shapes)
+                tell = functools.partial(self.timer.tell, "verify")
+                found = run_original(self.original, self.folder, self.inputs or {}, tell, self.shapes)
                 self._reference = replace(
                     found, tolerance=self.tolerance, is_converted=self.is_converted, numbers_for_nan=self.is_standard
                 )
@@ -181,9 +182,6 @@ class Verifier:
                 raise
             except Exception as error:
                 return nothing_compared(self.original, self._failure(error))
-
-    def _tell(self, step: str) -> None:
-        self.timer.progress(f"verify: {step}", 0, 0)
 
     def culprits(self, result: FusedModel, verified: Verification, written: Written) -> list[Culprit]:
         """Return the fused nodes that make a model differ from the original, each with a sentence.

@@ -145,7 +145,7 @@ def test_models_with_some_of_their_fused_nodes_compute_the_same(name: str, layou
 
     from onnxfuse import culprits
 
-    kept = [one for one in culprits._fused_nodes(result) if one.fused.node in some]
+    kept = [one for one in culprits.fused_nodes(result) if one.fused.node in some]
     culprits._compare_with(compared, result, kept)
     culprits._compare_with(compared, result, [])
     assert 0.9 * len(kept) <= seen[0] <= len(kept) and seen[1] == 0

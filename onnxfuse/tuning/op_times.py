@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
@@ -138,7 +138,7 @@ def node_name(node: onnx.NodeProto) -> str:
 def _values(whole: TimedModel, nodes: Sequence[onnx.NodeProto]) -> dict[str, Value]:
     """Return the feeds, and the tensors that the nodes read and write in one run, as OrtValues on the device."""
     model = whole.model
-    weights = {t.name for t in (*model.graph.initializer, *_constants(model))} | {i.name for i in model.graph.input}
+    weights = _weights(model).keys() | {i.name for i in model.graph.input}
     wanted = {name for node in nodes for name in (*node.input, *node.output) if name and name not in weights}
     open_model = copy_without(model, "graph")
     open_model.graph.CopyFrom(model.graph)
@@ -154,7 +154,7 @@ def _equal_nodes(
     model: onnx.ModelProto, nodes: Sequence[onnx.NodeProto], values: Mapping[str, Value]
 ) -> list[tuple[onnx.NodeProto, ...]]:
     """Group the nodes that compute the same on tensors of the same shapes."""
-    weights = {t.name: t for t in (*model.graph.initializer, *_constants(model))}
+    weights = _weights(model)
     groups: dict[object, list[onnx.NodeProto]] = {}
     for node in nodes:
         shapes = tuple(_shape(name, weights, values) for name in node.input)
@@ -186,7 +186,7 @@ def _type(value: Value) -> tuple[tuple[int, ...], int]:
 def _untimed(op: _Operator, how: str, why: str) -> OpTime:
     """Return the OpTime of an operator before it is timed; `why` says why it runs in the way `how`."""
     node = op.nodes[0]
-    weights = {t.name: t for t in (*op.model.graph.initializer, *_constants(op.model))}
+    weights = _weights(op.model)
     attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     plain: dict[str, Attribute] = {
         name: value.decode() if isinstance(value, bytes) else value if isinstance(value, int | float) else list(value)
@@ -267,7 +267,7 @@ def _repeated(op: _Operator, copies: int) -> tuple[onnx.ModelProto, dict[str, Va
     cache are copied as well: in a model, each node reads its own weights from memory.
     """
     node, model = op.nodes[0], copy_without(op.model, "graph")
-    weights = {t.name: t for t in (*op.model.graph.initializer, *_constants(op.model)) if t.name in node.input}
+    weights = {name: tensor for name, tensor in _weights(op.model).items() if name in node.input}
     shared = sum(map(size_of, weights.values())) > MIN_SHARED_WEIGHT_BYTES
     feeds, shapes = dict[str, Value](), dict[str, tuple[int, ...]]()
     for i in range(copies):
@@ -294,12 +294,13 @@ def _repeated(op: _Operator, copies: int) -> tuple[onnx.ModelProto, dict[str, Va
     return model, feeds, shapes
 
 
-def _constants(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Yield the tensors of Constant nodes, under the names of their outputs."""
+def _weights(model: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
+    """Return the initializers and the tensors of Constant nodes, the latter under the names of their outputs."""
+    found = {tensor.name: tensor for tensor in model.graph.initializer}
     for node in model.graph.node:
         tensor = next((a.t for a in node.attribute if a.name == "value"), None)
         if node.op_type == "Constant" and tensor is not None:
-            copy = onnx.TensorProto()
+            found[node.output[0]] = copy = onnx.TensorProto()
             copy.CopyFrom(tensor)
             copy.name = node.output[0]
-            yield copy
+    return found

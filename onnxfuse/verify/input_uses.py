@@ -99,11 +99,17 @@ def added_to_scores(model: onnx.ModelProto) -> set[str]:
 
 def added_to_scores_by(computing: Iterable[onnx.NodeProto], names: Iterable[str]) -> set[str]:
     """Return the tensors of `names` that some nodes, `computing`, add to the input of a Softmax among these nodes."""
-    consumers: dict[str, list[tuple[onnx.NodeProto, int]]] = {}
+    consumers = _consumers(computing)
+    return {name for name in names if _is_added_to_scores(name, consumers)}
+
+
+def _consumers(computing: Iterable[onnx.NodeProto]) -> dict[str, list[tuple[onnx.NodeProto, int]]]:
+    """Return the nodes that read each tensor, with the index of the input, by the tensor's name."""
+    found: dict[str, list[tuple[onnx.NodeProto, int]]] = {}
     for node in computing:
         for index, name in enumerate(node.input):
-            consumers.setdefault(name, []).append((node, index))
-    return {name for name in names if _is_added_to_scores(name, consumers)}
+            found.setdefault(name, []).append((node, index))
+    return found
 
 
 def _is_added_to_scores(name: str, consumers: Mapping[str, Sequence[tuple[onnx.NodeProto, int]]]) -> bool:
@@ -134,7 +140,6 @@ def links_of(model: onnx.ModelProto) -> Links:
     graph = _without_weights(model)
     constants = {t.name: t for t in model.graph.initializer}
     shapes = {name: tuple(t.dims) for name, t in constants.items()}
-    consumers: dict[str, list[tuple[onnx.NodeProto, int]]] = {}
     producers: dict[str, onnx.NodeProto] = {}
     for node in nodes(graph):
         tensor = _tensor_of_constant(node) if node.op_type == "Constant" else None
@@ -142,10 +147,8 @@ def links_of(model: onnx.ModelProto) -> Links:
             shapes[node.output[0]], constants[node.output[0]] = tuple(tensor.dims), tensor
         elif node.op_type in ("Cast", "DequantizeLinear", "Identity") and node.input[0] in shapes:
             shapes[node.output[0]] = shapes[node.input[0]]
-        for index, name in enumerate(node.input):
-            consumers.setdefault(name, []).append((node, index))
         producers.update((name, node) for name in node.output)
-    return Links(consumers, producers, shapes, constants)
+    return Links(_consumers(nodes(graph)), producers, shapes, constants)
 
 
 def _use(value: onnx.ValueInfoProto, links: Links) -> Use | None:
