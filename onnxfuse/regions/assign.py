@@ -37,7 +37,7 @@ def assign_regions(joining: Joining, fused: Collection[Fused] = ()) -> RegionRes
     fused nodes, and of operators that become fused nodes if no region takes them.
     """
     graph = joining.graph
-    clusters, formed = form_regions(graph, joining.shapes, joining.keep)
+    clusters, formed = form_regions(joining.shapes, joining.keep)
     # `joins` maps the name of a fused node's result to a planned join; `apart` has clusters that join no fused node.
     joins, apart = dict[str, Join](), list[Cluster]()
     records, work = {one.node: one for one in fused}, deque(formed)

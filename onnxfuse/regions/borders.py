@@ -4,7 +4,7 @@ Regions grow in execution order, so the Sub of `x - mean(x)` joins the mean.  If
 difference, the difference is written to memory and read again.  With the Sub in the reader's region, x is read instead.
 If several regions read the tensor, each gets a copy of the operators.
 
-A cluster is a group of nodes that will become one region.  Only clusters of one level (see `levels.py`) exchange nodes.
+A cluster is a group of nodes that will become one region.  Only clusters of one level (see `order.py`) exchange nodes.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Cluster:
     is_free: bool  # True if none of the operators takes time at run time
     rows: Rows | None  # the shape and the axes that the reductions reduce; None without reductions
     repeats: bool  # True if a value may be computed more than once per element
-    # Position among the clusters of its level (see `levels.py`); each cluster follows the clusters that it reads.
+    # Position among the clusters of its level (see `order.levels`); each cluster follows the clusters that it reads.
     place: int = 0
 
 

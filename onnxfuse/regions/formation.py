@@ -1,6 +1,6 @@
 """Form regions: merge the nodes that patterns left over, level by level, where that saves bytes or launches.
 
-A level, a number that `levels.py` gives to each node, keeps merged nodes from closing a cycle.
+A level, a number that `levels` gives to each node, keeps merged nodes from closing a cycle.
 """
 
 from __future__ import annotations
@@ -10,34 +10,33 @@ from functools import partial
 
 from onnxfuse.algebra.operators import FREE
 from onnxfuse.analysis.shape_info import ShapeInfo
-from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, consumers, op_of, producer
 from onnxfuse.passes.folded import node_label
 from onnxfuse.regions.borders import settle_borders
 from onnxfuse.regions.cluster import NOTHING_BESIDE, Cluster, Clusters
 from onnxfuse.regions.host import host_nodes
-from onnxfuse.regions.levels import levels
 from onnxfuse.regions.normal_form import MIN_OPSET, normal_form
-from onnxfuse.regions.order import merge, readers_of
+from onnxfuse.regions.order import levels, merge, readers_of
 from onnxfuse.regions.rows import DYNAMIC
 from onnxfuse.regions.siblings import is_of_fused, merge_siblings
 from onnxfuse.regions.steps import Step
 
 
-def form_regions(graph: Graph, shapes: ShapeInfo, keep: Set[str] = frozenset()) -> tuple[Clusters, list[Cluster]]:
+def form_regions(shapes: ShapeInfo, keep: Set[str] = frozenset()) -> tuple[Clusters, list[Cluster]]:
     """Return the regions of a sorted graph, and then the clusters too small for one, which may still join a fused node.
 
     Regions, and small clusters, are in execution order of their first nodes.  The result also has the object that holds
     all clusters, for further merging.  `keep` holds the labels of nodes that must be in no region.
     """
+    graph = shapes.graph
     if graph.opset < MIN_OPSET:
         return Clusters(graph, shapes, {}, {}, {}), []
-    host = host_nodes(graph, shapes)
+    host = host_nodes(shapes)
     reasons, forms = dict[str, str](), dict[Node, tuple[Step, ...]]()
     for node in graph.nodes:
         if node.domain and node.domain != "ai.onnx":
             continue
-        found = "it is shape arithmetic, which runs on the host" if node in host else normal_form(graph, shapes, node)
+        found = "it is shape arithmetic, which runs on the host" if node in host else normal_form(shapes, node)
         if node_label(node) in keep:
             found = "it belongs to a match that is switched off"
         if isinstance(found, str):

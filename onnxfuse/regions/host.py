@@ -33,9 +33,9 @@ HOST_INPUTS: Final[Mapping[str, range]] = {
 SEEDS: Final = ("Shape", "Size")
 
 
-def host_nodes(graph: Graph, shapes: ShapeInfo) -> set[Node]:
+def host_nodes(shapes: ShapeInfo) -> set[Node]:
     """Return the nodes that compute short tensors from shapes only, or short tensors that are only read on the host."""
-    found: set[Node] = set()
+    graph, found = shapes.graph, set[Node]()
     for node in graph.nodes:
         if op_of(node) in SEEDS or (_is_short(shapes, node) and _reads_only(node, found)):
             found.add(node)

@@ -97,12 +97,12 @@ class Joining:
 
     @cached_property
     def _host(self) -> set[Node]:
-        return set(host_nodes(self.graph, self.shapes))
+        return set(host_nodes(self.shapes))
 
     def _may_be_in_region(self, node: Node) -> bool:
         if any(label in self.keep or label in self.spelled for label in (node.name, node_label(node))):
             return False
-        return node not in self._host and not isinstance(normal_form(self.graph, self.shapes, node), str)
+        return node not in self._host and not isinstance(normal_form(self.shapes, node), str)
 
 
 def _nodes_up_to_operands(match: Match) -> frozenset[Node]:

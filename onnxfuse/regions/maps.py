@@ -74,7 +74,7 @@ def _slice(s: Steps) -> None:
     if starts is None or ends is None:
         raise StaysOut("it has no starts or ends")
     axes = s.ints("axes") or list(range(len(starts)))
-    steps = (s.ints("steps") if s.graph.opset >= 10 else None) or [1] * len(starts)
+    steps = (s.ints("steps") if s.shapes.graph.opset >= 10 else None) or [1] * len(starts)
     axes = [axis_of(axis, s.rank()) for axis in axes]
     s.end("Slice", s.data_and_measured(), axes=axes, starts=starts, ends=ends, steps=steps)
 

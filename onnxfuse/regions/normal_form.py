@@ -12,7 +12,6 @@ from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.errors import ModelError
 from onnxfuse.ir.attributes import schema
 from onnxfuse.ir.dtypes import dtype_name
-from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, consumers, is_constant, op_of
 from onnxfuse.region_operators import GATHERS, HALVES, dtypes_of
 from onnxfuse.regions.maps import MAPS
@@ -24,12 +23,12 @@ WRITERS: Final[Mapping[str, Writer]] = {**POINTWISE, **MAPS, **REDUCTIONS}
 MIN_OPSET: Final = 9  # functions need integer Constant nodes, which exist since this opset
 
 
-def normal_form(graph: Graph, shapes: ShapeInfo, node: Node) -> tuple[Step, ...] | str:
+def normal_form(shapes: ShapeInfo, node: Node) -> tuple[Step, ...] | str:
     """Return the steps of a node, or a sentence that says why it cannot be in a region."""
     op = op_of(node)
     if op not in WRITERS:
         return f"{op} is none of the operators of regions"
-    steps = Steps(graph, shapes, node)
+    steps = Steps(shapes, node)
     try:
         data = [t for t in node.inputs if t.name and not is_constant(t)]
         if not data and not _is_computed_in_every_run(steps):
@@ -63,7 +62,7 @@ def _require_declared(steps: Steps) -> None:
 
     Such a node may run in the main graph, if onnxruntime has a kernel, but function bodies are checked strictly.
     """
-    node, opset = steps.node, steps.graph.opset
+    node, opset = steps.node, steps.shapes.graph.opset
     inputs, outputs = _declared_types(op_of(node), opset)
     for tensors, declared in ((node.inputs, inputs), (node.outputs, outputs)):
         for i, tensor in enumerate(tensors):

@@ -11,7 +11,6 @@ from onnx import TensorProto
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.dtypes import dtype_name
-from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, consumers, producer
 from onnxfuse.regions.cluster import Cluster, Clusters
 from onnxfuse.regions.epilogue_fusion import Join
@@ -65,7 +64,7 @@ def _merged(clusters: Clusters, joining: Joining, cluster: Cluster, norm: Node, 
     All other tensors that the norm and the join read must come from nodes of a lower level than the cluster's.  Then no
     path leads from the cluster through other nodes to the norm or the join.
     """
-    steps = norm_steps(clusters.graph, clusters.shapes, norm)
+    steps = norm_steps(clusters.shapes, norm)
     at = clusters.level[cluster.nodes[0]]
     read = list(norm.inputs)
     if join:
@@ -105,7 +104,7 @@ def with_moved_norm(clusters: Clusters, cluster: Cluster, joining: Joining) -> t
     if norm is None or not joining.may_be_region(cluster.outputs):
         return cluster, []
     (output,), last = cluster.outputs.values(), cluster.nodes[-1]
-    steps = norm_steps(clusters.graph, clusters.shapes, norm, moved=output)
+    steps = norm_steps(clusters.shapes, norm, moved=output)
     if steps is None:
         return cluster, []
     names = {norm.outputs[0].name: norm.inputs[0].name, output.name: MOVED}
@@ -155,7 +154,7 @@ def _is_along_last(step: Step, rank: int) -> bool:
     return rank - 1 in (axes if isinstance(axes, list) else [axes])
 
 
-def norm_steps(graph: Graph, shapes: ShapeInfo, norm: Node, moved: Tensor | None = None) -> tuple[Step, ...] | None:
+def norm_steps(shapes: ShapeInfo, norm: Node, moved: Tensor | None = None) -> tuple[Step, ...] | None:
     """Return the steps of a fused norm, which compute in float32; None if one of its weights is not a vector.
 
     With `moved`, the norm reads its rows from the value MOVED, and its result is the tensor `moved`.
@@ -164,7 +163,7 @@ def norm_steps(graph: Graph, shapes: ShapeInfo, norm: Node, moved: Tensor | None
     rank = shapes.rank(moved or operands["x"])
     if not rank or any(shapes.rank(operands[name]) != 1 for name in ("scale", "bias") if name in operands):
         return None
-    s = Steps(graph, shapes, norm)
+    s = Steps(shapes, norm)
 
     def wide(name: str) -> str:
         value = MOVED if moved and name == "x" else operands[name].name

@@ -1,20 +1,38 @@
-"""Keep the clusters of a level in order, also when two are merged: each cluster follows the clusters that it reads.
+"""Keep regions free of cycles, by levels of nodes and by the order of the clusters of a level.
 
-Levels (see `levels.py`) exclude cycles through nodes outside of regions.  The order of the clusters of a level, given
-by their places, excludes cycles through other clusters.
+Levels exclude cycles through nodes outside of regions.  The order, given by places, excludes cycles through other
+clusters: each cluster follows the clusters that it reads, also when two are merged.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Final, TypeAlias
 
-from onnxfuse.ir.node import producer
+from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.node import Node, has_subgraph, producer
 from onnxfuse.regions.cluster import Cluster, Clusters
 
 MAX_VISITED: Final = 64  # maximum number of clusters visited in a search between two clusters
 Neighbours: TypeAlias = Callable[[Cluster], Iterable[Cluster]]
+
+
+def levels(graph: Graph, members: Collection[Node]) -> dict[Node, int]:
+    """Return the level of each node of a sorted graph; `members` holds the nodes that may be in regions.
+
+    A node's level is at least the level of every node that it depends on.  A nonmember's level is greater than the
+    level of each member that it depends on.  So no path between two members of one level passes through a nonmember.
+    """
+    made_by = {tensor.name: node for node in graph.nodes for tensor in node.outputs}
+    found: dict[Node, int] = {}
+    for node in graph.nodes:
+        before = [p for t in node.inputs if t.name and (p := producer(t)) is not None]
+        if has_subgraph(node):
+            before += [made_by[name] for name in graph.reads(node) if name in made_by]
+        level = max((found[each] for each in before), default=0)
+        found[node] = level if node in members else level + 1
+    return found
 
 
 def read_by(clusters: Clusters, own: Cluster) -> Iterable[Cluster]:

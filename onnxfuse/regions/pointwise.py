@@ -139,7 +139,7 @@ def _quantize(s: Steps) -> None:
     """
     if dtype_name(s.out_dtype) not in QUANTIZED:
         raise StaysOut(f"it gives {dtype_name(s.out_dtype)}; kernels quantize to {' and '.join(QUANTIZED)}")
-    precision = s.integer("precision", 0) or s.dtype(1) if s.graph.opset >= 23 else TensorProto.FLOAT
+    precision = s.integer("precision", 0) or s.dtype(1) if s.shapes.graph.opset >= 23 else TensorProto.FLOAT
     _quantizing(s, s.out_dtype, precision=dtype_name(precision))
 
 

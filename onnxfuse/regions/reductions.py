@@ -35,7 +35,7 @@ def _reduce(op: str, s: Steps) -> None:
 
 
 def _softmax(op: str, s: Steps) -> None:
-    rank, flattening = s.rank(), s.graph.opset <= LAST_FLATTENING_OPSET
+    rank, flattening = s.rank(), s.shapes.graph.opset <= LAST_FLATTENING_OPSET
     axis = axis_of(s.integer("axis", 1 if flattening else -1), rank)
     if flattening and axis != rank - 1:
         raise StaysOut("before opset 13 it is over all axes from one on")

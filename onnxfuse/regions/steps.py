@@ -14,7 +14,7 @@ from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.errors import ModelError
 from onnxfuse.ir.attributes import AtRunTime, attribute_or_input
 from onnxfuse.ir.dtypes import Array, dtype_name
-from onnxfuse.ir.graph import Graph, constant_value
+from onnxfuse.ir.graph import constant_value
 from onnxfuse.ir.node import Node, Tensor, is_constant
 from onnxfuse.region_operators import DTYPES
 from onnxfuse.regions.computed import (
@@ -65,7 +65,6 @@ class Step:
 class Steps:
     """Collects the steps of one node."""
 
-    graph: Graph
     shapes: ShapeInfo
     node: Node
     found: list[Step] = field(default_factory=list)
@@ -124,13 +123,13 @@ class Steps:
         if not is_constant(tensor):
             raise StaysOut(f"'{tensor.name}' is computed; required is a constant")
         try:
-            return constant_value(self.graph, tensor)
+            return constant_value(self.shapes.graph, tensor)
         except ModelError as error:
             raise StaysOut(str(error)) from error
 
     def parameter(self, name: str) -> object:
         """Return an attribute, or the constant input that replaces it in later opsets; None if there is neither."""
-        found = attribute_or_input(self.graph, self.node, name)
+        found = attribute_or_input(self.shapes.graph, self.node, name)
         if not isinstance(found, int | float | str | list) and found is not None:
             raise StaysOut(f"its {name} is computed; required is a constant")
         return found
@@ -152,7 +151,7 @@ class Steps:
         Expressions refer to tensors by index, in the order of `data_and_measured`.  Raises StaysOut if a size is not
         known.
         """
-        found = attribute_or_input(self.graph, self.node, name)
+        found = attribute_or_input(self.shapes.graph, self.node, name)
         if not isinstance(found, AtRunTime):
             return None if (known := self.ints(name)) is None else [*known]
         tensor = found.tensor

@@ -202,7 +202,7 @@ def test_quantizers_that_stay_out(name: str) -> None:
     opset, nodes, reason = REFUSED[name]
     shapes = read_and_infer(parsed(nodes, opset=opset), None)
     (node,) = (node for node in shapes.graph.nodes if node.op == "QuantizeLinear")
-    assert normal_form(shapes.graph, shapes, node) == f"QuantizeLinear stays out of regions: {reason}"
+    assert normal_form(shapes, node) == f"QuantizeLinear stays out of regions: {reason}"
 
 
 def test_every_operator_has_a_case() -> None:
