@@ -20,6 +20,7 @@ from onnxfuse.kernels.region.codegen import Writer
 from onnxfuse.kernels.region.operators import NUMBER, STORED
 from onnxfuse.kernels.region.program import Program, parse
 from onnxfuse.kernels.region.references import Reference
+from onnxfuse.kernels.region.round_trips import without_round_trips
 from onnxfuse.kernels.region.shapes import Shapes, infer
 from onnxfuse.kernels.region.sizes import Sizes
 from onnxfuse.kernels.tensors import element_count
@@ -170,7 +171,8 @@ def epilogue_program(
     `strides`: for attention, the strides of y's batch, heads and queries in elements, by which its kernel locates
     results.  Raises ValueError if shapes do not fit.
     """
-    program, sizes, specs = parse(both.behind), Sizes(), both.region_inputs(y, inputs)
+    program, sizes = without_round_trips(parse(both.behind)), Sizes()
+    specs = both.region_inputs(y, inputs)
     operands = {name: sizes.read(spec.shape) for name, spec in zip(both.behind.operands, specs, strict=True)}
     shapes = infer(program, operands, sizes)
     places = _places(both, shapes, axes)

@@ -10,6 +10,7 @@ from onnxfuse.kernels.region.launch_schedule import stages_of
 from onnxfuse.kernels.region.launches import plan_of
 from onnxfuse.kernels.region.program import parse, refusal
 from onnxfuse.kernels.region.region import Region
+from onnxfuse.kernels.region.round_trips import without_round_trips
 from onnxfuse.kernels.region.shapes import infer
 from onnxfuse.kernels.region.sizes import Sizes
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
@@ -36,7 +37,7 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
 
     Raises ValueError if the operands' shapes do not fit the program, or its kernel would have too many lines.
     """
-    program, sizes = parse(node), Sizes()
+    program, sizes = without_round_trips(parse(node)), Sizes()
     shapes = infer(program, {f"x{i}": sizes.read(spec.shape) for i, spec in enumerate(inputs)}, sizes)
     aligned = all(spec.aligned for spec in inputs)
     outputs = tuple(

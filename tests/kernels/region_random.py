@@ -248,7 +248,13 @@ def quantizer(draft: Draft, x: Value) -> None:
     zero = draft.operand(shape, integer, bound) if chance.random() < 0.7 else draft.constant(3, integer)
     if real == to:
         if (x.bound + bound) * 1.5 < draft.extent.largest:
-            draft.add("DequantizeLinear", x, scale, zero, dtype=to, bound=(x.bound + bound) * 1.5)
+            if chance.random() < 0.5:
+                scale, zero = draft.constant(chance.choice([0.25, 1.5]), real), draft.constant(3, integer)
+            wide = draft.add("DequantizeLinear", x, scale, zero, dtype=to, bound=(x.bound + bound) * 1.5)
+            if integer in QUANTIZED and scale.shape == () and chance.random() < 0.5:
+                view(draft, wide)
+                moved = draft.values[-1]
+                draft.add("QuantizeLinear", moved, scale, zero, dtype=integer, bound=255.0, precision="float32")
         return
     precision = chance.choice(["float32", real])
     draft.add("QuantizeLinear", x, scale, zero, dtype=to, bound=255.0, precision=precision)

@@ -13,7 +13,8 @@ import onnx
 import pytest
 from architectures import H200
 from onnx import TensorProto, helper, numpy_helper
-from region_emulation import results
+from region_drafts import NUMPY, RegionProgram
+from region_emulation import plan_of, results
 from small_tilings import small_tilings
 
 sys.path.append(str(Path(__file__).parents[1] / "regions"))
@@ -91,6 +92,31 @@ def test_kernels_equal_onnxruntime(models: Models, opset: int, real: str, tmp_pa
     assert len(programs) >= 10
     for program, own, wanted in zip(programs, results(programs, H200, tmp_path), expected, strict=True):
         np.testing.assert_array_equal(own[0], wanted, err_msg=str(program.node()))
+
+
+def round_trip(scale: float, dtype: str, integer: str) -> RegionProgram:
+    """Return a program that dequantizes integers, moves the numbers, and quantizes them again."""
+    program = RegionProgram()
+    x = program.operand(np.arange(256).astype(integer).reshape(2, 8, 16))
+    how = program.op("Constant", dtype=dtype, value=scale), program.op("Constant", dtype=integer, value=3)
+    wide = program.op("DequantizeLinear", x, *how, dtype=dtype)
+    moved = program.op("Transpose", program.op("Reshape", wide, shape=[16, 16]), perm=[1, 0])
+    again = program.op("QuantizeLinear", moved, *how, dtype=integer, precision="float32")
+    program.outputs = [again, program.op("Neg", wide)]
+    return program
+
+
+@pytest.mark.parametrize("integer", ["int8", "uint8"])
+def test_integers_are_read_past_quantizers_that_give_them_back(integer: str, tmp_path: Path) -> None:
+    """Not where a scale is 0, overflows, or is of bfloat16, whose products may be a step off."""
+    scales = [(each, "float32") for each in (0.1, -3.0, 1e-20, 1e35, 0.0, 3e38)]
+    scales += [(each, "float16") for each in (0.1, 2.0**-24, 1000.0)] + [(0.3, "bfloat16")]
+    programs = [round_trip(float(np.asarray(each, NUMPY[dtype])), dtype, integer) for each, dtype in scales]
+    for program, own in zip(programs, results(programs, H200, tmp_path), strict=True):
+        for one, other in zip(own, program.expected(), strict=True):
+            np.testing.assert_array_equal(one, other, err_msg=str(program.node()))
+    kept = ["quantized<" in "".join(step.kernel.text for step in plan_of(program, H200).steps) for program in programs]
+    assert kept == [False] * 4 + [True] * 2 + [False] * 2 + [True] * 2
 
 
 def dynamic_quantizers() -> Iterator[Array]:
