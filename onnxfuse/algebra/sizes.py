@@ -40,6 +40,18 @@ class NonPolynomial(str):
         return made
 
 
+class Broadcast(str):
+    """The symbol of an unknown size to which sizes broadcast: each of these is 1 or this size."""
+
+    parts: frozenset[str]  # the sizes as text, none of them a Broadcast
+
+    def __new__(cls, name: str, parts: frozenset[str]) -> Broadcast:
+        """Return the symbol called `name` of the size to which `parts` broadcast."""
+        made = super().__new__(cls, name)
+        made.parts = parts
+        return made
+
+
 Monomial: TypeAlias = tuple[str, ...]  # sorted symbols, repeated for powers: s*s*t is ("s", "s", "t")
 
 
@@ -175,6 +187,12 @@ def name_of(size: object) -> str | None:
         case Dim(terms=(((name,), 1),)) if not isinstance(name, NonPolynomial):
             return name
     return None
+
+
+def broadcast_parts(size: Size) -> frozenset[str]:
+    """Return the sizes, as text, that broadcast to this size: those of a Broadcast, or else the size alone."""
+    name = name_of(size)
+    return name.parts if isinstance(name, Broadcast) else frozenset([str(size)])
 
 
 def symbols(size: Size) -> Iterator[str]:

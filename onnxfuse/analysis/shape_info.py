@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 
 from onnxfuse.algebra.bounds import solved, substituted, without_min_constants
-from onnxfuse.algebra.sizes import UNKNOWN, Dim, Shape, Size, is_known, symbol
+from onnxfuse.algebra.sizes import UNKNOWN, Broadcast, Dim, Shape, Size, broadcast_parts, is_known, symbol
 from onnxfuse.analysis.value_infos import RecordedSize, ValueInfos
 from onnxfuse.errors import ModelError, OnnxfuseError
 from onnxfuse.ir.dtypes import EXACT_INTEGERS, INTEGER_RANGES, Array
@@ -209,6 +209,17 @@ class ShapeInfo:
         """Return the unknown size for this key: always the same symbol for the same key."""
         if key not in self._unknown:
             self._unknown[key] = symbol(f"{UNKNOWN}{next(self.numbers)}")
+        return self._unknown[key]
+
+    def broadcast(self, *sizes: Size) -> Size:
+        """Return the unknown size to which sizes broadcast; this is one of them if the others are parts of it."""
+        parts = [*map(broadcast_parts, sizes)]
+        whole = frozenset[str]().union(*parts)
+        if whole in parts:
+            return sizes[parts.index(whole)]
+        key = "broadcast", whole
+        if key not in self._unknown:
+            self._unknown[key] = symbol(Broadcast(f"{UNKNOWN}{next(self.numbers)}", whole))
         return self._unknown[key]
 
     def completed(self, name: str, inferred: PartialShape | None, foreign: bool = False) -> Shape | None:

@@ -77,9 +77,9 @@ def tensor(dims: str | None = None, *, optional: bool = False) -> Capture:
 
     `dims` names its axes, for example "... d": a name stands for one size throughout the fusion, "..." for any
     leading axes (the same throughout), and a number for an axis of that size.  `name?` stands for an axis of the named
-    size or of size 1, or for no axis.  `name??` also matches an axis of unknown size, if it broadcasts to an axis over
-    which a product of the fusion sums: a model in which the unknown size is another one would not run.  Without `dims`,
-    a rearrange() of the tensor names the axes.  Raises PatternError if `dims` has anything else.
+    size or of size 1, or for no axis.  `name??` also matches an axis of any symbolic size, if it broadcasts to an axis
+    over which a product of the fusion sums: a model in which that size is another one would not run.  Without `dims`, a
+    rearrange() of the tensor names the axes.  Raises PatternError if `dims` has anything else.
     """
     _check_dims(dims)
     return Capture(kind="tensor", dims=dims, optional=optional, span=here())

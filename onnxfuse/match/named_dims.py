@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 
 from onnxfuse.algebra import view_layouts as layouts
 from onnxfuse.algebra.bounds import substituted
-from onnxfuse.algebra.sizes import Dim, Size, is_known, name_of, product
+from onnxfuse.algebra.sizes import Dim, Size, broadcast_parts, name_of, product
 from onnxfuse.match.state import Dims
 
 
 class Token(NamedTuple):
-    """The name of an axis, whether it may broadcast, and whether its size may be unknown."""
+    """The name of an axis, whether it may broadcast, and whether its size is not compared if it is symbolic."""
 
     name: str
     may_broadcast: bool
-    may_be_unknown: bool
+    may_be_symbolic: bool
 
 
 @functools.cache
@@ -56,7 +56,7 @@ def unify(spec: str, shape: Sequence[Size], known: Dims) -> Dims | None:
 def _bind_from_right(tokens: Sequence[Token], sizes: Sequence[Size], dims: dict[str, Any]) -> bool:
     """Bind names to sizes, beginning with the last axis; return whether they agree with the sizes bound before."""
     left = len(sizes)
-    for name, may_broadcast, may_be_unknown in reversed(tokens):
+    for name, may_broadcast, may_be_symbolic in reversed(tokens):
         if not left:
             if not may_broadcast:
                 return False
@@ -66,11 +66,16 @@ def _bind_from_right(tokens: Sequence[Token], sizes: Sequence[Size], dims: dict[
         if name.isdecimal():
             if found != int(name):
                 return False
-        elif not (may_broadcast and found == 1) and not (may_be_unknown and not is_known(found)):
+        elif not (may_broadcast and found == 1) and not (may_be_symbolic and isinstance(found, Dim)):
             known = dims.setdefault(name, found)
-            if known is not found and known != found:
+            if known is not found and known != found and not (may_broadcast and _is_part(found, known)):
                 return False
     return not left
+
+
+def _is_part(size: Size, whole: Size) -> bool:
+    """Return whether a size is 1 or equal to `whole`, because `whole` is a size to which it broadcasts."""
+    return broadcast_parts(size) < broadcast_parts(whole)
 
 
 def axes_of(side: str) -> list[list[str]]:

@@ -39,7 +39,7 @@ def broadcast_sizes(shapes: ShapeInfo, a: Size, b: Size) -> Size:
         if without_min_constants(limited) == size:
             shapes.not_limited.update(limited_sizes(limited, least=2))
             return size
-    return shapes.unknown("broadcast", *sorted((str(a), str(b))))
+    return shapes.broadcast(a, b)
 
 
 @RULES.rule(
