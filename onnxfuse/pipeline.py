@@ -24,6 +24,7 @@ from onnxfuse.rules.no_ops import NO_OPS
 from onnxfuse.rules.products import GATES
 from onnxfuse.rules.roots import ROOTS, VARIANCES
 from onnxfuse.rules.rotations import ROTATIONS
+from onnxfuse.rules.rows import ROWS
 
 # The passes in the order in which a round applies them.  Rounds follow each other until none of them changes anything.
 PIPELINE: tuple[Pass, ...] = (
@@ -38,6 +39,7 @@ PIPELINE: tuple[Pass, ...] = (
     rules_pass("write_roots", ROOTS),  # before normalize, which then merges equal means
     rules_pass("write_one_form", NO_OPS),
     normalize,  # so that the passes below, and patterns, find each computation in one form
+    rules_pass("write_products_of_rows", ROWS),
     rules_pass("write_masked_sums", MASKED_SUMS),
     rules_pass("merge_fills", MASKS),  # before canonicalize_scores writes fills as sums
     *ATTENTION,  # after normalize, which composes views

@@ -13,6 +13,7 @@ from onnxfuse.rules.no_ops import NO_OPS
 from onnxfuse.rules.products import GATES
 from onnxfuse.rules.roots import ROOTS, VARIANCES
 from onnxfuse.rules.rotations import ROTATIONS
+from onnxfuse.rules.rows import ROWS
 
 SUBJECTS: Final[Mapping[str, tuple[Rewrite, ...]]] = {
     "activations": ACTIVATIONS,
@@ -22,5 +23,6 @@ SUBJECTS: Final[Mapping[str, tuple[Rewrite, ...]]] = {
     "products": GATES,
     "roots": (*ROOTS, *VARIANCES),
     "rotations": ROTATIONS,
+    "rows": ROWS,
 }
 RULES: Final[tuple[Rewrite, ...]] = tuple(rule for table in SUBJECTS.values() for rule in table)

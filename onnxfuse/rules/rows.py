@@ -1,0 +1,68 @@
+"""Rewrite products of flattened rows, as TensorFlow's Tensordot and Einsum compute them, as products of the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from onnxfuse.dsl.declaration import Rewrite, Rules, require, rewrite
+from onnxfuse.dsl.terms import Term
+from onnxfuse.dsl.words import attribute, op, rearrange, tensor, weight
+
+
+def _of_rows(rows: Term, x: Term, kn: Term, nk: Term, beta: Term) -> Iterator[tuple[Term, Term]]:
+    """Yield the products of flattened rows with a weight, each with the product of x, the rows as they are."""
+    require("the bias of a Gemm is optional", lambda opset: opset >= 11)
+    yield op.MatMul(rows, kn), op.MatMul(x, kn)
+    yield op.Gemm(rows, kn, beta=beta), op.MatMul(x, kn)
+    yield op.Gemm(rows, nk, transB=1, beta=beta), op.MatMul(x, op.Transpose(nk, perm=[1, 0]))
+
+
+@rewrite(out="... n")
+def product_of_rows(
+    x: Term = tensor("... k"), kn: Term = weight("k n"), nk: Term = weight("n k"), beta: Term = attribute()
+) -> Rules:
+    """A product of flattened rows, as TensorFlow's Tensordot computes it, is a product of the rows as they are."""
+    require("the rows have several axes", lambda rank: rank > 2)
+    for flat, product in _of_rows(rearrange(x, "... k -> (...) k"), x, kn, nk, beta):
+        yield rearrange(flat, "(...) n -> ... n"), product
+
+
+@rewrite(out="batch rows heads size")
+def product_of_heads(
+    x: Term = tensor("batch rows k"),
+    kn: Term = weight(),
+    nk: Term = weight(),
+    beta: Term = attribute(),
+) -> Rules:
+    """A product of flattened rows whose columns become heads, as in an Einsum of Keras, is a product of the rows."""
+    weights = rearrange(kn, "k (heads size) -> k (heads size)"), rearrange(nk, "(heads size) k -> (heads size) k")
+    for flat, product in _of_rows(rearrange(x, "batch rows k -> (batch rows) k"), x, *weights, beta):
+        heads = rearrange(flat, "(batch rows) (heads size) -> batch rows heads size")
+        yield heads, rearrange(product, "batch rows (heads size) -> batch rows heads size")
+
+
+@rewrite(out="batch rows n")
+def product_of_context(
+    x: Term = tensor("batch heads rows size"),
+    kn: Term = weight(),
+    nk: Term = weight(),
+    beta: Term = attribute(),
+) -> Rules:
+    """A product of the flattened rows of an attention's heads is a product of rows with an axis for the batch."""
+    rows = rearrange(x, "batch heads rows size -> batch rows (heads size)")
+    flattened = rearrange(x, "batch heads rows size -> (batch rows) (heads size)")
+    weights = rearrange(kn, "(heads size) n -> (heads size) n"), rearrange(nk, "n (heads size) -> n (heads size)")
+    for flat, product in _of_rows(flattened, rows, *weights, beta):
+        yield rearrange(flat, "(batch rows) n -> batch rows n"), product
+
+
+@rewrite(out="batch rows heads size", example={"y": (2, 3, 8)})
+def bias_of_heads(y: Term = tensor(), bias: Term = weight("heads size")) -> Rules:
+    """A bias that is added to the heads of a product is added to the columns of the product."""
+    require("y is a product", lambda y, is_made_by: is_made_by(y, "MatMul"))
+    heads = "batch rows (heads size) -> batch rows heads size"
+    yield rearrange(y, heads) + bias, rearrange(y + rearrange(bias, "heads size -> (heads size)"), heads)
+
+
+ROWS: Final[tuple[Rewrite, ...]] = (*product_of_rows, *product_of_heads, *product_of_context, *bias_of_heads)
