@@ -395,6 +395,20 @@ def test_a_symbol_that_onnx_invents_differs_from_a_user_s_of_the_same_name() -> 
     assert shown(shapes.shape(named(graph, "y"))) == "? 2"
 
 
+@pytest.mark.parametrize(
+    ("body", "is_same"),
+    [
+        ("y = Add(u, x)", True),  # x is 1, or what x and z broadcast to
+        ("v = Add(z, u) y = Add(x, v)", True),
+        ("y = Add(z, x)", True),
+        ("y = Add(u, w)", False),
+    ],
+)
+def test_sizes_that_broadcast_again(body: str, is_same: bool) -> None:
+    graph, shapes = parsed("float[a] x, float[b] z, float[c] w", f"u = Add(x, z) {body}")
+    assert (shapes.shape(named(graph, "y")) == shapes.shape(named(graph, "u"))) is is_same
+
+
 @pytest.mark.parametrize("text", ["-1", "0", "1", "?", "None"])
 def test_a_dim_param_that_is_a_number_names_no_size(text: str) -> None:
     model = onnx.parser.parse_model('<ir_version: 8, opset_import: ["" : 17]> g (float[n,4] x) => (y) { y = Relu(x) }')
