@@ -37,8 +37,8 @@ from onnxfuse.analysis.scores import HEADS_AXIS, MAX_STEPS, nodes_before, softma
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.analysis.shape_rules.elementwise import broadcast
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
-from onnxfuse.ir.graph import Graph, constant_number
-from onnxfuse.ir.node import Node, Tensor, op_of, producer
+from onnxfuse.ir.graph import Graph, constant_number, constant_value
+from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
 from onnxfuse.passes.emit import write
 from onnxfuse.passes.graph_pass import graph_pass
 from onnxfuse.passes.scale_operand import scale_operand
@@ -148,6 +148,12 @@ def parse_scores(graph: Graph, shapes: ShapeInfo, tensor: Tensor, steps: int = M
     if node is None or not steps:
         return None
     op = op_of(node)
+    for place, beside in OPERANDS["Add"] if op == "Add" else ():
+        masked = producer(node.inputs[place])
+        selected = _selected(graph, masked, node.inputs[beside])
+        if masked is not None and selected is not None:
+            scores, mask = parse_scores(graph, shapes, selected[0], steps - 1), selected[1]
+            return None if scores is None else scores.then(masked).then(node, mask, is_usual=False)
     if op in ("MatMul", "Tanh", "Cast"):
         before = nodes_before(tensor, ("Mul", "Div", "Tanh", "Cast"))
         return Scores(tensor) if any(op_of(each) == "MatMul" for each in before) else None
@@ -170,6 +176,28 @@ def parse_scores(graph: Graph, shapes: ShapeInfo, tensor: Tensor, steps: int = M
     if op == "Add" and (both := _masked_bias(graph, shapes, other)) is not None:
         return scores.then(node, *both, is_usual=False)
     return scores.then(node, Addend(other, 1.0 if op == "Add" else -1.0), is_usual=op == "Add")
+
+
+def _selected(graph: Graph, product: Node | None, numbers: Tensor) -> tuple[Tensor, Mask] | None:
+    """Return the scores and the mask if a product of scores and constants 0 and 1 is added to a constant.
+
+    The constant must be 0 where scores are multiplied by 1, and one finite number elsewhere.  tf2onnx writes a Where of
+    scores and a number in this way.
+    """
+    if product is None or op_of(product) != "Mul" or not is_constant(numbers):
+        return None
+    ones, scores = sorted(product.inputs, key=is_constant, reverse=True)
+    if not is_constant(ones) or is_constant(scores):
+        return None
+    factors, addends = np.broadcast_arrays(constant_value(graph, ones), constant_value(graph, numbers))
+    kept = factors == 1
+    hidden = addends[~kept]
+    if not hidden.size or np.any(factors[~kept]) or np.any(addends[kept]) or np.any(hidden != hidden[0]):
+        return None
+    number = float(hidden[0])
+    if not math.isfinite(number):
+        return None
+    return scores, Mask(graph.constant(f"{ones.name}_kept", kept), False, number, number < SWALLOWS_SCORES)
 
 
 def _masked_bias(graph: Graph, shapes: ShapeInfo, tensor: Tensor) -> tuple[Addend, Mask] | None:
