@@ -15,8 +15,9 @@ from onnx.external_data_helper import uses_external_data
 
 from onnxfuse.ir.protos import ONNX_DOMAINS, graphs, nodes
 
-# Exporters write this number, or the largest int64, as the end of a slice up to the last element.
-TO_THE_END: Final = 2**31 - 1
+# Exporters write this number (tf2onnx) or the largest int32 or int64 as the end of a slice up to the last element.
+TO_THE_END: Final = 10**9
+LARGEST_INTEGERS: Final = (2**31 - 1, 2**63 - 1)
 ENDS, STEPS = 2, 4  # indices of a Slice's inputs
 SLICE_INPUTS_SINCE: Final = 10  # the first opset in which starts and ends are inputs; they are attributes before it
 
@@ -26,7 +27,7 @@ def is_ambiguous_end(end: object, step: object) -> bool:
 
     The pass `normalize_backward_slices` replaces constant ends of this kind by the ends that onnxruntime uses.
     """
-    return isinstance(step, int) and step < 0 and end in (TO_THE_END, 2**63 - 1)
+    return isinstance(step, int) and step < 0 and end in LARGEST_INTEGERS
 
 
 def is_slice(node: onnx.NodeProto) -> bool:

@@ -87,6 +87,14 @@ def negated_column(a: Term = tensor(PART), b: Term = tensor(PART)) -> Rules:
     yield _by_columns(b, op.Mul(a, -1.0)), _by_columns(b, -a)
 
 
+@rewrite(out="batch heads rows whole")
+def stacked_halves(a: Term = tensor(PART), b: Term = tensor(PART)) -> Rules:
+    """Halves that are stacked as two rows, which are then joined, as in KerasHub, are concatenated."""
+    require(*AXES_ARE_INPUTS)
+    stacked = op.Concat(op.Unsqueeze(a, axes=[-2]), op.Unsqueeze(b, axes=[-2]), axis=-2)
+    yield rearrange(stacked, "batch heads rows 2 pairs -> batch heads rows (2 pairs)"), _by_halves(a, b)
+
+
 # --- x * cos + turned(x) * sin -------------------------------------------------------------------------------------
 
 
@@ -268,6 +276,6 @@ def complex_in_one_form(
 
 
 ROTATIONS: Final[tuple[Rewrite, ...]] = (
-    *negated_table, *negated_half, *negated_column, *cast_before_turned, *table_of_turned, *table_of_x,
+    *stacked_halves, *negated_table, *negated_half, *negated_column, *cast_before_turned, *table_of_turned, *table_of_x,
     *tables_of_three_axes, *joined_rotation, *complex_columns, *complex_in_one_form,
 )  # fmt: skip
