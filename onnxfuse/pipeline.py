@@ -18,7 +18,7 @@ from onnxfuse.passes.scatter_to_concat import scatter_to_concat
 from onnxfuse.passes.sizes_of_operands import sizes_of_operands
 from onnxfuse.rewrite.apply_rules import rules_pass
 from onnxfuse.rules.activations import ACTIVATIONS
-from onnxfuse.rules.convolutions import AFFINE, PATCHES
+from onnxfuse.rules.convolutions import AFFINE, IMAGES_OF_ONE_ROW, PATCHES
 from onnxfuse.rules.masks import MASKED_SUMS, MASKS
 from onnxfuse.rules.no_ops import NO_OPS
 from onnxfuse.rules.products import GATES
@@ -48,6 +48,7 @@ PIPELINE: tuple[Pass, ...] = (
     rules_pass("recognize_activations", ACTIVATIONS),  # before fold_batch_norm takes their scales
     fold_pads,  # after Transposes are composed; before the passes that check the pads of a convolution
     rules_pass("conv_to_matmul", PATCHES),  # writes products, so that the next pass can fold into their weights
+    rules_pass("write_images_of_one_row", IMAGES_OF_ONE_ROW),  # before fold_batch_norm takes their biases
     fold_batch_norm,
     rules_pass("fold_variance_factor", VARIANCES),
     rules_pass("spread_affine", AFFINE),  # handles factors that fold_batch_norm could not fold

@@ -8,7 +8,7 @@ from onnxfuse.algebra.operators import CONVOLUTIONS
 from onnxfuse.dsl.declaration import Rewrite, Rules, require, rewrite
 from onnxfuse.dsl.terms import Term
 from onnxfuse.dsl.words import attribute, either, known, op, rearrange, scalar, size, tensor, weight
-from onnxfuse.patterns._activations import spelled
+from onnxfuse.patterns._activations import activation, spelled
 
 # Activations that ONNX has as one operator, or that are a product of x and one operator.
 ONE_OPERATOR: Final = (
@@ -93,5 +93,22 @@ def spread_affine(
     yield shifted + row, shifted + squeezed
 
 
+@rewrite(out="batch channels width")
+def row_of_an_image(
+    image: Term = tensor("batch channels 1 width"),
+    row: Term = weight("1 channels 1"),
+    alpha: Term = scalar(optional=True),
+    beta: Term = scalar(optional=True),
+) -> Rules:
+    """What follows the Squeeze of a convolution's image of one row, as Keras writes Conv1D, is computed before it."""
+    require("a convolution computes the image", lambda image, is_made_by: is_made_by(image, *CONVOLUTIONS))
+    squeeze = "batch channels 1 width -> batch channels width"
+    squeezed, vector = rearrange(image, squeeze), op.Unsqueeze(row, axes=[2])
+    yield squeezed + row, rearrange(image + vector, squeeze)
+    yield squeezed * row, rearrange(image * vector, squeeze)
+    yield activation(squeezed, alpha, beta), rearrange(activation(image, alpha, beta), squeeze)
+
+
 AFFINE: Final[tuple[Rewrite, ...]] = spread_affine
+IMAGES_OF_ONE_ROW: Final[tuple[Rewrite, ...]] = row_of_an_image
 PATCHES: Final[tuple[Rewrite, ...]] = conv_to_matmul
