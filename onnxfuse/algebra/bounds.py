@@ -9,6 +9,7 @@ from typing import Final, TypeAlias
 
 from onnxfuse.algebra.sizes import (
     TOO_LARGE,
+    UNKNOWN,
     Dim,
     Monomial,
     NonPolynomial,
@@ -187,6 +188,18 @@ def solved(size: Size, number: int) -> tuple[str, int] | None:
         return None
     value = divide(number - sum(constant for _, constant in others), factor)
     return (monomial[0], value) if isinstance(value, int) and value > 0 else None
+
+
+def equated(size: Size, other: Size) -> tuple[str, Size] | None:
+    """Return an unknown symbol, and the symbol that it is equal to if two sizes are equal; None for other sizes.
+
+    The sizes are a number times one symbol each.  Of two unknown symbols, the older one stays.
+    """
+    match size, other:
+        case Dim(terms=(((unknown,), factor),)), Dim(terms=(((known,), same),)) if factor == same and unknown != known:
+            age, other_age = (int(n[1:]) if n.startswith(UNKNOWN) and n[1:].isdigit() else -1 for n in (unknown, known))
+            return (unknown, symbol(known)) if age > other_age else None
+    return None
 
 
 def limited_sizes(size: Size, least: int) -> Iterator[str]:

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import numpy as np
 import onnx
 
-from onnxfuse.algebra.bounds import solved, substituted, without_min_constants
+from onnxfuse.algebra.bounds import equated, solved, substituted, without_min_constants
 from onnxfuse.algebra.sizes import UNKNOWN, Broadcast, Dim, Shape, Size, broadcast_parts, is_known, symbol
 from onnxfuse.analysis.value_infos import RecordedSize, ValueInfos
 from onnxfuse.errors import ModelError, OnnxfuseError
@@ -50,12 +50,13 @@ class Learned:
     """Facts about sizes that the operators of a model imply, because they could not run otherwise.
 
     `not_limited` names symbols such as `Min(512, seq)` whose limit never applies.  `numbers` maps a symbol to the
-    number that it must equal, such as the channels of a Conv's image.  `unknown` maps the origin of an unknown size,
-    described by a key, to the symbol of this size.  `related` maps an unknown symbol to a size that is about as large.
+    number that it must equal, such as the channels of a Conv's image, or an unknown symbol to the symbol that it must
+    equal.  `unknown` maps the origin of an unknown size, described by a key, to the symbol of this size.  `related`
+    maps an unknown symbol to a size that is about as large.
     """
 
     not_limited: frozenset[str] = frozenset()
-    numbers: Mapping[str, int] = field(default_factory=dict)
+    numbers: Mapping[str, Size] = field(default_factory=dict)
     unknown: dict[Hashable, Dim] = field(default_factory=dict)
     related: dict[str, Size] = field(default_factory=dict)
 
@@ -87,7 +88,7 @@ class ShapeInfo:
         self.uses_records = infos is not None
         self.not_limited = set(self.known.not_limited)  # this set also gets the names that this inference finds
         self._with_numbers: set[str] = set()  # names of tensors in whose shapes a number replaced a symbol
-        self._required: dict[str, set[int]] = {name: {number} for name, number in self.known.numbers.items()}
+        self._required: dict[str, list[Size]] = {name: [number] for name, number in self.known.numbers.items()}
         self._unknown, self.related = self.known.unknown, self.known.related
         self.numbers, self.is_repeated = scope.numbers, scope.is_repeated
         self._shapes: dict[str, Shape | None] = {name: self._settled(name, each) for name, each in scope.shapes.items()}
@@ -177,16 +178,21 @@ class ShapeInfo:
         return without_min_constants(size, self.known.not_limited)
 
     def require(self, size: Size, number: Size) -> None:
-        """Record that an operator runs only if a size equals `number`; a symbolic `number` is ignored.
+        """Record that an operator runs only if a size equals `number`, which may be symbolic if `size` is unknown.
 
         Calls from a body that runs several times, or never, are ignored: they prove nothing about the graph around it.
         """
-        if isinstance(number, int) and not self.is_repeated and (found := solved(size, number)):
-            self._required.setdefault(found[0], set()).add(found[1])
+        found = solved(size, number) if isinstance(number, int) else equated(size, number)
+        if found and not self.is_repeated:
+            self._required.setdefault(found[0], []).append(found[1])
 
     def learned(self) -> Learned:
         """Return the constraints found so far, without the symbols that would have to equal two different numbers."""
-        numbers = {name: min(found) for name, found in self._required.items() if len(found) == 1}
+        numbers: dict[str, Size] = {}
+        for name, found in self._required.items():
+            wanted = {size for size in found if isinstance(size, int)}
+            if len(wanted) < 2:
+                numbers[name] = wanted.pop() if wanted else found[0]
         return Learned(frozenset(self.not_limited), numbers, self._unknown, self.related)
 
     def _settled(self, name: str, shape: Shape | None) -> Shape | None:
@@ -194,7 +200,7 @@ class ShapeInfo:
         if shape is None or not self.known.numbers:
             return shape
         settled = tuple(substituted(size, self.known.numbers) for size in shape)
-        if settled != shape:
+        if any(isinstance(size, int) and size is not other for size, other in zip(settled, shape, strict=True)):
             self._with_numbers.add(name)
         return settled
 
@@ -221,6 +227,12 @@ class ShapeInfo:
         if key not in self._unknown:
             self._unknown[key] = symbol(Broadcast(f"{UNKNOWN}{next(self.numbers)}", whole))
         return self._unknown[key]
+
+    def is_part(self, size: Size, whole: Size) -> bool:
+        """Return whether a size is 1 or equal to `whole`, because it broadcasts to `whole`."""
+        names = [name for name, other in self.known.numbers.items() if other == whole and isinstance(name, Broadcast)]
+        wholes = [broadcast_parts(whole), *(broadcast_parts(symbol(name)) for name in names)]
+        return any(broadcast_parts(size) < each for each in wholes)
 
     def completed(self, name: str, inferred: PartialShape | None, foreign: bool = False) -> Shape | None:
         """Return the shape of a computed tensor from a rule's answer; None if the rank is unknown.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from onnxfuse.algebra import view_layouts as layouts
 from onnxfuse.algebra.bounds import substituted
-from onnxfuse.algebra.sizes import Dim, Size, broadcast_parts, name_of, product
+from onnxfuse.algebra.sizes import Dim, Size, name_of, product
 from onnxfuse.match.state import Dims
 
 
@@ -39,21 +40,29 @@ def unify_first(spec: str, shape: tuple[Size, ...]) -> Dims:
     return unify(spec, shape, {}) or {}
 
 
-def unify(spec: str, shape: Sequence[Size], known: Dims) -> Dims | None:
-    """Return `known` and the sizes that `shape` gives the names in `spec`; None if `shape` contradicts one of them."""
+def unify(
+    spec: str, shape: Sequence[Size], known: Dims, is_part: Callable[[Size, Size], bool] = operator.eq
+) -> Dims | None:
+    """Return `known` and the sizes that `shape` gives the names in `spec`; None if `shape` contradicts one of them.
+
+    `is_part(a, b)` returns whether a size a, of an axis that may broadcast, is 1 or b.
+    """
     head, dots, tail = _parsed(spec)
     dims = dict(known)
     if not dots:
-        return dims if _bind_from_right(head, shape, dims) else None
+        return dims if _bind_from_right(head, shape, dims, is_part) else None
     end = len(shape) - len(tail)
     if end < len(head):
         return None
     middle = tuple(shape[len(head) : end])
-    fits = _bind_from_right(head, shape[: len(head)], dims) and _bind_from_right(tail, shape[end:], dims)
+    ends = (head, shape[: len(head)]), (tail, shape[end:])
+    fits = all(_bind_from_right(tokens, sizes, dims, is_part) for tokens, sizes in ends)
     return dims if fits and dims.setdefault("...", middle) == middle else None
 
 
-def _bind_from_right(tokens: Sequence[Token], sizes: Sequence[Size], dims: dict[str, Any]) -> bool:
+def _bind_from_right(
+    tokens: Sequence[Token], sizes: Sequence[Size], dims: dict[str, Any], is_part: Callable[[Size, Size], bool]
+) -> bool:
     """Bind names to sizes, beginning with the last axis; return whether they agree with the sizes bound before."""
     left = len(sizes)
     for name, may_broadcast, may_be_symbolic in reversed(tokens):
@@ -68,14 +77,9 @@ def _bind_from_right(tokens: Sequence[Token], sizes: Sequence[Size], dims: dict[
                 return False
         elif not (may_broadcast and found == 1) and not (may_be_symbolic and isinstance(found, Dim)):
             known = dims.setdefault(name, found)
-            if known is not found and known != found and not (may_broadcast and _is_part(found, known)):
+            if known is not found and known != found and not (may_broadcast and is_part(found, known)):
                 return False
     return not left
-
-
-def _is_part(size: Size, whole: Size) -> bool:
-    """Return whether a size is 1 or equal to `whole`, because `whole` is a size to which it broadcasts."""
-    return broadcast_parts(size) < broadcast_parts(whole)
 
 
 def axes_of(side: str) -> list[list[str]]:

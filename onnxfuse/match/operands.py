@@ -59,7 +59,7 @@ def _unified(m: MatchContext, spec: str, term: Capture, tensor: Tensor, state: S
         m.fail(term, state, lambda: unknown, hint="give the graph inputs shapes; named dimensions will do")
         return ()
     readings = dict.fromkeys((shape, tuple(map(without_min_constants, shape)))) if "?" in spec else (shape,)
-    found = [dims for sizes in readings if (dims := unify(spec, sizes, state.dims)) is not None]
+    found = [dims for sizes in readings if (dims := unify(spec, sizes, state.dims, m.shapes.is_part)) is not None]
     if not found:
         m.fail(
             term,

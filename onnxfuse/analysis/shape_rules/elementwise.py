@@ -30,10 +30,12 @@ def broadcast_sizes(shapes: ShapeInfo, a: Size, b: Size) -> Size:
     """Return the size that two sizes broadcast to; an unknown size if it is not known which of them may be 1."""
     if a == 1 or b == 1:
         return b if a == 1 else a
-    for size in (a, b):  # sizes that broadcast are equal, or one of them is 1
-        low = lower_bound(size)
-        if (low is not None and low > 1) or divisor(size) > 1:  # then this size is not 1; an even size, for example
-            return size
+    large = [size for size in (a, b) if (lower_bound(size) or 0) > 1 or divisor(size) > 1]  # these are not 1
+    if len(large) == 2:
+        shapes.require(a, b)
+        shapes.require(b, a)
+    if large:  # sizes that broadcast are equal, or one of them is 1
+        return large[0]
     # If `Min(512, seq)` (rows sliced from a table) broadcasts with `seq`, both sizes are equal, or there is one row.
     for limited, size in ((b, a), (a, b)):
         if without_min_constants(limited) == size:
