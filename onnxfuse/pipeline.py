@@ -36,10 +36,10 @@ PIPELINE: tuple[Pass, ...] = (
     scatter_to_concat,
     einsum_to_matmul,  # its Transposes compose with those around it
     sizes_of_operands,
+    rules_pass("write_products_of_rows", ROWS),  # before normalize composes the views after them with others
     rules_pass("write_roots", ROOTS),  # before normalize, which then merges equal means
     rules_pass("write_one_form", NO_OPS),
     normalize,  # so that the passes below, and patterns, find each computation in one form
-    rules_pass("write_products_of_rows", ROWS),
     rules_pass("write_masked_sums", MASKED_SUMS),
     rules_pass("merge_fills", MASKS),  # before canonicalize_scores writes fills as sums
     *ATTENTION,  # after normalize, which composes views
