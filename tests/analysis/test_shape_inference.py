@@ -409,6 +409,18 @@ def test_sizes_that_broadcast_again(body: str, is_same: bool) -> None:
     assert (shapes.shape(named(graph, "y")) == shapes.shape(named(graph, "u"))) is is_same
 
 
+def test_a_product_makes_sizes_equal() -> None:
+    """Both operands have more than one matrix, so as many; x and z then broadcast to the size of x."""
+    graph, shapes = parsed(
+        "float[a,3,3] x, float[b,3,3] z",
+        "u = Add(x, z) p = Concat <axis = 0> (u, u) q = Concat <axis = 0> (x, x) y = MatMul(p, q)",
+    )
+    assert shown(shapes.shape(named(graph, "u"))) == "a 3 3"
+    a, b = (size for name in "xz" for size in (shapes.shape(named(graph, name)) or ())[:1])
+    assert shapes.is_part(b, a)
+    assert not shapes.is_part(a, b)
+
+
 @pytest.mark.parametrize("text", ["-1", "0", "1", "?", "None"])
 def test_a_dim_param_that_is_a_number_names_no_size(text: str) -> None:
     model = onnx.parser.parse_model('<ir_version: 8, opset_import: ["" : 17]> g (float[n,4] x) => (y) { y = Relu(x) }')
