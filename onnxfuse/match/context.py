@@ -100,29 +100,15 @@ class MatchContext(ABC):
         """Return whether a Cast is to float32."""
         return self.shapes.dtype(cast.outputs[0]) == TensorProto.FLOAT
 
-    def through_casts(self, tensor: Tensor, state: State, is_operand: bool = False) -> tuple[Tensor, State]:
-        """Return the tensor before the Casts that the fusion absorbs, and the state with these Casts.
-
-        For an operand, only Casts to float32 are absorbed: other Casts round the operand to the dtype that the kernel
-        reads.
-        """
-        nodes = []
-        while self.casts and (node := self.float_cast(tensor)):
-            if is_operand and not self.is_to_float32(node):
-                break
-            nodes.append(node)
-            tensor = node.inputs[0]
-        return tensor, state.with_nodes(nodes)
-
-    def without_casts(self, tensor: Tensor, term: Term) -> tuple[Tensor, list[Node]]:
+    def without_casts(self, tensor: Tensor, *, is_operand: bool = False) -> tuple[Tensor, list[Node]]:
         """Return the tensor before the Casts that the fusion absorbs, and these Casts.
 
-        If `term` is an operand, only Casts to float32 are absorbed.  Where `term` occurs several times in a pattern,
-        two tensors count as one value of the term if they are Casts of one tensor.
+        For an operand, only Casts to float32 are absorbed: other Casts round the operand to the dtype that the kernel
+        reads.  Where a term occurs several times in a pattern, Casts of one tensor count as one value of the term.
         """
         casts = []
         while self.casts and (node := self.float_cast(tensor)):
-            if isinstance(term, Capture) and not self.is_to_float32(node):
+            if is_operand and not self.is_to_float32(node):
                 break
             casts.append(node)
             tensor = node.inputs[0]

@@ -98,7 +98,8 @@ class Matcher(MatchContext):
             return term.match(self, tensor, state)
         if not term.is_leaf and id(term) not in state.terms:
             if self.casts:
-                tensor, state = self.through_casts(tensor, state, is_operand=id(term) in self._views_of_operands)
+                tensor, casts = self.without_casts(tensor, is_operand=id(term) in self._views_of_operands)
+                state = state.with_nodes(casts)
             if not self.fits(term, tensor):
                 self.fail(
                     term,
@@ -121,8 +122,9 @@ class Matcher(MatchContext):
             return term.match(self, tensor, state)
         known = state.terms.get(id(term))
         if known is not None:
-            found, casts = self.without_casts(tensor, term)
-            if self.without_casts(known, term)[0] is found:
+            is_operand = isinstance(term, Capture)
+            found, casts = self.without_casts(tensor, is_operand=is_operand)
+            if self.without_casts(known, is_operand=is_operand)[0] is found:
                 return iter((state.with_nodes(casts, keep=True),))
             self.fail(term, state, lambda: f"'{tensor.name}' stands where '{known.name}' is required again")
             return iter(())

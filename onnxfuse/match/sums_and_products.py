@@ -122,7 +122,8 @@ class AssociativeMatcher:
         if room < 0 or (room == 0 and not self.has_number):
             return
         for i in range(start, len(values)):
-            tensor, after = self.m.through_casts(values[i], state)
+            tensor, casts = self.m.without_casts(values[i])
+            after = state.with_nodes(casts)
             for inner, more, node in self._usable(self.decompositions.of(tensor, self.product)):
                 if len(inner) - 1 <= room:
                     grown = [*values[:i], *inner, *values[i + 1 :]]
