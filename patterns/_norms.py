@@ -22,13 +22,12 @@ def layer_normalized(x: Term, scale: Term, bias: Term, epsilon: Term) -> Term:
     deviation = op.Sqrt(variance + epsilon)
     scaled = _divided(centred, deviation, scale)
     slope = 1 / deviation * scale
+    slopes = either(x32 * slope + (bias - mean * slope), x32 * slope - mean * slope)
     return either(
         op.LayerNormalization(x, scale, bias, epsilon=epsilon),
         scaled + bias,
-        when(  # an infinite scale makes this spelling NaN where the others are infinite
-            x32 * slope + (bias - mean * slope),
-            "no element of scale may be infinite or NaN",
-            lambda scale, is_finite: is_finite(scale),
+        when(  # an infinite scale makes these spellings NaN where the others are infinite
+            slopes, "no element of scale may be infinite or NaN", lambda scale, is_finite: is_finite(scale)
         ),
         scaled,
     )

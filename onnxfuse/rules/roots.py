@@ -41,6 +41,22 @@ def negated_mean(x: Term = tensor(), mean: Term = tensor(), factor: Term = tenso
     yield op.Add(op.Mul(-found, factor), y), op.Sub(y, op.Mul(found, factor))
 
 
+@rewrite(out="batch height width d")
+def row_of_norm(
+    x: Term = tensor("batch height width d"),
+    mean: Term = tensor(),
+    variance: Term = tensor("batch height width 1"),
+    inverse: Term = tensor(),
+    factor: Term = tensor("batch height width d"),
+    row: Term = weight("1 1 1 d"),
+) -> Rules:
+    """The scale and the bias of a LayerNorm of channels-last images, as in Keras, lose their axes of size 1."""
+    root, average = known(inverse, 1 / op.Sqrt(variance)), known(mean, op.ReduceMean(x, axes=[-1]))
+    flat = op.Reshape(row, shape=[-1])
+    yield root * row, root * flat
+    yield op.Sub(row, op.Mul(average, factor)), op.Sub(flat, op.Mul(average, factor))
+
+
 @rewrite(out="... 1")
 def kept_axis(x: Term = tensor("... d")) -> Rules:
     """A reduction that drops the last axis, and a view that adds it back, become a reduction with keepdims=1."""
@@ -78,5 +94,5 @@ def variance_factor(
     )
 
 
-ROOTS: Final[tuple[Rewrite, ...]] = (*power_of_mean, *pooled_mean, *negated_mean, *kept_axis)
+ROOTS: Final[tuple[Rewrite, ...]] = (*power_of_mean, *pooled_mean, *negated_mean, *row_of_norm, *kept_axis)
 VARIANCES: Final[tuple[Rewrite, ...]] = variance_factor
