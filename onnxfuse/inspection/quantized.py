@@ -1,5 +1,6 @@
 """Say how onnxruntime's CUDA provider runs the quantized operators of a model, and attention with a cache.
 
+Of quantizers it also says whether onnxfuse makes one kernel of them and the operators beside them.
 The sentences follow the sources of onnxruntime 1.30 (contrib_ops/cuda/quantization and contrib_ops/cuda/bert).
 """
 
@@ -20,6 +21,7 @@ from onnxfuse.ir.attributes import flag_attribute, int_attribute
 from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.ir.node import Node, consumers, is_constant, op_of
 from onnxfuse.ir.validate import size_of
+from onnxfuse.regions.normal_form import normal_form
 
 Description: TypeAlias = tuple[str, str]  # the operator with its variant, and how it runs
 
@@ -27,7 +29,7 @@ ON_THE_CPU: Final = "on the CPU, for want of a CUDA kernel"
 JOINED: Final = "joined with its MatMul to a MatMulNBits by onnxruntime's optimizations"
 WHOLE: Final = "dequantizes the whole weight in every run"
 ALONE: Final = "a launch of its own, because no float operator is joined with it on CUDA"
-QUANTIZER: Final = f"{ALONE}; onnxfuse fuses it with the elementwise operators beside it"
+FUSED: Final = "; onnxfuse fuses it with the elementwise operators and norms beside it"
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,9 @@ def quantized(model: onnx.ModelProto, shapes: ShapeInfo, placed: Placement) -> I
                 what, how = describe(shapes, node)
             except TypeError as error:
                 raise ModelError(str(error)) from error
-            found[what, ON_THE_CPU if node in placed.without_kernel else how].append(node)
+            how = ON_THE_CPU if node in placed.without_kernel else how
+            is_fused = isinstance(normal_form(shapes, node), tuple)
+            found[what, f"{how}{FUSED if is_fused else ''}"].append(node)
     sizes = {tensor.name: size_of(tensor) for tensor in model.graph.initializer}
     for (what, how), nodes in found.items():
         weights = {tensor.name for node in nodes for tensor in node.inputs if tensor.name in sizes}
@@ -68,7 +72,7 @@ def _mat_mul_n_bits(_: ShapeInfo, node: Node) -> Description:
 def _dequantize_linear(shapes: ShapeInfo, node: Node) -> Description:
     dtype = dtype_name(shapes.dtype(node.inputs[0]))
     if not is_constant(node.inputs[0]):
-        return f"DequantizeLinear of {dtype} values", QUANTIZER
+        return f"DequantizeLinear of {dtype} values", ALONE
     if not int_attribute(node, "block_size", 0):
         return f"DequantizeLinear of {dtype} weights", WHOLE
     what = f"DequantizeLinear of {dtype} weights, {_blocks(node, 2)}"
@@ -101,19 +105,17 @@ def _group_query_attention(shapes: ShapeInfo, node: Node) -> Description:
     return f"GroupQueryAttention, {', '.join(facts)}", how
 
 
-def _quantize_linear(shapes: ShapeInfo, node: Node) -> Description:
-    return "QuantizeLinear", QUANTIZER
-
-
 def _alone(shapes: ShapeInfo, node: Node) -> Description:
     return op_of(node).removeprefix("com.microsoft::"), ALONE
 
 
 DESCRIPTIONS: Final[Mapping[str, Callable[[ShapeInfo, Node], Description]]] = {
     "MatMulNBits": _mat_mul_n_bits,
-    "QuantizeLinear": _quantize_linear,
     "DequantizeLinear": _dequantize_linear,
     "GatherBlockQuantized": _gather_block_quantized,
     "GroupQueryAttention": _group_query_attention,
-    **dict.fromkeys(("DynamicQuantizeLinear", "MatMulInteger", "ConvInteger", "QLinearMatMul", "QLinearConv"), _alone),
+    **dict.fromkeys(
+        ("QuantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "ConvInteger", "QLinearMatMul", "QLinearConv"),
+        _alone,
+    ),
 }

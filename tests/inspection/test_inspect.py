@@ -188,11 +188,14 @@ QUANTIZED = {
     "w = DequantizeLinear(q, one)  y = MatMul(x, w)":
         "1x DequantizeLinear of int8 weights, 1.03 KB of constants: dequantizes the whole weight in every run",
     "c = QuantizeLinear(x, one)  d = DequantizeLinear(c, one)  y = Neg(d)":
-        "1x QuantizeLinear, 4 B of constants: a launch of its own, because",
+        "1x QuantizeLinear, 4 B of constants: a launch of its own, because no float operator is joined with it on "
+        "CUDA; onnxfuse fuses it with the elementwise operators and norms beside it",
+    "c = QuantizeLinear<output_dtype = 5>(x, one)  d = DequantizeLinear(c, one)  y = Neg(d)":
+        "1x QuantizeLinear, 4 B of constants: a launch of its own, because no float operator is joined with it on CUDA",
     "g = com.microsoft.GatherBlockQuantized<block_size = 16, bits = 8>(u, ids, wide, zeros)  y = Neg(g)":
         "1x GatherBlockQuantized, 8 bits, blocks of 16, zero points, ",
     "c = DynamicQuantizeLinear(x)  y = Cast<to = 1>(c)":
-        "1x DynamicQuantizeLinear: on the CPU, for want of a CUDA kernel",
+        "1x DynamicQuantizeLinear: on the CPU, for want of a CUDA kernel; onnxfuse fuses it with",
 }  # fmt: skip
 
 
@@ -204,7 +207,8 @@ def test_quantized_operators(body: str, tmp_path: Path) -> None:
         g (float[n, 32] x, int64[b] ids) => (float[n, m] y)
         <int8[32, 32] q, float[2, 32] scales, float one = {{1}}, uint8[8, 32] u, float[8, 2] wide, uint8[8, 2] zeros>
         {{ {body} }}""")
-    assert quantized_lines(with_weights(model), tmp_path)[0].startswith(QUANTIZED[body.replace("c, s, p = D", "c = D")])
+    line, expected = quantized_lines(with_weights(model), tmp_path)[0], QUANTIZED[body.replace("c, s, p = D", "c = D")]
+    assert line.startswith(expected) and ("onnxfuse" in line) == ("onnxfuse" in expected)
 
 
 def test_operators_of_onnxruntime_that_no_checker_sees(tmp_path: Path) -> None:
