@@ -36,7 +36,7 @@ VIEWS: Final = frozenset({"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Ident
 def fold_quantized_weights(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
     """Turn each DequantizeLinear of constants that only norms or convolutions read, as weights, into an initializer."""
     found = [node for node in graph.nodes if op_of(node) in QUANTIZING]
-    in_integers = any(op_of(node).startswith(IN_INTEGERS) for node in graph.nodes)
+    in_integers = any(op_of(node).startswith(IN_INTEGERS) for node in graph.nodes) or _has_fused_quantizers(graph)
     readers = NORMS if in_integers or not all(map(_is_of_constants, found)) else NORMS | CONVOLUTIONS
     folded = []
     for node in filter(_is_of_constants, found):
@@ -47,6 +47,11 @@ def fold_quantized_weights(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
                 folded.append(Folded("constant", node_label(node), tensor.name))
                 make_constant(tensor, value)
     return folded
+
+
+def _has_fused_quantizers(graph: Graph) -> bool:
+    """Return whether fused nodes, in a model that was optimized before, quantize what they compute."""
+    return any(node.op_type.endswith("QuantizeLinear") for body in graph.functions for node in body.node)
 
 
 def _is_of_constants(node: Node) -> bool:

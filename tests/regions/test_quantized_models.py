@@ -128,6 +128,8 @@ def test_cpus_compute_what_they_did_in_the_same_integer_operators(name: str, tmp
     text, how = WAYS[name]
     model, feeds = quantized(text, tmp_path, how)
     fused, _ = optimized(model)
+    again, _ = optimized(fused)
+    assert kinds(again) == kinds(fused)
     assert regions(fused) and (how == "dynamic" or kinds(fused) == LEFT[text])
     found, wanted = (left_by_onnxruntime(each, tmp_path) for each in (fused, model))
     assert (found - wanted).keys() <= {"Reshape", "Transpose"}  # which give attention of one head four axes
