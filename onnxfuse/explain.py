@@ -42,7 +42,7 @@ def explanations(result: FusedModel, fusion: str | None = None, node: str | None
         found += explain_stays(result.stays, node)
     found += where_rewritten(result, fusion)
     if fusion != REGION:
-        misses = nearest(result.missed if fusion or node else result.near(), fusion, node)
+        misses = nearest(result.missed if fusion or node else result.near(with_regions=True), fusion, node)
         alike = group(misses, lambda miss: miss.reason, lambda miss: (miss.fusion.name, miss.span))
         found += [explain(*each.items) + "\n" for each in sorted(alike, key=lambda each: misses.index(each.items[0]))]
     return found

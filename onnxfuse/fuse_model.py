@@ -250,9 +250,10 @@ class FusedModel:
         """All near misses, including those in bodies."""
         return tuple(miss for _, each in self.everywhere() for miss in each.fusing.missed)
 
-    def near(self) -> list[Miss]:
-        """Return the near misses worth reading, including those in bodies, the nearest first."""
-        return sorted((miss for _, each in self.everywhere() for miss in each.fusing.near()), key=nearness)
+    def near(self, with_regions: bool = False) -> list[Miss]:
+        """Return the near misses worth reading, including those in bodies, the nearest first; see FusionResult.near."""
+        found = (miss for _, each in self.everywhere() for miss in each.fusing.near(with_regions))
+        return sorted(found, key=nearness)
 
 
 # --- the driver -----------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from onnxfuse.match import Match, Matcher, Miss
 from onnxfuse.match.accept import refusal
 from onnxfuse.match.prefilter import may_occur
 from onnxfuse.passes.folded import node_label
-from onnxfuse.rewrite.replace import Fused, LocalFunctions, replace_match
+from onnxfuse.rewrite.replace import REGION, Fused, LocalFunctions, replace_match
 
 MAX_NODES_BETWEEN = 24  # nodes visited on the way from a product of an attention to its Softmax or other product
 NEAR_MISS_SHARE = 0.3  # a miss is reported if at least this share of the pattern's nodes matched
@@ -32,13 +32,18 @@ class FusionResult:
     remaining: frozenset[str] = frozenset()  # names of the nodes that are left in the graph after fusing
     attentions: frozenset[str] = frozenset()  # names of the last products of all attentions
 
-    def near(self) -> list[Miss]:
+    def near(self, with_regions: bool = False) -> list[Miss]:
         """Return the misses worth reading, nearest first: many nodes matched, and no fused node has the node.
 
-        Every attention that is not fused has one miss: the one where most nodes matched.
+        Every attention that is not fused has one miss: the one where most nodes matched.  `with_regions` adds misses at
+        nodes that regions took, except those of the fusions that are tried last: a region does as much in one launch.
         """
+        by_name = {n for one in self.fused if one.fusion != REGION for n in one.replaces if n not in one.joined}
         taken = {name for one in self.fused for name in one.replaces}
-        unfused = [miss for miss in self.missed if miss.node in self.remaining and miss.node not in taken]
+        unfused = [
+            m for m in self.missed
+            if m.node in self.remaining and m.node not in (by_name if with_regions and not m.fusion.last else taken)
+        ]  # fmt: skip
         near = {id(m): m for m in unfused if m.matched > 1 and m.matched >= NEAR_MISS_SHARE * m.of}
         nearest: dict[str, Miss] = {}
         for miss in unfused:
