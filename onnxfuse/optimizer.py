@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -54,6 +55,7 @@ from onnxfuse.rewrite.replace import REGION, Fused
 from onnxfuse.steps import REPORT, LeftOut, attempt
 from onnxfuse.unfuse_model import has_fused_nodes, in_operators
 from onnxfuse.verifier import WEIGHT_FOLDING, Verifier
+from onnxfuse.verify.accepted import NOTHING_ACCEPTED, Accepted, state_accepted
 from onnxfuse.verify.check_bodies import faults_of_bodies
 from onnxfuse.verify.compare import NOT_VERIFIED, Verification
 from onnxfuse.verify.compare_parts import PartFinding, PartsVerification
@@ -275,7 +277,19 @@ def _optimize(job: _Job, path: str | None) -> tuple[onnx.ModelProto, Report]:
     if (job.is_standard or job.half) and has_fused_nodes(source):  # bodies depend on dtypes and the opset
         source = in_operators(source, job.folder)[0]
     found = _fuse_standard(job, source) if job.is_standard else _fuse_source(job, source)
+    accepted = _accepted(job, found)
+    if accepted != NOTHING_ACCEPTED and found.model.written is not job.original:
+        state_accepted(found.model.written, job.original, accepted)
     return found.model.written, _report(job, path, found)
+
+
+def _accepted(job: _Job, found: _Found) -> Accepted:
+    """Return what was accepted of the model beside the original, apart from the tolerances that dtypes have."""
+    if found.half is not None:
+        allowed = {name: value for name, value in found.half.tolerances.items() if math.isfinite(value)}
+        return Accepted(allowed, f"the error that was allowed for {found.half.dtype}", True, job.is_standard)
+    given = {} if job.tolerance is None else {each.name: job.tolerance for each in found.verified.outputs}
+    return Accepted(given, "the tolerance that `optimize` was given" if given else "", False, job.is_standard)
 
 
 def _fuse_standard(job: _Job, source: onnx.ModelProto) -> _Found:

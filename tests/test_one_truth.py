@@ -6,18 +6,24 @@ import re
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import onnx
 import pytest
 from exported_models import load_exported
 from test_choices import TWO_BRANCHES
 from test_cli import run
-from test_optimize import parse
+from test_optimize import BLOCK, parse
 from test_report import EVERYTHING, GELU_OF_ANOTHER_ROOT, text_of
 
 from onnxfuse import optimize
+from onnxfuse.half.result import half_lines
 from onnxfuse.inspection.inspect_model import inspect_model
 from onnxfuse.ir.protos import nodes
+from onnxfuse.report.lines import verification_lines
 from onnxfuse.report.sections import fate_counts
+from onnxfuse.verify.accepted import KEY
+from onnxfuse.verify.compare import Verification, compare
+from onnxfuse.verify.difference import TOLERANCES, Standard, compare_output
 
 DETECTOR = "detector_ts11_bn_fp32.onnx"
 MODELS = (DETECTOR, "bert_sdpa_ts_fp32.onnx", "bert_sdpa_dynamo23_fp32.onnx", "two branches")
@@ -118,3 +124,79 @@ def test_an_estimate_of_the_main_graph_says_so() -> None:
     first, last = ("Launches and traffic of the main graph are estimated.", "Launches and traffic are estimated.")
     assert first in text_of(optimize(parse(TWO_BRANCHES), verify=False)[1])
     assert last in text_of(optimize(parse("g (float[4] x) => (float[4] y) { y = Relu (x) }"), verify=False)[1])
+
+
+# --- one judge, one tolerance --------------------------------------------------------------------------------------
+
+# Sums that cancel: one unit in the last place of their weights moves the result by more than float32 allows.
+NOISY = """g (float[4,8] x) => (float[4,8] y) <float large = {100000.3}, float other = {100000.1}>
+{ sum = Add (x, large) y = Sub (sum, other) }"""
+STEADY = "g (float[4,8] x) => (float[4,8] y) <float difference = {0.2}> { y = Add (x, difference) }"
+
+
+def printed(verified: Verification) -> str:
+    return str(next(verification_lines(verified)))
+
+
+def test_verify_and_bench_allow_the_same_noise(tmp_path: Path) -> None:
+    for name, text in (("noisy", NOISY), ("steady", STEADY)):
+        onnx.save(parse(text), tmp_path / f"{name}.onnx")
+    files = tmp_path / "noisy.onnx", tmp_path / "steady.onnx"
+    (output,) = compare(*files).outputs
+    assert output.passed and output.tolerance > 1e-5 and output.set_by == "4 times the original's own noise"
+    shown = run("verify", *files).stdout
+    assert "the tolerance of 'y' is 4 times the original's own noise" in shown and shown.endswith("equal\n")
+    assert run("bench", files[0], "--against", files[1], "--runs", "2", "--no-ops").exit_code == 0
+    result = run("bench", files[1], "--against", files[0], "--runs", "2", "--no-ops")
+    assert result.exit_code == 1 and "wrong result" in result.stdout
+    assert run("verify", *reversed(files)).exit_code == 1
+
+
+def test_nothing_that_is_equal_exceeds_its_tolerance() -> None:
+    """Where the original's own float16 is off by more than float16 allows, that error is the tolerance, by name."""
+    exact = np.ones(8, np.float32)
+    far, near = ((exact * np.float32(1 + error)).astype(np.float16) for error in (8e-3, 5e-3))
+    found = compare_output("y", far, near, exact, Standard("float16"))
+    assert found.passed and TOLERANCES["float16"] < found.max_rel <= found.tolerance == found.original_rel
+    line = printed(Verification(True, (found,), "", ()))
+    assert re.search(r"1 output equal \(at \d\d% of the original's own error in float16\)", line)
+    worse = compare_output("y", near, far, exact, Standard("float16"))
+    assert not worse.passed and worse.reason.endswith(f"float16 allows {found.max_rel:.1e}")
+
+
+@pytest.mark.parametrize(("dtype", "io"), [("float16", "float32"), ("float16", "half"), ("bfloat16", "float32")])
+def test_verify_accepts_what_a_conversion_accepted(
+    dtype: Literal["float16", "bfloat16"], io: Literal["float32", "half"], tmp_path: Path
+) -> None:
+    given = load_exported("bert_sdpa_ts_fp32.onnx")
+    onnx.save(given, tmp_path / "given.onnx")
+    converted, report = optimize(given, dtype=dtype, io=io)
+    onnx.save(converted, tmp_path / "half.onnx")
+    assert report.half is not None
+    found = compare(tmp_path / "given.onnx", tmp_path / "half.onnx")
+    assert found.status == "verified", found.reason
+    assert {each.name: each.tolerance for each in found.outputs} == report.half.tolerances
+    assert {each.set_by for each in found.outputs} == {f"the error that was allowed for {dtype}"}
+    (line,) = (line for line in half_lines(report.half) if "is off by" in line)
+    assert report.half.worst is not None
+    assert f", and {report.half.tolerances[report.half.worst.name]:.1e} is allowed; " in line
+
+
+def test_a_conversion_is_accepted_beside_its_own_original_alone() -> None:
+    given, other = parse(BLOCK), parse(BLOCK.replace("Relu", "Abs"))
+    converted, _ = optimize(given, dtype="float16")
+    assert compare(given, converted).status == "verified"
+    assert compare(given, converted, tolerance=1e-6).reason.endswith("the given tolerance allows 1.0e-06")
+    assert compare(other, converted).status == "failed"
+    (entry,) = (each for each in converted.metadata_props if each.key == KEY)
+    for text in ("", "{", "[]", "{}", entry.value.replace("false", "0"), entry.value.replace("true", '"yes"')):
+        entry.value = text
+        assert compare(given, converted).status == "failed"
+
+
+def test_verify_accepts_the_tolerance_that_optimize_was_given() -> None:
+    optimized, report = optimize(parse(NOISY), tolerance=0.25)
+    found = compare(parse(NOISY), optimized)
+    assert [each.tolerance for each in (*report.verified.outputs, *found.outputs)] == [0.25, 0.25]
+    assert report.verified.outputs[0].set_by == "the given tolerance"
+    assert found.outputs[0].set_by == "the tolerance that `optimize` was given"

@@ -57,7 +57,7 @@ SCHEMA: dict[str, Any] = {
         "status": str,
         "passed": bool,
         "reason": str,
-        "outputs": [{"name": str, "max_abs": float, "max_rel": float, "tolerance": float}],
+        "outputs": [{"name": str, "max_abs": float, "max_rel": float, "tolerance": float, "set_by": str}],
         "equal_parts": int,
         "not_compared": [{"name": str, "reason": str}],
         "notes": [str],

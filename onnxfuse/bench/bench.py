@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,8 +32,11 @@ from onnxfuse.tuning.memory_rate import copy_rate
 from onnxfuse.tuning.op_times import OpTime, op_times
 from onnxfuse.tuning.timing import RunTimes, interleaved, runs_within
 from onnxfuse.tuning.tune import tune as tune_model
-from onnxfuse.verify.difference import TF32, Standard, compare_output
+from onnxfuse.verify.accepted import Accepted, accepted_of
+from onnxfuse.verify.difference import TF32, OutputDifference, Standard, compare_output
+from onnxfuse.verify.judge import settled
 from onnxfuse.verify.random_nodes import describe_random_node
+from onnxfuse.verify.reference import Reference, run_original
 from onnxfuse.verify.requested_shapes import describe_feeds, feeds_to_try
 from onnxfuse.verify.widen import arrays_to_float32, half_precision_of, half_precision_tensors, model_to_float32
 
@@ -182,7 +186,8 @@ def _timed(
     expected = runner.expected(original, folder, feeds, first)
     bound, failed = runner.start(models, base, feeds, first)
     names = [name for name, *_ in models]
-    found = [*runner.timed(bound, expected, runs), *failed]
+    accepted = {name: accepted_of(model, original) for name, model, _ in models}
+    found = [*runner.timed(bound, expected, accepted, runs), *failed]
     in_order = sorted(found, key=lambda each: (names.index(each.name), each.mode != PLAIN))
     return tuple(with_speed_ups(in_order, base)), bound
 
@@ -210,15 +215,25 @@ class _Expected:
     exact: Mapping[str, Array]  # outputs of the original in float32, if it computes in lower precision
     precision: str  # float16, bfloat16 or tf32; empty if the original computes in none of them
     rounded: set[str]  # the outputs that are computed in lower precision than float32
+    on_cpu: Callable[[], Reference]  # runs the original on the CPU, to see its own noise
 
-    def compare(self, outputs: Mapping[str, Array]) -> tuple[bool, str]:
-        """Return whether these outputs are right, and why the first wrong one is wrong."""
-        for name, value in self.outputs.items():
-            exact, precision = (self.exact.get(name), self.precision) if name in self.rounded else (None, "")
-            error = compare_output(name, value, outputs.get(name), exact, Standard(precision))
-            if not error.passed:
-                return False, error.reason
-        return True, ""
+    def compare(self, outputs: Mapping[str, Array], accepted: Accepted) -> tuple[bool, str]:
+        """Return whether these outputs are right, and why the first wrong one is wrong; the judge is that of `verify`.
+
+        accepted  the differences that `optimize` accepted between the original and the model that has these outputs
+        """
+        errors = tuple(self._difference(name, outputs.get(name), accepted) for name in self.outputs)
+        if not all(each.passed for each in errors):
+            with suppress(VerificationError):  # the original does not run on the CPU, so that its noise is not known
+                reference = replace(self.on_cpu(), accepted=accepted)
+                errors, _ = settled(reference, [outputs] * len(reference.runs), errors)
+        wrong = next((each for each in errors if not each.passed), None)
+        return (True, "") if wrong is None else (False, wrong.reason)
+
+    def _difference(self, name: str, value: Array | None, accepted: Accepted) -> OutputDifference:
+        exact, precision = (self.exact.get(name), self.precision) if name in self.rounded else (None, "")
+        standard = Standard(precision, accepted.tolerances.get(name), accepted.set_by)
+        return compare_output(name, self.outputs[name], value, exact, standard)
 
 
 @dataclass(frozen=True)
@@ -261,13 +276,19 @@ class _Runner:
     ) -> _Expected:
         """Return the original's outputs, and if it computes in lower precision, also its outputs in float32."""
         outputs, half = first.outputs(), half_precision_of(model)
+
+        @functools.cache
+        def on_cpu() -> Reference:
+            return run_original(model, folder, feeds, lambda step: self.progress(step, 0, 0), extremes=False)
+
         if half:
-            return _Expected(outputs, self._in_float32(model, folder, feeds), half, half_precision_tensors(model))
+            exact = self._in_float32(model, folder, feeds)
+            return _Expected(outputs, exact, half, half_precision_tensors(model), on_cpu)
         if self.provider == "cpu" or not has_products(model):
-            return _Expected(outputs, {}, "", set())
+            return _Expected(outputs, {}, "", set(), on_cpu)
         # Where TF32 is allowed, our kernels use it, but cuDNN only sometimes, so the error of TF32 is tolerated.
         exact = self._in_float32(model, folder, feeds)
-        return _Expected(outputs, exact, TF32, set(exact))
+        return _Expected(outputs, exact, TF32, set(exact), on_cpu)
 
     def _in_float32(self, model: onnx.ModelProto, folder: Path | None, feeds: dict[str, Array]) -> dict[str, Array]:
         """Return the outputs of the original in float32, without TF32; an empty dict if it does not run in float32."""
@@ -307,7 +328,11 @@ class _Runner:
         return bound, failed
 
     def timed(
-        self, bound: Mapping[tuple[str, Mode], BoundSession], expected: _Expected, runs: int | None
+        self,
+        bound: Mapping[tuple[str, Mode], BoundSession],
+        expected: _Expected,
+        accepted: Mapping[str, Accepted],
+        runs: int | None,
     ) -> list[Contender]:
         """Time all sessions in turns, then compare the outputs of their last runs."""
         self.progress("time", 0, 0)
@@ -315,7 +340,7 @@ class _Runner:
         all_times = interleaved([each.run for each in bound.values()], count)
         result = []
         for ((name, mode), each), times in zip(bound.items(), all_times, strict=True):
-            agrees, reason = expected.compare(each.outputs())
+            agrees, reason = expected.compare(each.outputs(), accepted[name])
             result.append(Contender(name, mode, times, agrees, reason))
         return result
 

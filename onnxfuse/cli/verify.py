@@ -51,6 +51,8 @@ def verify_command(
         table.add_row(cell(one.name), f"{one.max_abs:.3g}", f"{one.max_rel:.3g}", f"{one.tolerance:.3g}")
     if result.outputs:
         console().print(table)
+    for one in filter(lambda one: one.set_by, result.outputs):
+        console().print(f"the tolerance of '{escape(one.name)}' is {one.set_by}", soft_wrap=True)
     for each in result.not_compared:
         console().print(f"output '{escape(each.name)}' is not compared: {escape(each.reason)}", soft_wrap=True)
     for note in result.notes:

@@ -60,6 +60,13 @@ class HalfResult:
     added_masks: int = 0  # number of softmaxes whose fully masked rows have other weights than in float32
 
     @property
+    def tolerances(self) -> dict[str, float]:
+        """The largest errors that are allowed, by output: `max_error` or the usual ones, or more with a note."""
+        usual = {e.name: max(USUAL_FACTOR * e.noise, ROUNDINGS[self.dtype]) for e in self.errors}
+        allowed = usual if self.max_error is None else dict.fromkeys(usual, self.max_error)
+        return {e.name: max(allowed[e.name], e.error) for e in self.errors}
+
+    @property
     def worst(self) -> HalfError | None:
         """The output with the largest error."""
         return max(self.errors, key=lambda each: each.error, default=None)
@@ -76,7 +83,11 @@ class HalfResult:
             "dtype": self.dtype, "io": self.io, "nodes": self.nodes, "kept": [asdict(each) for each in self.kept],
             "by_rule": dict(self.by_rule), "bytes_before": self.bytes_before, "bytes_after": self.bytes_after,
             "max_error": self.max_error, "note": self.note, "added_masks": self.added_masks,
-            "errors": [{"name": e.name, "error": finite(e.error), "noise": finite(e.noise)} for e in self.errors],
+            "errors": [
+                {"name": e.name, "error": finite(e.error), "noise": finite(e.noise),
+                 "tolerance": finite(self.tolerances[e.name])}
+                for e in self.errors
+            ],
         }  # fmt: skip
 
 
@@ -101,7 +112,8 @@ def half_lines(half: HalfResult | None) -> list[str]:
         lines.append(f"  Masks added to scores: {half.added_masks}; {ADDED_MASKS.format(half.dtype)}")
     if (worst := half.worst) is not None:
         told = f"'{escape(worst.name)}' is off by {worst.error:.1e} of its largest value"
-        lines.append(f"  {told}; the noise of {half.dtype} there is {worst.noise:.1e}")
+        allowed = f"{half.tolerances[worst.name]:.1e} is allowed"
+        lines.append(f"  {told}, and {allowed}; the noise of {half.dtype} there is {worst.noise:.1e}")
     return [*lines, *([f"  {escape(half.note)}"] if half.note else [])]
 
 

@@ -17,6 +17,7 @@ from onnxfuse.report.similar import group
 from onnxfuse.rewrite.select import has_softmax
 from onnxfuse.spell_out import Stays
 from onnxfuse.verify.compare import Verification
+from onnxfuse.verify.difference import OutputDifference
 
 MAX_SHOWN: Final = 10  # maximum number of operators, reasons or outputs, unless the user asks for all
 
@@ -144,8 +145,7 @@ def _compared_lines(verified: Verification, everything: bool) -> Iterator[Line]:
     if not verified.passed:
         yield Line(f"[yellow]Not verified[/]: {escape(verified.reason)}")
         return
-    worst = max((o.max_rel / o.tolerance if o.tolerance else 0 for o in verified.outputs), default=0)
-    outputs = f"{counted(len(verified.outputs), 'output')} equal (at {worst:.0%} of the tolerance)"
+    outputs = f"{counted(len(verified.outputs), 'output')} equal{_share_of_tolerance(verified.outputs)}"
     nodes = f"{counted(verified.equal_parts, 'fused node')} equal"
     equal = ", ".join([*([outputs] if verified.outputs else []), *([nodes] if verified.equal_parts else [])])
     if verified.status == "verified":
@@ -160,6 +160,13 @@ def _compared_lines(verified: Verification, everything: bool) -> Iterator[Line]:
         yield Line(f"'{escape(first.name)}'{others} not compared: {escape(one.sentence)}", "  ", 4)
     if rest := sum(len(one.items) for one in missing[len(shown) :]):
         yield Line(f"{rest} more are not compared (--all)", "  ")
+
+
+def _share_of_tolerance(outputs: Sequence[OutputDifference]) -> str:
+    """Return how much of its tolerance the worst output needs, and what set that tolerance if the dtype did not."""
+    shares = [(each.max_rel / each.tolerance if each.tolerance else 0, each.set_by) for each in outputs]
+    share, set_by = max(shares, default=(0.0, ""))
+    return f" (at {share:.0%} of {set_by or 'the tolerance'})"
 
 
 def folded_line(kinds: Sequence[str]) -> Line:

@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
+import numpy as np
 import onnx
 
-from onnxfuse.errors import VerificationError, first_line
+from onnxfuse.errors import ModelError, VerificationError, first_line
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.load import load
 from onnxfuse.printing import finite
+from onnxfuse.verify.accepted import NOTHING_ACCEPTED, Accepted, accepted_of, with_dtypes
 from onnxfuse.verify.cpu_session import Prepared, open_session, prepare
 from onnxfuse.verify.default_optimizations import with_default_optimizations
 from onnxfuse.verify.difference import OutputDifference
@@ -23,7 +25,7 @@ from onnxfuse.verify.judge import differences
 from onnxfuse.verify.observed import NotCompared
 from onnxfuse.verify.own_process import OnnxruntimeFailure, TimeLimitExceeded
 from onnxfuse.verify.reference import Progress, Reference, Run, run_original
-from onnxfuse.verify.widen import model_to_float32
+from onnxfuse.verify.widen import half_precision_of, model_to_float32
 
 Source: TypeAlias = str | os.PathLike[str] | onnx.ModelProto
 Result: TypeAlias = dict[str, object] | str  # the outputs of a run, or onnxruntime's error
@@ -74,7 +76,8 @@ class Verification:
     def to_json(self) -> dict[str, Any]:
         """Return the verification as JSON values; an infinite error, which JSON cannot write, becomes None."""
         rows = [
-            {key: finite(getattr(o, key)) for key in ("name", "max_abs", "max_rel", "tolerance")} for o in self.outputs
+            {key: finite(getattr(o, key)) for key in ("name", "max_abs", "max_rel", "tolerance", "set_by")}
+            for o in self.outputs
         ]
         missing = [{"name": each.name, "reason": each.reason} for each in self.not_compared]
         return {"status": self.status, "passed": self.passed, "reason": self.reason, "outputs": rows,
@@ -102,15 +105,26 @@ def compare(
     precision is judged by the original evaluated in float32 (see `difference.TOLERANCES`).  A bfloat16 model that the
     CPU provider cannot run is compared in float32.  `inputs` are used in place of generated inputs, and `shapes` sets
     the sizes of generated ones, as "input:8x512".  `folder` is where the external data of a ModelProto lies; for
-    `optimized` it is by default the folder of `original`.  `progress` is called with one line before each step.  Raises
-    UsageError for inputs or shapes that the model does not take, ModelError if `original` cannot be read.
+    `optimized` it is by default the folder of `original`.  A model whose metadata say what `optimize` accepted beside
+    `original`, as after a conversion to half precision, is judged by that.  `progress` is called with one line before
+    each step.  Raises UsageError for inputs or shapes that the model does not take, ModelError if `original` cannot be
+    read.
     """
     before, folder = _open(original, folder)
+    accepted = _accepted(before, optimized)
     try:
-        reference = run_original(before, folder, inputs or {}, progress, shapes)
+        reference = run_original(before, folder, inputs or {}, progress, shapes, extremes=not accepted.is_converted)
     except VerificationError as error:
         return nothing_compared(before, error)
-    return compare_with(replace(reference, tolerance=tolerance), optimized)
+    reference = replace(reference, tolerance=tolerance, accepted=accepted, numbers_for_nan=accepted.numbers_for_nan)
+    return compare_with(reference, optimized)
+
+
+def _accepted(original: onnx.ModelProto, optimized: Source) -> Accepted:
+    try:
+        return accepted_of(_open(optimized, None)[0], original)
+    except ModelError:  # the comparison says why
+        return NOTHING_ACCEPTED
 
 
 def compare_with(reference: Reference, optimized: Source) -> Verification:
@@ -211,6 +225,8 @@ def _run_optimized(model: Prepared, reference: Reference) -> tuple[Reference, li
     try:
         return reference, *_outputs_of(_in_float32(model) if reference.in_float32 else model, reference)
     except Exception as error:
+        if reference.accepted.is_converted and half_precision_of(model.model) == "bfloat16":
+            return reference, *_outputs_of(_in_float32(model), reference)
         if reference.half_precision != "bfloat16" or reference.in_float32 or not reference.runs[0].float32_outputs:
             raise
         note = f"compared in float32: onnxruntime cannot run the optimized model on the CPU: {first_line(error)}"
@@ -226,8 +242,12 @@ def _outputs_of(model: Prepared, reference: Reference) -> tuple[list[dict[str, o
     """Return the outputs of all usual runs, and for each run at sizes 0 and 1 its outputs or onnxruntime's error."""
     session = open_session(model, optimize=False)
 
+    dtypes = {each.name: each.dtype for each in model_inputs(model.model)} if reference.accepted.is_converted else {}
+
     def outputs(each: Run) -> dict[str, object]:
-        return reference.run(session, each.feeds)
+        found = reference.run(session, with_dtypes(each.feeds, dtypes))
+        expected = {name: value.dtype for name, value in each.outputs.items() if isinstance(value, np.ndarray)}
+        return with_dtypes(found, expected) if dtypes else found
 
     def at_edge(each: Run) -> Result:
         try:

@@ -31,6 +31,8 @@ TOLERANCES: Mapping[str, float] = {
     TF32: 4e-3,  # 2^-11 = 4.9e-4: rounding of factors; a ResNet-50 and a vocoder are off by 2.3e-3 and 2.8e-3
 }  # every other dtype is exact: integers, booleans and strings have no roundings
 
+GIVEN = "the given tolerance"
+
 # From these magnitudes on a value can only come from a mask: -3.4e38, or -65504 in float16.  Such values would make
 # every error look small, so the error of such a value is relative to the value itself.
 MASK_MAGNITUDE = 1e30
@@ -44,7 +46,8 @@ class OutputDifference:
     `max_rel` is relative to the output's largest magnitude, mask values such as -3.4e38 aside.  For an output that is
     computed in or from half precision, or by products in TF32, it is the error against the original evaluated in
     float32, and `original_rel` is the original's own error against that evaluation.  For other outputs, `original_rel`
-    is None.  `note` says which share of integers is one step of a quantizer off, if the output passes so.
+    is None.  `note` says which share of integers is one step of a quantizer off, if the output passes so.  `set_by`
+    says which noise or error of the original, or which request, set the tolerance; it is "" if the dtype did.
     """
 
     name: str
@@ -55,6 +58,7 @@ class OutputDifference:
     reason: str
     original_rel: float | None = None
     note: str = ""
+    set_by: str = ""
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,7 @@ class Standard:
 
     half: str = ""  # the half precision, or TF32, in or from which the output is computed; "" for neither
     limit: float | None = None  # replaces the tolerance of floating-point dtypes
+    set_by: str = GIVEN  # what set `limit`
     scale: float = 0.0  # errors are relative to the largest value of the output, or to this if it is larger
 
 
@@ -134,15 +139,18 @@ def _compare_floats(
     if misplaced:
         return OutputDifference(name, math.inf, math.inf, tolerance, False, f"output '{name}' differs in {misplaced}")
     found = _measure_errors(expected, actual, expected if exact is None else exact, mask, standard.scale)
+    set_by = "" if standard.limit is None else standard.set_by
     allowed = max(tolerance, found.original)
     passed = found.optimized <= allowed and found.overflowed <= tolerance
     rel = max(found.optimized, found.overflowed)
     text = f"output '{name}' is off by {rel:.1e} of its largest value"
     if exact is not None:
         text += f" from the original in float32, the original itself by {found.original:.1e}"
-    reason = "" if passed else f"{text}; {dtype} allows {allowed:.1e}"
+    reason = "" if passed else f"{text}; {set_by or dtype} allows {allowed:.1e}"
     original_rel = None if exact is None else found.original
-    return OutputDifference(name, found.max_abs, rel, tolerance, passed, reason, original_rel)
+    if passed and rel > tolerance:
+        tolerance, set_by = found.original, f"the original's own error in {dtype}"
+    return OutputDifference(name, found.max_abs, rel, tolerance, passed, reason, original_rel, set_by=set_by)
 
 
 def with_numbers_for_nan(expected: Array, actual: Array) -> Array:

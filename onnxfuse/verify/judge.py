@@ -19,18 +19,27 @@ Results = Sequence[Mapping[str, object]]
 # An output may differ by this many times the original's own noise.  Fused nodes and onnxruntime's own optimizations
 # round at different places, and may move an output equally far.  One sample of noise is seldom the largest.
 NOISE_FACTOR: Final = 4.0
+OF_NOISE: Final = f"{NOISE_FACTOR:g} times the original's own noise"
 MAX_NOISE: Final = 0.5  # relative to an output's largest value; a noisier output is not compared
 
 
 def differences(reference: Reference, results: Results) -> tuple[tuple[OutputDifference, ...], dict[str, str]]:
     """Return the differences of the outputs over all runs, and the outputs that cannot be compared, with reasons.
 
-    The original's noise is measured, and ties (nearly equal scores) are looked for, only where an output differs by
-    more than its tolerance.
     Outputs that depend on random numbers are left out.
     """
     names = [name for name in reference.runs[0].outputs if name not in reference.random]
-    errors = tuple(reference.worst_difference(results, name) for name in names)
+    return settled(reference, results, tuple(reference.worst_difference(results, name) for name in names))
+
+
+def settled(
+    reference: Reference, results: Results, errors: tuple[OutputDifference, ...]
+) -> tuple[tuple[OutputDifference, ...], dict[str, str]]:
+    """Return the differences as `differences` does, from `errors`, which are judged by the tolerances of dtypes.
+
+    The original's noise is measured, and ties (nearly equal scores) are looked for, only where an output differs by
+    more than its tolerance.
+    """
     hidden: dict[str, str] = {}
     if all(each.passed for each in errors):
         return errors, hidden
@@ -38,6 +47,10 @@ def differences(reference: Reference, results: Results) -> tuple[tuple[OutputDif
         reference.tell("measure the noise of the original")
         errors, hidden = _allow_noise(reference, errors)
     errors = tuple(_allow_steps(reference, results, each) for each in errors)
+    if reference.accepted.is_converted:
+        exact = [each for each in errors if not (each.passed or each.tolerance) and each.name in results[0]]
+        hidden |= {each.name: f"{each.reason}, and follows from half precision" for each in exact}
+        errors = _excused(errors, hidden)
     if any(not each.passed and not each.tolerance for each in errors):
         hidden |= _find_ties(reference, results, errors)
         errors = _excused(errors, hidden)
@@ -71,7 +84,7 @@ def _allow_noise(
             unsteady[error.name] = f"the original's own runs differ by {moved} there"
             judged.append(replace(error, passed=True, reason=""))
         else:
-            judged.append(replace(error, passed=True, reason="", tolerance=allowed))
+            judged.append(replace(error, passed=True, reason="", tolerance=allowed, set_by=OF_NOISE))
     return tuple(judged), unsteady
 
 

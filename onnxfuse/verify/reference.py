@@ -19,8 +19,10 @@ import onnx
 
 from onnxfuse.errors import VerificationError, first_line
 from onnxfuse.ir.dtypes import Array
+from onnxfuse.verify.accepted import NOTHING_ACCEPTED, Accepted
 from onnxfuse.verify.cpu_session import Prepared, open_session, prepare, run
 from onnxfuse.verify.difference import (
+    GIVEN,
     OutputDifference,
     Standard,
     compare_output,
@@ -84,6 +86,7 @@ class Reference:
     not_compared: Mapping[str, str] = field(default_factory=dict)  # outputs that cannot be compared, and why
     random: frozenset[str] = frozenset()  # outputs whose values are new in every run
     numbers_for_nan: bool = False  # where the original gives NaN, any number passes
+    accepted: Accepted = NOTHING_ACCEPTED  # the differences that `optimize` accepted
     is_converted: bool = False  # the model was converted to half precision, which added Casts of float32 inputs
     tolerance: float | None = None  # replaces the tolerances by dtype and by the original's noise
     edges: Sequence[Run] = ()
@@ -123,7 +126,7 @@ class Reference:
     def worst_difference(self, results: Sequence[Mapping[str, object]], name: str) -> OutputDifference:
         """Return the worst error of one output over the runs."""
         half = self.half_precision if name in self.half_tensors else ""
-        standard = Standard(half, self.tolerance, self.scales.get(name, 0.0))
+        standard = Standard(half, *self._limit(name), self.scales.get(name, 0.0))
         return worst(
             compare_output(
                 name, self._expected(each, name, result), result.get(name),
@@ -131,6 +134,11 @@ class Reference:
             )
             for each, result in zip(self.runs, results, strict=True)
         )  # fmt: skip
+
+    def _limit(self, name: str) -> tuple[float | None, str]:
+        """Return the tolerance that replaces that of an output's dtype, and what set it; None if nothing does."""
+        accepted = self.accepted.tolerances.get(name)
+        return (accepted, self.accepted.set_by) if self.tolerance is None and accepted else (self.tolerance, GIVEN)
 
     def _expected(self, one: Run, name: str, result: Mapping[str, object]) -> object:
         """Return the original's output; if `numbers_for_nan`, with NaN replaced by the optimized model's numbers."""

@@ -1,0 +1,88 @@
+"""The differences that `optimize` accepted between a model and the one that it wrote, which keeps them as metadata.
+
+Half precision, ONNX's own operators and a requested tolerance allow differences that no dtype shows.  `onnxfuse verify`
+and `onnxfuse bench` judge such a model beside its original by what `optimize` accepted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, TypeVar
+
+import numpy as np
+import onnx
+
+from onnxfuse.ir.digest import graph_digest
+from onnxfuse.ir.dtypes import FLOAT_NAMES
+
+T = TypeVar("T")
+KEY: Final = "onnxfuse.accepted"
+MAX_BYTES: Final = 1 << 20  # of metadata that is read
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What was accepted of a model: the largest relative errors of its outputs, and which results may differ in kind.
+
+    `set_by` says what set the tolerances.  If the model was converted to half precision (`is_converted`), its inputs
+    and outputs may have other floating-point dtypes, and exact results that follow from half precision are not
+    compared.  With `numbers_for_nan`, any number passes where the original gives NaN.
+    """
+
+    tolerances: Mapping[str, float] = field(default_factory=dict)
+    set_by: str = ""
+    is_converted: bool = False
+    numbers_for_nan: bool = False
+
+
+NOTHING_ACCEPTED: Final = Accepted()
+
+
+def state_accepted(model: onnx.ModelProto, original: onnx.ModelProto, accepted: Accepted) -> None:
+    """Write into a model's metadata what was accepted of it beside `original`."""
+    kept = [each for each in model.metadata_props if each.key != KEY]
+    del model.metadata_props[:]
+    model.metadata_props.extend(kept)
+    text = json.dumps({"original": graph_digest(original), **asdict(accepted)})
+    model.metadata_props.add(key=KEY, value=text)
+
+
+def accepted_of(model: onnx.ModelProto, original: onnx.ModelProto) -> Accepted:
+    """Return what a model's metadata say was accepted of it beside `original`; nothing if they are of another original.
+
+    Metadata that `state_accepted` cannot have written count as none.
+    """
+    text = next((each.value for each in model.metadata_props if each.key == KEY), "")
+    if not text or len(text) > MAX_BYTES:
+        return NOTHING_ACCEPTED
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        return NOTHING_ACCEPTED
+    if not isinstance(data, dict) or data.pop("original", None) != graph_digest(original) or not _is_valid(data):
+        return NOTHING_ACCEPTED
+    return Accepted(**data)
+
+
+def _is_valid(data: dict[str, Any]) -> bool:
+    """Return whether JSON values are the fields of `Accepted`."""
+    if data.keys() != asdict(NOTHING_ACCEPTED).keys() or not isinstance(data["tolerances"], dict):
+        return False
+    numbers = data["tolerances"].values()
+    are_numbers = all(isinstance(each, float) and math.isfinite(each) and each > 0 for each in numbers)
+    flags = data["is_converted"], data["numbers_for_nan"]
+    return are_numbers and isinstance(data["set_by"], str) and all(isinstance(flag, bool) for flag in flags)
+
+
+def with_dtypes(arrays: Mapping[str, T], dtypes: Mapping[str, np.dtype[Any]]) -> dict[str, T]:
+    """Return the values by name, with floating-point arrays in the floating-point dtypes that `dtypes` has for them."""
+
+    def cast(name: str, value: Any) -> Any:
+        dtype = dtypes.get(name)
+        is_float = isinstance(value, np.ndarray) and value.dtype.name in FLOAT_NAMES
+        return value.astype(dtype) if is_float and dtype is not None and dtype.name in FLOAT_NAMES else value
+
+    return {name: cast(name, value) for name, value in arrays.items()}
