@@ -6,12 +6,10 @@ import re
 from typing import Final
 
 NO_ONNXRUNTIME: Final = (
-    "onnxruntime is not installed, so no model can run; pip install 'onnxfuse[cuda]' for NVIDIA GPUs, "
-    "or pip install 'onnxfuse[cpu]'"
+    "onnxruntime is not installed, so no model can run; pip install 'onnxruntime-gpu[cuda,cudnn]' for NVIDIA GPUs, "
+    "or pip install onnxruntime"
 )
-NO_ONNXRUNTIME_TO_COMPARE: Final = (
-    "onnxruntime is not installed, so nothing was compared; pip install 'onnxfuse[cpu]' or pip install 'onnxfuse[cuda]'"
-)
+NO_ONNXRUNTIME_TO_COMPARE: Final = "onnxruntime is not installed, so nothing was compared; pip install onnxruntime"
 
 
 def printable(text: str, keep: str = "") -> str:

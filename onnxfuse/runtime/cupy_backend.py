@@ -37,7 +37,7 @@ def unavailable() -> str | None:
     try:
         count = cupy_module().cuda.runtime.getDeviceCount()
     except ImportError as error:
-        return f"CuPy cannot be imported ({error}); install onnxfuse[cuda]"
+        return f"CuPy cannot be imported ({error}); pip install cupy-cuda13x"
     except Exception as error:  # CuPy's errors have no common class
         return f"CuPy finds no usable CUDA: {error}"
     return None if count else "CuPy finds no GPU"

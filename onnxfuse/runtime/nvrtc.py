@@ -26,6 +26,7 @@ PTXAS_REPORT: Final = re.compile(
     r"Used (?P<registers>\d+) registers(?:[^\n]*?(?P<shared>\d+) bytes smem)?",
     re.DOTALL,
 )
+INSTALL_NVRTC: Final = "pip install cuda-bindings nvidia-cuda-nvrtc"
 INCLUDE: Final = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"[^\n]*$', re.MULTILINE)
 PRAGMA_ONCE: Final = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[^\n]*$", re.MULTILINE)
 _texts: Final[dict[tuple[str, tuple[Path, ...]], tuple[str, dict[Path, int]]]] = {}  # texts, and mtimes of their files
@@ -208,8 +209,8 @@ def _nvrtc() -> tuple[Any, bool]:
         except Exception as error:  # the library is missing; cuda-bindings and CuPy have no common error class
             failures.append(described(error))
     if failures:
-        raise KernelError(f"NVRTC, which compiles kernels, does not load: {failures[0]}; install onnxfuse[cuda]")
-    raise KernelError("compiling kernels needs cuda-bindings or CuPy; install onnxfuse[cuda]")
+        raise KernelError(f"NVRTC, which compiles kernels, does not load: {failures[0]}; {INSTALL_NVRTC}")
+    raise KernelError(f"compiling kernels needs cuda-bindings or CuPy; {INSTALL_NVRTC}")
 
 
 def _compile_with_bindings(nvrtc: Any, source: str, name: str, flags: list[str]) -> tuple[bytes, str]:

@@ -147,7 +147,7 @@ def check_available(provider: Provider) -> None:
     if PROVIDERS[provider] not in available:
         raise UsageError(
             f"this onnxruntime has no {PROVIDERS[provider]}, only {', '.join(available)}; "
-            "pip install 'onnxfuse[cuda]', or give --provider cpu"
+            "pip install 'onnxruntime-gpu[cuda,cudnn]', or give --provider cpu"
         )
     if provider == "cuda":
         _preload()

@@ -440,11 +440,11 @@ class MissingLibrary:
 @pytest.mark.parametrize(
     ("bindings", "told"),
     [
-        (None, "compiling kernels needs cuda-bindings or CuPy; install onnxfuse[cuda]"),
+        (None, "compiling kernels needs cuda-bindings or CuPy; pip install cuda-bindings nvidia-cuda-nvrtc"),
         (
             MissingLibrary(),
             'NVRTC, which compiles kernels, does not load: RuntimeError: Failure finding "libnvrtc.so.13"; '
-            "install onnxfuse[cuda]",
+            "pip install cuda-bindings nvidia-cuda-nvrtc",
         ),
     ],
 )
