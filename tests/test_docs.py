@@ -15,6 +15,7 @@ from aligned_lists import with_lists
 from catalogue import catalogue_page
 from click.testing import CliRunner
 from drawing import draw
+from exported_models import read as read_exported
 from tables import MARK, TABLES, filled, pages
 
 import onnxfuse
@@ -188,6 +189,18 @@ def test_the_readme_shows_what_the_first_command_prints(quick_start: Path, monke
     (shown,) = re.findall(r"^```\n( +before +after\n.*?)^```", README, re.DOTALL | re.MULTILINE)
     lines = [line.rstrip() for line in printed.splitlines() if not line.startswith(("file", "Verified"))]
     assert lines == [line for line in shown.splitlines() if not line.startswith(("file", "Verified"))]
+
+
+def test_the_readme_shows_what_explain_prints(tmp_path: Path) -> None:
+    (tmp_path / "mobilenet.onnx").write_bytes(read_exported("mobilenetv3_ts13_bn_fp32.onnx"))
+    (shown,) = re.findall(r"^```\n(conv_bias_activation: not at .*?)^```", README, re.DOTALL | re.MULTILINE)
+    printed = CliRunner().invoke(main, ["explain", str(tmp_path / "mobilenet.onnx")]).output
+    assert printed.startswith(shown)
+
+
+def test_every_line_of_the_readme_s_use_writes_a_file_of_its_own() -> None:
+    written = [words[2] for words in commands(USE) if words[0] in ("optimize", "unfuse") and ".onnx" in words[2]]
+    assert len(written) == len(set(written)) > 10
 
 
 def test_the_links_of_the_pages_lead_somewhere() -> None:
