@@ -115,9 +115,28 @@ def _product(
     if any(sizes.setdefault(axis, size) != size for axis, size in zip(right, shapes[1], strict=True)):
         return None  # an axis broadcasts, or its sizes are not known to be equal
     shared = [axis for axis in left if axis in right]
+    if len(missing := [axes for axes in letters if {*axes}.intersection(result) <= {*shared}]) == 1 and shared:
+        return _product_of_vectors(writer, inputs, letters, result, sizes, letters.index(missing[0]))
     if result[-1:] in left and any(axis in result for axis in shared):  # the last axis of the result is a row axis
         return _product_in_order(writer, inputs[::-1], (right, left), result, sizes)
     return _product_in_order(writer, inputs, letters, result, sizes)
+
+
+def _product_of_vectors(
+    writer: _Writer, inputs: Sequence[Tensor], letters: tuple[str, str], result: str, sizes: dict[str, Size], at: int
+) -> Tensor | None:
+    """Write an Einsum whose operand `at` has vectors, such as one query, as the MatMul of matrices of one row."""
+    row = next(letter for letter in ascii_letters if letter not in sizes)
+    sizes = sizes | {row: 1}
+    axes, result_with_row = [*letters], f"{result[:-1]}{row}{result[-1:]}"
+    axes[at] = f"{letters[at][:-1]}{row}{letters[at][-1:]}"
+    shapes = [tuple(sizes[axis] for axis in each) for each in axes]
+    operands = [writer.reshaped(*each) for each in zip(inputs, shapes, strict=True)]
+    if operands[0] is None or operands[1] is None:
+        return None
+    both = operands[0], operands[1]
+    made = _product(writer, both, (axes[0], axes[1]), (shapes[0], shapes[1]), result_with_row)
+    return None if made is None else writer.reshaped(made, tuple(sizes[axis] for axis in result))
 
 
 def _pairwise(

@@ -8,7 +8,7 @@ from onnx import TensorProto
 
 from onnxfuse.dsl.declaration import Rewrite, Rules, require, rewrite
 from onnxfuse.dsl.terms import Term
-from onnxfuse.dsl.words import attribute, either, op, shared, tensor
+from onnxfuse.dsl.words import attribute, either, op, rearrange, scalar, shared, tensor
 
 ROWS: Final = (2, 3, 4)
 
@@ -36,10 +36,18 @@ def softmax_in_steps(x: Term = tensor(), v: Term = tensor()) -> Rules:
     yield op.Div(op.MatMul(powers, v), total), op.MatMul(op.Softmax(x, axis=-1), v)
 
 
+@rewrite(out="... 1 d")
+def softmax_of_one_row(x: Term = tensor("... d"), scale: Term = scalar(optional=True)) -> Rules:
+    """Scores of one query get their axis of queries before the Softmax, not after it."""
+    row = rearrange(x, "... d -> ... 1 d")
+    for scores, with_axis in ((op.Mul(x, scale), op.Mul(row, scale)), (op.Div(x, scale), op.Div(row, scale)), (x, row)):
+        yield rearrange(op.Softmax(scores, axis=-1), "... d -> ... 1 d"), op.Softmax(with_axis, axis=-1)
+
+
 @rewrite(example={"x": ROWS, "y": ROWS})
 def sum_of_two(x: Term = tensor(), y: Term = tensor()) -> Rules:
     """A Sum of two tensors is an Add."""
     yield op.Sum(x, y), op.Add(x, y)
 
 
-NO_OPS: Final[tuple[Rewrite, ...]] = (*subtracted_maximum, *softmax_in_steps, *sum_of_two)
+NO_OPS: Final[tuple[Rewrite, ...]] = (*subtracted_maximum, *softmax_in_steps, *softmax_of_one_row, *sum_of_two)
