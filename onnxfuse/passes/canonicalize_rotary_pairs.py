@@ -1,7 +1,7 @@
-"""Rewrite rotary embeddings of adjacent pairs so that Slices take the elements of each pair, as in the patterns.
+"""Rewrite rotary embeddings so that Slices take the elements of each pair, as in the patterns.
 
-Some models reshape heads to (..., pairs, 2) and then take a column, as torch's `unbind` does.  A Slice that takes every
-other element of a head replaces the Reshape and the operator that takes the column.
+Some models reshape heads to (..., pairs, 2), or to (..., 2, pairs), and then take one of the two, as torch's `unbind`
+does.  A Slice that takes every other element of a head, or half of it, replaces the Reshape and the operator after it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ RANK: Final = 5  # minimum rank of heads reshaped to pairs: batch, heads, rows, 
 
 @graph_pass(opset=13)  # from this opset on, the axes of Unsqueeze are an input
 def canonicalize_rotary_pairs(graph: Graph, shapes: ShapeInfo) -> int:
-    """Replace columns of tensors (..., pairs, 2) by Slices; return the number of changes."""
-    columns = [(node, made) for node in graph.nodes if op_of(node) in SLICING for made in node.outputs]
-    return sum(_slice_instead(graph, shapes, node, made) for node, made in columns)
+    """Replace parts of tensors (..., pairs, 2) or (..., 2, pairs) by Slices; return the number of changes."""
+    parts = [(node, made) for node in graph.nodes if op_of(node) in SLICING for made in node.outputs]
+    return sum(_slice_instead(graph, shapes, node, made) for node, made in parts)
 
 
 def _slice_instead(graph: Graph, shapes: ShapeInfo, node: Node, made: Tensor) -> bool:
-    """Replace `made`, if it is a column of a tensor (..., pairs, 2), by a Slice of the tensor before the Reshape.
+    """Replace `made`, if it has one element of each pair, by a Slice of the tensor before the Reshape to pairs.
 
     Returns whether `made` was replaced.
     """
@@ -37,9 +37,9 @@ def _slice_instead(graph: Graph, shapes: ShapeInfo, node: Node, made: Tensor) ->
     if reshape is None or op_of(reshape) != "Reshape" or shapes.dtype(made) not in FUSIBLE_FLOATS:
         return False
     pairs, shape = shapes.shape(node.inputs[0]), shapes.shape(made)
-    if pairs is None or shape is None or len(pairs) < RANK or pairs[-1] != 2 or graph.is_kept(made):
+    if pairs is None or shape is None or len(pairs) < RANK or graph.is_kept(made):
         return False
-    whole = (*pairs[:-2], pairs[-2] * 2)
+    whole = (*pairs[:-2], pairs[-2] * pairs[-1])
     target = reshape_target(shapes.shape(reshape.inputs[0]), whole)
     if target is None or 0 in whole:
         return False
@@ -47,15 +47,21 @@ def _slice_instead(graph: Graph, shapes: ShapeInfo, node: Node, made: Tensor) ->
         ranges = slice_ranges(shapes, node, made)
     except CannotInfer:
         return False
-    first, taken = ranges.get(len(pairs) - 1, (0, 2))
-    if len(ranges) != 1 or taken != 1:
+    axis, (first, taken) = next(iter(ranges.items()), (0, (0, 0)))
+    columns = pairs[-1]
+    if len(ranges) != 1 or axis < len(pairs) - 2 or pairs[axis] != 2 or taken != 1 or not isinstance(columns, int):
         return False
-    source, stem = reshape.inputs[0], made.name
+    source, stem, at = reshape.inputs[0], made.name, axis - len(pairs)
     if shapes.shape(source) != whole:
         source = write(shapes, "Reshape", [source, integers(graph, f"{stem}_shape", target)], f"{stem}_heads")
-    numbers = {"start": first, "end": MAX_INT64, "axis": -1, "step": 2}
-    inputs = [integers(graph, f"{stem}_{name}", [number]) for name, number in numbers.items()]
-    column = write(shapes, "Slice", [source, *inputs], f"{stem}_of_pairs")
+    start, end, step = (first, MAX_INT64, 2) if at == -1 else (first * columns, (first + 1) * columns, 1)
+    numbers = {"start": start, "end": end, "axis": -1, "step": step}
+    part = write(
+        shapes,
+        "Slice",
+        [source, *(integers(graph, f"{stem}_{name}", [number]) for name, number in numbers.items())],
+        f"{stem}_of_pairs",
+    )
     if len(shape) == len(pairs):
-        column = write(shapes, "Unsqueeze", [column, inputs[2]], f"{stem}_column")
-    return graph.replace(made, column)
+        part = write(shapes, "Unsqueeze", [part, integers(graph, f"{stem}_axis", [at])], f"{stem}_part")
+    return graph.replace(made, part)

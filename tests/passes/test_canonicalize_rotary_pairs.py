@@ -48,6 +48,20 @@ def test_a_column_is_a_slice_in_steps(form: str) -> None:
     assert_same_at_all_sizes(before, after)
 
 
+@pytest.mark.parametrize(
+    ("nodes", "written"),
+    [
+        ("z = Gather <axis = -2> (r, one)", "Slice"),
+        ("a, b = Split <axis = 3, num_outputs = 2> (r) z = Sub (a, b)", "Slice Unsqueeze Slice Unsqueeze Sub"),
+    ],
+)
+def test_a_row_of_two_is_half_of_a_head(nodes: str, written: str) -> None:
+    before = columns(nodes, "triples")
+    after, _ = apply(before, canonicalize_rotary_pairs)
+    assert ops(after) == f"{written} Abs"
+    assert_same_at_all_sizes(before, after)
+
+
 @pytest.mark.parametrize("x", ["float[B,N,12] x", "float[B,N,3,4] x"])
 def test_heads_are_reshaped_where_the_source_has_others(x: str) -> None:
     before = columns("z = Gather <axis = -1> (r, one)", x=x)
