@@ -354,10 +354,10 @@ def test_a_cache_is_placed_like_weights() -> None:
     assert [spec.constant for spec in autotune.inputs_of_trial(node, inputs, ())] == [False, True, True, True]
 
 
-@pytest.mark.parametrize(("past", "total", "rows"), [(64, 7, 64), (0, 7, 7), (6, 7, 7)])
-def test_lengths_fill_the_cache(past: int, total: int, rows: int) -> None:
+@pytest.mark.parametrize(("past", "new", "rows"), [(64, 1, 64), (0, 7, 7), (6, 1, 7)])
+def test_lengths_fill_the_cache(past: int, new: int, rows: int) -> None:
     """A past of more rows than the total length is a buffer, which has room for rows that will come."""
-    case = Case((total, total), past=past, total=total)
+    case = Case((7, 7), new, past)
     node, inputs = case.node(), case.specs()
     outputs = find_host(node.fusion).candidates(node, inputs, H200)[0].outputs  # type: ignore[union-attr]
     found = dict(zip(node.operands, autotune.inputs_of_trial(node, inputs, outputs), strict=True))
