@@ -40,6 +40,7 @@ def conv_to_matmul(
     require("the number of windows is known", lambda down, across: isinstance(down, int) and isinstance(across, int))
     require("nothing is padded", lambda pads, auto_pad: not any(pads or ()) and auto_pad in ("NOTSET", "VALID", None))
     require("the windows are dense", lambda dilations: set(dilations or [1]) == {1})
+    require("a window has several pixels", lambda rows, columns: (rows, columns) != (1, 1))
     down, across, rows, columns = size("down"), size("across"), size("rows"), size("columns")
     computed = op.Conv(
         image, kernel, bias, strides=[rows, columns], pads=pads, dilations=dilations, auto_pad=auto_pad,

@@ -59,6 +59,11 @@ def test_an_image_with_a_remainder_that_no_window_covers_stays() -> None:
     check(f"c = Conv<strides=[3,5]>(x, w) {TRANSPOSED}", "Conv Reshape Transpose", w=w)
 
 
+def test_windows_of_one_pixel_stay() -> None:
+    """Channels-last, their result has the form of a product's."""
+    check(f"c = Conv(x, w) {TRANSPOSED}", "Conv Reshape Transpose", w=random(5, 3, 1, 1))
+
+
 def test_groups_stay() -> None:
     check(f"c = Conv<strides=[2,4], group=3>(x, w) {TRANSPOSED}", "Conv Reshape Transpose", w=random(6, 1, 2, 4),
           flat=np.array([0, 6, -1]))  # fmt: skip
