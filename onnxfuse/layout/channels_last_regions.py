@@ -240,8 +240,15 @@ class Regions:
     # --- whether a region pays ---------------------------------------------------------------------------------------
 
     def _has_kernels(self, region: Iterable[Node]) -> bool:
-        """Return whether a node of the region that is not a reduction has its own channels-last kernel, as pools do."""
-        return any(self.conversions[n].kind is not Kind.NEUTRAL and op_of(n) not in REDUCTIONS for n in region)
+        """Return whether a node of the region has its own channels-last kernel, as pools do.
+
+        A reduction counts as a pool only where a Transpose makes the image that it reads.
+        """
+        return any(
+            self.conversions[node].kind is not Kind.NEUTRAL
+            and (op_of(node) not in REDUCTIONS or any(op_of(before) == "Transpose" for before in node.inputs[0].inputs))
+            for node in region
+        )
 
     def _border(self, region: Iterable[Node]) -> int:
         """Return the bytes of a region's borders, minus the bytes of the model's Transposes that vanish."""

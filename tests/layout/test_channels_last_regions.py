@@ -102,6 +102,16 @@ def test_pools_of_a_channels_last_model_need_no_convolution(layout: str) -> None
     assert_same(model, result.model, n=2, h=6, w=10)
 
 
+@pytest.mark.parametrize(("view", "pool"), [("Transpose <perm = [0,3,1,2]> (a)", 1), ("Reshape (a, sizes)", 0)])
+def test_a_mean_over_a_transposed_image_is_a_pool(view: str, pool: int) -> None:
+    text = f"""(float[n,4,6,8] x) => (float[n,8] y) <int64[2] spatial = {{2,3}}, int64[4] sizes = {{-1,8,4,6}}>
+    {{ a = Abs (x) f = {view} y = ReduceMean <keepdims = 0> (f, spatial) }}"""
+    model = parse(text)
+    result = converted(model, "auto")
+    assert operators(result).get("global_average_pool", 0) == pool
+    assert_same(model, result.model, n=2)
+
+
 def test_pools_between_channels_first_images_stay() -> None:
     text = "(float[n,8,h,w] x) => (float[n,8,p,q] y) { a = Abs (x) y = MaxPool <kernel_shape = [2,2]> (a) }"
     assert operators(converted(parse(text), "nhwc")) == {"Abs": 1, "MaxPool": 1}
