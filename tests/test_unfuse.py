@@ -19,6 +19,9 @@ from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.protos import nodes
 
 BY_ONNXRUNTIME = ["bert_sdpa_ts_fp32.onnx", "vit_sdpa_dynamo_fp16.onnx"]
+# Models whose bodies have another form than the model: a pool and a 1x1 convolution among Transposes, and targets of
+# Reshapes that are read from tensors inside a region.
+BY_OTHER_FORMS = ["convnext_ts_fp32.onnx", "deberta_eager_dynamo_fp16.onnx", "detector_ts11_bn_fp32.onnx"]
 
 
 def fusions(report: onnxfuse.Report) -> Counter[str]:
@@ -41,7 +44,7 @@ def unfused(model: onnx.ModelProto, **options: Any) -> tuple[onnx.ModelProto, on
     return plain, report
 
 
-@pytest.mark.parametrize("name", sampled(sorted(read_index()), 6))
+@pytest.mark.parametrize("name", [*BY_OTHER_FORMS, *sampled(sorted({*read_index()} - {*BY_OTHER_FORMS}), 6)])
 def test_what_was_fused_fuses_again(name: str) -> None:
     plain, report = unfused(load_exported(name))
     again, second = onnxfuse.optimize(plain, verify=False)

@@ -15,7 +15,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from onnxfuse.algebra.operators import REGROUPING
+from onnxfuse.algebra.operators import REGROUPING, VIEWS
 from onnxfuse.algebra.sizes import Size
 from onnxfuse.analysis.scores import is_computed_from_product
 from onnxfuse.analysis.shape_info import ShapeInfo
@@ -40,16 +40,28 @@ def sizes_of_operands(graph: Graph, shapes: ShapeInfo) -> int:
     """Replace the Shape of a product or elementwise result by the Shape of the tensor that its sizes come from.
 
     The Shape of a view stays: otherwise the view could be composed with others into a view whose target is computed.
+    But if a Reshape or an Expand of the view has its target from that Shape, the target is computed anyway.
     Returns the number of sizes, or groups of sizes, that are now read from another tensor.
     """
     origins = Origins(shapes)
-    nodes = [node for node in graph.nodes if op_of(node) == "Shape" and _is_inside(producer(node.inputs[0]))]
+    found = [node for node in graph.nodes if op_of(node) == "Shape"]
+    nodes = [node for node in found if _is_inside(producer(node.inputs[0])) or _is_target_of_own(node)]
     return sum(_read_elsewhere(graph, shapes, origins, node) for node in nodes)
 
 
 def _is_inside(node: Node | None) -> bool:
     """Return whether the node's result may be inside a fusion."""
     return node is not None and (op_of(node) in ("Concat", "MatMul") or op_of(node) in BROADCASTING | SAME_SHAPE)
+
+
+def _is_target_of_own(shape: Node) -> bool:
+    """Return whether the Shape of a view is part of the target to which a Reshape or an Expand brings that view."""
+    node = producer(shape.inputs[0])
+    if node is None or op_of(node) not in VIEWS:
+        return False
+    targets = [each.inputs[1] for each in consumers(shape.inputs[0]) if op_of(each) in ("Reshape", "Expand")]
+    joined = [each for target in targets for each in target.inputs if op_of(each) == "Concat"]
+    return any(shape.outputs[0] is size for each in joined for size in each.inputs)
 
 
 def _read_elsewhere(graph: Graph, shapes: ShapeInfo, origins: Origins, shape: Node) -> int:

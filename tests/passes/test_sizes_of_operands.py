@@ -18,7 +18,7 @@ def sources(nodes: str, opset: int = 20) -> list[str]:
 
     The nodes compute integers y of queries q, keys k and a row m.
     """
-    constants = {"zero": [0], "two": [2], "last": [3], "both": [2, 3], "far": [9]}
+    constants = {"zero": [0], "two": [2], "last": [3], "both": [2, 3], "far": [9], "all": [-1]}
     weights = {name: np.array(value, np.int64) for name, value in constants.items() if name in nodes}
     if "scalar" in nodes:
         weights["scalar"] = np.array(3, np.int64)
@@ -32,6 +32,9 @@ def sources(nodes: str, opset: int = 20) -> list[str]:
     (found,), (wanted,) = run(after, feeds), run(before, feeds)
     np.testing.assert_array_equal(found, wanted)
     return [node.input[0] for node in after.graph.node if node.op_type == "Shape"]
+
+
+SWAPPED = "x = Transpose<perm=[1,0,2,3]>(q)"
 
 
 @pytest.mark.parametrize(
@@ -49,6 +52,8 @@ def sources(nodes: str, opset: int = 20) -> list[str]:
         ("x = Transpose<perm=[2,0,1,3]>(q) z = Tanh(x) n = Shape(z) y = Gather(n, zero)", ["q"]),
         ("x = Concat<axis=3>(q, q) n = Shape(x) y = Gather(n, two)", ["q"]),
         ("x = Gather<axis=2>(q, two) z = Tanh(x) n = Shape(z) y = Gather(n, zero)", ["q"]),
+        (f"{SWAPPED} n = Shape<start=2, end=3>(x) t = Concat<axis=0>(all, n, two) y = Reshape(x, t)", ["q"]),
+        (f"{SWAPPED} n = Shape<start=2, end=3>(x) t = Concat<axis=0>(all, n, two) y = Reshape(q, t)", ["x"]),
     ],
 )
 def test_sizes_are_read_from_where_they_come(nodes: str, expected: list[str]) -> None:
