@@ -109,7 +109,7 @@ def test_forms(device: Device, new: int, dtype: str) -> None:
         {"packed": False}, {"rotated": 0}, {"rotated": 32, "interleaved": True}, {"positions": True}, {"norms": True},
         {"norms": True, "rotated": 0, "packed": False}, {"sink": True}, {"smooth": True}, {"window": 1},
         {"window": 100, "sink": True, "softcap": 5.0}, {"softcap": 30.0}, {"scale": 0.3}, {"aligned": False},
-        {"size": 40, "rotated": 24}, {"total": new + 300},
+        {"size": 40, "rotated": 24}, {"total": new + 300}, {"bias": "bh"}, {"bias": "h", "window": 100, "sink": True},
     ):  # fmt: skip
         check(Case(dtype=dtype, **given, **form), device)
 
