@@ -15,7 +15,7 @@ from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of
 from onnxfuse.passes.graph_pass import graph_pass
 
 MAX_COMPARED_BYTES = 4096  # constants up to this size are compared by value, larger ones by identity
-MAX_TABLE_SIZE = 2**22  # elements of a table that is compared by value: 32768 rows of heads of 128
+MAX_TABLE_SIZE = 2**20  # elements of a table that is compared by value: 8192 rows of heads of 128
 
 
 @graph_pass()
