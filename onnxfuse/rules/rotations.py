@@ -219,6 +219,22 @@ def _is_rotation(real: str, imaginary: str) -> bool:
 
 
 @rewrite(out="batch heads rows whole")
+def sum_of_joined(
+    a: Term = tensor(PART),
+    b: Term = tensor(PART),
+    cos: Term = tensor(HALF_TABLE),
+    sin: Term = tensor(HALF_TABLE),
+) -> Rules:
+    """Where the products of both halves are joined before they are added, the halves are added first."""
+    require(*AXES_ARE_INPUTS)
+    require(*OF_ONE)
+    require("cos and sin are tables", lambda a, cos, sin, is_table: is_table(cos, a) and is_table(sin, a))
+    negated = either(-op.Mul(b, sin), op.Mul(-b, sin))
+    found = _by_halves(op.Mul(a, cos), op.Mul(b, cos)) + _by_halves(negated, op.Mul(a, sin))
+    yield found, _by_halves(*_complex_product(a, b, cos, sin))
+
+
+@rewrite(out="batch heads rows whole")
 def joined_rotation(
     rest: Term = tensor("batch heads rows others"),
     a: Term = tensor(PART),
@@ -277,5 +293,5 @@ def complex_in_one_form(
 
 ROTATIONS: Final[tuple[Rewrite, ...]] = (
     *stacked_halves, *negated_table, *negated_half, *negated_column, *cast_before_turned, *table_of_turned, *table_of_x,
-    *tables_of_three_axes, *joined_rotation, *complex_columns, *complex_in_one_form,
+    *tables_of_three_axes, *sum_of_joined, *joined_rotation, *complex_columns, *complex_in_one_form,
 )  # fmt: skip
