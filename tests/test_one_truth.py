@@ -18,7 +18,7 @@ from test_report import EVERYTHING, GELU_OF_ANOTHER_ROOT, text_of
 from onnxfuse import optimize
 from onnxfuse.half.result import half_lines
 from onnxfuse.inspection.inspect_model import inspect_model
-from onnxfuse.ir.protos import nodes
+from onnxfuse.ir.protos import count_nodes, nodes
 from onnxfuse.report.lines import verification_lines
 from onnxfuse.report.sections import fate_counts
 from onnxfuse.verify.accepted import KEY
@@ -46,6 +46,11 @@ def test_every_number_of_nodes_is_one(name: str, emit: Literal["functions", "sta
     before, after = report.input["nodes"], report.output["nodes"]
     assert before == sum(one.before for one in report.operators) == sum(fate_counts(report).values())
     assert before == sum(inspect_model(tmp_path / "given.onnx").operators.values())
+    if emit == "functions":
+        onnx.save(model, tmp_path / "fused.onnx")
+        unfused = run("unfuse", tmp_path / "fused.onnx", tmp_path / "plain.onnx", "--no-verify").stdout
+        plain = count_nodes(onnx.load(tmp_path / "plain.onnx").graph)
+        assert unfused.startswith(f"Nodes: {after} -> {plain}\n")
     assert after == sum(one.after for one in report.operators) + (len(report.fused) if emit == "functions" else 0)
     assert after == sum(node.op_type != "Constant" for node in nodes(model.graph))
     lines = text_of(report)

@@ -42,6 +42,7 @@ def unfuse_command(
     `onnxfuse optimize` does.
     """
     from onnxfuse.ir.load import read
+    from onnxfuse.ir.protos import count_nodes
     from onnxfuse.ir.save import save
     from onnxfuse.report.lines import verification_lines
     from onnxfuse.unfuse_model import unfuse
@@ -52,8 +53,8 @@ def unfuse_command(
         model, verified = unfuse(
             source, verify=verify, inputs=inputs, shapes=shapes, timeout=timeout, tolerance=tolerance, progress=progress
         )
-    before = len(read(source).graph.node)
+    before, after = count_nodes(read(source).graph), count_nodes(model.graph)
     save(model, target, folder=source.parent)
-    for line in (f"Nodes: {before} -> {len(model.graph.node)}", *verification_lines(verified)):
+    for line in (f"Nodes: {before} -> {after}", *verification_lines(verified)):
         console().print(line)
     sys.exit(EXIT_CODES[verified.status] if verify else 0)

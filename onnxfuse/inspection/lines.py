@@ -48,7 +48,7 @@ def _dims(value: Value) -> str:
 
 def _operators(found: Inspection, everything: bool) -> Table:
     total = sum(found.operators.values())
-    table = columns(f"{total} operators of {counted(len(found.operators), 'kind')}", "nodes")
+    table = columns(f"{counted(total, 'operator')} of {counted(len(found.operators), 'kind')}", "nodes")
     rows = list(found.operators.items())
     shown = rows if everything or len(rows) <= MAX_SHOWN + 1 else rows[:MAX_SHOWN]
     for op, count in shown:
