@@ -198,6 +198,27 @@ def test_the_readme_shows_what_explain_prints(tmp_path: Path) -> None:
     assert printed.startswith(shown)
 
 
+CLAIMS = (  # words of claims that were wrong, and the claim that was run
+    (r"any (?:ONNX )?runtime|wherever the original ran", "in every onnxruntime, or with --emit standard"),
+    (
+        r"verifies every run|every run of `optimize`",
+        "verifies the written file on the CPU",
+    ),
+    (r"model\.half\(\)", "--dtype float16"),
+    (r"pip install '?onnxfuse", "pip install -e '.[extra]', until there is a release"),
+    (r"before it is quantized", "nothing: quantize_dynamic finds no MatMul in a fused model"),
+)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_page_claims_what_was_not_run(page: Path) -> None:
+    text = " ".join(page.read_text(encoding="utf-8").split())
+    wrong = [
+        f"'{found[0]}': say {right}" for words, right in CLAIMS if (found := re.search(words, text, re.IGNORECASE))
+    ]
+    assert not wrong or page.name == "CHANGELOG.md", wrong
+
+
 def test_every_line_of_the_readme_s_use_writes_a_file_of_its_own() -> None:
     written = [words[2] for words in commands(USE) if words[0] in ("optimize", "unfuse") and ".onnx" in words[2]]
     assert len(written) == len(set(written)) > 10
