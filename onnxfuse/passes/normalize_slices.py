@@ -11,7 +11,7 @@ from typing import Final
 
 from onnxfuse.algebra.index_maps import inverse
 from onnxfuse.algebra.sizes import Size
-from onnxfuse.analysis.rules import input_value, normalize_axis
+from onnxfuse.analysis.rules import input_shape, input_value, normalize_axis
 from onnxfuse.analysis.shape_info import CannotInfer, ShapeInfo
 from onnxfuse.analysis.shape_rules.slices import SliceBounds, slice_bounds
 from onnxfuse.ir.attributes import int_attribute, perm_of
@@ -82,14 +82,13 @@ def _gather_before_transpose(graph: Graph, shapes: ShapeInfo, node: Node) -> boo
 
 def _gather_as_slice(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     """Write a Gather of constant indices at a constant distance as a Slice."""
-    shape = shapes.shape(node.inputs[0])
     try:
-        indices = input_value(shapes, node, 1)
+        shape, indices = input_shape(shapes, node), input_value(shapes, node, 1)
+        axis = normalize_axis(int_attribute(node, "axis", 0), len(shape))
     except CannotInfer:
         return False
-    if shape is None or indices.ndim != 1 or indices.size < MIN_INDICES:
+    if indices.ndim != 1 or indices.size < MIN_INDICES:
         return False
-    axis = normalize_axis(int_attribute(node, "axis", 0), len(shape))
     size, taken = shape[axis], indices.tolist()
     first, last, step = taken[0], taken[-1], taken[1] - taken[0]
     if not isinstance(size, int) or not 0 <= first < last < size or taken != [*range(first, last + 1, step)]:
