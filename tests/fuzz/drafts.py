@@ -24,7 +24,8 @@ DTYPES = {
     "double)": TensorProto.DOUBLE, "bool)": TensorProto.BOOL, "int64)": TensorProto.INT64, "int32)": TensorProto.INT32,
 }  # fmt: skip
 WORD = re.compile(r"[A-Za-z_]\w*")
-TARGETS = {"ConstantOfShape": 0, "Expand": 1, "Reshape": 1, "Tile": 1}  # the input that holds sizes
+# The input that holds sizes, or steps.
+TARGETS = {"ConstantOfShape": 0, "Expand": 1, "Reshape": 1, "Slice": 4, "Tile": 1}
 MAX_SIZE = 2**20  # that inference is asked about
 FIRST_IR_WITH_CONSTANTS = 4  # initializers that are no inputs
 FIRST_IR_WITH_FUNCTIONS = 8
@@ -207,6 +208,7 @@ def names_huge_size(model: onnx.ModelProto) -> bool:
 
     What is reshaped to that may be taken for a shape.  onnx 1.23 then makes a dimension of each of its elements, be
     they 10^9: Concat and Mul do so where values are propagated, Expand does it below opset 13, also in onnxruntime.
+    A Slice of what may be a shape ends the process if its step is 2^31 or more (970012128).
     """
     constants = {t.name: t for t in model.graph.initializer}
     for node in nodes(model.graph):

@@ -442,6 +442,15 @@ def test_functions_that_call_each_other_have_no_types() -> None:
     assert inferred(onnx.parser.parse_model(text)) is None
 
 
+@pytest.mark.parametrize(("step", "is_inferred"), [(2, True), (2**31, False)])
+def test_onnx_is_not_asked_about_slices_of_large_steps(step: int, is_inferred: bool) -> None:
+    """Its propagation of values would end the process."""
+    text = f"""<ir_version: 8, opset_import: ["" : 16]> g () => (float[n] y)
+          <float[2] a = {{1, 2}}, int64[1] zero = {{0}}, int64[1] two = {{2}}, int64[1] step = {{{step}}}> {{
+            b = Add (a, a) y = Slice (b, zero, two, zero, step) }}"""
+    assert (inferred(onnx.parser.parse_model(text)) is not None) is is_inferred
+
+
 @pytest.mark.parametrize(("opset", "is_excused"), [(10, True), (11, False)])
 def test_onnxruntime_takes_a_slice_of_opset_10_for_its_input(opset: int, is_excused: bool) -> None:
     text = f"""<ir_version: 8, opset_import: ["" : {opset}]> g (float[n, n] x) => (float[n, m] y)
