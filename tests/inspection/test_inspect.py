@@ -214,11 +214,11 @@ def test_quantized_operators(body: str, tmp_path: Path) -> None:
 def test_operators_of_onnxruntime_that_no_checker_sees(tmp_path: Path) -> None:
     ms = "com.microsoft"
     for body, sentence in (
-        (f'y = {ms}.MatMulNBits<bits = "a">(x)', "attribute 'bits' of com.microsoft::MatMulNBits '' is 'a'; required"),
-        (f"y = {ms}.GroupQueryAttention<num_heads = 0.5>(x)", "attribute 'num_heads' of com.microsoft::GroupQuery"),
+        (f'y = {ms}.MatMulNBits<bits = "a">(x)', "the attribute 'bits' of type STRING; MatMulNBits requires INT"),
+        (f"y = {ms}.GroupQueryAttention<num_heads = 0.5>(x)", "the attribute 'num_heads' of type FLOAT; GroupQuery"),
         (f"y = {ms}.DequantizeLinear()", ""),
     ):
         head = '<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]> g (float[n] x) => (float[m] y)'
         onnx.save(onnx.parser.parse_model(f"{head} {{ {body} }}"), tmp_path / "m.onnx")
         result = CliRunner().invoke(main, ["inspect", str(tmp_path / "m.onnx")])
-        assert result.exit_code == bool(sentence) and result.stderr.startswith("error: " * bool(sentence) + sentence)
+        assert result.exit_code == bool(sentence) and sentence in result.stderr

@@ -28,7 +28,7 @@ CASES = {
         "u = Sub(t0, i1) e = Unsqueeze(u, zero) q = Slice(x, zero, e, one) last := int64[1] {9223372036854775807} "
         "r = Slice(x, one, last, one) a = Sub(r, q) z = Abs(a)", ["Slice", "Slice", "Sub", "Abs"]),
     "a row for every image": (
-        "n = Concat <axis = 0>(b, t, one) q = Tile(row, n) z = Add(x, q)", ["Tile", "Add"]),
+        "n = Concat <axis = 0>(b, t, one) q = Tile(row, n) a = Neg(q) z = Sub(x, a)", ["Expand", "Neg", "Sub"]),
     "rows up to 16": (
         "all := int64[1] {16} u = Sub(all, t) none := int64[4] {0, 0, 0, 0} p = Concat <axis = 0>(none, u, zero) "
         "a = Pad(x, p) z = Neg(a)", ["Pad", "Neg"]),
