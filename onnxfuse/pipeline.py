@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from onnxfuse.algebra.operators import CONVOLUTIONS
 from onnxfuse.attention import ATTENTION, SCORE_PASSES, add_heads_axis
 from onnxfuse.passes import Pass
 from onnxfuse.passes.canonicalize_rotary_pairs import canonicalize_rotary_pairs
@@ -48,7 +49,8 @@ PIPELINE: tuple[Pass, ...] = (
     rules_pass("recognize_activations", ACTIVATIONS),  # before fold_batch_norm takes their scales
     fold_pads,  # after Transposes are composed; before the passes that check the pads of a convolution
     rules_pass("conv_to_matmul", PATCHES),  # writes products, so that the next pass can fold into their weights
-    rules_pass("write_images_of_one_row", IMAGES_OF_ONE_ROW),  # before fold_batch_norm takes their biases
+    # before fold_batch_norm takes their biases
+    rules_pass("write_images_of_one_row", IMAGES_OF_ONE_ROW, of=CONVOLUTIONS),
     fold_batch_norm,
     rules_pass("fold_variance_factor", VARIANCES),
     rules_pass("spread_affine", AFFINE),  # handles factors that fold_batch_norm could not fold

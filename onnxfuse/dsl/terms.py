@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeAlias, TypeVar
@@ -485,13 +486,23 @@ class Rearrange(Term):
         return 2
 
     @functools.cached_property
+    def changes_rank(self) -> bool:
+        """Whether the sides certainly have different numbers of axes, so that a view computes the term."""
+        left, right = (re.sub(r"\(.*?\)", "group", side).split() for side in self.pattern.split("->"))
+        more, fewer = (left, right) if len(left) > len(right) else (right, left)
+        return len(more) - more.count("...") > len(fewer) and "..." not in fewer
+
+    @functools.cached_property
     def root_ops(self) -> frozenset[str] | None:
         return union([self.inner.root_ops, VIEWS])
 
     @functools.cached_property
     def endings(self) -> tuple[Ending, ...] | None:
         inner = self.inner.endings
-        return inner and (*inner, Ending(VIEWS, ((inner, slice(1)),), VIEWS))
+        if inner is None:
+            return None
+        viewed = Ending(VIEWS, ((inner, slice(1)),), VIEWS)
+        return (viewed,) if self.changes_rank else (*inner, viewed)
 
     @property
     def dim_specs(self) -> tuple[str, ...]:

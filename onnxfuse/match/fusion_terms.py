@@ -10,7 +10,7 @@ from typing import Final
 
 from onnxfuse.algebra.operators import VIEWS
 from onnxfuse.dsl.declaration import Fusion
-from onnxfuse.dsl.terms import Apply, Capture, Term, Wrapper, walk
+from onnxfuse.dsl.terms import Apply, Capture, Rearrange, Term, Wrapper, walk
 from onnxfuse.dsl.words import Scaled
 from onnxfuse.errors import PatternError
 from onnxfuse.match.side_outputs import SideOutput, side_outputs
@@ -41,6 +41,8 @@ def fusion_terms(fusion: Fusion) -> FusionTerms:
     ends = root_ops[id(fusion.outputs[0])]
     if ends is None:
         raise PatternError(f"{fusion.span}: '{fusion.name}' may be just one of its operands; required an operator")
+    if isinstance(root := fusion.outputs[0].unwrapped, Rearrange) and root.changes_rank:
+        ends &= VIEWS
     times = Counter(id(part.unwrapped) for term in terms if not isinstance(term, Wrapper) for part in term.parts)
     numbers = {id(term) for term in terms if isinstance(term, Capture) and term.kind == "scalar"}
     return FusionTerms(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 from onnxfuse.analysis.scores import rewritable_softmaxes
 from onnxfuse.analysis.shape_info import ShapeInfo
@@ -22,11 +22,13 @@ from onnxfuse.rewrite.variant import Variant
 from onnxfuse.steps import StepError
 
 
-def rules_pass(name: str, rules: Sequence[Rewrite]) -> Pass:
-    """Return a pass called `name` that applies the rules."""
+def rules_pass(name: str, rules: Sequence[Rewrite], of: Set[str] | None = None) -> Pass:
+    """Return a pass called `name` that applies the rules to graphs with any operator in `of`, if that is given."""
 
     @graph_pass(opset=7)  # from this opset on, broadcasting is as it is today
     def apply(graph: Graph, shapes: ShapeInfo) -> int:
+        if of and of.isdisjoint(graph.operators):
+            return 0
         try:
             return _apply_rules(graph, shapes, rules)
         except StepError as error:  # a rule raised: the caller then skips this pass

@@ -7,7 +7,7 @@ from typing import Final
 
 from onnxfuse.dsl.declaration import Rewrite, Rules, require, rewrite
 from onnxfuse.dsl.terms import Term
-from onnxfuse.dsl.words import attribute, op, rearrange, tensor, weight
+from onnxfuse.dsl.words import attribute, known, op, rearrange, tensor, weight
 
 
 def _of_rows(rows: Term, x: Term, kn: Term, nk: Term, beta: Term) -> Iterator[tuple[Term, Term]]:
@@ -18,14 +18,13 @@ def _of_rows(rows: Term, x: Term, kn: Term, nk: Term, beta: Term) -> Iterator[tu
     yield op.Gemm(rows, nk, transB=1, beta=beta), op.MatMul(x, op.Transpose(nk, perm=[1, 0]))
 
 
-@rewrite(out="... n")
+@rewrite(out="batch rows ... n")
 def product_of_rows(
-    x: Term = tensor("... k"), kn: Term = weight("k n"), nk: Term = weight("n k"), beta: Term = attribute()
+    x: Term = tensor("batch rows ... k"), kn: Term = weight("k n"), nk: Term = weight("n k"), beta: Term = attribute()
 ) -> Rules:
     """A product of flattened rows, as TensorFlow's Tensordot computes it, is a product of the rows as they are."""
-    require("the rows have several axes", lambda rank: rank > 2)
-    for flat, product in _of_rows(rearrange(x, "... k -> (...) k"), x, kn, nk, beta):
-        yield rearrange(flat, "(...) n -> ... n"), product
+    for flat, product in _of_rows(rearrange(x, "batch rows ... k -> (batch rows ...) k"), x, kn, nk, beta):
+        yield rearrange(flat, "(batch rows ...) n -> batch rows ... n"), product
 
 
 @rewrite(out="batch rows heads size")
@@ -57,12 +56,17 @@ def product_of_context(
         yield rearrange(flat, "(batch rows) n -> batch rows n"), product
 
 
-@rewrite(out="batch rows heads size", example={"y": (2, 3, 8)})
-def bias_of_heads(y: Term = tensor(), bias: Term = weight("heads size")) -> Rules:
+@rewrite(out="batch rows heads size")
+def bias_of_heads(
+    y: Term = tensor(),
+    x: Term = tensor("batch rows k"),
+    kn: Term = weight(),
+    bias: Term = weight("heads size"),
+) -> Rules:
     """A bias that is added to the heads of a product is added to the columns of the product."""
-    require("y is a product", lambda y, is_made_by: is_made_by(y, "MatMul"))
+    product = known(y, op.MatMul(x, rearrange(kn, "k (heads size) -> k (heads size)")))
     heads = "batch rows (heads size) -> batch rows heads size"
-    yield rearrange(y, heads) + bias, rearrange(y + rearrange(bias, "heads size -> (heads size)"), heads)
+    yield rearrange(product, heads) + bias, rearrange(product + rearrange(bias, "heads size -> (heads size)"), heads)
 
 
 ROWS: Final[tuple[Rewrite, ...]] = (*product_of_rows, *product_of_heads, *product_of_context, *bias_of_heads)
