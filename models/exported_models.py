@@ -140,7 +140,7 @@ def as_multiples(values: bytes, dtype: int) -> tuple[int | None, bytes]:
 def round_folded(model: ModelProto) -> None:
     """Round the weights of convolutions into which an exporter folded a BatchNormalization, so that int8 holds them.
 
-    They were drawn at random.  A value then takes some 7 bits in place of 13 to 20.
+    They were drawn at random.  A value then takes some 4 bits in place of 13 to 20.
     """
     weights = {node.input[1] for node in model.graph.node if node.op_type in ("Conv", "ConvTranspose")}
     for tensor in model.graph.initializer:
@@ -148,8 +148,8 @@ def round_folded(model: ModelProto) -> None:
             dtype = tensor.data_type
             if as_multiples(tensor.raw_data, dtype)[0] is None:
                 floats = np.frombuffer(tensor.raw_data, DTYPES[dtype]).astype(np.float64)
-                step = 2.0 ** (math.frexp(np.abs(floats).max())[1] - 7)
-                counts = np.round(floats / step).clip(-127, 127)
+                step = 2.0 ** (math.frexp(np.abs(floats).max())[1] - 4)
+                counts = np.round(floats / step)
                 tensor.raw_data = (counts * step).astype(DTYPES[dtype]).tobytes()
 
 
