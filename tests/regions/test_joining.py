@@ -182,7 +182,7 @@ ALONE = {
     "p = MatMul(x, w) z = Mul(p, r)": ["Mul"],
     "p = MatMul(x, w) a = Mul(p, r) z = Add(a, y)": ["Mul", "Add"],
     "p = MatMul(x, w) z = Where(mask, p, y)": ["Where"],
-    "flat := int64[2] {-1, 8} f = Reshape(x, flat) p = MatMul(f, w) six := int64[3] {-1, 6, 16} q = Reshape(p, six) "
+    "half := int64[3] {-1, 3, 8} f = Reshape(x, half) p = MatMul(f, w) six := int64[3] {-1, 6, 16} q = Reshape(p, six) "
     "z = Add(q, y)": ["Reshape", "Add"],
     "p = MatMul(x, w) heads := int64[4] {0, 0, 4, 4} q = Reshape(p, heads) e = Mul(q, q) z = Sin(e)":
         ["Reshape", "Mul", "Sin"],
