@@ -14,7 +14,7 @@ from onnxfuse.analysis.slice_ranges import slice_ranges
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, op_of, producer
-from onnxfuse.passes.emit import integers, write
+from onnxfuse.passes.emit import integers, sliced, write
 from onnxfuse.passes.fold_shapes import MAX_INT64, reshape_target
 from onnxfuse.passes.graph_pass import graph_pass
 
@@ -55,13 +55,7 @@ def _slice_instead(graph: Graph, shapes: ShapeInfo, node: Node, made: Tensor) ->
     if shapes.shape(source) != whole:
         source = write(shapes, "Reshape", [source, integers(graph, f"{stem}_shape", target)], f"{stem}_heads")
     start, end, step = (first, MAX_INT64, 2) if at == -1 else (first * columns, (first + 1) * columns, 1)
-    numbers = {"start": start, "end": end, "axis": -1, "step": step}
-    part = write(
-        shapes,
-        "Slice",
-        [source, *(integers(graph, f"{stem}_{name}", [number]) for name, number in numbers.items())],
-        f"{stem}_of_pairs",
-    )
+    part = sliced(shapes, source, -1, start, end, step, f"{stem}_of_pairs")
     if len(shape) == len(pairs):
         part = write(shapes, "Unsqueeze", [part, integers(graph, f"{stem}_axis", [at])], f"{stem}_part")
     return graph.replace(made, part)

@@ -66,6 +66,12 @@ def joined_sizes(shapes: ShapeInfo, sizes: Sequence[int | Tensor], stem: str) ->
     return parts[0] if len(parts) == 1 else write(shapes, "Concat", parts, stem, {"axis": 0})
 
 
+def sliced(shapes: ShapeInfo, tensor: Tensor, axis: int, start: int, end: int, step: int, stem: str) -> Tensor:
+    """Return each `step`-th part of a tensor along one axis, from `start` to before `end`; needs opset 10."""
+    bounds = (integers(shapes.graph, f"{stem}_bounds", [number]) for number in (start, end, axis, step))
+    return write(shapes, "Slice", [tensor, *bounds], stem)
+
+
 def unsqueezed(shapes: ShapeInfo, tensor: Tensor, axes: Sequence[int], stem: str) -> Tensor:
     """Return a tensor with axes of size 1 added."""
     if input_index("Unsqueeze", "axes", shapes.graph.opset) is None:

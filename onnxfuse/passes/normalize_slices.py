@@ -19,7 +19,7 @@ from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, consumers, op_of, producer
 from onnxfuse.ir.slices import TO_THE_END
-from onnxfuse.passes.emit import integers, write
+from onnxfuse.passes.emit import integers, sliced, write
 from onnxfuse.passes.graph_pass import graph_pass
 
 MIN_INDICES: Final = 2  # a Gather of one index has the form that patterns match
@@ -93,7 +93,6 @@ def _gather_as_slice(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     first, last, step = taken[0], taken[-1], taken[1] - taken[0]
     if not isinstance(size, int) or not 0 <= first < last < size or taken != [*range(first, last + 1, step)]:
         return False
-    end, stem = min(last + step, size), node.outputs[0].name
-    bounds = [integers(graph, f"{stem}_bounds", [number]) for number in (first, end, axis, step)]
-    sliced = write(shapes, "Slice", [node.inputs[0], *bounds], f"{stem}_sliced")
-    return graph.replace(node.outputs[0], sliced)
+    stem = f"{node.outputs[0].name}_sliced"
+    part = sliced(shapes, node.inputs[0], axis, first, min(last + step, size), step, stem)
+    return graph.replace(node.outputs[0], part)

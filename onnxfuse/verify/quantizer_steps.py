@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 
 from onnxfuse.algebra.operators import REGROUPING
+from onnxfuse.verify.ties import source_of
 
 FOLLOWED_OPS: Final = REGROUPING | {"Identity"}  # operators through which integers are followed back
 
@@ -32,7 +33,7 @@ class Quantizer:
     def share_moved(
         self, values: Mapping[str, object], old: object, new: object, tolerances: Mapping[str, float], half: str
     ) -> float:
-        """Return the share of elements that differ, which is infinite if one of them is no tie but for rounding.
+        """Return the share of elements that differ; infinity if any of them differs by more than a tie explains.
 
         `values` are the inputs of the quantizer, by name.  Two integers are such a tie if they are neighbours, and x is
         no further from the middle between them than the tolerance of its dtype, or of the half precision in which it is
@@ -60,10 +61,7 @@ class Quantizer:
 
 def source_quantizer(model: onnx.ModelProto, output: str) -> Quantizer | None:
     """Return the QuantizeLinear whose integers an output holds, in their order; None where it holds something else."""
-    producers = {name: node for node in model.graph.node for name in node.output}
-    node = producers.get(output)
-    while node is not None and node.op_type in FOLLOWED_OPS:
-        node = producers.get(node.input[0])
+    node, _ = source_of(model, output, FOLLOWED_OPS)
     if node is None or node.op_type != "QuantizeLinear" or any(a.name == "block_size" and a.i for a in node.attribute):
         return None
     x, scale, zero = (*node.input, "")[:3]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Final
 
 import numpy as np
@@ -16,12 +16,21 @@ INDEX_OPS: Final = {("ArgMax", 0): 0, ("ArgMin", 0): 0, ("TopK", 1): -1}  # (op,
 FOLLOWED_OPS: Final = REGROUPING | {"Cast", "Identity"}  # operators through which indices are followed back
 
 
-def source_of_indices(model: onnx.ModelProto, output: str) -> onnx.NodeProto | None:
-    """Return the ArgMax, ArgMin or TopK whose indices an output holds; None where it holds something else."""
+def source_of(model: onnx.ModelProto, output: str, through: Set[str]) -> tuple[onnx.NodeProto | None, int]:
+    """Return the node that computes a tensor before operators of `through`, and which of its outputs that is.
+
+    The node is None if the tensor is an input or an initializer.
+    """
     producers = {name: (node, index) for node in model.graph.node for index, name in enumerate(node.output)}
     node, index = producers.get(output, (None, 0))
-    while node is not None and node.op_type in FOLLOWED_OPS:
+    while node is not None and node.op_type in through:
         node, index = producers.get(node.input[0], (None, 0))
+    return node, index
+
+
+def source_of_indices(model: onnx.ModelProto, output: str) -> onnx.NodeProto | None:
+    """Return the ArgMax, ArgMin or TopK whose indices an output holds; None where it holds something else."""
+    node, index = source_of(model, output, FOLLOWED_OPS)
     return node if node is not None and (node.op_type, index) in INDEX_OPS else None
 
 
