@@ -81,7 +81,7 @@ def test_what_is_fused_is_not_said_to_be_nearly_fused(name: str) -> None:
 
 
 def test_explain_gives_each_reason_once(tmp_path: Path) -> None:
-    """Six GELUs that divide by another root, of which the first is shown."""
+    """The model has six GELUs that divide by another root; `explain` shows the first."""
     inputs, outputs = (", ".join(f"float[batch,8] {name}{i}" for i in range(6)) for name in "xy")
     gelus = "".join(GELU_OF_ANOTHER_ROOT.replace("%d", str(i)) for i in range(6))
     constants = "<float root = {1.5}, float one = {1}, float half = {0.5}>"

@@ -101,7 +101,7 @@ def row_of_an_image(
     alpha: Term = scalar(optional=True),
     beta: Term = scalar(optional=True),
 ) -> Rules:
-    """What follows the Squeeze of a convolution's image of one row, as Keras writes Conv1D, is computed before it."""
+    """A bias, factor or activation moves before the Squeeze of a convolution's image of one row (Keras' Conv1D)."""
     require("a convolution computes the image", lambda image, is_made_by: is_made_by(image, *CONVOLUTIONS))
     squeeze = "batch channels 1 width -> batch channels width"
     squeezed, vector = rearrange(image, squeeze), op.Unsqueeze(row, axes=[2])

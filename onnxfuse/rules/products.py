@@ -63,7 +63,10 @@ def split_packed_gate_nbits(
     block_size: Term = attribute(),
     accuracy_level: Term = attribute(),
 ) -> Rules:
-    """The same for a weight that MatMulNBits stores in blocks: its columns are the first axis of all operands."""
+    """A gate and an up projection that share one MatMulNBits become two products, as those of one MatMul do.
+
+    The columns of the weight are the first axis of the weight, the scales and the zero points.
+    """
     require_blocks()
     k, said = size("k"), {"bits": bits, "block_size": block_size, "accuracy_level": accuracy_level}
     whole = contrib.MatMulNBits(x, w, scales, zero_points, K=k, N=size("columns"), **said)

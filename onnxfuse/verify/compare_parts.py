@@ -312,7 +312,7 @@ def _open_both(unfused: UnfusedGraph, optimized: onnx.ModelProto, part: Part, gi
 
 
 def _is_packed(value: Array) -> bool:
-    """Return whether onnxruntime takes no such array as an input: bytes hold several elements, or floats."""
+    """Return whether bytes of an array hold several elements, or floats: onnxruntime takes neither as an input."""
     return value.dtype.name.startswith(("int4", "uint4", "int2", "uint2", "float4", "float8"))
 
 
