@@ -57,7 +57,7 @@ def infer_shapes(graph: Graph, strict: bool = False, scope: OuterScope | None = 
         if shapes.learned() == shapes.known:
             break
         shapes = _inferred(ShapeInfo(graph, strict, scope=scope, learned=shapes.learned()))
-    _correct_records(shapes, graph.nodes)
+    correct_records(shapes, graph.nodes)
     if scope is not None and scope.is_repeated:
         return shapes
     is_stale = any(shapes.contradicts_record(tensor.name) for node in graph.nodes for tensor in node.outputs)
@@ -87,10 +87,10 @@ def infer_behind(shapes: ShapeInfo, changed: Collection[Node]) -> None:
             if not _is_foreign(shapes, node):  # the outputs of operators outside the ONNX domain keep their shapes
                 infer_node(shapes, node)
                 behind.append(node)
-    _correct_records(shapes, behind)
+    correct_records(shapes, behind)
 
 
-def _correct_records(shapes: ShapeInfo, nodes: Iterable[Node]) -> None:
+def correct_records(shapes: ShapeInfo, nodes: Iterable[Node]) -> None:
     """Correct recorded types that are wrong, or that have a symbol where inference found a number.
 
     Unproven names of sizes are removed from the recorded shapes of computed tensors, because onnxruntime assumes that

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from onnxfuse.algebra.sizes import UNKNOWN, Shape, Size
-from onnxfuse.analysis.shape_inference import infer_behind
+from onnxfuse.analysis.shape_inference import correct_records, infer_behind
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.control_flow.body import Body, read_bodies
 from onnxfuse.control_flow.repeated_shapes import CARRIED
@@ -12,15 +12,15 @@ from onnxfuse.ir.node import Tensor, consumers
 
 
 def infer_results(graph: Graph, shapes: ShapeInfo) -> None:
-    """Record the unknown shapes of Loops' results, and infer again all tensors that are computed from them."""
+    """Record the unknown shapes of Loops' results, also where the model declares others, and infer the nodes after."""
     for body in read_bodies(graph, shapes, ["Loop"]):
         found = {id(t): t for t in body.node.outputs if t.name and shapes.shape(t) is None}
         known = {key: shape for key, shape in _results(body, shapes).items() if key in found and shape is not None}
         for key, shape in known.items():
             shapes.record(found[key], shape, shapes.dtype(found[key]))
-        readers = {reader for key in known for reader in consumers(found[key])}
-        if readers:
-            infer_behind(shapes, readers)
+        if known:
+            correct_records(shapes, [body.node])
+            infer_behind(shapes, {reader for key in known for reader in consumers(found[key])})
 
 
 def _results(body: Body, shapes: ShapeInfo) -> dict[int, Shape | None]:

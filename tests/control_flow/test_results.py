@@ -9,7 +9,7 @@ from case_documents import with_weights
 from onnxfuse import optimize
 from onnxfuse.analysis.shape_inference import infer_shapes
 from onnxfuse.control_flow.results import infer_results
-from onnxfuse.ir.serde import read_graph
+from onnxfuse.ir.serde import read_graph, write_model
 
 HEAD = '<ir_version: 8, opset_import: ["" : 17]> g '
 LOOP = """(float[b,n,8] x, int64 m) => (float[] y, float[] z, float[] s) <bool go = {{1}}> {{
@@ -35,6 +35,16 @@ def test_results_of_a_loop(inside: str, expected: list[str]) -> None:
     found = [shapes.shape(graph.linked.tensors()[name]) for name in "yzs"]
     texts = ["None" if s is None else " ".join("?" if str(d).startswith("?") else str(d) for d in s) for s in found]
     assert texts == expected
+
+
+def test_a_false_declaration_of_a_result_is_corrected() -> None:
+    """onnxruntime takes the declared rank for that of y, and refuses operators after the Loop that need another one."""
+    text = HEAD + LOOP.replace("(float[] y, float[] z,", "(float y, float z,").format(inside="w = Neg (u)  k = Exp (t)")
+    graph = read_graph(onnx.parser.parse_model(text))
+    graph.sort()
+    infer_results(graph, infer_shapes(graph))
+    shapes = [each.type.tensor_type.shape for each in write_model(graph).graph.output[:2]]
+    assert [[dim.dim_param or dim.dim_value for dim in shape.dim] for shape in shapes] == [["b", "n", 8]] * 2
 
 
 def test_nodes_behind_a_loop_are_fused() -> None:
