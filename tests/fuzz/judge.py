@@ -274,7 +274,8 @@ def _compare_outputs(
     if found is None and LOST_VALUE in other.error:
         found = outputs_of(Session(optimized, optimize=True), feeds)
     if declared := without_false_shapes(optimized, expected):
-        found = outputs_of(Session(declared, other.is_optimized), feeds)
+        other = Session(declared, other.is_optimized)
+        found = outputs_of(other, feeds)
     at = f"at {', '.join(f'{name} {value.dtype}{list(value.shape)}' for name, value in feeds.items())}"
     if found is None:
         excused = (

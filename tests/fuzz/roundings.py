@@ -1,4 +1,7 @@
-"""Round a model otherwise: its inputs and its results move by an ulp, each element by itself."""
+"""Round a model otherwise: its inputs and its results move by an ulp, each element by itself.
+
+Where float32 moves by an ulp of float16, numbers that float16 rounds to 0 become 0, too.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ NO_RANDOM_NUMBERS = 22  # the opset from which on onnxruntime 1.32 has no kernel
 ULPS = {TensorProto.FLOAT: ULP, TensorProto.FLOAT16: 2.0**-10}  # onnxruntime multiplies no bfloat16
 RESIZING = ("Resize", "Upsample")
 HALF_ULPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7}  # in these, a model that is converted to them rounds
+ROUNDED_TO_ZERO = 2.0**-25  # by float16, and all smaller numbers
 
 
 def nudged(feeds: Mapping[str, Any], by: float) -> dict[str, Any]:
@@ -106,6 +110,7 @@ def _shake(
 def _move(source: str, target: str, dtype: int, random: Random, opset: int, ulp: float) -> list[onnx.NodeProto]:
     """Return nodes that move a tensor by up to an ulp, element by element."""
     constants = {"factor": np.float32(ulp), "zero": np.float32(0), "one": np.float32(1),
+                 "smallest": np.float32(ROUNDED_TO_ZERO),
                  "apart": np.float32(random.uniform(9, 99))}  # fmt: skip
     drawn = [
         _node("RandomUniformLike", target, "shaped", source, dtype=TensorProto.FLOAT, low=-1.0, high=1.0,
@@ -123,6 +128,12 @@ def _move(source: str, target: str, dtype: int, random: Random, opset: int, ulp:
             for name, each in constants.items()]  # fmt: skip
     moved = [_node("Mul", target, "small", "::shaped", "::factor"), _node("Add", target, "wide", "::small", "::one"),
              _node("Cast", target, "moving", "::wide", to=dtype)]  # fmt: skip
+    if dtype == TensorProto.FLOAT and ulp == HALF_ULPS["float16"]:
+        moved += [_node("Abs", target, "absolute", source),
+                  _node("Greater", target, "stays", "::absolute", "::smallest"),
+                  _node("Cast", target, "one_or_zero", "::stays", to=dtype),
+                  _node("Mul", target, "rounded", source, "::one_or_zero")]  # fmt: skip
+        source = f"{target}::rounded"
     return [
         *made,
         *(sines if opset >= NO_RANDOM_NUMBERS else drawn),

@@ -288,6 +288,14 @@ def test_a_false_shape_of_an_output_counts_for_no_difference() -> None:
     require_verdict(
         twice.replace("READ", "w"), twice.replace("READ", "s").replace("y =", "s = Size (w) y ="), {"n": 2}, "output y"
     )
+    untyped = onnx.parser.parse_model(twice.replace("READ", "w"))
+    untyped.graph.output[1].ClearField("type")
+    assert compare(untyped, untyped, {"n": 2}, 0).kind == "same"
+    scan = """<ir_version: 8, opset_import: ["" : 17]>
+        g (float[n,2] x, float[a] k) => (float z, float[n,2] w, float[n,2] y) <int64 zero = {0}> {
+          z = Neg (k) s = SequenceConstruct (x) w = SequenceAt (s, zero)
+          y = Scan <body = b (float[] row) => (float[] end) { end = Identity (row) }, num_scan_inputs = 1> (w) }"""
+    require_verdict(scan, scan, {"n": 2, "a": 1}, "")
 
 
 UNEQUAL = """<ir_version: 8, opset_import: ["" : 17]> g (float[n,2] x) => (float[n,6] y, float[n,2] z)
@@ -357,6 +365,20 @@ def test_an_element_that_equals_its_mean_may_be_infinite_with_an_infinite_scale(
     want = np.array([np.nan, 1.0], np.float32)
     assert scales_zero_by_infinity(spelled, operator, want, np.array(found, np.float32)) is is_excused
     assert not scales_zero_by_infinity(operator, operator, want, np.array(found, np.float32))
+
+
+def test_a_norm_of_groups_with_an_infinite_scale_may_be_nan() -> None:
+    """Seed 1000031412."""
+    text = """<ir_version: 8, opset_import: ["" : 15]> g (float[n,2,3] x) => (float[n,2,3] y)
+          <float[2] one = {1, 1}, float[2] zero = {0, 0}, float[2] inf = {inf, inf}, float[2,1] wide = {inf, inf}> {
+            NODES }"""
+    apart = text.replace("NODES", "a = InstanceNormalization (x, one, zero)  y = Mul (a, wide)")
+    folded = text.replace("NODES", "y = InstanceNormalization (x, inf, zero)")
+    require_verdict(apart, folded, {"n": 2}, "")
+    require_verdict(
+        apart, apart.replace("Mul (a, wide)", "Div (wide, a)").replace("{inf, inf}", "{1, inf}"), {"n": 2}, "output y"
+    )
+    require_verdict(folded, folded.replace("(x, inf, zero)", "(x, one, zero)"), {"n": 2}, "output y")
 
 
 @pytest.mark.parametrize(("number", "last", "kind"), [(300.0, "Max", "same"), (100.0, "Add", "wrong")])
@@ -536,6 +558,18 @@ def test_rounding_otherwise_moves_each_element_by_itself(opset: int, kind: str, 
         assert len(set(moved["y"])) > 1 and np.abs(moved["y"] + 1).max() <= 2 * ulp
 
 
+@pytest.mark.parametrize(("half", "number", "kind"), [("float16", 2.0**-26, "same"), ("float16", 2.0**-23, "wrong"),
+                                                      ("bfloat16", 2.0**-26, "wrong")])  # fmt: skip
+def test_float16_rounds_small_numbers_to_zero(half: str, number: float, kind: str) -> None:
+    """Seed 1000030264, where the sign of a probability is 1 or 0."""
+    text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[n] x) => (float[n] y) <float k = {{{number}}}> {{
+        z = Sub (x, x) c = Exp (z) s = Mul (c, k) START y = Sign (READ) }}"""
+    original = text.replace("START", "").replace("READ", "s")
+    other = text.replace("START", "o = Cast <to = 10> (z)  p = Cast <to = 1> (o)").replace("READ", "p")
+    models = (onnx.parser.parse_model(each) for each in (original, other))
+    assert compare_on(*models, Inputs({"n": 2}, 0), Options(dtype=half)).kind == kind
+
+
 def test_roundings_are_drawn_once_for_the_same_inputs() -> None:
     """onnxruntime draws other numbers in each run, which may allow what they did not allow before (seed 101012468)."""
     model = onnx.parser.parse_model(CHAIN)
@@ -598,6 +632,25 @@ def test_faults_of_onnxruntime_that_the_original_escapes_are_no_difference(value
         <float e = {{1e-5}}, float p = {{2}}, int64[1] zero = {{0}}, int64[1] one = {{1}}, int64[1] two = {{2}},
          int64[1] three = {{3}}> {{ NODES }}"""
     require_verdict(text.replace("NODES", right), text.replace("NODES", other), {"n": 1}, "")
+
+
+def test_onnxruntime_makes_a_zero_point_uint8_if_the_graph_of_its_nodes_holds_it() -> None:
+    """Seeds 1000000017 and 1000003046, where it moves the pair after the Reshape before a Gemm.
+
+    QuantizeLinear has had the attribute `output_dtype`, which stays int8, since opset 21.
+    """
+    text = """<ir_version: 10, opset_import: ["" : OPSET]> g (float[2,3] x, bool c) => (float[] y)
+        <float s = {0.1}, int8 z = {0}, int8[2,4] w = {1, 2, 3, 4, 5, 6, 7, 8}> {
+          y = If (c) <then_branch = yes () => (float[] a) {
+              HERE q = QuantizeLinear (x, s, zero) d = DequantizeLinear (q, s, zero) t = Transpose (d)
+              v = DequantizeLinear (w, s, z) a = MatMul (t, v) },
+            else_branch = no () => (float[] b) { b = Neg (x) }> }"""
+    outside = text.replace("HERE", "").replace("zero", "z")
+    inside = text.replace("HERE", "zero = Constant <value = int8 {0}> ()")
+    for opset in "20", "21":
+        require_verdict(outside.replace("OPSET", opset), inside.replace("OPSET", opset), {}, "")
+    session = Session(onnx.parser.parse_model(inside.replace("OPSET", "21")), optimize=True)
+    assert "output_dtype INT8 does not match" in session.error
 
 
 def test_a_rounding_on_purpose_that_is_lost_is_found() -> None:

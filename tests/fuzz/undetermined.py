@@ -25,13 +25,15 @@ WINDOWS = ("AveragePool", "LpPool", "MaxPool")
 MAX_OTHER_STEPS = 0.02  # of the values of a tensor
 # Parts of errors from nodes that onnxruntime's optimizations write: of a branch whose quantized weight is outside, of
 # an RMSNorm whose data broadcasts to its scale, of a norm that begins with a Cast, of a norm whose parts have readers
-# outside, and of a Reshape with -1 in place of a computed size.
+# outside, of a Reshape with -1 in place of a computed size, and of int8 that was moved after a Reshape or Transpose
+# with its zero point, which another optimization makes uint8 if the same graph holds it.
 ERRORS_OF_REWRITES = (
     "TransposeDQWeightsForMatMulNBits Missing required ",  # a weight or a scale of an outer graph
     "SimplifiedLayerNormFusion/' Status Message: Scale and (optional) bias must match",
     "(LayerNormalization) bound to different types",
     "is not a graph input, initializer, or output of a previous node",
     "Product cannot be 0 in combination with -1",
+    "output_dtype INT8 does not match y_zero_point type UINT8",
 )
 # The error of inference at a node that kernels run: a reduction of a scalar, along any axis.
 REDUCES_SCALAR = "axis must be in [-rank, rank-1]. Input rank was 0"
@@ -233,7 +235,7 @@ def _values(model: onnx.ModelProto, names: Sequence[str], feeds: Mapping[str, An
 
 
 def without_false_shapes(model: onnx.ModelProto, values: Mapping[str, Any]) -> onnx.ModelProto | None:
-    """Return the model without the declared shapes of outputs, if these values have other ranks; None if none has.
+    """Return the model without the declared shapes of outputs that have other ranks; None if no output has.
 
     onnxruntime takes a declared shape for that of the tensor where it infers none, and may then refuse what reads it,
     or fold the Shape of an output that the original computes twice (seed 970003954).
@@ -246,7 +248,8 @@ def without_false_shapes(model: onnx.ModelProto, values: Mapping[str, Any]) -> o
     result = onnx.ModelProto()
     result.CopyFrom(model)
     for each in result.graph.output:
-        each.type.tensor_type.ClearField("shape")
+        if each.name in false:
+            each.type.tensor_type.ClearField("shape")
     return result
 
 
@@ -336,14 +339,24 @@ def scales_zero_by_infinity(model: onnx.ModelProto, optimized: onnx.ModelProto, 
     """Return whether a result is NaN in one model and infinite in the other, where a norm has an infinite scale.
 
     An element that equals its row's mean gives NaN; if an operator adds the row in another order, it is infinite.
+    onnxruntime's norms of groups subtract mean * scale from x * scale, which is NaN wherever both are infinite.
     """
     held = (value for part in (model.graph, *model.functions) for value in _constants(part).values())
     has_infinity = any(value.dtype.kind == "f" and np.isinf(value).any() for value in held)
-    first, second = ({node.op_type for node in nodes(each.graph, *each.functions)} for each in (model, optimized))
-    if not has_infinity or "LayerNormalization" not in second - first or want.shape != got.shape:
+    if not has_infinity or not _norms_by_scale(optimized) - _norms_by_scale(model) or want.shape != got.shape:
         return False
     differs = ~((want == got) | (np.isnan(want) & np.isnan(got)))
     return not np.isfinite(want[differs]).any() and not np.isfinite(got[differs]).any()
+
+
+def _norms_by_scale(model: onnx.ModelProto) -> set[tuple[str, bool]]:
+    """Return the operators of norms in a model, each with whether its scale is a constant of finite numbers."""
+    found = set()
+    for part in (model.graph, *model.functions):
+        held = _constants(part)
+        norms = (node for node in nodes(part) if node.op_type in ("LayerNormalization", *NORMS_OF_GROUPS))
+        found |= {(node.op_type, bool(np.isfinite(held.get(node.input[1], np.inf)).all())) for node in norms}
+    return found
 
 
 def adds_zero(model: onnx.ModelProto, want: Any, got: Any) -> bool:
