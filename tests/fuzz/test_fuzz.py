@@ -266,8 +266,9 @@ def test_sizes_of_several_axes_count_for_no_difference() -> None:
     require_verdict(SEVERAL_AXES, folded.replace("Exp (r)", "Erf (r)"), {}, "does not run")  # opset 8 has no Erf
 
 
-SWAPPED_NORM = """m = ReduceMean <axes = [-1]> (x) c = Sub (x, m) q = Pow (c, p) a = ReduceMean <axes = [-1]> (q)
-    v = Add (a, e) r = Sqrt (v) d = Div (r, c) w = Mul (d, s) y = Add (w, t)"""
+NORM = """m = ReduceMean <axes = [-1]> (x) c = Sub (x, m) q = Pow (c, p) a = ReduceMean <axes = [-1]> (q)
+    v = Add (a, e) r = Sqrt (v) f = Div (c, r) w = Mul (f, s) y = Add (w, t)"""
+SWAPPED_NORM = NORM.replace("(c, r)", "(r, c)")
 FALSE_RANK = """<ir_version: 8, opset_import: ["" : 17]> g (float[n] x) => (float[m] y, float z)
     <int64[1] first = {0}, int64 zero = {0}, bool go = {1}> {
       a = Abs (first) u = Unsqueeze (x, a) r = Squeeze (u, a)
@@ -622,6 +623,8 @@ def test_inputs_without_axes_are_nudged() -> None:
          "d = Div (x, r) y = Mul (d, s) unused = Exp (d)",
          "q = Pow (x, p) m = ReduceMean <axes = [-1]> (q) v = Add (m, e) r = Sqrt (v) d = Div (x, r) y = Mul (d, s)"),
         ("float[3,4] x, float[4] s, float[4] t", SWAPPED_NORM.replace("Pow (c, p)", "Mul (c, c)"), SWAPPED_NORM),
+        ("double[3,4] d, float[4] s, float[4] t", f"x = Cast <to = 1> (d) {NORM.replace('Pow (c, p)', 'Mul (c, c)')}",
+         f"x = Cast <to = 1> (d) {NORM}"),
         ("float[0,n,3] x, int64[1] k", "s = Shape (x) i = Slice (s, zero, one) "
          "t = Concat <axis = 0> (two, i, k, three) y = Reshape (x, t)",
          "t = Concat <axis = 0> (two, zero, k, three) y = Reshape (x, t)"),

@@ -31,6 +31,7 @@ ERRORS_OF_REWRITES = (
     "TransposeDQWeightsForMatMulNBits Missing required ",  # a weight or a scale of an outer graph
     "SimplifiedLayerNormFusion/' Status Message: Scale and (optional) bias must match",
     "(LayerNormalization) bound to different types",
+    "Failed to find kernel for LayerNormalization(1)",  # whose data is bfloat16 or float64, and whose scale is float32
     "is not a graph input, initializer, or output of a previous node",
     "Product cannot be 0 in combination with -1",
     "output_dtype INT8 does not match y_zero_point type UINT8",
