@@ -61,10 +61,11 @@ def _settle(graph: Graph, shapes: ShapeInfo, matchers: Sequence[Matcher], end: N
 
     Returns whether the keys were rewritten.
     """
-    columns = scores.inputs[1]
+    columns, present = scores.inputs[1], len(graph.nodes)
     written = None if _matches(matchers, end) else _through_rows(graph, shapes, columns)
     if written is None:
         return False
+    graph.position |= dict.fromkeys(graph.nodes[present:], graph.position[scores])
     scores.inputs[1] = written
     if _matches(matchers, end):
         return True

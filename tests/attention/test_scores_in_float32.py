@@ -52,3 +52,15 @@ def test_rotations_that_are_not_rounded_stay_apart() -> None:
     _, report = onnxfuse.optimize(onnx.parser.parse_model(text), regions=False)
     assert report.verified.passed
     assert Counter(one.fusion for one in report.fused) == {"rotary_embedding": 2, "attention": 1}
+
+
+def test_keys_that_are_copied_before_probabilities_in_float32() -> None:
+    """The Cast of the probabilities is no part of the match, whose keys must not depend on it."""
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17]>
+        g (float16[2,4,6,8] q, float16[2,4,8,6] k, float16[2,4,6,8] v) => (float16[2,4,6,8] y) <float zero = {0}> {
+          r = Relu (k)  s = MatMul (q, r)  p = Softmax <axis = -1> (s)  is_nan = IsNaN (p)  wide = Cast <to = 1> (p)
+          weights = Where (is_nan, zero, wide)  half = Cast <to = 10> (weights)  y = MatMul (half, v) }""")
+    _, report = onnxfuse.optimize(model)
+    assert report.counts == {"attention": 1, "region": 1}
+    assert not report.left_out
+    assert report.verified.passed
