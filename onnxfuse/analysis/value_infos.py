@@ -19,6 +19,7 @@ MAX_COPIED_BYTES = 1024  # onnx's shape inference reads only small constants, so
 EXPAND_BOUNDED_SINCE = 13  # before this opset, onnx makes a dimension per element of a target, even for 10^9 elements
 INVENTED: Final = re.compile(r"unk__\d+")  # names that inferences give to unknown sizes
 BRANCHES_JOINED_SINCE = 11  # before this opset, onnx's inference may use the shape of only one branch of an If
+SCALARS_JOINED_SINCE = 13  # before this opset, it does so if that shape has no axes
 ONNX_FAILURES = (
     onnx.shape_inference.InferenceError, onnx.checker.ValidationError, ValueError, RuntimeError, TypeError,
 )  # fmt: skip
@@ -99,17 +100,21 @@ def _inferred(model: onnx.ModelProto) -> onnx.GraphProto:
 def _hide_wrong_results(model: onnx.ModelProto, inferred: onnx.GraphProto) -> bool:
     """Replace outputs that onnx infers wrongly by inputs without a shape; return whether any was replaced.
 
-    For Ifs before opset 11, onnx infers the shape of one branch if it does not know the shape of the other.  For a
-    sequence that a Loop carries, it infers the elements' shape from the first iteration's sequence.
+    For Ifs before opset 11, onnx infers the shape of one branch if it does not know the shape of the other, and before
+    opset 13 if that shape has no axes.  For a sequence that a Loop carries, it infers the elements' shape from the
+    first iteration's sequence.
     """
-    has_wrong_ifs = opset_of(model) < BRANCHES_JOINED_SINCE
+    opset = opset_of(model)
+    is_old = opset < SCALARS_JOINED_SINCE
     known = {info.name: info for info in (*inferred.value_info, *inferred.output)}
     found = False
     for node in model.graph.node:
-        inside = any(each.op_type == "If" for each in (node, *nodes(*subgraphs(node)))) if has_wrong_ifs else False
+        is_if = is_old and node.op_type == "If"
+        has_if = is_old and any(each.op_type == "If" for each in nodes(*subgraphs(node)))
         for i, name in enumerate(node.output):
             info = known.get(name, onnx.ValueInfoProto(name=name))
-            if name and (inside or (node.op_type == "Loop" and info.type.HasField("sequence_type"))):
+            may_be_wrong = has_if or (is_if and (opset < BRANCHES_JOINED_SINCE or not info.type.tensor_type.shape.dim))
+            if name and (may_be_wrong or (node.op_type == "Loop" and info.type.HasField("sequence_type"))):
                 node.output[i], found = f"{name}::hidden", True
                 model.graph.input.append(_without_shape(info))
     return found

@@ -8,6 +8,8 @@ import pytest
 from runtimes import open_on_cpu
 
 from onnxfuse import optimize
+from onnxfuse.analysis.shape_inference import infer_shapes
+from onnxfuse.ir.serde import read_graph
 
 ROWS = """m = Constant <value = int64[1] {-1}> () s = Shape (x) i = Constant <value = int64 {-1}> ()
     g = Gather <axis = 0> (s, i) """
@@ -85,3 +87,26 @@ def test_a_fused_node_records_no_shape_of_a_tensor_that_unequal_branches_read() 
         feeds = {"x": x, "c": np.array(flag)}
         expected, found = (open_on_cpu(each, optimize=False).run(None, feeds) for each in (before, after))
         assert [each.shape for each in found] == [each.shape for each in expected]
+
+
+@pytest.mark.parametrize("opset", [7, 11, 12, 13])
+@pytest.mark.parametrize("nested", [False, True])
+def test_nothing_is_taken_from_a_branch_that_gives_a_scalar(opset: int, nested: bool) -> None:
+    """Before opset 13, onnx infers a scalar where it does not know the other branch, such as a Reshape to a constant.
+
+    A region recorded it, so that onnxruntime refused a branch that read the region's result (seed 1010013127).
+    """
+    result = """r = If (c) <then_branch = g () => (float[] o) { o = ReduceMax <keepdims = 0> (x) },
+        else_branch = g () => (float[] p) { p = Reshape (x, k) }>"""
+    if nested:
+        result = f"""n = If (c) <then_branch = a () => (float[] f) {{ {result} f = Relu (r) }},
+            else_branch = b () => (float[] h) {{ h = Reshape (x, k) }}> r = Relu (n)"""
+    graph = read_graph(
+        onnx.parser.parse_model(f"""<ir_version: 6, opset_import: ["" : {opset}]>
+        g (float[a,b] x, bool c) => (float[] y) <int64[1] k = {{-1}}> {{ {result} y = Exp (r) }}""")
+    )
+    graph.sort()
+    shapes = infer_shapes(graph)
+    tensors = graph.linked.tensors()
+    assert [shapes.shape(tensors[name]) for name in "ry"] == [None, None]
+    assert [shapes.dtype(tensors[name]) for name in "ry"] == [onnx.TensorProto.FLOAT] * 2
