@@ -43,8 +43,8 @@ from undetermined import (
     joins_unequal_sizes,
     never_runs,
     normalizes_few_elements,
-    normalizes_no_channels,
     normalizes_nothing,
+    normalizes_other_channels,
     outputs_of_attention,
     relies_on_empty_slices,
     reuses_memory_of_a_slice,
@@ -233,11 +233,11 @@ def compare_on(
     onnxruntime leaves unwritten; that it crashes on an InstanceNormalization of no elements; what it accepts because it
     infers no rows for a Slice that has some, nothing of what is expanded, nothing of what a Loop without iterations
     computes, or nothing of an output that is declared falsely, a reduction of a scalar along axes, a PRelu whose
-    slopes are larger than its data, a pool whose window is, and a norm of no channels (undetermined.py); that without
-    its optimizations 1.31 loses what a branch reads after two Casts of an initializer; how groups of one element and
-    rows that vary little round; few steps of quantizers with its optimizations; the shape of the rows of a Loop without
-    iterations; and what its own optimizations change in the original too, as it is or without the nodes that nothing
-    reads, or are known to take for something else.
+    slopes are larger than its data, a pool whose window is, and a norm of other channels (undetermined.py); that
+    without its optimizations 1.31 loses what a branch reads after two Casts of an initializer; how groups of one
+    element and rows that vary little round; few steps of quantizers with its optimizations; the shape of the rows of a
+    Loop without iterations; and what its own optimizations change in the original too, as it is or without the nodes
+    that nothing reads, or are known to take for something else.
     """
     original, plain, usual = Original(model, inputs.seed, options, half), Session(optimized), None
     if half_precision_of(model) == "bfloat16" and any(said in original.session.error for said in NO_KERNEL):
@@ -286,7 +286,7 @@ def _compare_outputs(
             or reuses_memory_of_a_slice(optimized, other.error)
             or broadcasts_data_to_slopes(model, given)
             or has_windows_beyond_data(model, given)
-            or normalizes_no_channels(model, given, other.error)
+            or normalizes_other_channels(model, given, other.error)
             or never_runs(model, given, other.error)
             or REDUCES_SCALAR in other.error
             or (original.options.emit == "standard" and computes_nothing(optimized, other.error, feeds, expected))

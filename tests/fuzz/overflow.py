@@ -17,7 +17,7 @@ from onnx import AttributeProto, TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.ops import op_batch_normalization, op_conv_transpose
 
-from onnxfuse.ir.protos import graphs
+from onnxfuse.ir.protos import graphs, tensors
 from onnxfuse.verify.cpu_session import open_session, run
 
 DTYPE_ATTRIBUTES = {"to", "dtype"}
@@ -69,10 +69,11 @@ def in_float64(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> dict[str, An
 
 
 def largest_inside(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> float:
-    """Return the largest finite number that a model reads or computes in its main graph, in float64 if that can run."""
+    """Return the largest finite number that a model holds, reads or computes outside bodies, in float64 if it can."""
     found = _run(_with_all_outputs(to_float64(model)), to_float64_arrays(feeds))
     found = found if found is not None else _run(_with_all_outputs(model), feeds) or {}
-    arrays = [value for value in (*found.values(), *feeds.values()) if isinstance(value, np.ndarray)]
+    held = map(numpy_helper.to_array, tensors(model.graph, *model.functions))
+    arrays = [value for value in (*found.values(), *feeds.values(), *held) if isinstance(value, np.ndarray)]
     return max((_largest(value.astype(np.float64)) for value in arrays if value.dtype.kind in "fV"), default=0.0)
 
 

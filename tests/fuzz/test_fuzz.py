@@ -49,7 +49,7 @@ from undetermined import (
     adds_zero,
     has_windows_beyond_data,
     joins_unequal_sizes,
-    normalizes_no_channels,
+    normalizes_other_channels,
     relies_on_empty_slices,
     reuses_memory_of_a_slice,
     scales_zero_by_infinity,
@@ -421,14 +421,15 @@ def test_a_window_beyond_its_data_has_no_size(pool: str, rows: int, is_excused: 
     )
 
 
-@pytest.mark.parametrize(("channels", "is_excused"), [(0, True), (3, False)])
-def test_a_norm_of_groups_needs_channels(channels: int, is_excused: bool) -> None:
-    """Seed 950004005."""
-    text = """<ir_version: 10, opset_import: ["" : 21]> g (float[2,n,4] x) => (float[2,n,4] y)
-          <float[6] s = {1, 1, 1, 1, 1, 1}> { y = GroupNormalization <num_groups = 1> (x, s, s) }"""
+@pytest.mark.parametrize(("scales", "channels", "is_excused"), [("1, 1, 1, 1, 1, 1", 0, True),
+                         ("1, 1, 1, 1, 1, 1", 3, False), ("1", 3, True), ("1", 1, False)])  # fmt: skip
+def test_a_norm_of_groups_needs_channels(scales: str, channels: int, is_excused: bool) -> None:
+    """Seeds 950004005 and 1010014576."""
+    text = f"""<ir_version: 10, opset_import: ["" : 21]> g (float[2,n,4] x) => (float[2,n,4] y)
+          <float[{len(scales.split())}] s = {{{scales}}}> {{ y = GroupNormalization <num_groups = 1> (x, s, s) }}"""
     model, feeds = onnx.parser.parse_model(text), {"x": np.ones((2, channels, 4), np.float32)}
-    assert normalizes_no_channels(model, feeds, "Got invalid dimensions for input: x") is is_excused
-    assert not normalizes_no_channels(model, feeds, "another error")
+    assert normalizes_other_channels(model, feeds, "Got invalid dimensions for input: x") is is_excused
+    assert not normalizes_other_channels(model, feeds, "another error")
 
 
 @pytest.mark.parametrize("opset", [7, 9, 14])
@@ -571,6 +572,17 @@ def test_float16_rounds_small_numbers_to_zero(half: str, number: float, kind: st
     assert compare_on(*models, Inputs({"n": 2}, 0), Options(dtype=half)).kind == kind
 
 
+@pytest.mark.parametrize(("weight", "kind"), [("3e38", "same"), ("3.0", "wrong")])
+def test_weights_that_float16_lacks_may_be_multiplied_by_zero(weight: str, kind: str) -> None:
+    """Seed 1010019607."""
+    text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[n] x) => (float[n] y) <float w = {{{weight}}}> {{
+        z = Sub (x, x) p = Mul (z, w) OTHER }}"""
+    other = onnx.parser.parse_model(text.replace("OTHER", "y = Div (p, p)"))
+    verdict = compare_on(onnx.parser.parse_model(text.replace("OTHER", "y = Neg (p)")), other, Inputs({"n": 2}, 0),
+                         Options(dtype="float16"))  # fmt: skip
+    assert verdict.kind == kind
+
+
 def test_roundings_are_drawn_once_for_the_same_inputs() -> None:
     """onnxruntime draws other numbers in each run, which may allow what they did not allow before (seed 101012468)."""
     model = onnx.parser.parse_model(CHAIN)
@@ -625,6 +637,9 @@ def test_inputs_without_axes_are_nudged() -> None:
         ("float[3,4] x, float[4] s, float[4] t", SWAPPED_NORM.replace("Pow (c, p)", "Mul (c, c)"), SWAPPED_NORM),
         ("double[3,4] d, float[4] s, float[4] t", f"x = Cast <to = 1> (d) {NORM.replace('Pow (c, p)', 'Mul (c, c)')}",
          f"x = Cast <to = 1> (d) {NORM}"),
+        ("float[1] x", "t = Cast <to = 9> (one) h = Compress <axis = 0> (x, t) b = Slice (h, one, one, zero) "
+         "s = Shape (b) n = Neg (x) w = Expand (n, s) y = Neg (w)",
+         "b = Slice (x, one, one, zero) s = Shape (b) n = Neg (x) w = Expand (n, s) y = Neg (w)"),
         ("float[0,n,3] x, int64[1] k", "s = Shape (x) i = Slice (s, zero, one) "
          "t = Concat <axis = 0> (two, i, k, three) y = Reshape (x, t)",
          "t = Concat <axis = 0> (two, zero, k, three) y = Reshape (x, t)"),

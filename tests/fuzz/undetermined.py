@@ -128,8 +128,9 @@ def confuses_optimizations(optimized: onnx.ModelProto, feeds: Mapping[str, Any],
     """Return whether onnxruntime's optimizations are known to break the nodes of a model, whose session gave an error.
 
     Its LayerNormFusion reads sqrt(var + epsilon) / (x - mean) as the inverse, mean - x as x - mean, and the power
-    pow(2, x) as pow(x, 2).  It takes an Expand of one element to no elements for one that does nothing.  Its
-    ReshapeFusion writes -1 for a size that is computed, which Reshape refuses beside the size of an empty axis.
+    pow(2, x) as pow(x, 2).  It takes an Expand of one element to no elements for one that does nothing, if the target
+    is constant or the Shape of a tensor that it knows to be empty (seed 1010018022).  Its ReshapeFusion writes -1 for a
+    size that is computed, which Reshape refuses beside the size of an empty axis.
     """
     if any(part in error for part in ERRORS_OF_REWRITES):
         return True
@@ -149,7 +150,7 @@ def confuses_optimizations(optimized: onnx.ModelProto, feeds: Mapping[str, Any],
             case "Pow", base, _:
                 return base in held
             case "Expand", _, shape:
-                return 0 in held.get(shape, ())
+                return 0 in held.get(shape, ()) or made.get(shape) == "Shape"
         return False
 
     return any(map(is_confusing, every))
@@ -213,14 +214,18 @@ def has_windows_beyond_data(model: onnx.ModelProto, feeds: Mapping[str, Any]) ->
     return False
 
 
-def normalizes_no_channels(model: onnx.ModelProto, feeds: Mapping[str, Any], error: str) -> bool:
-    """Return whether a GroupNormalization gets 0 channels, and onnxruntime refuses them where it knows of its scale.
+def normalizes_other_channels(model: onnx.ModelProto, feeds: Mapping[str, Any], error: str) -> bool:
+    """Return whether a GroupNormalization gets other channels than its scale has, and onnxruntime refuses them.
 
-    ONNX requires a scale for each channel.  onnxruntime checks that only if there are elements.
+    ONNX requires a scale for each channel.  onnxruntime checks that only if there are elements, and uses a scale of one
+    element for all channels.
     """
-    has_norm = any(node.op_type == "GroupNormalization" for node in nodes(model.graph, *model.functions))
-    has_no_channels = any(0 in np.shape(each)[1:2] for each in feeds.values())
-    return has_norm and has_no_channels and "Got invalid dimensions for input" in error
+    held = _constants(model.graph)
+    norms = [node for node in nodes(model.graph, *model.functions) if node.op_type == "GroupNormalization"]
+    shares_scale = any(np.size(held.get(node.input[1])) == 1 for node in norms if node.input[1] in held)
+    channels = [size for each in feeds.values() for size in np.shape(each)[1:2]]
+    are_other = 0 in channels or (shares_scale and any(size > 1 for size in channels))
+    return bool(norms) and are_other and "Got invalid dimensions for input" in error
 
 
 def _values(model: onnx.ModelProto, names: Sequence[str], feeds: Mapping[str, Any]) -> dict[str, Any]:
