@@ -1,7 +1,15 @@
-"""Terms that the fusions of convolutions share: all that follows the convolution, except the bias."""
+"""What the fusions of convolutions share: an example, and the terms that follow the convolution and its bias."""
+
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 from onnxfuse.dsl import Term, choose, either, op, rearrange, require, when
 from onnxfuse.patterns._activations import activation
+
+EXAMPLE: Final[Mapping[str, str | Sequence[int]]] = {
+    "x": (2, 4, 6, 7), "w": (5, 4, 3, 3), "auto_pad": "SAME_UPPER", "dilations": [1, 2], "kernel_shape": [3, 3],
+    "pads": [1, 0, 1, 0], "strides": [2, 1],
+}  # fmt: skip
 
 
 def per_channel(value: Term) -> Term:

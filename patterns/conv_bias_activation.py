@@ -1,22 +1,10 @@
 """A convolution with the bias, activation and residual that follow it."""
 
 from onnxfuse.dsl import Term, attribute, fusion, op, scalar, tensor, weight
-from onnxfuse.patterns._convolutions import finished
+from onnxfuse.patterns._convolutions import EXAMPLE, finished
 
 
-@fusion(
-    out="n m ...",
-    epilogue="nhwc",
-    example={
-        "x": (2, 4, 6, 7),
-        "w": (5, 4, 3, 3),
-        "auto_pad": "SAME_UPPER",
-        "dilations": [1, 2],
-        "kernel_shape": [3, 3],
-        "pads": [1, 0, 1, 0],
-        "strides": [2, 1],
-    },
-)
+@fusion(out="n m ...", epilogue="nhwc", example=EXAMPLE)
 def conv_bias_activation(
     x: Term = tensor(),
     w: Term = weight(),

@@ -11,6 +11,7 @@ import onnxruntime
 from onnx import TensorProto
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun, RuntimeContextError
+from onnx.reference.ops.op_dequantize_linear import DequantizeLinear_21
 
 from onnxfuse.verify.ort_session import EXACT_PRODUCTS
 
@@ -75,11 +76,18 @@ class MatMulNBits(OpRun):
         return ((product if bias is None else product + bias).astype(x.dtype),)
 
 
+class DequantizeLinear(DequantizeLinear_21):
+    """The operator of all opsets: onnx.reference has none before 19."""
+
+    def _run(self, *inputs, axis=None, block_size=None, **said):
+        return super()._run(*inputs, axis=1 if axis is None else axis, block_size=block_size or 0)
+
+
 class Evaluator(ReferenceEvaluator):
     """That of onnx.reference, which makes one of its own class for each function of a model."""
 
     def __init__(self, model, **options):
-        super().__init__(model, **{**options, "new_ops": [BatchNormalization, MatMulNBits]})
+        super().__init__(model, **{**options, "new_ops": [BatchNormalization, DequantizeLinear, MatMulNBits]})
 
 
 def evaluate(model: onnx.ModelProto, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:

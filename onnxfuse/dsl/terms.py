@@ -131,6 +131,10 @@ class Matching(Protocol[TensorT, StateT]):
         """Match a causal mask of these dimensions: a boolean one, or one that adds `score`."""
         ...
 
+    def is_zero(self, tensor: TensorT) -> bool:
+        """Return whether a tensor is a constant of zeros."""
+        ...
+
     def is_widened(self, term: Term, tensor: TensorT, state: StateT) -> bool:
         """Return whether a tensor is the result of a Cast to float32; if so, record a miss of the term."""
         ...

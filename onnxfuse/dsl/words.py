@@ -55,6 +55,7 @@ __all__ = [
     "float32",
     "full",
     "op",
+    "or_zeros",
     "packed_slice",
     "rearrange",
     "results",
@@ -75,11 +76,12 @@ __all__ = [
 def tensor(dims: str | None = None, *, optional: bool = False) -> Capture:
     """Declare an input of the fused operator.
 
-    `dims` names its axes, for example "... d": a name stands for one size throughout the fusion, "..." for any
-    leading axes (the same throughout), and a number for an axis of that size.  `name?` stands for an axis of the named
-    size or of size 1, or for no axis.  `name??` also matches an axis of any symbolic size, if it broadcasts to an axis
-    over which a product of the fusion sums: a model in which that size is another one would not run.  Without `dims`, a
-    rearrange() of the tensor names the axes.  Raises PatternError if `dims` has anything else.
+    `dims` names its axes, for example "... d": a name stands for one size throughout the fusion, "..." for any leading
+    axes (the same throughout), and a number for an axis of that size.  `name?` stands for an axis of the named size or
+    of size 1, or for no axis, and `1?` for an axis of size 1 or no axis.  `name??` also matches an axis of any symbolic
+    size, if it broadcasts to an axis over which a product of the fusion sums: a model in which that size is another one
+    would not run.  Without `dims`, a rearrange() of the tensor names the axes.  Raises PatternError if `dims` has
+    anything else.
     """
     _check_dims(dims)
     return Capture(kind="tensor", dims=dims, optional=optional, span=here())
@@ -93,7 +95,8 @@ def weight(dims: str | None = None, *, optional: bool = False) -> Capture:
 
 def _check_dims(dims: str | None) -> None:
     for axis in (dims or "").split():
-        if axis != "..." and not axis.isdecimal() and not axis.removesuffix("?").removesuffix("?").isidentifier():
+        name = axis.removesuffix("?").removesuffix("?")
+        if not (axis in ("...", "1?") or axis.isdecimal() or name.isidentifier()):
             raise PatternError(
                 f"{here()}: \"{dims}\" has '{axis}'; required names of axes, numbers or '...'. Leave the text out "
                 "where a rearrange() of the tensor tells its axes"
@@ -401,6 +404,35 @@ def computed(compute: Callable[..., float]) -> Term:
     It is used like a number: as an operand, `x * computed(lambda scale: 1 / scale)`, or as an attribute.
     """
     return Computed(compute=compute, span=here())
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class OrZeros(Wrapper):
+    """An optional operand, or zeros of the dtype of `like`."""
+
+    operand: Capture
+    like: Term
+
+    def match(self, m: Matching[TensorT, StateT], tensor: TensorT, state: StateT) -> Iterator[StateT]:
+        return iter((state,)) if m.is_zero(tensor) else m.match(self.inner, tensor, state)
+
+    def can_write(self, body: Writing) -> bool:
+        return True
+
+    def write(self, body: Writing) -> Value:
+        if body.has(self.operand):
+            return body.value(self.operand)
+        return body.constant(body.full(0, self.operand.dims or ""), body.value(self.like).dtype)
+
+
+def or_zeros(operand: Term, like: Term) -> Term:
+    """Return an optional operand; where the model has zeros, or nothing, in its place, the fused node does not have it.
+
+    The body then has zeros of the dtype of `like`.  The operator that reads the operand must take 0 if it is left out.
+    """
+    if not isinstance(operand, Capture) or not operand.optional:
+        raise PatternError(f"{here()}: or_zeros() needs an optional parameter as its first argument")
+    return OrZeros(inner=operand, operand=operand, like=like, span=here())
 
 
 # --- remarks -----------------------------------------------------------------------------------------------------

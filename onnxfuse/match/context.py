@@ -14,7 +14,7 @@ from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.dsl.terms import Capture, Term
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
-from onnxfuse.ir.graph import Graph, constant_number
+from onnxfuse.ir.graph import Graph, constant_number, constant_value
 from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of, producer
 from onnxfuse.match.diagnostics import NearestMiss, number_text
 from onnxfuse.match.prefilter import Prefilter
@@ -71,6 +71,10 @@ class MatchContext(ABC):
         if tensor.name not in self._numbers:
             self._numbers[tensor.name] = constant_number(self.graph, tensor)
         return self._numbers[tensor.name]
+
+    def is_zero(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a constant of zeros."""
+        return is_constant(tensor) and not constant_value(self.graph, tensor).any()
 
     def rank_raising_constant(self, node: Node) -> Constant | None:
         """Return the one-element constant that gives a node's result more axes than the other inputs have, or None."""

@@ -1,8 +1,8 @@
-"""Compute weights of norms and convolutions that a model stores quantized, or quantizes and dequantizes.
+"""Compute weights of norms and convolutions, and biases, that a model stores quantized, or quantizes and dequantizes.
 
-Those of convolutions are computed only where nothing but weights is quantized: a model with quantized activations runs
-in integers, and onnxruntime finds its integer operators by the pairs of QuantizeLinear and DequantizeLinear around the
-weights.  No norm runs in integers.
+Weights of convolutions are computed only where nothing but weights is quantized: a model with quantized activations
+runs in integers, and onnxruntime finds its integer operators by the pairs of QuantizeLinear and DequantizeLinear around
+the weights.  No norm runs in integers, and onnxruntime quantizes biases again where their products run in integers.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ VIEWS: Final = frozenset({"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Ident
 
 @graph_pass()
 def fold_quantized_weights(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
-    """Turn each DequantizeLinear of constants that only norms or convolutions read, as weights, into an initializer."""
+    """Turn each DequantizeLinear of a bias, or of weights of nothing but norms or convolutions, into an initializer."""
     found = [node for node in graph.nodes if op_of(node) in QUANTIZING]
     in_integers = any(op_of(node).startswith(IN_INTEGERS) for node in graph.nodes) or _has_fused_quantizers(graph)
     readers = NORMS if in_integers or not all(map(_is_of_constants, found)) else NORMS | CONVOLUTIONS
     folded = []
     for node in filter(_is_of_constants, found):
         tensor = node.outputs[0]
-        if op_of(node) == "DequantizeLinear" and _are_weights(graph, tensor, readers):
+        if op_of(node) == "DequantizeLinear" and (_is_bias(graph, node) or _are_weights(graph, tensor, readers)):
             value = _value(graph, node)
             if value is not None:
                 folded.append(Folded("constant", node_label(node), tensor.name))
@@ -61,6 +61,12 @@ def _is_of_constants(node: Node) -> bool:
         source is not None and op_of(source) == "QuantizeLinear" and all(map(is_constant, source.inputs))
     )
     return is_stored and all(is_constant(each) or not each.name for each in node.inputs[1:])
+
+
+def _is_bias(graph: Graph, node: Node) -> bool:
+    """Return whether a node reads constant integers of 32 bits, as which quantizers store nothing but biases."""
+    stored = node.inputs[0]
+    return is_constant(stored) and stored.dtype == np.int32 and not graph.is_kept(node.outputs[0])
 
 
 def _are_weights(graph: Graph, tensor: Tensor, readers: Set[str]) -> bool:

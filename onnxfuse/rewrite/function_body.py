@@ -192,8 +192,12 @@ class BodyBuilder:
         return size
 
     def full(self, value: Number, dims: str) -> Array:
-        """Return an array in which all elements are `value`; its shape is the sizes of `dims` that are numbers."""
-        sizes = [self.size(name) for name in dims.split()]
+        """Return an array in which all elements are `value`; its shape is the sizes of `dims` that are numbers.
+
+        An axis `name?` is left out if the variant has no such size.
+        """
+        names = [name.rstrip("?") for name in dims.split() if not name.endswith("?") or name[:-1] in self.variant.dims]
+        sizes = [self.size(name) for name in names]
         return np.full([size for size in sizes if is_static(size)], value)
 
     # --- nodes ---------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from onnxfuse import (
     fusion,
     op,
     optimize,
+    or_zeros,
     rearrange,
     require,
     results,
@@ -612,6 +613,14 @@ def no_scalar() -> Fusion:
     return wrong
 
 
+def not_optional() -> Fusion:
+    @fusion(out="n")
+    def wrong(x=tensor("n"), zero=tensor("n")):
+        return op.DequantizeLinear(x, zero, or_zeros(zero, x))
+
+    return wrong
+
+
 def no_axis() -> Fusion:
     @fusion(out="b h s d")
     def wrong(x=tensor("b s (h d)")):
@@ -678,6 +687,7 @@ def two_images() -> Fusion:
         (no_term, "a pattern is made of terms and numbers, not str"),
         (no_operator, "ONNX has no operator 'Sigmod'. Did you mean 'Sigmoid'?"),
         (no_scalar, "scaled() needs a scalar parameter as its second argument"),
+        (not_optional, "or_zeros() needs an optional parameter as its first argument"),
         (no_axis, "has '(h'; required names of axes, numbers or '...'. Leave the text out where a rearrange() of"),
         (no_score, "causal() needs a scalar parameter as its third argument"),
         (no_node, "results() needs an operator as its first argument"),

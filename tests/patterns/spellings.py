@@ -29,6 +29,7 @@ from onnxfuse.dsl.terms import Alternatives, Apply, Capture, PackedSlice, Rearra
 from onnxfuse.dsl.words import Known
 from onnxfuse.errors import PatternError
 from onnxfuse.ir.attributes import schema
+from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.ir.serde import read_graph
 from onnxfuse.match.named_dims import unify
 from onnxfuse.match.side_outputs import may_be_absent, side_outputs
@@ -264,6 +265,12 @@ def _specs(spelling: Spelling) -> list[str]:
     return specs
 
 
+def _has_size(spelling: Spelling, name: str) -> bool:
+    """Return whether an axis has the size of a name, and not size one."""
+    axes = {word for spec in _specs(spelling) for word in re.findall(r"[A-Za-z_]\w*\??", spec)}
+    return name not in spelling.thin or name in axes
+
+
 def _divisors(spelling: Spelling) -> dict[str, int]:
     """Return what a dimension must be a multiple of, by name: `size("d") // 2` asks for a multiple of 2."""
     return {m[1]: int(m[2]) for spec in _specs(spelling) for m in re.finditer(r"(\w+)//(\d+)", spec)}
@@ -406,7 +413,7 @@ def _build(spelling: Spelling) -> Unfused:
         known = _dims_by_example(spelling)
         spelling = replace(spelling, leading=len(known.get("...", ())))
         shapes = {c.name: _axes(spelling, c) for c in operands(spelling)}
-    numbers = find_sizes(spelling, known)
+    numbers = {name: size for name, size in find_sizes(spelling, known).items() if _has_size(spelling, name)}
     dims = _open(spelling, numbers) if spelling.dynamic else numbers
     sizes = {name: _shape(spelling, name, axes, dims) for name, axes in shapes.items()}
     parts = {name: _part(spelling, term, dims) for name, term in _parted(spelling).items()}
@@ -436,7 +443,8 @@ def _assert_axes_agree(spelling: Spelling, model: onnx.ModelProto) -> None:
 def _holds(variant: Variant, guard: Guard) -> bool:
     operands = {name: f"the tensor '{name}'" for name in variant.dtypes}  # a guard may ask whether two are the same
     known = {"dtype": "float32", "rank": variant.rank, "opset": variant.opset, **operands}
-    known |= {**variant.dims, **variant.values, **variant.choices, "dtypes": dict.fromkeys(operands, "float32")}
+    dtypes = {name: dtype_name(dtype) for name, dtype in variant.dtypes.items()}
+    known |= {**variant.dims, **variant.values, **variant.choices, "dtypes": dtypes}
     return guard.check(known)
 
 
@@ -517,7 +525,10 @@ def _dims_by_example(spelling: Spelling) -> dict[str, Any]:
 
 def _inferred_dims(least: Spelling) -> dict[str, Any]:
     axes = {c.name: _axes(least, c) for c in operands(least)}
-    shapes = {name: _shape(least, name, found, {"...": ()}) for name, found in axes.items() if found is None}
+    shapes = {  # the shape of the output depends on no axis that has a name
+        name: _shape(least, name, None, {"...": ()}) if found is None else (1,) * len(found)
+        for name, found in axes.items()
+    }
     variant = _variant(least, {})
     try:
         nodes, results, _ = _body(replace(least, picks={}), variant)
@@ -807,11 +818,12 @@ def _with_sizes(base: Spelling) -> Iterator[Spelling]:
             source, _, result = term.pattern.partition("->")
             for name in sorted(set(re.findall(r"[a-z_]+", result)) - set(re.findall(r"[a-z_]+", source))):
                 yield replace(base, what=f"{name}=1", sizes={name: 1})
-    spec = next((c.dims for c in operands(base) if "?" in (c.dims or "")), "")
-    names = re.findall(r"(\w+)\?", spec)
+    specs = [re.findall(r"(\w+)\?", c.dims or "") for c in operands(base)]
+    names = dict.fromkeys(itertools.chain(*specs))
     yield from (replace(base, what=f"{name}-broadcast", thin=frozenset({name})) for name in names)
-    for i in range(1, len(names)):
-        yield replace(base, what=f"{names[i]}-last", thin=frozenset(names[:i]), short=True)
+    first = next(filter(None, specs), [])
+    for i in range(1, len(first)):
+        yield replace(base, what=f"{first[i]}-last", thin=frozenset(first[:i]), short=True)
 
 
 def _further(base: Spelling) -> Iterator[Spelling]:
@@ -828,13 +840,13 @@ def _further(base: Spelling) -> Iterator[Spelling]:
 
 
 def _crossed(bases: Sequence[Spelling]) -> Iterator[Spelling]:
-    """Yield another label together with an absent operand or another rank, because some options need both."""
+    """Yield another label with an absent operand, an axis of one or another rank, because some options need both."""
     first = bases[0]
     for one in bases:
         for other in bases:
             if one.choices and not one.absent and not other.choices and (other.absent, other.leading) != ((), 2):
-                changes = {"absent": other.absent, "leading": other.leading, "what": f"{one.what},{other.what}"}
-                yield replace(one, opset=first.opset, **changes)
+                changes = {"absent": other.absent, "leading": other.leading, "thin": other.thin, "short": other.short}
+                yield replace(one, opset=first.opset, what=f"{one.what},{other.what}", **changes)
 
 
 def _crossed_labels(bases: Sequence[Spelling], collector: _Collector) -> Iterator[Spelling]:

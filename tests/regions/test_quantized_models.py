@@ -108,9 +108,9 @@ def kinds(model: onnx.ModelProto) -> Counter[str]:
     return Counter(own.get("fusion", op) for op, own in names)
 
 
-# What is left of a quantized model: integers are dequantized in regions, except weights of products.
-LEFT = {BLOCK: {"Conv": 2, "Gemm": 1, "DequantizeLinear": 6, "region": 4},
-        LAYER: {"MatMul": 7, "DequantizeLinear": 5, "region": 6}}  # fmt: skip
+# What is left of a quantized model: products and convolutions read integers.
+LEFT = {BLOCK: {"quantized_conv": 2, "quantized_gemm": 1, "region": 2, "QuantizeLinear": 1},
+        LAYER: {"quantized_gemm": 5, "MatMul": 2, "region": 4, "layer_norm": 1}}  # fmt: skip
 
 
 def in_integers(operators: Counter[str]) -> dict[str, int]:

@@ -1,0 +1,30 @@
+"""Operands of products and convolutions that are stored as integers of 8 bits, with scales and zero points."""
+
+from onnxfuse.dsl import Term, either, op, or_zeros, require, shared, when
+
+
+def dequantized(x: Term, scale: Term, zero_point: Term) -> Term:
+    """Return the numbers of a computed tensor with one scale; other nodes may read them too."""
+    return shared(op.DequantizeLinear(x, scale, or_zeros(zero_point, x)))
+
+
+def dequantized_weight(w: Term, scale: Term, zero_point: Term, axis: int) -> Term:
+    """Return the numbers of a weight with one scale, or with `scales` of them along an axis.
+
+    Other nodes may read the numbers, such as the embedding that shares the weight of the last product.
+    """
+    operands = w, scale, or_zeros(zero_point, w)
+    of_one_scale = when(
+        op.DequantizeLinear(*operands),
+        f"several scales are along axis {axis}; found {{scales}} along another one",
+        lambda scales: scales is None,
+    )
+    return shared(either(op.DequantizeLinear(*operands, axis=axis), of_one_scale))
+
+
+def require_eight_bits() -> None:
+    """Require integers that kernels multiply."""
+    require(
+        "x and w have 8 bits; found {dtypes}",
+        lambda dtypes: {dtypes["x"], dtypes["w"]} <= {"int8", "uint8"},
+    )
