@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from onnxfuse.algebra.operators import CONVOLUTIONS
+from onnxfuse.algebra import operators
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import str_attribute
 from onnxfuse.ir.domain import DOMAIN
@@ -16,7 +16,7 @@ from onnxfuse.layout.activations import activations
 from onnxfuse.layout.axes import Perm
 from onnxfuse.layout.channels_last_regions import MAX_BORDER_SHARE, Refused, Regions
 from onnxfuse.layout.conversion import Conversion, Kind, LayoutOptions, Model
-from onnxfuse.layout.fusions import CONVOLUTION, LAYOUT_FUSIONS, SQUEEZE, TRANSPOSED_CONVOLUTION
+from onnxfuse.layout.fusions import CONVOLUTIONS, LAYOUT_FUSIONS, SQUEEZE
 from onnxfuse.layout.gates import gates
 from onnxfuse.layout.joins import Joins, Rule
 from onnxfuse.layout.residuals import residuals
@@ -217,8 +217,7 @@ def _named(node: Node) -> str:
 
 
 def _is_convolution(node: Node) -> bool:
-    fusions = (CONVOLUTION, TRANSPOSED_CONVOLUTION)
-    return op_of(node) in CONVOLUTIONS or str_attribute(node, "fusion", "") in fusions
+    return op_of(node) in operators.CONVOLUTIONS or str_attribute(node, "fusion", "") in CONVOLUTIONS
 
 
 def _stays(why: Mapping[Node, str]) -> tuple[ChannelsFirst, ...]:

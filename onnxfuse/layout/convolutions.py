@@ -10,13 +10,14 @@ from onnxfuse.ir.dtypes import FUSIBLE_FLOATS, dtype_name
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, is_constant, op_of, producer
 from onnxfuse.layout.axes import IMAGE_RANKS, WeightLayout, to_first, weight_perm
 from onnxfuse.layout.conversion import Conversion, Kind, Model, body_of
-from onnxfuse.layout.fusions import CONVOLUTION, TRANSPOSED_CONVOLUTION
+from onnxfuse.layout.fusions import CONVOLUTION, QUANTIZED_CONVOLUTION, TRANSPOSED_CONVOLUTION
 from onnxfuse.layout.writer import ImageCall, Writer, image_rank
 
 # A stem is a convolution of an image with at most this many channels.  It reads the image channels-first if no node
 # computes the image channels-last, because a Transpose would cost more.
 MAX_STEM_CHANNELS: Final = 4
-# (is transposed, is depthwise) -> layout; in hwio and hwoi, weights of neighbouring channels are adjacent
+# (is transposed, is depthwise) -> layout; in hwio and hwoi, weights of neighbouring channels are adjacent.  Convolutions
+# of integers have one kernel for both.
 WEIGHT_LAYOUTS: Final[Mapping[tuple[bool, bool], WeightLayout]] = {
     (False, False): "ohwi", (False, True): "hwio", (True, False): "ihwo", (True, True): "hwoi",
 }  # fmt: skip
@@ -56,7 +57,7 @@ def _stays(model: Model, operands: Mapping[str, Tensor], y: Tensor) -> str:
         return f"it has {rank - 2} spatial axes, not 1 to {max(IMAGE_RANKS) - 2}"
     if is_constant(x):
         return "its image is a constant"
-    if (dtype := model.shapes.dtype(x)) not in FUSIBLE_FLOATS:
+    if (dtype := model.shapes.dtype(y)) not in FUSIBLE_FLOATS:
         return f"it computes in {dtype_name(dtype)}"
     if residual and not image_rank(model.shapes, residual):
         return f"its residual '{residual.name}' is no computed tensor of three to five axes"
@@ -67,8 +68,9 @@ def _converted(node: Node, call: ImageCall) -> Conversion:
     """Return the conversion to a call; a stem's image is read in the layout in which it is computed."""
     x, w, group = call.operands["x"], call.operands["w"], int_attribute(node, "group", 1)
     assert is_constant(w)
-    is_transposed, is_depthwise = call.fusion == TRANSPOSED_CONVOLUTION, w.shape[1] == 1 and w.shape[0] == group > 1
-    is_stem = not is_transposed and group == 1 and w.shape[1] <= MAX_STEM_CHANNELS and not _is_transposed(x)
+    is_transposed, has_floats = call.fusion == TRANSPOSED_CONVOLUTION, call.fusion != QUANTIZED_CONVOLUTION
+    is_depthwise = has_floats and w.shape[1] == 1 and w.shape[0] == group > 1
+    is_stem = call.fusion == CONVOLUTION and group == 1 and w.shape[1] <= MAX_STEM_CHANNELS and not _is_transposed(x)
     w_layout = WEIGHT_LAYOUTS[is_transposed, is_depthwise]
     index = {name: i for i, name in enumerate(call.operands)}
 

@@ -10,6 +10,8 @@ from typing import Final
 PRODUCT: Final = "gemm_bias_activation"
 CONVOLUTION: Final = "conv_bias_activation"
 TRANSPOSED_CONVOLUTION: Final = "conv_transpose_bias_activation"
+QUANTIZED_CONVOLUTION: Final = "quantized_conv"
+CONVOLUTIONS: Final = (CONVOLUTION, TRANSPOSED_CONVOLUTION, QUANTIZED_CONVOLUTION)
 GATE: Final = "channel_scale"
 SQUEEZE: Final = "squeeze_excite"
 
@@ -49,4 +51,5 @@ LAYOUT_FUSIONS: Final[Mapping[str, LayoutFusion]] = {
 }
 DESCRIPTION: Final = """\
 Layouts make such nodes where images are channels-last: in regions around convolutions, which are nodes of
-conv_bias_activation or conv_transpose_bias_activation.  `--only` then has to name one of these, too."""
+conv_bias_activation, conv_transpose_bias_activation or quantized_conv.  `--only` then has to name conv_bias_activation,
+too."""

@@ -28,7 +28,7 @@ from onnxfuse.layout.conversion import (
     same_operator,
 )
 from onnxfuse.layout.convolutions import convolution, fused_convolution
-from onnxfuse.layout.fusions import CONVOLUTION, GATE, TRANSPOSED_CONVOLUTION
+from onnxfuse.layout.fusions import CONVOLUTIONS, GATE
 from onnxfuse.layout.neutral_rules import NEUTRAL_RULES, integers, second_is_read
 from onnxfuse.layout.resize_rules import resize
 from onnxfuse.layout.writer import ImageCall, image_rank
@@ -58,7 +58,7 @@ def fused(model: Model, node: Node) -> Conversion | str:
     if fusion in NEUTRAL_FUSIONS:
         return _element_by_element(model, node)
     operands = dict(zip(str_attribute(node, "operands", "").split(), node.inputs, strict=True))
-    if fusion in (CONVOLUTION, TRANSPOSED_CONVOLUTION):
+    if fusion in CONVOLUTIONS:
         return fused_convolution(model, node, operands)
     images = [name for name in model.options.channels_last.get(fusion, ()) if name in operands]
     if not images or len(node.outputs) != 1:
