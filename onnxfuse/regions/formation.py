@@ -14,6 +14,7 @@ from onnxfuse.ir.node import Node, consumers, op_of, producer
 from onnxfuse.passes.folded import node_label
 from onnxfuse.regions.borders import settle_borders
 from onnxfuse.regions.cluster import NOTHING_BESIDE, Cluster, Clusters
+from onnxfuse.regions.dequantizers import dequantize_at_readers
 from onnxfuse.regions.host import host_nodes
 from onnxfuse.regions.normal_form import MIN_OPSET, normal_form
 from onnxfuse.regions.order import levels, merge, readers_of
@@ -44,6 +45,7 @@ def form_regions(shapes: ShapeInfo, keep: Set[str] = frozenset()) -> tuple[Clust
         else:
             forms[node] = found
     clusters = Clusters(graph, shapes, forms, levels(graph, forms), reasons)
+    dequantize_at_readers(clusters)
     _merge_all(clusters)
     settle_borders(clusters)
     merge_siblings(clusters, dict.fromkeys(clusters.of.values()), is_of_fused)

@@ -1,0 +1,48 @@
+"""Compute each DequantizeLinear where its result is read: the integers that it reads are smaller than this result."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from onnxfuse.ir.node import Node, Tensor, consumers, is_constant, op_of
+from onnxfuse.passes.folded import node_label
+from onnxfuse.regions.cluster import Clusters
+from onnxfuse.regions.normal_form import normal_form
+
+
+def dequantize_at_readers(clusters: Clusters) -> None:
+    """Move each DequantizeLinear to the level of the operators that read it, before any cluster is made.
+
+    If these have several levels, or one of them can be in no region, further levels get a copy each.
+    """
+    graph, level, forms = clusters.graph, clusters.level, clusters.forms
+    for node in list(graph.nodes):
+        if node not in forms or op_of(node) != "DequantizeLinear" or is_constant(node.inputs[0]):
+            continue
+        (result,), readers = node.outputs, defaultdict[int, list[Node]](list)
+        for reader in consumers(result):
+            readers[level[reader] if reader in forms else level[node]].append(reader)
+        later = sorted(readers.keys() - {level[node]})
+        if later and level[node] not in readers and not graph.is_kept(result):
+            level[node] = later.pop(0)
+        for each in later:
+            copy = _copy(clusters, node, result, readers[each])
+            level[copy] = each
+    if clusters.copies:
+        graph.sort()
+
+
+def _copy(clusters: Clusters, node: Node, result: Tensor, readers: list[Node]) -> Node:
+    """Return a copy of a DequantizeLinear, which these nodes read in place of its result."""
+    graph, shapes = clusters.graph, clusters.shapes
+    copied = graph.variable(result.name)
+    shapes.record(copied, shapes.shape(result), shapes.dtype(result))
+    copy = graph.add_node(node.op, node.inputs, [copied], node.attrs, name=node_label(node))
+    for reader in readers:
+        reader.inputs[:] = [copied if tensor is result else tensor for tensor in reader.inputs]
+    for each in (copy, *readers):
+        found = normal_form(shapes, each)
+        assert not isinstance(found, str), found
+        clusters.forms[each] = found
+    clusters.copies.append(copy)
+    return copy
