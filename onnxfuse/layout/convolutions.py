@@ -16,8 +16,8 @@ from onnxfuse.layout.writer import ImageCall, Writer, image_rank
 # A stem is a convolution of an image with at most this many channels.  It reads the image channels-first if no node
 # computes the image channels-last, because a Transpose would cost more.
 MAX_STEM_CHANNELS: Final = 4
-# (is transposed, is depthwise) -> layout; in hwio and hwoi, weights of neighbouring channels are adjacent.  Convolutions
-# of integers have one kernel for both.
+# (is transposed, is depthwise) -> layout; in hwio and hwoi, weights of neighbouring channels are adjacent.  All
+# convolutions of integers have ohwi.
 WEIGHT_LAYOUTS: Final[Mapping[tuple[bool, bool], WeightLayout]] = {
     (False, False): "ohwi", (False, True): "hwio", (True, False): "ihwo", (True, True): "hwoi",
 }  # fmt: skip

@@ -11,7 +11,7 @@ import onnx
 from onnxfuse.algebra.sizes import Shape, product
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.dtypes import dtype_name
-from onnxfuse.ir.node import AttributeValue, Node, Tensor, consumers, producer
+from onnxfuse.ir.node import AttributeValue, Node, Tensor, consumers, is_constant, op_of, producer
 from onnxfuse.match import Match
 from onnxfuse.region_operators import ELEMENTWISE, PRODUCTS, VIEWS
 from onnxfuse.regions.cluster import MAX_OPERANDS, MAX_OUTPUTS, Cluster, Clusters
@@ -70,8 +70,13 @@ def find_epilogue_fusion(
         elif match := joining.match_at(tensor):
             found.append((maker, tensor, match))
     found.sort(key=lambda one: graph.position[one[0]], reverse=True)
-    joins = ((_join(clusters, cluster, tensor), match) for _, tensor, match in found)
-    return next((replace(join, match=match) for join, match in joins if join is not None), None)
+    results = {tensor.name for _, tensor, _ in found}
+    for join_part in _join, _join_quantizer:
+        for _, tensor, match in found:
+            join = join_part(clusters, cluster, tensor, results)
+            if join is not None:
+                return replace(join, match=match)
+    return None
 
 
 def _closes_no_cycle(clusters: Clusters, maker: Node, cluster: Cluster) -> bool:
@@ -88,11 +93,12 @@ def _closes_no_cycle(clusters: Clusters, maker: Node, cluster: Cluster) -> bool:
     return all(each is None or clusters.level[each] < clusters.level[maker] for each in makers)
 
 
-def _join(clusters: Clusters, cluster: Cluster, result: Tensor) -> Join | None:
+def _join(clusters: Clusters, cluster: Cluster, result: Tensor, results: Collection[str]) -> Join | None:
     """Return how a part of a cluster can join the node that computes `result`.
 
     Returns None if no part can join, or if the part would read at least as many bytes from the rest of the cluster as
-    the result has.
+    the result has.  The QuantizeLinear of one of the other `results` does not join: it can join the node of this
+    result, which then writes integers.
     """
     graph, shapes, forms = clusters.graph, clusters.shapes, clusters.forms
     part, made = set[Node](), {result.name}
@@ -108,7 +114,8 @@ def _join(clusters: Clusters, cluster: Cluster, result: Tensor) -> Join | None:
     for node in reversed(cluster.nodes):
         readers = {reader for tensor in node.outputs for reader in consumers(tensor)}
         is_kept = any(graph.is_kept(tensor) for tensor in node.outputs)
-        if readers <= part and not is_kept and all(map(_is_read_in_place, forms[node])):
+        is_apart = op_of(node) == "QuantizeLinear" and node.inputs[0].name in results
+        if readers <= part and not is_kept and not is_apart and all(map(_is_read_in_place, forms[node])):
             part.add(node)
     left = [node for node in cluster.nodes if node not in part]
     if not left:
@@ -122,6 +129,24 @@ def _join(clusters: Clusters, cluster: Cluster, result: Tensor) -> Join | None:
         return None
     order_by_reading(inside, forms)
     return Join(result, inside, others)
+
+
+def _join_quantizer(clusters: Clusters, cluster: Cluster, result: Tensor, results: Collection[str]) -> Join | None:
+    """Return how operators up to a QuantizeLinear, which alone read the result of a node, can join that node.
+
+    The node then writes integers, and the rest of the cluster, which cannot join it, reads these.
+    """
+    part, tensor = list[Node](), result
+    while not part or op_of(part[-1]) != "QuantizeLinear":
+        reader = clusters.graph.sole_consumer(tensor)
+        if reader is None or reader not in cluster.nodes or not all(map(_keeps_order, clusters.forms[reader])):
+            return None
+        if not all(each is tensor or is_constant(each) for each in reader.inputs):
+            return None
+        part.append(reader)
+        tensor = reader.outputs[0]
+    left = [node for node in cluster.nodes if node not in part]
+    return Join(result, clusters.part(part), clusters.part(left)) if left else Join(result, cluster)
 
 
 def _keeps_order(step: Step) -> bool:
