@@ -42,7 +42,9 @@ NEWEST, OLDEST = 24, 7
 GENERATED = tuple(f for f in catalogue.builtin() if any("::" not in op for op in f.outputs[0].root_ops or ("",)))
 LEADING = {"batch": 3, "seq": 2, "extra": 4}  # sizes of the axes that "..." stands for; fewer axes take the first ones
 MAX_TRIES = 20_000  # of sizes for the dimensions of a spelling; random choices of variants may contradict each other
-PACKED_INPUTS = {"DequantizeLinear": (0, 2), "com.microsoft::MatMulNBits": (1, 3)}
+PACKED_INPUTS = {
+    "DequantizeLinear": (0, 2), "MatMulInteger": (0, 1, 2, 3), "com.microsoft::MatMulNBits": (1, 3),
+}  # fmt: skip
 POOL = (4, 5, 6, 7, 8, 9, 10, 3, 2, 12, 11, 14, 20, 1)  # sizes that are tried for a named dimension
 
 
