@@ -35,6 +35,7 @@ from onnxfuse.ir.serde import write_model
 from onnxfuse.layout.assign import LAYOUT, LayoutResult, assign_layouts
 from onnxfuse.layout.conversion import Layout, LayoutOptions
 from onnxfuse.layout.fusions import CONVOLUTION, GATE
+from onnxfuse.layout.products import store_rows
 from onnxfuse.match import Miss
 from onnxfuse.passes import Folded, Pass
 from onnxfuse.passes.folded import STORED, node_label
@@ -475,14 +476,15 @@ def fuse_matches(work: Work) -> None:
 
 
 def lay_images_out(work: Work) -> None:
-    """Make parts of the graph around convolutions channels-last."""
-    settings = work.settings
+    """Make parts of the graph around convolutions channels-last, and store weights as kernels read them."""
+    settings, fused, layouts = work.settings, work.found.fusing.fused, LayoutResult()
+    stored = store_rows(work.shapes, fused)
     if any(fusion.name == CONVOLUTION for fusion in settings.fusions):  # Convs become nodes of this fusion
         channels_last = {fusion.name: fusion.channels_last for fusion in settings.fusions}
         standing = {*settings.exclude, *_kept_outputs(work.graph, settings.fusions, work.keep)}
         options = LayoutOptions(settings.layout, channels_last, standing, settings.left_out)
-        layouts = assign_layouts(work.graph, work.shapes, options, work.found.fusing.fused)
-        work.found = replace(work.found, layout=layouts)
+        layouts = assign_layouts(work.graph, work.shapes, options, fused)
+    work.found = replace(work.found, layout=replace(layouts, originals={**layouts.originals, **stored}))
 
 
 def _kept_outputs(graph: Graph, fusions: Sequence[Fusion], keep: Set[str]) -> Iterator[tuple[str, str]]:

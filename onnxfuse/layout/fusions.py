@@ -10,6 +10,7 @@ from typing import Final
 PRODUCT: Final = "gemm_bias_activation"
 CONVOLUTION: Final = "conv_bias_activation"
 TRANSPOSED_CONVOLUTION: Final = "conv_transpose_bias_activation"
+QUANTIZED_PRODUCT: Final = "quantized_gemm"
 QUANTIZED_CONVOLUTION: Final = "quantized_conv"
 CONVOLUTIONS: Final = (CONVOLUTION, TRANSPOSED_CONVOLUTION, QUANTIZED_CONVOLUTION)
 GATE: Final = "channel_scale"

@@ -11,7 +11,7 @@ import onnx
 from onnxfuse.algebra.sizes import Shape, product
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.dtypes import dtype_name
-from onnxfuse.ir.node import AttributeValue, Node, Tensor, consumers, is_constant, op_of, producer
+from onnxfuse.ir.node import AttributeValue, Node, Tensor, consumers, op_of, producer
 from onnxfuse.match import Match
 from onnxfuse.region_operators import ELEMENTWISE, PRODUCTS, VIEWS
 from onnxfuse.regions.cluster import MAX_OPERANDS, MAX_OUTPUTS, Cluster, Clusters
@@ -71,7 +71,7 @@ def find_epilogue_fusion(
             found.append((maker, tensor, match))
     found.sort(key=lambda one: graph.position[one[0]], reverse=True)
     results = {tensor.name for _, tensor, _ in found}
-    for join_part in _join, _join_quantizer:
+    for join_part in _join, _join_up_to_quantizers:
         for _, tensor, match in found:
             join = join_part(clusters, cluster, tensor, results)
             if join is not None:
@@ -97,17 +97,72 @@ def _join(clusters: Clusters, cluster: Cluster, result: Tensor, results: Collect
     """Return how a part of a cluster can join the node that computes `result`.
 
     Returns None if no part can join, or if the part would read at least as many bytes from the rest of the cluster as
-    the result has.  The QuantizeLinear of one of the other `results` does not join: it can join the node of this
-    result, which then writes integers.
+    the result has.  `results` has the names of all results of nodes that the cluster could join.
     """
-    graph, shapes, forms = clusters.graph, clusters.shapes, clusters.forms
-    part, made = set[Node](), {result.name}
+    part = _readers(cluster, result)
+    if not all(_keeps_order(step) for node in part for step in clusters.forms[node]):
+        return None
+    join = _join_part(clusters, cluster, result, part, results)
+    between = join and join.apart and [t for t in join.apart.outputs.values() if t.name in join.cluster.operands]
+    return None if between and clusters.bytes_of(between) >= clusters.bytes_of([result]) else join
+
+
+def _join_up_to_quantizers(
+    clusters: Clusters, cluster: Cluster, result: Tensor, results: Collection[str]
+) -> Join | None:
+    """Return how operators that give the rest of a cluster nothing but integers can join the node of `result`.
+
+    The rest of the cluster, which cannot join the node, then reads fewer bytes.  It computes no operand of operators
+    that join.
+    """
+    staying = set[Node]()
+    while consumers(result) and (part := _up_to_quantizers(clusters, cluster, result, staying)) >= {*consumers(result)}:
+        join = _join_part(clusters, cluster, result, part, results)
+        if join is None or join.apart is None:
+            return join
+        between = [t for name, t in join.apart.outputs.items() if name in join.cluster.operands]
+        if not between:
+            return join
+        staying |= {node for tensor in between for node in _readers(cluster, tensor)}
+    return None
+
+
+def _up_to_quantizers(clusters: Clusters, cluster: Cluster, result: Tensor, staying: Collection[Node]) -> set[Node]:
+    """Return the nodes of a cluster, except `staying`, of which others read only the integers of a QuantizeLinear.
+
+    They depend on `result`, and keep the order of elements.
+    """
+    found, readers = set[Node](), _readers(cluster, result)
+    for node in (node for node in cluster.nodes if node in readers):
+        keeps_order = node not in staying and all(map(_keeps_order, clusters.forms[node]))
+        if keeps_order and readers.intersection(map(producer, node.inputs)) <= found:
+            found.add(node)
+    for node in [node for node in reversed(cluster.nodes) if node in found]:
+        is_read = any(clusters.graph.is_kept(t) or not found.issuperset(consumers(t)) for t in node.outputs)
+        if is_read and op_of(node) != "QuantizeLinear":
+            found.discard(node)
+    return found
+
+
+def _readers(cluster: Cluster, result: Tensor) -> set[Node]:
+    """Return the nodes of a cluster that depend on a tensor."""
+    found, made = set[Node](), {result.name}
     for node in cluster.nodes:
         if any(tensor.name in made for tensor in node.inputs):
-            if not all(map(_keeps_order, forms[node])):
-                return None
-            part.add(node)
+            found.add(node)
             made |= {tensor.name for tensor in node.outputs}
+    return found
+
+
+def _join_part(
+    clusters: Clusters, cluster: Cluster, result: Tensor, part: set[Node], results: Collection[str]
+) -> Join | None:
+    """Return how operators that depend on `result`, and those that compute their other operands, can join its node.
+
+    The QuantizeLinear of another one of the `results` does not join: it can join the node of that result, which then
+    writes integers.
+    """
+    graph, shapes, forms = clusters.graph, clusters.shapes, clusters.forms
     outputs = [t for node in part for t in node.outputs if graph.is_kept(t) or not part.issuperset(consumers(t))]
     if not all(_has_rows_of(shapes.shape(output), shapes.shape(result)) for output in outputs):
         return None
@@ -120,33 +175,12 @@ def _join(clusters: Clusters, cluster: Cluster, result: Tensor, results: Collect
     left = [node for node in cluster.nodes if node not in part]
     if not left:
         return Join(result, cluster)
-    between = [t for node in left for t in node.outputs if any(reader in part for reader in consumers(t))]
-    if clusters.bytes_of(between) >= clusters.bytes_of([result]):
-        return None
     inside = clusters.part([node for node in cluster.nodes if node in part])
     others = clusters.part(left)
     if len(inside.operands) > MAX_OPERANDS or len(others.outputs) > MAX_OUTPUTS:
         return None
     order_by_reading(inside, forms)
     return Join(result, inside, others)
-
-
-def _join_quantizer(clusters: Clusters, cluster: Cluster, result: Tensor, results: Collection[str]) -> Join | None:
-    """Return how operators up to a QuantizeLinear, which alone read the result of a node, can join that node.
-
-    The node then writes integers, and the rest of the cluster, which cannot join it, reads these.
-    """
-    part, tensor = list[Node](), result
-    while not part or op_of(part[-1]) != "QuantizeLinear":
-        reader = clusters.graph.sole_consumer(tensor)
-        if reader is None or reader not in cluster.nodes or not all(map(_keeps_order, clusters.forms[reader])):
-            return None
-        if not all(each is tensor or is_constant(each) for each in reader.inputs):
-            return None
-        part.append(reader)
-        tensor = reader.outputs[0]
-    left = [node for node in cluster.nodes if node not in part]
-    return Join(result, clusters.part(part), clusters.part(left)) if left else Join(result, cluster)
 
 
 def _keeps_order(step: Step) -> bool:

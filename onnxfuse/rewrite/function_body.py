@@ -236,7 +236,7 @@ class BodyBuilder:
         )  # fmt: skip
 
     def _has(self, term: Apply) -> bool:
-        """Return whether the opset has the operator, and has it for bfloat16 if the term's first input is bfloat16.
+        """Return whether the opset has the operator, and has it for bfloat16 if an input of the term is bfloat16.
 
         Few operators of older opsets accept bfloat16.
         """
@@ -244,9 +244,10 @@ class BodyBuilder:
         if found is None or self._lacks_steps(term) or self._lacks_attribute(term, found):
             return False
         narrow = any(operand.dtype == TensorProto.BFLOAT16 for operand in self._operands.values())
-        if not narrow or not found.inputs or not term.inputs or self._dtype(term.inputs[0]) != TensorProto.BFLOAT16:
-            return True
-        return BFLOAT16 in found.inputs[0].types or FLOAT not in found.inputs[0].types
+        return not narrow or all(
+            BFLOAT16 in formal.types or FLOAT not in formal.types or self._dtype(item) != TensorProto.BFLOAT16
+            for item, formal in zip(term.inputs, found.inputs, strict=False)
+        )
 
     def _lacks_attribute(self, term: Apply, found: OpSchema) -> bool:
         """Return whether the opset's operator has an attribute of the term neither as attribute nor as input.

@@ -1,0 +1,133 @@
+"""Test convolutions and products of integers of 8 bits: layouts of images and weights, and what joins their nodes."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from layout_models import assert_same, attribute, converted, nodes, operators, parse
+from onnx import TensorProto, numpy_helper
+
+from onnxfuse.fuse_model import FusedModel
+
+RANDOM = np.random.default_rng(0)
+STEP = 0.02  # one step of an output, as a share of its largest value: onnxruntime's integer operators round otherwise
+SCALES = "float s = {0.05}, uint8 z = {120}, float t = {0.01}"
+
+
+def integers(*shape: int) -> np.ndarray:
+    return RANDOM.integers(-127, 128, shape).astype(np.int8)
+
+
+def programs(result: FusedModel, fusion: str) -> list[list[str]]:
+    """Return the operators of the programs of a fusion's nodes, with Q and D for quantizers."""
+    short = {"QuantizeLinear": "Q", "DequantizeLinear": "D"}
+    found = (attribute(node, "program") for node in nodes(result, fusion))
+    names = [[op for op, *_ in json.loads(each)["ops"]] if each else [] for each in found]
+    return [[short.get(op, op) for op in ops if op != "Constant"] for ops in names]
+
+
+def inside(result: FusedModel) -> set[int]:
+    """Return the dtypes of all tensors that fused nodes of convolutions read and compute as images."""
+    read = {node.input[0] for node in nodes(result, "quantized_conv")}
+    types = {info.name: info.type.tensor_type.elem_type for info in result.model.graph.value_info}
+    return {types[name] for name in read}
+
+
+@pytest.mark.parametrize("axes", [1, 2, 3])
+def test_a_bottleneck_reads_and_writes_integers(axes: int) -> None:
+    """The stem, both sides of a residual, and a depthwise convolution; weights have their channels last."""
+    ones, taps, pads = ([n] * axes for n in (1, 3, 1))
+    lists = {"PADS": pads * 2, "SPATIAL": "dhw"[-axes:], "OTHER": "pqr"[:axes]}
+    text = f"""(float[n,3,SPATIAL] x) => (float[n,8,OTHER] y) <{SCALES}, float[8] b, float[8] each>
+    {{ xq = QuantizeLinear (x, s, z) xd = DequantizeLinear (xq, s, z) wd = DequantizeLinear (w, t)
+       a = Conv <pads = [PADS]> (xd, wd, b) aq = QuantizeLinear (a, s, z) ad = DequantizeLinear (aq, s, z)
+       vd = DequantizeLinear <axis = 0> (v, each) c = Conv <pads = [PADS], group = 8> (ad, vd) d = Relu (c)
+       dq = QuantizeLinear (d, s, z) dd = DequantizeLinear (dq, s, z) ud = DequantizeLinear (u, t)
+       e = Conv (dd, ud) eq = QuantizeLinear (e, s, z) ed = DequantizeLinear (eq, s, z) f = Add (ed, ad)
+       g = Relu (f) gq = QuantizeLinear (g, s, z) y = DequantizeLinear (gq, s, z) }}"""
+    for name, values in lists.items():
+        text = text.replace(name, ",".join(map(str, values)))
+    model = parse(text, w=integers(8, 3, *taps), v=integers(8, 1, *taps), u=integers(8, 8, *ones))
+    result = converted(model, regions=True)
+    assert operators(result) == {"region": 2, "quantized_conv": 3}  # a Transpose and a quantizer at each end
+    assert programs(result, "quantized_conv") == [["Q"], ["Relu", "Q"], ["D", "Q", "D", "Add", "Relu", "Q"]]
+    assert inside(result) == {TensorProto.UINT8}
+    shapes = {t.name: tuple(t.dims) for t in result.model.graph.initializer}
+    weights = [(8, *taps, 3), (8, *taps, 1), (8, *ones, 8)]
+    assert [shapes[node.input[3]] for node in nodes(result, "quantized_conv")] == weights
+    assert_same(model, result.model, STEP, **dict(zip("n" + "dhw"[-axes:], (2, 4, 6, 5), strict=False)))
+
+
+def test_both_convolutions_before_a_sum_write_integers() -> None:
+    text = f"""(float[n,8,h,w] x) => (float[n,8,h,w] y) <{SCALES}>
+    {{ q = QuantizeLinear (x, s, z) d = DequantizeLinear (q, s, z) ud = DequantizeLinear (u, t)
+       vd = DequantizeLinear (v, t) a = Conv (d, ud) aq = QuantizeLinear (a, s, z) ad = DequantizeLinear (aq, s, z)
+       b = Conv (d, vd) bq = QuantizeLinear (b, s, z) bd = DequantizeLinear (bq, s, z)
+       c = Add (ad, bd) cq = QuantizeLinear (c, s, z) y = DequantizeLinear (cq, s, z) }}"""
+    model = parse(text, u=integers(8, 8, 1, 1), v=integers(8, 8, 1, 1))
+    result = converted(model, regions=True)
+    assert sorted(programs(result, "quantized_conv")) == [["Q"], ["Q", "D", "D", "Add", "Q"]]
+    assert_same(model, result.model, STEP, n=2, h=3, w=5)
+
+
+def test_a_convolution_before_a_concat_writes_integers() -> None:
+    """A Concat cannot join the convolution; its quantizer can."""
+    text = f"""(float[n,8,h,w] x) => (float[n,16,h,w] y) <{SCALES}>
+    {{ q = QuantizeLinear (x, s, z) d = DequantizeLinear (q, s, z) ud = DequantizeLinear (u, t)
+       a = Conv (d, ud) r = Relu (a) aq = QuantizeLinear (r, s, z) ad = DequantizeLinear (aq, s, z)
+       c = Concat <axis = 1> (ad, d) vd = DequantizeLinear (v, t) y = Conv (c, vd) }}"""
+    model = parse(text, u=integers(8, 8, 1, 1), v=integers(16, 16, 1, 1))
+    result = converted(model, regions=True)
+    assert programs(result, "quantized_conv") == [["Relu", "Q"]]
+    assert_same(model, result.model, STEP, n=2, h=3, w=5)
+
+
+PRODUCT = "q = QuantizeLinear (x, s, z) d = DequantizeLinear (q, s, z) wd = DequantizeLinear (w, t) a = MatMul (d, wd)"
+
+
+def weights_of(result: FusedModel) -> dict[str, tuple[int, ...]]:
+    return {t.name: tuple(t.dims) for t in result.model.graph.initializer if len(t.dims) == 2}
+
+
+def test_products_store_a_shared_weight_once_by_rows() -> None:
+    text = f"(float[n,8] x) => (float[n,8] y) <{SCALES}> {{ {PRODUCT} b = Tanh (a) c = MatMul (d, wd) y = Add (b, c) }}"
+    model = parse(text, w=integers(8, 8))
+    result = converted(model)
+    assert [attribute(node, "weight_layout") for node in nodes(result, "quantized_gemm")] == ["nk"]  # equal products
+    assert weights_of(result) == {"w/nk": (8, 8)}
+    assert_same(model, result.model, n=5)
+
+
+def test_a_weight_that_an_embedding_reads_stays_as_it_is() -> None:
+    """It would be stored twice."""
+    text = f"""(int64[n] i, float[n,8] x) => (float[n,6] y, float[n,6] e) <{SCALES}>
+    {{ {PRODUCT} y = Relu (a) e = Gather (wd, i) }}"""
+    model = parse(text, w=integers(8, 6))
+    result = converted(model)
+    assert [attribute(node, "weight_layout") for node in nodes(result, "quantized_gemm")] == ["kn"]
+    assert weights_of(result) == {"w": (8, 6)}
+    assert_same(model, result.model, n=5)
+
+
+def test_a_product_in_a_loop_is_fused() -> None:
+    text = f"""(float[3,8] x) => (float[3,8] y) <int64 count = {{4}}, bool yes = {{1}}, {SCALES}>
+    {{ y = Loop (count, yes, x) <body = step (int64 i, bool on, float[3,8] x) => (bool on_, float[3,8] r)
+       {{ {PRODUCT} on_ = Identity (on) r = Tanh (a) }}> }}"""
+    model = parse(text, w=integers(8, 8))
+    result = converted(model)
+    (loop,) = nodes(result, "Loop")
+    body = next(each.g for each in loop.attribute if each.name == "body")
+    (product,) = (node for node in body.node if attribute(node, "fusion") == "quantized_gemm")
+    assert product.op_type in {function.name for function in result.model.functions}
+    assert_same(model, result.model)
+
+
+def test_rows_of_the_stored_weight_are_columns_of_the_model() -> None:
+    text = f"(float[n,8] x) => (float[n,6] y) <{SCALES}> {{ {PRODUCT} y = Relu (a) }}"
+    weight = integers(8, 6)
+    result = converted(parse(text, w=weight))
+    stored = next(each for each in result.model.graph.initializer if each.name == "w/nk")
+    np.testing.assert_array_equal(numpy_helper.to_array(stored), weight.T)
+    assert result.layout.originals == {"w/nk": ("w", (1, 0))}
