@@ -1,6 +1,7 @@
 """Say how onnxruntime's CUDA provider runs the quantized operators of a model, and attention with a cache.
 
-Of quantizers it also says whether onnxfuse makes one kernel of them and the operators beside them.
+Of quantizers it also says whether onnxfuse makes one kernel of them and the operators beside them, or a product or
+convolution of their integers.
 The sentences follow the sources of onnxruntime 1.30 (contrib_ops/cuda/quantization and contrib_ops/cuda/bert).
 """
 
@@ -19,7 +20,7 @@ from onnxfuse.errors import ModelError
 from onnxfuse.inspection.placement import Placement
 from onnxfuse.ir.attributes import flag_attribute, int_attribute
 from onnxfuse.ir.dtypes import dtype_name
-from onnxfuse.ir.node import Node, consumers, is_constant, op_of
+from onnxfuse.ir.node import Node, consumers, is_constant, op_of, producer
 from onnxfuse.ir.validate import size_of
 from onnxfuse.regions.normal_form import normal_form
 
@@ -30,6 +31,8 @@ JOINED: Final = "joined with its MatMul to a MatMulNBits by onnxruntime's optimi
 WHOLE: Final = "dequantizes the whole weight in every run"
 ALONE: Final = "a launch of its own, because no float operator is joined with it on CUDA"
 FUSED: Final = "; onnxfuse fuses it with the elementwise operators and norms beside it"
+MULTIPLIED: Final = "; onnxfuse multiplies its integers"
+PRODUCTS: Final = ("MatMul", "Gemm", "Conv")
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,8 @@ def quantized(model: onnx.ModelProto, shapes: ShapeInfo, placed: Placement) -> I
             except TypeError as error:
                 raise ModelError(str(error)) from error
             how = ON_THE_CPU if node in placed.without_kernel else how
-            is_fused = isinstance(normal_form(shapes, node), tuple)
-            found[what, f"{how}{FUSED if is_fused else ''}"].append(node)
+            fused = FUSED if isinstance(normal_form(shapes, node), tuple) else ""
+            found[what, f"{how}{MULTIPLIED if _is_multiplied(node) else fused}"].append(node)
     sizes = {tensor.name: size_of(tensor) for tensor in model.graph.initializer}
     for (what, how), nodes in found.items():
         weights = {tensor.name for node in nodes for tensor in node.inputs if tensor.name in sizes}
@@ -79,6 +82,20 @@ def _dequantize_linear(shapes: ShapeInfo, node: Node) -> Description:
     if [op_of(reader) for reader in consumers(node.outputs[0])] == ["MatMul"]:
         return what, JOINED
     return what, WHOLE
+
+
+def _is_multiplied(node: Node) -> bool:
+    """Return whether a node computes a product of integers, or dequantizes weights or biases of such products only."""
+    if op_of(node) == "MatMulInteger":
+        return is_constant(node.inputs[1]) and [op_of(reader) for reader in consumers(node.outputs[0])] == ["Cast"]
+    if op_of(node) != "DequantizeLinear" or not is_constant(node.inputs[0]) or int_attribute(node, "block_size", 0):
+        return False
+    readers = consumers(node.outputs[0])
+    if [op_of(reader) for reader in readers] == ["Transpose"]:
+        readers = consumers(readers[0].outputs[0])
+    makers = [producer(reader.inputs[0]) for reader in readers if op_of(reader) in PRODUCTS]
+    are_dequantized = all(maker is not None and op_of(maker) == "DequantizeLinear" for maker in makers)
+    return bool(makers) and len(makers) == len(readers) and are_dequantized
 
 
 def _gather_block_quantized(_: ShapeInfo, node: Node) -> Description:

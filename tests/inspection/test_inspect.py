@@ -187,6 +187,12 @@ QUANTIZED = {
         "1x DequantizeLinear of int8 weights, blocks of 16, 1.28 KB of constants: dequantizes the whole weight",
     "w = DequantizeLinear(q, one)  y = MatMul(x, w)":
         "1x DequantizeLinear of int8 weights, 1.03 KB of constants: dequantizes the whole weight in every run",
+    "w = DequantizeLinear(q, one)  v = DequantizeLinear(s, one)  y = MatMul(v, w)":
+        "1x DequantizeLinear of int8 weights, 1.03 KB of constants: dequantizes the whole weight in every run; "
+        "onnxfuse multiplies its integers",
+    "w = MatMulInteger(s, q)  y = Cast<to = 1>(w)":
+        "1x MatMulInteger, 1.02 KB of constants: a launch of its own, because no float operator is joined with it on "
+        "CUDA; onnxfuse multiplies its integers",
     "c = QuantizeLinear(x, one)  d = DequantizeLinear(c, one)  y = Neg(d)":
         "1x QuantizeLinear, 4 B of constants: a launch of its own, because no float operator is joined with it on "
         "CUDA; onnxfuse fuses it with the elementwise operators and norms beside it",
@@ -202,12 +208,12 @@ QUANTIZED = {
 @pytest.mark.parametrize("body", QUANTIZED)
 def test_quantized_operators(body: str, tmp_path: Path) -> None:
     if "Dynamic" in body:
-        body = body.replace("c = D", "c, s, p = D")
+        body = body.replace("c = D", "c, t, p = D")
     model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>
-        g (float[n, 32] x, int64[b] ids) => (float[n, m] y)
+        g (float[n, 32] x, int8[n, 32] s, int64[b] ids) => (float[n, m] y)
         <int8[32, 32] q, float[2, 32] scales, float one = {{1}}, uint8[8, 32] u, float[8, 2] wide, uint8[8, 2] zeros>
         {{ {body} }}""")
-    line, expected = quantized_lines(with_weights(model), tmp_path)[0], QUANTIZED[body.replace("c, s, p = D", "c = D")]
+    line, expected = quantized_lines(with_weights(model), tmp_path)[0], QUANTIZED[body.replace("c, t, p = D", "c = D")]
     assert line.startswith(expected) and ("onnxfuse" in line) == ("onnxfuse" in expected)
 
 
