@@ -193,7 +193,8 @@ __device__ __forceinline__ void load_matrices(u32 from, u32 (&words)[4]) {
 }
 
 // ---- wgmma -------------------------------------------------------------------------------------------------------
-// d (64 x N, fp32) += a (64 x 16) b (16 x N), or for TF32 a (64 x 8) b (8 x N): 32 bytes of k.
+// d (64 x N) += a (64 x 16) b (16 x N), or for TF32 a (64 x 8) b (8 x N), or for integers of 8 bits a (64 x 32) b
+// (32 x N): 32 bytes of k. d is fp32, or int32 for integers.
 // Thread t of the warpgroup holds two rows, 16 (t / 32) + t % 32 / 4 and the row 8 below it. Of every 8 columns it
 // holds columns 2 (t % 4) and 2 (t % 4) + 1: d[4 j] and d[4 j + 1] belong to the upper row, d[4 j + 2] and d[4 j + 3]
 // to the lower row.
@@ -232,6 +233,11 @@ __device__ __forceinline__ void settle(float (&d)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
+template <int COUNT>
+__device__ __forceinline__ void settle(int (&d)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(d[i])::"memory");
+}
 
 // Keeps the compiler from recomputing a pointer at each use.
 template <class E>
@@ -257,25 +263,24 @@ __device__ __forceinline__ void settle(const E*& pointer) {
 #define OPERANDS_112 OPERANDS_104 ", " OPERANDS(104, 105, 106, 107, 108, 109, 110, 111)
 #define OPERANDS_120 OPERANDS_112 ", " OPERANDS(112, 113, 114, 115, 116, 117, 118, 119)
 #define OPERANDS_128 OPERANDS_120 ", " OPERANDS(120, 121, 122, 123, 124, 125, 126, 127)
-#define EIGHT(i)                                                                                                   \
-    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
-        "+f"(d[i + 7])
-#define RESULTS_8 EIGHT(0)
-#define RESULTS_16 RESULTS_8, EIGHT(8)
-#define RESULTS_24 RESULTS_16, EIGHT(16)
-#define RESULTS_32 RESULTS_24, EIGHT(24)
-#define RESULTS_40 RESULTS_32, EIGHT(32)
-#define RESULTS_48 RESULTS_40, EIGHT(40)
-#define RESULTS_56 RESULTS_48, EIGHT(48)
-#define RESULTS_64 RESULTS_56, EIGHT(56)
-#define RESULTS_72 RESULTS_64, EIGHT(64)
-#define RESULTS_80 RESULTS_72, EIGHT(72)
-#define RESULTS_88 RESULTS_80, EIGHT(80)
-#define RESULTS_96 RESULTS_88, EIGHT(88)
-#define RESULTS_104 RESULTS_96, EIGHT(96)
-#define RESULTS_112 RESULTS_104, EIGHT(104)
-#define RESULTS_120 RESULTS_112, EIGHT(112)
-#define RESULTS_128 RESULTS_120, EIGHT(120)
+#define EIGHT(is, i)                                                                                              \
+    is(d[i]), is(d[i + 1]), is(d[i + 2]), is(d[i + 3]), is(d[i + 4]), is(d[i + 5]), is(d[i + 6]), is(d[i + 7])
+#define RESULTS_8(is) EIGHT(is, 0)
+#define RESULTS_16(is) RESULTS_8(is), EIGHT(is, 8)
+#define RESULTS_24(is) RESULTS_16(is), EIGHT(is, 16)
+#define RESULTS_32(is) RESULTS_24(is), EIGHT(is, 24)
+#define RESULTS_40(is) RESULTS_32(is), EIGHT(is, 32)
+#define RESULTS_48(is) RESULTS_40(is), EIGHT(is, 40)
+#define RESULTS_56(is) RESULTS_48(is), EIGHT(is, 48)
+#define RESULTS_64(is) RESULTS_56(is), EIGHT(is, 56)
+#define RESULTS_72(is) RESULTS_64(is), EIGHT(is, 64)
+#define RESULTS_80(is) RESULTS_72(is), EIGHT(is, 72)
+#define RESULTS_88(is) RESULTS_80(is), EIGHT(is, 80)
+#define RESULTS_96(is) RESULTS_88(is), EIGHT(is, 88)
+#define RESULTS_104(is) RESULTS_96(is), EIGHT(is, 96)
+#define RESULTS_112(is) RESULTS_104(is), EIGHT(is, 104)
+#define RESULTS_120(is) RESULTS_112(is), EIGHT(is, 112)
+#define RESULTS_128(is) RESULTS_120(is), EIGHT(is, 120)
 
 // wgmma<ALONG_N>(T(), d, a, b, accumulate): `a` is a descriptor (contiguous along k) or registers, and `b` is a
 // descriptor. ALONG_N: b is contiguous along n. accumulate false: d is overwritten. n0 to n6 are N / 2 to N / 2 + 6:
@@ -286,14 +291,14 @@ __device__ __forceinline__ void settle(const E*& pointer) {
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #n2 ", 0;\n" \
                      "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type " {" OPERANDS_##n0 "}, %" #n0 \
                      ", %" #n1 ", p, 1, 1, 0, %" #n3 "; }" \
-                     : RESULTS_##n0 : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(ALONG_N))); \
+                     : RESULTS_##n0("+f") : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(ALONG_N))); \
     } \
     template <bool ALONG_N> \
     __device__ __forceinline__ void wgmma(T, float (&d)[N / 2], const u32 (&a)[4], u64 b, bool accumulate) { \
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #n5 ", 0;\n" \
                      "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type " {" OPERANDS_##n0 "}, {%" #n0 \
                      ", %" #n1 ", %" #n2 ", %" #n3 "}, %" #n4 ", p, 1, 1, %" #n6 "; }" \
-                     : RESULTS_##n0 \
+                     : RESULTS_##n0("+f") \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), \
                        "n"(int(ALONG_N))); \
     }
@@ -306,10 +311,21 @@ __device__ __forceinline__ void settle(const E*& pointer) {
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #n2 ", 0;\n" \
                      "wgmma.mma_async.sync.aligned.m64n" #N "k8.f32.tf32.tf32 {" OPERANDS_##n0 "}, %" #n0 \
                      ", %" #n1 ", p, 1, 1; }" \
-                     : RESULTS_##n0 : "l"(a), "l"(b), "r"(int(accumulate))); \
+                     : RESULTS_##n0("+f") : "l"(a), "l"(b), "r"(int(accumulate))); \
+    }
+// Like WGMMA, but for integers of 8 bits, which are summed exactly. Both operands are contiguous along k; b is signed.
+#define WGMMA_INTEGERS(N, T, type, n0, n1, n2, n3, n4, n5, n6) \
+    template <bool ALONG_N> \
+    __device__ __forceinline__ void wgmma(T, int (&d)[N / 2], u64 a, u64 b, bool accumulate) { \
+        static_assert(!ALONG_N); \
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #n2 ", 0;\n" \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k32.s32." type ".s8 {" OPERANDS_##n0 "}, %" #n0 \
+                     ", %" #n1 ", p; }" \
+                     : RESULTS_##n0("+r") : "l"(a), "l"(b), "r"(int(accumulate))); \
     }
 #define WGMMAS(N, ...) \
-    WGMMA(N, f16, "f16", __VA_ARGS__) WGMMA(N, bf16, "bf16", __VA_ARGS__) WGMMA_TF32(N, __VA_ARGS__)
+    WGMMA(N, f16, "f16", __VA_ARGS__) WGMMA(N, bf16, "bf16", __VA_ARGS__) WGMMA_TF32(N, __VA_ARGS__) \
+    WGMMA_INTEGERS(N, s8, "s8", __VA_ARGS__) WGMMA_INTEGERS(N, u8, "u8", __VA_ARGS__)
 
 WGMMAS(16, 8, 9, 10, 11, 12, 13, 14)
 WGMMAS(32, 16, 17, 18, 19, 20, 21, 22)
@@ -331,6 +347,7 @@ WGMMAS(256, 128, 129, 130, 131, 132, 133, 134)
 #undef WGMMAS
 #undef WGMMA
 #undef WGMMA_TF32
+#undef WGMMA_INTEGERS
 #undef OPERANDS
 #undef EIGHT
 

@@ -8,6 +8,8 @@ struct f32 { unsigned bits; };
 struct f16 { unsigned short bits; };
 struct bf16 { unsigned short bits; };
 
+using s8 = signed char;
+using u8 = unsigned char;
 using u32 = unsigned;
 using u64 = unsigned long long;
 

@@ -19,7 +19,7 @@ from onnxfuse.kernels.gemm import hopper
 from onnxfuse.kernels.gemm.hopper import HopperConfig
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, VECTOR_BYTES, Defines
+from onnxfuse.kernels.tensors import ABSENT, VECTOR_BYTES, Defines
 from onnxfuse.runtime.plan import Argument, Device, Im2col, Scalar, TensorMap
 from onnxfuse.runtime.symint import best_first, is_symbolic, maximum
 
@@ -92,13 +92,13 @@ def cycles(gemm: Gemm, config: HopperConfig | SlicedConfig, device: Device) -> f
 
 def is_supported(conv: Conv, device: Device) -> bool:
     """Return whether the kernels support `conv` on this device."""
-    if device.arch != 90 or (conv.dtype == "float32" and not conv.tf32):
-        return False  # wgmma exists only on compute capability 90, for 16-bit types and TF32
+    if device.arch != 90 or (conv.dtype == "float32" and not conv.tf32 and not conv.integers):
+        return False  # wgmma exists only on compute capability 90, for 8-bit integers, 16-bit types and TF32
     axes = len(conv.kernel)
     if conv.group != 1 or conv.x_nchw or conv.w_hwio or axes not in MAX_CORNER:
         return False
-    vector = VECTOR_BYTES // ITEM_BYTES[conv.dtype]
-    if not conv.aligned or conv.c % vector or (conv.dtype != "float32" and conv.m % vector):
+    vector = VECTOR_BYTES // conv.item
+    if not conv.aligned or conv.c % vector or (not hopper.is_by_fragments(as_gemm(conv)) and conv.m % vector):
         return False  # TMA needs pixels at multiples of 16 bytes: to read x, and to write y of 16-bit types
     if not conv.pixels * conv.m * conv.c * conv.taps or maximum(conv.pixels, conv.c * conv.taps) >= 2**31 - 2**16:
         return False  # TMA coordinates are 32-bit integers
@@ -114,7 +114,7 @@ def _reach(conv: Conv) -> list[int]:
 
 def k_block(conv: Conv) -> int:
     """Return the channels per block of k: the size that needs the fewest zeros after the last channel."""
-    blocks = (size // ITEM_BYTES[conv.dtype] for size in K_BLOCK_BYTES)
+    blocks = (size // conv.item for size in K_BLOCK_BYTES)
     return min(blocks, key=lambda size: (-(-conv.c // size) * size, -size))
 
 
@@ -173,22 +173,24 @@ def pixel_map(conv: Conv, config: HopperConfig) -> TensorMap:
         tuple(behind - far for behind, far in zip(conv.pads_end, _reach(conv), strict=True))[::-1],
         conv.strides[::-1],
     )
-    pitches = tuple(itertools.accumulate((ITEM_BYTES[conv.dtype] * conv.c, *inward), operator.mul))
+    pitches = tuple(itertools.accumulate((conv.item * conv.c, *inward), operator.mul))
     box = (k_block(conv), config.tile_m)
     return TensorMap(conv.x, _dtype(conv), (conv.c, *inward, conv.n), pitches, box, _swizzle(conv), walk)
 
 
 def weight_map(conv: Conv, config: HopperConfig) -> TensorMap:
     """Return the tensor map of w, with dimensions (channels, taps, filters)."""
-    pitch = ITEM_BYTES[conv.dtype] * conv.c
+    pitch = conv.item * conv.c
     sizes, box = (conv.c, conv.taps, conv.m), (k_block(conv), 1, config.tile_n)
     return TensorMap(conv.w, _dtype(conv), sizes, (pitch, pitch * conv.taps), box, _swizzle(conv))
 
 
-def _dtype(conv: Conv) -> Literal["float16", "bfloat16", "tfloat32"]:
+def _dtype(conv: Conv) -> Literal["uint8", "float16", "bfloat16", "tfloat32"]:
+    if conv.integers:
+        return "uint8"  # TMA copies bytes
     return "float16" if conv.dtype == "float16" else "bfloat16" if conv.dtype == "bfloat16" else "tfloat32"
 
 
 def _swizzle(conv: Conv) -> Literal[32, 64, 128]:
-    row = k_block(conv) * ITEM_BYTES[conv.dtype]
+    row = k_block(conv) * conv.item
     return 128 if row == 128 else 64 if row == 64 else 32

@@ -99,14 +99,14 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
 def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
     """Return the plans for these shapes, the expected fastest first.  Raises ValueError if shapes do not fit."""
     if is_joined(node):
-        return joined_plans(node, inputs, device, conv_of, _of_programs, candidates)
+        return joined_plans(node, inputs, device, conv_of, of_programs, candidates)
     conv, y = conv_of(node, inputs, device)
     if conv.gate:
         return gate.plans(node, inputs, device, candidates)
     return plans(node, conv, y, lambda: implementations(of_fewer_axes(conv), device))
 
 
-def _of_programs(conv: Conv, device: Device) -> list[Implementation]:
+def of_programs(conv: Conv, device: Device) -> list[Implementation]:
     """Return the implementations with a program in the epilogue; none if a kernel without programs is faster.
 
     A program is code of operators that joined the node.  Kernels without programs are faster for depthwise and grouped

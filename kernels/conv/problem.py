@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from onnxfuse.kernels.epilogue import epilogue_defines
 from onnxfuse.kernels.epilogue_program import EpilogueProgram
-from onnxfuse.kernels.tensors import ABSENT, Defines
+from onnxfuse.kernels.gemm.problem import Integers
+from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, Defines
 from onnxfuse.runtime.plan import Argument, Pointer, Scalar
 from onnxfuse.runtime.symint import is_symbolic
 
@@ -60,6 +61,12 @@ class Conv:
     transposed: bool = False
     program: EpilogueProgram | None = None  # elementwise operators applied to y before it is stored
     gate: Pointer | None = None  # (n, ones, c): a factor for each channel of an image of x
+    integers: Integers | None = None  # x and w have 8 bits
+
+    @property
+    def item(self) -> int:
+        """The bytes of an element of x and w."""
+        return 1 if self.integers else ITEM_BYTES[self.dtype]
 
     @property
     def extra(self) -> Pointer | None:

@@ -4,9 +4,10 @@
 //
 // x is m x k, y and residual are m x n, all row-major; w and up are k x n, or n x k if TRANSPOSED. Products are summed
 // in fp32, and epilogue.cuh computes the epilogue. If T is fp32, TMA rounds x and w to TF32 on their way to shared
-// memory, and TRANSPOSED is 1, because wgmma reads TF32 operands only along k.
+// memory, and TRANSPOSED is 1, because wgmma reads TF32 operands only along k. x and w may also be integers of 8 bits
+// (gemm_hopper_integers.cuh); TRANSPOSED is 1 then, too.
 //
-// A stage of the ring holds 128 bytes of k (64 elements, or 32 in fp32) for TILE_M rows of x and TILE_N columns of w
+// A stage of the ring holds 128 bytes of k (64 elements, 32 in fp32, or 128 integers) for TILE_M rows of x and TILE_N columns of w
 // (and of up). It consists of blocks of K_BLOCK elements of k, whose rows TMA swizzles as wgmma requires. Each stage
 // has two mbarriers: the producer waits for `empty`; consumers wait for `full`, which completes when all bytes have
 // arrived. Warpgroup 0 is the producer, and one of its threads issues all loads; warpgroups 1 to CONSUMERS multiply.
@@ -25,6 +26,7 @@
 //   STORE_BY_THREADS   0: n is a multiple of 8, and TMA stores y. 1: rows of y and the column vectors may begin
 //               at any element, and threads store y. Operands that TMA reads have rows of multiples of 16 bytes
 //   WEIGHTS_CONSTANT   1: no kernel writes the weights, so the first stages are read before the previous kernel ends
+//   OPERAND     s8 or u8: x has these integers, w has s8, and products are summed in int32. Not defined: T
 //   X_GATE      1: x is multiplied by a gate first (gemm_hopper_gate.cuh). 0, or not defined: no gate
 //   and the macros of epilogue.cuh
 #pragma once
@@ -35,14 +37,26 @@
 #ifndef X_GATE
 #define X_GATE 0
 #endif
+#ifdef OPERAND
+#define INTEGERS 1
+#else
+#define INTEGERS 0
+#define OPERAND T
+#endif
 
 namespace {
 
+template <bool OF_INTEGERS> struct SumOf { using Type = float; };
+template <> struct SumOf<true> { using Type = int; };
+
+using X = OPERAND;                  // elements of x in shared memory
+using Sum = SumOf<INTEGERS>::Type;  // accumulators
+
 constexpr int ROW_BYTES = 128;  // bytes per row of a box that TMA swizzles
-constexpr int TILE_K = ROW_BYTES / sizeof(T);
+constexpr int TILE_K = ROW_BYTES / sizeof(X);
 constexpr int K_BYTES = 32;                           // bytes of k per wgmma
 constexpr int BLOCKS = TILE_K / K_BLOCK;              // blocks of k per stage
-constexpr int BLOCK_ROW_BYTES = sizeof(T) * K_BLOCK;  // bytes of a row, within which TMA swizzles
+constexpr int BLOCK_ROW_BYTES = sizeof(X) * K_BLOCK;  // bytes of a row, within which TMA swizzles
 constexpr int COLUMNS = TILE_N * (1 + GATED);         // columns of accumulators: first for w, then for up
 constexpr int CONSUMER_ROWS = PINGPONG ? TILE_M : TILE_M / CONSUMERS;  // rows of a tile that a consumer computes
 constexpr int ATOMS = CONSUMER_ROWS / 64;                              // wgmmas of 64 rows that cover a consumer's rows
@@ -57,7 +71,7 @@ constexpr int X_BYTES = TILE_M * ROW_BYTES;
 constexpr int FACTORS_AT = X_BYTES + COLUMNS * ROW_BYTES;  // offset of gate factors in a stage
 constexpr int GATE_IMAGES = 8;                             // maximum images per tile, with X_GATE
 constexpr int STAGE_BYTES = FACTORS_AT + X_GATE * GATE_IMAGES * ROW_BYTES;
-static_assert((K_BLOCK == TILE_K && sizeof(T) == 2) || (TRANSPOSED && !GATED));
+static_assert((K_BLOCK == TILE_K && sizeof(X) == 2) || (TRANSPOSED && !GATED));
 static_assert(TILE_M % 64 == 0 && TILE_N % (TRANSPOSED && !GATED ? 32 : 64) == 0 && COLUMNS <= 256);
 static_assert(PINGPONG ? CONSUMERS == 2 : TILE_M % (64 * CONSUMERS) == 0);
 static_assert(PRODUCTS == 1 || !(GATED || HAS_EXTRA || HAS_COLUMN_SCALE || HAS_RESIDUAL || SPLIT_K > 1));
@@ -231,7 +245,7 @@ __device__ __forceinline__ int steps_of(int blocks) { return (blocks + BLOCKS - 
 
 // Sums over `blocks` blocks of k for this consumer's rows from `first_row` on. A stage is released once the next
 // stage's wgmmas are in flight. `pass_on`: the other consumer has a tile after this one.
-__device__ __forceinline__ void multiply(float (&d)[ATOMS][COLUMNS / 2], Ring<STAGES>& ring, const Barriers& barriers,
+__device__ __forceinline__ void multiply(Sum (&d)[ATOMS][COLUMNS / 2], Ring<STAGES>& ring, const Barriers& barriers,
                                          u32 shared, int first_row, int blocks, int consumer, bool pass_on) {
     const int thread = threadIdx.x % 128, steps = steps_of(blocks);
     const u64 x =
@@ -256,7 +270,7 @@ __device__ __forceinline__ void multiply(float (&d)[ATOMS][COLUMNS / 2], Ring<ST
 #pragma unroll
                 for (int atom = 0; atom < ATOMS; ++atom)
                     hopper::wgmma<!TRANSPOSED>(
-                        T(), d[atom],
+                        X(), d[atom],
                         with_low(x, x_low + stage + block * X_BLOCK + i * X_STEP + atom * (64 * BLOCK_ROW_BYTES / 16)),
                         with_low(w, w_low + stage + block * W_BLOCK + i * W_STEP), step > 0 || block > 0 || i > 0);
         }

@@ -2,7 +2,8 @@
 // Threads load the epilogue's operands and store y.
 //
 // gemm_hopper.cuh has the producer and the multiplication. This variant is for fp32: tiles of y in shared memory would
-// leave little of that memory for the ring. Four lanes store 32 bytes of a row, a whole sector of L2.
+// leave little of that memory for the ring. Four lanes store 32 bytes of a row, a whole sector of L2. For products of
+// integers, gemm_hopper_integers.cuh has the output and its finish_atom.
 //
 // Macros: those of gemm_hopper.cuh.
 #pragma once
@@ -13,9 +14,11 @@ namespace {
 constexpr int BARRIERS_AT = STAGES * STAGE_BYTES;
 constexpr int EIGHTS = TILE_N / 8;  // groups of eight columns per thread in an atom
 // The number of groups whose operands are loaded before the first group is finished, limited by registers.
-constexpr int FETCHED = CONSUMERS == 3 ? 2 : ATOMS * EIGHTS > 24 || EIGHTS % 8 ? 4 : 8;
+[[maybe_unused]] constexpr int FETCHED = CONSUMERS == 3 ? 2 : ATOMS * EIGHTS > 24 || EIGHTS % 8 ? 4 : 8;
 
 static_assert(SPLIT_K == 1 && PRODUCTS == 1 && !GATED);
+
+#if !INTEGERS
 
 // Finishes the 64 rows of an atom; `origin` is its first row and column.
 __device__ __forceinline__ void finish_atom(const float (&d)[COLUMNS / 2], int2 origin, const FragmentOutput& of) {
@@ -38,8 +41,12 @@ __device__ __forceinline__ void finish_atom(const float (&d)[COLUMNS / 2], int2 
     }
 }
 
+#endif
+
+// Output: FragmentOutput, or another class with m and a function finish_atom.
+template <class Output>
 __device__ __forceinline__ void consume(u32 shared, const Barriers& barriers, const Tiles& tiles, int blocks,
-                                        const FragmentOutput& of) {
+                                        const Output& of) {
     const int consumer = warpgroup() - 1, steps = steps_of(blocks);
     const int above = PINGPONG ? 0 : consumer * CONSUMER_ROWS;
     Ring<STAGES> ring;
@@ -51,7 +58,7 @@ __device__ __forceinline__ void consume(u32 shared, const Barriers& barriers, co
     }
     for (; tile < tiles.count(); tile += tiles.step() * (PINGPONG ? CONSUMERS : 1)) {
         const int2 origin = tiles.origin(tile);
-        float d[ATOMS][COLUMNS / 2];
+        Sum d[ATOMS][COLUMNS / 2];
         multiply(d, ring, barriers, shared, above, blocks, consumer, tile + tiles.step() < tiles.count());
         if (PINGPONG) ring.skip(steps);
 #pragma unroll
@@ -60,9 +67,9 @@ __device__ __forceinline__ void consume(u32 shared, const Barriers& barriers, co
 }
 
 // The body of the kernel, which all threads run: y = epilogue(x w) over `blocks` blocks of k.
-template <class Operands>
-__device__ __forceinline__ void run_tiles(Operands operands, const Weights& weights, const FragmentOutput& output,
-                                          int blocks, int group_m) {
+template <class Operands, class Output>
+__device__ __forceinline__ void run_tiles(Operands operands, const Weights& weights, const Output& output, int blocks,
+                                          int group_m) {
     extern __shared__ __align__(1024) char memory[];
     const u32 shared = hopper::shared_address(memory);
     const Barriers barriers{shared + BARRIERS_AT};

@@ -125,7 +125,7 @@ def is_supported(gemm: Gemm, device: Device) -> bool:
 
 def stage_k(gemm: Gemm) -> int:
     """Return the elements of k in a stage."""
-    return ROW_BYTES // ITEM_BYTES[gemm.dtype]
+    return ROW_BYTES // gemm.item
 
 
 def cycles(gemm: Gemm, config: HopperConfig, device: Device, row_cycles: float = 0.0) -> float:
@@ -204,6 +204,8 @@ def shared_cycles(gemm: Gemm, config: HopperConfig, device: Device) -> float:
 
 def fits(gemm: Gemm, config: HopperConfig, device: Device) -> bool:
     """Return whether a config fits into registers and shared memory, and whether its split of k is useful."""
+    if gemm.integers and (config.split_k > 1 or config.half):
+        return False  # blocks of a cluster exchange sums in fp32, and only TMA can store from the ring
     if config.split_k > 1:
         if gemm.grouped or gemm.k <= (config.split_k - 1) * stage_k(gemm):  # some block would have no step of k
             return False
@@ -218,7 +220,7 @@ def fits(gemm: Gemm, config: HopperConfig, device: Device) -> bool:
         return False  # only TMA can store from the ring; gates are untested
     if config.half and config.accumulators == 128 and gemm.column_shift:
         return False  # with a Gelu before the shift, two registers would spill
-    if gemm.dtype == "float32":
+    if is_by_fragments(gemm):
         return config.accumulators <= MAX_ACCUMULATORS_OF_THREADS
     vectors = column_vectors(gemm) + bool(gemm.residual)
     if config.pingpong and config.tile_m * config.tile_n > 128 * 128 and (vectors > 2 or gemm.gate):
@@ -257,9 +259,14 @@ def tile_count(gemm: Gemm, config: HopperConfig) -> int:
     return -(-gemm.m // config.tile_m) * sum(-(-each.n // tile_columns(gemm, config)) for each in gemm.products)
 
 
+def is_by_fragments(gemm: Gemm) -> bool:
+    """Return whether threads load the epilogue's operands and store y, without TMA: gemm_hopper_threads.cuh."""
+    return gemm.dtype == "float32" or gemm.integers is not None
+
+
 def stores_by_threads(gemm: Gemm) -> bool:
-    """Return whether threads must store y: its rows are not aligned for TMA or, in fp32, for stores of two elements."""
-    if gemm.dtype == "float32":
+    """Return whether rows of y are not aligned for TMA or, `by_fragments`, for stores of two elements."""
+    if is_by_fragments(gemm):
         return not gemm.aligned or gemm.n % 2 > 0
     return not gemm.aligned or any(each.n < padded_columns(each.n, each.dtype) for each in gemm.products)
 
@@ -281,7 +288,7 @@ def fixed_bytes(gemm: Gemm, config: HopperConfig) -> int:
         eights = config.tile_m // SUBTILE // config.consumers * tile_columns(gemm, config) // 8  # groups per thread
         sums = (config.split_k - 1) * -(-eights // config.split_k) * gemm.weight_count
         return sums * config.consumers * 128 * 16 + BARRIER_BYTES
-    if gemm.dtype == "float32":  # in fp32, results and column vectors stay in registers
+    if is_by_fragments(gemm):  # results and column vectors stay in registers
         return BARRIER_BYTES
     results = 0 if config.half else config.tile_m * tile_columns(gemm, config) * 2 * (2 if config.pingpong else 1)
     return results + config.consumers * column_vectors(gemm) * tile_columns(gemm, config) * 4 + BARRIER_BYTES

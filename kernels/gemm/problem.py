@@ -7,8 +7,23 @@ from dataclasses import dataclass, replace
 
 from onnxfuse.kernels.epilogue import epilogue_defines
 from onnxfuse.kernels.epilogue_program import EpilogueProgram
-from onnxfuse.kernels.tensors import Defines
+from onnxfuse.kernels.tensors import ITEM_BYTES, Defines
 from onnxfuse.runtime.plan import Pointer
+
+
+@dataclass(frozen=True)
+class Integers:
+    """Operands of 8 bits: x stands for (x - x_zero) * x_scale, and w for (w - w_zero) * w_scale.
+
+    The dtype of the problem is that of the scales, the bias, the residual and y.
+    """
+
+    x_dtype: str  # int8 or uint8
+    x_scale: Pointer  # one number
+    w_scale: Pointer
+    w_scales: int  # how many numbers w_scale has: one, or one for each column of y
+    x_zero: Pointer | None  # None: it is 0
+    is_symmetric: bool  # w is int8, and w_zero is 0
 
 
 @dataclass(frozen=True)
@@ -47,6 +62,12 @@ class Gemm:
     gate: Pointer | None = None  # k factors per `gate_rows` rows of x
     gate_rows: int = 1
     grouped: tuple[Gemm, ...] = ()  # further products of the same x, with at most a bias, in the same launch
+    integers: Integers | None = None  # x and w have 8 bits
+
+    @property
+    def item(self) -> int:
+        """The bytes of an element of x and w."""
+        return 1 if self.integers else ITEM_BYTES[self.dtype]
 
     @property
     def products(self) -> tuple[Gemm, ...]:

@@ -28,12 +28,12 @@ class Map(ctypes.Structure):
 
 
 def map_of(argument: TensorMap, address: int) -> Map:
-    """Return a map of 16-bit elements, or of float32 that loads round to TF32, as the emulation has it."""
+    """Return a map of bytes, of 16-bit elements, or of float32 that loads round to TF32, as the emulation has it."""
 
     def padded(kind: type[ctypes.c_long | ctypes.c_int], values: Sequence[int]) -> ctypes.Array[ctypes.c_long]:
         return (kind * MAX_RANK)(*values, *[1] * (MAX_RANK - len(values)))
 
-    item = 4 if argument.dtype == "tfloat32" else 2
+    item = {"tfloat32": 4, "uint8": 1}.get(argument.dtype, 2)
     found = Map(
         address, padded(ctypes.c_long, argument.sizes), padded(ctypes.c_long, (item, *argument.strides)),
         padded(ctypes.c_int, argument.box), int(argument.im2col is not None), rounds=int(item == 4),

@@ -28,6 +28,8 @@
 
 using std::max;
 using std::min;
+using s8 = signed char;
+using u8 = unsigned char;
 using u32 = unsigned;
 using u64 = unsigned long long;
 
@@ -284,6 +286,11 @@ static void launch(Index grid, Index threads, int shared, std::function<void()> 
 }  // namespace emulated
 
 static void __syncthreads() { emulated::wait(emulated::Wait::Block); }
+
+static int __dp4a(int a, int b, int sum) {
+    for (int i = 0; i < 32; i += 8) sum += int(static_cast<signed char>(a >> i)) * static_cast<signed char>(b >> i);
+    return sum;
+}
 
 template <class T>
 static T __shfl_xor_sync(unsigned, T value, int mask) {

@@ -26,6 +26,8 @@
 
 using std::max;
 using std::min;
+using s8 = signed char;
+using u8 = unsigned char;
 using u32 = unsigned;
 using u64 = unsigned long long;
 
@@ -78,6 +80,9 @@ static float __uint_as_float(u32 bits) {
     return value;
 }
 
+static int widened(s8 value) { return value; }
+static int widened(u8 value) { return value; }
+
 static float widened(f32 value) {
     float wide;
     memcpy(&wide, &value, 4);
@@ -104,6 +109,7 @@ u32 narrow(T type, const float* from) {
     return narrowed(type, from[0]) | u32(narrowed(type, from[1])) << 16;
 }
 
+inline int __ffsll(u64 value) { return __builtin_ffsll(value); }
 inline void wait_for_predecessor() {}
 inline void release_successor() {}
 
@@ -238,7 +244,9 @@ constexpr int THREADS = 128 * (1 + CONSUMERS);
 #else
 constexpr int THREADS = 384;
 #endif
-#ifdef ELEMENT
+#ifdef OPERAND  // integers
+constexpr int ITEM = 1;
+#elif defined(ELEMENT)
 constexpr int ITEM = sizeof(ELEMENT);
 #else
 constexpr int ITEM = 2;
@@ -400,7 +408,7 @@ static void end_exchange() { arrive(here->warps[threadIdx.x / 32].barrier, 32, t
 
 // Returns element `k` of row `row` (of m or n) of a wgmma operand.
 template <class T>
-float element(u64 descriptor, bool along_rows, int row, int k) {
+auto element(u64 descriptor, bool along_rows, int row, int k) {
     const u32 start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4;
     const u32 stride = (descriptor >> 32 & 0x3fff) << 4;
     require(descriptor >> 62 == 1, "a descriptor without the 128-byte swizzle");
@@ -613,21 +621,25 @@ void wgmma_wait() {
         for (const auto& product : products.front()) product();
     sync_warpgroup();
 }
-template <int COUNT> void settle(float (&)[COUNT]) {}
+template <class Sum, int COUNT> void settle(Sum (&)[COUNT]) {}
 template <class E> void settle(const E*&) {}
 
-template <bool ALONG_N, class T, int COUNT>
-void wgmma(T, float (&d)[COUNT], u64 a, u64 b, bool accumulate) {
+template <class T> struct Weight { using Type = T; };
+template <> struct Weight<u8> { using Type = s8; };
+
+template <bool ALONG_N, class T, class Sum, int COUNT>
+void wgmma(T, Sum (&d)[COUNT], u64 a, u64 b, bool accumulate) {
     auto& products = running->products;
     if (products.empty()) products.emplace_back();
-    float* sums = d;
+    Sum* sums = d;
     products.back().push_back([=] {
         const int thread = threadIdx.x % 128;
         for (int i = 0; i < COUNT; ++i) {
             const int row = thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8;
             const int column = i / 4 * 8 + thread % 4 * 2 + i % 2;
-            float sum = 0;
-            for (int k = 0; k < 32 / int(sizeof(T)); ++k) sum += element<T>(a, false, row, k) * element<T>(b, ALONG_N, column, k);
+            Sum sum = 0;
+            for (int k = 0; k < 32 / int(sizeof(T)); ++k)
+                sum += element<T>(a, false, row, k) * element<typename Weight<T>::Type>(b, ALONG_N, column, k);
             sums[i] = accumulate ? sums[i] + sum : sum;
         }
     });

@@ -1,0 +1,176 @@
+"""The plans of products and convolutions of integers: as integers, or as the numbers that they stand for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from onnxfuse.ir.dtypes import DTYPE_NUMBERS
+from onnxfuse.kernels import epilogue_node
+from onnxfuse.kernels.conv import host as conv_host
+from onnxfuse.kernels.conv import operands as conv_operands
+from onnxfuse.kernels.conv.matrix import as_gemm
+from onnxfuse.kernels.conv.operands import conv_of
+from onnxfuse.kernels.conv.problem import Conv, of_fewer_axes
+from onnxfuse.kernels.epilogue_node import REGION, is_joined, moved
+from onnxfuse.kernels.epilogue_program import joined_plans
+from onnxfuse.kernels.gemm.implementations import implementations_if_any
+from onnxfuse.kernels.gemm.operands import gemm_of
+from onnxfuse.kernels.gemm.problem import Gemm, Integers
+from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.quantized import hopper
+from onnxfuse.kernels.region import host as region
+from onnxfuse.kernels.tensors import ITEM_BYTES, STORAGE, element_count, operand_spec, required_spec, unsupported_choice
+from onnxfuse.runtime.plan import Device, FusedNode, Plan, Pointer, Step, TensorSpec
+from onnxfuse.runtime.symint import for_later_plans
+
+CONV: Final = "quantized_conv"
+INTEGERS: Final = ("int8", "uint8")
+BF16_ARCH: Final = 80  # the first compute capability with bf16 in matrix units
+MAX_IMPLEMENTATIONS: Final = 6
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The launches that write the numbers of an operand to scratch memory."""
+
+    steps: tuple[Step, ...]
+    bytes: int
+
+
+def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
+    """Return why no kernel runs this node on this device; None if one does."""
+    if is_joined(node):
+        return epilogue_node.unsupported(node, input_dtypes, device, supports)
+    given, dtype = dict(zip(node.operands, input_dtypes, strict=True)), node.output_dtypes[0]
+    if dtype not in STORAGE:
+        return f"{node.fusion}: the output is {dtype}; the kernel takes {', '.join(STORAGE)}"
+    if dtype == "bfloat16" and device.arch < BF16_ARCH:
+        return f"{node.fusion}: the output is bfloat16, which needs compute capability {BF16_ARCH}; found {device.arch}"
+    for name, found in given.items():
+        of = next((each for each in ("x", "w") if name in (each, f"{each}_zero_point")), None)
+        if of is None and found != dtype:
+            return f"{node.fusion}: {name} is {found}; required {dtype}, as the output"
+        if of is not None and (found not in INTEGERS or found != given[of]):
+            return f"{node.fusion}: {name} is {found}; required int8 or uint8, and zero points as what they belong to"
+    if node.fusion == CONV:
+        return unsupported_choice(node, "layout", ("nhwc",), "nchw") or unsupported_choice(
+            node, "auto_pad", conv_operands.AUTO_PADS, "NOTSET"
+        )
+    return unsupported_choice(node, "weight_layout", ("kn", "nk"), "kn")
+
+
+def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
+    """Return the plans for these shapes, the expected fastest first.  Raises ValueError if shapes do not fit."""
+    numbers = _numbers(node, inputs, "x", device), _numbers(node, inputs, "w", device)
+
+    def ways(problem: Gemm | Conv, device: Device) -> list[Implementation]:
+        return implementations(problem, numbers, device)
+
+    if is_joined(node):
+        return joined_plans(node, inputs, device, problem_of, ways, candidates)
+    problem, y = problem_of(node, inputs, device)
+    return (
+        [Plan((y,), each.steps, each.scratch) for each in ways(problem, device)]
+        if element_count(y)
+        else [Plan((y,), ())]
+    )
+
+
+def problem_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> tuple[Gemm | Conv, TensorSpec]:
+    """Return the product or the convolution of a node, and its output.  Raises ValueError if shapes do not fit."""
+    typed = [replace(spec, dtype=node.output_dtypes[0]) for spec in inputs]  # of the numbers
+    problem, y = conv_of(node, typed, device) if node.fusion == CONV else gemm_of(node, typed, device)
+    x, w = required_spec(node, inputs, "x"), required_spec(node, inputs, "w")
+    columns, scales = y.shape[-1], element_count(required_spec(node, inputs, "w_scale"))
+    counts = {"x_scale": (1,), "x_zero_point": (1,), "w_scale": (1, columns), "w_zero_point": (scales,)}
+    for name, allowed in counts.items():
+        spec = operand_spec(node, inputs, name)
+        if spec is not None and element_count(spec) not in allowed:
+            raise ValueError(
+                f"{node.fusion} '{node.name}': {name} has shape {list(spec.shape)}; "
+                f"required {' or '.join(map(str, dict.fromkeys(allowed)))} elements"
+            )
+    x_scale, w_scale, *x_zero = (
+        Pointer("input", index)
+        for name in ("x_scale", "w_scale", "x_zero_point")
+        if (index := node.input_index(name)) is not None
+    )
+    is_symmetric = w.dtype == "int8" and node.input_index("w_zero_point") is None
+    integers = Integers(x.dtype, x_scale, w_scale, scales, x_zero[0] if x_zero else None, is_symmetric)
+    return replace(problem, integers=integers), y
+
+
+def _numbers(node: FusedNode, inputs: Sequence[TensorSpec], name: str, device: Device) -> Numbers:
+    """Return the launches that write the numbers of an operand, x or w, to scratch memory."""
+    indices = [
+        index for each in (name, f"{name}_scale", f"{name}_zero_point") if (index := node.input_index(each)) is not None
+    ]
+    value, scale, *zero = (inputs[i] for i in indices)
+    is_first = node.fusion == CONV or node.text("weight_layout", "kn") == "nk"  # the columns of y are w's first axis
+    count = element_count(scale)
+    of_scale = () if count == 1 else (count, *[1] * (len(value.shape) - 1)) if is_first else (count,)
+    specs = [value, *(replace(each, shape=of_scale) for each in (scale, *zero))]
+    operands = [f"x{i}" for i in range(len(specs))]
+    ops: list[list[Any]] = [["DequantizeLinear", operands, ["v0"], {}]]
+    dtypes = {**dict(zip(operands, (each.dtype for each in specs), strict=True)), "v0": scale.dtype}
+    if not zero:
+        ops = [["Cast", ["x0"], ["v1"], {"to": DTYPE_NUMBERS[scale.dtype]}], ["Mul", ["v1", "x1"], ["v0"], {}]]
+        dtypes["v1"] = scale.dtype
+    program = json.dumps({"ops": ops, "outputs": ["v0"], "dtypes": dtypes}, separators=(",", ":"))
+    numbers = FusedNode(REGION, node.name, tuple(operands), {"program": program}, (scale.dtype,))
+    (plan,) = region.candidates(numbers, specs, device)
+    assert not plan.scratch  # one launch per output
+
+    def of_node(pointer: Pointer) -> Pointer:
+        if pointer.kind == "input":
+            return replace(pointer, index=indices[pointer.index])
+        return replace(pointer, kind="scratch", index=int(name == "w"))
+
+    steps = tuple(moved(step, of_node) for step in plan.steps)
+    return Numbers(steps, element_count(value) * ITEM_BYTES[scale.dtype])
+
+
+def implementations(problem: Gemm | Conv, numbers: Sequence[Numbers], device: Device) -> list[Implementation]:
+    """Return the ways to run a product with at least one element: of integers first, then of the numbers of x and w."""
+    integers = _of_integers(problem, device)
+    with for_later_plans(problem.rows if integers else 0):
+        others = _of_numbers(problem, numbers, device)
+    if not integers and not others and problem.program is None:
+        raise ValueError(f"no kernel takes {problem} on {device.name}")
+    return [*integers, *others][:MAX_IMPLEMENTATIONS]
+
+
+def _of_integers(problem: Gemm | Conv, device: Device) -> list[Implementation]:
+    if isinstance(problem, Gemm):
+        return hopper.products(problem, device)
+    return hopper.products(as_gemm(problem), device) if problem.pointwise else hopper.convolutions(problem, device)
+
+
+def _of_numbers(problem: Gemm | Conv, numbers: Sequence[Numbers], device: Device) -> list[Implementation]:
+    """Return the implementations of numbers, after launches that write those of x and w to scratch memory."""
+    plain = replace(problem, integers=None, weights_constant=False)
+    written = {plain.x: Pointer("scratch", 0), plain.w: Pointer("scratch", 1)}
+    if isinstance(plain, Gemm):
+        found = implementations_if_any(plain, device)
+    else:
+        of_plain = conv_host.of_programs if plain.program else conv_host.implementations
+        found = of_plain(of_fewer_axes(plain), device)
+
+    def after_numbers(pointer: Pointer) -> Pointer:
+        if pointer.kind == "scratch":
+            return replace(pointer, index=pointer.index + len(written))
+        number = written.get(replace(pointer, offset=0))
+        return replace(number, offset=pointer.offset) if number else pointer
+
+    before = tuple(step for each in numbers for step in each.steps)
+    return [
+        Implementation(
+            f"of numbers, {each.name}",
+            (*before, *(moved(step, after_numbers) for step in each.steps)),
+            (*(each.bytes for each in numbers), *each.scratch),
+        )
+        for each in found
+    ]

@@ -1,0 +1,224 @@
+"""Products and convolutions of integers of 8 bits: the nodes, their operands, and their results in float64."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import ml_dtypes
+import numpy as np
+
+from onnxfuse.runtime.plan import FusedNode, TensorSpec
+
+Arrays = dict[str, np.ndarray]
+NUMPY = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+NUMPY |= {"int8": np.dtype(np.int8), "uint8": np.dtype(np.uint8)}
+ULP = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+STEP = 0.4  # of the quantizer that follows a product
+
+
+@dataclass(frozen=True)
+class Case:
+    """A product of m x k with k x n or, with sizes, a convolution of m images with k channels and n filters.
+
+    x_zero, w_zero  the zero points; None if the node has none
+    per_column      w has a scale for each column of y
+    layout          of the weight of a product: kn or nk
+    after           what follows: nothing, or relu and a quantizer, or a dequantized residual before these
+    """
+
+    m: int
+    n: int
+    k: int
+    x_dtype: str = "uint8"
+    w_dtype: str = "int8"
+    x_zero: int | None = None
+    w_zero: int | None = None
+    per_column: bool = True
+    bias: bool = True
+    dtype: str = "float32"
+    layout: str = "nk"
+    after: str = ""
+    sizes: tuple[int, ...] = ()
+    kernel: tuple[int, ...] = ()
+    strides: tuple[int, ...] = ()
+    dilations: tuple[int, ...] = ()
+    pads: tuple[int, ...] = ()
+    group: int = 1
+
+    def __str__(self) -> str:
+        named = {
+            name: value
+            for name, value in vars(self).items()
+            if name not in "mnk" and value != getattr(Case, name, None)
+        }
+        parts = [f"{self.m}x{self.n}x{self.k}"]
+        for name, value in named.items():
+            parts.append(f"{name}={'x'.join(map(str, value)) if isinstance(value, tuple) else value}")
+        return " ".join(parts)
+
+    @property
+    def filter(self) -> dict[str, tuple[int, ...]]:
+        """The strides, dilations and pads of a convolution."""
+        ones = (1,) * len(self.sizes)
+        return {
+            "strides": self.strides or ones, "dilations": self.dilations or ones,
+            "pads": self.pads or (0,) * 2 * len(self.sizes),
+        }  # fmt: skip
+
+    @property
+    def y_shape(self) -> tuple[int, ...]:
+        """The shape of y."""
+        if not self.sizes:
+            return (self.m, self.n)
+        of, axes = self.filter, len(self.sizes)
+        return (self.m, *(
+            (size + of["pads"][i] + of["pads"][i + axes] - (taps - 1) * of["dilations"][i] - 1) // of["strides"][i] + 1
+            for i, (size, taps) in enumerate(zip(self.sizes, self.kernel, strict=True))
+        ), self.n)  # fmt: skip
+
+    def node(self) -> FusedNode:
+        """Return the fused node, with what follows the product as its program."""
+        names, outputs = tuple(self.arrays()), (self.dtype,)
+        attributes: dict = {"weight_layout": self.layout}
+        if self.sizes:
+            attributes = {name: list(value) for name, value in self.filter.items()}
+            attributes |= {"layout": "nhwc", "group": self.group}
+        if self.after:
+            attributes["program"] = self._program()
+            outputs = (self.x_dtype,)
+        return FusedNode("quantized_conv" if self.sizes else "quantized_gemm", "product", names, attributes, outputs)
+
+    def _program(self) -> str:
+        ops: list = []
+        dtypes = {"x0": self.dtype, "x1": self.dtype, "x2": self.x_dtype}
+        value = "x0"
+        if self.after == "residual":
+            ops += [["DequantizeLinear", ["x3", "x1", "x2"], ["v0"], {}], ["Add", ["x0", "v0"], ["v1"], {}]]
+            dtypes |= {"x3": self.x_dtype, "v0": self.dtype, "v1": self.dtype}
+            value = "v1"
+        ops += [["Relu", [value], ["v2"], {}], ["QuantizeLinear", ["v2", "x1", "x2"], ["v3"], {}]]
+        dtypes |= {"v2": self.dtype, "v3": self.x_dtype}
+        return json.dumps({"ops": ops, "outputs": ["v3"], "dtypes": dtypes})
+
+    def arrays(self, seed: int = 0) -> Arrays:
+        """Return the operands by name, those of the program last."""
+        random = np.random.default_rng(seed)
+
+        def integers(dtype: str, shape: Sequence[int]) -> np.ndarray:
+            low = -128 if dtype == "int8" else 0
+            return random.integers(low, low + 256, tuple(shape)).astype(NUMPY[dtype])
+
+        of_w = (self.n, *self.kernel, self.k // self.group) if self.sizes else (self.n, self.k)
+        w = integers(self.w_dtype, of_w)
+        found = {"x": integers(self.x_dtype, (self.m, *self.sizes, self.k))}
+        found["x_scale"] = np.array(1 / 128, NUMPY[self.dtype])
+        if self.x_zero is not None:
+            found["x_zero_point"] = np.array(self.x_zero, NUMPY[self.x_dtype])
+        found["w"] = w.T.copy() if self.layout == "kn" else w
+        length = math.sqrt(math.prod(of_w[1:]))
+        scales = random.uniform(0.5, 1.5, self.n) / 64 / length
+        found["w_scale"] = (scales if self.per_column else scales[:1].reshape(())).astype(NUMPY[self.dtype])
+        if self.w_zero is not None:
+            found["w_zero_point"] = np.full(found["w_scale"].shape, self.w_zero, NUMPY[self.w_dtype])
+        if self.bias:
+            found["bias"] = random.standard_normal(self.n).astype(NUMPY[self.dtype])
+        if self.after:
+            found["x1"] = np.array(STEP / 16, NUMPY[self.dtype])
+            found["x2"] = np.array(3, NUMPY[self.x_dtype])
+        if self.after == "residual":
+            found["x3"] = integers(self.x_dtype, self.y_shape)
+        return found
+
+    def specs(self, aligned: bool = True) -> list[TensorSpec]:
+        """Return the shapes and dtypes of the operands; weights, scales and the bias are constants."""
+        return [
+            TensorSpec(a.shape, a.dtype.name, aligned, constant=aligned and name not in ("x", "x3"))
+            for name, a in self.arrays().items()
+        ]
+
+    def expected(self, arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the product in float64, and the sum of the absolute values of its terms."""
+        x = arrays["x"].astype(np.int64) - (self.x_zero or 0)
+        w = arrays["w"].astype(np.int64) - (self.w_zero or 0)
+        if self.sizes:
+            sums, terms = self._convolved(x, w), self._convolved(np.abs(x), np.abs(w))
+        else:
+            w = w if self.layout == "kn" else w.T
+            sums, terms = x @ w, np.abs(x) @ np.abs(w)
+        scale = float(arrays["x_scale"]) * arrays["w_scale"].astype(np.float64)
+        bias = arrays["bias"].astype(np.float64) if self.bias else 0.0
+        return sums * scale + bias, terms * scale + np.abs(bias)
+
+    def _convolved(self, x: np.ndarray, w: np.ndarray) -> np.ndarray:
+        of, axes = self.filter, len(self.sizes)
+        padded = np.pad(x, [(0, 0), *zip(of["pads"][:axes], of["pads"][axes:], strict=True), (0, 0)])
+        y = np.zeros(self.y_shape, np.int64)
+        for tap in itertools.product(*map(range, self.kernel)):
+            window = tuple(
+                slice(t * d, t * d + (size - 1) * s + 1, s)
+                for t, d, s, size in zip(tap, of["dilations"], of["strides"], self.y_shape[1:-1], strict=True)
+            )
+            taken, filters = padded[(slice(None), *window)], w[(slice(None), *tap)]
+            each, many = self.k // self.group, self.n // self.group
+            for g in range(self.group):
+                own = slice(g * many, (g + 1) * many)
+                y[..., own] += taken[..., g * each : (g + 1) * each] @ filters[own].T
+        return y
+
+    def check(self, arrays: Mapping[str, np.ndarray], y: np.ndarray, exact: bool) -> None:
+        """Fail unless y is as close to float64 as rounding explains: of the sum if `exact`, else of each operand."""
+        expected, terms = self.expected(arrays)
+        allowed = (2.0**-22 if exact else 2.0**-20) * terms + (0 if exact else 1.5 * ULP[self.dtype] * terms)
+        if not self.after:
+            allowed = allowed + ULP[self.dtype] * np.abs(expected)
+            found = y.astype(np.float64)
+        else:
+            scale, zero = float(arrays["x1"]), float(arrays["x2"])
+            allowed = allowed + 2 * ULP[self.dtype] * (np.abs(expected) + 1)
+            if self.after == "residual":
+                expected = expected + (arrays["x3"].astype(np.float64) - zero) * scale
+            limits = np.iinfo(NUMPY[self.x_dtype])
+            expected = np.clip(np.maximum(expected, 0) / scale + zero, limits.min, limits.max)
+            allowed = 0.5 + allowed / scale + 2.0**-20 * np.abs(expected)
+            found = y.astype(np.float64)
+        assert found.shape == expected.shape, f"{found.shape}, not {expected.shape}"
+        errors = np.abs(found - expected) - allowed
+        worst = np.unravel_index(np.argmax(errors), errors.shape)
+        assert (errors <= 0).all(), (
+            f"at {worst}: {found[worst]}, not {expected[worst]}; {(errors > 0).sum()} of {errors.size} wrong"
+        )
+
+
+SAME = (1, 1, 1, 1)
+GEMMS = [
+    Case(256, 256, 256), Case(100, 72, 144, x_dtype="int8", bias=False), Case(33, 40, 16, per_column=False),
+    Case(130, 200, 512, x_zero=131), Case(1, 96, 272, x_dtype="int8", x_zero=-7), Case(70, 35, 64, x_zero=5),
+    Case(64, 64, 100), Case(64, 64, 128, layout="kn"), Case(40, 48, 64, w_dtype="uint8", w_zero=120),
+    Case(20, 24, 32, w_zero=-3, layout="kn", x_zero=9), Case(512, 320, 1040, dtype="float16", x_zero=128),
+    Case(50, 64, 128, dtype="bfloat16"), Case(0, 64, 64),
+]  # fmt: skip
+CONVS = [
+    Case(2, 64, 128, sizes=(9, 11), kernel=(3, 3), pads=SAME),
+    Case(2, 72, 64, sizes=(9, 11), kernel=(3, 3), pads=SAME, x_zero=77),
+    Case(1, 35, 144, sizes=(12, 7), kernel=(3, 3), pads=(0, 1, 2, 1), strides=(2, 1), x_dtype="int8", x_zero=-128),
+    Case(3, 64, 32, sizes=(14, 14), kernel=(1, 1), x_zero=3), Case(2, 128, 64, sizes=(9, 9), kernel=(1, 1)),
+    Case(2, 64, 64, sizes=(14, 14), kernel=(1, 1), strides=(2, 2), x_dtype="int8"),
+    Case(1, 48, 16, sizes=(20, 20), kernel=(5, 5), pads=(2,) * 4, dilations=(2, 2), x_zero=200),
+    Case(1, 64, 3, sizes=(32, 32), kernel=(7, 7), strides=(2, 2), pads=(3,) * 4, x_zero=128),
+    Case(2, 64, 64, sizes=(9, 9), kernel=(3, 3), pads=SAME, group=64, x_zero=12),
+    Case(2, 64, 64, sizes=(9, 9), kernel=(3, 3), pads=SAME, group=4),
+    Case(2, 64, 64, sizes=(33,), kernel=(3,), pads=(1, 1), x_zero=9),
+    Case(1, 32, 32, sizes=(5, 6, 7), kernel=(3, 3, 3), pads=(1,) * 6, x_zero=9),
+    Case(2, 64, 64, sizes=(9, 9), kernel=(3, 3), pads=SAME, dtype="float16", x_zero=100),
+    Case(2, 40, 64, sizes=(9, 9), kernel=(3, 3), pads=SAME, w_zero=2),
+]  # fmt: skip
+AFTER = [
+    replace(case, after=after)
+    for case in (GEMMS[0], GEMMS[1], GEMMS[3], GEMMS[5], GEMMS[6], CONVS[0], CONVS[1], CONVS[2], CONVS[3], CONVS[7])
+    for after in ("relu", "residual")
+]
+CASES = [*GEMMS, *CONVS, *AFTER]

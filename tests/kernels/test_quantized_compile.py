@@ -1,0 +1,53 @@
+"""Products and convolutions of integers: all plans of all cases compile, without a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from architectures import A100, DEVICES, H200, T4, check_compiles
+from quantized_cases import AFTER, CASES, CONVS, GEMMS, Case
+from sampling import sampled
+
+from onnxfuse.kernels.quantized.host import candidates, supports
+from onnxfuse.runtime.plan import Device, Launch, Plan
+
+IN_INTEGERS = [case for case in CASES if case.k % 16 == 0 and case.m and case.layout == "nk"]
+IN_INTEGERS = [case for case in IN_INTEGERS if case.group == 1 and case.w_zero is None]
+
+
+def plans_of(case: Case, device: Device, aligned: bool = True) -> list[Plan]:
+    node, specs = case.node(), case.specs(aligned)
+    assert supports(node, [spec.dtype for spec in specs], device) is None
+    return candidates(node, specs, device)
+
+
+@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "misaligned"])
+@pytest.mark.parametrize("case", sampled(CASES, 6), ids=str)
+def test_all_plans_compile(case: Case, aligned: bool) -> None:
+    for plan in plans_of(case, H200, aligned):
+        for step in plan.steps:
+            if isinstance(step, Launch):
+                check_compiles(step.kernel, H200, spills=128)
+
+
+@pytest.mark.parametrize("device", [each for each in DEVICES if each is not T4], ids=lambda each: f"sm_{each.arch}")
+@pytest.mark.parametrize("case", [replace(GEMMS[3], dtype="float16"), CONVS[1], AFTER[-3]], ids=str)
+def test_plans_compile_for_every_gpu(case: Case, device: Device) -> None:
+    for plan in plans_of(case, device)[:2]:
+        for step in plan.steps:
+            if isinstance(step, Launch):
+                check_compiles(step.kernel, device, spills=None)
+
+
+@pytest.mark.parametrize("case", IN_INTEGERS, ids=str)
+def test_hopper_multiplies_integers_in_one_launch_after_the_zeros(case: Case) -> None:
+    sources = [step.kernel.source for step in plans_of(case, H200)[0].steps if isinstance(step, Launch)]
+    assert sources[-1] in ("quantized_gemm", "quantized_conv")
+    assert sources[:-1] == (["quantized_zeros"] if case.x_zero is not None else [])
+
+
+@pytest.mark.parametrize("case", [GEMMS[0], CONVS[0]], ids=str)
+def test_other_gpus_multiply_numbers(case: Case) -> None:
+    for plan in plans_of(case, A100):
+        assert len(plan.steps) >= 3 and len(plan.scratch) >= 2

@@ -1,0 +1,92 @@
+"""Products and convolutions of integers on a CPU: the kernels' own sources and plans, with emulated instructions."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from architectures import H200
+from emulated_launches import C_TYPES, library
+from hopper_emulation import Map, compiled, map_of
+from quantized_cases import NUMPY, SAME, Case
+
+from onnxfuse.kernels.quantized.host import candidates
+from onnxfuse.runtime.plan import Launch, Plan, Pointer, Scalar, TensorMap
+
+SOURCES = ("gemm/gemm_hopper.cuh", "gemm/gemm_hopper_fragments.cuh")
+LAST = ("gemm/gemm_hopper_threads.cuh", "gemm/gemm_hopper_integers.cuh")
+OWN = {
+    "quantized_gemm": (*SOURCES, *LAST, "gemm/gemm_operands.cuh", "quantized/quantized_gemm.cu"),
+    "quantized_conv": (
+        SOURCES[0],
+        "conv/conv_operands.cuh",
+        "quantized/conv_edges.cuh",
+        SOURCES[1],
+        *LAST,
+        "quantized/quantized_conv.cu",
+    ),
+}
+RUN = """
+extern "C" void run(const Map* maps, void* const* p, const int* sizes, int grid, int cluster, int shared_bytes) {
+    emulated::launch(grid, cluster, shared_bytes, [=] {
+        KERNEL({maps}, {maps + 1}, (T*)p[0], (const T*)p[1], (const T*)p[2], (const T*)p[3], (const T*)p[4],
+               (const f32*)p[5], SIZES);
+    });
+}
+"""
+CASES = [
+    Case(70, 40, 256), Case(140, 72, 144, x_zero=131), Case(33, 35, 272, x_dtype="int8", x_zero=-7, bias=False),
+    Case(65, 64, 128, dtype="float16", per_column=False),
+    Case(2, 64, 128, sizes=(9, 11), kernel=(3, 3), pads=SAME),
+    Case(1, 35, 128, sizes=(9, 11), kernel=(3, 3), pads=SAME, x_zero=77),
+    Case(1, 40, 256, sizes=(12, 7), kernel=(3, 2), pads=(0, 1, 2, 1), dilations=(2, 1), x_dtype="int8", x_zero=-128),
+    Case(1, 64, 128, sizes=(5, 5), kernel=(1, 1), x_zero=9),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_matches_exact_sums(case: Case, tmp_path: Path) -> None:
+    device = replace(H200, multiprocessors=3)
+    arrays = case.arrays()
+    whole = np.full((int(np.prod(case.y_shape)) + 64,), np.nan, NUMPY[case.dtype])
+    plans = [plan for plan in candidates(case.node(), case.specs(), device) if plan.steps[-1].kernel.source in OWN]
+    assert plans
+    for plan in plans[:2]:
+        whole[:] = np.nan
+        run(plan, list(arrays.values()), whole, tmp_path)
+        count = int(np.prod(case.y_shape))
+        case.check(arrays, whole[:count].reshape(case.y_shape), exact=True)
+        assert np.isnan(whole[count:]).all(), "written beyond the end"
+
+
+def run(plan: Plan, arrays: list[np.ndarray], y: np.ndarray, folder: Path) -> None:
+    """Run the launches of a plan, which write y."""
+    scratch = [np.full(size, 0xFF, np.uint8) for size in plan.scratch]
+    arrays = [np.ascontiguousarray(each) for each in arrays]
+    addresses = {Pointer("input", i): each.ctypes.data for i, each in enumerate(arrays)}
+    addresses |= {Pointer("scratch", i): each.ctypes.data for i, each in enumerate(scratch)}
+    addresses[Pointer("output", 0)] = y.ctypes.data
+    for step in plan.steps:
+        assert isinstance(step, Launch)
+        if step.kernel.source == "quantized_zeros":
+            given = [
+                C_TYPES[each.type](each.value) if isinstance(each, Scalar) else ctypes.c_void_p(addresses[each])
+                for each in step.arguments
+            ]
+            grid, block = (ctypes.c_int * 3)(*step.grid), (ctypes.c_int * 3)(*step.block)
+            library(step.kernel, folder)(grid, block, step.shared, *given)
+            continue
+        found = [each for each in step.arguments if isinstance(each, TensorMap)]
+        maps = (Map * len(found))(*(map_of(each, addresses[each.pointer]) for each in found))
+        others = step.arguments[2:8]
+        pointers = (ctypes.c_void_p * 6)(*(addresses[each] if isinstance(each, Pointer) else None for each in others))
+        integers = [each.value for each in step.arguments[8:] if isinstance(each, Scalar)]
+        sizes = (ctypes.c_int * len(integers))(*integers)
+        names = ", ".join(f"sizes[{i}]" for i in range(len(integers)))
+        text = RUN.replace("KERNEL", step.kernel.entry).replace("SIZES", names)
+        compiled(step.kernel, OWN[step.kernel.source], text, folder).run(
+            maps, pointers, sizes, step.grid[0], step.cluster, step.shared
+        )
