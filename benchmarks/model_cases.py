@@ -17,6 +17,7 @@ from onnxfuse.tuning.bound_session import Provider
 from onnxfuse.verify.input_uses import integer_uses
 from onnxfuse.verify.inputs import generate_inputs, model_inputs, sizes_to_try
 
+QUANTIZED = ("int8", "dynamic8")  # dtypes of models that are exported in float32, and quantized then
 MODELS = Path(__file__).parent.parent / "models"
 
 
@@ -105,11 +106,32 @@ def job_of(architecture: str, dtype: str = "fp16") -> Any:
 
 def export(case: Case, path: Path) -> None:
     """Export the case's architecture in its public size; the file appears when it is complete."""
-    job = job_of(case.architecture, case.dtype)
+    job = job_of(case.architecture, "fp32" if case.dtype in QUANTIZED else case.dtype)
     exporters = from_models("exporters")
     proto = exporters.export_graph(job, exporters.build_model(job), job.variant.dtype)
     exporters.strip_traces(proto)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     part.write_bytes(proto.SerializeToString())
+    if case.dtype in QUANTIZED:
+        quantize(case, part)
     part.replace(path)
+
+
+def quantize(case: Case, path: Path) -> None:
+    """Quantize the file of a float model: in pairs around operators for int8, or in each run for dynamic8."""
+    quantization = importlib.import_module("onnxruntime.quantization")
+    if case.dtype == "dynamic8":
+        quantization.quantize_dynamic(path, path, weight_type=quantization.QuantType.QInt8)
+        return
+    model = onnx.load(path)
+    inputs = model_inputs(model)
+    sizes = {**next(sizes_to_try(inputs, {})), **dict.fromkeys(case.sizes, 1), "seq": 64}
+    feeds = iter([generate_inputs(inputs, sizes, integer_uses(model), {})])
+
+    class Reader(quantization.CalibrationDataReader):  # type: ignore[misc, name-defined]
+        def get_next(self) -> dict[str, Array] | None:
+            return next(feeds, None)
+
+    quantization.quantize_static(path, path, Reader(), activation_type=quantization.QuantType.QUInt8,
+                                 weight_type=quantization.QuantType.QInt8, per_channel=True)  # fmt: skip

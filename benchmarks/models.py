@@ -57,8 +57,8 @@ from onnxfuse.errors import first_line
 from onnxfuse.tuning.bound_session import WARM_UP_RUNS, default_provider
 from onnxfuse.tuning.timing import interleaved, runs_within
 
-GROUPS = ("default", "conv", "regions")
-BOTH, CONV, REGIONS = GROUPS[:2], ("conv",), ("regions",)
+GROUPS = ("default", "conv", "regions", "eight bits")
+BOTH, CONV, REGIONS, EIGHT = GROUPS[:2], ("conv",), ("regions",), ("eight bits",)
 CASES = (
     Case("bert-b8-s512", "bert", {"batch": 8, "seq": 512}, "bert"),
     Case("bert-b1-s128", "bert", {"batch": 1, "seq": 128}, "bert"),
@@ -81,6 +81,11 @@ CASES = (
     Case("t5-b8-s256", "t5_encoder", {"batch": 8, "seq": 256}, fixed=True, groups=REGIONS),
     Case("swin-b16", "swin", {"batch": 16}, fixed=True, groups=REGIONS),
     Case("deberta-b8-s128", "deberta", {"batch": 8, "seq": 128}, fixed=True, groups=REGIONS),
+    Case("resnet50-b32-int8", "resnet50", {"batch": 32}, convolutions=True, dtype="int8", groups=EIGHT),
+    Case("resnet50-b128-int8", "resnet50", {"batch": 128}, convolutions=True, dtype="int8", groups=EIGHT),
+    Case("resnet50-b128", "resnet50", {"batch": 128}, convolutions=True, groups=EIGHT),
+    Case("bert-b8-s512-int8", "bert", {"batch": 8, "seq": 512}, dtype="int8", groups=EIGHT),
+    Case("bert-b8-s512-dynamic8", "bert", {"batch": 8, "seq": 512}, dtype="dynamic8", groups=EIGHT),
 )
 SECONDS, QUICK_SECONDS = 0.6, 0.25  # of timed runs
 PAUSE, PACED_RUNS = 2.0, 60
