@@ -15,5 +15,6 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
                      int y_h, int y_w, int group_m PROGRAM_PARAMETERS) {
     const Weights weights{{&w}, {m}};
     run_tiles(PixelOperands{x, w, y_d, y_h, y_w}, weights,
-              {bias, extra, scale, residual, y, alpha, beta, pixels, m, {PROGRAM_ARGUMENTS}}, ALL_BLOCKS, group_m);
+              FragmentOutput{bias, extra, scale, residual, y, alpha, beta, pixels, m, {PROGRAM_ARGUMENTS}}, ALL_BLOCKS,
+              group_m);
 }

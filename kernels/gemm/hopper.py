@@ -34,6 +34,9 @@ MAX_ACCUMULATORS_OF_THREADS: Final = 128  # maximum accumulators per thread that
 GATE_STEP_CYCLES: Final = 80.0  # extra time per stage of k for a gate
 RESERVED_BYTES: Final = 1024  # bytes of shared memory that the runtime reserves per block
 HALF_SHARE: Final = 0.85  # share of a multiprocessor's time that a block's main loop takes, if two blocks run on it
+# Further instructions of the epilogue for an element, if x and w are integers and y too: the exchange of sums, scales,
+# and a quantizer.
+INTEGER_INSTRUCTIONS: Final = 20
 START_CYCLES: Final = 2000.0  # from a block's start on a multiprocessor to its first products
 L2_BYTES: Final = 3950  # bytes per cycle that all multiprocessors together read from L2
 ALONE_SHARE: Final = 0.15  # weight of a product's latency in its cost for a shared GPU
@@ -174,6 +177,7 @@ def step_cycles(config: HopperConfig, row_cycles: float = 0.0) -> float:
 def _tile_cycles(gemm: Gemm, config: HopperConfig, row_cycles: float) -> tuple[float, float]:
     """Estimate the clock cycles of a tile's main loop over a block's part of k, and of its epilogue without split_k."""
     instructions = 8 + {"none": 0, "gelu": 13}.get(gemm.activation, 10) + 4 * bool(gemm.residual)
+    instructions += INTEGER_INSTRUCTIONS if gemm.integers else 0
     moved = ITEM_BYTES[gemm.dtype] * (1 + bool(gemm.residual)) / 32  # cycles for the bytes that move per element of y
     epilogue = config.tile_m * tile_columns(gemm, config) * max(instructions / 128, moved)
     step = step_cycles(config, row_cycles) + (GATE_STEP_CYCLES if gemm.gate else 0.0)

@@ -122,9 +122,11 @@ def expression(
     if name == "Cast":
         return _cast(given[0], of, target)
     if name == "QuantizeLinear":
-        quotient, precision = f"exact_quotient({given[0]}, {given[1]})", operation.attributes.get("precision")
-        rounded = f"rounded<{STORED[precision]}>({quotient})" if precision in HALVES else quotient
-        return f"quantized<{NUMBER[target]}>({rounded}, {given[2]})"
+        precision = operation.attributes.get("precision")
+        if precision not in HALVES:
+            return f"quantized<{NUMBER[target]}>({given[0]}, {given[1]}, {given[2]})"
+        quotient = f"rounded<{STORED[precision]}>(exact_quotient({given[0]}, {given[1]}))"
+        return f"quantized<{NUMBER[target]}>({quotient}, {given[2]})"
     if name == "DequantizeLinear":
         return f"product(float({given[0]} - {given[2]}), {given[1]})"
     if name == "BitShift":

@@ -297,23 +297,12 @@ __device__ __forceinline__ float sine(Angle x) {
 }
 __device__ __forceinline__ float cosine(Angle x) { return sine({x.rest, x.quarters + 1}); }
 
-// The quotient rounded to nearest even, for a quantizer: only its sign matters where it is below 2^-20 or exceeds 2^20,
-// and NaN becomes a low number. Two of Newton's steps from the rounded reciprocal, which is computed once for a scale,
-// round correctly (Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990).
+// The quotient rounded to nearest even, of subnormal numbers too.
 __device__ __forceinline__ float exact_quotient(float a, float b) {
 #if __CUDA_ARCH__ >= 750
-    constexpr float LARGE = 1048576.0f * 1048576.0f;
-    float inverse, y;
-    if (!(fabsf(b) < LARGE && fabsf(b) > 1.0f / LARGE)) {  // the reciprocal might not be a normal number
-        asm("div.rn.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-        return y;
-    }
-    asm("rcp.rn.f32 %0, %1;" : "=f"(inverse) : "f"(b));
-    const float limit = fabsf(b) * 1048576.0f;
-    a = fminf(fmaxf(a, -limit), limit);
-    y = a * inverse;
-    y = __fmaf_rn(__fmaf_rn(-y, b, a), inverse, y);
-    return __fmaf_rn(__fmaf_rn(-y, b, a), inverse, y);
+    float y;
+    asm("div.rn.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
 #else
     return a / b;
 #endif
@@ -326,6 +315,29 @@ __device__ __forceinline__ T quantized(float x, int zero) {
     constexpr int LOW = T(-1) < T(0) ? -128 : 0;
     const float inside = fminf(fmaxf(x, float(LOW - zero)), float(LOW + 255 - zero));
     return T(int(__float_as_uint(inside + 12582912.0f)) + zero);
+}
+
+// The same of a quotient, which is rounded correctly: an approximate reciprocal, which is computed once for a scale, and
+// two steps of Newton's method leave an error of 2^-46 before the last rounding. Scales near the ends of float's range
+// are moved to its middle; a scale of 0 counts as the smallest number.
+template <class T>
+__device__ __forceinline__ T quantized(float a, float scale, int zero) {
+#if __CUDA_ARCH__ >= 750
+    constexpr int LOW = T(-1) < T(0) ? -128 : 0;
+    constexpr float HUGE = 1329227995784915872903807060280344576.0f, SMALLEST = 1.4e-45f;  // 2^120, 2^-149
+    const float factor = fabsf(scale) > 1e18f ? 1.0f / HUGE : fabsf(scale) < 1e-18f ? HUGE : 1.0f;
+    const float b = (scale == 0.0f ? SMALLEST : scale) * factor;
+    const float low = (float(LOW - zero) - 0.25f) * b, high = (float(LOW + 255 - zero) + 0.25f) * b;
+    float inverse;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(b));
+    a = fminf(fmaxf(a * factor, fminf(low, high)), fmaxf(low, high));
+    float y = a * inverse;
+    y = __fmaf_rn(__fmaf_rn(-y, b, a), inverse, y);
+    y = __fmaf_rn(__fmaf_rn(-y, b, a), inverse, y);
+    return T(int(__float_as_uint(y + 12582912.0f)) + zero);
+#else
+    return quantized<T>(a / scale, zero);
+#endif
 }
 
 template <class T>
