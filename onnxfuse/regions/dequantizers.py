@@ -39,7 +39,7 @@ def _copy(clusters: Clusters, node: Node, result: Tensor, readers: list[Node]) -
     shapes.record(copied, shapes.shape(result), shapes.dtype(result))
     copy = graph.add_node(node.op, node.inputs, [copied], node.attrs, name=node_label(node))
     for reader in readers:
-        reader.inputs[:] = [copied if tensor is result else tensor for tensor in reader.inputs]
+        reader.inputs = [copied if tensor is result else tensor for tensor in reader.inputs]
     for each in (copy, *readers):
         found = normal_form(shapes, each)
         assert not isinstance(found, str), found
