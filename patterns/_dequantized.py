@@ -1,6 +1,10 @@
 """Operands of products and convolutions that are stored as integers of 8 bits, with scales and zero points."""
 
+from typing import Final
+
 from onnxfuse.dsl import Term, either, op, or_zeros, require, shared, when
+
+FLOAT: Final = 1  # ONNX's number of float32
 
 
 def dequantized(x: Term, scale: Term, zero_point: Term) -> Term:
@@ -20,6 +24,11 @@ def dequantized_weight(w: Term, scale: Term, zero_point: Term, axis: int) -> Ter
         lambda scales: scales is None,
     )
     return shared(either(op.DequantizeLinear(*operands, axis=axis), of_one_scale))
+
+
+def scaled_sums(sums: Term, x_scale: Term, w_scale: Term) -> Term:
+    """Return sums of products of integers, times both scales, as onnxruntime's dynamic quantizer writes it."""
+    return op.Mul(op.Cast(sums, to=FLOAT), shared(op.Mul(x_scale, w_scale)))
 
 
 def require_eight_bits() -> None:

@@ -1,10 +1,8 @@
 """A matrix product of integers of 8 bits: of a tensor and a weight, each with a scale and a zero point."""
 
-from onnxfuse.dsl import Term, choose, either, fusion, op, or_zeros, rearrange, require, shared, tensor, weight
-from onnxfuse.patterns._dequantized import dequantized, dequantized_weight, require_eight_bits
+from onnxfuse.dsl import Term, choose, either, fusion, op, or_zeros, rearrange, require, tensor, weight
+from onnxfuse.patterns._dequantized import dequantized, dequantized_weight, require_eight_bits, scaled_sums
 from onnxfuse.patterns._linear import linear_by_layout
-
-FLOAT = 1  # ONNX's number of float32
 
 
 @fusion(out="... n", epilogue=True)
@@ -20,7 +18,7 @@ def quantized_gemm(
     """y = (x - x_zero_point) x_scale (w - w_zero_point) w_scale + bias; w is (k, n), or (n, k) with weight_layout nk
 
     The weight has one scale, or one for each of its n columns.  The body multiplies numbers that are dequantized, or
-    integers, whose products are scaled then.
+    integers, whose sums are scaled then.
     """
     require_eight_bits()
     require("the weight has one scale or {n}; found {scales}", lambda scales, n: scales in (None, n))
@@ -34,7 +32,7 @@ def quantized_gemm(
         kn=op.MatMulInteger(x, rearrange(w, "k n -> k n"), *zero_points),
         nk=op.MatMulInteger(x, rearrange(w, "n k -> k n"), *zero_points),
     )
-    scaled = op.Mul(op.Cast(sums, to=FLOAT), shared(op.Mul(x_scale, w_scale)))
+    scaled = scaled_sums(sums, x_scale, w_scale)
     return choose(
         "multiplied",
         numbers=choose("weight_layout", **linear_by_layout(dequantized(x, x_scale, x_zero_point), w_kn, w_nk, bias)),

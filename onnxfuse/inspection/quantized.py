@@ -86,7 +86,7 @@ def _dequantize_linear(shapes: ShapeInfo, node: Node) -> Description:
 
 def _is_multiplied(node: Node) -> bool:
     """Return whether a node computes a product of integers, or dequantizes weights or biases of such products only."""
-    if op_of(node) == "MatMulInteger":
+    if op_of(node) in ("MatMulInteger", "ConvInteger"):
         return is_constant(node.inputs[1]) and [op_of(reader) for reader in consumers(node.outputs[0])] == ["Cast"]
     if op_of(node) != "DequantizeLinear" or not is_constant(node.inputs[0]) or int_attribute(node, "block_size", 0):
         return False

@@ -12,7 +12,8 @@ channels-last images has Transposes around each of these nodes.
 With `auto`, a region is kept under two conditions.  One of its convolutions must compute more than one pixel; those of
 a channel gate compute one.  Its Transposes must move at most MAX_BORDER_SHARE of the bytes that its convolutions read
 and write: a Transpose runs as fast as a copy, and channels-first convolutions take about twice as long as channels-last
-ones (ResNet-50 in float16, batch 32, on an H200: 3.68 and 2.13 ms in onnxruntime).
+ones (ResNet-50 in float16, batch 32, on an H200: 3.68 and 2.13 ms in onnxruntime).  Channels-first, convolutions of
+integers compute in float32, so that they also move the numbers that they dequantize.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ from onnxfuse.algebra.index_maps import transposed
 from onnxfuse.algebra.operators import REARRANGING, REDUCTIONS
 from onnxfuse.algebra.sizes import Size
 from onnxfuse.analysis.tensor_bytes import tensor_bytes
-from onnxfuse.ir.attributes import ints_attribute
+from onnxfuse.ir.attributes import ints_attribute, str_attribute
 from onnxfuse.ir.node import Node, Tensor, consumers, is_constant, op_of, producer
 from onnxfuse.layout.axes import has_one_pixel, to_first, to_last
 from onnxfuse.layout.conversion import Conversion, Kind, Model
+from onnxfuse.layout.fusions import QUANTIZED_CONVOLUTION
 from onnxfuse.passes.compose_views import View, shorter_chain, view_of
 
 MAX_BORDER_SHARE: Final = 0.5
+FLOAT_BYTES: Final = 4
 
 
 @dataclass(frozen=True)
@@ -260,19 +263,20 @@ class Regions:
         convolutions = tuple(node for node in region if self.conversions[node].kind is Kind.CONVOLUTION)
         if all(self._is_gate(node) for node in convolutions):
             return Refused(convolutions)
-        shapes = self.model.shapes
         images = {tensor.name: self._uses[tensor.name] for node in region for tensor in self._images(node)}
         border = 2 * self._border(region)  # a Transpose reads and writes its tensor
-        moved = sum(
-            tensor_bytes(shapes, shapes.shape(tensor), shapes.dtype(tensor))
-            for node in convolutions
-            for tensor in (*node.inputs, *node.outputs)
-            if tensor.name and not is_constant(tensor)
-        )
+        moved = sum(map(self._moved, convolutions))
         if border <= MAX_BORDER_SHARE * moved:
             return None
         widest = max(images.values(), key=_Use.cost)
         return Refused(convolutions, border, moved, widest.tensor, not widest.computed_last)
+
+    def _moved(self, node: Node) -> int:
+        """Return the bytes that a convolution reads and writes if it is channels-first."""
+        shapes, tensors = self.model.shapes, [t for t in (*node.inputs, *node.outputs) if t.name and not is_constant(t)]
+        read = [tensor_bytes(shapes, shapes.shape(tensor), shapes.dtype(tensor)) for tensor in tensors]
+        is_of_integers = str_attribute(node, "fusion", "") == QUANTIZED_CONVOLUTION
+        return sum(read) + (2 * FLOAT_BYTES * read[0] if is_of_integers else 0)  # an integer has one byte
 
     def _is_gate(self, node: Node) -> bool:
         """Return whether a convolution is a matrix product of images of one pixel, as in a channel gate."""

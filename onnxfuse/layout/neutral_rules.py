@@ -63,6 +63,11 @@ def has_several_scales(model: Model, node: Node) -> str:
     return "" if all(of_one) else "it has more than one scale"
 
 
+def dynamic_quantizer(model: Model, node: Node) -> Conversion | str:
+    """Return the conversion of a DynamicQuantizeLinear: the scale and the zero point are those of the whole image."""
+    return same_operator(node, computes=(0,)) if image_rank(model.shapes, node.inputs[0]) else NOT_AN_IMAGE
+
+
 def flattens(model: Model, node: Node) -> str:
     """Return why a Softmax that flattens axes (before opset 13) stays channels-first; else ""."""
     return "it flattens the axes after its own in this opset" if model.graph.opset < 13 else ""
@@ -259,6 +264,7 @@ NEUTRAL_RULES: Final[dict[str, Rule]] = {
     **dict.fromkeys(REDUCTIONS, reduction),
     "Concat": concat,
     "DequantizeLinear": partial(moved, why_not=has_several_scales),
+    "DynamicQuantizeLinear": dynamic_quantizer,
     "Gather": partial(moved, axis=0, why_not=changes_axes),
     "LogSoftmax": partial(moved, axis=-1, why_not=flattens),
     "Pad": pad,

@@ -43,7 +43,8 @@ GENERATED = tuple(f for f in catalogue.builtin() if any("::" not in op for op in
 LEADING = {"batch": 3, "seq": 2, "extra": 4}  # sizes of the axes that "..." stands for; fewer axes take the first ones
 MAX_TRIES = 20_000  # of sizes for the dimensions of a spelling; random choices of variants may contradict each other
 PACKED_INPUTS = {
-    "DequantizeLinear": (0, 2), "MatMulInteger": (0, 1, 2, 3), "com.microsoft::MatMulNBits": (1, 3),
+    "DequantizeLinear": (0, 2), "MatMulInteger": (0, 1, 2, 3), "ConvInteger": (0, 1, 2, 3),
+    "com.microsoft::MatMulNBits": (1, 3),
 }  # fmt: skip
 POOL = (4, 5, 6, 7, 8, 9, 10, 3, 2, 12, 11, 14, 20, 1)  # sizes that are tried for a named dimension
 
@@ -284,7 +285,7 @@ def _guards(fusion: Fusion) -> list[Guard]:
 
 def find_sizes(spelling: Spelling, known: Mapping[str, Any]) -> dict[str, Any]:
     """Return sizes that the guards accept, different ones for different names if possible.  Raises Unwritable."""
-    names = [name for name in _names(spelling) if name not in known and name not in spelling.sizes]
+    names = [n for n in _names(spelling) if n not in known and n not in spelling.sizes and _has_size(spelling, n)]
     has_dots = any("..." in spec for spec in _specs(spelling))
     lead = tuple(LEADING.values())[: spelling.leading] if has_dots else ()
     labels = {**chosen(spelling), **_attribute_examples(spelling)}
@@ -415,7 +416,7 @@ def _build(spelling: Spelling) -> Unfused:
         known = _dims_by_example(spelling)
         spelling = replace(spelling, leading=len(known.get("...", ())))
         shapes = {c.name: _axes(spelling, c) for c in operands(spelling)}
-    numbers = {name: size for name, size in find_sizes(spelling, known).items() if _has_size(spelling, name)}
+    numbers = find_sizes(spelling, known)
     dims = _open(spelling, numbers) if spelling.dynamic else numbers
     sizes = {name: _shape(spelling, name, axes, dims) for name, axes in shapes.items()}
     parts = {name: _part(spelling, term, dims) for name, term in _parted(spelling).items()}
@@ -749,7 +750,7 @@ def _variants(fusion: Fusion) -> Iterator[Spelling]:
     yield base
     chooses = {t.name: t for t in walk(*fusion.outputs) if is_choice(t)}
     single = [
-        replace(base, what=f"{name}={label}", choices={name: label})
+        _fitting(replace(base, what=f"{name}={label}", choices={name: label}))
         for name, term in chooses.items()
         for label in term.labels
         if label != _label(base, term)
@@ -763,6 +764,17 @@ def _variants(fusion: Fusion) -> Iterator[Spelling]:
         yield from (replace(base, what=f"{rank}-leading-axes", leading=rank) for rank in (0, 1, 3))
     yield from _with_sizes(base)
     yield from _with_parts((base, *single))
+
+
+def _fitting(spelling: Spelling) -> Spelling:
+    """Return a variant; where the guards accept no sizes, that with size one for each axis that may have it."""
+    try:
+        build(spelling)
+    except Unwritable as error:
+        if error.kind == "sizes":
+            thin = {name for c in operands(spelling) for name in re.findall(r"([a-z]\w*)\?", c.dims or "")}
+            return replace(spelling, thin=frozenset(thin))
+    return spelling
 
 
 def _with_parts(spellings: Iterable[Spelling]) -> Iterator[Spelling]:
@@ -941,4 +953,4 @@ def richest(fusion: Fusion, opset: int) -> Spelling:
     labels = {
         name: max(t.labels, key=lambda label: t.labelled(label).count_nodes({}, set())) for name, t in chooses.items()
     }
-    return replace(longest(fusion, opset), choices=labels, what=f"richest-opset{opset}")
+    return _fitting(replace(longest(fusion, opset), choices=labels, what=f"richest-opset{opset}"))
