@@ -131,3 +131,21 @@ def test_rows_of_the_stored_weight_are_columns_of_the_model() -> None:
     stored = next(each for each in result.model.graph.initializer if each.name == "w/nk")
     np.testing.assert_array_equal(numpy_helper.to_array(stored), weight.T)
     assert result.layout.originals == {"w/nk": ("w", (1, 0))}
+
+
+def test_each_sum_dequantizes_a_value_that_several_add() -> None:
+    """As in a DenseNet: the copies of a DequantizeLinear join the convolutions before the sums."""
+    text = f"""(float[n,8,h,w] x) => (float[n,8,h,w] y) <{SCALES}>
+    {{ xq = QuantizeLinear (x, s, z) d = DequantizeLinear (xq, s, z) ud = DequantizeLinear (u, t)
+       a = Conv (d, ud) aq = QuantizeLinear (a, s, z) ad = DequantizeLinear (aq, s, z) b = Add (ad, d)
+       bq = QuantizeLinear (b, s, z) bd = DequantizeLinear (bq, s, z) vd = DequantizeLinear (v, t) c = Conv (bd, vd)
+       cq = QuantizeLinear (c, s, z) cd = DequantizeLinear (cq, s, z) e = Add (cd, d) eq = QuantizeLinear (e, s, z)
+       ed = DequantizeLinear (eq, s, z) y = Conv (ed, ud) }}"""
+    model = parse(text, u=integers(8, 8, 1, 1), v=integers(8, 8, 1, 1))
+    result = converted(model, regions=True)
+    assert not result.left_out
+    sums = ["D", "Q", "D", "Add", "Q"], ["Q", "D", "D", "Add", "Q"], []
+    assert tuple(programs(result, "quantized_conv")) == sums
+    first, second, _ = nodes(result, "quantized_conv")
+    assert first.input[0] == first.input[-1] == second.input[-1]
+    assert_same(model, result.model, STEP, n=2, h=3, w=5)
