@@ -73,7 +73,7 @@ def find_epilogue_fusion(
     results = {tensor.name for _, tensor, _ in found}
     for join_part in _join, _join_up_to_quantizers:
         for _, tensor, match in found:
-            join = join_part(clusters, cluster, tensor, results)
+            join = join_part(clusters, cluster, tensor, results, joining)
             if join is not None:
                 return replace(join, match=match)
     return None
@@ -93,22 +93,33 @@ def _closes_no_cycle(clusters: Clusters, maker: Node, cluster: Cluster) -> bool:
     return all(each is None or clusters.level[each] < clusters.level[maker] for each in makers)
 
 
-def _join(clusters: Clusters, cluster: Cluster, result: Tensor, results: Collection[str]) -> Join | None:
+def _join(
+    clusters: Clusters, cluster: Cluster, result: Tensor, results: Collection[str], joining: Joining
+) -> Join | None:
     """Return how a part of a cluster can join the node that computes `result`.
 
     Returns None if no part can join, or if the part would read at least as many bytes from the rest of the cluster as
-    the result has.  `results` has the names of all results of nodes that the cluster could join.
+    the result has.  `results` has the names of all results of nodes that the cluster could join.  What a norm
+    dequantizes does not join, because a region of both reads integers.
     """
     part = _readers(cluster, result)
     if not all(_keeps_order(step) for node in part for step in clusters.forms[node]):
         return None
+    part -= {node for node in part if producer(node.inputs[0]) in part and _is_read_by_norms(clusters, node, joining)}
     join = _join_part(clusters, cluster, result, part, results)
     between = join and join.apart and [t for t in join.apart.outputs.values() if t.name in join.cluster.operands]
     return None if between and clusters.bytes_of(between) >= clusters.bytes_of([result]) else join
 
 
+def _is_read_by_norms(clusters: Clusters, node: Node, joining: Joining) -> bool:
+    """Return whether a node is a DequantizeLinear of which only norms, which may be in regions, read the result."""
+    if op_of(node) != "DequantizeLinear" or clusters.graph.is_kept(node.outputs[0]):
+        return False
+    return all(map(joining.is_norm, consumers(node.outputs[0])))
+
+
 def _join_up_to_quantizers(
-    clusters: Clusters, cluster: Cluster, result: Tensor, results: Collection[str]
+    clusters: Clusters, cluster: Cluster, result: Tensor, results: Collection[str], joining: Joining
 ) -> Join | None:
     """Return how operators that give the rest of a cluster nothing but integers can join the node of `result`.
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Final
 
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.dsl.declaration import Fusion
+from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, op_of, producer
 from onnxfuse.match import Match, Matcher
@@ -16,6 +18,8 @@ from onnxfuse.regions.host import host_nodes
 from onnxfuse.regions.normal_form import MIN_OPSET, normal_form
 from onnxfuse.rewrite.replace import REGION, Fused, LocalFunctions, replace_match
 from onnxfuse.steps import REGIONS, step
+
+NORMS: Final = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
 
 
 @dataclass
@@ -50,6 +54,11 @@ class Joining:
     def takes_epilogue(self, node: Node) -> bool:
         """Return whether operators may join a fused node as its epilogue."""
         return self.epilogues.get(str(node.attrs["fusion"]), False) in (True, node.attrs.get("layout"))
+
+    def is_norm(self, node: Node) -> bool:
+        """Return whether a node is a fused norm, which operators may join, and which may become part of a region."""
+        fusion = str(node.attrs["fusion"]) if node.domain == DOMAIN else ""
+        return fusion in NORMS and fusion in self.epilogues
 
     @cached_property
     def _matchers(self) -> list[Matcher]:

@@ -18,7 +18,6 @@ from onnxfuse.regions.joining import Joining
 from onnxfuse.regions.steps import Step, Steps
 from onnxfuse.regions.write import measured_besides, order_by_reading
 
-NORMS: Final = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
 FLOAT: Final = int(TensorProto.FLOAT)
 MOVED: Final = "#moved"  # name of the value with the moved rows, if rows are moved before the norm
 ROW_MAPS: Final = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice", "Split", "Concat")
@@ -51,7 +50,7 @@ def _norms_behind(clusters: Clusters, cluster: Cluster, joining: Joining) -> lis
         id(node): node
         for tensor in cluster.outputs.values()
         for node in consumers(tensor)
-        if node.domain == DOMAIN and node.attrs["fusion"] in NORMS and node.attrs["fusion"] in joining.epilogues
+        if joining.is_norm(node)
     }
     return sorted(readers.values(), key=clusters.graph.position.__getitem__)
 

@@ -149,3 +149,14 @@ def test_each_sum_dequantizes_a_value_that_several_add() -> None:
     first, second, _ = nodes(result, "quantized_conv")
     assert first.input[0] == first.input[-1] == second.input[-1]
     assert_same(model, result.model, STEP, n=2, h=3, w=5)
+
+
+def test_a_norm_reads_the_integers_of_a_product() -> None:
+    text = f"""(float[n,8] x) => (float[n,8] y) <{SCALES}, float[8] g, float[8] b> {{ {PRODUCT}
+    aq = QuantizeLinear (a, s, z) ad = DequantizeLinear (aq, s, z) y = LayerNormalization (ad, g, b) }}"""
+    model = parse(text, w=integers(8, 8))
+    result = converted(model, regions=True)
+    assert programs(result, "quantized_gemm") == [["Q"]]
+    (norm,) = programs(result, "region")
+    assert norm[:2] == ["D", "ReduceMean"]
+    assert_same(model, result.model, STEP, n=5)
