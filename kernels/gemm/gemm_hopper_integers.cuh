@@ -6,8 +6,9 @@
 // sum of the column of w, as quantized_zeros.cu writes it. A convolution reads zeros in its padding, where x stands for
 // 0: row 1 + t of `zeros` is x_zero times the column's sum over tap t, for the taps that lie outside x.
 //
-// Four lanes hold eight columns of a row in wgmma's layout, two each. They exchange the sums of 32 columns, so that
-// each finishes eight neighbouring ones; the integers that they mostly store then fill a sector of L2.
+// Four lanes hold eight columns of a row in wgmma's layout, two each. They exchange the sums of 32 columns through shared
+// memory, so that each finishes eight neighbouring ones; the integers that they mostly store then fill a sector of L2.
+// Behind the barriers, each warp has EXCHANGE_BYTES for 16 rows of 32 sums.
 //
 // Macros, besides those of gemm_hopper.cuh:
 //   WIDTH      columns that are finished together: 8, 4, 2 or 1; they divide n
@@ -18,6 +19,10 @@
 #include "gemm_hopper_threads.cuh"
 
 namespace {
+
+constexpr int EXCHANGE_AT = BARRIERS_AT + 256;
+constexpr int EXCHANGE_PITCH = 40;  // sums from a row to the next: stores of four rows use different banks
+constexpr int EXCHANGE_BYTES = 16 * EXCHANGE_PITCH * sizeof(int);
 
 static_assert(TILE_N % 32 == 0 && 8 % WIDTH == 0);
 
@@ -35,17 +40,31 @@ struct IntegerOutput {
     int m, n;
 };
 
-// Exchanges values of four lanes, so that lane i has the values number i of all of them.
-__device__ __forceinline__ void exchange(int (&values)[4]) {
-    const int lane = threadIdx.x % 4;
+// Two or four neighbouring sums.
+struct alignas(8) TwoSums { int at[2]; };
+struct alignas(16) FourSums { int at[4]; };
+
+// Called by a warp: exchanges sums of 16 rows and 32 columns through its shared memory. `d` has a thread's sums in
+// wgmma's layout, and `sums` gets eight neighbouring columns of the same two rows.
+__device__ __forceinline__ void exchange(char* memory, const int* d, int (&sums)[2][8]) {
+    const int lane = threadIdx.x % 32, row = lane / 4 * EXCHANGE_PITCH;
+    int* base = reinterpret_cast<int*>(memory) + row;
+    __syncwarp();  // all lanes have read the sums before
 #pragma unroll
-    for (int bit = 1; bit < 4; bit *= 2)
+    for (int i = 0; i < 2; ++i)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if (i & bit) continue;
-            const int other = __shfl_xor_sync(0xffffffff, lane & bit ? values[i] : values[i + bit], bit);
-            if (lane & bit) values[i] = other;
-            else values[i + bit] = other;
+        for (int j = 0; j < 4; ++j)
+            *reinterpret_cast<TwoSums*>(base + i * 8 * EXCHANGE_PITCH + 8 * j + lane % 4 * 2) =
+                TwoSums{{d[4 * j + 2 * i], d[4 * j + 2 * i + 1]}};
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const FourSums four =
+                *reinterpret_cast<const FourSums*>(base + i * 8 * EXCHANGE_PITCH + lane % 4 * 8 + 4 * half);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) sums[i][4 * half + j] = four.at[j];
         }
 }
 
@@ -67,9 +86,21 @@ struct IntegerColumns {
     }
 };
 
+using Loads = EpilogueLoads<WIDTH, false>;
+
+// Loads what the epilogue reads for WIDTH columns of a row.
+__device__ __forceinline__ void load_columns(Loads& loads, int row, int column, const IntegerOutput& of) {
+    const long long at = (long long)row * of.n + column;
+    of.epilogue.load_columns(loads, column, of.n);
+    of.epilogue.load_residual(loads, at);
+    of.epilogue.program.load(loads.of_row, row, true);
+    of.epilogue.program.template load<true>(loads.of_columns, column, WIDTH);
+    of.epilogue.program.template load<true>(loads.of_elements, row, column, at, WIDTH);
+}
+
 // Finishes WIDTH columns of a row.
-__device__ __forceinline__ void finish_columns(const int (&sums)[WIDTH], const IntegerColumns& columns, u64 outside,
-                                               int row, int column, const IntegerOutput& of) {
+__device__ __forceinline__ void finish_columns(const int* sums, const IntegerColumns& columns, const Loads& loads,
+                                               u64 outside, int row, int column, const IntegerOutput& of) {
     int zero[WIDTH];
     float acc[WIDTH];
 #pragma unroll
@@ -82,38 +113,44 @@ __device__ __forceinline__ void finish_columns(const int (&sums)[WIDTH], const I
         }
 #pragma unroll
     for (int i = 0; i < WIDTH; ++i) acc[i] = float(sums[i] - zero[i]) * columns.scale[i];
-    of.epilogue.finish(acc, acc, row, column, of.n);  // there is no second product
+    const long long at = (long long)row * of.n + column;
+    of.epilogue.finish<false>(at, loads, acc, acc);  // there is no second product
 }
 
-// Finishes the 64 rows of an atom; `origin` is its first row and column.
+// Finishes the 64 rows of an atom; `origin` is its first row and column. Operands are loaded before the exchange.
 __device__ __forceinline__ void finish_atom(const int (&d)[COLUMNS / 2], int2 origin, const IntegerOutput& of) {
+    extern __shared__ __align__(1024) char memory[];
+    char* own_memory = memory + EXCHANGE_AT + (threadIdx.x / 32 - 4) * EXCHANGE_BYTES;  // the producers are 4 warps
     const int thread = threadIdx.x % 128;
     const int first = origin.x + thread / 32 * 16 + thread % 32 / 4;
     const float x_scale = ColumnVectors::value(of.x_scale);
     const u64 outside[2] = {EDGES ? of.edges.outside(first) : 0, EDGES ? of.edges.outside(first + 8) : 0};
+    const bool inside[2] = {first < of.m, first + 8 < of.m};
 #pragma unroll
     for (int group = 0; group < TILE_N / 32; ++group) {
         const int column = origin.y + 32 * group + thread % 4 * 8;
-        int sums[2][2][4];  // by row, by the column's parity, and by pair of columns
+        Loads loads[8 / WIDTH][2];
+        IntegerColumns columns[8 / WIDTH];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        for (int part = 0; part < 8 / WIDTH; ++part) {
+            const int from = column + part * WIDTH;
+            if (from >= of.n) break;
+            columns[part].load(of, x_scale, from);
 #pragma unroll
-            for (int j = 0; j < 4; ++j) sums[i / 2][i % 2][j] = d[4 * (4 * group + j) + i];
-            exchange(sums[i / 2][i % 2]);
+            for (int row = 0; row < 2; ++row)
+                if (inside[row]) load_columns(loads[part][row], first + 8 * row, from, of);
         }
+        int sums[2][8];
+        exchange(own_memory, &d[16 * group], sums);
 #pragma unroll
-        for (int at = 0; at < 8; at += WIDTH) {
-            if (column + at >= of.n) break;
-            IntegerColumns columns;
-            columns.load(of, x_scale, column + at);
+        for (int part = 0; part < 8 / WIDTH; ++part) {
+            const int from = column + part * WIDTH;
+            if (from >= of.n) break;
 #pragma unroll
-            for (int row = 0; row < 2; ++row) {
-                if (first + 8 * row >= of.m) break;
-                int own[WIDTH];
-#pragma unroll
-                for (int i = 0; i < WIDTH; ++i) own[i] = sums[row][(at + i) % 2][(at + i) / 2];
-                finish_columns(own, columns, outside[row], first + 8 * row, column + at, of);
-            }
+            for (int row = 0; row < 2; ++row)
+                if (inside[row])
+                    finish_columns(&sums[row][part * WIDTH], columns[part], loads[part][row], outside[row],
+                                   first + 8 * row, from, of);
         }
     }
 }

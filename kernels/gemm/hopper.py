@@ -36,7 +36,8 @@ RESERVED_BYTES: Final = 1024  # bytes of shared memory that the runtime reserves
 HALF_SHARE: Final = 0.85  # share of a multiprocessor's time that a block's main loop takes, if two blocks run on it
 # Further instructions of the epilogue for an element, if x and w are integers and y too: the exchange of sums, scales,
 # and a quantizer.
-INTEGER_INSTRUCTIONS: Final = 20
+INTEGER_INSTRUCTIONS: Final = 12
+EXCHANGE_BYTES: Final = 16 * 40 * 4  # for each warp that multiplies integers, as in gemm_hopper_integers.cuh
 START_CYCLES: Final = 2000.0  # from a block's start on a multiprocessor to its first products
 L2_BYTES: Final = 3950  # bytes per cycle that all multiprocessors together read from L2
 ALONE_SHARE: Final = 0.15  # weight of a product's latency in its cost for a shared GPU
@@ -293,7 +294,7 @@ def fixed_bytes(gemm: Gemm, config: HopperConfig) -> int:
         sums = (config.split_k - 1) * -(-eights // config.split_k) * gemm.weight_count
         return sums * config.consumers * 128 * 16 + BARRIER_BYTES
     if is_by_fragments(gemm):  # results and column vectors stay in registers
-        return BARRIER_BYTES
+        return BARRIER_BYTES + (config.consumers * 4 * EXCHANGE_BYTES if gemm.integers else 0)
     results = 0 if config.half else config.tile_m * tile_columns(gemm, config) * 2 * (2 if config.pingpong else 1)
     return results + config.consumers * column_vectors(gemm) * tile_columns(gemm, config) * 4 + BARRIER_BYTES
 

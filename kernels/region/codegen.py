@@ -67,6 +67,7 @@ class Writer:
     instructions: int = 0  # estimated instructions of the operators written
     shared_bytes: int = 0  # bytes of shared memory that the block uses
     row_bytes: int = 0  # bytes of shared memory that keep operands of a row
+    inexact: frozenset[str] = frozenset()  # values whose last bits are arbitrary: quotients of them may be approximate
     within: Within | None = None  # a bound on an index that holds at the next line
     # By value at a place: the variables on which it depends.
     dependencies: dict[tuple[str, Place], frozenset[str]] = field(default_factory=dict)
@@ -74,7 +75,7 @@ class Writer:
     def copy(self) -> Writer:
         """Return a writer for the same program that has written nothing."""
         given = (self.program, self.shapes, self.arguments, self.aligned, self.stored)
-        return Writer(*given, depth=self.depth)
+        return Writer(*given, depth=self.depth, inexact=self.inexact)
 
     # --- lines ----------------------------------------------------------------------------------------------------
 
@@ -298,6 +299,8 @@ class Writer:
         if operation.name == "Cast" and NUMBER[dtypes[0]] == NUMBER[target] and target not in HALVES:
             return given[0]
         nearest = name in self.program.read_by_steps
+        if operation.name == "QuantizeLinear":
+            nearest = operation.inputs[0] not in self.inexact
         if operation.name in OF_ANGLES and NUMBER[dtypes[0]] == "float":
             given = [self._angle(given[0])]
         lanes = [each.lane for each in given]

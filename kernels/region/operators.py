@@ -124,7 +124,8 @@ def expression(
     if name == "QuantizeLinear":
         precision = operation.attributes.get("precision")
         if precision not in HALVES:
-            return f"quantized<{NUMBER[target]}>({given[0]}, {given[1]}, {given[2]})"
+            exact = "true" if nearest else "false"
+            return f"quantized<{NUMBER[target]}, {exact}>({given[0]}, {given[1]}, {given[2]})"
         quotient = f"rounded<{STORED[precision]}>(exact_quotient({given[0]}, {given[1]}))"
         return f"quantized<{NUMBER[target]}>({quotient}, {given[2]})"
     if name == "DequantizeLinear":

@@ -71,6 +71,14 @@ class Program:
         halves = {name for name in self.read_by_steps if self.dtypes[name] in HALVES}
         return frozenset(halves - {name for each in self.operations if each.name in EXACT for name in each.outputs})
 
+    def rounded_anyhow(self, result: str) -> frozenset[str]:
+        """Return the values that inherit errors of a result whose last bits are arbitrary; no quantizer's results."""
+        found = {result}
+        for each in self.operations:
+            if each.name != "QuantizeLinear" and found & set(each.inputs):
+                found |= set(each.outputs)
+        return frozenset(found)
+
     def dtype_of_input(self, operation: Operation, index: int = 0) -> str:
         """Return the dtype of one of an operation's inputs."""
         return self.dtypes[operation.inputs[index]]

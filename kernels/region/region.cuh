@@ -85,10 +85,19 @@ template <int N>
 __device__ __forceinline__ void put(bool leaving, bf16* to, const float (&values)[N]) { store_as(leaving, to, values); }
 template <int N, class T>
 __device__ __forceinline__ void put(bool, T* to, const T (&values)[N]) {
-    alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) T aligned[N];
+    if constexpr (sizeof(T) == 1 && N % 4 == 0) {  // words, because the compiler packs 8 bytes in 64 bits
+        alignas(N < 16 ? N : 16) u32 words[N / 4];
 #pragma unroll
-    for (int i = 0; i < N; ++i) aligned[i] = values[i];
-    copy_elements<T, N>(aligned, to);
+        for (int i = 0; i < N; i += 4)
+            words[i / 4] = (u32(values[i]) & 255) | (u32(values[i + 1]) & 255) << 8 |
+                           (u32(values[i + 2]) & 255) << 16 | u32(values[i + 3]) << 24;
+        copy_elements<u32, N / 4>(words, reinterpret_cast<u32*>(to));
+    } else {
+        alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) T aligned[N];
+#pragma unroll
+        for (int i = 0; i < N; ++i) aligned[i] = values[i];
+        copy_elements<T, N>(aligned, to);
+    }
 }
 
 template <int N>
@@ -297,6 +306,17 @@ __device__ __forceinline__ float sine(Angle x) {
 }
 __device__ __forceinline__ float cosine(Angle x) { return sine({x.rest, x.quarters + 1}); }
 
+// The product, of subnormal numbers too.
+__device__ __forceinline__ float full_product(float a, float b) {
+#if __CUDA_ARCH__ >= 750
+    float y;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+#else
+    return a * b;
+#endif
+}
+
 // The quotient rounded to nearest even, of subnormal numbers too.
 __device__ __forceinline__ float exact_quotient(float a, float b) {
 #if __CUDA_ARCH__ >= 750
@@ -317,20 +337,22 @@ __device__ __forceinline__ T quantized(float x, int zero) {
     return T(int(__float_as_uint(inside + 12582912.0f)) + zero);
 }
 
-// The same of a quotient, which is rounded correctly: an approximate reciprocal, which is computed once for a scale, and
-// two steps of Newton's method leave an error of 2^-46 before the last rounding. Scales near the ends of float's range
-// are moved to its middle; a scale of 0 counts as the smallest number.
-template <class T>
+// The same of a quotient. CORRECT: the quotient is rounded correctly: an approximate reciprocal, which is computed once for
+// a scale, and two steps of Newton's method leave an error of 2^-46 before the last rounding. Otherwise it is within 2
+// units in the last place. Scales near the ends of float's range are moved to its middle; a scale of 0 counts as the
+// smallest number.
+template <class T, bool CORRECT>
 __device__ __forceinline__ T quantized(float a, float scale, int zero) {
 #if __CUDA_ARCH__ >= 750
     constexpr int LOW = T(-1) < T(0) ? -128 : 0;
-    constexpr float HUGE = 1329227995784915872903807060280344576.0f, SMALLEST = 1.4e-45f;  // 2^120, 2^-149
-    const float factor = fabsf(scale) > 1e18f ? 1.0f / HUGE : fabsf(scale) < 1e-18f ? HUGE : 1.0f;
-    const float b = (scale == 0.0f ? SMALLEST : scale) * factor;
+    constexpr float UPWARD = 1329227995784915872903807060280344576.0f, SMALLEST = 1.4e-45f;  // 2^120, 2^-149
+    const float factor = fabsf(scale) > 1e18f ? 1.0f / UPWARD : fabsf(scale) < 1e-18f ? UPWARD : 1.0f;
+    const float b = full_product(__float_as_uint(scale) << 1 ? scale : SMALLEST, factor);
     const float low = (float(LOW - zero) - 0.25f) * b, high = (float(LOW + 255 - zero) + 0.25f) * b;
     float inverse;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(b));
-    a = fminf(fmaxf(a * factor, fminf(low, high)), fmaxf(low, high));
+    a = fminf(fmaxf(full_product(a, factor), fminf(low, high)), fmaxf(low, high));
+    if constexpr (!CORRECT) return T(int(__float_as_uint(__fmaf_rn(a, inverse, 12582912.0f))) + zero);
     float y = a * inverse;
     y = __fmaf_rn(__fmaf_rn(-y, b, a), inverse, y);
     y = __fmaf_rn(__fmaf_rn(-y, b, a), inverse, y);
