@@ -2,7 +2,7 @@
 
 Weights of convolutions are computed only where nothing but weights is quantized: a model with quantized activations
 runs in integers, and onnxruntime finds its integer operators by the pairs of QuantizeLinear and DequantizeLinear around
-the weights.  No norm runs in integers, and onnxruntime quantizes biases again where their products run in integers.
+the weights.  No norm runs in integers, and onnxruntime quantizes biases again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from onnxfuse.ir.attributes import attribute_default, int_attribute
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.graphsurgeon import make_constant
-from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
+from onnxfuse.ir.node import Node, Tensor, consumers, is_constant, op_of, producer
 from onnxfuse.passes.folded import Folded, node_label
 from onnxfuse.passes.graph_pass import graph_pass
 
@@ -26,6 +26,8 @@ QUANTIZING: Final = frozenset({"QuantizeLinear", "DequantizeLinear"})
 IN_INTEGERS: Final = ("DynamicQuantize", "QLinear", "ConvInteger", "MatMulInteger", "com.microsoft::")
 INTEGERS: Final = ("int8", "uint8", "int32")
 FLOATS: Final = ("float32", "float16")
+FIRST_WITH_FLOAT_BIASES: Final = 11  # the first opset with the Round by which onnxruntime quantizes biases
+SAME_SCALE: Final = 1e-6  # relative difference of scales that are equal but for rounding
 FIRST_WITH_PRECISION: Final = 23  # the opset in which QuantizeLinear has an attribute `precision`
 NORMS: Final = frozenset(f"{kind}Normalization" for kind in ("Batch", "Group", "Instance", "Layer", "RMS"))
 # Operators through which quantized weights may pass on their way to a Conv.
@@ -64,9 +66,30 @@ def _is_of_constants(node: Node) -> bool:
 
 
 def _is_bias(graph: Graph, node: Node) -> bool:
-    """Return whether a node reads constant integers of 32 bits, as which quantizers store nothing but biases."""
-    stored = node.inputs[0]
-    return is_constant(stored) and stored.dtype == np.int32 and not graph.is_kept(node.outputs[0])
+    """Return whether a node dequantizes a bias whose scale is the product of the scales of what is multiplied.
+
+    onnxruntime quantizes such a bias again, exactly; with another scale it would round it, and in old opsets it fails.
+    """
+    (bias,), scale = node.outputs, _constant(graph, node, 1)
+    if not is_constant(node.inputs[0]) or node.inputs[0].dtype != np.int32 or scale is None or graph.is_kept(bias):
+        return False
+    readers = consumers(bias) if graph.opset >= FIRST_WITH_FLOAT_BIASES else []
+    return bool(readers) and all(_has_scale(graph, reader, bias, scale) for reader in readers)
+
+
+def _has_scale(graph: Graph, reader: Node, bias: Tensor, scale: Array) -> bool:
+    """Return whether a product or convolution adds a bias, and reads numbers whose scales multiply to `scale`."""
+    if op_of(reader) not in (*CONVOLUTIONS, "Gemm") or not reader.inputs[2:] or reader.inputs[2] is not bias:
+        return False
+    makers = [producer(tensor) for tensor in reader.inputs[:2]]
+    scales = [_constant(graph, each, 1) for each in makers if each is not None and op_of(each) == "DequantizeLinear"]
+    known = [each for each in scales if each is not None and each.size in (1, scale.size)]
+    factors = [each.astype(np.float64).ravel() for each in known]
+    return (
+        len(factors) == 2
+        and bool((scale != 0).all())
+        and np.allclose(factors[0] * factors[1], scale.ravel(), SAME_SCALE, 0)
+    )
 
 
 def _are_weights(graph: Graph, tensor: Tensor, readers: Set[str]) -> bool:

@@ -47,10 +47,7 @@ def with_norms(
 def _norms_behind(clusters: Clusters, cluster: Cluster, joining: Joining) -> list[Node]:
     """Return the norms that read results of a cluster, in execution order."""
     readers = {
-        id(node): node
-        for tensor in cluster.outputs.values()
-        for node in consumers(tensor)
-        if joining.is_norm(node)
+        id(node): node for tensor in cluster.outputs.values() for node in consumers(tensor) if joining.is_norm(node)
     }
     return sorted(readers.values(), key=clusters.graph.position.__getitem__)
 
