@@ -39,10 +39,12 @@ BITS_LEFT: Final = 3  # a sum with fewer correct bits than this after cancellati
 CANNOT: Final = "{precision} is no dtype of this operator in opset {opset}"
 UNTYPED: Final = "the dtype of '{name}' is not known"
 COUNTS: Final = "it is computed from integers: positions and lengths"
+QUANTIZED: Final = ("quantized_conv", "quantized_gemm")  # fusions of products of integers
 COMBINES: Final = "onnxruntime's CPU provider combines what is scattered in float32 alone"
 ANGLE: Final = "it is an angle, or its sine or cosine"
 EXACT: Final = "what is selected, or where is read, follows from it"
 VARIANCE: Final = "it is a variance, the difference of a mean of squares and a squared mean"
+INTEGERS: Final = "it is inside of a fused node, which multiplies integers"
 INSIDE: Final = "it is inside of a fused node, which computes it in float32"
 
 
@@ -92,6 +94,7 @@ def choose(scope: Scope, known: Known) -> Choice:
     rules = _by_rule(scope, known, scores)
     inside = _inside(scope, known)
     rules |= {node: INSIDE for node in _norms(scope, known) if node not in rules}
+    rules |= {node: INTEGERS for node in _of_integers(scope, known) if node not in rules}
     fused = {node for unit in known.units if unit.in_float32 for node in _members(scope, unit)}
     rules |= {node: VARIANCE for node in variance_nodes(scope) if node not in rules and node not in fused}
     kept: dict[Node, str] = {}
@@ -223,6 +226,15 @@ def _inside(scope: Scope, known: Known) -> dict[str, Unit]:
             if tensor.outputs and tensor.name not in scope.graph.outputs and members.keys() >= set(tensor.outputs):
                 found[tensor.name] = unit
     return found
+
+
+def _of_integers(scope: Scope, known: Known) -> Iterator[Node]:
+    """Yield the nodes of products and convolutions of integers, and those that compute their scales alone."""
+    units = [unit for unit in known.units if unit.fusion in QUANTIZED]
+    members = {node: None for unit in units for node in _members(scope, unit)}
+    yield from members
+    makers = {producer(tensor) for node in members for tensor in node.inputs}
+    yield from (node for node in makers if node and members.keys() >= {*consumers(node.outputs[0])})
 
 
 def _norms(scope: Scope, known: Known) -> Iterator[Node]:

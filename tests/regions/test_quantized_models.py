@@ -140,3 +140,15 @@ def test_cpus_compute_what_they_did_in_the_same_integer_operators(name: str, tmp
     expected, result = (open_on_cpu(each).run(None, feeds) for each in (model, fused))
     np.testing.assert_array_equal(result[0], expected[0])
     assert assert_programs_agree(fused, feeds) == len(regions(fused))
+
+
+@pytest.mark.parametrize("name", ["block, per tensor", "layer, dynamic"])
+def test_products_of_integers_stay_so_in_half_precision(name: str, tmp_path: Path) -> None:
+    """A Cast between a quantizer and a product would have it compute in floats."""
+    text, how = WAYS[name]
+    model, _ = quantized(text, tmp_path, how)
+    found = kinds(optimized(model, dtype="float16")[0])
+    wanted = (DYNAMIC if how == "dynamic" else LEFT)[text]
+    assert {kind: count for kind, count in found.items() if "quantized" in kind} == {
+        kind: count for kind, count in wanted.items() if "quantized" in kind
+    }
