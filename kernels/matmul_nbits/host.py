@@ -102,8 +102,10 @@ def implementations(product: Product, device: Device) -> list[Implementation]:
 
 def _of_few_rows(product: Product, device: Device) -> list[Implementation]:
     """Return the ways that read the weights as they are, in one launch; none for more rows than these pay for."""
-    if product.row_bits % 8 or product.layout == "kn":
+    if product.row_bits % 8 or (product.layout == "kn" and any(each.n * product.bits % 8 for each in product.weights)):
         return []
+    if product.layout == "kn":
+        return [_columns(product, device)] if product.m <= MAX_DOT_ROWS else []
     if _takes_mma(product, device) and product.m <= MAX_ROWS:
         return [_mma(product, config, device) for config in _mma_configs(product, device)]
     return [_dot(product, device)] if product.m <= MAX_DOT_ROWS else []
@@ -179,6 +181,26 @@ def _dot(product: Product, device: Device) -> Implementation:
     grid = (_tiles(product, DOT_WARPS), -(-product.m // rows), 1)
     launch = Launch(kernel, grid, (32 * DOT_WARPS, 1, 1), given, pdl=device.has_pdl)
     return Implementation(f"nbits_dot_{rows}", (launch,))
+
+
+def _columns(product: Product, device: Device) -> Implementation:
+    rows = next(count for count in (1, 2, 4, MAX_DOT_ROWS) if product.m <= count)
+    is_whole = product.aligned and all(weight.n * product.bits % 32 == 0 for weight in product.weights)
+    word = 4 if is_whole else 1
+    each = word * 8 // product.bits
+    # 32 bytes of a row of w are one access to memory; half of them leave more blocks for small products.
+    lanes = 8 if _tiles(product, 8 * each) >= device.multiprocessors else 4
+    x_vector = math.gcd(8, product.k, VECTOR_BYTES // product.item) if product.aligned else 1
+    defines = {
+        **product.defines(), "ROWS": rows, "LANES": lanes, "WARPS": DOT_WARPS, "WORD": word, "X_VECTOR": x_vector,
+        "WIDTH": _width(product, lanes * each),
+    }  # fmt: skip
+    kernel, given = with_program(
+        Kernel("nbits_columns", "nbits_columns", defines), product.arguments(), product.program
+    )
+    grid = (_tiles(product, lanes * each), -(-product.m // rows), 1)
+    launch = Launch(kernel, grid, (32 * DOT_WARPS, 1, 1), given, pdl=device.has_pdl)
+    return Implementation(f"nbits_columns_{rows}x{lanes}", (launch,))
 
 
 def _tiles(product: Product, columns: int) -> int:

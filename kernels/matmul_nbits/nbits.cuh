@@ -35,6 +35,13 @@ __device__ __forceinline__ V load_part(const V* from) {
     else return *from;
 }
 
+// Returns BYTES bytes of elements, without the sign.
+template <int BYTES>
+__device__ __forceinline__ unsigned load_elements(const unsigned char* from) {
+    if constexpr (BYTES == 1) return load_part(from) ^ (SIGNS & 255u);
+    else return load_part(reinterpret_cast<const unsigned*>(from)) ^ SIGNS;
+}
+
 // A weight of `columns` columns of y.
 struct Quantized {
     const unsigned char* w;

@@ -19,19 +19,13 @@ static_assert(N % WIDTH == 0 && WARPS % WIDTH == 0, "vectors end with a block's 
 static_assert(EACH % X_VECTOR == 0 && K % X_VECTOR == 0, "vectors of x end with a word's weights and with k");
 static_assert(W_ROW_BYTES % WORD == 0, "rows are whole words");
 
-// Returns WORD bytes of elements, without the sign.
-__device__ __forceinline__ unsigned load_elements(const unsigned char* from) {
-    if constexpr (WORD == 1) return load_part(from) ^ (SIGNS & 255u);
-    else return load_part(reinterpret_cast<const unsigned*>(from)) ^ SIGNS;
-}
-
 // Adds a lane's part of the products of `rows` rows of x with one column.
 __device__ __forceinline__ void add_products(float (&own)[ROWS], const Quantized& quantized, const T* x, int rows,
                                              int column) {
     const unsigned char* weights = quantized.row(column);
 #pragma unroll 2
     for (int at = threadIdx.x % 32 * WORD; at < W_ROW_BYTES; at += 32 * WORD) {
-        const unsigned word = load_elements(weights + at);
+        const unsigned word = load_elements<WORD>(weights + at);
         const int k = at * (8 / BITS), block = k / BLOCK_SIZE;
         const float scale = quantized.scale(column, block), zero = quantized.zero_value(column, block);
         wait_for_predecessor();

@@ -129,7 +129,7 @@ class Product:
         return {**epilogue, **self.weight_defines(self.weights[0]), **further, **launch}
 
     def arguments(self) -> tuple[Argument, ...]:
-        """Return the arguments of nbits_mma.cu and nbits_dot.cu."""
+        """Return the arguments of nbits_mma.cu, nbits_dot.cu and nbits_columns.cu."""
         results = [self.y, *(Pointer("output", i) for i in range(1, len(self.weights)))]
         if self.is_gated:
             results[1:] = [self.y]
