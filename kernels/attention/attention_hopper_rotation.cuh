@@ -45,7 +45,8 @@ class QueryRotation {
     static constexpr int PIECES_OF_ROW = NORM ? PIECES : ROTATED_PIECES;  // pieces (see rotation.cuh) that change
     static constexpr int OF_THREAD = (PIECES_OF_ROW + LANES - 1) / LANES;
     static constexpr int ROWS = 64 * LANES / 128, NEXT_ROW = 128 / LANES;  // a thread's rows; their distance
-    static constexpr int ANGLE_WORDS = OF_THREAD * (TABLE_ROW / HALF * WIDTH * (sizeof(COS_T) + sizeof(SIN_T)) / 4);
+    static constexpr int ANGLE_WORDS = OF_THREAD *
+                                       (TABLE_ROW / ROTATED_HALF * WIDTH * (sizeof(COS_T) + sizeof(SIN_T)) / 4);
     static constexpr int IN_REGISTERS = ANGLE_WORDS < 64 ? 64 / ANGLE_WORDS : 1;  // rows whose angles are in registers
     static constexpr int AT_ONCE = ROWS < IN_REGISTERS ? ROWS : IN_REGISTERS;
 

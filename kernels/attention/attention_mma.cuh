@@ -74,6 +74,7 @@ __device__ __forceinline__ void attend(WarpState& warp, const Source& tiles) {
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
         wait_copies<STAGES - 2>();
         __syncthreads();  // then the tile has arrived, and no warp reads the previous tile any more
+        if (tile == tiles.begin) tiles.queries_landed(q_tile);
         if (Q_IN_REGISTERS && tile == tiles.begin) warp.keep_queries(q_tile);
         tiles.load(tile + STAGES - 1);
         tiles.landed(tile);

@@ -5,8 +5,20 @@
 // read once and the present written once. If a past and its present are the same memory, and a row has the same offset
 // in both, only the new rows are written. New rows are always read from k and v, so that no block waits for another.
 //
-// Macros: those of attention_decode.cu.
+// With LENGTHS, each batch element has a past of its own length. With TURNS, new keys and queries are normalized and
+// rotated in shared memory before they are used.
+//
+// Macros: those of attention_decode.cu; TURNS and, with it, those of attention_turns.cuh.
 #include "attention_decode.cuh"
+#if TURNS
+#include "attention_turns.cuh"
+#else
+struct Turns {
+    const void* operands[5];
+    float epsilons[2];
+    int table_rows;
+};
+#endif
 
 constexpr bool LARGE_HEAD_DIM = PV_SIZE > 128;  // loops are unrolled less, to save registers
 
@@ -36,10 +48,11 @@ __device__ __forceinline__ void load_shared(u32 from, u32* words) {
 
 struct CachedTiles : Tiles {
     const Cache &keys, &values;
+    const Turns& turns;
 
     __device__ __forceinline__ CachedTiles(const Problem& p, const WorkTile& at, int begin, int end, const Cache& keys,
-                                           const Cache& values)
-        : Tiles{p, at, begin, end}, keys(keys), values(values) {}
+                                           const Cache& values, const Turns& turns)
+        : Tiles{p, at, begin, end}, keys(keys), values(values), turns(turns) {}
 
     __device__ __forceinline__ void load(int tile) const {
         if (tile < end) {
@@ -49,10 +62,64 @@ struct CachedTiles : Tiles {
         commit();
     }
 
+    __device__ __forceinline__ void queries_landed(u32 tile) const {
+#if TURNS
+        const int count = min(BLOCK_M, p.queries * GQA_GROUP - at.row);
+        turn_rows(tile, 0, count, turns.q_scale, turns.q_epsilon, [&](int r) { return (at.row + r) / GQA_GROUP; });
+        __syncthreads();
+#endif
+    }
+
     __device__ __forceinline__ void landed(int tile) const {
+#if TURNS
+        const int start = tile * BLOCK_N, first = max(0, keys.rows - start), end = min(BLOCK_N, p.keys - start);
+        if (first < end) {
+            turn_rows(stage(tile), first, end, turns.k_scale, turns.k_epsilon,
+                      [&](int r) { return start + r - keys.rows; });
+            __syncthreads();
+        }
+#endif
         store_half<HEAD_DIM, K_ROW>(stage(tile), keys, tile * BLOCK_N);
         store_half<HEAD_DIM_V, V_ROW>(stage(tile) + K_BYTES, values, tile * BLOCK_N);
     }
+
+#if TURNS
+    // Normalizes and rotates the rows from `first` up to, but without, `end` of a tile; `added(r)` is the number of the
+    // new row that row r belongs to.
+    template <class Added>
+    __device__ __forceinline__ void turn_rows(u32 tile, int first, int end, const SCALE_T* scale, float epsilon,
+                                              const Added& added) const {
+        constexpr int BYTES = WIDTH * sizeof(T), ROWS = THREADS / LANES;
+        const int lane = threadIdx.x % LANES;
+        for (int from = first; from < end; from += ROWS) {  // all lanes of a warp take part in shuffles
+            const int r = from + threadIdx.x / LANES;
+            const u32 row = tile + r * K_ROW;
+            Vectors raw[STEPS];
+#pragma unroll
+            for (int s = 0; s < STEPS; ++s) {
+                const Piece piece(lane + s * LANES);
+                raw[s] = {};  // an absent piece adds 0 to the sum of squares
+                if (r >= end || !piece.exists) continue;
+                load_shared<BYTES>(row + piece.first * SHARED_ITEM, raw[s].first.words);
+                if (piece.rotated) load_shared<BYTES>(row + piece.second * SHARED_ITEM, raw[s].second.words);
+            }
+            const float factor = NORM ? inverse_rms(raw, lane, epsilon) : 1.0f;
+            if (r >= end) continue;
+            const i64 table = turns.table((i64)at.batch * p.queries + added(r), keys.rows + added(r));
+#pragma unroll
+            for (int s = 0; s < STEPS; ++s) {
+                const Piece piece(lane + s * LANES);
+                if (!piece.exists) continue;
+                Rotation rotation;
+                if (piece.rotated) rotation.load(turns.cos + table, turns.sin + table, lane + s * LANES);
+                float one[WIDTH], other[WIDTH];
+                turn(raw[s], piece, factor, scale, rotation, true, one, other);
+                store_shared<BYTES>(row + piece.y_first * SHARED_ITEM, pack<T>(one).words);
+                if (piece.rotated) store_shared<BYTES>(row + piece.y_second * SHARED_ITEM, pack<T>(other).words);
+            }
+        }
+    }
+#endif
 
     template <int ELEMENTS, int ROW_BYTES>
     __device__ __forceinline__ void load_half(u32 to, const Cache& cache, int first) const {
@@ -94,12 +161,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) IN_CLUSTER
                          const T* past_v, const T* new_k, const T* new_v, i64 past_k_batch, i64 past_k_head,
                          i64 past_k_row, i64 past_v_batch, i64 past_v_head, i64 past_v_row, i64 new_k_batch,
                          i64 new_k_head, i64 new_k_row, i64 new_v_batch, i64 new_v_head, i64 new_v_row, int past,
-                         int same_offsets) {
+                         int same_offsets, const __grid_constant__ Turns turns) {
     wait_for_predecessor();
     release_successor();
     Problem problem{ATTENTION_ARGUMENTS};
     const int split = blockIdx.x % splits;
-    const WorkTile at = work_tile(blockIdx.x / splits, problem);
+    WorkTile at = work_tile(blockIdx.x / splits, problem);
+    const bool in_place = same_offsets && past_k == k && past_v == v;
+    if constexpr (LENGTHS) {
+        past = min(past, max(0, problem.keys - queries));
+        problem.keys = at.end = min(problem.keys, past + queries);
+    }
+    if (!in_place) at.begin = 0;  // rows before a window are copied, too
     const Cache cached_keys{past_k + at.batch * past_k_batch + at.kv * past_k_head,
                             new_k + at.batch * new_k_batch + at.kv * new_k_head,
                             const_cast<T*>(k) + at.batch * k_batch + at.kv * k_head,
@@ -107,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) IN_CLUSTER
                             int(new_k_row),
                             int(k_row),
                             past,
-                            same_offsets && past_k == k};
+                            in_place};
     const Cache cached_values{past_v + at.batch * past_v_batch + at.kv * past_v_head,
                               new_v + at.batch * new_v_batch + at.kv * new_v_head,
                               const_cast<T*>(v) + at.batch * v_batch + at.kv * v_head,
@@ -115,10 +188,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) IN_CLUSTER
                               int(new_v_row),
                               int(v_row),
                               past,
-                              same_offsets && past_v == v};
-    const int tiles = (keys + BLOCK_N - 1) / BLOCK_N, each = (tiles + splits - 1) / splits;
+                              in_place};
+    const int first = at.begin / BLOCK_N, tiles = (problem.keys + BLOCK_N - 1) / BLOCK_N - first;
+    const int each = (tiles + splits - 1) / splits;
     WarpState warp;
-    attend(warp, CachedTiles(problem, at, min(split * each, tiles), min((split + 1) * each, tiles), cached_keys,
-                             cached_values));
+    if (split == 0) warp.begin_with_sinks(problem, at);
+    attend(warp, CachedTiles(problem, at, first + min(split * each, tiles), first + min((split + 1) * each, tiles),
+                             cached_keys, cached_values, turns));
     write_rows(warp, Out(problem, at), split, splits, partial, totals);
 }

@@ -2,17 +2,59 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
 from onnxfuse.kernels.attention.problem import Attention
 from onnxfuse.kernels.head_tensor import HeadTensor
-from onnxfuse.kernels.tensors import ITEM_BYTES, STORAGE, VECTOR_BYTES, Defines
-from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Scalar
+from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, STORAGE, VECTOR_BYTES, Defines
+from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Scalar, Struct, Value
 from onnxfuse.runtime.symint import gcd
 
 THREADS: Final = 256
+WARP: Final = 32
 ACCESSES: Final = 4  # loads per thread, all in flight at once
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The norm and the rotation of new keys and of queries, as attention_turns.cuh applies them."""
+
+    cos: Value
+    sin: Value
+    positions: Value  # int64 of (batch, new rows); if absent, a row's position is its row in the cache
+    scales: tuple[Value, Value]  # of the norms of queries and keys
+    epsilons: tuple[float, float]
+    table_rows: int
+    half: int  # columns of the tables: half of the rotated elements
+    norm: bool
+    interleaved: int
+
+    @property
+    def argument(self) -> Struct:
+        """The kernel's struct Turns."""
+        epsilons = (Scalar(each, "float32") for each in self.epsilons)
+        return Struct((self.cos, self.sin, self.positions, *self.scales, *epsilons, Scalar(self.table_rows, "int32")))
+
+    def defines(self, problem: Attention, *extents: int, whole_lanes: bool) -> Defines:
+        """Return the macros of attention_turns.cuh; WIDTH divides `extents`.
+
+        `whole_lanes`: the threads that share a head are a power of two, as a norm needs them.
+        """
+        size, storage = problem.head_dim, STORAGE[problem.dtype]
+        widest = VECTOR_BYTES // ITEM_BYTES[problem.dtype] if problem.aligned else 1
+        width = math.gcd(widest, self.half, size - 2 * self.half, *extents)
+        pieces = self.half // width + (size - 2 * self.half) // width
+        lanes = min(WARP, 1 << (pieces - 1).bit_length()) if self.norm or whole_lanes else pieces
+        return {
+            "X_T": storage, "COS_T": storage, "SIN_T": storage, "SCALE_T": storage, "SIZE": size,
+            "ROTATED": 2 * self.half, "NORM": int(self.norm), "INTERLEAVED": self.interleaved,
+            "Y_INTERLEAVED": self.interleaved, "WHOLE_TABLE": 0, "WIDTH": width, "LANES": lanes,
+        }  # fmt: skip
+
+
+NO_TURNS: Final = Turns(ABSENT, ABSENT, ABSENT, (ABSENT, ABSENT), (0.0, 0.0), 0, 0, False, 0)
 
 
 @dataclass(frozen=True)
@@ -26,6 +68,7 @@ class Cache:
     past_rows: int
     rows: int  # rows of the present cache: the past rows and the new ones
     same_offsets: bool  # each past row has the same offset in the past cache as in the present cache
+    turns: Turns = NO_TURNS
 
     @property
     def tensors(self) -> tuple[HeadTensor, ...]:

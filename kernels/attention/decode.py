@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Final
 
-from onnxfuse.kernels.attention.cache import Cache, access_bytes
+from onnxfuse.kernels.attention.cache import NO_TURNS, Cache, access_bytes
 from onnxfuse.kernels.attention.mma import (
     MAX_HEAD_DIM,
     MMA_ARCH,
@@ -161,8 +161,11 @@ def _split(
     if cache:
         entry = "attention_with_cache"
         constants["ACCESS_BYTES"] = gcd(int(constants["ACCESS_BYTES"]), access_bytes(problem, *cache.tensors))
+        constants |= {"TURNS": int(cache.turns is not NO_TURNS)}
+        if cache.turns is not NO_TURNS:
+            constants |= cache.turns.defines(problem, whole_lanes=True)
         integers = (Scalar(cache.past_rows, "int32"), Scalar(+cache.same_offsets, "int32"))
-        cache_arguments = (*cache.pointers, *cache.strides, *integers)
+        cache_arguments = (*cache.pointers, *cache.strides, *integers, cache.turns.argument)
     return Launch(
         Kernel(entry, entry, constants),
         (problem.batch * problem.kv_heads * splits, 1, 1),

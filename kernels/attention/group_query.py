@@ -1,4 +1,7 @@
-"""GroupQueryAttention: one launch writes the new rows into the caches, and attention over the present caches follows.
+"""GroupQueryAttention: attention over caches to which it appends rows that it normalizes and rotates.
+
+Few queries take one launch, in which the blocks that read the end of a cache also write it.  Otherwise a first launch
+prepares the queries and writes the caches, and attention over the present caches follows.
 
 How many rows of its caches a sequence has is read on the device, from seqlens_k.  So grids depend on the sizes of the
 caches only, and the launches may be captured in a CUDA graph in which sequences grow.
@@ -8,11 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Final, cast
 
-from onnxfuse.kernels.attention import hopper
-from onnxfuse.kernels.attention.implementations import implementations
+from onnxfuse.kernels.attention import decode, hopper
+from onnxfuse.kernels.attention.cache import NO_TURNS, Cache, Turns
+from onnxfuse.kernels.attention.implementations import MAX_IMPLEMENTATIONS, implementations
 from onnxfuse.kernels.attention.mma import MAX_HEAD_DIM
 from onnxfuse.kernels.attention.operands import score_tensor
 from onnxfuse.kernels.attention.problem import Attention, HeadNumbers
@@ -24,17 +29,15 @@ from onnxfuse.kernels.tensors import (
     ABSENT,
     ITEM_BYTES,
     STORAGE,
-    VECTOR_BYTES,
-    Defines,
     operand_pointer,
     operand_spec,
     required_spec,
 )
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, NoAlias, Plan, Pointer, Scalar, Step, TensorSpec
-from onnxfuse.runtime.symint import expect_equal, maximum, minimum
+from onnxfuse.runtime.symint import expect_equal, for_later_plans, maximum, minimum
 
 INTEGERS: Final = {"seqlens_k": "int32", "total_sequence_length": "int32", "position_ids": "int64"}
-WARP: Final = 32
+QUERIES: Final = Pointer("scratch", -1)  # prepared queries; `_shifted` makes them the first buffer
 THREADS: Final = 128
 ACCESSES: Final = 4  # vectors that a thread copies at once
 FILLING_BLOCKS: Final = 4  # blocks per multiprocessor that copy the past, at most
@@ -92,22 +95,28 @@ def group_query_candidates(node: FusedNode, inputs: Sequence[TensorSpec], device
     y = TensorSpec((sizes.batch, sizes.new, sizes.heads * sizes.size), node.output_dtypes[0], query.aligned)
     present = TensorSpec(sizes.cache_shape, query.dtype, query.aligned)
     outputs, no_alias = (y, present, present), _no_alias(node, sizes)
-    problem = _attention(node, inputs, sizes, device)
-    queries = (math.prod(y.shape) * ITEM_BYTES[y.dtype],) if problem.q.pointer.kind == "scratch" else ()
-    append = _append(node, inputs, problem, sizes, device)
+    problem, turns = _attention(node, inputs, sizes, device), _turns(node, inputs, sizes)
+    turned, queries = problem, tuple[int, ...]()
+    if turns is not NO_TURNS:
+        turned = replace(problem, q=replace(problem.out, pointer=QUERIES))
+        queries = (math.prod(y.shape) * ITEM_BYTES[y.dtype],)
+    append = _append(node, turned, sizes, turns, device)
     if 0 in y.shape:
         steps = (append,) if 0 not in present.shape else ()
         return [of_outputs(node, Plan(outputs, steps, queries, no_alias))]
 
-    def plan(attention: Implementation) -> Plan:
+    def in_two_steps(attention: Implementation) -> Plan:
         after = tuple(moved(step, lambda pointer: _shifted(pointer, len(queries))) for step in attention.steps)
         return Plan(outputs, (_cleared(append, after), *after), (*queries, *attention.scratch), no_alias)
 
-    found = implementations(problem, device)
-    if not found:
+    in_one = decode.implementations(problem, device, _cache(node, sizes, turns, ITEM_BYTES[query.dtype]))
+    plans = [Plan(outputs, each.steps, each.scratch, no_alias) for each in in_one[: MAX_IMPLEMENTATIONS - 1]]
+    with for_later_plans(*problem.sizes) if plans else nullcontext():
+        plans += map(in_two_steps, implementations(turned, device))
+    if not plans:
         what = f"heads of {sizes.size} elements do not fit into the shared memory of {device.name}"
         raise ValueError(f"{node.fusion} '{node.name}': {what}")
-    return [of_outputs(node, plan(each)) for each in found]
+    return [of_outputs(node, plan) for plan in plans[:MAX_IMPLEMENTATIONS]]
 
 
 def _shifted(pointer: Pointer, by: int) -> Pointer:
@@ -171,13 +180,11 @@ def _new_rows(node: FusedNode, sizes: _Sizes, item: int) -> tuple[HeadTensor, He
 
 
 def _attention(node: FusedNode, inputs: Sequence[TensorSpec], sizes: _Sizes, device: Device) -> Attention:
-    """Return the attention over the present caches; q is in scratch memory if it is normalized or rotated."""
+    """Return the attention over the present caches, of queries that need no norm or rotation."""
     query = required_spec(node, inputs, "query")
     width = sizes.heads * sizes.size
     out = HeadTensor(Pointer("output", 0), sizes.new * width, sizes.size, width)
     q, _, _ = _new_rows(node, sizes, ITEM_BYTES[query.dtype])
-    if node.integer("do_rotary", 0) or "q_norm_weight" in node.operands:
-        q = replace(out, pointer=Pointer("scratch", -1))  # `_shifted` makes it the first buffer
     aligned = all(spec.aligned for name, spec in zip(node.operands, inputs, strict=True) if name not in INTEGERS)
     window = node.integer("local_window_size", -1)
     bias = operand_spec(node, inputs, "attention_bias")
@@ -202,61 +209,70 @@ def _cleared(append: Launch, after: Sequence[Step]) -> Launch:
     return replace(append, kernel=replace(append.kernel, defines=defines))
 
 
-def _append(node: FusedNode, inputs: Sequence[TensorSpec], problem: Attention, sizes: _Sizes, device: Device) -> Launch:
+def _append(node: FusedNode, problem: Attention, sizes: _Sizes, turns: Turns, device: Device) -> Launch:
     """Return the launch of group_query_append.cu."""
-    item = ITEM_BYTES[problem.dtype]
-    q, k, v = _new_rows(node, sizes, item)
-    cos = operand_spec(node, inputs, "cos_cache") if node.integer("do_rotary", 0) else None
-    table_rows, half = _table(node, inputs, cos, sizes)
-    has_norm = "q_norm_weight" in node.operands
+    q, k, v = _new_rows(node, sizes, ITEM_BYTES[problem.dtype])
     has_queries = problem.q.pointer.kind == "scratch"
-    extents = (half, sizes.size - 2 * half, *sizes.widths) if problem.aligned else (1,)
-    width = math.gcd(VECTOR_BYTES // item, *extents)
-    pieces = half // width + (sizes.size - 2 * half) // width
-    lanes = min(WARP, 1 << (pieces - 1).bit_length()) if has_norm else pieces
+    own = {"HEADS": sizes.heads, "KV_HEADS": sizes.kv_heads, "QUERIES": int(has_queries), "CLEARED": 0}
+    turned = turns.defines(problem, *sizes.widths, whole_lanes=False)
+    width, lanes = int(turned["WIDTH"]), int(turned["LANES"])
     all_heads = (sizes.heads if has_queries else 0) + 2 * sizes.kv_heads
     new_blocks = -(-sizes.batch * sizes.new * all_heads * lanes // THREADS)
     parts = -(-sizes.rows * sizes.size // (width * THREADS * ACCESSES)) * sizes.kv_heads * sizes.batch
     filling = minimum(parts, FILLING_BLOCKS * device.multiprocessors)
-    interleaved = node.integer("rotary_interleaved", 0)
-    table, scale = STORAGE[cos.dtype if cos else problem.dtype], STORAGE[problem.dtype]
-    defines: Defines = {
-        "X_T": STORAGE[problem.dtype], "COS_T": table, "SIN_T": table, "SCALE_T": scale, "SIZE": sizes.size,
-        "ROTATED": 2 * half, "NORM": int(has_norm), "INTERLEAVED": interleaved, "Y_INTERLEAVED": interleaved,
-        "WHOLE_TABLE": 0, "WIDTH": width, "LANES": lanes, "HEADS": sizes.heads, "KV_HEADS": sizes.kv_heads,
-        "QUERIES": int(has_queries), "CLEARED": 0, "ACCESSES": ACCESSES, "THREADS": THREADS,
-    }  # fmt: skip
     pointers = (
         q.pointer, k.pointer, v.pointer, Pointer("scratch", 0) if has_queries else ABSENT, problem.k.pointer,
-        problem.v.pointer, *(operand_pointer(node, name) for name in (
-            "past_key", "past_value", "cos_cache", "sin_cache", "position_ids", "q_norm_weight", "k_norm_weight",
-            "seqlens_k",
-        )),
+        problem.v.pointer, *(operand_pointer(node, name) for name in ("past_key", "past_value", "seqlens_k")),
     )  # fmt: skip
-    usual = node.number("qk_norm_epsilon", EPSILON)
     strides = [stride for each in (q, k, v) for stride in (each.batch_stride, each.row_stride)]
-    integers = (sizes.batch, sizes.new, sizes.past_rows, sizes.rows, table_rows, new_blocks)
+    integers = (sizes.batch, sizes.new, sizes.past_rows, sizes.rows, new_blocks)
     return Launch(
-        Kernel("group_query_append", "group_query_append", defines),
+        Kernel("group_query_append", "group_query_append", {**turned, **own, "ACCESSES": ACCESSES, "THREADS": THREADS}),
         (new_blocks + filling, 1, 1),
         (THREADS, 1, 1),
         (
             *pointers,
             *(Scalar(stride, "int64") for stride in strides),
-            *(Scalar(node.number(f"{name}_norm_epsilon", usual), "float32") for name in "qk"),
             *(Scalar(number, "int32") for number in integers),
+            turns.argument,
         ),
         pdl=device.has_pdl,
     )
 
 
-def _table(node: FusedNode, inputs: Sequence[TensorSpec], cos: TensorSpec | None, sizes: _Sizes) -> tuple[int, int]:
+def _turns(node: FusedNode, inputs: Sequence[TensorSpec], sizes: _Sizes) -> Turns:
+    """Return the norm and the rotation of queries and keys.  Raises ValueError if the tables do not fit."""
+    rows, half = _table(node, inputs, sizes)
+    if not half and "q_norm_weight" not in node.operands:
+        return NO_TURNS
+    usual = node.number("qk_norm_epsilon", EPSILON)
+    return Turns(
+        operand_pointer(node, "cos_cache"), operand_pointer(node, "sin_cache"), operand_pointer(node, "position_ids"),
+        (operand_pointer(node, "q_norm_weight"), operand_pointer(node, "k_norm_weight")),
+        (node.number("q_norm_epsilon", usual), node.number("k_norm_epsilon", usual)),
+        rows, half, "q_norm_weight" in node.operands, node.integer("rotary_interleaved", 0),
+    )  # fmt: skip
+
+
+def _cache(node: FusedNode, sizes: _Sizes, turns: Turns, item: int) -> Cache:
+    """Return how the decode kernel fills the present caches."""
+    _, k, v = _new_rows(node, sizes, item)
+    past_k, past_v, head = k, v, sizes.past_rows * sizes.size  # without a past, no row of it is read
+    if "past_key" in node.operands:
+        pointers = (Pointer("input", node.operands.index(name)) for name in ("past_key", "past_value"))
+        past_k, past_v = (HeadTensor(each, sizes.kv_heads * head, head, sizes.size) for each in pointers)
+    same = cast(bool, 1 // (1 + sizes.rows - sizes.past_rows))
+    return Cache(past_k, past_v, k, v, sizes.past_rows, sizes.rows, same, turns)
+
+
+def _table(node: FusedNode, inputs: Sequence[TensorSpec], sizes: _Sizes) -> tuple[int, int]:
     """Return the rows of the tables, and their columns: half of the rotated elements.  0 and 0 without rotation.
 
     Raises ValueError if the tables do not fit.
     """
-    if cos is None:
+    if not node.integer("do_rotary", 0):
         return 0, 0
+    cos = required_spec(node, inputs, "cos_cache")
     sin = required_spec(node, inputs, "sin_cache")
     rows, half = cos.shape
     if sin.shape != cos.shape or not 0 < 2 * half <= sizes.size:

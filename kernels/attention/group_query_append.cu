@@ -10,8 +10,7 @@
 //
 // Macros: those of rotation.cuh, where X_T is the type of all operands but the tables and norms; HEADS, KV_HEADS;
 // QUERIES, 1: the launch prepares queries; CLEARED; ACCESSES, vectors that a thread copies at once; THREADS.
-#include "types.cuh"
-#include "rotation.cuh"
+#include "attention_turns.cuh"
 
 using i64 = long long;
 
@@ -67,10 +66,9 @@ __device__ __forceinline__ void fill(const X_T* past, X_T* present, const int* l
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     group_query_append(const X_T* q, const X_T* k, const X_T* v, X_T* queries, X_T* present_k, X_T* present_v,
-                       const X_T* past_k, const X_T* past_v, const COS_T* cos, const SIN_T* sin, const i64* positions,
-                       const SCALE_T* q_scale, const SCALE_T* k_scale, const int* lengths, i64 q_batch, i64 q_row,
-                       i64 k_batch, i64 k_row, i64 v_batch, i64 v_row, float q_epsilon, float k_epsilon, int batches,
-                       int added, int past_rows, int rows, int table_rows, int new_blocks) {
+                       const X_T* past_k, const X_T* past_v, const int* lengths, i64 q_batch, i64 q_row, i64 k_batch,
+                       i64 k_row, i64 v_batch, i64 v_row, int batches, int added, int past_rows, int rows,
+                       int new_blocks, const __grid_constant__ Turns turns) {
     wait_for_predecessor();
     release_successor();
     if (blockIdx.x >= new_blocks) {
@@ -104,10 +102,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         raw[s].first = load_once<WIDTH>(x + piece.first);
         if (piece.rotated) raw[s].second = load_once<WIDTH>(x + piece.second);
     }
-    const float factor = NORM ? inverse_rms(raw, lane, of_query ? q_epsilon : k_epsilon) : 1.0f;
+    const float factor = NORM ? inverse_rms(raw, lane, of_query ? turns.q_epsilon : turns.k_epsilon) : 1.0f;
     if (!present || (!of_query && own.past + row >= own.end)) return;
-    const i64 position = positions ? positions[(i64)batch * added + row] : own.past + row;
-    const i64 table = max(0LL, min(position, table_rows - 1LL)) * TABLE_ROW;
+    const i64 table = turns.table(outer, own.past + row);
 #pragma unroll
     for (int s = 0; s < STEPS; ++s) {
         const Piece piece(lane + s * LANES);
@@ -118,9 +115,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             continue;
         }
         Rotation rotation;
-        if (piece.rotated) rotation.load(cos + table, sin + table, lane + s * LANES);
+        if (piece.rotated) rotation.load(turns.cos + table, turns.sin + table, lane + s * LANES);
         float one[WIDTH], other[WIDTH];
-        turn(raw[s], piece, factor, of_query ? q_scale : k_scale, rotation, true, one, other);
+        turn(raw[s], piece, factor, of_query ? turns.q_scale : turns.k_scale, rotation, true, one, other);
         store<false>(y + piece.y_first, one);
         if (piece.rotated) store<false>(y + piece.y_second, other);
     }

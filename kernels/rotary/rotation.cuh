@@ -15,18 +15,18 @@
 #pragma once
 #include "types.cuh"
 
-constexpr int HALF = ROTATED / 2;
-constexpr int ROTATED_PIECES = HALF / WIDTH;
+constexpr int ROTATED_HALF = ROTATED / 2;
+constexpr int ROTATED_PIECES = ROTATED_HALF / WIDTH;
 constexpr int PIECES = ROTATED_PIECES + (SIZE - ROTATED) / WIDTH;
 constexpr int STEPS = (PIECES + LANES - 1) / LANES;  // pieces of a thread
-constexpr int TABLE_ROW = WHOLE_TABLE ? ROTATED : HALF;
+constexpr int TABLE_ROW = WHOLE_TABLE ? ROTATED : ROTATED_HALF;
 // Whether one vector of x, and one vector of y, holds both elements of a pair.
 constexpr bool INSIDE = INTERLEAVED && Y_INTERLEAVED && WIDTH > 1;
 constexpr bool TABLE_OF_PAIRS = WHOLE_TABLE && INTERLEAVED && !INSIDE;
 // The distance, in elements of a table, from the angles of a piece's first vector to those of its second vector.
-constexpr int TO_SECOND = TABLE_OF_PAIRS ? WIDTH : WHOLE_TABLE ? HALF : 0;
+constexpr int TO_SECOND = TABLE_OF_PAIRS ? WIDTH : WHOLE_TABLE ? ROTATED_HALF : 0;
 
-static_assert(HALF % WIDTH == 0 && (SIZE - ROTATED) % WIDTH == 0, "a piece is of one kind");
+static_assert(ROTATED_HALF % WIDTH == 0 && (SIZE - ROTATED) % WIDTH == 0, "a piece is of one kind");
 
 // Deinterleaves two vectors that hold first0 second0 first1 second1 ...: writes the first elements of all pairs to
 // `first`, and the second elements to `second`.
@@ -57,7 +57,7 @@ struct Rotation {
         if constexpr (INSIDE && !WHOLE_TABLE) {
             at = piece * (WIDTH / 2);
             load_twice(cos + at, cos_first), load_twice(sin + at, sin_first);
-            load_twice(cos + at + HALF / 2, cos_second), load_twice(sin + at + HALF / 2, sin_second);
+            load_twice(cos + at + ROTATED_HALF / 2, cos_second), load_twice(sin + at + ROTATED_HALF / 2, sin_second);
             return;
         }
         at = piece * WIDTH * (TABLE_OF_PAIRS ? 2 : 1);
@@ -101,7 +101,7 @@ struct Rotation {
 };
 
 // Whether the two vectors of a piece are adjacent. If they are, neighbouring threads read every other vector (16 bytes)
-// at once, which takes as long as reading all of them. So the two vectors are HALF apart if each holds whole pairs
+// at once, which takes as long as reading all of them. So the two vectors are ROTATED_HALF apart if each holds whole pairs
 // (INSIDE).
 constexpr bool X_ADJACENT = INTERLEAVED && !INSIDE, Y_ADJACENT = Y_INTERLEAVED && !INSIDE;
 
@@ -112,8 +112,8 @@ struct Piece {
 
     __device__ __forceinline__ explicit Piece(int piece)
         : exists(LANES * STEPS == PIECES || piece < PIECES), rotated(piece < ROTATED_PIECES),
-          first(begin(piece, X_ADJACENT)), second(first + (X_ADJACENT ? WIDTH : HALF)),
-          y_first(begin(piece, Y_ADJACENT)), y_second(y_first + (Y_ADJACENT ? WIDTH : HALF)) {}
+          first(begin(piece, X_ADJACENT)), second(first + (X_ADJACENT ? WIDTH : ROTATED_HALF)),
+          y_first(begin(piece, Y_ADJACENT)), y_second(y_first + (Y_ADJACENT ? WIDTH : ROTATED_HALF)) {}
 
     __device__ __forceinline__ static int begin(int piece, bool adjacent) {
         if (piece >= ROTATED_PIECES) return ROTATED + (piece - ROTATED_PIECES) * WIDTH;

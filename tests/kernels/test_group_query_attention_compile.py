@@ -21,7 +21,9 @@ from onnxfuse.ir.dtypes import DTYPE_NUMBERS
 from onnxfuse.kernels.attention import host
 from onnxfuse.runtime.plan import Device, Kernel, Launch, TensorSpec
 
-OWN = ("group_query_append", "attention_mma", "attention_decode", "attention_hopper")  # sources with forms of their own
+OWN = (  # sources with forms of their own
+    "group_query_append", "attention_mma", "attention_decode", "attention_hopper", "attention_with_cache",
+)  # fmt: skip
 PARTS = 12  # of the kernels, of which one is compiled in a plain run
 
 
@@ -81,6 +83,13 @@ def test_launches_depend_on_shapes_alone() -> None:
     """A CUDA graph replays the launches of one length at all lengths of the same buffer."""
     steps = [launches(Case((length,), past=2048, heads=8), H200) for length in (1, 700, 2048)]
     assert steps[0] == steps[1] == steps[2]
+
+
+def test_steps_of_one_token_are_one_launch() -> None:
+    for past, batch in (100, 1), (4096, 8):
+        each = Case((50,) * batch, past=past, heads=32, kv_heads=8, size=128)
+        (step,) = host.candidates(each.node(), each.specs(), H200)[0].steps
+        assert isinstance(step, Launch) and step.kernel.source == "attention_with_cache"
 
 
 def test_a_past_may_be_its_present_if_it_is_as_long() -> None:

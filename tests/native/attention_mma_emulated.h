@@ -1,5 +1,6 @@
 // Shared memory, votes and shuffles of attention_mma.cuh on a CPU, in place of its own functions of these names; for
 // products in float32. Included after blocks_emulated.h.
+#define __grid_constant__
 struct float4 { float x, y, z, w; };
 
 static u32 shared_base() { return 0; }
@@ -20,6 +21,17 @@ template <int BYTES>
 static void store_shared(u32 to, const u32* words) {
     if (to % min(BYTES, 16)) abort();  // misaligned
     memcpy(emulated::memory() + to, words, BYTES);
+}
+
+template <int BYTES>
+static void load_shared(u32 from, u32* words) {
+    if (from % min(BYTES, 16)) abort();  // misaligned
+    memcpy(words, emulated::memory() + from, BYTES);
+}
+template <bool LEAVING, int BYTES>
+static void store_bytes(char* to, const u32* words) {
+    if (reinterpret_cast<u64>(to) % min(BYTES, 16)) abort();
+    memcpy(to, words, BYTES);
 }
 
 template <class T>
