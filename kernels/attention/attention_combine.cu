@@ -15,8 +15,8 @@ constexpr int SPLIT_LANES = THREADS / COLUMN_THREADS;
 extern "C" __global__ void __launch_bounds__(THREADS)
     attention_combine(OUT_T* out, i64 out_batch, i64 out_head, i64 out_row, int queries, int kv_heads, int splits,
                       int block_rows, const float* partial, const float2* totals PROGRAM_PARAMETERS) {
-    wait_for_predecessor();
     release_successor();
+    wait_for_predecessor();
     __shared__ float2 split_totals[MAX_SPLITS];
     __shared__ float lanes[SPLIT_LANES][COLUMN_THREADS * OUT_WIDTH];
     const int rows = queries * GQA_GROUP, head = blockIdx.x / rows, row = blockIdx.x % rows;

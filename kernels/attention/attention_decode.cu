@@ -13,8 +13,8 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) IN_CLUSTER
     attention_decode(ATTENTION_PARAMETERS, int splits, float* partial, float2* totals PROGRAM_PARAMETERS) {
-    wait_for_predecessor();
     release_successor();
+    wait_for_predecessor();
     Problem problem{ATTENTION_ARGUMENTS};
     const int split = blockIdx.x % splits;
     const WorkTile at = work_tile(blockIdx.x / splits, problem);

@@ -162,8 +162,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) IN_CLUSTER
                          i64 past_k_row, i64 past_v_batch, i64 past_v_head, i64 past_v_row, i64 new_k_batch,
                          i64 new_k_head, i64 new_k_row, i64 new_v_batch, i64 new_v_head, i64 new_v_row, int past,
                          int same_offsets, const __grid_constant__ Turns turns) {
-    wait_for_predecessor();
     release_successor();
+    wait_for_predecessor();
     Problem problem{ATTENTION_ARGUMENTS};
     const int split = blockIdx.x % splits;
     WorkTile at = work_tile(blockIdx.x / splits, problem);

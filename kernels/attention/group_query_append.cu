@@ -69,8 +69,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                        const X_T* past_k, const X_T* past_v, const int* lengths, i64 q_batch, i64 q_row, i64 k_batch,
                        i64 k_row, i64 v_batch, i64 v_row, int batches, int added, int past_rows, int rows,
                        int new_blocks, const __grid_constant__ Turns turns) {
-    wait_for_predecessor();
     release_successor();
+    wait_for_predecessor();
     if (blockIdx.x >= new_blocks) {
         const int block = blockIdx.x - new_blocks, blocks = gridDim.x - new_blocks;
         fill(past_k, present_k, lengths, batches, added, past_rows, rows, block, blocks);

@@ -15,7 +15,7 @@
 //   STREAMED          1: outputs leave the L2 cache first; an expression over the kernel's arguments
 //   PREFETCH_WEIGHTS  1: weights are loaded along with the row, which hides their latency and costs registers
 //   WEIGHTS_CONSTANT  1: no kernel writes the weights
-//   RELEASE           1: the next kernel may start before this one stores
+//   RELEASE           1: the next kernel may start at once
 //   IN_SHARED         1: dynamic shared memory keeps the row, as CHUNKS * THREADS structs Raw for every batch; all
 //                     loads of a block are in flight at once, and take no registers
 //   MIN_BLOCKS        blocks that must fit on a multiprocessor: a bound on registers
@@ -209,7 +209,6 @@ __device__ __forceinline__ void long_row(const Rows<Op>& rows, long long row,
         partial = partial.merge(rows.reduce_thread(batch, values));
     }
     rows.op.set_statistics(merge_row(partial, partials));
-    if (RELEASE) release_successor();
 #pragma unroll 1
     for (int batch = 0; batch < rows.batches(); ++batch) {
         rows.read(row, batch, raw);
@@ -236,7 +235,6 @@ __device__ __forceinline__ void rows_in_registers(const Rows<Op>& rows, long lon
         const bool more = PERSISTENT && first < rows.count;
         if (more) rows.fetch(rows.existing(row + step), 0, raw);
         rows.op.set_statistics(merge_row(rows.reduce_thread(0, values), partials[parity]));
-        if (RELEASE && !more) release_successor();
         rows.template store_result<!PREFETCH_WEIGHTS>(row, 0, values);
         if (!more) break;
         row = rows.existing(row + step);
@@ -248,6 +246,7 @@ __device__ __forceinline__ void rows_in_registers(const Rows<Op>& rows, long lon
 template <class Op>
 __device__ __forceinline__ void each_row(Op op, long long count, int length = 0) {
     __shared__ float partials[2][PARTIALS][Op::Partial::VALUES];
+    if (RELEASE) release_successor();
     cluster_arrive();
     const Rows<Op> rows{op, int(threadIdx.x + cluster_rank() * THREADS), count, length};
     const long long first = (long long)(blockIdx.x / CLUSTER) * ROWS_PER_BLOCK;
