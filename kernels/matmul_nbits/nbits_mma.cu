@@ -40,6 +40,8 @@ constexpr int ZERO_BYTES = ZEROS == 0 ? 0 : ZEROS == 1 ? PACKED_BYTES : SCALE_BY
 constexpr int SCALES_AT = ROWS * STAGE_BYTES, ZEROS_AT = SCALES_AT + ROWS * SCALE_BYTES;  // in a stage
 constexpr int X_AT = (ZEROS_AT + ROWS * ZERO_BYTES + 127) / 128 * 128;
 constexpr int X_PITCH = 2 * STAGE_K + (TILE_M == 1 ? 0 : 64);  // two rows fall into different banks
+constexpr int X_PARTS = STAGE_K / 8, X_VECTORS = (TILE_M * X_PARTS + 31) / 32;  // of a row and of a lane in a stage
+constexpr int AT_ONCE = STAGED_X && DEPTH * X_VECTORS > 16 ? 16 / X_VECTORS : DEPTH;  // stages whose x is in registers
 constexpr int SLOT_BYTES = (X_AT + (STAGED_X ? TILE_M * X_PITCH : 0) + 127) / 128 * 128;
 constexpr int PITCH = ROWS + 4;  // floats of a row of sums: stores of a warp fall into different banks
 constexpr int tiles_of(int columns) { return (columns + TILE_N - 1) / TILE_N; }
@@ -121,6 +123,20 @@ __device__ __forceinline__ void copy_rows(unsigned to, const void* base, int fir
     }
 }
 
+// One of a lane's vectors of x in a stage; elements after a row's end are zeros.
+struct VectorOfX {
+    long long from;
+    unsigned to;  // in a slot
+    bool exists, inside;
+
+    __device__ __forceinline__ VectorOfX(int i, int rows, int stage) {
+        const int at = i * 32 + threadIdx.x % 32, row = at / X_PARTS, part = at % X_PARTS;
+        const int k = stage * STAGE_K + part * 8;
+        from = (long long)row * K + k, to = X_AT + row * X_PITCH + part * 16;
+        exists = TILE_M * X_PARTS % 32 == 0 || row < TILE_M, inside = row < rows && (K % STAGE_K == 0 || k < K);
+    }
+};
+
 // One of a warp's stages in shared memory: rows of weights, then of scales, of zero points and of x. `base` is a multiple
 // of 128.
 struct Slot {
@@ -140,17 +156,13 @@ struct Slot {
             copy_rows<SCALE_BYTES, BLOCKS_K * 2, false>(zeros, quantized.zeros, first, end, block * 2);
     }
 
-    // Copies the stage's part of `rows` rows of x; elements after a row's end are zeros.
+    // Copies the stage's part of `rows` rows of x.
     __device__ __forceinline__ void fill_x(const T* x, int rows, int stage) const {
-        constexpr int PARTS = STAGE_K / 8, COPIES = TILE_M * PARTS;
-        const int lane = threadIdx.x % 32;
 #pragma unroll
-        for (int i = 0; i < (COPIES + 31) / 32; ++i) {
-            const int at = i * 32 + lane, row = at / PARTS, part = at % PARTS, k = stage * STAGE_K + part * 8;
-            if (COPIES % 32 && at >= COPIES) break;
-            const bool inside = row < rows && (K % STAGE_K == 0 || k < K);
-            const char* from = reinterpret_cast<const char*>(x + (inside ? (long long)row * K + k : 0));
-            copy_async<16>(base + X_AT + row * X_PITCH + part * 16, from, inside ? 16 : 0);
+        for (int i = 0; i < X_VECTORS; ++i) {
+            const VectorOfX vector(i, rows, stage);
+            const char* from = reinterpret_cast<const char*>(vector.inside ? x + vector.from : x);
+            if (vector.exists) copy_async<16>(base + vector.to, from, vector.inside ? 16 : 0);
         }
     }
 
@@ -363,6 +375,41 @@ __device__ __forceinline__ void multiply_stage(Sums& sums, const Slot& slot, con
     }
 }
 
+// ---- the first stages ----------------------------------------------------------------------------------------------
+
+// The warp's stages follow each other from tile to tile.
+struct Place {
+    int tile, stage;
+
+    __device__ __forceinline__ void step() {
+        stage += WARPS;
+        if (stage >= STAGES) tile += gridDim.x, stage = threadIdx.x / 32;
+    }
+};
+
+// Writes the x of a warp's first DEPTH stages, from `place` on, through registers. As groups of copies arrive in order, a
+// copy of x would arrive only after the weights of all these stages, which are copied before the predecessor ends.
+__device__ __forceinline__ void store_first_x(unsigned slots, const T* x, int rows, Place place) {
+#pragma unroll
+    for (int i = 0; i < DEPTH; i += AT_ONCE) {
+        Pack<T, 8> read[AT_ONCE][X_VECTORS] = {};
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j, place.step())
+#pragma unroll
+            for (int v = 0; v < X_VECTORS; ++v) {
+                const VectorOfX vector(v, rows, place.stage);
+                if (place.tile < TILES && vector.inside) read[j][v] = load_cached<8>(x + vector.from);
+            }
+#pragma unroll
+        for (int j = 0; j < AT_ONCE && i + j < DEPTH; ++j)
+#pragma unroll
+            for (int v = 0; v < X_VECTORS; ++v) {
+                const VectorOfX vector(v, rows, 0);
+                if (vector.exists) store_chunk(slots + (i + j) * SLOT_BYTES + vector.to, read[j][v].words);
+            }
+    }
+}
+
 // ---- the kernel ----------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
@@ -375,33 +422,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     x += (long long)row * K;
     release_successor();
 
-    // The warp's stages follow each other from tile to tile.
-    struct Place {
-        int tile, stage;
-
-        __device__ __forceinline__ void step() {
-            stage += WARPS;
-            if (stage >= STAGES) tile += gridDim.x, stage = threadIdx.x / 32;
-        }
-    };
     const auto fill = [&](unsigned slot, Place place) {
         if (place.tile >= TILES) return;
         const Tile<TILE_N> tile(products, place.tile);
         Slot{slot}.fill(tile.own.quantized, 0, tile.first, place.stage);
         if constexpr (GATED) Slot{slot}.fill(products[WEIGHTS - 1].quantized, 1, tile.first, place.stage);
     };
-    const auto fill_x = [&](unsigned slot, Place place) {
-        if (STAGED_X && place.tile < TILES) Slot{slot}.fill_x(x, rows, place.stage);
-        commit_copies();
-    };
-    Place ahead{warp < STAGES ? int(blockIdx.x) : TILES, warp};
+    const Place first{warp < STAGES ? int(blockIdx.x) : TILES, warp};
+    Place ahead = first;
     if constexpr (!WEIGHTS_CONSTANT) wait_for_predecessor();
-    Place first = ahead;
 #pragma unroll
-    for (int i = 0; i < DEPTH; ++i, first.step()) fill(slots + i * SLOT_BYTES, first);
+    for (int i = 0; i < DEPTH; ++i, ahead.step()) fill(slots + i * SLOT_BYTES, ahead), commit_copies();
     if constexpr (WEIGHTS_CONSTANT) wait_for_predecessor();
-#pragma unroll
-    for (int i = 0; i < DEPTH; ++i, ahead.step()) fill_x(slots + i * SLOT_BYTES, ahead);
+    if constexpr (STAGED_X) store_first_x(slots, x, rows, first);
 
     const Masks masks(m);
     int slot = 0, buffer = 0;
@@ -416,7 +449,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             multiply_stage(sums, Slot{read}, x, rows, stage, masks);
             __syncwarp();
             fill(read, ahead);
-            fill_x(read, ahead);
+            if (STAGED_X && ahead.tile < TILES) Slot{read}.fill_x(x, rows, ahead.stage);
+            commit_copies();
             slot = slot + 1 == DEPTH ? 0 : slot + 1;
         }
 #pragma unroll
