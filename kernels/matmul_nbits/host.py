@@ -126,10 +126,21 @@ def _mma_configs(product: Product, device: Device) -> list[MmaConfig]:
         found = dict[MmaConfig, None]()
         for tile_n, most, depth, resident in shapes:
             warps = next((count for count in (8, 4, 2) if count <= min(most, stages, limit)), 1)
-            found[MmaConfig(tile_m, tile_n, warps, depth, resident)] = None
+            found[_without_idle_stages(MmaConfig(tile_m, tile_n, warps, depth, resident), product, device)] = None
         if fitting := [each for each in found if each.shared(product) <= device.shared_per_block]:
             return fitting
     return []
+
+
+def _without_idle_stages(config: MmaConfig, product: Product, device: Device) -> MmaConfig:
+    """Return the config with no more stages in flight than a warp has: the memory of others takes the next kernel."""
+    stages = -(-product.k * product.bits // STAGE_BITS)
+    return replace(config, depth=min(config.depth, -(-stages // config.warps) * _rounds(config, product, device)))
+
+
+def _rounds(config: MmaConfig, product: Product, device: Device) -> int:
+    """Return how many tiles a block takes in turn."""
+    return -(-_tiles(product, config.tile_n) // (config.resident * device.multiprocessors))
 
 
 def _shapes(product: Product, tile_m: int, device: Device) -> list[tuple[int, int, int, int]]:
@@ -162,9 +173,8 @@ def _mma(product: Product, config: MmaConfig, device: Device) -> Implementation:
         "WIDTH": math.gcd(_width(product, config.tile_n), max(2, config.tile_m // 4)),
     }  # fmt: skip
     kernel, given = with_program(Kernel("nbits_mma", "nbits_mma", defines), product.arguments(), product.program)
-    tiles = _tiles(product, config.tile_n)
-    rounds = -(-tiles // (config.resident * device.multiprocessors))  # tiles of each block
-    grid, threads = (-(-tiles // rounds), -(-product.m // config.tile_m), 1), (32 * config.warps, 1, 1)
+    blocks = -(-_tiles(product, config.tile_n) // _rounds(config, product, device))
+    grid, threads = (blocks, -(-product.m // config.tile_m), 1), (32 * config.warps, 1, 1)
     launch = Launch(kernel, grid, threads, given, config.shared(product), pdl=device.has_pdl)
     return Implementation(config.name, (launch,))
 
