@@ -28,6 +28,7 @@ STAGED_ROWS: Final = 8  # maximum rows of x in stages of nbits_mma.cu; with more
 WIDE_ROWS: Final = 4  # rows of x from which on wide tiles are faster
 SMALL_TILES: Final = 4  # tiles of 16 columns per multiprocessor: with fewer, a product is small
 MIN_MMA_BLOCK: Final = 32  # minimum weights of a block: nbits_mma.cu adds those of four lanes
+RESERVED_BYTES: Final = 1024  # bytes of shared memory per block that the system reserves
 DEQUANTIZE_THREADS: Final = 256  # THREADS of nbits_dequantize.cu
 MAX_IMPLEMENTATIONS: Final = 8
 
@@ -126,16 +127,25 @@ def _mma_configs(product: Product, device: Device) -> list[MmaConfig]:
         found = dict[MmaConfig, None]()
         for tile_n, most, depth, resident in shapes:
             warps = next((count for count in (8, 4, 2) if count <= min(most, stages, limit)), 1)
-            found[_without_idle_stages(MmaConfig(tile_m, tile_n, warps, depth, resident), product, device)] = None
+            found[_fitted(MmaConfig(tile_m, tile_n, warps, depth, resident), product, device)] = None
         if fitting := [each for each in found if each.shared(product) <= device.shared_per_block]:
             return fitting
     return []
 
 
-def _without_idle_stages(config: MmaConfig, product: Product, device: Device) -> MmaConfig:
-    """Return the config with no more stages in flight than a warp has: the memory of others takes the next kernel."""
-    stages = -(-product.k * product.bits // STAGE_BITS)
-    return replace(config, depth=min(config.depth, -(-stages // config.warps) * _rounds(config, product, device)))
+def _fitted(config: MmaConfig, product: Product, device: Device) -> MmaConfig:
+    """Return the config with no more stages in flight than a warp has, and no more blocks than a multiprocessor holds.
+
+    The memory of stages that no warp needs holds blocks of the next kernel.
+    """
+    of_tile = -(-product.k * product.bits // (STAGE_BITS * config.warps))  # stages of a warp
+    for depth in range(1, config.depth + 1):
+        own = replace(config, depth=depth)
+        room = (device.shared_per_block + RESERVED_BYTES) // (own.shared(product) + RESERVED_BYTES)
+        own = replace(own, resident=max(1, min(config.resident, room)))
+        if depth >= of_tile * _rounds(own, product, device):
+            break
+    return own
 
 
 def _rounds(config: MmaConfig, product: Product, device: Device) -> int:
