@@ -25,6 +25,7 @@ MAX_DOT_ROWS: Final = 8
 DOT_WARPS: Final = 8
 STAGE_BITS: Final = 1024  # bits of a row of weights in a stage of nbits_mma.cu
 STAGED_ROWS: Final = 8  # maximum rows of x in stages of nbits_mma.cu; with more, it reads x from L1
+MAX_WARPS: Final = 16  # of a block of nbits_mma.cu
 WIDE_ROWS: Final = 4  # rows of x from which on wide tiles are faster
 SMALL_TILES: Final = 4  # tiles of 16 columns per multiprocessor: with fewer, a product is small
 MIN_MMA_BLOCK: Final = 32  # minimum weights of a block: nbits_mma.cu adds those of four lanes
@@ -123,10 +124,10 @@ def _mma_configs(product: Product, device: Device) -> list[MmaConfig]:
     """Return configs of nbits_mma.cu, the expected fastest first, of fewer warps if none of them fits the device."""
     tile_m = next((count for count in (1, 2, 4, 8, 16) if product.m <= count), 32)
     stages, shapes = -(-product.k * product.bits // STAGE_BITS), _shapes(product, tile_m, device)
-    for limit in (8, 4, 2, 1):
+    for limit in (MAX_WARPS, 8, 4, 2, 1):
         found = dict[MmaConfig, None]()
         for tile_n, most, depth, resident in shapes:
-            warps = next((count for count in (8, 4, 2) if count <= min(most, stages, limit)), 1)
+            warps = next((count for count in (MAX_WARPS, 8, 4, 2) if count <= min(most, stages, limit)), 1)
             found[_fitted(MmaConfig(tile_m, tile_n, warps, depth, resident), product, device)] = None
         if fitting := [each for each in found if each.shared(product) <= device.shared_per_block]:
             return fitting
@@ -158,8 +159,9 @@ def _shapes(product: Product, tile_m: int, device: Device) -> list[tuple[int, in
 
     With few tiles for each multiprocessor, many warps share a tile's k.  With many tiles, more blocks of fewer warps
     hide more of each other's latency: on an H200, a product of 1x4096x4096 with 4 bits took 4.9 us in the first way and
-    6.6 in the second, one of 1x28672x4096 22.0 and 18.8.  Weights of 8 bits take half the instructions for each byte,
-    so that copies in flight count more than blocks.  From four rows of x on, wide tiles read x less often.
+    6.6 in the second, one of 1x28672x4096 22.0 and 18.8.  In the first way four blocks of eight warps fit, of which two
+    may be the next product's, which fetch its weights.  Weights of 8 bits take half the instructions for each byte, so
+    that copies in flight count more than blocks.  From four rows of x on, wide tiles read x less often.
     """
     is_small = _tiles(product, 16) < SMALL_TILES * device.multiprocessors
     if tile_m > STAGED_ROWS:
@@ -167,12 +169,15 @@ def _shapes(product: Product, tile_m: int, device: Device) -> list[tuple[int, in
         if product.bits == 8 and tile_m == STAGED_ROWS * 2:
             return [few[1], *many]
         return [*few, *many] if is_small and product.m <= tile_m else [*many, *few]
-    few, many = [(16, 8, 3, 3), (16, 8, 4, 2), (32, 8, 2, 2)], [(32, 4, 2, 4), (16, 4, 2, 6), (32, 8, 2, 2)]
+    few, many = [(16, 8, 3, 4), (16, 8, 4, 2), (32, 8, 2, 2)], [(32, 4, 2, 4), (16, 8, 2, 4), (16, 4, 2, 6)]
+    is_deep = product.k * product.bits >= MAX_WARPS * STAGE_BITS and tile_m < WIDE_ROWS
+    # Where a multiprocessor has one block, it has as many warps as two others.
+    alone = [(16, MAX_WARPS, 2, 2)] if is_deep and _tiles(product, 16) <= device.multiprocessors else []
     if product.bits == 8:
-        return [few[1], few[0], *many]
+        return [*alone, few[1], few[0], *many]
     if is_small and tile_m >= WIDE_ROWS:
         few = few[::-1]
-    return [*few, *many] if is_small else [*many, *few]
+    return [*alone, *few, *many] if is_small else [*many, *few]
 
 
 def _mma(product: Product, config: MmaConfig, device: Device) -> Implementation:

@@ -31,7 +31,7 @@ DEFINITION = re.compile(
 )
 SETTLED = re.compile(r'asm volatile\("" : [^;]*;')
 # Tiles without their last rows, blocks that are longer than a stage or than k, rows of odd bytes of zero
-# points, tiles that end after the last column, several tiles for a block, and several products.
+# points, tiles that end after the last column, several tiles for a block, several products, and blocks of 16 warps.
 WITH_MMA = [
     *(Case(m, 40, 136, bits=bits, zeros=zeros) for m in (1, 2, 3, 7) for bits in (4, 8)
       for zeros in ("none", "packed", "typed")),
@@ -43,6 +43,7 @@ WITH_MMA = [
     Case(2, 64, 512, layout="nk", stored="int4"), Case(3, 48, 512, layout="nk", stored="int8", bits=8, zeros="packed"),
     Case(2, 72, 544, gate="silu", bias=True), Case(9, 24, 256, "bfloat16", 8, gate="gelu", zeros="packed"),
     Case(3, 40, 320, others=(8, 56), zeros="packed"), Case(20, 40, 520, zeros="typed", gate="silu"),
+    Case(7, 200, 520, zeros="packed"), Case(8, 200, 264, bits=8), Case(1, 24, 4128, zeros="packed"),
 ]  # fmt: skip
 SMALL = [replace(case, k=min(case.k, 1000), n=min(case.n, 160)) for case in CASES if case.m]
 
