@@ -69,12 +69,12 @@ __device__ __forceinline__ void attend(WarpState& warp, const Source& tiles) {
     tiles.load_queries(q_tile);
 #pragma unroll
     for (int stage = 0; stage < STAGES - 1; ++stage) tiles.load(tiles.begin + stage);
+    tiles.prepare_queries(q_tile);
     Scores scores(tiles.p, tiles.at, warp);
 #pragma unroll 1
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
         wait_copies<STAGES - 2>();
         __syncthreads();  // then the tile has arrived, and no warp reads the previous tile any more
-        if (tile == tiles.begin) tiles.queries_landed(q_tile);
         if (Q_IN_REGISTERS && tile == tiles.begin) warp.keep_queries(q_tile);
         tiles.load(tile + STAGES - 1);
         tiles.landed(tile);

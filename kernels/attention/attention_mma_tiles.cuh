@@ -223,8 +223,8 @@ struct Tiles {
 
     __device__ __forceinline__ u32 stage(int tile) const { return stages + (tile - begin) % STAGES * STAGE; }
 
-    __device__ __forceinline__ void landed(int tile) const {}          // called when all of a tile is in its stage
-    __device__ __forceinline__ void queries_landed(u32 tile) const {}  // called when all queries are in shared memory
+    __device__ __forceinline__ void landed(int tile) const {}           // called when all of a tile is in its stage
+    __device__ __forceinline__ void prepare_queries(u32 tile) const {}  // called when the first tiles are in flight
 
     __device__ __forceinline__ void load(int tile) const {
         if (tile < end) {

@@ -62,11 +62,17 @@ struct CachedTiles : Tiles {
         commit();
     }
 
-    __device__ __forceinline__ void queries_landed(u32 tile) const {
+    __device__ __forceinline__ void load_queries(u32 tile) const {
+        Tiles::load_queries(tile);
+        if (TURNS) commit();  // so that they are there before the first tile
+    }
+
+    __device__ __forceinline__ void prepare_queries(u32 tile) const {
 #if TURNS
+        wait_copies<STAGES - 1>();
+        __syncthreads();
         const int count = min(BLOCK_M, p.queries * GQA_GROUP - at.row);
         turn_rows(tile, 0, count, turns.q_scale, turns.q_epsilon, [&](int r) { return (at.row + r) / GQA_GROUP; });
-        __syncthreads();
 #endif
     }
 
