@@ -456,7 +456,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
         for (int n = 0; n < MMA_N; ++n)
 #pragma unroll
-            for (int i = 0; i < MMA_M * 4; ++i)
+            for (int i = 0; i < MMA_M * 4; i += TILE_M == 1 ? 2 : 1)  // sums of odd rows of x are then never computed
                 partial[buffer][warp][i / 4 * 8 + lane % 4 * 2 + i % 2][n * 16 + lane / 4 + i % 4 / 2 * 8] =
                     sums[n][i / 4][i % 4];
         __syncthreads();
