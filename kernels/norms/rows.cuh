@@ -224,9 +224,11 @@ __device__ __forceinline__ void rows_in_registers(const Rows<Op>& rows, long lon
     typename Op::Raw raw[CHUNKS];
     float values[CHUNKS][WIDTH];
     long long row = rows.existing(first + threadIdx.y);
+    constexpr bool EARLY_WEIGHTS = PREFETCH_WEIGHTS && WEIGHTS_CONSTANT && !Op::WEIGHTS_VARY;
+    if constexpr (EARLY_WEIGHTS) rows.load_weights(row, 0);
     wait_for_predecessor();
     rows.fetch(row, 0, raw);
-    if constexpr (PREFETCH_WEIGHTS) rows.load_weights(row, 0);
+    if constexpr (PREFETCH_WEIGHTS && !EARLY_WEIGHTS) rows.load_weights(row, 0);
     if constexpr (CLUSTER > 1) cluster_wait();  // the peers have started, so that their shared memory exists
     int parity = 0;
     while (true) {
