@@ -161,6 +161,24 @@ struct CachedTiles : Tiles {
     }
 };
 
+// Brings the first tiles of a block's part of the past to the L2 cache while the predecessor runs. The lengths may not be
+// written yet, so that they only say which rows are worth it.
+__device__ __forceinline__ void prefetch_past(const T* past_k, i64 k_row, const T* past_v, i64 v_row, const int* length,
+                                              int past, int queries, int split, int splits) {
+#if __CUDA_ARCH__ >= 900
+    int keys = past + queries;
+    if constexpr (LENGTHS) keys = min(keys, max(0, *static_cast<const volatile int*>(length)) + 1);
+    const int tiles = (keys + BLOCK_N - 1) / BLOCK_N, each = (tiles + splits - 1) / splits;
+    const int first = split * each * BLOCK_N, end = min(min(past, keys), first + min(each, STAGES - 1) * BLOCK_N);
+    for (int row = first + threadIdx.x; row < end; row += THREADS) {
+        for (int i = 0; i < HEAD_DIM * int(sizeof(T)); i += 128)
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(reinterpret_cast<const char*>(past_k + row * k_row) + i));
+        for (int i = 0; i < HEAD_DIM_V * int(sizeof(T)); i += 128)
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(reinterpret_cast<const char*>(past_v + row * v_row) + i));
+    }
+#endif
+}
+
 // k and v of the problem are the present caches. `same_offsets`: a row has the same offset in the past and the present.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) IN_CLUSTER
     attention_with_cache(ATTENTION_PARAMETERS, int splits, float* partial, float2* totals, const T* past_k,
@@ -169,9 +187,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) IN_CLUSTER
                          i64 new_k_head, i64 new_k_row, i64 new_v_batch, i64 new_v_head, i64 new_v_row, int past,
                          int same_offsets, const __grid_constant__ Turns turns) {
     release_successor();
+    const int split = blockIdx.x % splits, plane = blockIdx.x / splits, batch = plane / kv_heads, kv = plane % kv_heads;
+    if constexpr (!WINDOW)
+        prefetch_past(past_k + batch * past_k_batch + kv * past_k_head, past_k_row,
+                      past_v + batch * past_v_batch + kv * past_v_head, past_v_row, lengths + batch, past, queries, split,
+                      splits);
     wait_for_predecessor();
     Problem problem{ATTENTION_ARGUMENTS};
-    const int split = blockIdx.x % splits;
     WorkTile at = work_tile(blockIdx.x / splits, problem);
     const bool in_place = same_offsets && past_k == k && past_v == v;
     if constexpr (LENGTHS) {
