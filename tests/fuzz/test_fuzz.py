@@ -583,6 +583,17 @@ def test_weights_that_float16_lacks_may_be_multiplied_by_zero(weight: str, kind:
     assert verdict.kind == kind
 
 
+@pytest.mark.parametrize(("iterations", "kind"), [(0, "same"), (1, "idle")])
+def test_a_body_that_never_runs_may_have_no_shape(iterations: int, kind: str) -> None:
+    """Seed 1011002817, where the product of x and itself shows how large n is."""
+    text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[2,n] x) => (float[] y)
+        <int64 count = {{{iterations}}}, bool go = {{1}}, float[1,0] none = {{}}> {{
+          p = MatMul (x, x) y = Loop (count, go, p) <body = b (int64 i, bool c, float[] s) => (bool d, float[] t) {{
+            d = Identity (c) t = Add (none, x) }}> }}"""
+    settled = onnx.parser.parse_model(text.replace("float[2,n] x", "float[2,2] x"))
+    assert compare(onnx.parser.parse_model(text), settled, {"n": 2}, 0).kind == kind
+
+
 def test_roundings_are_drawn_once_for_the_same_inputs() -> None:
     """onnxruntime draws other numbers in each run, which may allow what they did not allow before (seed 101012468)."""
     model = onnx.parser.parse_model(CHAIN)

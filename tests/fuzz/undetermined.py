@@ -162,13 +162,14 @@ def hides_nan(model: onnx.ModelProto) -> bool:
 
 
 def never_runs(model: onnx.ModelProto, feeds: Mapping[str, Any], error: str) -> bool:
-    """Return whether onnxruntime refuses what a Loop would compute, and a caller asks for none of its iterations.
+    """Return whether onnxruntime refuses what a Loop would compute, and the model or a caller asks for no iteration.
 
     It runs such a model if it infers nothing of the body's tensors.
     """
     counts = {node.input[0] for node in nodes(model.graph) if node.op_type == "Loop"}
+    known = {**_constants(model.graph), **feeds}
     return "Incompatible dimensions" in error and any(
-        np.size(v) == 1 and not v for n, v in feeds.items() if n in counts
+        np.size(v) == 1 and not v for n, v in known.items() if n in counts
     )
 
 
