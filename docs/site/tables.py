@@ -306,6 +306,22 @@ def quantized_products() -> str:
     return grid(head, lines)
 
 
+def integers() -> str:
+    """Return the times of products and convolutions of integers of 8 bits."""
+    lines = []
+    for row in rows("eight_bits-h200"):
+        m, *others = row["shape"]
+        if others[2:]:
+            c, n, size, taps, stride = others
+            name = f"{m}x{c}x{size}x{size}, {n} filters of {taps}x{taps}" + (f", stride {stride}" if stride > 1 else "")
+        else:
+            name = _dims(row["shape"])
+        lines.append([name, f"**{three_digits(row['best'])}**",
+                      *(_time(row, each) for each in ("us", "zeros", "best_float16"))])  # fmt: skip
+    head = ["microseconds", "integers, tuned", "their first plan", "with a zero point", "float16, tuned"]
+    return grid(head, lines)
+
+
 def decoding() -> str:
     """Return the times of one token."""
     source = dated("decode-h200")[-1]
@@ -466,8 +482,8 @@ TABLES: Final[Mapping[str, Callable[[], str]]] = {
     table.__name__: table
     for table in (
         whole_models, trends, readme_models, engines, new_shapes, starts, load, regions_of_models, generated_kernels,
-        joined, products, quantized_products, decoding, attention, attention_forms, kernels, convolutions, gates,
-        other_gpus, on_the_cpu, memory, decisions,
+        joined, products, quantized_products, integers, decoding, attention, attention_forms, kernels, convolutions,
+        gates, other_gpus, on_the_cpu, memory, decisions,
     )
 }  # fmt: skip
 
