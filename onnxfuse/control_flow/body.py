@@ -75,6 +75,7 @@ def write_body(outer: Graph, body: Body, written: onnx.ModelProto) -> None:
     outer.protos[id(body.node)] = body.node, result
     _record_captured(outer, body, graph)
     _record_inputs(body, graph)
+    _declare_results(body, graph)
 
 
 def _record_captured(outer: Graph, body: Body, written: onnx.GraphProto) -> None:
@@ -99,6 +100,20 @@ def _record_inputs(body: Body, written: onnx.GraphProto) -> None:
         shape, dtype = (None, 0) if tensor is None else (body.shapes.shape(tensor), body.shapes.dtype(tensor))
         if shape is not None and dtype:
             value.type.CopyFrom(onnx.helper.make_tensor_type_proto(dtype, [_dim(size) for size in shape]))
+
+
+def _declare_results(body: Body, written: onnx.GraphProto) -> None:
+    """Declare the known shapes of a Scan's results, which onnxruntime requires, and infers of what the body was.
+
+    An If of a known condition gives way to its branch, of whose Loops onnxruntime infers no shape.
+    """
+    if op_of(body.node) != "Scan":
+        return
+    for value, shape in zip(written.output, body.result_shapes, strict=True):
+        tensor_type = value.type.tensor_type
+        if shape is not None and tensor_type.elem_type and not tensor_type.HasField("shape"):
+            dims = [_dim(size) for size in shape]
+            value.type.CopyFrom(onnx.helper.make_tensor_type_proto(tensor_type.elem_type, dims))
 
 
 class _Surroundings:

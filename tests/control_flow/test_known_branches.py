@@ -79,3 +79,19 @@ def test_a_sequence_stays_the_result_of_its_if() -> None:
         y = SequenceAt (s, one) }"""
     model, report = optimize(onnx.parser.parse_model(text))
     assert ops(model).startswith("If ") and report.verified.passed
+
+
+def test_a_scan_declares_the_shape_that_a_branch_takes_from_onnxruntime() -> None:
+    """onnxruntime infers the shape of an If's result, but not that of the Loop that takes its place."""
+    model = onnx.parser.parse_model("""<ir_version: 5, opset_import: ["" : 10]>
+        scans (float[3,4] x) => (float[3,4] y) <bool yes = {1}, int64 none = {0}> {
+        y = Scan <num_scan_inputs = 1, body = step (float[] row) => (float[] out) {
+          chosen = If (yes) <then_branch = then () => (float[] taken) {
+              taken = Loop (none, yes, row) <body = turn (int64 i, bool go, float[] state) => (bool on, float[] next) {
+                on = Identity (go)  next = Add (state, state) }> },
+            else_branch = otherwise () => (float[] left) { left = Identity (row) }>
+          out = Identity (chosen) }> (x) }""")
+    result, report = optimize(model)
+    assert report.verified.status == "verified", report.verified
+    (body,) = (each.g for node in result.graph.node for each in node.attribute if each.name == "body")
+    assert [dim.dim_value for dim in body.output[0].type.tensor_type.shape.dim] == [4]
