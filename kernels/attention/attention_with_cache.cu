@@ -190,8 +190,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) IN_CLUSTER
     const int split = blockIdx.x % splits, plane = blockIdx.x / splits, batch = plane / kv_heads, kv = plane % kv_heads;
     if constexpr (!WINDOW)
         prefetch_past(past_k + batch * past_k_batch + kv * past_k_head, past_k_row,
-                      past_v + batch * past_v_batch + kv * past_v_head, past_v_row, lengths + batch, past, queries, split,
-                      splits);
+                      past_v + batch * past_v_batch + kv * past_v_head, past_v_row, lengths + batch, past, queries,
+                      split, splits);
     wait_for_predecessor();
     Problem problem{ATTENTION_ARGUMENTS};
     WorkTile at = work_tile(blockIdx.x / splits, problem);

@@ -8,7 +8,7 @@
 //
 // Four lanes hold eight columns of a row in wgmma's layout, two each. They exchange the sums of 32 columns through shared
 // memory, so that each finishes eight neighbouring ones; the integers that they mostly store then fill a sector of L2.
-// Behind the barriers, each warp has EXCHANGE_BYTES for 16 rows of 32 sums.
+// After the barriers, which have BARRIER_BYTES, each warp has EXCHANGE_BYTES for 16 rows of 32 sums.
 //
 // Macros, besides those of gemm_hopper.cuh:
 //   WIDTH      columns that are finished together: 8, 4, 2 or 1; they divide n
@@ -20,7 +20,8 @@
 
 namespace {
 
-constexpr int EXCHANGE_AT = BARRIERS_AT + 256;
+constexpr int BARRIER_BYTES = 256;
+constexpr int EXCHANGE_AT = BARRIERS_AT + BARRIER_BYTES;
 constexpr int EXCHANGE_PITCH = 40;  // sums from a row to the next: stores of four rows use different banks
 constexpr int EXCHANGE_BYTES = 16 * EXCHANGE_PITCH * sizeof(int);
 

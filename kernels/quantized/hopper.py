@@ -17,9 +17,9 @@ from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Sca
 from onnxfuse.runtime.symint import best_first
 
 WGMMA_ARCH: Final = 90
-# Consumers that take turns are faster than ones that share a tile, but where few tiles of 128x192 are left: for
-# 4096x4096x4096, 4096x7168x16384 and 8192x8192x8192, a shared 128x256 takes 124, 805 and 938 us on an H200, and 128x128
-# in turns 106, 677 and 734; 128x192 takes 18.0 for 4096x768x3072, the fastest of four.
+# Consumers that take turns are faster than ones that share a tile, except with few tiles. On an H200, a shared 128x256
+# takes 124, 805 and 938 us for 4096x4096x4096, 4096x7168x16384 and 8192x8192x8192, and 128x128 in turns 106, 677 and
+# 734; but a shared 128x192 takes 18.0 for 4096x768x3072, less than three others.
 CONFIGS: Final = (*(each for each in hopper.CONFIGS if each.pingpong), HopperConfig(128, 192))
 OPERAND: Final = {"int8": "s8", "uint8": "u8"}  # the macro, by the dtype of x
 ZEROS: Final = Pointer("scratch", 0)  # where quantized_zeros.cu writes

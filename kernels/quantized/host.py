@@ -72,11 +72,9 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
     if is_joined(node):
         return joined_plans(node, inputs, device, problem_of, ways, candidates)
     problem, y = problem_of(node, inputs, device)
-    return (
-        [Plan((y,), each.steps, each.scratch) for each in ways(problem, device)]
-        if element_count(y)
-        else [Plan((y,), ())]
-    )
+    if not element_count(y):
+        return [Plan((y,), ())]
+    return [Plan((y,), each.steps, each.scratch) for each in ways(problem, device)]
 
 
 def problem_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> tuple[Gemm | Conv, TensorSpec]:
