@@ -231,7 +231,7 @@ def differ(right: ModelProto, wrong: ModelProto, inputs: dict[str, np.ndarray]) 
         found = list(results(wrong, inputs))
     except Exception:
         return True
-    return any(a.shape != b.shape or not np.allclose(a, b, 1e-4, 1e-4) for a, b in zip(expected, found, strict=True))
+    return any(a.shape != b.shape or not np.allclose(a, b, 1e-6, 1e-6) for a, b in zip(expected, found, strict=True))
 
 
 def results(model: ModelProto, inputs: dict[str, np.ndarray]) -> Iterator[np.ndarray]:
