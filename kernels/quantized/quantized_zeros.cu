@@ -8,6 +8,7 @@
 
 extern "C" __global__ void __launch_bounds__(256)
     quantized_zeros(const s8* w, const OPERAND* x_zero, int* zeros, int columns, int k) {
+    release_successor();  // the product loads its first weights meanwhile
     const int column = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (column >= columns) return;
     const uint4* from = reinterpret_cast<const uint4*>(w + size_t(column) * TAPS * k);
@@ -28,7 +29,6 @@ extern "C" __global__ void __launch_bounds__(256)
         if (EDGES) of_taps[EDGES ? tap : 0] = sum;
     }
     wait_for_predecessor();  // which may write x_zero, and may still read `zeros`
-    release_successor();
     if (lane != 0) return;
     const int zero = *x_zero;
     zeros[column] = zero * all;
