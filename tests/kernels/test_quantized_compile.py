@@ -23,7 +23,7 @@ def plans_of(case: Case, device: Device, aligned: bool = True) -> list[Plan]:
 
 
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "misaligned"])
-@pytest.mark.parametrize("case", sampled(CASES, 6), ids=str)
+@pytest.mark.parametrize("case", sampled(CASES, 11), ids=str)
 def test_all_plans_compile(case: Case, aligned: bool) -> None:
     for plan in plans_of(case, H200, aligned):
         for step in plan.steps:
