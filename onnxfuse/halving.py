@@ -77,10 +77,10 @@ def request(dtype: str | None, io: str, max_error: float | None) -> Request | No
     if dtype is None:
         given = "io" if io != "float32" else "max_error" if max_error is not None else ""
         if given:
-            raise UsageError(f"{given} is for models that are converted; give the dtype too: float16 or bfloat16")
+            raise UsageError(f"{given} is for half precision; give the dtype too: float16 or bfloat16")
         return None
     if dtype not in PRECISIONS:
-        raise UsageError(f"dtype is 'float16' or 'bfloat16', not '{dtype}'")
+        raise UsageError(f"dtype is 'float16', 'bfloat16' or 'int8', not '{dtype}'")
     if io not in ("float32", "half"):
         raise UsageError(f"io is 'float32' or 'half', not '{io}'")
     if max_error is not None and not max_error > 0:

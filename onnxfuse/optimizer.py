@@ -31,7 +31,7 @@ from onnxfuse.fuse_model import (
 )
 from onnxfuse.half.result import HalfResult
 from onnxfuse.halving import Halving, Request, request
-from onnxfuse.ir.convert_opset import describe_change
+from onnxfuse.ir.convert_opset import convert_opset, describe_change, state_ir_version
 from onnxfuse.ir.digest import graph_digest
 from onnxfuse.ir.domain import is_fused
 from onnxfuse.ir.dtypes import Array
@@ -45,7 +45,10 @@ from onnxfuse.layout.fusions import LAYOUT_FUSIONS
 from onnxfuse.match import Miss
 from onnxfuse.passes import Folded
 from onnxfuse.pipeline import PASS_NAMES, WEIGHT_PASSES
-from onnxfuse.quantize.quantize_weights import BITS, quantize_weights, with_errors
+from onnxfuse.quantize.quantize_static import INT8, MAX_SAMPLES_COMPARED, OLDEST_OPSET, quantize_static
+from onnxfuse.quantize.quantize_weights import BITS, quantize_weights
+from onnxfuse.quantize.result import QuantizedModel
+from onnxfuse.quantize.with_errors import with_errors
 from onnxfuse.report.facts import gather_facts
 from onnxfuse.report.operators import count_operators
 from onnxfuse.report.outline import Rewritten, outline
@@ -59,6 +62,7 @@ from onnxfuse.verify.accepted import NOTHING_ACCEPTED, Accepted, state_accepted
 from onnxfuse.verify.check_bodies import faults_of_bodies
 from onnxfuse.verify.compare import NOT_VERIFIED, Verification
 from onnxfuse.verify.compare_parts import PartFinding, PartsVerification
+from onnxfuse.verify.inputs import load_samples
 from onnxfuse.verify.observed import NotCompared
 from onnxfuse.verify.own_process import DEFAULT_TIMEOUT, own_process
 
@@ -75,9 +79,11 @@ def optimize(
     fallback: Literal["onnx", "ort"] = "onnx", emit: Emit = "functions", layout: Layout = "auto",
     regions: Regions = True, plan: str | os.PathLike[str] | None = None, verify: bool = True,
     inputs: Mapping[str, Array] | None = None, shapes: Sequence[str] = (), timeout: float | None = DEFAULT_TIMEOUT,
-    tolerance: float | None = None, dtype: Literal["float16", "bfloat16"] | None = None,
+    tolerance: float | None = None, dtype: Literal["float16", "bfloat16", "int8"] | None = None,
     io: Literal["float32", "half"] = "float32", max_error: float | None = None,
-    weights: Literal["int4", "int8"] | None = None, progress: Progress = lambda stage, done, of: None,
+    weights: Literal["int4", "int8"] | None = None,
+    calibrate: str | os.PathLike[str] | Mapping[str, Array] | None = None,
+    progress: Progress = lambda stage, done, of: None,
 ) -> tuple[onnx.ModelProto, Report]:  # fmt: skip
     """Fuse a model.
 
@@ -102,58 +108,84 @@ def optimize(
               models in this process, without a limit, and not at sizes of 0, at which onnxruntime may crash
     tolerance the largest relative error of an output; by default it depends on the dtype and the original's noise
     dtype     the half precision that the model is converted to; nodes that overflow or lose too much stay in float32.
-              External weights then lie in `report.folder`, as long as the report exists
+              External weights then lie in `report.folder`, as long as the report exists.  Or "int8": onnxruntime's
+              quantizer makes int8 of the weights of convolutions and products, and uint8 of the tensors that they read
     io        the dtype of floating-point inputs and outputs where the model is converted: float32, or `dtype` ("half")
     max_error the largest relative error that is allowed against float32; as many nodes stay in float32 as are needed
               for it.  By default, nodes stay in float32 until errors are within three times the noise of half
               precision, but at most a tenth of all nodes
     weights   the integers that weights of MatMuls are quantized to before fusing, by onnxruntime's quantizer, in blocks
               of 32 with one scale each; needs the package onnx_ir
+    calibrate for dtype="int8", inputs that give the ranges of tensors: an .npz file, or arrays by input name.  Each has
+              one more axis than the input, the first, which counts samples; or all arrays together are one sample
     progress  called with the stage, the amount of it that is done, and the total amount
 
     Returns the model, whose fused nodes call model-local functions, and the report.  Raises ModelError for a model that
-    cannot be read, or written in opset 24 for emit="standard"; UsageError for an unknown fusion or a plan of another
-    model; VerificationError if the models differ, and no fusion or folding is the cause, or `max_error` is exceeded.
+    cannot be read, or written in opset 24 for emit="standard"; UsageError for an unknown fusion, a plan of another
+    model or inputs that do not fit; VerificationError if the models differ, and no fusion or folding is the cause, or
+    `max_error` is exceeded.
     """
-    only, half = list(only), request(dtype, io, max_error)
+    only, half = list(only), request(None if dtype == INT8 else dtype, io, max_error)
     path = str(model) if isinstance(model, str | os.PathLike) else None
     settings = _with_operators(_settings(only, list(skip), patterns, layout, regions), fallback, emit, only)
-    _check_conversions(half, weights, plan)
+    _check_conversions(dtype, weights, plan, calibrate)
     timer = StageTimer(progress)
     with own_process(timeout, at_once=verify):  # without verification, only half precision runs models
         with timer.stage("load"):
             original, folder = load(model)
-        given, quantized = (original, folder), None
-        if weights:
-            with timer.stage("quantize"):
-                quantized = quantize_weights(original, folder, weights, f"'{path}'" if path else "the model")
-            original = quantized.model
         choices = None if plan is None else read_choices(Path(plan), original)
         job = _Job(
             original, folder, settings, timer, only, choices, verify, inputs, shapes, tolerance, half,
             opset_of(original),
         )  # fmt: skip
-        made, report = _optimize(job, path)
-        if quantized and verify:
+        samples = [] if calibrate is None else load_samples(calibrate, original)
+        quantized = _quantized(job, weights, samples, f"'{path}'" if path else "the model")
+        if quantized is None:
+            return _optimize(job, path)
+        made, report = _optimize(replace(job, original=quantized.model, opset=opset_of(quantized.model)), path)
+        told = quantized.result
+        if verify:
+            compared, sizes = (samples[:MAX_SAMPLES_COMPARED], ()) if samples else ([inputs or {}], shapes)
             with timer.stage("verify"):
-                told = with_errors(
-                    quantized.result, given, made, inputs, shapes, functools.partial(timer.tell, "verify")
-                )
-            report = replace(report, weights=told)
-        elif quantized:
-            report = replace(report, weights=quantized.result)
-        return made, report
+                tell = functools.partial(timer.tell, "verify")
+                told = with_errors(told, (original, folder), made, compared, sizes, tell)
+        return made, replace(report, weights=told)
 
 
-def _check_conversions(half: Request | None, weights: str | None, plan: object) -> None:
+def _check_conversions(dtype: str | None, weights: str | None, plan: object, calibrate: object) -> None:
     """Raise UsageError for conversions that do not exist, or that do not go together."""
     if weights is not None and weights not in BITS:
         raise UsageError(f"weights is 'int4' or 'int8', not '{weights}'")
-    if weights and half:
+    if weights and dtype:
         raise UsageError("dtype and weights are two steps; save the model that dtype gives, and quantize that")
-    if plan is not None and (half or weights):
-        text = "a plan lists the matches of the model as it is"
-        raise UsageError(f"{text}; save the model that {'dtype' if half else 'weights'} gives, and make a plan of that")
+    if dtype == INT8 and calibrate is None:
+        raise UsageError("dtype int8 takes the ranges of tensors from inputs; give calibrate, an .npz file of these")
+    if dtype != INT8 and calibrate is not None:
+        raise UsageError("calibrate gives the ranges of tensors for dtype int8; give that dtype, or leave it out")
+    if plan is not None and (dtype or weights):
+        text, given = "a plan lists the matches of the model as it is", "dtype" if dtype else "weights"
+        raise UsageError(f"{text}; save the model that {given} gives, and make a plan of that")
+
+
+def _quantized(
+    job: _Job, weights: str | None, samples: Sequence[Mapping[str, Array]], name: str
+) -> QuantizedModel | None:
+    """Return the original with quantized weights, or with activations that are quantized too, by samples; else None.
+
+    Activations are quantized once BatchNormalization and the like are folded into weights, which is verified.
+    """
+    if weights:
+        with job.timer.stage("quantize"):
+            return quantize_weights(job.original, job.folder, weights, name)
+    if not samples:
+        return None
+    source = in_operators(job.original, job.folder)[0] if has_fused_nodes(job.original) else job.original
+    raised = convert_opset(source, OLDEST_OPSET)
+    if raised is not source:
+        state_ir_version(raised)
+    folded = _fuse_verified(replace(job, settings=Settings((), layout="nchw"), only=()), raised)
+    with job.timer.stage("quantize"):
+        return quantize_static(folded.model.written, job.folder, samples, name)
 
 
 def find_matches(

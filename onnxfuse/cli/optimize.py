@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         "onnxfuse optimize model.onnx --dry-run --report report.html",
         "onnxfuse optimize model.onnx fused.onnx --shape input_ids:8x128",
         "onnxfuse optimize model.onnx fused.onnx --plan plan.json",
+        "onnxfuse optimize model.onnx int8.onnx --dtype int8 --calibrate samples.npz",
         "onnxfuse optimize llama_int4 llama_int4_fused --arch sm_90",
     ),
 )
@@ -66,8 +67,9 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--dtype",
-    type=click.Choice(["float16", "bfloat16"]),
-    help="Convert the model to half precision.  What overflows or loses too much there stays in float32.",
+    type=click.Choice(["float16", "bfloat16", "int8"]),
+    help="Convert the model to half precision, where nodes that overflow or lose too much stay in float32; or quantize "
+    "convolutions and products, with --calibrate, by onnxruntime's quantizer.",
 )
 @click.option(
     "--io",
@@ -87,6 +89,13 @@ if TYPE_CHECKING:
     "--weights",
     type=click.Choice(["int4", "int8"]),
     help="Quantize the weights of MatMuls before fusing, by onnxruntime's quantizer.  The report tells the errors.",
+)
+@click.option(
+    "--calibrate",
+    type=file_path,
+    metavar="FILE",
+    help="With --dtype int8: take the ranges of tensors from inputs in this .npz file.  Each array has one more "
+    "axis than the input, the first, which counts samples; or all arrays together are one sample.",
 )
 @verify_option
 @click.option(
@@ -123,10 +132,11 @@ def optimize_command(
     timeout: float,
     fallback: Literal["onnx", "ort"],
     emit: Literal["functions", "standard"],
-    dtype: Literal["float16", "bfloat16"] | None,
+    dtype: Literal["float16", "bfloat16", "int8"] | None,
     io: Literal["float32", "half"],
     max_error: float | None,
     weights: Literal["int4", "int8"] | None,
+    calibrate: Path | None,
     verify: bool,
     archs: tuple[str, ...],
     gpus: tuple[str, ...],
@@ -154,7 +164,7 @@ def optimize_command(
         "only": only, "skip": skip, "patterns": patterns, "fallback": fallback, "emit": emit, "layout": layout,
         "regions": given_regions(regions, epilogues), "plan": plan, "verify": verify, "shapes": shapes,
         "timeout": timeout, "tolerance": tolerance, "dtype": dtype, "io": io, "max_error": max_error,
-        "weights": weights,
+        "weights": weights, "calibrate": calibrate,
     }  # fmt: skip
     if source.is_dir():
         if report and report.resolve().is_relative_to(source.resolve()):

@@ -28,14 +28,14 @@ from onnxfuse.ir.plain_files import new_folder
 from onnxfuse.ir.protos import nodes
 from onnxfuse.ir.save import save
 from onnxfuse.optimizer import optimize
-from onnxfuse.quantize.quantize_weights import NothingToQuantizeError
+from onnxfuse.quantize.weight_readers import NothingToQuantizeError
 from onnxfuse.report.report import Report
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime.gpu_kinds import named_gpus
 from onnxfuse.runtime.plan_file import PLANS_SUFFIX
 
 Progress = Callable[[str, int, int], None]
-OF_ONE_MODEL: Final = ("inputs", "plan", "shapes")  # arguments of `optimize` that fit one model
+OF_ONE_MODEL: Final = ("calibrate", "inputs", "plan", "shapes")  # arguments of `optimize` that fit one model
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ def optimize_folder(
     gpus      the names of GPUs to compile kernels for; without both, the GPUs of this machine
     overwrite whether `target` may be replaced, as a whole, if it is a folder of genai
     progress  called with the stage, the amount of it that is done, and the total amount
-    options   the arguments of `optimize`, for every model; `inputs`, `plan` and `shapes` for folders with one model;
-              with `weights`, models without a weight that can be quantized keep theirs
+    options   the arguments of `optimize`, for every model; `calibrate`, `inputs`, `plan` and `shapes` for folders with
+              one model; with `weights`, models without a weight that can be quantized keep theirs
 
     Kernels are compiled for the models that run on CUDA; their configuration then names onnxfuse's library.  Returns
     each model's name, report and kernels.  Raises UsageError for a folder without models or without weights to

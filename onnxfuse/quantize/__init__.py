@@ -1,1 +1,1 @@
-"""Quantize the weights of a model by onnxruntime's quantizer before it is fused (`--weights int4`)."""
+"""Quantize a model by onnxruntime's quantizers before it is fused (`--weights int4`, `--dtype int8`)."""

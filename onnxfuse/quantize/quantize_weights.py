@@ -5,11 +5,8 @@ Each weight goes through the quantizer in a model of its own, so that no more th
 
 from __future__ import annotations
 
-import importlib
-import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -17,21 +14,13 @@ import onnx
 import onnx.numpy_helper
 from onnx import TensorProto, helper
 
-from onnxfuse.errors import NO_ONNXRUNTIME, MissingPackageError, UsageError, VerificationError, first_line
 from onnxfuse.ir.domain import ORT_DOMAIN
-from onnxfuse.ir.dtypes import FLOATS, Array
-from onnxfuse.ir.protos import (
-    defined_names,
-    graphs,
-    nodes,
-    operator_name,
-    overridable_initializers,
-    subgraphs,
-    without_initializers,
-)
+from onnxfuse.ir.dtypes import Array
+from onnxfuse.ir.protos import defined_names, graphs, nodes, without_initializers
 from onnxfuse.ir.validate import size_of
-from onnxfuse.quantize.result import StayingWeights, WeightError, WeightsResult
-from onnxfuse.verify.reference import Progress, run_original
+from onnxfuse.quantize.library import quantizer
+from onnxfuse.quantize.result import QuantizedModel, WeightsResult
+from onnxfuse.quantize.weight_readers import NothingToQuantizeError, WeightReaders
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -39,27 +28,6 @@ if TYPE_CHECKING:
 BITS: Final[Mapping[str, int]] = {"int4": 4, "int8": 8}
 BLOCK_SIZE: Final = 32  # elements along K that share a scale, as onnxruntime-genai's builder has them
 QUANTIZABLE: Final = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16}
-WEIGHT_INPUTS: Final[Mapping[str, int]] = {"Conv": 1, "ConvTranspose": 1, "Gather": 0, "Gemm": 1, "MatMul": 1}
-ONLY_MATMUL: Final = "only weights of MatMuls are quantized"
-IN_BODY: Final = "it is in a branch or a body"
-OF_FUNCTION: Final = "it is a function of the model, and the weights that it reads are not quantized"
-
-
-class NothingToQuantizeError(UsageError):
-    """A model without a weight that can be quantized; `result` has the nodes with weights, and why these stay."""
-
-    def __init__(self, name: str, result: WeightsResult) -> None:
-        why = "; ".join(f"{len(each.nodes)} {each.op}: {each.reason}" for each in result.stays)
-        super().__init__(f"{name} has no MatMul whose weight can be quantized{f' ({why})' if why else ''}")
-        self.result = result
-
-
-@dataclass(frozen=True)
-class QuantizedModel:
-    """A model with quantized weights, and the facts about them; weights that were not quantized are as before."""
-
-    model: onnx.ModelProto
-    result: WeightsResult
 
 
 def quantize_weights(model: onnx.ModelProto, folder: Path | None, dtype: str, name: str) -> QuantizedModel:
@@ -70,10 +38,10 @@ def quantize_weights(model: onnx.ModelProto, folder: Path | None, dtype: str, na
 
     Raises NothingToQuantizeError if there is no such weight, MissingPackageError if onnxruntime or onnx_ir is missing.
     """
-    quantizing = _Quantizing(model, folder, dtype, _library())
+    quantizing = _Quantizing(model, folder, dtype, quantizer("matmul_nbits_quantizer"))
     made = [each for node in model.graph.node for each in quantizing.replaced(node)]
     if not quantizing.quantized:
-        raise NothingToQuantizeError(name, quantizing.told())
+        raise NothingToQuantizeError(name, "MatMul", quantizing.told())
     result = without_initializers(model)
     del result.graph.node[:]
     result.graph.node.extend(made)
@@ -116,49 +84,20 @@ class _Quantizing:
     tensors: list[TensorProto] = field(default_factory=list)  # the new initializers
     quantized: dict[str, list[str]] = field(default_factory=dict)  # by weight: packed numbers and scales
     sources: set[str] = field(default_factory=set)  # the weights that were quantized, and their Transposes
-    stays: dict[tuple[str, str], list[str]] = field(default_factory=dict)  # nodes by operator and reason
     count: int = 0
     bytes_before: int = 0
 
     def __post_init__(self) -> None:
-        graph, parts = self.model.graph, list(graphs(self.model.graph))
-        constants = {
-            node.output[0]: attribute.t
-            for node in nodes(graph)
-            for attribute in (node.attribute if operator_name(node) == "Constant" else ())
-            if attribute.name == "value"
-        }
-        weights = constants | {tensor.name: tensor for part in parts for tensor in part.initializer}
-        self._weights = {name: t for name, t in weights.items() if t.data_type in FLOATS and len(t.dims) >= 2}
-        self._overridable = overridable_initializers(self.model)
-        self._names = {name for part in parts for name in defined_names(part)}
-        self._functions = {(function.domain, function.name) for function in self.model.functions}
-        self._turned = {
-            node.output[0]: node.input[0]
-            for node in nodes(graph)
-            if operator_name(node) == "Transpose" and node.input[0] in self._weights and _perm(node) in ((), (1, 0))
-        }
-
-    def _weight_of(self, node: onnx.NodeProto) -> str:
-        """Return the name of the weight that a node reads; "" if it reads none."""
-        index = WEIGHT_INPUTS.get(operator_name(node))
-        is_call = (node.domain, node.op_type) in self._functions
-        names = node.input if is_call else node.input[index : index + 1] if index is not None else ()
-        return next((name for name in names if self._turned.get(name, name) in self._weights), "")
+        self._readers = WeightReaders(self.model, ("MatMul",))
+        self._names = {name for part in graphs(self.model.graph) for name in defined_names(part)}
 
     def replaced(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
         """Return a MatMulNBits for a node whose weight can be quantized; else the node, whose reason is counted."""
-        for inner in nodes(*subgraphs(node)):
-            if self._weight_of(inner):
-                self._stay(inner, ONLY_MATMUL if operator_name(inner) != "MatMul" else IN_BODY)
-        name = self._weight_of(node)
+        name = self._readers.weight_to_quantize(node, _why_not)
         if not name:
             return [node]
-        source = self._turned.get(name, name)
-        weight = self._weights[source]
-        if (why := self._why_not(node, source)) is not None:
-            self._stay(node, why)
-            return [node]
+        source = self._readers.source(name)
+        weight = self._readers.weights[source]
         packed, scales = self._packed(name, weight)
         self.sources |= {name, source}
         depth, columns = weight.dims if name == source else reversed(weight.dims)
@@ -170,31 +109,11 @@ class _Quantizing:
             )
         ]  # fmt: skip
 
-    def _stay(self, node: onnx.NodeProto, why: str) -> None:
-        self.stays.setdefault((node.op_type, why), []).append(node.name or node.output[0])
-
-    def _why_not(self, node: onnx.NodeProto, source: str) -> str | None:
-        """Return why the weight of a node is not quantized; None if it is."""
-        weight = self._weights[source]
-        if (node.domain, node.op_type) in self._functions:
-            return OF_FUNCTION
-        if node.op_type != "MatMul":
-            return ONLY_MATMUL
-        if source in self._overridable:
-            return "its weight is an input of the model, too, so that callers can override it"
-        if weight.data_type not in QUANTIZABLE:
-            return "its weight is float64"
-        if len(weight.dims) != 2:
-            return f"its weight has {len(weight.dims)} axes"
-        if min(weight.dims) < BLOCK_SIZE:
-            return f"its weight is smaller than a block of {BLOCK_SIZE}"
-        return None
-
     def _packed(self, name: str, weight: TensorProto) -> list[str]:
         """Return the names of a weight's packed numbers and scales, which become initializers."""
         if name not in self.quantized:
             values = onnx.numpy_helper.to_array(weight, base_dir=str(self.folder or ""))
-            made = self._by_library(values.T if name in self._turned else values)
+            made = self._by_library(values.T if name in self._readers.turned else values)
             self.bytes_before += size_of(weight)
             for tensor, end in zip(made, ("Q", "scales"), strict=True):
                 tensor.name = self._unused(f"{name}_{end}")
@@ -209,12 +128,10 @@ class _Quantizing:
         x, y = (helper.make_tensor_value_info(name, kind, [None, None]) for name in "xy")
         graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"], "product")], "g", [x], [y], [weight])
         alone = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)])
-        quantizer = self.library.MatMulNBitsQuantizer(
-            alone, bits=BITS[self.dtype], block_size=BLOCK_SIZE, is_symmetric=True
-        )
-        quantizer.process()
-        found = {tensor.name: tensor for tensor in quantizer.model.model.graph.initializer}
-        return [found[name] for name in quantizer.model.model.graph.node[0].input[1:]]
+        made = self.library.MatMulNBitsQuantizer(alone, bits=BITS[self.dtype], block_size=BLOCK_SIZE, is_symmetric=True)
+        made.process()
+        found = {tensor.name: tensor for tensor in made.model.model.graph.initializer}
+        return [found[name] for name in made.model.model.graph.node[0].input[1:]]
 
     def _unused(self, name: str) -> str:
         while name in self._names:
@@ -225,55 +142,15 @@ class _Quantizing:
     def told(self) -> WeightsResult:
         """Return the facts about the quantized weights."""
         after = sum(map(size_of, self.tensors))
-        stays = tuple(StayingWeights(op, why, tuple(names)) for (op, why), names in self.stays.items())
-        return WeightsResult(self.dtype, BLOCK_SIZE, self.count, stays, self.bytes_before, after)
+        return WeightsResult(self.dtype, BLOCK_SIZE, self.count, self._readers.told(), self.bytes_before, after)
 
 
-def _perm(node: onnx.NodeProto) -> tuple[int, ...]:
-    return next((tuple(each.ints) for each in node.attribute if each.name == "perm"), ())
-
-
-def with_errors(
-    quantized: WeightsResult, original: tuple[onnx.ModelProto, Path | None], written: onnx.ModelProto,
-    inputs: Mapping[str, Array] | None, shapes: Sequence[str], tell: Progress,
-) -> WeightsResult:  # fmt: skip
-    """Return the facts with the errors of the written model's outputs, on drawn inputs, beside the float model."""
-    model, folder = original
-    try:
-        reference = run_original(model, folder, inputs or {}, tell, shapes, extremes=False)
-        tell("run the model with quantized weights")
-        session = reference.open(written)
-        results = [reference.run(session, each.feeds) for each in reference.runs]
-    except VerificationError as error:
-        return replace(quantized, note=f"its errors were not measured: {error}")
-    except Exception as error:  # any exception of onnxruntime
-        return replace(quantized, note=f"its errors were not measured: {first_line(error)}")
-    found = [reference.worst_difference(results, name) for name in reference.runs[0].outputs]
-    return replace(quantized, errors=tuple(WeightError(each.name, each.max_abs, each.max_rel) for each in found))
-
-
-def _library() -> ModuleType:
-    """Import onnxruntime's quantizer.  Raises MissingPackageError if it, or onnx_ir, is not installed."""
-    try:
-        with _logging_unchanged():
-            library = importlib.import_module("onnxruntime.quantization.matmul_nbits_quantizer")
-    except ImportError as error:
-        if (error.name or "").startswith("onnx_ir"):
-            raise MissingPackageError(
-                "onnxruntime's quantizer needs the package onnx_ir; pip install onnx-ir"
-            ) from error
-        raise MissingPackageError(f"{NO_ONNXRUNTIME} ({first_line(error)})") from error
-    logging.getLogger(library.__name__).setLevel(logging.WARNING)
-    return library
-
-
-@contextmanager
-def _logging_unchanged() -> Iterator[None]:
-    """Undo what the block does to the root logger: the quantizer's module lets it print all that is logged."""
-    root = logging.getLogger()
-    level, handlers = root.level, root.handlers[:]
-    try:
-        yield
-    finally:
-        root.setLevel(level)
-        root.handlers[:] = handlers
+def _why_not(_: onnx.NodeProto, weight: TensorProto) -> str | None:
+    """Return why the weight of a MatMul is not quantized; None if it is."""
+    if weight.data_type not in QUANTIZABLE:
+        return "its weight is float64"
+    if len(weight.dims) != 2:
+        return f"its weight has {len(weight.dims)} axes"
+    if min(weight.dims) < BLOCK_SIZE:
+        return f"its weight is smaller than a block of {BLOCK_SIZE}"
+    return None

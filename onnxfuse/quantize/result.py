@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+import onnx
+
 from onnxfuse.printing import Line, bytes_text, counted, escape, finite
 
 MAX_ERRORS_SHOWN: Final = 5  # outputs in the terminal, those with the largest errors
@@ -34,10 +36,11 @@ class StayingWeights:
 
 @dataclass(frozen=True)
 class WeightsResult:
-    """A model with quantized weights: how many products have them, which nodes with weights stay, and the errors.
+    """A model with quantized weights: how many nodes have them, which nodes with weights stay, and the errors.
 
-    `bytes_before` and `bytes_after` count the bytes of the weights that were quantized.  Where nothing was measured,
-    `errors` is empty, and `note` says why.
+    `block_size` is 0 for weights with one scale per channel.  `activations` is the dtype to which the tensors that
+    these nodes read are quantized; "" for floats.  `bytes_before` and `bytes_after` count the bytes of the weights
+    that were quantized.  Where nothing was measured, `errors` is empty, and `note` says why.
     """
 
     dtype: str
@@ -48,6 +51,7 @@ class WeightsResult:
     bytes_after: int
     errors: tuple[WeightError, ...] = ()
     note: str = ""
+    activations: str = ""
 
     @property
     def products(self) -> str:
@@ -55,12 +59,23 @@ class WeightsResult:
         if not self.nodes:
             return f"none in {self.dtype}, because no MatMul has a weight that can be quantized"
         size = f"{bytes_text(self.bytes_before)} -> {bytes_text(self.bytes_after)}"
+        if self.activations:
+            nodes = counted(self.nodes, "product or convolution", "products and convolutions")
+            return f"{nodes} in {self.dtype}, one scale per channel, {size}; they read {self.activations}"
         return f"{counted(self.nodes, 'product')} in {self.dtype}, blocks of {self.block_size}, {size}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON values; an infinite error, which JSON cannot write, becomes None."""
         errors = [{key: finite(value) for key, value in asdict(each).items()} for each in self.errors]
         return {**asdict(self), "errors": errors}
+
+
+@dataclass(frozen=True)
+class QuantizedModel:
+    """A model with quantized weights, and the facts about them; weights that were not quantized are as before."""
+
+    model: onnx.ModelProto
+    result: WeightsResult
 
 
 def weights_lines(weights: WeightsResult | None) -> Iterator[Line]:

@@ -85,14 +85,45 @@ def _input(value: onnx.ValueInfoProto) -> Input:
 
 def load_inputs(path: str | os.PathLike[str], model: onnx.ModelProto) -> dict[str, Array]:
     """Return every input of the model from an .npz file.  Raises UsageError if the file does not fit the model."""
-    arrays, wanted = _read_arrays(path), model_inputs(model)
-    for each in wanted:
-        if each.name not in arrays:
-            raise UsageError(f"'{path}' has no input '{each.name}'{_similar(each.name, list(arrays))}")
-        if each.dtype == ml_dtypes.bfloat16 and arrays[each.name].dtype == np.dtype("V2"):  # bfloat16 in .npz files
-            arrays[each.name] = arrays[each.name].view(ml_dtypes.bfloat16)
+    wanted = model_inputs(model)
+    arrays = _named_arrays(f"'{path}'", _read_arrays(path), wanted)
     check_inputs(arrays, wanted)
     return arrays
+
+
+def load_samples(
+    source: str | os.PathLike[str] | Mapping[str, Array], model: onnx.ModelProto
+) -> list[dict[str, Array]]:
+    """Return the samples, each a set of inputs, in an .npz file or in arrays by input name.
+
+    Each array has one more axis than the input, the first, which counts samples; or all arrays together are one sample.
+    Raises UsageError if the arrays do not fit the model.
+    """
+    wanted = model_inputs(model)
+    given, where = (source, "the data") if isinstance(source, Mapping) else (_read_arrays(source), f"'{source}'")
+    arrays = _named_arrays(where, given, wanted)
+    _check_names(arrays, wanted)
+    if not wanted or any(arrays[each.name].ndim != len(each.dims) + 1 for each in wanted):
+        check_inputs(arrays, wanted)
+        return [arrays]
+    counts = {name: len(value) for name, value in arrays.items()}
+    if len({*counts.values()}) > 1 or 0 in counts.values():
+        found = ", ".join(f"{count} for '{name}'" for name, count in counts.items())
+        raise UsageError(f"{where} needs the same number of samples, at least 1, for each input; found {found}")
+    samples = [{name: value[i, ...] for name, value in arrays.items()} for i in range(max(counts.values()))]
+    check_inputs(samples[0], wanted)
+    return samples
+
+
+def _named_arrays(where: str, arrays: Mapping[str, Array], wanted: Sequence[Input]) -> dict[str, Array]:
+    """Return arrays with the dtypes of the model.  Raises UsageError if an input has none."""
+    found = dict(arrays)
+    for each in wanted:
+        if each.name not in found:
+            raise UsageError(f"{where} has no input '{each.name}'{_similar(each.name, list(found))}")
+        if each.dtype == ml_dtypes.bfloat16 and found[each.name].dtype == np.dtype("V2"):  # bfloat16 in .npz files
+            found[each.name] = found[each.name].view(ml_dtypes.bfloat16)
+    return found
 
 
 def _read_arrays(path: str | os.PathLike[str]) -> dict[str, Array]:
@@ -112,10 +143,9 @@ def _read_arrays(path: str | os.PathLike[str]) -> dict[str, Array]:
 
 def check_inputs(arrays: Mapping[str, Array], wanted: Sequence[Input]) -> None:
     """Raise UsageError unless each array has the name, dtype and shape of one of the model's inputs."""
+    _check_names(arrays, wanted)
     known = {each.name: each for each in wanted}
     for name, value in arrays.items():
-        if name not in known:
-            raise UsageError(f"the model has no input '{name}'{_similar(name, list(known))}")
         each, shape = known[name], " x ".join(map(str, known[name].dims))
         if value.dtype != each.dtype and not (each.dtype.kind == "O" and value.dtype.kind in "OUS"):
             raise UsageError(f"input '{name}' is {value.dtype}; the model takes {each.dtype}")
@@ -123,6 +153,14 @@ def check_inputs(arrays: Mapping[str, Array], wanted: Sequence[Input]) -> None:
             raise UsageError(f"input '{name}' has {value.ndim} dims; the model takes {len(each.dims)}: {shape}")
         if any(isinstance(want, int) and want != have for want, have in zip(each.dims, value.shape, strict=True)):
             raise UsageError(f"input '{name}' has shape {' x '.join(map(str, value.shape))}; the model takes {shape}")
+
+
+def _check_names(arrays: Mapping[str, Array], wanted: Sequence[Input]) -> None:
+    """Raise UsageError unless each array has the name of one of the model's inputs."""
+    known = [each.name for each in wanted]
+    for name in arrays:
+        if name not in known:
+            raise UsageError(f"the model has no input '{name}'{_similar(name, known)}")
 
 
 def _similar(name: str, known: list[str]) -> str:

@@ -945,9 +945,9 @@ def test_convolutions_in_bfloat16_get_an_opset_that_has_them() -> None:
 
 def test_options_that_contradict_each_other_are_refused() -> None:
     for options, text in (
-        ({"io": "half"}, "io is for models that are converted"),
-        ({"max_error": 0.1}, "max_error is for models"),
-        ({"dtype": "float8"}, "dtype is 'float16' or 'bfloat16', not 'float8'"),
+        ({"io": "half"}, "io is for half precision"),
+        ({"max_error": 0.1}, "max_error is for half precision"),
+        ({"dtype": "float8"}, "dtype is 'float16', 'bfloat16' or 'int8', not 'float8'"),
         ({"dtype": "float16", "io": "both"}, "io is 'float32' or 'half'"),
         ({"dtype": "float16", "max_error": 0.0}, "a number above 0"),
     ):

@@ -1,0 +1,106 @@
+"""Quantize weights and activations by onnxruntime's quantize_static, with the ranges that tensors have on samples.
+
+The outputs of products and convolutions stay floats, because what follows them joins their kernels: only tensors that
+another product or convolution reads are quantized, after biases and activations.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import onnx
+from onnx import TensorProto
+
+from onnxfuse.errors import ModelError, first_line
+from onnxfuse.ir.dtypes import Array, dtype_name
+from onnxfuse.ir.validate import size_of
+from onnxfuse.quantize.library import logging_unchanged, quantizer
+from onnxfuse.quantize.result import QuantizedModel, WeightsResult
+from onnxfuse.quantize.weight_readers import NothingToQuantizeError, WeightReaders
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+INT8: Final = "int8"
+OPERATORS: Final = ("Conv", "Gemm", "MatMul")
+OLDEST_OPSET: Final = 13  # the first in which DequantizeLinear has one scale per channel
+MAX_SAMPLES_COMPARED: Final = 8  # samples on which errors are measured; all samples give ranges
+
+
+class _Samples:
+    """The samples as the quantizer reads them."""
+
+    def __init__(self, samples: Sequence[Mapping[str, Array]]) -> None:
+        self._left: Iterator[Mapping[str, Array]] = iter(samples)
+
+    def get_next(self) -> Mapping[str, Array] | None:
+        """Return the next sample; None after the last one."""
+        return next(self._left, None)
+
+
+def quantize_static(
+    model: onnx.ModelProto, folder: Path | None, samples: Sequence[Mapping[str, Array]], name: str
+) -> QuantizedModel:
+    """Quantize the weights of a float32 model's convolutions and products to int8, and what they read to uint8.
+
+    Weights have one scale per channel, and no zero points; activations have one of each.  `model`, called `name`, is of
+    opset 13 or later, and is not changed; nor is what its branches and bodies compute.
+
+    Raises NothingToQuantizeError if there is no such weight, MissingPackageError without onnxruntime, and ModelError if
+    the quantizer raises.
+    """
+    readers = WeightReaders(model, OPERATORS)
+    named = _with_names(model)
+    chosen = {node.name: each for node in named.graph.node if (each := readers.weight_to_quantize(node, _why_not))}
+    if not chosen:
+        raise NothingToQuantizeError(name, "Conv, Gemm or MatMul", WeightsResult(INT8, 0, 0, readers.told(), 0, 0))
+    before = sum(size_of(readers.weights[each]) for each in set(chosen.values()))
+    all_before = sum(map(size_of, named.graph.initializer))
+    onnx.load_external_data_for_model(named, str(folder or ""))
+    library = quantizer("quantize")
+    try:
+        made = _by_library(library, named, samples, list(chosen))
+    except Exception as error:  # any exception of onnxruntime
+        raise ModelError(f"onnxruntime's quantizer does not quantize {name}: {first_line(error)}") from error
+    after = before + sum(map(size_of, made.graph.initializer)) - all_before
+    return QuantizedModel(made, WeightsResult(INT8, 0, len(chosen), readers.told(), before, after, activations="uint8"))
+
+
+def _why_not(node: onnx.NodeProto, weight: TensorProto) -> str | None:
+    """Return why the weight of a product or convolution is not quantized; None if it is."""
+    if weight.data_type != TensorProto.FLOAT:
+        return f"its weight is {dtype_name(weight.data_type)}, so that it has to be exported in float32 first"
+    if node.op_type == "MatMul" and len(weight.dims) != 2:
+        return f"its weight has {len(weight.dims)} axes"
+    return None
+
+
+def _with_names(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy in which each node has a name of its own, by which the quantizer knows it."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    seen = {""}
+    for node in copy.graph.node:
+        node.name = node.name or node.output[0]
+        while node.name in seen:
+            node.name += "_"
+        seen.add(node.name)
+    return copy
+
+
+def _by_library(
+    library: ModuleType, model: onnx.ModelProto, samples: Sequence[Mapping[str, Array]], names: list[str]
+) -> onnx.ModelProto:
+    """Return the model with quantizers around the nodes with these names."""
+    kinds = library.QuantType
+    with logging_unchanged(), tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch, "model.onnx")
+        library.quantize_static(
+            model, path, _Samples(samples), op_types_to_quantize=list(OPERATORS), nodes_to_quantize=names,
+            per_channel=True, activation_type=kinds.QUInt8, weight_type=kinds.QInt8, use_external_data_format=True,
+            extra_options={"OpTypesToExcludeOutputQuantization": list(OPERATORS)},
+        )  # fmt: skip
+        return onnx.load(path)
