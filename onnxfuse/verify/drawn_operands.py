@@ -76,19 +76,22 @@ def draws(unfused: UnfusedGraph, part: Part, given: Feeds, *, runs: bool) -> Ite
 
     If operands are masks, draws with fully masked rows follow.  Integers keep the values of the run, and so do tensors
     that the replaced nodes read besides operands.  If such a tensor is floating-point, nothing is drawn, because it may
-    be computed from an operand.
+    be computed from an operand.  If the fused node has a program, constants of one element keep their values, because
+    the program may contain copies of them.
     """
     if runs:
         yield "the values of a run", given
     others = [name for name in part.leaves if name not in part.operands]
     if any(given[name].dtype.name in FLOAT_NAMES for name in others):
         return
+    may_copy = any(attribute.name == "program" for attribute in part.fused.attribute)
+    kept = {name for name, value in given.items() if may_copy and name in unfused.constants and value.size == 1}
     first: Feeds = {}
     for index, what in enumerate(("drawn values", "large drawn values")):
         drawn = {
             name: _draw(name, value, 0 if name in part.tables else index)
             for name, value in given.items()
-            if name in part.operands
+            if name in part.operands and name not in kept
         }
         drawn |= {name: repeat_columns(drawn[name], columns) for name, columns in part.repeated.items()}
         first = first or drawn

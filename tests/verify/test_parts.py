@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -44,9 +45,9 @@ def parse(text: str, **weights: np.ndarray) -> onnx.ModelProto:
     return model
 
 
-def fused(model: onnx.ModelProto, folder: Path | None = None) -> FusedModel:
+def fused(model: onnx.ModelProto, folder: Path | None = None, **options: Any) -> FusedModel:
     fusions = catalogue.with_folders([folder] if folder else [])
-    return fuse_model(model, None, Settings(fusions, keep_unfused=True))
+    return fuse_model(model, None, Settings(fusions, keep_unfused=True, **options))
 
 
 def parts_of(result: FusedModel) -> list[Part]:
@@ -130,6 +131,18 @@ def test_weights_are_drawn_too() -> None:
     feeds = {"h": np.random.default_rng(0).standard_normal((3, 8)).astype("f4")}
     (finding,) = compared(result, **feeds).wrong
     assert finding.reason.startswith("on drawn values its output 'y' is ")
+
+
+def test_scales_that_a_program_copies_are_not_drawn() -> None:
+    """The product reads the scale `s` as an operand; the DequantizeLinear of the residual is in the program."""
+    text = """(float[n,16] x) => (uint8[n,16] y) <float s = {0.03}, uint8 z = {128}, float t = {0.01}>
+    { q = QuantizeLinear(x, s, z)  d = DequantizeLinear(q, s, z)  wd = DequantizeLinear(w, t)
+      m = MatMul(d, wd)  a = Add(m, d)  y = QuantizeLinear(a, s, z) }"""
+    result = fused(parse(f"g {text}", w=np.arange(-128, 128, dtype=np.int8).reshape(16, 16)), regions=True)
+    (part,) = (part for part in parts_of(result) if part.fused.op_type == "quantized_gemm")
+    assert part.operands[:3] == ["q", "s", "z"] and part.outputs == ["y"]
+    random = np.random.default_rng(0)
+    assert compared(result, x=random.standard_normal((5, 16)).astype("f4")).wrong == ()
 
 
 def test_nan_in_another_place(tmp_path: Path) -> None:
