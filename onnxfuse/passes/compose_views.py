@@ -205,7 +205,10 @@ def _order_in_source(source: Sequence[Size], layout: ViewLayout) -> list[int] | 
 
 
 def _replace(graph: Graph, shapes: ShapeInfo, last: Node, source: Tensor, views: Sequence[View]) -> bool:
-    """Replace the node by the views; return False, and change nothing, if a target would not be constant."""
+    """Replace the node by the views; return False, and change nothing, if a target would not be constant.
+
+    The result keeps its name, by which verification finds it in the original.
+    """
     end = last.outputs[0]
     if not views:
         done = graph.replace(end, source)
@@ -216,7 +219,9 @@ def _replace(graph: Graph, shapes: ShapeInfo, last: Node, source: Tensor, views:
     if tensor is None:
         return False
     last.inputs.clear()
-    return graph.replace(end, tensor)
+    last.outputs.clear()
+    tensor.inputs[0].outputs = [end]
+    return True
 
 
 def _scaled_chain_to(shapes: ShapeInfo, tensor: Tensor) -> list[Node]:

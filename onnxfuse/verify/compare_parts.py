@@ -100,7 +100,7 @@ def compare_parts(
     """
     wrong, unseen, equal = list[PartFinding](), list[PartFinding](), set[str]()
     try:
-        needed = (name for part in parts for name in _needed(unfused, part))
+        needed = (name for part in parts for name in _needed(unfused, part) if name in unfused.types)
         values = {} if feeds is None else values_of_run(unfused, needed, feeds)
     except Exception as error:  # any exception of onnxruntime is the reason
         reason = f"the original does not run ({first_line(error)})"
@@ -236,6 +236,8 @@ def _given(unfused: UnfusedGraph, part: Part, values: Mapping[str, Array]) -> Fe
             given[name] = unfused.constant(name)
         elif name in values:
             given[name] = values[name]
+        elif name not in unfused.types:
+            raise VerificationError(f"the original has no tensor '{name}'")
         else:
             raise VerificationError(f"the value of '{name}' in a run is no tensor")
     return given

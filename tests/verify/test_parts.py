@@ -145,6 +145,17 @@ def test_scales_that_a_program_copies_are_not_drawn() -> None:
     assert compared(result, x=random.standard_normal((5, 16)).astype("f4")).wrong == ()
 
 
+def test_the_result_of_composed_views_keeps_its_name() -> None:
+    """A Flatten of a channels-last pool becomes a Reshape, which joins the quantizers before it."""
+    text = """(float[n,4,8,8] x) => (float[n,5] y) <float s = {0.02}, uint8 z = {7}>
+    { c = Conv(x, w)  p = GlobalAveragePool(c)  q = QuantizeLinear(p, s, z)  d = DequantizeLinear(q, s, z)
+      f = Flatten(d)  y = Gemm<transB = 1>(f, v) }"""
+    weights = {"w": np.ones((8, 4, 3, 3), "f4"), "v": np.ones((5, 8), "f4")}
+    model, report = optimize(parse(f"g {text}", **weights), layout="nhwc")
+    assert [list(node.output) for node in model.graph.node if node.op_type == "region"] == [["f"]]
+    assert (report.verified.status, report.verified.equal_parts) == ("verified", 3)
+
+
 def test_nan_in_another_place(tmp_path: Path) -> None:
     model = parse("g (float[n] x) => (float[n] y) { r = Sqrt(x)  y = Relu(r) }")
     result = fused(model, wrong_relu(tmp_path, "op.Where(op.IsNaN(x), 0.0, op.Relu(x))"))
