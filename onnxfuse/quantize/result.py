@@ -40,7 +40,8 @@ class WeightsResult:
 
     `block_size` is 0 for weights with one scale per channel.  `activations` is the dtype to which the tensors that
     these nodes read are quantized; "" for floats.  `bytes_before` and `bytes_after` count the bytes of the weights
-    that were quantized.  Where nothing was measured, `errors` is empty, and `note` says why.
+    that were quantized.  Where nothing was measured, `errors` is empty, and `note` says why; else `note` may say on
+    which inputs the errors were measured.
     """
 
     dtype: str
