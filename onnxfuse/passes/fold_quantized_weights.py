@@ -1,13 +1,14 @@
 """Compute weights of norms and convolutions, and biases, that a model stores quantized, or quantizes and dequantizes.
 
 Weights of convolutions are computed only where nothing but weights is quantized: a model with quantized activations
-runs in integers, and onnxruntime finds its integer operators by the pairs of QuantizeLinear and DequantizeLinear around
-the weights.  No norm runs in integers, and onnxruntime quantizes biases again.
+runs in integers, and onnxruntime finds its integer operators by the DequantizeLinears of the weights.  Weights that
+such a model quantizes when it runs, as models for TensorRT do, are stored as integers.  No norm runs in integers, and
+onnxruntime quantizes biases again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Callable, Set
 from typing import Final
 
 import numpy as np
@@ -36,19 +37,29 @@ VIEWS: Final = frozenset({"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Ident
 
 @graph_pass()
 def fold_quantized_weights(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
-    """Turn each DequantizeLinear of a bias, or of weights of nothing but norms or convolutions, into an initializer."""
+    """Turn QuantizeLinears of constants, and DequantizeLinears of biases or of certain weights, into initializers.
+
+    These weights are read by nothing but norms or convolutions.
+    """
     found = [node for node in graph.nodes if op_of(node) in QUANTIZING]
+    folded = [each for node in filter(_is_of_constants, found) for each in _folded(graph, node, _quantized)]
+    found = [node for node in found if node.outputs]
     in_integers = any(op_of(node).startswith(IN_INTEGERS) for node in graph.nodes) or _has_fused_quantizers(graph)
     readers = NORMS if in_integers or not all(map(_is_of_constants, found)) else NORMS | CONVOLUTIONS
-    folded = []
     for node in filter(_is_of_constants, found):
-        tensor = node.outputs[0]
-        if op_of(node) == "DequantizeLinear" and (_is_bias(graph, node) or _are_weights(graph, tensor, readers)):
-            value = _value(graph, node)
-            if value is not None:
-                folded.append(Folded("constant", node_label(node), tensor.name))
-                make_constant(tensor, value)
+        if _is_bias(graph, node) or _are_weights(graph, node.outputs[0], readers):
+            folded += _folded(graph, node, _dequantized)
     return folded
+
+
+def _folded(graph: Graph, node: Node, compute: Callable[[Graph, Node], Array | None]) -> list[Folded]:
+    """Turn the result of a node into an initializer, if it can be computed and need not stay; return the change."""
+    (tensor,), value = node.outputs, compute(graph, node)
+    if value is None or graph.is_kept(tensor):
+        return []
+    change = Folded("constant", node_label(node), tensor.name)
+    make_constant(tensor, value)
+    return [change]
 
 
 def _has_fused_quantizers(graph: Graph) -> bool:
@@ -57,12 +68,8 @@ def _has_fused_quantizers(graph: Graph) -> bool:
 
 
 def _is_of_constants(node: Node) -> bool:
-    """Return whether the node reads constants only; its first input may also be a QuantizeLinear of constants."""
-    source = producer(node.inputs[0])
-    is_stored = is_constant(node.inputs[0]) or (
-        source is not None and op_of(source) == "QuantizeLinear" and all(map(is_constant, source.inputs))
-    )
-    return is_stored and all(is_constant(each) or not each.name for each in node.inputs[1:])
+    """Return whether the node reads constants only."""
+    return is_constant(node.inputs[0]) and all(is_constant(each) or not each.name for each in node.inputs[1:])
 
 
 def _is_bias(graph: Graph, node: Node) -> bool:
@@ -105,11 +112,12 @@ def _are_weights(graph: Graph, tensor: Tensor, readers: Set[str]) -> bool:
     return True
 
 
-def _value(graph: Graph, node: Node) -> Array | None:
-    """Return onnxruntime's result for a DequantizeLinear of `INTEGERS`; None for other nodes, or scales per block."""
-    source = producer(node.inputs[0])
-    values = _constant(graph, node, 0) if source is None else _quantized(graph, source)
-    if values is None or values.dtype.name not in INTEGERS or not _is_plain(graph, node):
+def _dequantized(graph: Graph, node: Node) -> Array | None:
+    """Return onnxruntime's result for a DequantizeLinear of constant `INTEGERS`; None for other nodes, or blocks."""
+    values = _constant(graph, node, 0)
+    if op_of(node) != "DequantizeLinear" or values is None or values.dtype.name not in INTEGERS:
+        return None
+    if not _is_plain(graph, node):
         return None
     scale, zero = _scale_and_zero(graph, node, values)
     if scale is None:
@@ -119,11 +127,13 @@ def _value(graph: Graph, node: Node) -> Array | None:
 
 
 def _quantized(graph: Graph, node: Node) -> Array | None:
-    """Return the result of onnxruntime for a QuantizeLinear of float32 or float16 to 8 bits; None for other nodes.
+    """Return onnxruntime's result for a QuantizeLinear of constants to 8 bits; None for other nodes.
 
     From opset 23 on, QuantizeLinear has an attribute for the precision, and the quotient of float16 numbers is rounded
     to float16.
     """
+    if op_of(node) != "QuantizeLinear":
+        return None
     values, zero_point = _constant(graph, node, 0), _constant(graph, node, 2)
     dtype = np.dtype(np.uint8) if zero_point is None else zero_point.dtype
     if values is None or values.dtype.name not in FLOATS or dtype.name not in INTEGERS[:2]:
