@@ -25,8 +25,8 @@ OPERAND: Final = {"int8": "s8", "uint8": "u8"}  # the macro, by the dtype of x
 ZEROS: Final = Pointer("scratch", 0)  # where quantized_zeros.cu writes
 MAX_WIDTH: Final = 8  # columns of y that a thread finishes together
 COLUMNS_OF_ZEROS: Final = 8  # columns of y per block of quantized_zeros.cu
-MAX_TAPS: Final = 64  # of a filter whose taps may lie outside x: a thread holds a bit for each
-MAX_LENGTH: Final = 2**31 // (255 * 128)  # products of x and w whose sum int32 holds
+MAX_TAPS: Final = 64  # the most taps of a filter of which some may lie outside x: a thread holds a bit for each
+MAX_LENGTH: Final = 2**31 // (255 * 128)  # the most products of x and w whose sum int32 surely holds
 
 
 def products(gemm: Gemm, device: Device) -> list[Implementation]:
