@@ -262,7 +262,7 @@ class _Text:
         self.reads = self._reads()
 
     def _writer(self, arguments: Arguments) -> Writer:
-        inexact = self.program.rounded_anyhow(RESULT)
+        inexact = self.program.inexact_after(RESULT)
         writer = Writer(self.program, self.shapes, arguments, False, {}, depth=3, inexact=inexact)
         writer.keep((RESULT, self.places[RESULT]), Reference(writer.rounded(RESULT, "x0[j]")))
         return writer

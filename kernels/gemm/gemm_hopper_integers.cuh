@@ -11,6 +11,7 @@
 // After the barriers, which have BARRIER_BYTES, each warp has EXCHANGE_BYTES for 16 rows of 32 sums.
 //
 // Macros, besides those of gemm_hopper.cuh:
+//   BARRIER_BYTES, EXCHANGE_PITCH    as the host counts them; the second is in sums, from a row to the next
 //   WIDTH      columns that are finished together: 8, 4, 2 or 1; they divide n
 //   W_SCALES   1: w_scale has one number per column; 0: one number
 //   X_ZERO     1: x has a zero point, and `zeros` the numbers above; 0: it is 0
@@ -20,12 +21,11 @@
 
 namespace {
 
-constexpr int BARRIER_BYTES = 256;
 constexpr int EXCHANGE_AT = BARRIERS_AT + BARRIER_BYTES;
-constexpr int EXCHANGE_PITCH = 40;  // sums from a row to the next: stores of four rows use different banks
 constexpr int EXCHANGE_BYTES = 16 * EXCHANGE_PITCH * sizeof(int);
 
 static_assert(TILE_N % 32 == 0 && 8 % WIDTH == 0);
+static_assert(EXCHANGE_PITCH % 32 == 8, "stores of four rows use different banks");
 
 #ifndef DIMS  // a product of matrices
 struct Edges {
@@ -115,7 +115,7 @@ __device__ __forceinline__ void finish_columns(const int* sums, const IntegerCol
 #pragma unroll
     for (int i = 0; i < WIDTH; ++i) acc[i] = float(sums[i] - zero[i]) * columns.scale[i];
     const long long at = (long long)row * of.n + column;
-    of.epilogue.finish<false>(at, loads, acc, acc);  // there is no second product
+    of.epilogue.finish<false>(at, loads, acc, acc);  // GATED is 0, so that the second argument is not used
 }
 
 // Finishes the 64 rows of an atom; `origin` is its first row and column. Operands are loaded before the exchange.

@@ -37,7 +37,7 @@ HALF_SHARE: Final = 0.85  # share of a multiprocessor's time that a block's main
 # Further instructions of the epilogue for an element, if x and w are integers and y too: the exchange of sums, scales,
 # and a quantizer.
 INTEGER_INSTRUCTIONS: Final = 12
-EXCHANGE_BYTES: Final = 16 * 40 * 4  # for each warp that multiplies integers, as in gemm_hopper_integers.cuh
+EXCHANGE_PITCH: Final = 40  # sums of integers from a row to the next, in memory through which a warp exchanges 16 rows
 START_CYCLES: Final = 2000.0  # from a block's start on a multiprocessor to its first products
 L2_BYTES: Final = 3950  # bytes per cycle that all multiprocessors together read from L2
 ALONE_SHARE: Final = 0.15  # weight of a product's latency in its cost for a shared GPU
@@ -270,7 +270,7 @@ def is_by_fragments(gemm: Gemm) -> bool:
 
 
 def stores_by_threads(gemm: Gemm) -> bool:
-    """Return whether rows of y are not aligned for TMA or, `by_fragments`, for stores of two elements."""
+    """Return whether rows of y are not aligned for TMA or, if `is_by_fragments`, for stores of two elements."""
     if is_by_fragments(gemm):
         return not gemm.aligned or gemm.n % 2 > 0
     return not gemm.aligned or any(each.n < padded_columns(each.n, each.dtype) for each in gemm.products)
@@ -294,7 +294,7 @@ def fixed_bytes(gemm: Gemm, config: HopperConfig) -> int:
         sums = (config.split_k - 1) * -(-eights // config.split_k) * gemm.weight_count
         return sums * config.consumers * 128 * 16 + BARRIER_BYTES
     if is_by_fragments(gemm):  # results and column vectors stay in registers
-        return BARRIER_BYTES + (config.consumers * 4 * EXCHANGE_BYTES if gemm.integers else 0)
+        return BARRIER_BYTES + (config.consumers * 4 * 16 * EXCHANGE_PITCH * 4 if gemm.integers else 0)
     results = 0 if config.half else config.tile_m * tile_columns(gemm, config) * 2 * (2 if config.pingpong else 1)
     return results + config.consumers * column_vectors(gemm) * tile_columns(gemm, config) * 4 + BARRIER_BYTES
 

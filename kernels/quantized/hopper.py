@@ -25,7 +25,7 @@ OPERAND: Final = {"int8": "s8", "uint8": "u8"}  # the macro, by the dtype of x
 ZEROS: Final = Pointer("scratch", 0)  # where quantized_zeros.cu writes
 MAX_WIDTH: Final = 8  # columns of y that a thread finishes together
 COLUMNS_OF_ZEROS: Final = 8  # columns of y per block of quantized_zeros.cu
-MAX_TAPS: Final = 64  # the most taps of a filter of which some may lie outside x: a thread holds a bit for each
+MAX_TAPS: Final = 64  # the most taps of a filter that may lie outside x: a thread holds a bit for each
 MAX_LENGTH: Final = 2**31 // (255 * 128)  # the most products of x and w whose sum int32 surely holds
 
 
@@ -83,9 +83,9 @@ def _convolution(conv: Conv, config: HopperConfig, device: Device, has_edges: bo
     gemm = conv_hopper.gemm_of_blocks(conv)
     y_sizes, x_sizes = three(conv.y_sizes), three(conv.sizes)
     integers = (conv.pixels, conv.m, *y_sizes, hopper.group_m(gemm, config), *x_sizes)
-    defines = {**conv_hopper.defines(conv, config, device), **_defines(conv, has_edges)}
+    defines = {**conv_hopper.defines(conv, config, device), **_defines(gemm, has_edges)}
     maps = conv_hopper.operand_maps(conv, config)
-    given = (*maps, *_pointers(conv), *(Scalar(value, "int32") for value in integers))
+    given = (*maps, *_pointers(gemm), *(Scalar(value, "int32") for value in integers))
     launch = hopper.kernel_launch("quantized_conv", gemm, config, device, defines, given)
     name = f"quantized_conv {config.name}"
     return _after_zeros(name, launch, replace(gemm, k=conv.c), conv.taps, has_edges)
@@ -97,19 +97,21 @@ def of_integers(problem: Gemm | Conv) -> Integers:
     return problem.integers
 
 
-def _defines(problem: Gemm | Conv, has_edges: bool) -> Defines:
-    integers = of_integers(problem)
+def _defines(gemm: Gemm, has_edges: bool) -> Defines:
+    """Return the macros of gemm_hopper_integers.cuh."""
+    integers = of_integers(gemm)
     return {
         "OPERAND": OPERAND[integers.x_dtype], "W_SCALES": int(integers.w_scales > 1),
-        "WIDTH": math.gcd(MAX_WIDTH, (problem.n if isinstance(problem, Gemm) else problem.m)) if problem.aligned else 1,
+        "WIDTH": math.gcd(MAX_WIDTH, gemm.n) if gemm.aligned else 1,
         "X_ZERO": int(integers.x_zero is not None), "EDGES": int(has_edges),
+        "BARRIER_BYTES": hopper.BARRIER_BYTES, "EXCHANGE_PITCH": hopper.EXCHANGE_PITCH,
     }  # fmt: skip
 
 
-def _pointers(problem: Gemm | Conv) -> tuple[Argument, ...]:
-    integers = of_integers(problem)
+def _pointers(gemm: Gemm) -> tuple[Argument, ...]:
+    integers = of_integers(gemm)
     return (
-        problem.y, problem.bias or ABSENT, problem.residual or ABSENT, integers.x_scale, integers.w_scale,
+        gemm.y, gemm.bias or ABSENT, gemm.residual or ABSENT, integers.x_scale, integers.w_scale,
         ZEROS if integers.x_zero else ABSENT,
     )  # fmt: skip
 
@@ -124,7 +126,9 @@ def _after_zeros(name: str, launch: Launch, gemm: Gemm, taps: int, has_edges: bo
     integers = of_integers(gemm)
     if integers.x_zero is None:
         return Implementation(name, (launch,))
-    defines: Defines = {"TAPS": taps, "EDGES": int(has_edges), "OPERAND": OPERAND[integers.x_dtype]}
+    defines: Defines = {
+        "TAPS": taps, "EDGES": int(has_edges), "OPERAND": OPERAND[integers.x_dtype], "COLUMNS": COLUMNS_OF_ZEROS,
+    }  # fmt: skip
     kernel = Kernel("quantized_zeros", "quantized_zeros", defines)
     given = (gemm.w, integers.x_zero, ZEROS, Scalar(gemm.n, "int32"), Scalar(gemm.k, "int32"))
     grid = (-(-gemm.n // COLUMNS_OF_ZEROS), 1, 1)

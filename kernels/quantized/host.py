@@ -10,9 +10,8 @@ from typing import Any, Final
 from onnxfuse.ir.dtypes import DTYPE_NUMBERS
 from onnxfuse.kernels import epilogue_node
 from onnxfuse.kernels.conv import host as conv_host
-from onnxfuse.kernels.conv import operands as conv_operands
 from onnxfuse.kernels.conv.matrix import as_gemm
-from onnxfuse.kernels.conv.operands import conv_of
+from onnxfuse.kernels.conv.operands import AUTO_PADS, BF16_ARCH, conv_of
 from onnxfuse.kernels.conv.problem import Conv, of_fewer_axes
 from onnxfuse.kernels.epilogue_node import REGION, is_joined, moved
 from onnxfuse.kernels.epilogue_program import joined_plans
@@ -28,7 +27,6 @@ from onnxfuse.runtime.symint import for_later_plans
 
 CONV: Final = "quantized_conv"
 INTEGERS: Final = ("int8", "uint8")
-BF16_ARCH: Final = 80  # the first compute capability with bf16 in matrix units
 MAX_IMPLEMENTATIONS: Final = 6
 
 
@@ -57,7 +55,7 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
             return f"{node.fusion}: {name} is {found}; required int8 or uint8, and zero points as what they belong to"
     if node.fusion == CONV:
         return unsupported_choice(node, "layout", ("nhwc",), "nchw") or unsupported_choice(
-            node, "auto_pad", conv_operands.AUTO_PADS, "NOTSET"
+            node, "auto_pad", AUTO_PADS, "NOTSET"
         )
     return unsupported_choice(node, "weight_layout", ("kn", "nk"), "kn")
 

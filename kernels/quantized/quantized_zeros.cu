@@ -3,13 +3,13 @@
 // w is (columns, TAPS, k) of s8. zeros[0, column] = x_zero * (the sum of the column), and if EDGES is 1,
 // zeros[1 + t, column] = x_zero * (the sum over tap t). A warp computes a column. Rows of k are multiples of 16 bytes.
 //
-// Macros: TAPS, EDGES, and OPERAND, which is s8 or u8: the type of x_zero.
+// Macros: TAPS, EDGES; COLUMNS: warps of a block; OPERAND: s8 or u8, the type of x_zero.
 #include "types.cuh"
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(32 * COLUMNS)
     quantized_zeros(const s8* w, const OPERAND* x_zero, int* zeros, int columns, int k) {
     release_successor();  // the product loads its first weights meanwhile
-    const int column = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int column = blockIdx.x * COLUMNS + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (column >= columns) return;
     const uint4* from = reinterpret_cast<const uint4*>(w + size_t(column) * TAPS * k);
     int all = 0, of_taps[EDGES ? TAPS : 1] = {};

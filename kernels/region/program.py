@@ -71,7 +71,7 @@ class Program:
         halves = {name for name in self.read_by_steps if self.dtypes[name] in HALVES}
         return frozenset(halves - {name for each in self.operations if each.name in EXACT for name in each.outputs})
 
-    def rounded_anyhow(self, result: str) -> frozenset[str]:
+    def inexact_after(self, result: str) -> frozenset[str]:
         """Return the values that inherit errors of a result whose last bits are arbitrary; no quantizer's results."""
         found = {result}
         for each in self.operations:

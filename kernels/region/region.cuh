@@ -328,35 +328,46 @@ __device__ __forceinline__ float exact_quotient(float a, float b) {
 #endif
 }
 
-// The integer of 8 bits that is nearest to x + zero, as QuantizeLinear has it: ties go to the even x, and NaN becomes
-// the lowest integer, as on onnxruntime's CPU provider. 1.5 * 2^23 + x has the rounded x in its last bits.
+// A sum of this number and a small x has the nearest integer of x in its last bits: 1.5 * 2^23.
+constexpr float ROUNDER = 12582912.0f;
+
 template <class T>
-__device__ __forceinline__ T quantized(float x, int zero) {
-    constexpr int LOW = T(-1) < T(0) ? -128 : 0;
-    const float inside = fminf(fmaxf(x, float(LOW - zero)), float(LOW + 255 - zero));
-    return T(int(__float_as_uint(inside + 12582912.0f)) + zero);
+__device__ __forceinline__ T integer_in(float sum_with_rounder, int zero) {
+    return T(int(__float_as_uint(sum_with_rounder)) + zero);
 }
 
-// The same of a quotient. CORRECT: the quotient is rounded correctly: an approximate reciprocal, which is computed once for
-// a scale, and two steps of Newton's method leave an error of 2^-46 before the last rounding. Otherwise it is within 2
-// units in the last place. Scales near the ends of float's range are moved to its middle; a scale of 0 counts as the
-// smallest number.
+// The lowest integer of 8 bits of a type.
+template <class T>
+__device__ __forceinline__ constexpr int lowest() { return T(-1) < T(0) ? -128 : 0; }
+
+// The integer of 8 bits that is nearest to x + zero, as QuantizeLinear has it: ties go to the even x, and NaN becomes
+// the lowest integer, as on onnxruntime's CPU provider.
+template <class T>
+__device__ __forceinline__ T quantized(float x, int zero) {
+    const int low = lowest<T>() - zero;
+    return integer_in<T>(fminf(fmaxf(x, float(low)), float(low + 255)) + ROUNDER, zero);
+}
+
+// The same of a quotient. If CORRECT, the quotient is rounded correctly: an approximate reciprocal, which is computed
+// once for a scale, and two steps of Newton's method leave an error of 2^-46 before the last rounding. Otherwise the
+// quotient is within 2 units in the last place. Scales near the ends of float's range are moved to its middle; a scale
+// of 0 counts as the smallest number.
 template <class T, bool CORRECT>
 __device__ __forceinline__ T quantized(float a, float scale, int zero) {
 #if __CUDA_ARCH__ >= 750
-    constexpr int LOW = T(-1) < T(0) ? -128 : 0;
     constexpr float UPWARD = 1329227995784915872903807060280344576.0f, SMALLEST = 1.4e-45f;  // 2^120, 2^-149
     const float factor = fabsf(scale) > 1e18f ? 1.0f / UPWARD : fabsf(scale) < 1e-18f ? UPWARD : 1.0f;
     const float b = full_product(__float_as_uint(scale) << 1 ? scale : SMALLEST, factor);
-    const float low = (float(LOW - zero) - 0.25f) * b, high = (float(LOW + 255 - zero) + 0.25f) * b;
+    const int lowest_quotient = lowest<T>() - zero;  // numbers up to a quarter beyond are rounded to it
+    const float low = (float(lowest_quotient) - 0.25f) * b, high = (float(lowest_quotient + 255) + 0.25f) * b;
     float inverse;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(b));
     a = fminf(fmaxf(full_product(a, factor), fminf(low, high)), fmaxf(low, high));
-    if constexpr (!CORRECT) return T(int(__float_as_uint(__fmaf_rn(a, inverse, 12582912.0f))) + zero);
+    if constexpr (!CORRECT) return integer_in<T>(__fmaf_rn(a, inverse, ROUNDER), zero);
     float y = a * inverse;
     y = __fmaf_rn(__fmaf_rn(-y, b, a), inverse, y);
     y = __fmaf_rn(__fmaf_rn(-y, b, a), inverse, y);
-    return T(int(__float_as_uint(y + 12582912.0f)) + zero);
+    return integer_in<T>(y + ROUNDER, zero);
 #else
     return quantized<T>(a / scale, zero);
 #endif
