@@ -103,9 +103,9 @@ def _record_inputs(body: Body, written: onnx.GraphProto) -> None:
 
 
 def _declare_results(body: Body, written: onnx.GraphProto) -> None:
-    """Declare the known shapes of a Scan's results, which onnxruntime requires, and infers of what the body was.
+    """Declare the known shapes of a Scan's results, which onnxruntime requires.
 
-    An If of a known condition gives way to its branch, of whose Loops onnxruntime infers no shape.
+    It infers them of an If, but not of a Loop in the branch to which an If of a known condition gives way.
     """
     if op_of(body.node) != "Scan":
         return

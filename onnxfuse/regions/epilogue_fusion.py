@@ -112,7 +112,7 @@ def _join(
 
 
 def _is_read_by_norms(clusters: Clusters, node: Node, joining: Joining) -> bool:
-    """Return whether a node is a DequantizeLinear of which only norms, which may be in regions, read the result."""
+    """Return whether a node is a DequantizeLinear whose result only norms read, which may be in regions."""
     if op_of(node) != "DequantizeLinear" or clusters.graph.is_kept(node.outputs[0]):
         return False
     return all(map(joining.is_norm, consumers(node.outputs[0])))
@@ -139,7 +139,7 @@ def _join_up_to_quantizers(
 
 
 def _up_to_quantizers(clusters: Clusters, cluster: Cluster, result: Tensor, staying: Collection[Node]) -> set[Node]:
-    """Return the nodes of a cluster, except `staying`, of which others read only the integers of a QuantizeLinear.
+    """Return the nodes of a cluster, except `staying`, that give others only the integers of a QuantizeLinear.
 
     They depend on `result`, and keep the order of elements.
     """
