@@ -36,6 +36,7 @@ from undetermined import (
     broadcasts_data_to_slopes,
     computes_nothing,
     confuses_optimizations,
+    copies_sizes_of_empty_axes,
     expands_to_several_axes,
     has_rows_of_no_iterations,
     has_windows_beyond_data,
@@ -236,21 +237,24 @@ def compare_on(
     slopes are larger than its data, a pool whose window is, and a norm of other channels (undetermined.py); that
     without its optimizations 1.31 loses what a branch reads after two Casts of an initializer; how groups of one
     element and rows that vary little round; few steps of quantizers with its optimizations; the shape of the rows of a
-    Loop without iterations; and what its own optimizations change in the original too, as it is or without the nodes
-    that nothing reads, or are known to take for something else.
+    Loop without iterations, or of a Reshape to two sizes of 0; and what its own optimizations change in the original
+    too, as it is or without the nodes that nothing reads, or are known to take for something else.
     """
-    original, plain, usual = Original(model, inputs.seed, options, half), Session(optimized), None
+    original, plain, usual = Original(model, inputs.seed, options, half), None, None
     if half_precision_of(model) == "bfloat16" and any(said in original.session.error for said in NO_KERNEL):
         return compare_on(model_to_float32(model), model_to_float32(optimized), inputs, options, "bfloat16")
-    if options.dtype == "bfloat16" and any(said in plain.error for said in NO_KERNEL):
-        optimized, original.is_widened = model_to_float32(optimized), True
-        plain = Session(optimized)
     ran = False
     for feeds in inputs.of(model):
         expected = outputs_of(original.session, feeds)
         if expected is None:
             continue
         ran = True
+        if declared := without_false_shapes(optimized, expected):
+            optimized, plain, usual = declared, None, None
+        plain = plain or Session(optimized)
+        if options.dtype == "bfloat16" and any(said in plain.error for said in NO_KERNEL):
+            optimized, original.is_widened = model_to_float32(optimized), True
+            plain = Session(optimized)
         verdict = _compare_outputs(original, optimized, plain, feeds, expected)
         if verdict:
             return verdict
@@ -273,9 +277,6 @@ def _compare_outputs(
     found = outputs_of(other, feeds)
     if found is None and LOST_VALUE in other.error:
         found = outputs_of(Session(optimized, optimize=True), feeds)
-    if declared := without_false_shapes(optimized, expected):
-        other = Session(declared, other.is_optimized)
-        found = outputs_of(other, feeds)
     at = f"at {', '.join(f'{name} {value.dtype}{list(value.shape)}' for name, value in feeds.items())}"
     if found is None:
         excused = (
@@ -308,6 +309,7 @@ def _compare_outputs(
             joins_unequal_sizes(model, [name], given)
             or (value.shape != found[name].shape and broadcasts_data_to_slopes(model, given))
             or has_rows_of_no_iterations(model, value, found[name])
+            or copies_sizes_of_empty_axes(model, given, value, found[name])
             or (other.is_optimized and takes_other_steps(model, value, found[name]))
             or normalizes_few_elements(model, optimized, given, value, found[name])
             or scales_zero_by_infinity(model, optimized, value, found[name])

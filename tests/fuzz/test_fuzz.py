@@ -47,6 +47,8 @@ from sessions import Session, outputs_of
 from spelled_graphs import spelled_graph
 from undetermined import (
     adds_zero,
+    confuses_optimizations,
+    copies_sizes_of_empty_axes,
     has_windows_beyond_data,
     joins_unequal_sizes,
     normalizes_other_channels,
@@ -56,6 +58,7 @@ from undetermined import (
     takes_other_steps,
 )
 
+from onnxfuse import optimize
 from onnxfuse.verify import own_process
 
 CASES, SHARES, MUTANTS = 120, 6, 15
@@ -292,6 +295,58 @@ def test_a_false_shape_of_an_output_counts_for_no_difference() -> None:
     untyped = onnx.parser.parse_model(twice.replace("READ", "w"))
     untyped.graph.output[1].ClearField("type")
     assert compare(untyped, untyped, {"n": 2}, 0).kind == "same"
+
+
+def test_a_false_shape_of_an_output_is_removed_before_bfloat16_is_widened() -> None:
+    """The original's v is a number by its declaration, and onnxruntime has no Conv of bfloat16."""
+    model = onnx.parser.parse_model(
+        """<ir_version: 8, opset_import: ["" : 13]> g (float[n,1,8] x) => (bfloat16[1] v, float[n,1,8] y)
+           <float[1,1,1] w = {-0.5}> { v = Cast <to = 16> (x) y = Conv <kernel_shape = [1]> (x, w) }"""
+    )
+    del model.graph.output[0].type.tensor_type.shape.dim[:]
+    verdict = judge(model, {"n": 2}, 0, Options(dtype="bfloat16"))
+    assert verdict.kind == "same", verdict
+
+
+TWO_SIZES = """<ir_version: 8, opset_import: ["" : 15]> g (float[n,1,m] x) => (float[n,m] y) <int64[1] axis = {1}> {
+    s = Shape <start = 0, end = 1> (x) t = Shape <start = 2, end = 3> (x)
+    u = Concat <axis = 0> (s, t) y = Reshape (x, u) }"""
+
+
+def test_the_shape_of_a_reshape_to_two_sizes_of_0_counts_for_no_difference() -> None:
+    """The Reshape gives [0, 1], since its second 0 copies the size of the second axis, and the Squeeze [0, 0]."""
+    squeezed = TWO_SIZES.replace("y = Reshape (x, u)", "y = Squeeze (x, axis)")
+    require_verdict(TWO_SIZES, squeezed, {"n": 0, "m": 0}, "")
+    require_verdict(TWO_SIZES, squeezed.replace("y = Sq", "z = Neg (x) y = Sq").replace("(x, axis)", "(z, axis)"),
+                    {"n": 2, "m": 3}, "output y is ")  # fmt: skip
+    model = onnx.parser.parse_model(TWO_SIZES)
+    nothing, row = np.zeros((0, 0), np.float32), np.zeros((0, 1), np.float32)
+    for zeros, found, is_excused in (((0, 1, 0), nothing, True), ((0, 1, 3), nothing, False), ((0, 1, 0), row, False)):
+        assert copies_sizes_of_empty_axes(model, {"x": np.zeros(zeros, np.float32)}, row, found) is is_excused
+
+
+def test_a_crash_of_products_of_moved_axes_counts_for_no_difference() -> None:
+    """onnxruntime ends with SIGSEGV where it fuses a Transpose of float16 into the MatMul."""
+    text = """<ir_version: 8, opset_import: ["" : 14]> g (float[2,n,4] x) => (float[n,4,8] y)
+        { t = Transpose <perm = [1, 2, 0]> (x) y = MatMul (t, w) }"""
+    model = onnx.parser.parse_model(text)
+    weight = np.linspace(-1, 1, 16, dtype=np.float32).reshape(2, 8)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(weight, "w"))
+    optimized, _ = optimize(model, dtype="float16", verify=False)
+    assert "SIGSEGV" in Session(optimized, optimize=True).error
+    assert judge(model, {"n": 3}, 0, Options(dtype="float16")).kind == "same"
+    assert not confuses_optimizations(optimized, {}, "it ended onnxruntime with SIGABRT")
+
+
+def test_unequal_sizes_are_found_after_operators_of_onnxruntime() -> None:
+    """The evaluator of onnx has no Gelu of com.microsoft, which gives the Concat one of its operands."""
+    model = onnx.parser.parse_model(
+        """<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]> g (float[n,2] x) => (float[n,4] y)
+           <int64[1] zero = {0}, int64[1] one = {1}> {
+             a = com.microsoft.Gelu (x) b = Slice (x, zero, one) y = Concat <axis = 1> (a, b) }"""
+    )
+    for rows, is_unequal in ((1, False), (2, True)):
+        assert joins_unequal_sizes(model, ["y"], {"x": np.ones((rows, 2), np.float32)}) is is_unequal
     scan = """<ir_version: 8, opset_import: ["" : 17]>
         g (float[n,2] x, float[a] k) => (float z, float[n,2] w, float[n,2] y) <int64 zero = {0}> {
           z = Neg (k) s = SequenceConstruct (x) w = SequenceAt (s, zero)
