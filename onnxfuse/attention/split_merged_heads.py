@@ -16,7 +16,7 @@ from onnxfuse.algebra.operators import REARRANGING
 from onnxfuse.algebra.sizes import Shape, Size
 from onnxfuse.analysis.scores import is_of_last_axis
 from onnxfuse.analysis.shape_info import ShapeInfo
-from onnxfuse.attention.new_axes import SCORES, NewAxes, are_read_by
+from onnxfuse.attention.new_axes import SCORES, NewAxes, are_read_by, nodes_from_product
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, op_of, producer
 from onnxfuse.passes.compose_views import (
@@ -92,10 +92,16 @@ class SplitHeads:
         return {key: node for key, node in self._inside.items() if node is not None}
 
     def are_read_by(self, chain: Sequence[Node]) -> bool:
-        """Return whether `nodes` include a MatMul, and only `nodes`, `chain` and Shape nodes read their results."""
-        nodes = [*self.nodes.values()]
-        has_product = any(op_of(node) == "MatMul" for node in nodes)
-        return has_product and are_read_by(self.graph, [*nodes, *chain[:-1]], {*nodes, *chain}, besides=("Shape",))
+        """Return whether `nodes` include a MatMul, and only `nodes`, `chain` and Shape nodes read what comes after it.
+
+        Others may read a bias or mask, such as a Cast that all layers share: it is also written with three axes then.
+        """
+        source = chain[0].inputs[0]
+        products = nodes_from_product(source, lambda tensor, _: id(tensor) in self.nodes)
+        readers = {*self.nodes.values(), *chain}
+        return bool(products) and are_read_by(
+            self.graph, [*products.values(), *chain[:-1]], readers, besides=("Shape",)
+        )
 
     def is_inside(self, tensor: Tensor) -> bool:
         """Return whether the node that computes a tensor can be rewritten with four axes, and its operands as well."""
