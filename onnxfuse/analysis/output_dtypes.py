@@ -20,7 +20,8 @@ _CONSTANT_DTYPES = {
 _ONNXRUNTIME_SOURCES = {  # by operator: the inputs, instead of input 0, that give the first output its dtype
     "com.microsoft::QuantizeLinear": (2,), "com.microsoft::DequantizeLinear": (1,),
     "com.microsoft::MatMulIntegerToFloat": (2,), "com.microsoft::EmbedLayerNormalization": (2,),
-    "com.microsoft::GatherBlockQuantized": (2,),
+    "com.microsoft::GatherBlockQuantized": (2,), "com.microsoft::QGemm": (8, 1),
+    "com.microsoft::QLinearConcat": (1,), "com.microsoft::QLinearWhere": (1,),
 }  # fmt: skip
 
 _CACHES: dict[int, tuple[int, ...]] = {1: (0,), 2: (0,)}  # for operators whose outputs 1 and 2 are keys and values

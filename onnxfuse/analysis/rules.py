@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Generic, Protocol, TypeAlias, TypeVar, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, Generic, Protocol, TypeAlias, TypeVar, cast
 
 from onnxfuse.algebra.sizes import Dim, Shape, Size
 from onnxfuse.analysis.shape_info import MAX_VALUE_ELEMENTS, CannotInfer, PartialShape, ShapeInfo
@@ -24,6 +24,15 @@ class _Known(Protocol):
     def note(self, step: str, error: Exception) -> None:
         """Record an error; see `ShapeInfo.note`."""
 
+
+# By operator on integers of 8 bits: its tensors among its inputs; the others are scales and zero points.
+QUANTIZED_OPERANDS: Final[Mapping[str, Sequence[int]]] = {
+    **dict.fromkeys(
+        ("QLinearMatMul", "QLinearConv", "com.microsoft::QGemm", "com.microsoft::QLinearAdd",
+         "com.microsoft::QLinearMul"), (0, 3),
+    ),
+    "com.microsoft::QLinearWhere": (0, 1, 4),
+}  # fmt: skip
 
 T = TypeVar("T")
 Known = TypeVar("Known", bound=_Known)
@@ -60,6 +69,13 @@ def apply_rule(rule: Callable[[Known, Node], T] | None, known: Known, node: Node
 def has_input(node: Node, index: int) -> bool:
     """Return whether the node has this input; an optional input may be omitted."""
     return index < len(node.inputs) and bool(node.inputs[index].name)
+
+
+def operands_of(node: Node) -> Sequence[int]:
+    """Return the indices of a node's inputs without scales and zero points."""
+    if op_of(node) == "com.microsoft::QLinearConcat":
+        return range(2, len(node.inputs), 3)
+    return QUANTIZED_OPERANDS.get(op_of(node)) or range(len(node.inputs))
 
 
 def input_shape(shapes: ShapeInfo, node: Node, index: int = 0, *ranks: int) -> Shape:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from onnxfuse.algebra.bounds import limited_sizes, lower_bound, without_min_constants
 from onnxfuse.algebra.sizes import Shape, Size, divisor
-from onnxfuse.analysis.rules import RuleTable, ShapeRule, input_shape, normalize_axis
+from onnxfuse.analysis.rules import RuleTable, ShapeRule, input_shape, normalize_axis, operands_of
 from onnxfuse.analysis.shape_info import PartialShape, ShapeInfo
 from onnxfuse.ir.attributes import int_attribute
 from onnxfuse.ir.node import Node, op_of
@@ -47,12 +47,13 @@ def broadcast_sizes(shapes: ShapeInfo, a: Size, b: Size) -> Size:
 @RULES.rule(
     "Add", "Sub", "Mul", "Div", "Pow", "Mod", "And", "Or", "Xor", "Equal", "Less", "Greater", "LessOrEqual",
     "GreaterOrEqual", "Max", "Min", "Mean", "Sum", "Where", "PRelu", "BitShift", "BitwiseAnd", "BitwiseOr",
-    "BitwiseXor", "com.microsoft::BiasGelu", "com.microsoft::BiasAdd",
+    "BitwiseXor", "com.microsoft::BiasGelu", "com.microsoft::BiasAdd", "com.microsoft::QLinearAdd",
+    "com.microsoft::QLinearMul", "com.microsoft::QLinearWhere",
 )  # fmt: skip
 def _broadcasting(shapes: ShapeInfo, node: Node) -> Shape:
     if shapes.graph.opset < 7 and int_attribute(node, "broadcast", 0):
         return input_shape(shapes, node)
-    return broadcast(shapes, *(input_shape(shapes, node, i) for i in range(max(1, len(node.inputs)))))
+    return broadcast(shapes, *(input_shape(shapes, node, i) for i in operands_of(node) or (0,)))
 
 
 @RULES.rule(
@@ -67,7 +68,8 @@ def _broadcasting(shapes: ShapeInfo, node: Node) -> Shape:
     "com.microsoft::QuickGelu", "com.microsoft::RotaryEmbedding", "com.microsoft::GroupNorm",
     "com.microsoft::SkipGroupNorm", "com.microsoft::MoE", "com.microsoft::QMoE",
     "SimplifiedLayerNormalization", "com.microsoft::SimplifiedLayerNormalization", "com.microsoft::BiasSoftmax",
-    "com.microsoft::QuantizeLinear", "com.microsoft::DequantizeLinear",
+    "com.microsoft::QuantizeLinear", "com.microsoft::DequantizeLinear", "com.microsoft::QLinearSigmoid",
+    "com.microsoft::QLinearLeakyRelu", "com.microsoft::QLinearSoftmax",
     # Operators that onnxruntime registers in the ONNX domain: ONNX removed some of them before opset 9, and the others
     # are used by onnxruntime's own fusions.
     "Affine", "ImageScaler", "ParametricSoftplus", "Scale", "ScaledTanh",

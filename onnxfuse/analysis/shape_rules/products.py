@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from onnxfuse.algebra.sizes import Shape, Size
-from onnxfuse.analysis.rules import RuleTable, ShapeRule, input_shape, required
+from onnxfuse.analysis.rules import RuleTable, ShapeRule, input_shape, operands_of, required
 from onnxfuse.analysis.shape_info import CannotInfer, ShapeInfo
 from onnxfuse.analysis.shape_rules.elementwise import broadcast, broadcast_sizes
 from onnxfuse.ir.attributes import int_attribute, str_attribute
-from onnxfuse.ir.node import Node, op_of
+from onnxfuse.ir.node import Node
 
 RULES = RuleTable[ShapeRule]()
 TRANSPOSED = frozenset({"transA", "transB", "transBatchA", "transBatchB"})
@@ -24,7 +24,7 @@ def require_equal(shapes: ShapeInfo, a: Size, b: Size) -> None:
     "com.microsoft::MatMulIntegerToFloat", "com.microsoft::TransposeMatMul", "com.microsoft::GemmFastGelu",
 )  # fmt: skip
 def _matmul(shapes: ShapeInfo, node: Node) -> Shape:
-    a, b = input_shape(shapes, node), input_shape(shapes, node, 3 if op_of(node) == "QLinearMatMul" else 1)
+    a, b = (input_shape(shapes, node, i) for i in operands_of(node)[:2])
     if min(len(a), len(b)) < (2 if TRANSPOSED & node.attrs.keys() else 1):
         raise CannotInfer
     if int_attribute(node, "transBatchA", 0):  # the first axis moves to just before the last one
@@ -44,9 +44,9 @@ def _matmul_of_packed_weight(shapes: ShapeInfo, node: Node) -> Shape:
     return (*x[:-1], n)
 
 
-@RULES.rule("Gemm", "com.microsoft::FusedGemm")
+@RULES.rule("Gemm", "com.microsoft::FusedGemm", "com.microsoft::QGemm")
 def _gemm(shapes: ShapeInfo, node: Node) -> Shape:
-    (m, a), (b, n) = input_shape(shapes, node, 0, 2), input_shape(shapes, node, 1, 2)
+    (m, a), (b, n) = (input_shape(shapes, node, i, 2) for i in operands_of(node)[:2])
     m, a = (a, m) if int_attribute(node, "transA", 0) else (m, a)
     b, n = (n, b) if int_attribute(node, "transB", 0) else (b, n)
     require_equal(shapes, a, b)

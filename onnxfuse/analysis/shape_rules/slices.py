@@ -8,7 +8,15 @@ from onnx import TensorProto
 
 from onnxfuse.algebra.bounds import lower_bound, maximum, minimum, upper_bound
 from onnxfuse.algebra.sizes import Shape, Size
-from onnxfuse.analysis.rules import RuleTable, ShapeRule, axes_parameter, input_shape, integers, normalize_axis
+from onnxfuse.analysis.rules import (
+    RuleTable,
+    ShapeRule,
+    axes_parameter,
+    input_shape,
+    integers,
+    normalize_axis,
+    operands_of,
+)
 from onnxfuse.analysis.shape_info import CannotInfer, PartialShape, ShapeInfo
 from onnxfuse.ir.attributes import int_attribute
 from onnxfuse.ir.node import Node
@@ -18,9 +26,9 @@ RULES = RuleTable[ShapeRule]()
 SliceBounds: TypeAlias = "tuple[Size | None, Size | None, Size]"  # (start, end, step); None: not known
 
 
-@RULES.rule("Concat")
+@RULES.rule("Concat", "com.microsoft::QLinearConcat")
 def _concat(shapes: ShapeInfo, node: Node) -> Shape:
-    operands = [input_shape(shapes, node, i) for i in range(len(node.inputs))]
+    operands = [input_shape(shapes, node, i) for i in operands_of(node)]
     axis = normalize_axis(int_attribute(node, "axis", 1), len(operands[0]))
     total: Size = 0
     for shape in operands:

@@ -9,7 +9,16 @@ import numpy as np
 
 from onnxfuse.algebra.bounds import maximum
 from onnxfuse.algebra.sizes import Shape, Size
-from onnxfuse.analysis.rules import RuleTable, ShapeRule, has_input, input_shape, integers, partial_integers, required
+from onnxfuse.analysis.rules import (
+    RuleTable,
+    ShapeRule,
+    has_input,
+    input_shape,
+    integers,
+    operands_of,
+    partial_integers,
+    required,
+)
 from onnxfuse.analysis.shape_info import CannotInfer, ShapeInfo
 from onnxfuse.ir.attributes import (
     AtRunTime,
@@ -28,7 +37,7 @@ PADS_ARE_INPUT_SINCE = 11  # the opset in which `pads` of a Pad became an input
 
 @RULES.rule("Conv", "ConvInteger", "QLinearConv", "com.microsoft::FusedConv")
 def _conv(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
-    image, weight = input_shape(shapes, node), input_shape(shapes, node, 3 if op_of(node) == "QLinearConv" else 1)
+    image, weight = (input_shape(shapes, node, i) for i in operands_of(node)[:2])
     if len(image) < 2 or len(weight) != len(image):
         raise CannotInfer
     shapes.require(image[1], weight[1] * int_attribute(node, "group", 1))
@@ -48,16 +57,23 @@ def _nhwc_conv(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
     return (image[0], *windows, weight[0])
 
 
-@RULES.rule("MaxPool", "AveragePool", "LpPool")
+@RULES.rule("MaxPool", "AveragePool", "LpPool", "com.microsoft::QLinearAveragePool")
 def _pool(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
-    image, kernel = input_shape(shapes, node), required(ints_attribute(node, "kernel_shape"))
-    return (*image[:2], *_window_counts(node, image[2:], kernel))
+    (before, sizes, after), kernel = _image(shapes, node), required(ints_attribute(node, "kernel_shape"))
+    return (*before, *_window_counts(node, sizes, kernel), *after)
 
 
-@RULES.rule("GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool")
+@RULES.rule("GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool", "com.microsoft::QLinearGlobalAveragePool")
 def _global_pool(shapes: ShapeInfo, node: Node) -> Shape:
+    before, sizes, after = _image(shapes, node)
+    return (*before, *[1] * len(sizes), *after)
+
+
+def _image(shapes: ShapeInfo, node: Node) -> tuple[Shape, Shape, Shape]:
+    """Return the spatial sizes of an image, and the sizes before and after these."""
     image = input_shape(shapes, node)
-    return (*image[:2], *([1] * (len(image) - 2)))
+    first, end = (1, len(image) - 1) if int_attribute(node, "channels_last", 0) else (2, len(image))
+    return image[:first], image[first:end], image[end:]
 
 
 @RULES.rule("STFT")
