@@ -12,10 +12,11 @@ _NAMES: Final = {
     AttributeProto.FLOAT: """activation_alpha activation_beta activation_gamma alpha beta epsilon k_norm_epsilon
         mask_filter_value q_norm_epsilon qk_norm_epsilon scale softcap swiglu_limit""",
     AttributeProto.FLOATS: "activation_params",
-    AttributeProto.INT: """K N accuracy_level axis bits block_size causal channels_last do_rotary expert_weight_bits
-        fc1_expert_weight_bits fc2_expert_weight_bits fc3_expert_weight_bits gather_axis group groups interleaved
-        is_inner_broadcast is_packed_batching k kv_cache_bit_width kv_num_heads local_window_size mask_index_type
-        normalize_routing_weights num_heads output_qk past_present_share_buffer qk_output quantize_axis
+    AttributeProto.INT: """K N accuracy_level axis bits block_size causal ceil_mode channels_last count_include_pad
+        do_rotary expert_weight_bits fc1_expert_weight_bits fc2_expert_weight_bits fc3_expert_weight_bits gather_axis
+        group groups interleaved is_inner_broadcast is_packed_batching k kv_cache_bit_width kv_num_heads
+        local_window_size mask_index_type
+        normalize_routing_weights num_heads opset output_qk past_present_share_buffer qk_output quantize_axis
         rotary_embedding_dim rotary_interleaved sliding_window_cache smooth_softmax sparse_block_size swiglu_fusion
         swiglu_limit_after_activation training_mode transA transB transBatchA transBatchB unidirectional
         use_sparse_mixer weight_prepacked weights_prepacked""",

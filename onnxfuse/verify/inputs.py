@@ -381,7 +381,10 @@ def _size_of_image(inputs: Sequence[Input], shapes: Mapping[str, tuple[int, ...]
 
 
 def _noise(each: Input, shape: tuple[int, ...], rows: int) -> Array:
-    """Return positions if the input's name says so, else random values: indices of table rows, bits, normal floats."""
+    """Return positions if the input's name says so, else random values: indices of table rows, bits, normal floats.
+
+    Integers of 8 bits that are no indices are quantized numbers, and take all values.
+    """
     random = np.random.default_rng(zlib.crc32(each.name.encode()))
     if each.dtype.kind == "b":
         bits = random.random(shape) < 0.5
@@ -392,6 +395,9 @@ def _noise(each: Input, shape: tuple[int, ...], rows: int) -> Array:
     if "position" in each.name.lower():
         positions = np.arange(shape[-1] if shape else 1) % (rows or 2**31)
         return np.broadcast_to(positions if shape else positions[0], shape).astype(each.dtype)
+    if each.dtype.itemsize == 1 and not rows:
+        limits = np.iinfo(each.dtype)
+        return np.asarray(random.integers(limits.min, limits.max, shape, each.dtype, endpoint=True))
     return np.asarray(random.integers(0, rows or 2, shape)).astype(each.dtype)
 
 

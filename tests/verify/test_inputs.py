@@ -209,6 +209,16 @@ def test_positions_and_other_integers() -> None:
         assert feed["flag"][0] and feed["flag"].dtype == bool
 
 
+def test_quantized_inputs_take_all_values() -> None:
+    source = model(
+        "(uint8[b, 3, 300, 9] x, int8[b, 3, 300, 9] w) => (float[b, 3, 300, 9] y)",
+        "s = Constant<value_float = 1.0>()  v = DequantizeLinear(x, s)  u = DequantizeLinear(w, s)  y = Add(v, u)",
+    )
+    for feed in feeds(source):
+        for values, least in (feed["x"], 0), (feed["w"], -128):
+            assert (values.min(), values.max(), len(np.unique(values))) == (least, least + 255, 256)
+
+
 # A mask of lengths: 0, 1, 2, ... < length, as exporters write it.
 SEQUENCE_MASK = """s = Shape(x)  one = Constant<value_int = 1>()  n = Gather(s, one)  zero = Constant<value_int = 0>()
     r = Range(zero, n, one)  last = Constant<value_ints = [1]>()  u = Unsqueeze(NAME, last)  m = Less(r, u)

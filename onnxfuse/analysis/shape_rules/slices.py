@@ -28,12 +28,13 @@ SliceBounds: TypeAlias = "tuple[Size | None, Size | None, Size]"  # (start, end,
 
 @RULES.rule("Concat", "com.microsoft::QLinearConcat")
 def _concat(shapes: ShapeInfo, node: Node) -> Shape:
-    operands = [input_shape(shapes, node, i) for i in operands_of(node)]
-    axis = normalize_axis(int_attribute(node, "axis", 1), len(operands[0]))
+    rank = len(input_shape(shapes, node, operands_of(node)[0]))
+    operands = [input_shape(shapes, node, i, rank) for i in operands_of(node)]
+    axis = normalize_axis(int_attribute(node, "axis", 1), rank)
     total: Size = 0
     for shape in operands:
         total = total + shape[axis]
-    return tuple(total if i == axis else _best_known([shape[i] for shape in operands]) for i in range(len(operands[0])))
+    return tuple(total if i == axis else _best_known([shape[i] for shape in operands]) for i in range(rank))
 
 
 def _best_known(sizes: list[Size]) -> Size:
