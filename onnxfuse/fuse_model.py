@@ -47,7 +47,7 @@ from onnxfuse.rewrite.apply_rules import near_misses
 from onnxfuse.rewrite.make_keys_row_major import make_keys_row_major
 from onnxfuse.rewrite.replace import Fused, LocalFunctions, write_deferred
 from onnxfuse.rewrite.select import FusionResult, Selection, fuse, leave_none, nearness
-from onnxfuse.spell_out import Spelled, SpelledOut, Stays, in_terms_of_model, left_over, spell_out
+from onnxfuse.spell_out import Spelled, SpelledOut, Stays, in_terms_of_model, left_by_regions, left_over, spell_out
 from onnxfuse.steps import (
     CONTROL_FLOW,
     ESTIMATE,
@@ -459,7 +459,7 @@ def _fuse_bodies(work: Work) -> Iterator[FusedBody]:
 def fuse_matches(work: Work) -> None:
     """Replace matches of the patterns by fused nodes, except matches that would be cheaper in a region."""
     graph, settings = work.graph, work.settings
-    spelled = {name for one in work.found.spelling.spelled for name in one.made}
+    spelled = {name for one in work.found.spelling.of_patterns for name in one.made}
     fusions = settings.fusions if settings.regions is True else ()
     functions = LocalFunctions(graph, settings.operators, work.found.spelling.contrib)
     work.joining = Joining(graph, work.shapes, fusions, functions, settings.exclude, work.keep, spelled)
@@ -519,7 +519,8 @@ def form_regions(work: Work) -> None:
         after = work.traffic()
     records = {one.node: one for one in (*known, *made.fused)}
     fusing = replace(fusing, fused=tuple(records.values()))
-    work.found = replace(work.found, fusing=fusing, regions=made, after=after)
+    left = work.found.left or left_by_regions(graph, work.found.spelling, made.reasons)
+    work.found = replace(work.found, fusing=fusing, regions=made, after=after, left=left)
 
 
 def _standing(graph: Graph, fused: Collection[Fused]) -> tuple[Fused, ...]:

@@ -8,6 +8,14 @@ fused, the model keeps the operator: see `fuse_model.py`.
 
 from __future__ import annotations
 
-from onnxfuse.spell_out.spell_out import Spelled, SpelledOut, Stays, in_terms_of_model, left_over, spell_out
+from onnxfuse.spell_out.spell_out import (
+    Spelled,
+    SpelledOut,
+    Stays,
+    in_terms_of_model,
+    left_by_regions,
+    left_over,
+    spell_out,
+)
 
-__all__ = ["Spelled", "SpelledOut", "Stays", "in_terms_of_model", "left_over", "spell_out"]
+__all__ = ["Spelled", "SpelledOut", "Stays", "in_terms_of_model", "left_by_regions", "left_over", "spell_out"]

@@ -40,6 +40,7 @@ class Call:
     dims        sizes by name
     values      scalars by name
     may_remain  operators of the spelling that need not be fused, besides `spell_out.MAY_REMAIN`
+    of_regions  whether regions take the spelling, not patterns
     """
 
     def __init__(self, graph: Graph, shapes: ShapeInfo, node: Node) -> None:
@@ -47,6 +48,7 @@ class Call:
         self.dims: dict[str, Size] = {}
         self.values: dict[str, object] = {}
         self.may_remain: set[str] = set()
+        self.of_regions = False
 
     def has(self, index: int) -> bool:
         """Return whether the node has an input."""

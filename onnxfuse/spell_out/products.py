@@ -53,12 +53,14 @@ def _fused_gemm(call: Call) -> dict[int, Term]:
 
 # --- convolutions ---------------------------------------------------------------------------------------------------
 
-CONV_ATTRIBUTES: Final = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
+WINDOW_ATTRIBUTES: Final = (
+    "auto_pad", "ceil_mode", "count_include_pad", "dilations", "group", "kernel_shape", "pads", "strides",
+)  # fmt: skip
 
 
 @RULES.rule("com.microsoft::FusedConv")
 def _fused_conv(call: Call) -> dict[int, Term]:
-    product: Term = op.Conv(call.input(0), call.input(1), call.optional(2), **_attributes(call))
+    product: Term = op.Conv(call.input(0), call.input(1), call.optional(2), **window_attributes(call))
     total = product + call.input(3) if call.has(3) else product
     return {0: activated(call, total, call.attribute("activation_params", list[float]()))}
 
@@ -71,16 +73,16 @@ def _nhwc_conv(call: Call) -> dict[int, Term]:
     w = call.input(1)
     if op_of(call.node) == "com.microsoft::NhwcConv":
         w = channels_first(w)
-    total: Term = op.Conv(x, w, call.optional(2), **_attributes(call))
+    total: Term = op.Conv(x, w, call.optional(2), **window_attributes(call))
     if call.has(3):
         total = total + channels_first(call.input(3))
     result = activated(call, total, call.attribute("activation_params", list[float]()))
     return {0: channels_last(result)}
 
 
-def _attributes(call: Call) -> dict[str, Any]:
-    """Return the attributes of a convolution, without empty lists, which onnxruntime takes for the defaults."""
-    return {name: value for name, value in call.node.attrs.items() if name in CONV_ATTRIBUTES and value != []}
+def window_attributes(call: Call) -> dict[str, Any]:
+    """Return the attributes of a convolution or pool, without empty lists, which onnxruntime takes for the defaults."""
+    return {name: value for name, value in call.node.attrs.items() if name in WINDOW_ATTRIBUTES and value != []}
 
 
 # --- activations by name -------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 import onnx
+from onnx import TensorProto
 
 from onnxfuse.algebra.operators import SLICING, VIEWS
 from onnxfuse.analysis.rules import RuleTable
@@ -32,17 +33,32 @@ from onnxfuse.spell_out import (
     norms,
     onnx_attention,
     products,
+    quantized,
     rotary,
 )
 from onnxfuse.spell_out.call import Call, NoSpelling, Rule, input_name, stay_if
 
 CONTRIB: Final = "com.microsoft::"
+SPELLED_DTYPES: Final = FUSIBLE_FLOATS | {TensorProto.INT8, TensorProto.UINT8}
 RULES: Final = RuleTable[Rule]()
-for _family in activations, attention, group_query_attention, losses, norms, onnx_attention, products, rotary:
+for _family in (
+    activations,
+    attention,
+    group_query_attention,
+    losses,
+    norms,
+    onnx_attention,
+    products,
+    quantized,
+    rotary,
+):
     RULES.update(_family.RULES)
 
 # Operators of a spelling that need not be fused, because they only move or mask elements.  Operators on integers and
 # booleans need not be fused either.
+QUANTIZERS: Final = frozenset(
+    {"QuantizeLinear", "DequantizeLinear"}
+)  # regions without the operator between may take them
 MAY_REMAIN: Final = VIEWS | SLICING | {"Cast", "Concat", "Where"}
 # Many fusions contain these operators.  That a fusion did not match at one of them therefore does not explain why a
 # spelling was not fused.
@@ -58,6 +74,7 @@ class Spelled:
     output: str
     made: frozenset[str]  # names of the nodes that replace the operator
     may_remain: frozenset[str] = frozenset()  # operators of these nodes that need not be fused
+    of_regions: bool = False  # whether regions take these nodes, not patterns
 
 
 @dataclass(frozen=True)
@@ -80,6 +97,11 @@ class SpelledOut:
     def contrib(self) -> frozenset[str]:
         """The names of nodes that replace operators of com.microsoft."""
         return frozenset(name for one in self.spelled if one.op.startswith(CONTRIB) for name in one.made)
+
+    @property
+    def of_patterns(self) -> tuple[Spelled, ...]:
+        """The operators whose spellings patterns take."""
+        return tuple(one for one in self.spelled if not one.of_regions)
 
 
 def spell_out(graph: Graph, shapes: ShapeInfo, keep: Collection[str] = frozenset()) -> SpelledOut:
@@ -106,7 +128,8 @@ def spell_out(graph: Graph, shapes: ShapeInfo, keep: Collection[str] = frozenset
         else:
             if written is not None:
                 made = _replace(call, *written)
-                spelled.append(Spelled(op_of(node), label, output, made, frozenset(call.may_remain)))
+                found = Spelled(op_of(node), label, output, made, frozenset(call.may_remain), call.of_regions)
+                spelled.append(found)
     if spelled:
         graph.remove_dead()
         graph.sort()
@@ -116,7 +139,7 @@ def spell_out(graph: Graph, shapes: ShapeInfo, keep: Collection[str] = frozenset
 def left_over(graph: Graph, shapes: ShapeInfo, spelled_out: SpelledOut, fusing: FusionResult) -> dict[str, Stays]:
     """Return, by first output, the spelled-out operators that were not fully fused, with the reason.
 
-    Nodes of a spelling that need not be fused (see `MAY_REMAIN`) do not count.
+    Nodes of a spelling that need not be fused (see `MAY_REMAIN`) do not count, nor do spellings that wait for regions.
     """
     computing = (node for node in graph.nodes if op_of(node) not in MAY_REMAIN)
     remaining = {
@@ -124,7 +147,7 @@ def left_over(graph: Graph, shapes: ShapeInfo, spelled_out: SpelledOut, fusing: 
     }
     replaced = {name for one in fusing.fused for name in one.replaces}
     left = {}
-    for one in spelled_out.spelled:
+    for one in spelled_out.of_patterns:
         ops = {name: op for name, op in remaining.items() if name in one.made and op not in one.may_remain}
         if ops:
             nearest = _nearest_miss({name for name, op in ops.items() if op not in SUMS_AND_FACTORS}, fusing.missed)
@@ -133,6 +156,19 @@ def left_over(graph: Graph, shapes: ShapeInfo, spelled_out: SpelledOut, fusing: 
             reason = ": ".join(filter(None, (in_part, nearest))) or "no fusion takes it"
             left[one.output] = Stays(one.op, one.node, reason)
     return left
+
+
+def left_by_regions(graph: Graph, spelled_out: SpelledOut, reasons: Mapping[str, str]) -> dict[str, Stays]:
+    """Return, by first output, the operators whose spellings are for regions but were not fused, with the reason.
+
+    `reasons` says why nodes are in no region, by their labels.
+    """
+    waiting = {name: one for one in spelled_out.spelled if one.of_regions for name in one.made}
+    remaining = [node for node in graph.nodes if node.name in waiting and op_of(node) not in QUANTIZERS]
+    return {
+        (one := waiting[node.name]).output: Stays(one.op, one.node, reasons.get(node_label(node), "no fusion takes it"))
+        for node in remaining
+    }
 
 
 def _nearest_miss(names: Set[str], missed: Iterable[Miss]) -> str:
@@ -170,7 +206,7 @@ def _written(call: Call, rule: Rule) -> tuple[Sequence[onnx.NodeProto], Mapping[
     for i, tensor in outputs.items():
         stay_if(i not in found, f"its output '{tensor.name}' is read, and the output has no spelling")
     dtype = call.shapes.dtype(node.outputs[0])
-    stay_if(dtype not in FUSIBLE_FLOATS, "no fusion takes its dtype")
+    stay_if(dtype not in SPELLED_DTYPES, "no fusion takes its dtype")
     dtypes = {input_name(i): call.dtype(i) for i in range(len(node.inputs)) if call.has(i)}
     builder = BodyBuilder(Variant(graph.opset, dtypes, (dtype,), call.rank(0) or 0, call.values, call.dims))
     no_way = not all(builder.can_write(found[i]) for i in outputs)

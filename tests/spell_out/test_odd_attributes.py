@@ -9,6 +9,7 @@ import onnx
 import pytest
 from onnx import AttributeProto, helper
 from spelled_models import parsed
+from test_quantized_rules import EXACT
 from test_spelled_rules import IN_NUMPY, IN_ONNXRUNTIME
 
 import onnxfuse
@@ -28,7 +29,8 @@ MORE = (
 def operators() -> Iterator[tuple[str, onnx.ModelProto]]:
     """Yield the first model of each operator of onnxruntime."""
     seen = set()
-    for model in map(parsed, (*MORE, *IN_ONNXRUNTIME.values(), *(text for text, _ in IN_NUMPY.values()))):
+    texts = *MORE, *IN_ONNXRUNTIME.values(), *(text for text, _ in IN_NUMPY.values()), *EXACT.values()
+    for model in map(parsed, texts):
         for node in model.graph.node:
             if node.domain == ORT_DOMAIN and node.op_type not in seen:
                 seen.add(node.op_type)

@@ -1,0 +1,141 @@
+"""Spelling rules of operators on integers of 8 bits, as onnxruntime's quantizer writes them in its format QOperator.
+
+Each computes as the operator of numbers does between DequantizeLinears and a QuantizeLinear.  onnxruntime finds that
+operator again where no kernel runs a fused node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from onnxfuse.analysis.rules import RuleTable
+from onnxfuse.dsl.terms import Term
+from onnxfuse.dsl.words import op
+from onnxfuse.ir.node import is_constant, op_of
+from onnxfuse.spell_out.call import Call, Rule, stay_if
+from onnxfuse.spell_out.products import window_attributes
+
+RULES = RuleTable[Rule]()
+SOFTMAX_OF_AXIS_SINCE: Final = 13  # the opset since which a Softmax is along one axis, not along all from this one on
+GEMM_ATTRIBUTES: Final[Mapping[str, float]] = {"alpha": 1.0, "transA": 0, "transB": 0}
+
+
+# --- products and convolutions --------------------------------------------------------------------------------------
+
+
+@RULES.rule("QLinearMatMul")
+def _product(call: Call) -> dict[int, Term]:
+    """Spell out a product; one of two computed tensors, as in attention, is a MatMul of floats between regions."""
+    if not is_constant(call.tensor(3)):
+        call.may_remain.add("MatMul")
+    return quantized(call, op.MatMul(numbers(call, 0), numbers(call, 3, axis=-1)), 6)
+
+
+@RULES.rule("QLinearConv")
+def _conv(call: Call) -> dict[int, Term]:
+    product = op.Conv(numbers(call, 0), numbers(call, 3, axis=0), _bias(call, 8, 0, 1.0), **window_attributes(call))
+    return quantized(call, product, 6)
+
+
+@RULES.rule("com.microsoft::QGemm")
+def _gemm(call: Call) -> dict[int, Term]:
+    """Spell out a product of matrices, whose result is integers if it has a scale."""
+    attributes = {name: call.attribute(name, default) for name, default in GEMM_ATTRIBUTES.items()}
+    bias = _bias(call, 6, (call.rank(6) or 1) - 1, attributes["alpha"])
+    product = op.Gemm(numbers(call, 0), numbers(call, 3, axis=int(not attributes["transB"])), bias, **attributes)
+    return quantized(call, product, 7) if call.has(7) else {0: product}
+
+
+def _bias(call: Call, index: int, axis: int, alpha: float) -> Term | None:
+    """Return a bias as numbers: its scale is the product of the other scales, which several are of along `axis`."""
+    if not call.has(index):
+        return None
+    scale = op.Mul(call.input(1), call.input(4))
+    return op.DequantizeLinear(call.input(index), scale if alpha == 1 else scale * alpha, **_along(call, 4, axis))
+
+
+# --- operators that regions take ------------------------------------------------------------------------------------
+
+
+@RULES.rule("com.microsoft::QLinearAdd", "com.microsoft::QLinearMul")
+def _of_two(call: Call) -> dict[int, Term]:
+    apply = op.Add if op_of(call.node).endswith("Add") else op.Mul
+    return in_region(call, apply(numbers(call, 0), numbers(call, 3)), 6)
+
+
+@RULES.rule("com.microsoft::QLinearWhere")
+def _where(call: Call) -> dict[int, Term]:
+    return in_region(call, op.Where(call.input(0), numbers(call, 1), numbers(call, 4)), 7)
+
+
+@RULES.rule("com.microsoft::QLinearSigmoid")
+def _sigmoid(call: Call) -> dict[int, Term]:
+    return in_region(call, op.Sigmoid(numbers(call, 0)), 3)
+
+
+@RULES.rule("com.microsoft::QLinearLeakyRelu")
+def _leaky_relu(call: Call) -> dict[int, Term]:
+    return in_region(call, op.LeakyRelu(numbers(call, 0), alpha=call.attribute("alpha", 0.01)), 3)
+
+
+@RULES.rule("com.microsoft::QLinearSoftmax")
+def _softmax(call: Call) -> dict[int, Term]:
+    rank, axis = call.rank(0) or 0, call.attribute("axis", -1)
+    sides = {opset < SOFTMAX_OF_AXIS_SINCE for opset in (call.graph.opset, call.attribute("opset", 0))}
+    stay_if(
+        axis not in (-1, rank - 1) and len(sides) > 1,
+        "its axis is not the last one, and its opset is another one",
+    )
+    return in_region(call, op.Softmax(numbers(call, 0), axis=axis), 3)
+
+
+@RULES.rule("com.microsoft::QLinearConcat")
+def _concat(call: Call) -> dict[int, Term]:
+    parts = [numbers(call, index) for index in range(2, len(call.node.inputs), 3)]
+    return in_region(call, op.Concat(*parts, axis=call.attribute("axis", 0)), 0)
+
+
+@RULES.rule("com.microsoft::QLinearGlobalAveragePool")
+def _global_average_pool(call: Call) -> dict[int, Term]:
+    stay_if(call.attribute("channels_last", 0), "its channels are the last axis")
+    return in_region(call, op.GlobalAveragePool(numbers(call, 0)), 3)
+
+
+@RULES.rule("com.microsoft::QLinearAveragePool")
+def _average_pool(call: Call) -> dict[int, Term]:
+    stay_if(call.attribute("channels_last", 0), "its channels are the last axis")
+    attributes = window_attributes(call)
+    stay_if("kernel_shape" not in attributes, "it has no kernel_shape")
+    return in_region(call, op.AveragePool(numbers(call, 0), **attributes), 3)
+
+
+# --- quantizers -----------------------------------------------------------------------------------------------------
+
+
+def numbers(call: Call, index: int, axis: int | None = None) -> Term:
+    """Return the numbers that integers stand for; their scale and zero point are the next two inputs.
+
+    Several scales are along `axis`, and may be given only there.
+    """
+    call.may_remain.add("DequantizeLinear")  # regions compute it again for other readers
+    along = {} if axis is None else _along(call, index + 1, axis)
+    return op.DequantizeLinear(call.input(index), call.input(index + 1), call.optional(index + 2), **along)
+
+
+def _along(call: Call, scale: int, axis: int) -> dict[str, Any]:
+    """Return the attribute `axis` of a quantizer if it has several scales."""
+    shape = call.axes(scale, f"the rank of '{call.tensor(scale).name}' is not 0 or 1", 0, 1)
+    return {"axis": axis} if shape not in ((), (1,)) else {}
+
+
+def in_region(call: Call, value: Term, scale: int) -> dict[int, Term]:
+    """Return the integers of an operator that needs to be fused, but only by a region."""
+    call.of_regions = True
+    return quantized(call, value, scale)
+
+
+def quantized(call: Call, value: Term, scale: int) -> dict[int, Term]:
+    """Return numbers as integers, with the scale and the zero point at the inputs `scale` and the next one."""
+    stay_if(not call.has(scale + 1), "its result has no zero point")
+    return {0: op.QuantizeLinear(value, call.input(scale), call.input(scale + 1))}
