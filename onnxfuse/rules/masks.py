@@ -10,7 +10,7 @@ from onnx import TensorProto
 from onnxfuse.dsl.declaration import Rewrite, Rules, require, rewrite
 from onnxfuse.dsl.terms import Term
 from onnxfuse.dsl.words import computed, op, scalar, shared, tensor, when
-from onnxfuse.patterns._attention import SWALLOWS_SCORES
+from onnxfuse.patterns._attention import LOWEST_FLOAT16, SWALLOWS_SCORES
 
 SCORES: Final = (2, 3, 4, 5)
 
@@ -79,6 +79,25 @@ def limited_sum(scores: Term = tensor(), mask: Term = tensor(), number: Term = s
     yield limited, op.Add(scores, op.Max(mask, number))
 
 
+@rewrite(of_scores=True, example={"scores": SCORES, "kept": (2, 1, 4, 5), "number": -math.inf})
+def limited_fill(scores: Term = tensor(), kept: Term = tensor(), number: Term = scalar()) -> Rules:
+    """`Max(scores + mask, number)` is a fill if the mask holds 0 and the number, and the number swallows scores.
+
+    XGLM in float16 limits its scores in this way.  The sum of float16's lowest number and a score below 16 is that
+    number or -inf, which the Max raises to the number.  A larger score gives a larger sum, which has weight only if all
+    keys of its row are masked.
+    """
+    require(
+        "the number swallows scores, or is the lowest of float16",
+        lambda number, dtype: number < SWALLOWS_SCORES or (dtype == "float16" and number == LOWEST_FLOAT16),
+    )
+    require("no Cast is between scores and sum", lambda dtype, dtypes: dtypes["scores"] == dtype)
+    require("scores hold no numbers of masks", lambda scores, is_ordinary: is_ordinary(scores))
+    require("the mask broadcasts to the scores", lambda kept, scores, broadcasts_to: broadcasts_to(kept, scores))
+    yield op.Max(op.Add(scores, shared(op.Where(kept, 0.0, number))), number), op.Where(kept, scores, number)
+    yield op.Max(op.Add(scores, shared(op.Where(kept, number, 0.0))), number), op.Where(kept, number, scores)
+
+
 @rewrite(of_scores=True, example={"scores": SCORES, "mask": (2, 1, 4, 5)})
 def masked_probabilities(scores: Term = tensor(), mask: Term = tensor()) -> Rules:
     """Probabilities times a mask of 0 and 1, divided by their sum (flax.nnx), are the probabilities of masked scores.
@@ -99,4 +118,10 @@ def masked_probabilities(scores: Term = tensor(), mask: Term = tensor()) -> Rule
 
 
 MASKS: Final[tuple[Rewrite, ...]] = merge_fills
-MASKED_SUMS: Final[tuple[Rewrite, ...]] = (*masked_sum, *selected_sum, *limited_sum, *masked_probabilities)
+MASKED_SUMS: Final[tuple[Rewrite, ...]] = (
+    *masked_sum,
+    *selected_sum,
+    *limited_sum,
+    *limited_fill,
+    *masked_probabilities,
+)
