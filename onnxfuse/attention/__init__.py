@@ -10,6 +10,7 @@ from __future__ import annotations
 from onnxfuse.attention.canonicalize_scores import canonicalize_scores
 from onnxfuse.attention.extract_alibi import extract_alibi
 from onnxfuse.attention.four_axes import add_heads_axis, merge_window_axes
+from onnxfuse.attention.heads_first import heads_first
 from onnxfuse.attention.merge_value_products import merge_value_products
 from onnxfuse.attention.orient_products import orient_products
 from onnxfuse.attention.regroup_addends import regroup_addends
@@ -19,6 +20,7 @@ from onnxfuse.passes import Pass
 
 ATTENTION: tuple[Pass, ...] = (
     orient_products,  # the Transposes that it writes compose with views around them in the next round
+    heads_first,  # before axes are merged
     merge_window_axes,
     regroup_addends,  # makes scores keep one shape up to the Softmax
     split_merged_heads,  # the views that it writes compose with views around them

@@ -44,7 +44,9 @@ class NewAxes:
         return self._written[id(tensor)]
 
     def _rewritten(self, node: Node) -> Tensor | None:
-        """Rewrite a node with the new axes; return its output."""
+        """Rewrite a node with the new axes; return its output.  A Reshape between the nodes is left out."""
+        if op_of(node) == "Reshape":
+            return self.of(node.inputs[0])
         operands = [self.of(each) if each.name else each for each in node.inputs]
         inputs = [each for each in operands if each is not None]
         end = node.outputs[0]
