@@ -1,8 +1,9 @@
 """Write operators that take parts of a tensor in few forms.
 
 A Slice names only the axes that it cuts, regular constant indices become a Slice, and parts are taken before a
-Transpose whose effect ends there.  JAX writes `x[..., ::2]` as a Slice along all axes or, if the batch is dynamic, as a
-Transpose, a Gather of the indices 0, 2, 4, and so on, and a Transpose back.
+Transpose whose effect ends there.  PyTorch writes `x[..., [-2], :]` as a Transpose, a GatherND and a Transpose.  JAX
+writes `x[..., ::2]` as a Slice along all axes or, if the batch is dynamic, as a Transpose, a Gather of the indices 0,
+2, 4, and so on, and a Transpose back.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ MIN_INDICES: Final = 2  # a Gather of one index has the form that patterns match
 @graph_pass(opset=10)  # from this opset on, the bounds of a Slice are inputs, and it has steps
 def normalize_slices(graph: Graph, shapes: ShapeInfo) -> int:
     """Rewrite Slices and Gathers of floating-point tensors; return how many were rewritten."""
-    rules = {"Slice": [_name_cut_axes], "Gather": [_gather_before_transpose, _gather_as_slice]}
+    rules = {
+        "Slice": [_name_cut_axes],
+        "GatherND": [_gather_of_one_axis],
+        "Gather": [_gather_before_transpose, _gather_as_slice],
+    }
     found = [(node, rule) for node in graph.nodes for rule in rules.get(op_of(node), ())]
     return sum(_is_read_float(graph, shapes, node) and rule(graph, shapes, node) for node, rule in found)
 
@@ -58,6 +63,19 @@ def _name_cut_axes(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 def _is_whole(bounds: SliceBounds, size: Size) -> bool:
     start, end, step = bounds
     return start == 0 and step == 1 and (end == size or (isinstance(end, int) and end >= TO_THE_END))
+
+
+def _gather_of_one_axis(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
+    """Write a GatherND whose constant indices count along the first axis alone as a Gather."""
+    try:
+        indices = input_value(shapes, node, 1)
+    except CannotInfer:
+        return False
+    if indices.ndim != 2 or indices.shape[1] != 1 or int_attribute(node, "batch_dims", 0):
+        return False
+    stem, numbers = f"{node.outputs[0].name}_of_one_axis", [int(index) for index in indices.reshape(-1)]
+    inputs = [node.inputs[0], integers(graph, stem, numbers)]
+    return graph.replace(node.outputs[0], write(shapes, "Gather", inputs, stem, {"axis": 0}))
 
 
 def _gather_before_transpose(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:

@@ -1,4 +1,4 @@
-"""Slices and Gathers as JAX writes them: the operators that stay, and equal values."""
+"""Slices and Gathers as JAX and PyTorch write them: the operators that stay, and equal values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CONSTANTS = {
     "zeros": [0, 0, 0], "part": [0, 0, 4], "whole": [2, 5, 8], "cut": [2, 5, 4], "axes": [0, 1, 2],
     "long": [2**31 - 1] * 3, "third": [4], "end": [8], "last": [2], "even": [0, 2, 4, 6], "odd": [1, 3, 5, 7],
     "run": [2, 3, 4], "uneven": [0, 1, 4], "back": [4, 2, 0], "beyond": [2, -1],
-    "index": 3,
+    "index": 3, "rows": [[-2], [0]], "row": [[-1]], "cells": [[1, 2]],
 }  # fmt: skip
 TO_LAST, BACK = "perm=[2, 0, 1]", "perm=[1, 2, 0]"
 
@@ -31,6 +31,10 @@ TO_LAST, BACK = "perm=[2, 0, 1]", "perm=[1, 2, 0]"
         ("y = Gather<axis=1>(x, back)", None),
         ("y = Gather<axis=1>(x, beyond)", None),
         ("y = Gather<axis=2>(x, index)", None),
+        ("y = GatherND(x, rows)", "Gather"),
+        ("y = GatherND(x, cells)", None),
+        ("y = GatherND<batch_dims=1>(x, rows)", None),
+        (f"t = Transpose<{TO_LAST}>(x) g = GatherND(t, row) y = Transpose<{BACK}>(g)", "Gather"),
         (f"t = Transpose<{TO_LAST}>(x) y = Gather(t, index)", "Gather"),
         (f"t = Transpose<{BACK}>(x) y = Gather(t, index)", None),
         (f"t = Transpose<{TO_LAST}>(x) g = Gather(t, odd) y = Transpose<{BACK}>(g)", "Slice"),
