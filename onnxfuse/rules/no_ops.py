@@ -39,6 +39,7 @@ def softmax_in_steps(x: Term = tensor(), v: Term = tensor()) -> Rules:
 @rewrite(out="... 1 d")
 def softmax_of_one_row(x: Term = tensor("... d"), scale: Term = scalar(optional=True)) -> Rules:
     """Scores of one query get their axis of queries before the Softmax, not after it."""
+    require("the result has four axes", lambda rank: rank == 4)
     row = rearrange(x, "... d -> ... 1 d")
     for scores, with_axis in ((op.Mul(x, scale), op.Mul(row, scale)), (op.Div(x, scale), op.Div(row, scale)), (x, row)):
         yield rearrange(op.Softmax(scores, axis=-1), "... d -> ... 1 d"), op.Softmax(with_axis, axis=-1)
