@@ -19,7 +19,7 @@ from onnxfuse.passes.scatter_to_concat import scatter_to_concat
 from onnxfuse.passes.sizes_of_operands import sizes_of_operands
 from onnxfuse.rewrite.apply_rules import rules_pass
 from onnxfuse.rules.activations import ACTIVATIONS
-from onnxfuse.rules.convolutions import AFFINE, IMAGES_OF_ONE_ROW, PATCHES
+from onnxfuse.rules.convolutions import AFFINE, IMAGES_OF_ONE_ROW, PATCHES, SCALES
 from onnxfuse.rules.masks import MASKED_SUMS, MASKS
 from onnxfuse.rules.no_ops import NO_OPS
 from onnxfuse.rules.products import GATES
@@ -53,6 +53,7 @@ PIPELINE: tuple[Pass, ...] = (
     rules_pass("write_images_of_one_row", IMAGES_OF_ONE_ROW, of=CONVOLUTIONS),
     fold_batch_norm,
     rules_pass("fold_variance_factor", VARIANCES),
+    rules_pass("write_scales_of_channels", SCALES, of={"ConvInteger"}),
     rules_pass("spread_affine", AFFINE),  # handles factors that fold_batch_norm could not fold
     rules_pass("split_packed_gate", GATES),  # last, after scales and biases of packed products are folded
 )

@@ -26,9 +26,14 @@ def dequantized_weight(w: Term, scale: Term, zero_point: Term, axis: int) -> Ter
     return shared(either(op.DequantizeLinear(*operands, axis=axis), of_one_scale))
 
 
-def scaled_sums(sums: Term, x_scale: Term, w_scale: Term) -> Term:
-    """Return sums of products of integers, times both scales, as onnxruntime's dynamic quantizer writes it."""
-    return op.Mul(op.Cast(sums, to=FLOAT), shared(op.Mul(x_scale, w_scale)))
+def scaled_sums(sums: Term, scale: Term) -> Term:
+    """Return sums of products of integers, times the product of both scales, as dynamic quantizers write it."""
+    return op.Mul(op.Cast(sums, to=FLOAT), scale)
+
+
+def both_scales(x_scale: Term, w_scale: Term) -> Term:
+    """Return the product of two scales; other products may read it too."""
+    return shared(op.Mul(x_scale, w_scale))
 
 
 def require_eight_bits() -> None:

@@ -1,8 +1,8 @@
 """A convolution of integers of 8 bits: of an image and weights that are dequantized."""
 
-from onnxfuse.dsl import Term, attribute, choose, fusion, op, or_zeros, require, tensor, weight
+from onnxfuse.dsl import Term, attribute, choose, fusion, op, or_zeros, rearrange, require, tensor, weight, when
 from onnxfuse.patterns._convolutions import EXAMPLE
-from onnxfuse.patterns._dequantized import dequantized, dequantized_weight, require_eight_bits, scaled_sums
+from onnxfuse.patterns._dequantized import both_scales, dequantized, dequantized_weight, require_eight_bits, scaled_sums
 
 
 @fusion(out="n m ...", epilogue="nhwc", example=EXAMPLE)
@@ -24,22 +24,29 @@ def quantized_conv(
     """y = conv((x - x_zero_point) x_scale, (w - w_zero_point) w_scale) + bias
 
     The weights have one scale, or one for each of the m channels of y.  The body multiplies numbers that are
-    dequantized, or integers, whose sums are scaled then.
+    dequantized, or integers, whose sums are scaled then: all, or by channels.
     """
     require_eight_bits()
     require("the weights have one scale or {m}; found {scales}", lambda scales, m: scales in (None, m))
     require(
-        "products of integers have one scale; found {scales}",
-        lambda scales, multiplied: scales is None or multiplied == "numbers",
+        "sums of integers are scaled as a whole or by channels; found {scales} scales",
+        lambda scales, multiplied: scales is None or multiplied != "integers",
+    )
+    require(
+        "weights of sums that are scaled by channels have no zero point",
+        lambda multiplied, w_zero_point: multiplied != "channels" or w_zero_point is None,
     )
     attributes = {
         "auto_pad": auto_pad, "dilations": dilations, "group": group, "kernel_shape": kernel_shape, "pads": pads,
         "strides": strides,
     }  # fmt: skip
     numbers = dequantized(x, x_scale, x_zero_point), dequantized_weight(w, w_scale, w_zero_point, 0)
-    integers = x, w, or_zeros(x_zero_point, x), or_zeros(w_zero_point, w)
+    sums = op.ConvInteger(x, w, or_zeros(x_zero_point, x), or_zeros(w_zero_point, w, dims=""), **attributes)
+    scale = both_scales(x_scale, w_scale)
+    of_channels = when(rearrange(scale, "scales -> scales 1 1"), "y has two spatial axes", lambda rank: rank == 4)
     return choose(
         "multiplied",
         numbers=op.Conv(*numbers, bias, **attributes),
-        integers=scaled_sums(op.ConvInteger(*integers, **attributes), x_scale, w_scale),
+        integers=scaled_sums(sums, scale),
+        channels=scaled_sums(sums, of_channels),
     )

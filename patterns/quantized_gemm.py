@@ -1,7 +1,7 @@
 """A matrix product of integers of 8 bits: of a tensor and a weight, each with a scale and a zero point."""
 
 from onnxfuse.dsl import Term, choose, either, fusion, op, or_zeros, rearrange, require, tensor, weight
-from onnxfuse.patterns._dequantized import dequantized, dequantized_weight, require_eight_bits, scaled_sums
+from onnxfuse.patterns._dequantized import both_scales, dequantized, dequantized_weight, require_eight_bits, scaled_sums
 from onnxfuse.patterns._linear import linear_by_layout
 
 
@@ -32,7 +32,7 @@ def quantized_gemm(
         kn=op.MatMulInteger(x, rearrange(w, "k n -> k n"), *zero_points),
         nk=op.MatMulInteger(x, rearrange(w, "n k -> k n"), *zero_points),
     )
-    scaled = scaled_sums(sums, x_scale, w_scale)
+    scaled = scaled_sums(sums, both_scales(x_scale, w_scale))
     return choose(
         "multiplied",
         numbers=choose("weight_layout", **linear_by_layout(dequantized(x, x_scale, x_zero_point), w_kn, w_nk, bias)),

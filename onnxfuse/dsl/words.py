@@ -412,6 +412,7 @@ class OrZeros(Wrapper):
 
     operand: Capture
     like: Term
+    zeros: str  # the dimensions of the zeros
 
     def match(self, m: Matching[TensorT, StateT], tensor: TensorT, state: StateT) -> Iterator[StateT]:
         return iter((state,)) if m.is_zero(tensor) else m.match(self.inner, tensor, state)
@@ -422,17 +423,19 @@ class OrZeros(Wrapper):
     def write(self, body: Writing) -> Value:
         if body.has(self.operand):
             return body.value(self.operand)
-        return body.constant(body.full(0, self.operand.dims or ""), body.value(self.like).dtype)
+        return body.constant(body.full(0, self.zeros), body.value(self.like).dtype)
 
 
-def or_zeros(operand: Term, like: Term) -> Term:
+def or_zeros(operand: Term, like: Term, dims: str | None = None) -> Term:
     """Return an optional operand; where the model has zeros, or nothing, in its place, the fused node does not have it.
 
-    The body then has zeros of the dtype of `like`.  The operator that reads the operand must take 0 if it is left out.
+    The body then has zeros of the dtype of `like` and of the dimensions `dims`, by default those of the operand.  The
+    operator that reads the operand must take 0 if it is left out.
     """
     if not isinstance(operand, Capture) or not operand.optional:
         raise PatternError(f"{here()}: or_zeros() needs an optional parameter as its first argument")
-    return OrZeros(inner=operand, operand=operand, like=like, span=here())
+    zeros = operand.dims or "" if dims is None else dims
+    return OrZeros(inner=operand, operand=operand, like=like, zeros=zeros, span=here())
 
 
 # --- remarks -----------------------------------------------------------------------------------------------------

@@ -173,7 +173,7 @@ class Graph:
         node.outputs.clear()
         return self.add_node(op, inputs, outputs, attributes, name=node.name)
 
-    def set_attribute(self, node: Node, name: str, value: int | list[int]) -> None:
+    def set_attribute(self, node: Node, name: str, value: float | list[int]) -> None:
         """Change an attribute of a node, and in the NodeProto from which the node was read.
 
         A copy of this NodeProto is written for the node when the model is saved.

@@ -11,7 +11,7 @@ from onnx import TensorProto
 
 from onnxfuse.analysis.shape_info import CannotInfer, ShapeInfo
 from onnxfuse.analysis.slice_ranges import slice_ranges
-from onnxfuse.ir.attributes import attribute_or_input, int_attribute
+from onnxfuse.ir.attributes import attribute_or_input, int_attribute, number_parameter
 from onnxfuse.ir.dtypes import is_exact_cast
 from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
@@ -200,7 +200,8 @@ def _name_last_axis(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 
 
 def _simplify_arithmetic(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
-    return _remove_neutral(graph, shapes, node) or _flatten_weight(graph, shapes, node)
+    changes = _remove_neutral, _flatten_weight, _flatten_scale
+    return any(change(graph, shapes, node) for change in changes)
 
 
 def _remove_neutral(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
@@ -235,6 +236,56 @@ def _flatten_weight(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
             node.inputs[index] = graph.constant(f"{weight.name}_row", constant_value(graph, weight).reshape(-1))
             return True
     return False
+
+
+def _flatten_scale(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
+    """Drop first axes of size 1 of a constant that multiplies a number, if all that the product scales has these axes.
+
+    So quantizers write the product of two scales, by which sums of integers are multiplied.
+    """
+    (product,) = node.outputs
+    scaled = [tensor for reader in product.outputs for tensor in reader.inputs if tensor is not product]
+    is_scale = bool(scaled) and {op_of(reader) for reader in product.outputs} == {"Mul"}
+    if op_of(node) != "Mul" or graph.opset < 7 or not is_scale or graph.is_kept(product):
+        return False
+    for index, scale in enumerate(node.inputs):
+        if not is_constant(scale) or not scale.shape or scale.shape[0] != 1 or shapes.rank(node.inputs[1 - index]) != 0:
+            continue
+        if all((shapes.rank(tensor) or 0) >= len(scale.shape) for tensor in scaled):
+            value = constant_value(graph, scale)
+            first = next((i for i, size in enumerate(value.shape) if size != 1), value.ndim)
+            node.inputs[index] = graph.constant(f"{scale.name}_scale", value.reshape(value.shape[first:]))
+            shapes.record(product, value.shape[first:], shapes.dtype(product))
+            return True
+    return False
+
+
+def _simplify_gemm(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
+    return _flatten_bias(graph, shapes, node) or _fold_factor(graph, shapes, node)
+
+
+def _fold_factor(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
+    """Multiply the scale of a weight that is dequantized, instead of its product, by the factor of a Gemm."""
+    weight, factor = node.inputs[1], number_parameter(graph, node, "alpha")
+    maker = producer(weight) if graph.sole_consumer(weight) else None
+    if maker is None or op_of(maker) != "DequantizeLinear" or not 0 < factor < math.inf or factor == 1:
+        return False
+    scale = maker.inputs[1]
+    if not is_constant(scale):
+        return False
+    value = constant_value(graph, scale)
+    maker.inputs[1] = graph.constant(f"{scale.name}_factor", (value * factor).astype(value.dtype))
+    graph.set_attribute(node, "alpha", 1.0)
+    return True
+
+
+def _flatten_bias(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
+    """Reshape a bias of shape (1, n) of a Gemm to (n)."""
+    bias = node.inputs[2] if len(node.inputs) > 2 else None
+    if graph.opset < 7 or not is_constant(bias) or len(bias.shape) != 2 or bias.shape[0] != 1:
+        return False
+    node.inputs[2] = graph.constant(f"{bias.name}_row", constant_value(graph, bias).reshape(-1))
+    return True
 
 
 def _read_shape_of_indices(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
@@ -277,6 +328,7 @@ RULES: dict[str, RewriteRule] = {
     "Mean": _remove_of_one_input,
     "Split": _remove_split,
     "Sum": _remove_of_one_input,
+    "Gemm": _simplify_gemm,
     **dict.fromkeys(("ReduceMean", "ReduceL2"), _name_last_axis),
     "Shape": _read_shape_of_indices,
     **dict.fromkeys(NEUTRAL_SCALARS, _simplify_arithmetic),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from onnx import TensorProto
+
 from onnxfuse.algebra.operators import CONVOLUTIONS
 from onnxfuse.dsl.declaration import Rewrite, Rules, require, rewrite
 from onnxfuse.dsl.terms import Term
@@ -110,6 +112,19 @@ def row_of_an_image(
     yield activation(squeezed, alpha, beta), rearrange(activation(image, alpha, beta), squeeze)
 
 
+@rewrite(out=IMAGE)
+def scales_of_channels(
+    sums: Term = tensor(IMAGE), x_scale: Term = tensor("1?"), w_scale: Term = weight("channels 1 1")
+) -> Rules:
+    """The scales of the channels of a convolution of integers have one axis, as kernels read them."""
+    require("integers are added", lambda sums, is_made_by: is_made_by(sums, "ConvInteger"))
+    require("scales are float32", lambda dtypes: dtypes["w_scale"] == "float32")
+    numbers = op.Cast(sums, to=TensorProto.FLOAT)
+    scales = op.Mul(x_scale, rearrange(w_scale, "channels 1 1 -> channels"))
+    yield numbers * op.Mul(x_scale, w_scale), numbers * rearrange(scales, "channels -> channels 1 1")
+
+
 AFFINE: Final[tuple[Rewrite, ...]] = spread_affine
 IMAGES_OF_ONE_ROW: Final[tuple[Rewrite, ...]] = row_of_an_image
 PATCHES: Final[tuple[Rewrite, ...]] = conv_to_matmul
+SCALES: Final[tuple[Rewrite, ...]] = scales_of_channels

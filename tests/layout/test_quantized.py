@@ -84,6 +84,17 @@ def test_a_convolution_before_a_concat_writes_integers() -> None:
     assert_same(model, result.model, STEP, n=2, h=3, w=5)
 
 
+def test_sums_of_integers_are_scaled_by_channels() -> None:
+    text = """(float[n,8,h,w] x) => (float[n,8,h,w] y) <float[8,1,1] t, int8 zero = {0}>
+    { q, s, z = DynamicQuantizeLinear (x) a = ConvInteger <pads = [1,1,1,1]> (q, w, z, zero) c = Cast <to = 1> (a)
+      d = Mul (s, t) y = Mul (c, d) }"""
+    model = parse(text, w=integers(8, 8, 3, 3))
+    result = converted(model)
+    (node,) = nodes(result, "quantized_conv")
+    assert (attribute(node, "multiplied"), attribute(node, "layout")) == ("channels", "nhwc")
+    assert_same(model, result.model, n=2, h=5, w=6)
+
+
 PRODUCT = "q = QuantizeLinear (x, s, z) d = DequantizeLinear (q, s, z) wd = DequantizeLinear (w, t) a = MatMul (d, wd)"
 
 

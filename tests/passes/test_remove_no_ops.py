@@ -125,6 +125,47 @@ def test_weights_of_one_row_are_flattened(shape: tuple[int, ...], flat: tuple[in
 
 
 @pytest.mark.parametrize(
+    ("shape", "flat"), [((1,), ()), ((1, 1), ()), ((1, 8), (8,)), ((1, 5, 1), (5, 1)), ((5, 8), (5, 8)), ((8,), (8,))]
+)
+def test_scales_of_a_number_lose_their_first_axes(shape: tuple[int, ...], flat: tuple[int, ...]) -> None:
+    model = parse(
+        "(float[N,5,8] x) => (y) { s = ReduceMax<keepdims=0>(x) t = Mul(s, row) y = Mul(x, t) }", row=random(*shape)
+    )
+    after, _ = apply(model, normalize)
+    assert {tuple(t.dims) for t in after.graph.initializer} == {flat}
+    assert_same(model, after, (3, 5, 8), tol=0)
+
+
+@pytest.mark.parametrize("rest", ["y = Mul(z, t)", "y = Mul(x, t) q = Identity(t)", "y = Sub(x, t)", "y = Mul(t, t)"])
+def test_scales_of_a_number_keep_axes_that_others_need(rest: str) -> None:
+    outputs = "y, q" if "q =" in rest else "y"
+    text = f"(float[N,5,8] x) => ({outputs}) {{ s = ReduceMax<keepdims=0>(x) z = Abs(s) t = Mul(s, row) {rest} }}"
+    model = parse(text, row=random(1, 8))
+    after, _ = apply(model, normalize)
+    assert {tuple(t.dims) for t in after.graph.initializer} == {(1, 8)}
+    assert_same(model, after, (3, 5, 8), tol=0)
+
+
+def test_a_gemm_has_a_bias_of_one_axis() -> None:
+    model = parse("(float[N,8] x) => (y) { y = Gemm(x, w, row) }", w=random(8, 5), row=random(1, 5))
+    after, _ = apply(model, normalize)
+    assert {tuple(t.dims) for t in after.graph.initializer} == {(8, 5), (5,)}
+    assert_same(model, after, (3, 8), tol=0)
+
+
+@pytest.mark.parametrize(("alpha", "rest"), [("0.5", "1.0"), ("-0.5", "-0.5"), ("0.0", "0.0")])
+def test_the_factor_of_a_gemm_scales_the_integers_of_its_weight(alpha: str, rest: str) -> None:
+    model = parse(
+        f"(float[N,8] x) => (y) {{ d = DequantizeLinear(w, step) y = Gemm<alpha={alpha}>(x, d, row) }}",
+        w=np.arange(40).reshape(8, 5).astype(np.int8), row=random(5), step=np.float32(0.25),
+    )  # fmt: skip
+    after, _ = apply(model, normalize)
+    (gemm,) = (node for node in after.graph.node if node.op_type == "Gemm")
+    assert {a.name: a.f for a in gemm.attribute} == {"alpha": float(rest)}
+    assert_same(model, after, (3, 8), tol=1e-6)
+
+
+@pytest.mark.parametrize(
     ("opset", "nodes", "rest"),
     [
         (9, "a = Dropout<ratio=0.3>(x) y = Abs(a)", "Abs"),

@@ -767,14 +767,26 @@ def _variants(fusion: Fusion) -> Iterator[Spelling]:
 
 
 def _fitting(spelling: Spelling) -> Spelling:
-    """Return a variant; where the guards accept no sizes, that with size one for each axis that may have it."""
+    """Return a variant; where the guards accept no sizes, that with size one for each axis that may have it.
+
+    Where they do not accept an optional operand, it is left out.
+    """
+    kind = _refused(spelling)
+    if kind == "sizes":
+        thin = {name for c in operands(spelling) for name in re.findall(r"([a-z]\w*)\?", c.dims or "")}
+        return replace(spelling, thin=frozenset(thin))
+    optional = [c.name for c in captures(spelling) if c.optional and c.is_operand] if kind == "guard" else []
+    without = (replace(spelling, absent=frozenset({name})) for name in optional)
+    return next((each for each in without if not _refused(each)), spelling)
+
+
+def _refused(spelling: Spelling) -> str:
+    """Return why a variant cannot be built, as Unwritable calls it; "" if it can."""
     try:
         build(spelling)
     except Unwritable as error:
-        if error.kind == "sizes":
-            thin = {name for c in operands(spelling) for name in re.findall(r"([a-z]\w*)\?", c.dims or "")}
-            return replace(spelling, thin=frozenset(thin))
-    return spelling
+        return error.kind
+    return ""
 
 
 def _with_parts(spellings: Iterable[Spelling]) -> Iterator[Spelling]:
