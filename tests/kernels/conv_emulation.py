@@ -9,29 +9,24 @@ from pathlib import Path
 import numpy as np
 from conv_cases import NUMPY, ConvCase
 from emulated_build import load
+from emulated_launches import pointers_to, value_of
 
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.tensors import ABSENT
 from onnxfuse.runtime.nvrtc import source_text
-from onnxfuse.runtime.plan import Kernel, Launch, Pointer, Scalar
+from onnxfuse.runtime.plan import Kernel, Launch, Pointer
 
 # A GPU stops at a misaligned access; so does the emulation: in its stand-ins, and by these flags everywhere else.
 ALIGNMENT = ("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error")
 STOOD_IN = ("types.cuh", "gemm_multiply.cuh", "multiply_words.cuh")  # headers that cuda_emulated.h replaces
-C_TYPES = {"int32": "int", "int64": "long long", "float32": "float"}
-CTYPES = {"int32": ctypes.c_int, "int64": ctypes.c_longlong, "float32": ctypes.c_float}
 
 
 def library(step: Launch, folder: Path) -> ctypes.CDLL:
-    scalars = [each if isinstance(each, Scalar) and each != ABSENT else None for each in step.arguments]
-    arguments = [C_TYPES[each.type] if each else "T*" for each in scalars]
-    parameters = ", ".join(f"{kind} a{i}" for i, kind in enumerate(arguments))
-    passed = ", ".join(f"a{i}" for i in range(len(arguments)))
     text = (
         f'#include "cuda_emulated.h"\n{text_of(step.kernel)}\n'
         'extern "C" void allow(const char* start, i64 bytes) { emulated::ranges.push_back({start, start + bytes}); }\n'
-        f'extern "C" void run(int grid_x, int grid_y, int threads, int shared, {parameters}) {{\n'
-        f"    emulated::launch(grid_x, grid_y, threads, shared, [=] {{ {step.kernel.entry}({passed}); }});\n}}\n"
+        'extern "C" void run(int grid_x, int grid_y, int threads, int shared, const void* const* arguments) {\n'
+        "    emulated::launch(grid_x, grid_y, threads, shared, "
+        f"[=] {{ emulated::call({step.kernel.entry}, arguments); }});\n}}\n"
     )
     return load(text, step.kernel.defines, ALIGNMENT, folder / "kernel.cc")
 
@@ -65,15 +60,10 @@ def run_emulated(case: ConvCase, way: Implementation, arrays: dict[str, np.ndarr
     loaded = library(step, folder)
     for each in (*inputs, y):
         loaded.allow(ctypes.c_void_p(each.ctypes.data), ctypes.c_longlong(each.nbytes))
-    arguments = []
-    for argument in step.arguments:
-        if isinstance(argument, Pointer):
-            array = y if argument.kind == "output" else inputs[argument.index]
-            arguments.append(ctypes.c_void_p(array.ctypes.data))
-        elif argument == ABSENT:
-            arguments.append(ctypes.c_void_p(None))
-        else:
-            assert isinstance(argument, Scalar)
-            arguments.append(CTYPES[argument.type](argument.value))
-    loaded.run(*step.grid[:2], step.block[0], step.shared, *arguments)
+
+    def address(to: Pointer) -> int:
+        return (y if to.kind == "output" else inputs[to.index]).ctypes.data
+
+    values = [value_of(each, address) for each in step.arguments]
+    loaded.run(*step.grid[:2], step.block[0], step.shared, pointers_to(values))
     return y

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import numpy as np
 from conv_cases import NUMPY, ConvCase
-from conv_emulation import CTYPES, STOOD_IN, placed
+from conv_emulation import STOOD_IN, placed
 from emulated_build import load
+from emulated_launches import pointers_to, value_of
 
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.nvrtc import kernel_text
-from onnxfuse.runtime.plan import Device, Kernel, Launch, Pointer, Scalar
+from onnxfuse.runtime.plan import Device, Kernel, Launch, Pointer
 
 ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 # Of sums in fp32, relative to the sum of their terms' magnitudes; with TF32, two operands are rounded.
@@ -38,7 +39,7 @@ def library(kernel: Kernel, text: str, device: Device, at_once: bool, folder: Pa
     whole = (
         f'#include "conv_mma_emulated.h"\n{macros}{text}\n'
         'extern "C" void allow(const char* start, i64 bytes) { emulated::ranges.push_back({start, start + bytes}); }\n'
-        'extern "C" void run(void** arguments, const int* grid, int threads, int shared) {\n'
+        'extern "C" void run(const void* const* arguments, const int* grid, int threads, int shared) {\n'
         f"    launch_all({kernel.entry}, arguments, grid, threads, shared);\n}}\n"
     )
     emulated = {"EMULATED_ARCH": 10 * device.arch, "COPIES_AT_ONCE": int(at_once)}
@@ -56,15 +57,8 @@ def launch(
     loaded = library(step.kernel, text(step.kernel), device, at_once, folder)
     for array in arrays.values():
         loaded.allow(ctypes.c_void_p(array.ctypes.data), ctypes.c_longlong(array.nbytes))
-    values = []
-    for argument in step.arguments:
-        if isinstance(argument, Pointer):
-            values.append(ctypes.c_void_p(arrays[argument].ctypes.data))
-        else:
-            assert isinstance(argument, Scalar)
-            values.append(CTYPES[argument.type](argument.value))
-    addresses = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-    loaded.run(addresses, (ctypes.c_int * 3)(*step.grid), step.block[0], step.shared)
+    values = [value_of(each, lambda to: arrays[to].ctypes.data) for each in step.arguments]
+    loaded.run(pointers_to(values), (ctypes.c_int * 3)(*step.grid), step.block[0], step.shared)
 
 
 def check_emulated(

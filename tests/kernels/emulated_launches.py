@@ -16,7 +16,7 @@ import numpy as np
 from emulated_build import load
 
 from onnxfuse.runtime.nvrtc import kernel_text
-from onnxfuse.runtime.plan import Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
+from onnxfuse.runtime.plan import Argument, Kernel, Launch, Plan, Pointer, Scalar, Struct, TensorSpec
 
 NUMPY = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 REPLACED = ("types.cuh", "cluster.cuh")  # headers in whose place blocks_emulated.h stands
@@ -27,10 +27,10 @@ ARCHITECTURE = re.compile(r"__CUDA_ARCH__ >= \d+")  # the CPU takes what the old
 
 
 def library(kernel: Kernel, folder: Path) -> Any:
-    """Compile a kernel; return a function that takes the grid, the block, the shared bytes, then the arguments."""
+    """Compile a kernel; return a function that `launch` calls."""
     text = as_c_plus_plus(kernel_text(kernel))
     stem = f"{kernel.source}_{abs(hash(repr(kernel)))}"
-    text = f'#include "blocks_emulated.h"\n{text}\n{launcher(kernel.entry, text, "launch")}'
+    text = f'#include "blocks_emulated.h"\n{text}\n{launcher(kernel.entry, "launch")}'
     return load(text, kernel.defines, ["-ffp-contract=off"], folder / f"{stem}.cc").launch
 
 
@@ -46,19 +46,38 @@ def as_c_plus_plus(whole: str) -> str:
     return text
 
 
-def launcher(name: str, text: str, launch: str) -> str:
-    """Return a function `launch` that runs all blocks of a kernel, which the text defines."""
-    entry = re.search(rf"\b{name}\(([^)]*)\)\s*{{", text)
-    assert entry is not None, f"{name} is not defined in its file"
-    behind = re.search(r"(?m)^#define PROGRAM_PARAMETERS(.*)$", text)
-    parameters = entry[1].replace("PROGRAM_PARAMETERS", behind[1] if behind else "")
-    names_of = [each.split()[-1].lstrip("*") for each in parameters.split(",")]
+def launcher(kernel: str, name: str) -> str:
+    """Return a function of that name that runs all blocks of a kernel."""
     return (
-        f'extern "C" void {launch}(const int* grid, const int* block, int shared, {parameters}) {{\n'
+        f'extern "C" void {name}(const int* grid, const int* block, int shared, const void* const* arguments) {{\n'
         "    emulated::launch({unsigned(grid[0]), unsigned(grid[1]), 1}, "
         "{unsigned(block[0]), unsigned(block[1]), unsigned(block[2])}, shared, "
-        f"[=] {{ {name}({', '.join(names_of)}); }});\n}}\n"
+        f"[=] {{ emulated::call({kernel}, arguments); }});\n}}\n"
     )
+
+
+def value_of(argument: Argument, address: Callable[[Pointer], int]) -> Any:
+    """Return an argument other than a tensor map as cuLaunchKernel reads it; `address` says where pointers point."""
+    if isinstance(argument, Pointer):
+        return ctypes.c_void_p(address(argument))
+    if isinstance(argument, Scalar):
+        return C_TYPES[argument.type](argument.value)
+    assert isinstance(argument, Struct)
+    values = [value_of(field, address) for field in argument.fields]
+    fields = [(f"field_{i}", type(value)) for i, value in enumerate(values)]
+    return type("Fields", (ctypes.Structure,), {"_fields_": fields})(*values)
+
+
+def pointers_to(values: Sequence[Any]) -> Any:
+    """Return an array of pointers to the values of arguments, which must outlive it."""
+    return (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+
+
+def launch(step: Launch, function: Any, address: Callable[[Pointer], int]) -> None:
+    """Run a launch by a function that `launcher` wrote."""
+    values = [value_of(each, address) for each in step.arguments]
+    grid, block = (ctypes.c_int * 3)(*step.grid), (ctypes.c_int * 3)(*step.block)
+    function(grid, block, step.shared, pointers_to(values))
 
 
 def emulate(
@@ -78,15 +97,7 @@ def emulate(
     buffers = {"input": read, "output": written, "scratch": scratch}
     for step in plan.steps:
         assert isinstance(step, Launch)
-        arguments: list[Any] = []
-        for each in step.arguments:
-            if isinstance(each, Scalar):
-                arguments.append(C_TYPES[each.type](each.value))
-            else:
-                assert isinstance(each, Pointer)
-                arguments.append(ctypes.c_void_p(buffers[each.kind][each.index][1].ctypes.data + each.offset))
-        grid, block = (ctypes.c_int * 3)(*step.grid), (ctypes.c_int * 3)(*step.block)
-        find(step.kernel, folder)(grid, block, step.shared, *arguments)
+        launch(step, find(step.kernel, folder), lambda to: buffers[to.kind][to.index][1].ctypes.data + to.offset)
     for whole, view in written:
         start = view.ctypes.data - whole.ctypes.data
         assert (whole[:start] == 0xFF).all(), "written before the beginning"

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from emulated_build import load
-from emulated_launches import C_TYPES
+from emulated_launches import value_of
 
-from onnxfuse.runtime.plan import Argument, Kernel, Pointer, Scalar, TensorMap
+from onnxfuse.runtime.plan import Argument, Kernel, Pointer, TensorMap
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 HEADS = ("elementwise/activations.cuh", "output_position.cuh", "program.cuh", "epilogue.cuh")
@@ -48,13 +48,7 @@ def parameter_of(argument: Argument, addresses: Mapping[Pointer, int]) -> Any:
     """Return what a kernel takes for an argument, as cuLaunchKernel reads it; `addresses` are those of the pointers."""
     if isinstance(argument, TensorMap):
         return ctypes.pointer(map_of(argument, addresses[argument.pointer]))
-    if isinstance(argument, Pointer):
-        return ctypes.c_void_p(addresses[argument])
-    if isinstance(argument, Scalar):
-        return C_TYPES[argument.type](argument.value)
-    values = [parameter_of(field, addresses) for field in argument.fields]
-    fields = [(f"field_{i}", type(value)) for i, value in enumerate(values)]
-    laid_out = bytes(type("Struct", (ctypes.Structure,), {"_fields_": fields})(*values))
+    laid_out = bytes(value_of(argument, addresses.__getitem__))
     return ctypes.create_string_buffer(laid_out, (len(laid_out) + 7) // 8 * 8)  # whole words, as in a launch
 
 

@@ -42,7 +42,7 @@ def compile_all(plans: Sequence[Plan], folder: Path) -> dict[str, ctypes.CDLL]:
         headers, own = map(as_c_plus_plus, headers_and_own(kernel, f"region_{i}"))
         head = head or headers
         texts.append(own)
-        launchers.append(launcher(f"region_{i}", own, f"launch_{i}"))
+        launchers.append(launcher(f"region_{i}", f"launch_{i}"))
     text = "\n".join(['#include "blocks_emulated.h"', head, *texts, *launchers])
     if not kernels:
         return {}

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from emulated_build import load
+from emulated_launches import pointers_to
 from hopper_emulation import KERNELS, NULL_POINTERS, parameter_of
 from sampling import sampled
 
@@ -107,8 +108,7 @@ def test_matches_float64(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyP
     addresses = {pointer: arrays[name].ctypes.data for name, pointer in inputs.items()}
     addresses[Pointer("output", 0)] = found.ctypes.data
     parameters = [parameter_of(each, addresses) for each in step.arguments]
-    pointers = (ctypes.c_void_p * len(parameters))(*map(ctypes.addressof, parameters))
-    library(step.kernel, tmp_path).run(pointers, step.grid[0], step.shared)
+    library(step.kernel, tmp_path).run(pointers_to(parameters), step.grid[0], step.shared)
     weights, values = expected_weights(case, arrays), arrays["v"].astype(np.float64)
     allowed = 2**-10 * (weights @ np.abs(values)) + 1e-4
     assert np.all(np.abs(found - weights @ values) <= allowed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import re
 from pathlib import Path
@@ -13,14 +12,14 @@ import pytest
 from architectures import A100, H200, T4
 from attention_cases import HALF_ULP, NUMPY
 from emulated_build import load
-from emulated_launches import C_TYPES, as_c_plus_plus, launcher
+from emulated_launches import as_c_plus_plus, launch, launcher, pointers_to
 from group_query_cases import PASTS, Case, expected
 from hopper_emulation import parameter_of
 from test_attention_hopper_emulated import library as hopper_library
 
 from onnxfuse.kernels.attention import host
 from onnxfuse.runtime.nvrtc import kernel_text
-from onnxfuse.runtime.plan import Kernel, Launch, Plan, Pointer, Scalar, Struct
+from onnxfuse.runtime.plan import Kernel, Launch, Plan, Pointer
 
 EXACT = dataclasses.replace(A100, tf32=False)
 # The functions in whose place attention_mma_emulated.h stands: their definitions end at the first brace of a line.
@@ -143,37 +142,17 @@ def run(step: Launch, arrays: dict[Pointer, np.ndarray], folder: Path) -> None:
     if step.kernel.source == "attention_hopper":
         addresses = {each: arrays[each].ctypes.data for each in step.values if isinstance(each, Pointer)}
         parameters = [parameter_of(each, addresses) for each in step.arguments]
-        pointers = (ctypes.c_void_p * len(parameters))(*map(ctypes.addressof, parameters))
-        hopper_library(step.kernel, folder).run(pointers, step.grid[0], step.shared)
+        hopper_library(step.kernel, folder).run(pointers_to(parameters), step.grid[0], step.shared)
         return
 
-    def argument(each: Any) -> Any:
-        if isinstance(each, Scalar):
-            return C_TYPES[each.type](each.value)
-        if isinstance(each, Struct):
-            values = [argument(field) for field in each.fields]
-            fields = [(f"field_{i}", type(value)) for i, value in enumerate(values)]
-            return type("Fields", (ctypes.Structure,), {"_fields_": fields})(*values)
-        array = arrays[dataclasses.replace(each, offset=0)]
-        return ctypes.c_void_p(array.ctypes.data + each.offset)
+    def address(pointer: Pointer) -> int:
+        return arrays[dataclasses.replace(pointer, offset=0)].ctypes.data + pointer.offset
 
-    grid, block = (ctypes.c_int * 3)(*step.grid), (ctypes.c_int * 3)(*step.block)
-    library(step.kernel, folder)(grid, block, step.shared, *map(argument, step.arguments))
+    launch(step, library(step.kernel, folder), address)
 
 
 def library(kernel: Kernel, folder: Path) -> Any:
     text = DEFINITION.sub("", as_c_plus_plus(kernel_text(kernel)))
-    for name in ("ATTENTION_PARAMETERS", "ATTENTION_ARGUMENTS"):
-        text = written_out(text, name)
     text = f'#include "blocks_emulated.h"\n#include "attention_mma_emulated.h"\n{text}\n'
-    text += launcher(kernel.entry, text, "launch")
+    text += launcher(kernel.entry, "launch")
     return load(text, kernel.defines, [], folder / f"{kernel.source}_{abs(hash(repr(kernel)))}.cc").launch
-
-
-def written_out(text: str, name: str) -> str:
-    """Return the text with the macro replaced by its lines, which `launcher` reads."""
-    found = re.search(rf"(?m)^#define {name} *\\\n((?:.*\\\n)*.*\n)", text)
-    if found is None:
-        return text
-    lines = " ".join(line.rstrip("\\ ") for line in found[1].splitlines())
-    return text.replace(found[0], "").replace(name, lines)

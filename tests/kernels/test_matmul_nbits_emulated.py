@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,13 +12,11 @@ from architectures import H200, T4
 from conv_emulation import placed
 from conv_mma_emulation import launch as launch_mma
 from conv_mma_emulation import text_of
-from emulated_build import load
-from emulated_launches import as_c_plus_plus, emulate, launcher
+from emulated_launches import emulate
 from nbits_cases import CASES, NUMPY, Case, check_within, stored_arrays
 from sampling import sampled
 
 from onnxfuse.kernels.matmul_nbits.host import candidates
-from onnxfuse.runtime.nvrtc import kernel_text
 from onnxfuse.runtime.plan import Kernel, Launch, Plan, Pointer, TensorSpec
 
 EVERY = 25  # of the cases, in a plain run of the tests
@@ -57,7 +54,7 @@ def test_few_rows(case: Case, aligned: bool, tmp_path: Path) -> None:
     ways = [plan for plan in plans if _sources(plan) <= {"nbits_dot", "nbits_columns"}]
     for plan in ways[:1]:
         stored = stored_arrays(case)
-        found = emulate(plan, list(stored.values()), tmp_path, aligned, _library)
+        found = emulate(plan, list(stored.values()), tmp_path, aligned)
         check_within(case, stored, found)
 
 
@@ -108,17 +105,3 @@ def _with_mma(kernel: Kernel) -> str:
 
 def _sources(plan: Plan) -> set[str]:
     return {step.kernel.source if isinstance(step, Launch) else "" for step in plan.steps}
-
-
-def _library(kernel: Kernel, folder: Path) -> Any:
-    """Compile a kernel, with its parameters written out for each weight."""
-    count = 2 if kernel.defines["GATED"] else int(kernel.defines["PRODUCTS"])
-    text = as_c_plus_plus(kernel_text(kernel))
-    (one,) = re.findall(r"#define PRODUCT_PARAMETERS\(number\)((?:.*\\\n)*.*)\n", text)
-    each = " ".join(one.replace("\\", "").split())
-    written = ", ".join(each.replace("##number", f"_{i}" if i > 1 else "") for i in range(1, count + 1))
-    text = re.sub(rf"{kernel.entry}\(const T\* x, ALL_PARAMETERS", f"{kernel.entry}(const T* x, {written}", text)
-    text = re.sub(r"\b(T|void|char) \*", r"\1* ", text)
-    whole = f'#include "blocks_emulated.h"\n{text}\n{launcher(kernel.entry, text, "launch")}'
-    stem = f"{kernel.source}_{abs(hash(repr(kernel)))}"
-    return load(whole, kernel.defines, ["-ffp-contract=off"], folder / f"{stem}.cc").launch

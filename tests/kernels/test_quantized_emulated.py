@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from architectures import H200
-from emulated_launches import C_TYPES, library
+from emulated_launches import launch, library
 from hopper_emulation import Map, compiled, map_of
 from quantized_cases import NUMPY, SAME, Case
 from sampling import sampled
@@ -74,12 +74,7 @@ def run(plan: Plan, arrays: list[np.ndarray], y: np.ndarray, folder: Path) -> No
     for step in plan.steps:
         assert isinstance(step, Launch)
         if step.kernel.source == "quantized_zeros":
-            given = [
-                C_TYPES[each.type](each.value) if isinstance(each, Scalar) else ctypes.c_void_p(addresses[each])
-                for each in step.arguments
-            ]
-            grid, block = (ctypes.c_int * 3)(*step.grid), (ctypes.c_int * 3)(*step.block)
-            library(step.kernel, folder)(grid, block, step.shared, *given)
+            launch(step, library(step.kernel, folder), addresses.__getitem__)
             continue
         found = [each for each in step.arguments if isinstance(each, TensorMap)]
         maps = (Map * len(found))(*(map_of(each, addresses[each.pointer]) for each in found))

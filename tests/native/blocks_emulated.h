@@ -13,6 +13,8 @@
 #include <memory>
 #include <vector>
 
+#include "call_emulated.h"
+
 // Kernels declare these types of fixed width themselves.
 #define int32_t kernel_int32_t
 #define int64_t kernel_int64_t

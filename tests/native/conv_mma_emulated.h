@@ -90,19 +90,13 @@ void load_matrices(unsigned (&to)[4], unsigned from) {
     }
 }
 
-// Calls a kernel; `arguments` are the addresses of its arguments, as cuLaunchKernel has them.
-template <class... Parameters, size_t... INDICES>
-void call(void (*kernel)(Parameters...), void** arguments, std::index_sequence<INDICES...>) {
-    kernel(*static_cast<Parameters*>(arguments[INDICES])...);
-}
-
 // Runs a kernel; `grid` has its three sizes.
-template <class... Parameters>
-void launch_all(void (*kernel)(Parameters...), void** arguments, const int* grid, int threads, int shared_bytes) {
+template <class Kernel>
+void launch_all(Kernel kernel, const void* const* arguments, const int* grid, int threads, int shared_bytes) {
     for (int z = 0; z < grid[2]; ++z)
         emulated::launch(grid[0], grid[1], threads, shared_bytes, [=] {
             blockIdx.z = z;
             gridDim.z = grid[2];
-            call(kernel, arguments, std::index_sequence_for<Parameters...>());
+            emulated::call(kernel, arguments);
         });
 }

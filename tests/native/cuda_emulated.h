@@ -13,6 +13,8 @@
 #include <functional>
 #include <vector>
 
+#include "call_emulated.h"
+
 #define __device__
 #define __global__
 #define __forceinline__ inline
