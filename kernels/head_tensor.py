@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onnxfuse.runtime.plan import Pointer
+from onnxfuse.kernels.tensors import int64
+from onnxfuse.runtime.plan import Pointer, Struct
 
 
 @dataclass(frozen=True)
@@ -20,3 +21,8 @@ class HeadTensor:
     def strides(self) -> tuple[int, int, int]:
         """The strides of batch, head and row."""
         return self.batch_stride, self.head_stride, self.row_stride
+
+    @property
+    def argument(self) -> Struct:
+        """The struct HeadTensor of head_tensor.cuh."""
+        return Struct((self.pointer, *int64(*self.strides)))

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
-from onnxfuse.runtime.plan import Device, FusedNode, Pointer, Scalar, TensorSpec, Value
+from onnxfuse.runtime.plan import Device, FusedNode, Pointer, Scalar, Struct, TensorSpec, Value
 from onnxfuse.runtime.symint import always, expect_equal, gcd, is_symbolic
 
 Defines: TypeAlias = dict[str, int | float | str]  # the compile-time constants (macros) of a kernel
@@ -115,6 +115,32 @@ def all_constant(tensors: Sequence[TensorSpec]) -> int:
 def element_count(tensor: TensorSpec) -> int:
     """Return the product of the dims of a tensor."""
     return math.prod(tensor.shape)
+
+
+def int32(*numbers: int) -> tuple[Scalar, ...]:
+    """Return arguments of a kernel."""
+    return tuple(Scalar(number, "int32") for number in numbers)
+
+
+def int64(*numbers: int) -> tuple[Scalar, ...]:
+    """Return arguments of a kernel."""
+    return tuple(Scalar(number, "int64") for number in numbers)
+
+
+def float32(*numbers: float) -> tuple[Scalar, ...]:
+    """Return arguments of a kernel."""
+    return tuple(Scalar(number, "float32") for number in numbers)
+
+
+def struct(*parts: Value | Struct) -> Struct:
+    """Return a struct that has these fields; the structs among them are members.
+
+    A member has fields of 64 bits alone, so that neither C nor this function pads it.  Raises ValueError for others.
+    """
+    members = [part for part in parts if isinstance(part, Struct)]
+    if any(isinstance(field, Scalar) and field.type != "int64" for member in members for field in member.fields):
+        raise ValueError(f"a member of a struct has fields of 32 bits; required fields of 64 bits alone: {members}")
+    return Struct(tuple(field for part in parts for field in (part.fields if isinstance(part, Struct) else (part,))))
 
 
 def operand_pointer(node: FusedNode, name: str) -> Value:

@@ -89,19 +89,18 @@ __device__ __forceinline__ Left read_tile(const MASK_T* from, long long query_st
 }
 
 extern "C" __global__ void __launch_bounds__(128, 4)
-    attention_blocks(const MASK_T* mask, unsigned char* flags, u32* bits, int queries, int keys, int heads,
-                     long long batch_stride, long long head_stride, long long query_stride) {
+    attention_blocks(ScoreTensor<MASK_T> mask, unsigned char* flags, u32* bits, int queries, int keys, int heads) {
     const int key_tiles = (keys + BLOCK_N - 1) / BLOCK_N, row_tiles = (queries + 63) / 64;
     const int tile = blockIdx.x, plane = tile / key_tiles / row_tiles;
     const int first_key = tile % key_tiles * BLOCK_N, first_row = tile / key_tiles % row_tiles * 64;
-    const MASK_T* const from = mask + plane / heads * batch_stride + plane % heads * head_stride;
+    const MASK_T* const from = mask.plane(plane / heads, plane % heads);
 
     wait_for_predecessor();
     release_successor();
     __shared__ alignas(16) unsigned char counts[64 * PITCH];
     Left left;
-    if (WIDTH_DIVIDES) left = read_tile<WIDTH>(from, query_stride, first_row, queries, first_key, keys, counts);
-    else left = read_tile<1>(from, query_stride, first_row, queries, first_key, keys, counts);
+    if (WIDTH_DIVIDES) left = read_tile<WIDTH>(from, mask.query, first_row, queries, first_key, keys, counts);
+    else left = read_tile<1>(from, mask.query, first_row, queries, first_key, keys, counts);
     const bool none = __syncthreads_and(left.none);
     const bool all = __syncthreads_and(left.all);
     const bool plain = __syncthreads_and(left.plain);

@@ -1,8 +1,7 @@
 // Classifies the elements of a mask by their effect on scores.
 #pragma once
 #include "types.cuh"
-
-struct b8 { unsigned char bits; };
+#include "attention_score_tensor.cuh"
 
 // Loads N neighbouring elements of a mask.
 template <int N, class E>

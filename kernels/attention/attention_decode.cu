@@ -12,16 +12,16 @@
 #include "attention_decode.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) IN_CLUSTER
-    attention_decode(ATTENTION_PARAMETERS, int splits, float* partial, float2* totals PROGRAM_PARAMETERS) {
+    attention_decode(const __grid_constant__ Problem given, Splits splits PROGRAM_PARAMETERS) {
     release_successor();
     wait_for_predecessor();
-    Problem problem{ATTENTION_ARGUMENTS};
-    const int split = blockIdx.x % splits;
-    const WorkTile at = work_tile(blockIdx.x / splits, problem);
+    Problem problem = given;
+    const int split = blockIdx.x % splits.count;
+    const WorkTile at = work_tile(blockIdx.x / splits.count, problem);
     const int first = at.begin / BLOCK_N, tiles = (at.end + BLOCK_N - 1) / BLOCK_N - first;
-    const int each = (tiles + splits - 1) / splits;
+    const int each = (tiles + splits.count - 1) / splits.count;
     WarpState warp;
     if (split == 0) warp.begin_with_sinks(problem, at);
     attend(warp, Tiles{problem, at, first + min(split * each, tiles), first + min((split + 1) * each, tiles)});
-    write_rows(warp, Out(problem, at, {PROGRAM_ARGUMENTS}), split, splits, partial, totals);
+    write_rows(warp, Out(problem, at, {PROGRAM_ARGUMENTS}), split, splits);
 }

@@ -80,8 +80,9 @@ __device__ __forceinline__ void write_cluster(const BlockResult& share, const Ou
 }
 
 // Writes the block's result to scratch memory: BLOCK_M rows of HEAD_DIM_V floats, and each row's maximum and sum.
-__device__ __forceinline__ void write_partial(const WarpResults& results, int count, float* partial, float2* totals) {
-    partial += (i64)blockIdx.x * BLOCK_M * HEAD_DIM_V, totals += (i64)blockIdx.x * BLOCK_M;
+__device__ __forceinline__ void write_partial(const WarpResults& results, int count, const Splits& splits) {
+    float* const partial = splits.partial + (i64)blockIdx.x * BLOCK_M * HEAD_DIM_V;
+    float2* const totals = splits.totals + (i64)blockIdx.x * BLOCK_M;
     for (int i = threadIdx.x; i < count * OUT_VECTORS; i += THREADS) {
         const int row = i / OUT_VECTORS, column = i % OUT_VECTORS * OUT_WIDTH;
         const Combination<WARPS_N> combination = combine_warps(results, row);
@@ -93,18 +94,16 @@ __device__ __forceinline__ void write_partial(const WarpResults& results, int co
     }
 }
 
-// Writes the rows of the block that computed slice `split` of `splits` slices of the keys. If `partial` is null and
-// there are several slices, their blocks form one cluster.
-__device__ __forceinline__ void write_rows(const WarpState& warp, const Out& out, int split, int splits, float* partial,
-                                           float2* totals) {
+// Writes the rows of the block that computed slice `split` of the keys.
+__device__ __forceinline__ void write_rows(const WarpState& warp, const Out& out, int split, const Splits& splits) {
     const WarpResults results;
     results.store_warp(warp);
-    if (CLUSTER <= 1 && partial) {
-        write_partial(results, out.count, partial, totals);
-    } else if (CLUSTER > 1 || (CLUSTER == 0 && splits > 1)) {
+    if (CLUSTER <= 1 && splits.partial) {
+        write_partial(results, out.count, splits);
+    } else if (CLUSTER > 1 || (CLUSTER == 0 && splits.count > 1)) {
         const BlockResult share(results, out.count);
         cluster_sync();
-        write_cluster(share, out, split, CLUSTER ? CLUSTER : splits);
+        write_cluster(share, out, split, CLUSTER ? CLUSTER : splits.count);
         cluster_sync();  // no block ends while others read its shared memory
     } else {
         write_combined(results, out);

@@ -43,7 +43,7 @@
 //   KEPT, LAZY_RESCALE   when a row's reference is raised and results are rescaled: attention_hopper_scores.cuh
 //   LATE_MASK      a mask's elements are loaded after the products, during which registers have no room for them
 //   MASK_T, MASK_KEY, MASK_QUERY, MASK_PAIRS, BIAS_T and so on
-//                  arguments of ScoreTensor, in attention_hopper_shape.cuh
+//                  arguments of ScoreOperand, in attention_hopper_shape.cuh
 //   ROTATED   0, or the elements of a query that are rotated: attention_hopper_rotation.cuh
 #include "attention_hopper_copies.cuh"
 #include "attention_hopper_rotation.cuh"

@@ -30,7 +30,7 @@ struct Rows {
         from = plane + first * tensor.query;
         settle(from);  // otherwise each tile computes the address again: up to 4 % more instructions, and spills
         next = (second - first) * int(tensor.query);
-        in_pairs = tensor.has_pairs(shape.keys);
+        in_pairs = tensor.multiples_of(2, shape.keys);
     }
 };
 

@@ -60,19 +60,13 @@ struct alignas(8) ScoreUnits {
 // A mask or a bias. KEY, QUERY: whether its elements differ along keys and along queries. PAIRS: whether one access
 // reads two neighbouring keys: 0 no, 1 yes, 2 if all strides and the number of keys are even.
 template <class E, int KEY_STRIDE, bool QUERY_DIFFERS, int READS_PAIRS>
-struct ScoreTensor {
+struct ScoreOperand : ScoreTensor<E> {
     using Element = E;
     static constexpr int KEY = KEY_STRIDE, PAIRS = READS_PAIRS;
     static constexpr bool QUERY = QUERY_DIFFERS;
-
-    const E* elements;
-    long long batch, head, query;  // strides in elements; 0 along an axis that broadcasts
-
-    __device__ __forceinline__ const E* plane(int b, int h) const { return elements + b * batch + h * head; }
-    __device__ __forceinline__ bool has_pairs(int keys) const { return (batch | head | query | keys) % 2 == 0; }
 };
-using Mask = ScoreTensor<MASK_T, MASK_KEY, MASK_QUERY, MASK_PAIRS>;
-using Bias = ScoreTensor<BIAS_T, BIAS_KEY, BIAS_QUERY, BIAS_PAIRS>;
+using Mask = ScoreOperand<MASK_T, MASK_KEY, MASK_QUERY, MASK_PAIRS>;
+using Bias = ScoreOperand<BIAS_T, BIAS_KEY, BIAS_QUERY, BIAS_PAIRS>;
 
 // The output of attention_blocks.cu for a mask that differs along queries.
 struct MaskTiles {

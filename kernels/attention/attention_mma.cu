@@ -8,10 +8,10 @@
 #include "attention_mma_shares.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    attention_mma(ATTENTION_PARAMETERS PROGRAM_PARAMETERS) {
+    attention_mma(const __grid_constant__ Problem given PROGRAM_PARAMETERS) {
     wait_for_predecessor();
     release_successor();
-    Problem problem{ATTENTION_ARGUMENTS};
+    Problem problem = given;
     WorkTile at = work_tile(blockIdx.x, problem);
     WarpState warp;
     warp.begin_with_sinks(problem, at);

@@ -107,12 +107,10 @@ struct Scores {
                 [[maybe_unused]] const int head = at.kv * GQA_GROUP + row % GQA_GROUP;
                 limits[mt][half] = seen_keys(query, p.keys, p.causal);
 #if MASK
-                mask.set_row(2 * mt + half,
-                             p.mask + at.batch * p.mask_batch + head * p.mask_head + query * p.mask_query);
+                mask.set_row(2 * mt + half, p.mask.plane(at.batch, head) + query * p.mask.query);
 #endif
 #if BIAS
-                bias.set_row(2 * mt + half,
-                             p.bias + at.batch * p.bias_batch + head * p.bias_head + query * p.bias_query);
+                bias.set_row(2 * mt + half, p.bias.plane(at.batch, head) + query * p.bias.query);
 #endif
 #if BIAS == 2
                 float slope[1];

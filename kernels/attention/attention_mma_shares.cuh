@@ -17,9 +17,9 @@ struct Out {
     Program program;
 
     __device__ __forceinline__ Out(const Problem& p, const WorkTile& at, const Program& program = {})
-        : to(p.out + at.batch * p.out_batch + (i64)at.kv * GQA_GROUP * p.out_head), head(p.out_head), row(p.out_row),
-          first(at.row), count(min(BLOCK_M, p.queries * GQA_GROUP - at.row)), batch(at.batch),
-          first_head(at.kv * GQA_GROUP), program(program) {}
+        : to(p.out.at(at.batch, at.kv * GQA_GROUP)), head(p.out.head), row(p.out.row), first(at.row),
+          count(min(BLOCK_M, p.queries * GQA_GROUP - at.row)), batch(at.batch), first_head(at.kv * GQA_GROUP),
+          program(program) {}
 
     __device__ __forceinline__ OUT_T* at(int r) const {
         return to + (first + r) % GQA_GROUP * head + (first + r) / GQA_GROUP * row;

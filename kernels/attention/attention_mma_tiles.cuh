@@ -2,11 +2,11 @@
 #pragma once
 
 #include "attention_results.cuh"
+#include "attention_score_tensor.cuh"
+#include "head_tensor.cuh"
 
 enum { HALF, TF32, FP32 };                   // values of the macro MATH_KIND
 enum { NONE, BOOLEAN, INVERTED, ADDITIVE };  // values of the macro MASK
-
-struct b8 { unsigned char bits; };
 
 template <bool FIRST, class A, class B>
 struct Conditional {
@@ -156,31 +156,19 @@ __device__ __forceinline__ void clear_columns(u32 tile, int count, int used, int
 
 // ---- the parameters, and the work of a block ---------------------------------------------------------------------
 
+// The kernels' argument, whose fields mma.py writes in this order.
 struct Problem {
-    const T *q, *k, *v;
-    OUT_T* out;
-    const MASK_T* mask;
-    const BIAS_T* bias;
+    HeadTensor<const T> q, k, v;
+    HeadTensor<OUT_T> out;
+    ScoreTensor<MASK_T> mask;
+    ScoreTensor<BIAS_T> bias;
     const SLOPE_T* slopes;
     const SINK_T* sinks;
     const int* lengths;
-    i64 q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head, out_row;
-    i64 mask_batch, mask_head, mask_query, bias_batch, bias_head, bias_query;
-    int mask_key, bias_key, queries, keys, kv_heads, row_tiles, causal, window;
+    int mask_key, bias_key;  // strides along keys: 0 or 1
+    int queries, keys, kv_heads, row_tiles, causal, window;
     float scale, masked, cap;
 };
-
-#define ATTENTION_PARAMETERS                                                                                       \
-    const T *q, const T *k, const T *v, OUT_T *out, const MASK_T *mask, const BIAS_T *bias, const SLOPE_T *slopes, \
-        const SINK_T *sinks, const int *lengths, i64 q_batch, i64 q_head, i64 q_row, i64 k_batch, i64 k_head,      \
-        i64 k_row, i64 v_batch, i64 v_head, i64 v_row, i64 out_batch, i64 out_head, i64 out_row, i64 mask_batch,   \
-        i64 mask_head, i64 mask_query, i64 bias_batch, i64 bias_head, i64 bias_query, int mask_key, int bias_key,  \
-        int queries, int keys, int kv_heads, int row_tiles, int causal, int window, float scale, float masked,     \
-        float cap
-#define ATTENTION_ARGUMENTS                                                                                            \
-    q, k, v, out, mask, bias, slopes, sinks, lengths, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, \
-        v_row, out_batch, out_head, out_row, mask_batch, mask_head, mask_query, bias_batch, bias_head, bias_query,     \
-        mask_key, bias_key, queries, keys, kv_heads, row_tiles, causal, window, scale, masked, cap
 
 struct WorkTile {
     int batch, kv, row;  // kv: the key head; row: the first row
@@ -229,16 +217,16 @@ struct Tiles {
     __device__ __forceinline__ void load(int tile) const {
         if (tile < end) {
             const int first = tile * BLOCK_N;
-            const T* k = p.k + at.batch * p.k_batch + at.kv * p.k_head + first * p.k_row;
-            const T* v = p.v + at.batch * p.v_batch + at.kv * p.v_head + first * p.v_row;
-            load_rows<BLOCK_N, HEAD_DIM, K_ROW>(stage(tile), k, p.k_row, p.keys - first);
-            load_rows<BLOCK_N, HEAD_DIM_V, V_ROW>(stage(tile) + K_BYTES, v, p.v_row, p.keys - first);
+            const T* k = p.k.at(at.batch, at.kv) + first * p.k.row;
+            const T* v = p.v.at(at.batch, at.kv) + first * p.v.row;
+            load_rows<BLOCK_N, HEAD_DIM, K_ROW>(stage(tile), k, p.k.row, p.keys - first);
+            load_rows<BLOCK_N, HEAD_DIM_V, V_ROW>(stage(tile) + K_BYTES, v, p.v.row, p.keys - first);
         }
         commit();
     }
 
     __device__ __forceinline__ void load_queries(u32 tile) const {
-        const T* q = p.q + at.batch * p.q_batch + (i64)at.kv * GQA_GROUP * p.q_head;
-        load_rows<BLOCK_M, HEAD_DIM, K_ROW, GQA_GROUP>(tile, q, p.q_row, p.queries * GQA_GROUP, at.row, p.q_head);
+        const T* q = p.q.at(at.batch, at.kv * GQA_GROUP);
+        load_rows<BLOCK_M, HEAD_DIM, K_ROW, GQA_GROUP>(tile, q, p.q.row, p.queries * GQA_GROUP, at.row, p.q.head);
     }
 };

@@ -1,4 +1,5 @@
-// Definitions shared by all attention kernels: the maximum of a row without scores, and the division by a row's sum.
+// Definitions shared by attention kernels: the maximum of a row without scores, the division by a row's sum, and the
+// results of blocks that share the keys of a head.
 #pragma once
 
 #include "types.cuh"
@@ -12,3 +13,12 @@ __device__ __forceinline__ float normalized(float value, float sum) {
     const bool some = sum > 0.0f && sum <= LARGEST;
     return some ? __fdividef(value, sum) : ZERO_MASKED_ROWS ? 0.0f : __uint_as_float(0x7fffffffu);
 }
+
+// The slices of the keys that blocks share, as an argument of kernels, and their results in scratch memory: BLOCK_M rows
+// of HEAD_DIM_V floats for each slice, and the maximum and the sum of each row. If the addresses are null and there are
+// several slices, their blocks form one cluster. decode.py writes the fields in this order.
+struct Splits {
+    float* partial;
+    float2* totals;
+    int count;
+};

@@ -9,6 +9,7 @@
 // rotated in shared memory before they are used.
 //
 // Macros: those of attention_decode.cu; TURNS and, with it, those of attention_turns.cuh.
+#include "attention_cache.cuh"
 #include "attention_decode.cuh"
 #if TURNS
 #include "attention_turns.cuh"
@@ -21,15 +22,6 @@ struct Turns {
 #endif
 
 constexpr bool LARGE_HEAD_DIM = PV_SIZE > 128;  // loops are unrolled less, to save registers
-
-// The cache of a head: the rows of the past, followed by the new rows.
-struct Cache {
-    const T *past, *added;
-    T* present;
-    int past_row, added_row, present_row;
-    int rows;       // rows of the past
-    bool in_place;  // the present is the same memory as the past
-};
 
 template <int BYTES>
 __device__ __forceinline__ void load_shared(u32 from, u32* words) {
@@ -141,7 +133,7 @@ struct CachedTiles : Tiles {
             const T* from = row < cache.rows ? cache.past + (i64)row * cache.past_row
                                              : cache.added + (i64)(row - cache.rows) * cache.added_row;
             const bool inside = row < p.keys;
-            copy(to + r * ROW_BYTES + column * SHARED_ITEM, inside ? from + column : p.q, inside);
+            copy(to + r * ROW_BYTES + column * SHARED_ITEM, inside ? from + column : p.q.data, inside);
         }
     }
 
@@ -161,67 +153,50 @@ struct CachedTiles : Tiles {
     }
 };
 
-// Brings the first tiles of a block's part of the past to the L2 cache while the predecessor runs. The lengths may not be
-// written yet, so that they only say which rows are worth it.
-__device__ __forceinline__ void prefetch_past(const T* past_k, i64 k_row, const T* past_v, i64 v_row, const int* length,
-                                              int past, int queries, int split, int splits) {
+// Brings the first tiles of a block's part of the past to the L2 cache while the predecessor runs. The lengths may not
+// be written yet, so that they only say which rows are worth it.
+__device__ __forceinline__ void prefetch_past(const Problem& p, const CacheRows& keys, const CacheRows& values,
+                                              int past, int plane, int split, int splits) {
 #if __CUDA_ARCH__ >= 900
-    int keys = past + queries;
-    if constexpr (LENGTHS) keys = min(keys, max(0, *static_cast<const volatile int*>(length)) + 1);
-    const int tiles = (keys + BLOCK_N - 1) / BLOCK_N, each = (tiles + splits - 1) / splits;
-    const int first = split * each * BLOCK_N, end = min(min(past, keys), first + min(each, STAGES - 1) * BLOCK_N);
+    const int batch = plane / p.kv_heads, head = plane % p.kv_heads;
+    const T *const past_k = keys.past.at(batch, head), *const past_v = values.past.at(batch, head);
+    int rows = past + p.queries;
+    if constexpr (LENGTHS) rows = min(rows, max(0, static_cast<const volatile int*>(p.lengths)[batch]) + 1);
+    const int tiles = (rows + BLOCK_N - 1) / BLOCK_N, each = (tiles + splits - 1) / splits;
+    const int first = split * each * BLOCK_N, end = min(min(past, rows), first + min(each, STAGES - 1) * BLOCK_N);
     for (int row = first + threadIdx.x; row < end; row += THREADS) {
-        for (int i = 0; i < HEAD_DIM * int(sizeof(T)); i += 128)
-            asm volatile("prefetch.global.L2 [%0];" ::"l"(reinterpret_cast<const char*>(past_k + row * k_row) + i));
+        const char* const k = reinterpret_cast<const char*>(past_k + row * keys.past.row);
+        const char* const v = reinterpret_cast<const char*>(past_v + row * values.past.row);
+        for (int i = 0; i < HEAD_DIM * int(sizeof(T)); i += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(k + i));
         for (int i = 0; i < HEAD_DIM_V * int(sizeof(T)); i += 128)
-            asm volatile("prefetch.global.L2 [%0];" ::"l"(reinterpret_cast<const char*>(past_v + row * v_row) + i));
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(v + i));
     }
 #endif
 }
 
 // k and v of the problem are the present caches. `same_offsets`: a row has the same offset in the past and the present.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) IN_CLUSTER
-    attention_with_cache(ATTENTION_PARAMETERS, int splits, float* partial, float2* totals, const T* past_k,
-                         const T* past_v, const T* new_k, const T* new_v, i64 past_k_batch, i64 past_k_head,
-                         i64 past_k_row, i64 past_v_batch, i64 past_v_head, i64 past_v_row, i64 new_k_batch,
-                         i64 new_k_head, i64 new_k_row, i64 new_v_batch, i64 new_v_head, i64 new_v_row, int past,
-                         int same_offsets, const __grid_constant__ Turns turns) {
+    attention_with_cache(const __grid_constant__ Problem given, Splits splits, CacheRows keys, CacheRows values,
+                         int past, int same_offsets, const __grid_constant__ Turns turns) {
     release_successor();
-    const int split = blockIdx.x % splits, plane = blockIdx.x / splits, batch = plane / kv_heads, kv = plane % kv_heads;
-    if constexpr (!WINDOW)
-        prefetch_past(past_k + batch * past_k_batch + kv * past_k_head, past_k_row,
-                      past_v + batch * past_v_batch + kv * past_v_head, past_v_row, lengths + batch, past, queries,
-                      split, splits);
+    const int split = blockIdx.x % splits.count, plane = blockIdx.x / splits.count;
+    if constexpr (!WINDOW) prefetch_past(given, keys, values, past, plane, split, splits.count);
     wait_for_predecessor();
-    Problem problem{ATTENTION_ARGUMENTS};
-    WorkTile at = work_tile(blockIdx.x / splits, problem);
-    const bool in_place = same_offsets && past_k == k && past_v == v;
+    Problem problem = given;
+    WorkTile at = work_tile(plane, problem);
+    const bool in_place = same_offsets && keys.past.data == problem.k.data && values.past.data == problem.v.data;
     if constexpr (LENGTHS) {
-        past = min(past, max(0, problem.keys - queries));
-        problem.keys = at.end = min(problem.keys, past + queries);
+        past = min(past, max(0, problem.keys - problem.queries));
+        problem.keys = at.end = min(problem.keys, past + problem.queries);
     }
     if (!in_place) at.begin = 0;  // rows before a window are copied, too
-    const Cache cached_keys{past_k + at.batch * past_k_batch + at.kv * past_k_head,
-                            new_k + at.batch * new_k_batch + at.kv * new_k_head,
-                            const_cast<T*>(k) + at.batch * k_batch + at.kv * k_head,
-                            int(past_k_row),
-                            int(new_k_row),
-                            int(k_row),
-                            past,
-                            in_place};
-    const Cache cached_values{past_v + at.batch * past_v_batch + at.kv * past_v_head,
-                              new_v + at.batch * new_v_batch + at.kv * new_v_head,
-                              const_cast<T*>(v) + at.batch * v_batch + at.kv * v_head,
-                              int(past_v_row),
-                              int(new_v_row),
-                              int(v_row),
-                              past,
-                              in_place};
+    const Cache cached_keys(keys, problem.k, at.batch, at.kv, past, in_place);
+    const Cache cached_values(values, problem.v, at.batch, at.kv, past, in_place);
     const int first = at.begin / BLOCK_N, tiles = (problem.keys + BLOCK_N - 1) / BLOCK_N - first;
-    const int each = (tiles + splits - 1) / splits;
+    const int each = (tiles + splits.count - 1) / splits.count;
     WarpState warp;
     if (split == 0) warp.begin_with_sinks(problem, at);
     attend(warp, CachedTiles(problem, at, first + min(split * each, tiles), first + min((split + 1) * each, tiles),
                              cached_keys, cached_values, turns));
-    write_rows(warp, Out(problem, at), split, splits, partial, totals);
+    write_rows(warp, Out(problem, at), split, splits);
 }

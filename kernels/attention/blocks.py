@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from onnxfuse.kernels.attention.problem import Attention, ScoreTensor
-from onnxfuse.kernels.tensors import ITEM_BYTES, STORAGE, VECTOR_BYTES, Defines
-from onnxfuse.runtime.plan import Argument, Kernel, Launch, Pointer, Scalar
+from onnxfuse.kernels.attention.problem import Attention, ScoreTensor, score_argument
+from onnxfuse.kernels.tensors import ITEM_BYTES, STORAGE, VECTOR_BYTES, Defines, int32
+from onnxfuse.runtime.plan import Argument, Kernel, Launch, Pointer
 from onnxfuse.runtime.symint import gcd, is_symbolic
 
 MASK_MACROS: Final = {"none": 0, "boolean": 1, "inverted": 1, "additive": 2}  # MASK of attention_blocks.cuh
@@ -54,15 +54,8 @@ def launch(problem: Attention, mask: ScoreTensor, block_n: int, flags: Pointer, 
         "MASK_T": STORAGE.get(mask.dtype, "b8"),
         "MASK_KEY": mask.key_stride,
     }
-    arguments: tuple[Argument, ...] = (
-        mask.pointer,
-        flags,
-        bits,
-        Scalar(problem.queries, "int32"),
-        Scalar(problem.keys, "int32"),
-        Scalar(problem.heads if mask.differs[1] else 1, "int32"),
-        *(Scalar(stride, "int64") for stride in mask.strides),
-    )
+    sizes = int32(problem.queries, problem.keys, problem.heads if mask.differs[1] else 1)
+    arguments: tuple[Argument, ...] = (score_argument(mask), flags, bits, *sizes)
     kernel = Kernel("attention_blocks", "attention_blocks", defines)
     return Launch(kernel, (tile_count(problem, mask, block_n), 1, 1), (THREADS, 1, 1), arguments, pdl=True)
 
@@ -78,5 +71,5 @@ def _width(problem: Attention, mask: ScoreTensor, block_n: int) -> tuple[int, in
     widest = gcd(VECTOR_BYTES // ITEM_BYTES.get(mask.dtype, 1), block_n // 2)
     extents = (*mask.strides, problem.keys)
     if is_symbolic(*extents):
-        return widest, f"((batch_stride | head_stride | query_stride | keys) % {widest} == 0)"
+        return widest, f"mask.multiples_of({widest}, keys)"
     return gcd(widest, *extents), 1

@@ -8,8 +8,8 @@ from typing import Final
 
 from onnxfuse.kernels.attention.problem import Attention
 from onnxfuse.kernels.head_tensor import HeadTensor
-from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, STORAGE, VECTOR_BYTES, Defines
-from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Scalar, Struct, Value
+from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, STORAGE, VECTOR_BYTES, Defines, float32, int32, struct
+from onnxfuse.runtime.plan import Device, Kernel, Launch, Struct, Value
 from onnxfuse.runtime.symint import gcd
 
 THREADS: Final = 256
@@ -34,8 +34,8 @@ class Turns:
     @property
     def argument(self) -> Struct:
         """The kernel's struct Turns."""
-        epsilons = (Scalar(each, "float32") for each in self.epsilons)
-        return Struct((self.cos, self.sin, self.positions, *self.scales, *epsilons, Scalar(self.table_rows, "int32")))
+        numbers = (*float32(*self.epsilons), *int32(self.table_rows))
+        return Struct((self.cos, self.sin, self.positions, *self.scales, *numbers))
 
     def defines(self, problem: Attention, *extents: int, whole_lanes: bool) -> Defines:
         """Return the macros of attention_turns.cuh; WIDTH divides `extents`.
@@ -76,19 +76,9 @@ class Cache:
         return self.past_k, self.past_v, self.new_k, self.new_v
 
     @property
-    def pointers(self) -> tuple[Argument, ...]:
-        """The addresses of the past caches and the new rows, as kernel arguments."""
-        return tuple(each.pointer for each in self.tensors)
-
-    @property
-    def strides(self) -> tuple[Argument, ...]:
-        """The strides of the past caches and the new rows, as kernel arguments."""
-        return tuple(stride for each in self.tensors for stride in stride_arguments(each))
-
-
-def stride_arguments(heads: HeadTensor) -> tuple[Scalar, ...]:
-    """Return the strides of batch, head and row as kernel arguments."""
-    return tuple(Scalar(stride, "int64") for stride in heads.strides)
+    def rows_arguments(self) -> tuple[Struct, Struct]:
+        """The structs CacheRows of attention_cache.cuh, of keys and of values."""
+        return struct(self.past_k.argument, self.new_k.argument), struct(self.past_v.argument, self.new_v.argument)
 
 
 def access_bytes(problem: Attention, *tensors: HeadTensor) -> int:
@@ -114,17 +104,11 @@ def append(problem: Attention, cache: Cache, device: Device) -> Launch:
         "T": STORAGE[problem.dtype], "HEAD_DIM": problem.head_dim, "HEAD_DIM_V": problem.head_dim_v,
         "ACCESS_BYTES": width, "THREADS": THREADS, "ACCESSES": ACCESSES,
     }  # fmt: skip
-    integers = (problem.kv_heads, cache.past_rows, cache.rows, +cache.same_offsets, *chunks)
+    integers = int32(problem.kv_heads, cache.past_rows, cache.rows, +cache.same_offsets, *chunks)
     return Launch(
         Kernel("attention_append", "attention_append", defines),
         (problem.batch * problem.kv_heads * sum(chunks), 1, 1),
         (THREADS, 1, 1),
-        (
-            *cache.pointers,
-            *(each.pointer for each in present),
-            *cache.strides,
-            *(stride for each in present for stride in stride_arguments(each)),
-            *(Scalar(number, "int32") for number in integers),
-        ),
+        (*cache.rows_arguments, *(each.argument for each in present), *integers),
         pdl=device.has_pdl,
     )

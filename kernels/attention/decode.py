@@ -10,7 +10,7 @@ from onnxfuse.kernels.attention.mma import (
     MAX_HEAD_DIM,
     MMA_ARCH,
     MmaAttentionConfig,
-    arguments,
+    argument,
     defines,
     fitted,
     math_kind,
@@ -18,8 +18,8 @@ from onnxfuse.kernels.attention.mma import (
 )
 from onnxfuse.kernels.attention.problem import Attention
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.tensors import ABSENT
-from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Scalar
+from onnxfuse.kernels.tensors import ABSENT, int32
+from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Struct, Value
 from onnxfuse.runtime.symint import always, estimate, for_later_plans, gcd, is_symbolic, maximum, minimum
 
 CLUSTER_ARCH: Final = 90  # the lowest compute capability with thread block clusters
@@ -32,6 +32,7 @@ MIN_TILES: Final = 2  # tiles of keys per block; with fewer, a block takes longe
 MAX_SPLITS: Final = 64
 MIN_ROWS_OF_EIGHT_WARPS: Final = 1024  # cache rows from which eight warps per block have enough to copy
 COMBINE_THREADS: Final = 128
+NO_SCRATCH: Final[tuple[Value, Value]] = (ABSENT, ABSENT)
 
 
 def implementations(problem: Attention, device: Device, cache: Cache | None = None) -> list[Implementation]:
@@ -86,7 +87,7 @@ def _implementations_of(
     # answer, the plan's estimated loss is the ratio of the compared numbers, minus 1 (`Expressions.miss`). With a limit
     # of 2, the plan of one split would have a loss of 2 / 2 - 1 = 0 at sizes that need two splits, and could be chosen.
     if estimate(splits) < 1.5:
-        return [_one_block(problem, config, device, cache)] if cache else []
+        return [_in_cluster(problem, config, 1, device, cache)] if cache else []
     clusters = _clusters(problem, tiles, device)
     in_clusters = [_in_cluster(problem, config, cluster, device, cache) for cluster in clusters]
     combined = _combined(problem, config, splits, device, cache)
@@ -104,37 +105,27 @@ def _clusters(problem: Attention, tiles: int, device: Device) -> list[int]:
     return busy[:2] if busy else possible[-1:]
 
 
-def _one_block(problem: Attention, config: MmaAttentionConfig, device: Device, cache: Cache | None) -> Implementation:
-    step = _split(problem, config, 1, 1, (ABSENT, ABSENT), device, cache)
-    return Implementation(f"{step.kernel.entry} {config.name}", (problem.with_program(step),))
-
-
 def _in_cluster(
     problem: Attention, config: MmaAttentionConfig, cluster: int, device: Device, cache: Cache | None
 ) -> Implementation:
-    step = _split(problem, config, cluster, cluster, (ABSENT, ABSENT), device, cache)
-    return Implementation(f"{step.kernel.entry} {config.name}, clusters of {cluster}", (problem.with_program(step),))
+    """Return an implementation of one launch, in which each cluster of blocks has all keys; 1: each block has them."""
+    step = _split(problem, config, cluster, NO_SCRATCH, device, cache)
+    clusters = f", clusters of {cluster}" if cluster > 1 else ""
+    return Implementation(f"{step.kernel.entry} {config.name}{clusters}", (problem.with_program(step),))
 
 
 def _combined(
     problem: Attention, config: MmaAttentionConfig, splits: int, device: Device, cache: Cache | None
 ) -> Implementation:
     """Return an implementation of two launches: one computes the splits, one combines them."""
-    partial, totals = Pointer("scratch", 0), Pointer("scratch", 1)
-    first = _split(problem, config, 1, splits, (partial, totals), device, cache)
-    out = problem.out
+    first = _split(problem, config, splits, (Pointer("scratch", 0), Pointer("scratch", 1)), device, cache)
+    _, shares, *_ = first.arguments
     names = ("OUT_T", "HEAD_DIM_V", "GQA_GROUP", "OUT_WIDTH", "ZERO_MASKED_ROWS")
     second = Launch(
         Kernel("attention_combine", "attention_combine", {name: first.kernel.defines[name] for name in names}),
         (problem.batch * problem.heads * problem.queries, 1, 1),
         (COMBINE_THREADS, 1, 1),
-        (
-            out.pointer,
-            *(Scalar(stride, "int64") for stride in out.strides),
-            *(Scalar(number, "int32") for number in (problem.queries, problem.kv_heads, splits, config.block_m)),
-            partial,
-            totals,
-        ),
+        (problem.out.argument, shares, *int32(problem.queries, problem.kv_heads, config.block_m)),
         pdl=device.has_pdl,
     )
     rows = problem.batch * problem.kv_heads * splits * config.block_m
@@ -145,15 +136,14 @@ def _combined(
 
 
 def _split(
-    problem: Attention,
-    config: MmaAttentionConfig,
-    cluster: int,
-    splits: int,
-    scratch: tuple[Pointer | Scalar, Pointer | Scalar],
-    device: Device,
+    problem: Attention, config: MmaAttentionConfig, splits: int, scratch: tuple[Value, Value], device: Device,
     cache: Cache | None,
-) -> Launch:
-    """Return the launch whose blocks each take one of `splits` slices of the keys."""
+) -> Launch:  # fmt: skip
+    """Return the launch whose blocks each take one of `splits` slices of the keys.
+
+    The blocks of a head write their results to `scratch` memory; with NO_SCRATCH they form a cluster.
+    """
+    cluster = splits if scratch == NO_SCRATCH else 1
     # For dynamic sizes, one kernel serves clusters of every size and blocks without a cluster.
     constant = 0 if problem.is_symbolic and device.arch >= CLUSTER_ARCH else cluster
     entry, constants = "attention_decode", {**defines(problem, config, device), "CLUSTER": constant}
@@ -164,13 +154,12 @@ def _split(
         constants |= {"TURNS": int(cache.turns is not NO_TURNS)}
         if cache.turns is not NO_TURNS:
             constants |= cache.turns.defines(problem, whole_lanes=True)
-        integers = (Scalar(cache.past_rows, "int32"), Scalar(+cache.same_offsets, "int32"))
-        cache_arguments = (*cache.pointers, *cache.strides, *integers, cache.turns.argument)
+        cache_arguments = (*cache.rows_arguments, *int32(cache.past_rows, +cache.same_offsets), cache.turns.argument)
     return Launch(
         Kernel(entry, entry, constants),
         (problem.batch * problem.kv_heads * splits, 1, 1),
         (config.threads, 1, 1),
-        (*arguments(problem, 1), Scalar(splits, "int32"), *scratch, *cache_arguments),
+        (argument(problem, 1), Struct((*scratch, *int32(splits))), *cache_arguments),
         shared_bytes(problem, config, device, True),
         cluster,
         pdl=device.has_pdl,

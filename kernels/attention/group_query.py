@@ -29,11 +29,12 @@ from onnxfuse.kernels.tensors import (
     ABSENT,
     ITEM_BYTES,
     STORAGE,
+    int32,
     operand_pointer,
     operand_spec,
     required_spec,
 )
-from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, NoAlias, Plan, Pointer, Scalar, Step, TensorSpec
+from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, NoAlias, Plan, Pointer, Step, Struct, TensorSpec
 from onnxfuse.runtime.symint import expect_equal, for_later_plans, maximum, minimum
 
 INTEGERS: Final = {"seqlens_k": "int32", "total_sequence_length": "int32", "position_ids": "int64"}
@@ -220,22 +221,18 @@ def _append(node: FusedNode, problem: Attention, sizes: _Sizes, turns: Turns, de
     new_blocks = -(-sizes.batch * sizes.new * all_heads * lanes // THREADS)
     parts = -(-sizes.rows * sizes.size // (width * THREADS * ACCESSES)) * sizes.kv_heads * sizes.batch
     filling = minimum(parts, FILLING_BLOCKS * device.multiprocessors)
-    pointers = (
-        q.pointer, k.pointer, v.pointer, Pointer("scratch", 0) if has_queries else ABSENT, problem.k.pointer,
-        problem.v.pointer, *(operand_pointer(node, name) for name in ("past_key", "past_value", "seqlens_k")),
+    caches = (("past_key", problem.k), ("past_value", problem.v))
+    arguments = (
+        *(each.argument for each in (q, k, v)), Pointer("scratch", 0) if has_queries else ABSENT,
+        *(Struct((operand_pointer(node, past), present.pointer)) for past, present in caches),
+        operand_pointer(node, "seqlens_k"),
+        Struct(int32(sizes.batch, sizes.new, sizes.past_rows, sizes.rows, new_blocks)), turns.argument,
     )  # fmt: skip
-    strides = [stride for each in (q, k, v) for stride in (each.batch_stride, each.row_stride)]
-    integers = (sizes.batch, sizes.new, sizes.past_rows, sizes.rows, new_blocks)
     return Launch(
         Kernel("group_query_append", "group_query_append", {**turned, **own, "ACCESSES": ACCESSES, "THREADS": THREADS}),
         (new_blocks + filling, 1, 1),
         (THREADS, 1, 1),
-        (
-            *pointers,
-            *(Scalar(stride, "int64") for stride in strides),
-            *(Scalar(number, "int32") for number in integers),
-            turns.argument,
-        ),
+        arguments,
         pdl=device.has_pdl,
     )
 

@@ -1,8 +1,8 @@
 // Writes the new rows of keys and values into the present caches, and prepares the queries, in one launch.
 //
 // Sequence b has lengths[b] + 1 rows, and the new rows are the last of them. If there are more new rows than that, the
-// sequence has no past, and the new rows begin at its first row. Queries and keys are divided by their root mean square (with NORM) and
-// rotated by the angles of their positions; values are copied. LANES threads share a head of a new row.
+// sequence has no past, and the new rows begin at its first row. Queries and keys are divided by their root mean square
+// (with NORM) and rotated by the angles of their positions; values are copied. LANES threads share a head of a new row.
 //
 // Blocks from `new_blocks` on fill the other rows of the present caches. They copy the rows of the past and clear the
 // rows after the new ones. If a past cache is the same memory as its present cache, they only clear the CLEARED rows
@@ -11,6 +11,7 @@
 // Macros: those of rotation.cuh, where X_T is the type of all operands but the tables and norms; HEADS, KV_HEADS;
 // QUERIES, 1: the launch prepares queries; CLEARED; ACCESSES, vectors that a thread copies at once; THREADS.
 #include "attention_turns.cuh"
+#include "head_tensor.cuh"
 
 using i64 = long long;
 
@@ -27,25 +28,26 @@ struct Lengths {
         : past(max(0, max(0, min(rows - 1, lengths[batch]) + 1) - added)), end(min(rows, past + added)) {}
 };
 
-// Rows of heads, with distances in elements.
-struct Heads {
-    const X_T* x;
-    i64 batch, row;
-
-    __device__ __forceinline__ const X_T* at(int b, int head, int r) const {
-        return x + b * batch + r * row + (i64)head * SIZE;
-    }
+// The arguments whose fields group_query.py writes in this order.
+struct Sizes {
+    int batches;
+    int added;            // new rows
+    int past_rows, rows;  // rows of the past caches and of the present ones
+    int new_blocks;       // blocks that have new rows
+};
+struct CacheMemory {  // of keys or of values, contiguous (batch, KV_HEADS, rows, SIZE)
+    const X_T* past;
+    X_T* present;
 };
 
 // Fills the rows of a present cache that are not new: the part of block `block` of `blocks`.
-__device__ __forceinline__ void fill(const X_T* past, X_T* present, const int* lengths, int batches, int added,
-                                     int past_rows, int rows, int block, int blocks) {
-    const bool in_place = past == present;
+__device__ __forceinline__ void fill(CacheMemory cache, const int* lengths, Sizes sizes, int block, int blocks) {
+    const bool in_place = cache.past == cache.present;
     if (in_place && CLEARED == 0) return;
-    const int parts = (int)(((i64)rows * PER_ROW + BLOCK_VECTORS - 1) / BLOCK_VECTORS);
-    for (int part = block; part < parts * KV_HEADS * batches; part += blocks) {
+    const int rows = sizes.rows, parts = (int)(((i64)rows * PER_ROW + BLOCK_VECTORS - 1) / BLOCK_VECTORS);
+    for (int part = block; part < parts * KV_HEADS * sizes.batches; part += blocks) {
         const int plane = part / parts;
-        const Lengths own(lengths, plane / KV_HEADS, added, rows);
+        const Lengths own(lengths, plane / KV_HEADS, sizes.added, rows);
         const int cleared = in_place ? min(rows, own.end + CLEARED) : rows;
         Pack<X_T, WIDTH> read[ACCESSES];
         i64 targets[ACCESSES];
@@ -53,45 +55,45 @@ __device__ __forceinline__ void fill(const X_T* past, X_T* present, const int* l
         for (int i = 0; i < ACCESSES; ++i) {
             const i64 vector = (i64)(part % parts) * BLOCK_VECTORS + i * THREADS + threadIdx.x;
             const int row = (int)(vector / PER_ROW), column = (int)(vector % PER_ROW) * WIDTH;
-            const bool copied = !in_place && row < own.past && row < past_rows;
+            const bool copied = !in_place && row < own.past && row < sizes.past_rows;
             targets[i] = copied || (row >= own.end && row < cleared) ? ((i64)plane * rows + row) * SIZE + column : -1;
             read[i] = {};
-            if (copied) read[i] = load_once<WIDTH>(past + ((i64)plane * past_rows + row) * SIZE + column);
+            if (copied) read[i] = load_once<WIDTH>(cache.past + ((i64)plane * sizes.past_rows + row) * SIZE + column);
         }
 #pragma unroll
         for (int i = 0; i < ACCESSES; ++i)
-            if (targets[i] >= 0) store_pack<false>(present + targets[i], read[i]);
+            if (targets[i] >= 0) store_pack<false>(cache.present + targets[i], read[i]);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    group_query_append(const X_T* q, const X_T* k, const X_T* v, X_T* queries, X_T* present_k, X_T* present_v,
-                       const X_T* past_k, const X_T* past_v, const int* lengths, i64 q_batch, i64 q_row, i64 k_batch,
-                       i64 k_row, i64 v_batch, i64 v_row, int batches, int added, int past_rows, int rows,
-                       int new_blocks, const __grid_constant__ Turns turns) {
+    group_query_append(const __grid_constant__ HeadTensor<const X_T> q, const __grid_constant__ HeadTensor<const X_T> k,
+                       const __grid_constant__ HeadTensor<const X_T> v, X_T* queries,
+                       const __grid_constant__ CacheMemory keys, const __grid_constant__ CacheMemory values,
+                       const int* lengths, Sizes sizes, const __grid_constant__ Turns turns) {
     release_successor();
     wait_for_predecessor();
-    if (blockIdx.x >= new_blocks) {
-        const int block = blockIdx.x - new_blocks, blocks = gridDim.x - new_blocks;
-        fill(past_k, present_k, lengths, batches, added, past_rows, rows, block, blocks);
-        fill(past_v, present_v, lengths, batches, added, past_rows, rows, block, blocks);
+    if (blockIdx.x >= sizes.new_blocks) {
+        const int block = blockIdx.x - sizes.new_blocks, blocks = gridDim.x - sizes.new_blocks;
+        fill(keys, lengths, sizes, block, blocks);
+        fill(values, lengths, sizes, block, blocks);
         return;
     }
     const i64 item = (i64)blockIdx.x * THREADS + threadIdx.x;
     const int lane = (int)(item % LANES), head = (int)(item / LANES % ALL_HEADS);
     const i64 outer = item / LANES / ALL_HEADS;
-    const bool present = outer < (i64)batches * added;
+    const bool present = outer < (i64)sizes.batches * sizes.added;
     if (!NORM && !present) return;  // with NORM all lanes take part in shuffles
-    const int batch = present ? (int)(outer / added) : 0, row = present ? (int)(outer % added) : 0;
-    const Lengths own(lengths, batch, added, rows);
+    const int batch = present ? (int)(outer / sizes.added) : 0, row = present ? (int)(outer % sizes.added) : 0;
+    const Lengths own(lengths, batch, sizes.added, sizes.rows);
     const bool of_query = head < Q_HEADS, of_key = !of_query && head < Q_HEADS + KV_HEADS;
     const int kv = head - Q_HEADS - (of_key ? 0 : KV_HEADS);
-    const X_T* const x = of_query ? Heads{q, q_batch, q_row}.at(batch, head, row)
-                         : of_key ? Heads{k, k_batch, k_row}.at(batch, kv, row)
-                                  : Heads{v, v_batch, v_row}.at(batch, kv, row);
+    const X_T* const x = of_query ? q.at(batch, head) + row * q.row
+                         : of_key ? k.at(batch, kv) + row * k.row
+                                  : v.at(batch, kv) + row * v.row;
     X_T* const y = of_query ? queries + (outer * HEADS + head) * SIZE
-                            : (of_key ? present_k : present_v) +
-                                  (((i64)batch * KV_HEADS + kv) * rows + own.past + row) * SIZE;
+                            : (of_key ? keys.present : values.present) +
+                                  (((i64)batch * KV_HEADS + kv) * sizes.rows + own.past + row) * SIZE;
 
     Vectors raw[STEPS];
 #pragma unroll

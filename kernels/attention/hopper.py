@@ -8,12 +8,12 @@ from typing import Final, Literal
 
 from onnxfuse.kernels.attention import blocks, hopper_rotation
 from onnxfuse.kernels.attention.mma import MAX_HEAD_DIM, bias_macro, length_defines
-from onnxfuse.kernels.attention.problem import Attention, ScoreTensor
+from onnxfuse.kernels.attention.problem import Attention, ScoreTensor, score_argument
 from onnxfuse.kernels.epilogue_program import EpilogueProgram
 from onnxfuse.kernels.head_tensor import HeadTensor
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, STORAGE, Defines
-from onnxfuse.runtime.plan import Device, Kernel, Launch, Pointer, Scalar, Struct, TensorMap, Value
+from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, STORAGE, Defines, float32, int32
+from onnxfuse.runtime.plan import Device, Kernel, Launch, Pointer, Struct, TensorMap, Value
 from onnxfuse.runtime.symint import always, best_first, is_symbolic, maximum, minimum
 
 PANEL: Final = 64  # columns per panel of shared memory: 128 bytes
@@ -316,13 +316,13 @@ def _launch(
         _tensor_map(problem, problem.k, problem.keys, problem.kv_heads, problem.head_dim, config.block_n),
         _tensor_map(problem, problem.v, problem.keys, problem.kv_heads, problem.head_dim_v, config.block_n),
         _tensor_map(problem, problem.out, problem.queries, problem.heads, problem.head_dim_v, 64),
-        Struct(tuple(Scalar(number, "int32") for number in shape)),
-        Struct(tuple(Scalar(number, "float32") for number in _score_units(problem))),
-        Struct(tuple(Scalar(number, "float32") for number in _cap(problem))),
-        _score_argument(mask),
-        _score_argument(problem.bias),
+        Struct(int32(*shape)),
+        Struct(float32(*_score_units(problem))),
+        Struct(float32(*_cap(problem))),
+        score_argument(mask),
+        score_argument(problem.bias),
         problem.slopes.pointer if problem.slopes else ABSENT,
-        Struct((flags, bits, *(Scalar(number, "int32") for number in flag_strides))),
+        Struct((flags, bits, *int32(*flag_strides))),
         hopper_rotation.argument(rotation),
         problem.lengths or ABSENT,
         problem.sinks.pointer if problem.sinks else ABSENT,
@@ -447,11 +447,6 @@ def _score_defines(name: str, problem: Attention, scores: ScoreTensor | None) ->
         f"{name}_QUERY": int(scores.differs[2]),
         f"{name}_PAIRS": pairs,
     }
-
-
-def _score_argument(scores: ScoreTensor | None) -> Struct:
-    pointer, strides = (scores.pointer, scores.strides) if scores else (ABSENT, (0, 0, 0))
-    return Struct((pointer, *(Scalar(stride, "int64") for stride in strides)))
 
 
 def _heads_in_l2(problem: Attention) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 from onnxfuse.kernels.rotary.rotary import Rotary, form_defines
-from onnxfuse.kernels.tensors import ABSENT, Defines
-from onnxfuse.runtime.plan import Scalar, Struct
+from onnxfuse.kernels.tensors import ABSENT, Defines, float32, int64
+from onnxfuse.runtime.plan import Struct
 from onnxfuse.runtime.symint import is_symbolic
 
 WIDTH: Final = 8  # elements per access to shared memory; divides half of the rotated elements
@@ -26,8 +26,8 @@ def defines(rotation: Rotary) -> Defines:
 def argument(rotation: Rotary | None) -> Struct:
     """Return the kernel's struct RotationTables for the queries; without a rotation its pointers are null."""
     if rotation is None:
-        return Struct((ABSENT, ABSENT, Scalar(0, "int64"), ABSENT, Scalar(0.0, "float32")))
+        return Struct((ABSENT, ABSENT, *int64(0), ABSENT, *float32(0.0)))
     batch, _, length, row = rotation.tables.shape
     stride = length * row if is_symbolic(batch) or batch > 1 else 0
     scale = rotation.tensors[0].scale
-    return Struct((rotation.cos, rotation.sin, Scalar(stride, "int64"), scale, Scalar(rotation.epsilon, "float32")))
+    return Struct((rotation.cos, rotation.sin, *int64(stride), scale, *float32(rotation.epsilon)))

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from onnxfuse.kernels.attention.blocks import NEGLIGIBLE
-from onnxfuse.kernels.attention.problem import Attention, ScoreTensor
+from onnxfuse.kernels.attention.problem import Attention, ScoreTensor, score_argument
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, STORAGE, VECTOR_BYTES, Defines
-from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Scalar
+from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, STORAGE, VECTOR_BYTES, Defines, float32, int32, struct
+from onnxfuse.runtime.plan import Device, Kernel, Launch, Struct
 from onnxfuse.runtime.symint import always, estimate, gcd, is_symbolic
 
 MMA_ARCH: Final = 80  # the first compute capability with bf16 and TF32 products and asynchronous copies
@@ -70,7 +70,7 @@ def _implementation(problem: Attention, config: MmaAttentionConfig, device: Devi
     kernel = Kernel("attention_mma", "attention_mma", constants)
     shared = shared_bytes(problem, config, device, config.warps_n > 1)
     pdl = device.has_pdl
-    step = Launch(kernel, (blocks, 1, 1), (config.threads, 1, 1), arguments(problem, row_tiles), shared, pdl=pdl)
+    step = Launch(kernel, (blocks, 1, 1), (config.threads, 1, 1), (argument(problem, row_tiles),), shared, pdl=pdl)
     return Implementation(f"attention_mma {config.name}", (problem.with_program(step),))
 
 
@@ -232,8 +232,7 @@ def _keeps_queries(problem: Attention, config: MmaAttentionConfig, device: Devic
 def _score_defines(name: str, scores: ScoreTensor | None, problem: Attention) -> Defines:
     if scores is None:
         return {f"{name}_T": "b8", f"{name}_BY_ROW": 0, f"{name}_PAIRS": 0}
-    lower = name.lower()
-    pairs = scores.reads_pairs(f"((p.{lower}_batch | p.{lower}_head | p.{lower}_query) % 2 == 0)")
+    pairs = scores.reads_pairs(f"p.{name.lower()}.multiples_of(2)")
     by_row = int(_differs_by_row(problem, scores))
     return {f"{name}_T": MASK_STORAGE[scores.dtype], f"{name}_BY_ROW": by_row, f"{name}_PAIRS": pairs}
 
@@ -269,23 +268,19 @@ def out_width(problem: Attention) -> int:
     return width
 
 
-def arguments(problem: Attention, row_tiles: int) -> tuple[Argument, ...]:
-    """Return the kernel arguments that match ATTENTION_PARAMETERS of attention_mma_tiles.cuh."""
+def argument(problem: Attention, row_tiles: int) -> Struct:
+    """Return the struct Problem of attention_mma_tiles.cuh."""
     tensors = (problem.q, problem.k, problem.v, problem.out)
     scores = (problem.mask, problem.bias)
-    integers = (
-        *(each.key_stride if each else 0 for each in scores),
-        problem.queries, problem.keys, problem.kv_heads, row_tiles, 0 if problem.causal is None else problem.causal,
-        problem.window or 0,
-    )  # fmt: skip
-    return (
-        *(each.pointer for each in tensors),
-        *(each.pointer if each else ABSENT for each in (*scores, problem.slopes, problem.sinks)),
+    causal = 0 if problem.causal is None else problem.causal
+    return struct(
+        *(each.argument for each in tensors),
+        *map(score_argument, scores),
+        *(each.pointer if each else ABSENT for each in (problem.slopes, problem.sinks)),
         problem.lengths or ABSENT,
-        *(Scalar(stride, "int64") for each in tensors for stride in each.strides),
-        *(Scalar(stride, "int64") for each in scores for stride in (each.strides if each else (0, 0, 0))),
-        *(Scalar(number, "int32") for number in integers),
-        *(Scalar(number, "float32") for number in _score_scalars(problem)),
+        *int32(*(each.key_stride if each else 0 for each in scores)),
+        *int32(problem.queries, problem.keys, problem.kv_heads, row_tiles, causal, problem.window or 0),
+        *float32(*_score_scalars(problem)),
     )
 
 

@@ -8,7 +8,8 @@ from typing import Literal, TypeAlias
 from onnxfuse.kernels.epilogue_program import EpilogueProgram
 from onnxfuse.kernels.head_tensor import HeadTensor
 from onnxfuse.kernels.rotary.rotary import Rotary
-from onnxfuse.runtime.plan import Launch, Pointer, Value
+from onnxfuse.kernels.tensors import ABSENT, int64
+from onnxfuse.runtime.plan import Launch, Pointer, Struct, Value
 from onnxfuse.runtime.symint import gcd, is_symbolic
 
 MaskKind: TypeAlias = Literal["none", "boolean", "inverted", "additive"]
@@ -48,6 +49,11 @@ class ScoreTensor:
         if gcd(2, *numbers) == 2:
             return 1
         return dynamic
+
+
+def score_argument(scores: ScoreTensor | None) -> Struct:
+    """Return the struct ScoreTensor of attention_score_tensor.cuh; its address is null for None."""
+    return Struct((scores.pointer, *int64(*scores.strides)) if scores else (ABSENT, *int64(0, 0, 0)))
 
 
 @dataclass(frozen=True)

@@ -193,9 +193,10 @@ Value: TypeAlias = Pointer | Scalar
 
 @dataclass(frozen=True)
 class Struct:
-    """A struct that is passed by value, as `const __grid_constant__`.
+    """A struct that is passed by value.
 
-    The fields are laid out as in C: in order, each at a multiple of its size.
+    The fields are laid out as in C: in order, each at a multiple of its size.  A kernel that changes no field may take
+    it as `const __grid_constant__`; which way gives the fewer instructions differs.
     """
 
     fields: tuple[Value, ...]  # at least one

@@ -28,7 +28,7 @@ LOWEST = -65504.0
 SLOPE = 0.5
 EPSILON = 1e-6
 PARTS = ("hopper_shape.cuh", "hopper_copies.cuh", "hopper_rotation.cuh", "hopper_scores.cuh", "hopper.cu")
-ATTENTION = tuple(f"attention/attention_{part}" for part in ("blocks.cuh", *PARTS))
+ATTENTION = tuple(f"attention/attention_{part}" for part in ("score_tensor.cuh", "blocks.cuh", *PARTS))
 MEMORY = "extern __shared__ __align__(1024) unsigned char shared[];"
 
 

@@ -1,6 +1,5 @@
 // Shared memory, votes and shuffles of attention_mma.cuh on a CPU, in place of its own functions of these names; for
 // products in float32. Included after blocks_emulated.h.
-#define __grid_constant__
 struct float4 { float x, y, z, w; };
 
 static u32 shared_base() { return 0; }

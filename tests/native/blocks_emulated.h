@@ -25,6 +25,7 @@
 #define __global__
 #define __forceinline__ inline
 #define __noinline__
+#define __grid_constant__
 #define __launch_bounds__(...)
 #define CLUSTER_DIMS
 

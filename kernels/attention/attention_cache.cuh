@@ -1,0 +1,28 @@
+// A growing cache of keys or values, as an argument of attention_append.cu and attention_with_cache.cu, and the part of
+// one head. T is the element type.
+#pragma once
+#include "types.cuh"
+#include "head_tensor.cuh"
+
+using i64 = long long;
+
+// The rows that a cache consists of: those of the past, followed by the new ones. cache.py writes the fields in this
+// order.
+struct CacheRows { HeadTensor<const T> past, added; };
+
+// The cache of a head.
+struct Cache {
+    const T *past, *added;
+    T* present;
+    int past_row, added_row, present_row;  // strides from row to row
+    int rows;                              // rows of the past
+    bool in_place;                         // the present is the same memory as the past
+
+    // `to` is the present cache, which may be an operand of the attention: of const elements.
+    template <class E>
+    __device__ __forceinline__ Cache(const CacheRows& of, const HeadTensor<E>& to, int batch, int head, int rows,
+                                     bool in_place)
+        : past(of.past.at(batch, head)), added(of.added.at(batch, head)), present(const_cast<T*>(to.at(batch, head))),
+          past_row(int(of.past.row)), added_row(int(of.added.row)), present_row(int(to.row)), rows(rows),
+          in_place(in_place) {}
+};
