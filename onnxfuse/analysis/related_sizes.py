@@ -11,6 +11,7 @@ from typing import Final
 from onnxfuse.algebra.bounds import maximum
 from onnxfuse.algebra.sizes import UNKNOWN, Shape, Size, floor_divide, name_of, product, symbols
 from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.analysis.tensor_bytes import assumed_number
 from onnxfuse.ir.node import Node, Tensor, op_of
 
 MIN_IMAGE_RANK: Final = 4  # of images, videos, and the keys and values of attention
@@ -28,9 +29,9 @@ def relate_batch(shapes: ShapeInfo, tensor: Tensor) -> None:
 
 
 def relate_sizes(shapes: ShapeInfo, node: Node) -> None:
-    """For each unknown size of a node's outputs that has no estimate yet, record a size that is about as large.
+    """For each unknown size of a node's outputs that has no estimate yet, record a number that is about as large.
 
-    For a Reshape, the recorded size is the source's element count divided by the other sizes.  For other operators, it
+    For a Reshape, the number is the source's element count divided by the other sizes.  For other operators, it
     is the size of the same axis in an input of the same rank.
     """
     for output in node.outputs:
@@ -43,7 +44,7 @@ def relate_sizes(shapes: ShapeInfo, node: Node) -> None:
                 _rest(shapes, node, shape, axis) if op_of(node) == "Reshape" else _same_axis(shapes, node, shape, axis)
             )
             if other is not None and name not in symbols(other):
-                shapes.related[name] = other
+                shapes.related[name] = assumed_number(shapes, other)
 
 
 def _unknown(size: Size) -> str:

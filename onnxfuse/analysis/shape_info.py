@@ -52,13 +52,13 @@ class Learned:
     `not_limited` names symbols such as `Min(512, seq)` whose limit never applies.  `numbers` maps a symbol to the
     number that it must equal, such as the channels of a Conv's image, or an unknown symbol to the symbol that it must
     equal.  `unknown` maps the origin of an unknown size, described by a key, to the symbol of this size.  `related`
-    maps an unknown symbol to a size that is about as large.
+    maps an unknown symbol to a number that estimates it.
     """
 
     not_limited: frozenset[str] = frozenset()
     numbers: Mapping[str, Size] = field(default_factory=dict)
     unknown: dict[Hashable, Dim] = field(default_factory=dict)
-    related: dict[str, Size] = field(default_factory=dict)
+    related: dict[str, int] = field(default_factory=dict)
 
 
 class ShapeInfo:

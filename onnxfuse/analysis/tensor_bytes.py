@@ -11,27 +11,28 @@ from onnxfuse.algebra.sizes import Size, evaluate, symbols
 from onnxfuse.analysis.shape_info import ShapeInfo
 
 ASSUMED_BATCH, ASSUMED_SIZE = 1, 128  # assumed for dynamic dims: with "batch" in the name, and others
+MAX_INT64 = 2**63 - 1  # as ONNX counts sizes and bytes; divisions of larger integers may overflow
 
 
 def tensor_bytes(shapes: ShapeInfo, shape: Sequence[Size] | None, dtype: int, first_axis: int = 0) -> int:
     """Return the bytes of a tensor of this shape, not counting the axes before `first_axis`.
 
     `dtype` is an onnx.TensorProto.DataType.  A tensor of unknown rank or dtype counts as 0 bytes.  For a named dynamic
-    dim, `assumed_size` is used; an unknown dim is estimated from the sizes that it was computed from.
+    dim, `assumed_size` is used; an unknown dim is estimated by the sizes that it was computed from.
     """
     if shape is None or not dtype:
         return 0
-    count = math.prod(max(assumed_number(shapes, size), 0) for size in shape[first_axis:])
-    return count * item_bytes(dtype)
+    count = math.prod(assumed_number(shapes, size) for size in shape[first_axis:])
+    return min(count * item_bytes(dtype), MAX_INT64)
 
 
-def assumed_number(shapes: ShapeInfo, size: Size, inside: frozenset[str] = frozenset()) -> int:
-    """Return a size with assumed values for its symbols; `inside` holds symbols being estimated, to stop recursion."""
-    assumed: dict[str, int] = {}
-    for name in symbols(size):
-        other = None if name in inside else shapes.related.get(name)
-        assumed[name] = assumed_size(name) if other is None else assumed_number(shapes, other, inside | {name})
-    return evaluate(size, assumed)
+def assumed_number(shapes: ShapeInfo, size: Size) -> int:
+    """Return a size with assumed values for its symbols; 0 if that is negative or divides by 0."""
+    assumed = {name: shapes.related.get(name, assumed_size(name)) for name in symbols(size)}
+    try:
+        return min(max(0, evaluate(size, assumed)), MAX_INT64)
+    except ZeroDivisionError:
+        return 0
 
 
 def assumed_size(name: str) -> int:

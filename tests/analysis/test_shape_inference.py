@@ -189,6 +189,8 @@ SHAPES = [
     (17, X3, "y = ArgMax <axis = -1, keepdims = -1> (x)", "batch seq"),
     (18, X3, "y = ReduceMean <noop_with_empty_axes = 2> (x)", "1 1 1"),
     (17, X3, "t = Constant <value_ints = [0, 0, 64]> () y = Reshape <allowzero = 2> (x, t)", "batch seq 64"),
+    # the target copies the size of an axis that does not exist, in a node that no run may reach
+    (17, "float x", "t = Constant <value_ints = [0]> () y = Reshape(x, t)", "unknown"),
     # products
     (17, "float[batch,heads,seq,16] x, float[batch,heads,16,keys] z", "y = MatMul(x, z)", "batch heads seq keys"),
     (17, "float[seq,16] x, float[16] z", "y = MatMul(x, z)", "seq"),

@@ -52,6 +52,8 @@ def _reshape(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
 
 
 def _copied_size(source: Shape | None, axis: int) -> Size | None:
+    if source is not None and axis >= len(source):  # such a Reshape does not run
+        raise CannotInfer
     return None if source is None else source[axis]
 
 
