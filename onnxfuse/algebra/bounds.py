@@ -191,14 +191,17 @@ def solved(size: Size, number: int) -> tuple[str, int] | None:
 
 
 def equated(size: Size, other: Size) -> tuple[str, Size] | None:
-    """Return an unknown symbol, and the symbol that it is equal to if two sizes are equal; None for other sizes.
+    """Return a symbol, and the symbol that it is equal to if two sizes are equal; None for other sizes.
 
-    The sizes are a number times one symbol each.  Of two unknown symbols, the older one stays.
+    The sizes are a number times one symbol each.  Of two unknown symbols, the older one stays.  Of two names that the
+    model gives, as tf2onnx does for the batch of each input, the first one in the order of the alphabet stays.
     """
     match size, other:
         case Dim(terms=(((unknown,), factor),)), Dim(terms=(((known,), same),)) if factor == same and unknown != known:
             age, other_age = (int(n[1:]) if n.startswith(UNKNOWN) and n[1:].isdigit() else -1 for n in (unknown, known))
-            return (unknown, symbol(known)) if age > other_age else None
+            are_names = all(type(name) is str and not name.startswith(UNKNOWN) for name in (unknown, known))
+            is_first = age > other_age or (are_names and unknown > known)
+            return (unknown, symbol(known)) if is_first else None
     return None
 
 
