@@ -65,6 +65,36 @@ def kept_axis(x: Term = tensor("... d")) -> Rules:
         yield rearrange(dropped, "... -> ... 1"), reduction(x, axes=[-1], keepdims=1)
 
 
+@rewrite(out="batch groups 1 1 1")
+def kept_axes_of_groups(x: Term = tensor("batch groups size height width")) -> Rules:
+    """A mean of each group that drops three axes, and a view that adds them back, keep the axes (torch.var)."""
+    dropped = op.ReduceMean(x, axes=[2, 3, 4], keepdims=0)
+    yield rearrange(dropped, "batch groups -> batch groups 1 1 1"), op.ReduceMean(x, axes=[2, 3, 4], keepdims=1)
+
+
+@rewrite(out="batch height width groups size")
+def groups_of_channels_last(
+    x: Term = tensor("batch height width groups size"),
+    scale: Term = weight("1 1 1 groups size"),
+    bias: Term = weight("1 1 1 groups size"),
+    epsilon: Term = scalar(),
+) -> Rules:
+    """A GroupNorm of channels-last images, as Keras computes it, is the GroupNorm of transposed images.
+
+    Keras adds x times slopes to the bias minus the mean times slopes, so that no element of scale may be infinite.
+    """
+    require("the scale is finite", lambda scale, is_finite: is_finite(scale))
+    mean = op.ReduceMean(x, axes=[1, 2, 4], keepdims=1)
+    slopes = 1 / op.Sqrt(op.ReduceMean((x - mean) ** 2, axes=[1, 2, 4], keepdims=1) + epsilon) * scale
+    rows = rearrange(x, "batch height width groups size -> batch groups size height width")
+    centred = rows - op.ReduceMean(rows, axes=[2, 3, 4], keepdims=1)
+    normalized = centred / op.Sqrt(op.ReduceMean(centred**2, axes=[2, 3, 4], keepdims=1) + epsilon)
+    image = rearrange(normalized, "batch groups size height width -> batch (groups size) height width")
+    factor, shift = (rearrange(each, "1 1 1 groups size -> (groups size) 1 1") for each in (scale, bias))
+    written = rearrange(image * factor + shift, "batch (groups size) height width -> batch height width groups size")
+    yield x * slopes + either(op.Sub(bias, mean * slopes), op.Add(op.Mul(-mean, slopes), bias)), written
+
+
 @rewrite(out="... d", example={"axes": [-1], "keepdims": 1})
 def variance_factor(
     x: Term = tensor("... d"),
@@ -94,5 +124,8 @@ def variance_factor(
     )
 
 
-ROOTS: Final[tuple[Rewrite, ...]] = (*power_of_mean, *pooled_mean, *negated_mean, *row_of_norm, *kept_axis)
+ROOTS: Final[tuple[Rewrite, ...]] = (
+    *power_of_mean, *pooled_mean, *negated_mean, *row_of_norm, *kept_axis, *kept_axes_of_groups,
+    *groups_of_channels_last,
+)  # fmt: skip
 VARIANCES: Final[tuple[Rewrite, ...]] = variance_factor
