@@ -123,6 +123,24 @@ def test_the_opset_stays_where_onnxruntime_breaks_the_newer_model() -> None:
         onnxfuse.optimize(silu, emit="standard")
 
 
+@pytest.mark.parametrize("opset", [21, 23])
+def test_a_quantizer_of_int8_without_a_zero_point_gets_one(opset: int) -> None:
+    """onnxruntime makes a QLinearAdd of an Add between quantizers; it would be uint8, and the model refused."""
+    text = f"""<ir_version: 10, opset_import: ["": {opset}]> main (int8[2,8] x, int8[2,8] k) => (int8[2,8] y)
+        <float s = {{0.05}}, float t = {{0.1}}> {{ d = DequantizeLinear (x, s)  e = DequantizeLinear (k, s)
+          a = Sum (d, e)  y = QuantizeLinear <output_dtype = 3> (a, t) }}"""
+    source = onnx.parser.parse_model(text)
+    standard, _ = onnxfuse.optimize(source, emit="standard", verify=False)
+    assert operators(standard) == {"DequantizeLinear": 2, "Add": 1, "QuantizeLinear": 1}
+    random = np.random.default_rng(0)
+    feeds = {name: random.integers(-128, 128, (2, 8)).astype(np.int8) for name in "xk"}
+    (expected, _), (actual, reason) = (run(each, feeds) for each in (source, standard))
+    assert expected is not None and actual is not None, reason
+    np.testing.assert_array_equal(actual[0], expected[0])
+    _, report = onnxfuse.optimize(source)
+    assert report.verified.status == "verified" and not report.dropped
+
+
 @pytest.mark.parametrize("dtype", [None, "float16"])
 def test_what_cannot_be_raised_comes_through_where_it_need_not_be(dtype: Literal["float16"] | None) -> None:
     text = """<ir_version: 8, opset_import: ["": 17]>

@@ -9,6 +9,7 @@ from typing import TypeAlias
 import numpy as np
 from onnx import TensorProto
 
+from onnxfuse.analysis.rules import has_input
 from onnxfuse.analysis.shape_info import CannotInfer, ShapeInfo
 from onnxfuse.analysis.slice_ranges import slice_ranges
 from onnxfuse.ir.attributes import attribute_or_input, int_attribute, number_parameter
@@ -260,6 +261,22 @@ def _flatten_scale(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     return False
 
 
+def _write_zero_point(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
+    """Write the zero point of a QuantizeLinear to int8 that names its dtype instead.
+
+    onnxruntime's optimizations replace it and the DequantizeLinears and operator before it by a QLinear operator, whose
+    result is uint8 where the zero point is left out; it then refuses the model.
+    """
+    shape = shapes.shape(node.inputs[1])
+    sizes = [size for size in shape or () if isinstance(size, int)]
+    is_int8 = int_attribute(node, "output_dtype", 0) == TensorProto.INT8
+    if not is_int8 or has_input(node, 2) or shape is None or len(sizes) < len(shape):
+        return False
+    zeros = graph.constant(f"{node.outputs[0].name}_zero", np.zeros(sizes, np.int8))
+    node.inputs = [*node.inputs[:2], zeros]
+    return True
+
+
 def _simplify_gemm(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     return _flatten_bias(graph, shapes, node) or _fold_factor(graph, shapes, node)
 
@@ -329,6 +346,7 @@ RULES: dict[str, RewriteRule] = {
     "Split": _remove_split,
     "Sum": _remove_of_one_input,
     "Gemm": _simplify_gemm,
+    "QuantizeLinear": _write_zero_point,
     **dict.fromkeys(("ReduceMean", "ReduceL2"), _name_last_axis),
     "Shape": _read_shape_of_indices,
     **dict.fromkeys(NEUTRAL_SCALARS, _simplify_arithmetic),
