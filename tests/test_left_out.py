@@ -13,7 +13,7 @@ import test_spelled_rules as rules
 from layout_models import parse as parsed_image
 from spelled_models import parsed
 from spellings import GENERATED, Unfused, Unwritable, build, longest
-from test_quantized_rules import EXACT, with_integers
+from test_quantized_rules import EXACT, FLOATS, with_integers
 
 from onnxfuse import Fusion, Report, fuse_model, halving, optimize, optimizer, unfuse, verifier
 from onnxfuse.analysis.shape_rules import SHAPE_RULES
@@ -81,7 +81,7 @@ def models_of_rules() -> dict[str, list[onnx.ModelProto]]:
     texts = [parsed(text) for text in rules.IN_ONNXRUNTIME.values()]
     texts += [parsed(text, opset) for (opset, _), text in rules.OF_ONNX.items()]
     texts += [parsed(text) for text, _ in rules.IN_NUMPY.values()]
-    texts += [with_integers(text) for text in EXACT.values()]
+    texts += [with_integers(text) for text in (EXACT | FLOATS).values()]
     found: dict[str, list[onnx.ModelProto]] = {}
     for model in texts:
         for node in model.graph.node:

@@ -9,15 +9,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from onnx import TensorProto
+
 from onnxfuse.analysis.rules import RuleTable
 from onnxfuse.dsl.terms import Term
 from onnxfuse.dsl.words import op
+from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.ir.node import is_constant, op_of
 from onnxfuse.spell_out.call import Call, Rule, stay_if
 from onnxfuse.spell_out.products import window_attributes
 
 RULES = RuleTable[Rule]()
+OF_INTEGERS: Final = ("QLinearMatMul", "QLinearConv", "com.microsoft::QGemm")  # their input 3 is the weight
 SOFTMAX_OF_AXIS_SINCE: Final = 13  # the opset since which a Softmax is along one axis, not along all from this one on
+QUANTIZERS_WITH_AXES_SINCE: Final = 13
+QUANTIZERS_OF_FLOAT16_SINCE: Final = 19
+DEQUANTIZED: Final = (TensorProto.INT8, TensorProto.UINT8, TensorProto.INT32)  # biases have 32 bits
 GEMM_ATTRIBUTES: Final[Mapping[str, float]] = {"alpha": 1.0, "transA": 0, "transB": 0}
 
 
@@ -53,6 +60,28 @@ def _bias(call: Call, index: int, axis: int, alpha: float) -> Term | None:
         return None
     scale = op.Mul(call.input(1), call.input(4))
     return op.DequantizeLinear(call.input(index), scale if alpha == 1 else scale * alpha, **_along(call, 4, axis))
+
+
+# --- quantizers of com.microsoft ------------------------------------------------------------------------------------
+
+
+@RULES.rule("com.microsoft::DequantizeLinear")
+def _dequantize(call: Call) -> dict[int, Term]:
+    """Write ONNX's operator, which has float16 as a result in fewer opsets, and integers of 16 bits as operands."""
+    stay_if(call.dtype(0) not in DEQUANTIZED, f"it dequantizes {dtype_name(call.dtype(0))}; kernels take 8 bits")
+    _require_float32(call)
+    return {0: numbers(call, 0, axis=call.attribute("axis", 1))}
+
+
+@RULES.rule("com.microsoft::QuantizeLinear")
+def _quantize(call: Call) -> dict[int, Term]:
+    _require_float32(call)
+    return quantized(call, call.input(0), 1, **_along(call, 1, call.attribute("axis", 1)))
+
+
+def _require_float32(call: Call) -> None:
+    is_float32 = call.dtype(1) == TensorProto.FLOAT or call.graph.opset >= QUANTIZERS_OF_FLOAT16_SINCE
+    stay_if(not is_float32, f"ONNX has quantizers of float16 from opset {QUANTIZERS_OF_FLOAT16_SINCE} on")
 
 
 # --- operators that regions take ------------------------------------------------------------------------------------
@@ -126,7 +155,11 @@ def numbers(call: Call, index: int, axis: int | None = None) -> Term:
 def _along(call: Call, scale: int, axis: int) -> dict[str, Any]:
     """Return the attribute `axis` of a quantizer if it has several scales."""
     shape = call.axes(scale, f"the rank of '{call.tensor(scale).name}' is not 0 or 1", 0, 1)
-    return {"axis": axis} if shape not in ((), (1,)) else {}
+    if shape in ((), (1,)):
+        return {}
+    since = QUANTIZERS_WITH_AXES_SINCE
+    stay_if(call.graph.opset < since, f"it has several scales, which quantizers have from opset {since} on")
+    return {"axis": axis}
 
 
 def in_region(call: Call, value: Term, scale: int) -> dict[int, Term]:
@@ -135,7 +168,7 @@ def in_region(call: Call, value: Term, scale: int) -> dict[int, Term]:
     return quantized(call, value, scale)
 
 
-def quantized(call: Call, value: Term, scale: int) -> dict[int, Term]:
+def quantized(call: Call, value: Term, scale: int, **along: Any) -> dict[int, Term]:
     """Return numbers as integers, with the scale and the zero point at the inputs `scale` and the next one."""
     stay_if(not call.has(scale + 1), "its result has no zero point")
-    return {0: op.QuantizeLinear(value, call.input(scale), call.input(scale + 1))}
+    return {0: op.QuantizeLinear(value, call.input(scale), call.input(scale + 1), **along)}

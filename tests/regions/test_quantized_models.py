@@ -98,7 +98,8 @@ def quantized(text: str, folder: Path, how: str) -> tuple[onnx.ModelProto, dict[
         activations = QuantType.QInt8 if how == "int8" else QuantType.QUInt8
         kind = QuantFormat.QOperator if how == "operators" else QuantFormat.QDQ
         quantize_static(source, target, Drawn(shape), activation_type=activations, weight_type=QuantType.QInt8,
-                        per_channel=how == "per channel", quant_format=kind)  # fmt: skip
+                        per_channel=how == "per channel", quant_format=kind,
+                        extra_options={"UseQDQContribOps": how == "com.microsoft"})  # fmt: skip
     return onnx.load(target), {"x": values(shape, 7)}
 
 
@@ -126,7 +127,7 @@ def in_integers(operators: Counter[str]) -> dict[str, int]:
 
 
 WAYS = {f"{name}, {how}": (text, how) for name, text in (("block", BLOCK), ("layer", LAYER))
-        for how in ("per tensor", "per channel", "int8", "operators", "dynamic")}  # fmt: skip
+        for how in ("per tensor", "per channel", "int8", "operators", "com.microsoft", "dynamic")}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WAYS)

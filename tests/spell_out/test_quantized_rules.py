@@ -57,7 +57,18 @@ EXACT = {
     "global_average_pool": f"({IMAGE}) => (uint8[2,4,1,1] y) <{STEPS}> "
     "{ y = com.microsoft.QLinearGlobalAveragePool(x, s, z, r, v) }",
 }
+QUANTIZED = "{ y = com.microsoft.QuantizeLinear "
+EXACT |= {
+    "quantize": f"(float[5,8] x) => (int8[5,8] y) <{STEPS}> {QUANTIZED} (x, r, i) }}",
+    "quantize_columns": f"(float[5,6] x) => (int8[5,6] y) <{STEPS}, {COLUMNS}> {QUANTIZED} (x, each, zeros) }}",
+    "quantize_rows": f"(float[6,5] x) => (int8[6,5] y) <{STEPS}, {COLUMNS}> {QUANTIZED} <axis = 0> (x, each, zeros) }}",
+}
 FLOATS = {
+    "dequantize": f"(uint8[5,8] x) => (float[5,8] y) <{STEPS}> {{ y = com.microsoft.DequantizeLinear (x, s, z) }}",
+    "dequantize_columns": f"(int8[6,5] x) => (float[6,5] y) <{STEPS}, {COLUMNS}> "
+    "{ y = com.microsoft.DequantizeLinear <axis = -2> (x, each) }",
+    "dequantize_bias": f"(uint8[5] x) => (float[5] y) <{STEPS}, int32[5] b> "
+    "{ d = com.microsoft.DequantizeLinear (b, s) e = DequantizeLinear (x, s, z) y = Add (d, e) }",
     "gemm_of_floats": f"(uint8[5,8] x) => (float[5,6] y) <int8[8,6] w, {STEPS}, int32[1,6] b> "
     "{ y = com.microsoft.QGemm(x, s, z, w, t, i, b) }",
     "gemm_of_a_factor": f"(uint8[5,8] x) => (float[5,6] y) <int8[8,6] w, {STEPS}, int32[6] b> "
@@ -82,7 +93,8 @@ def integers(model: onnx.ModelProto, seed: int) -> dict[str, np.ndarray]:
         kind = value.type.tensor_type
         drawn = random.integers(0, 256, [dim.dim_value for dim in kind.shape.dim]).astype(np.uint8)
         dtype = onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)
-        feeds[value.name] = drawn < 128 if dtype.kind == "b" else drawn.view(dtype)
+        numbers = {"b": drawn < 128, "f": random.standard_normal(drawn.shape).astype(np.float32)}
+        feeds[value.name] = numbers.get(dtype.kind, drawn.view(np.int8 if dtype == np.int8 else np.uint8))
     return feeds
 
 
