@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 import onnx
+from onnx import TensorProto
 
 from onnxfuse.analysis.rules import has_input
 from onnxfuse.analysis.shape_info import ShapeInfo
@@ -23,6 +24,9 @@ from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.ir.node import Node, consumers, is_constant, op_of, producer
 from onnxfuse.ir.validate import size_of
 from onnxfuse.regions.normal_form import normal_form
+from onnxfuse.spell_out.quantized import OF_INTEGERS
+from onnxfuse.spell_out.quantized import RULES as QUANTIZED_RULES
+from onnxfuse.spell_out.spell_out import CONTRIB
 
 Description: TypeAlias = tuple[str, str]  # the operator with its variant, and how it runs
 
@@ -32,7 +36,10 @@ WHOLE: Final = "dequantizes the whole weight in every run"
 ALONE: Final = "a launch of its own, because no float operator is joined with it on CUDA"
 FUSED: Final = "; onnxfuse fuses it with the elementwise operators and norms beside it"
 MULTIPLIED: Final = "; onnxfuse multiplies its integers"
+AS_FLOATS: Final = "; onnxfuse writes it as a MatMul of floats between quantizers, which it fuses with their neighbours"
 PRODUCTS: Final = ("MatMul", "Gemm", "Conv")
+OF_REGIONS: Final = QUANTIZED_RULES.keys() - set(OF_INTEGERS)
+OTHER_BITS: Final = (TensorProto.INT16, TensorProto.UINT16, TensorProto.INT4, TensorProto.UINT4)
 
 
 @dataclass(frozen=True)
@@ -52,19 +59,35 @@ def quantized(model: onnx.ModelProto, shapes: ShapeInfo, placed: Placement) -> I
     """
     found: dict[Description, list[Node]] = defaultdict(list)
     for node in shapes.graph.nodes:
-        describe = DESCRIPTIONS.get(op_of(node).removeprefix("com.microsoft::"))
+        describe = DESCRIPTIONS.get(_name(node))
         if describe is not None and node.inputs and node.outputs:
             try:
                 what, how = describe(shapes, node)
             except TypeError as error:
                 raise ModelError(str(error)) from error
             how = ON_THE_CPU if node in placed.without_kernel else how
-            fused = FUSED if isinstance(normal_form(shapes, node), tuple) else ""
-            found[what, f"{how}{MULTIPLIED if _is_multiplied(node) else fused}"].append(node)
+            found[what, f"{how}{_taken(shapes, node)}"].append(node)
     sizes = {tensor.name: size_of(tensor) for tensor in model.graph.initializer}
     for (what, how), nodes in found.items():
         weights = {tensor.name for node in nodes for tensor in node.inputs if tensor.name in sizes}
         yield Quantized(what, len(nodes), sum(sizes[name] for name in weights), how)
+
+
+def _name(node: Node) -> str:
+    """Return the operator of a node; com.microsoft has some of ONNX's, too."""
+    return op_of(node).removeprefix(CONTRIB)
+
+
+def _taken(shapes: ShapeInfo, node: Node) -> str:
+    """Return what onnxfuse makes of a node, or of the quantizers and the operator that it is written as."""
+    if _is_multiplied(node):
+        return MULTIPLIED
+    if op_of(node) == "QLinearMatMul":
+        return AS_FLOATS
+    if op_of(node) in OF_REGIONS:
+        tensors = (tensor for tensor in (*node.inputs, *node.outputs) if tensor.name)
+        return "" if any(shapes.dtype(tensor) in OTHER_BITS for tensor in tensors) else FUSED
+    return FUSED if isinstance(normal_form(shapes, node), tuple) else ""
 
 
 def _mat_mul_n_bits(_: ShapeInfo, node: Node) -> Description:
@@ -88,13 +111,15 @@ def _is_multiplied(node: Node) -> bool:
     """Return whether a node computes a product of integers, or dequantizes weights or biases of such products only."""
     if op_of(node) in ("MatMulInteger", "ConvInteger"):
         return is_constant(node.inputs[1]) and [op_of(reader) for reader in consumers(node.outputs[0])] == ["Cast"]
-    if op_of(node) != "DequantizeLinear" or not is_constant(node.inputs[0]) or int_attribute(node, "block_size", 0):
+    if op_of(node) in OF_INTEGERS:
+        return is_constant(node.inputs[3])
+    if _name(node) != "DequantizeLinear" or not is_constant(node.inputs[0]) or int_attribute(node, "block_size", 0):
         return False
     readers = consumers(node.outputs[0])
     if [op_of(reader) for reader in readers] == ["Transpose"]:
         readers = consumers(readers[0].outputs[0])
     makers = [producer(reader.inputs[0]) for reader in readers if op_of(reader) in PRODUCTS]
-    are_dequantized = all(maker is not None and op_of(maker) == "DequantizeLinear" for maker in makers)
+    are_dequantized = all(maker is not None and _name(maker) == "DequantizeLinear" for maker in makers)
     return bool(makers) and len(makers) == len(readers) and are_dequantized
 
 
@@ -123,16 +148,14 @@ def _group_query_attention(shapes: ShapeInfo, node: Node) -> Description:
 
 
 def _alone(shapes: ShapeInfo, node: Node) -> Description:
-    return op_of(node).removeprefix("com.microsoft::"), ALONE
+    return _name(node), ALONE
 
 
 DESCRIPTIONS: Final[Mapping[str, Callable[[ShapeInfo, Node], Description]]] = {
+    **dict.fromkeys(("QuantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "ConvInteger"), _alone),
+    **{op.removeprefix(CONTRIB): _alone for op in QUANTIZED_RULES},
     "MatMulNBits": _mat_mul_n_bits,
     "DequantizeLinear": _dequantize_linear,
     "GatherBlockQuantized": _gather_block_quantized,
     "GroupQueryAttention": _group_query_attention,
-    **dict.fromkeys(
-        ("QuantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "ConvInteger", "QLinearMatMul", "QLinearConv"),
-        _alone,
-    ),
 }

@@ -198,6 +198,23 @@ QUANTIZED = {
         "CUDA; onnxfuse fuses it with the elementwise operators and norms beside it",
     "c = QuantizeLinear<output_dtype = 5>(x, one)  d = DequantizeLinear(c, one)  y = Neg(d)":
         "1x QuantizeLinear, 4 B of constants: a launch of its own, because no float operator is joined with it on CUDA",
+    "c = com.microsoft.QuantizeLinear(x, one, i8)  d = com.microsoft.DequantizeLinear(c, one, i8)  y = Neg(d)":
+        "1x QuantizeLinear, 5 B of constants: on the CPU, for want of a CUDA kernel; onnxfuse fuses it with",
+    "c = com.microsoft.QuantizeLinear(x, one, i16)  d = com.microsoft.DequantizeLinear(c, one, i16)  y = Neg(d)":
+        "1x QuantizeLinear, 6 B of constants: on the CPU, for want of a CUDA kernel",
+    "w = com.microsoft.DequantizeLinear(q, one)  v = com.microsoft.DequantizeLinear(s, one)  y = MatMul(v, w)":
+        "1x DequantizeLinear of int8 weights, 1.03 KB of constants: dequantizes the whole weight in every run; "
+        "onnxfuse multiplies its integers",
+    "c = QLinearMatMul(s, one, i8, q, one, i8, one, i8)  y = DequantizeLinear(c, one)":
+        "1x QLinearMatMul, 1.03 KB of constants: on the CPU, for want of a CUDA kernel; onnxfuse multiplies its "
+        "integers",
+    "t = Transpose(s)  c = QLinearMatMul(s, one, i8, t, one, i8, one, i8)  y = DequantizeLinear(c, one)":
+        "1x QLinearMatMul, 5 B of constants: on the CPU, for want of a CUDA kernel; onnxfuse writes it as a MatMul of "
+        "floats between quantizers",
+    "c = com.microsoft.QGemm(s, one, i8, q, one, i8)  y = Neg(c)":
+        "1x QGemm, 1.03 KB of constants: on the CPU, for want of a CUDA kernel; onnxfuse multiplies its integers",
+    "c = com.microsoft.QLinearAdd(s, one, i8, s, one, i8, one, i8)  y = DequantizeLinear(c, one)":
+        "1x QLinearAdd, 5 B of constants: on the CPU, for want of a CUDA kernel; onnxfuse fuses it with the",
     "g = com.microsoft.GatherBlockQuantized<block_size = 16, bits = 8>(u, ids, wide, zeros)  y = Neg(g)":
         "1x GatherBlockQuantized, 8 bits, blocks of 16, zero points, ",
     "c = DynamicQuantizeLinear(x)  y = Cast<to = 1>(c)":
@@ -211,7 +228,8 @@ def test_quantized_operators(body: str, tmp_path: Path) -> None:
         body = body.replace("c = D", "c, t, p = D")
     model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>
         g (float[n, 32] x, int8[n, 32] s, int64[b] ids) => (float[n, m] y)
-        <int8[32, 32] q, float[2, 32] scales, float one = {{1}}, uint8[8, 32] u, float[8, 2] wide, uint8[8, 2] zeros>
+        <int8[32, 32] q, float[2, 32] scales, float one = {{1}}, int8 i8 = {{0}}, int16 i16 = {{0}},
+         uint8[8, 32] u, float[8, 2] wide, uint8[8, 2] zeros>
         {{ {body} }}""")
     line, expected = quantized_lines(with_weights(model), tmp_path)[0], QUANTIZED[body.replace("c, t, p = D", "c = D")]
     assert line.startswith(expected) and ("onnxfuse" in line) == ("onnxfuse" in expected)
