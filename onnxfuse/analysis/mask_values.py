@@ -1,8 +1,8 @@
 """The contents of integer and boolean tensors, as formulas over the indices of their own elements.
 
 Exporters compute attention masks from ranges: they compare the position of a key with the position of a query, and
-gather the elements of a padding mask at indices that are ranges over its axes.  `IndexAnalysis` follows these
-computations.
+gather the elements of a padding mask at indices that are ranges over its axes.  tf2onnx sums up ones to count elements,
+and divides the count by the number of columns.  `IndexAnalysis` follows these computations.
 
 Axes are counted from the last, -1, so that broadcasting does not change a formula.
 """
@@ -18,7 +18,7 @@ from onnx import TensorProto
 
 from onnxfuse.algebra.bounds import lower_bound
 from onnxfuse.algebra.index_maps import Place, inverse, reshaped, sliced, transposed
-from onnxfuse.algebra.indices import Index
+from onnxfuse.algebra.indices import Index, divided
 from onnxfuse.algebra.operators import COMPARISONS, REGROUPING, VIEWS
 from onnxfuse.algebra.sizes import Shape, Size
 from onnxfuse.analysis.index_formulas import (
@@ -34,7 +34,7 @@ from onnxfuse.analysis.index_formulas import (
     shifted,
     triangular_mask_value,
 )
-from onnxfuse.analysis.rules import apply_rule
+from onnxfuse.analysis.rules import apply_rule, normalize_axis
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.analysis.shape_rules.slices import slice_bounds
 from onnxfuse.analysis.two_numbers import TwoNumbers, chosen, compared, triangle, two_numbers
@@ -269,6 +269,30 @@ def _mul(analysis: IndexAnalysis, node: Node) -> Value | None:
     return None
 
 
+def _divide(analysis: IndexAnalysis, node: Node) -> Value | None:
+    """Return the quotient or remainder of a nonnegative index by a size; None if it is not linear in the indices."""
+    index, by = analysis.index(node), analysis.shapes.exact_value(node.inputs[1])
+    least = None if index is None else bounds(index)[0]
+    if index is None or by is None or by.size != 1 or least is None or least < 0:
+        return None
+    size: Size = by.item()
+    if (lower_bound(size) or 0) < 0 or size == 0:
+        return None
+    found = divided(index, size)[op_of(node) == "Mod"]
+    return found if all(atom.kind == "variable" for atom, _ in found.terms) else None
+
+
+def _cum_sum(analysis: IndexAnalysis, node: Node) -> Value | None:
+    """Return the contents of a CumSum of a tensor whose elements are all equal: they count up along its axis."""
+    index, axis = analysis.index(node), analysis.shapes.exact_value(node.inputs[1])
+    shape = analysis.shapes.shape(node.outputs[0])
+    if index is None or index.terms or axis is None or not shape or int_attribute(node, "reverse", 0):
+        return None
+    place = normalize_axis(int(axis.item()), len(shape))
+    counted = axis_index(place - len(shape), shape[place]) + (0 if int_attribute(node, "exclusive", 0) else 1)
+    return counted * index.constant
+
+
 def _concat(analysis: IndexAnalysis, node: Node) -> Value | None:
     """Store the columns that a Concat joins, for a GatherND that reads them as indices; return None."""
     shapes = [analysis.shapes.shape(t) for t in node.inputs]
@@ -332,7 +356,7 @@ SOURCES: dict[str, Callable[[IndexAnalysis, Node, Shape, Shape], Place | None]] 
 }  # fmt: skip
 RULES: dict[str, Rule] = {
     "Range": _range, **dict.fromkeys((*UNMOVED, *SOURCES), _move), "Cast": _cast, "ConstantOfShape": _constant_of_shape,
-    "Add": _add_or_sub, "Sub": _add_or_sub, "Mul": _mul, "Concat": _concat, "GatherND": _gather_nd, "Gather": _gather,
-    "GatherElements": _gather_elements, "And": _and_or, "Or": _and_or, "Not": _not, "Trilu": _trilu,
-    **dict.fromkeys(COMPARISONS, _compare),
+    "Add": _add_or_sub, "Sub": _add_or_sub, "Mul": _mul, "Div": _divide, "Mod": _divide, "CumSum": _cum_sum,
+    "Concat": _concat, "GatherND": _gather_nd, "Gather": _gather, "GatherElements": _gather_elements, "And": _and_or,
+    "Or": _and_or, "Not": _not, "Trilu": _trilu, **dict.fromkeys(COMPARISONS, _compare),
 }  # fmt: skip

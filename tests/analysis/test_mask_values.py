@@ -32,6 +32,13 @@ flat = Flatten<axis=2>(p) found = Gather(flat, index) padding = Squeeze(found, c
 """
 
 
+# The number of each element of a tensor [B, N], as tf2onnx counts them: ones that are summed up.
+COUNTED = """
+rows = Gather(shape, i0) columns = Gather(shape, i1) total = Mul(rows, columns) ones = Expand(one, total)
+sums = CumSum<exclusive=1>(ones, zero) number = Reshape(sums, shape)
+"""
+
+
 def analyzed(nodes: str, name: str) -> object:
     """Return the value of a tensor of the model."""
     used = {key: value for key, value in CONSTANTS.items() if key in nodes}
@@ -72,6 +79,13 @@ BATCH, LENGTH = symbol("B"), symbol("N")
         ("v = Identity(lower)", AtMostZero(axis_index(-2, 4) * -1 + axis_index(-1, 4))),
         ("v = Identity(upper)", AtMostZero(axis_index(-2, 4) + axis_index(-1, 4) * -1 + 1)),
         ("v = Identity(other)", None),
+        (f"{COUNTED} v = Identity(number)", axis_index(-2, BATCH) * LENGTH + axis_index(-1, LENGTH)),
+        (f"{COUNTED} v = Div(number, columns)", axis_index(-2, BATCH)),
+        (f"{COUNTED} v = Mod(number, columns)", axis_index(-1, LENGTH)),
+        (f"{COUNTED} v = Mod(number, i2)", None),
+        (f"{COUNTED} v = CumSum(ones, zero)", axis_index(-1, BATCH * LENGTH) + 1),
+        (f"{COUNTED} v = CumSum<reverse=1>(ones, zero)", None),
+        ("a = Sub(n, one) v = Div(a, i2)", None),
     ],
 )  # fmt: skip
 def test_value_of(nodes: str, expected: object) -> None:
