@@ -30,6 +30,8 @@ def fold_shapes(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
         rule = RULES.get(op_of(node))
         if rule is None or len(node.inputs) <= rule[0] or is_constant(node.inputs[rule[0]]):
             continue
+        if op_of(node) != "Reshape" and shapes.shape(node.inputs[0]) == shapes.shape(node.outputs[0]):
+            continue  # a no-op that stays: onnxruntime would remove it with a constant, and join quantizers
         index, find_constant = rule
         old = node.inputs[index]
         value = shapes.value(old)

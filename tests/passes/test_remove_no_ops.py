@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx_models import apply, assert_same, ops, parse, random, run
+from runtimes import open_on_cpu
 
 from onnxfuse import optimize
 from onnxfuse.passes.normalize import normalize
@@ -111,6 +112,36 @@ def test_no_ops(nodes: str, rest: str) -> None:
         assert_same(model, after, (3, 5, 8), tol=0)
     else:
         check(nodes, rest)
+
+
+@pytest.mark.parametrize(
+    ("between", "stays"),
+    [
+        ("s = Shape(x) z = Expand(b, s)", "Shape Expand"),
+        ("s = Shape(x) c = Expand(b, s) z = Identity(c)", "Shape Expand"),
+        ("s = Shape(x) c = Identity(b) z = Expand(c, s)", "Shape Expand"),
+        ("s = Shape(x) z = Slice(b, i000, s)", "Shape Slice"),
+        ("c = Cast<to=11>(b) z = Cast<to=1>(c)", "Cast Cast"),
+        ("c = Transpose<perm=[0,2,1]>(b) z = Transpose<perm=[0,2,1]>(c)", "Transpose Transpose"),
+        ("z = Loop(three, on, b) <body = again (int64 i, bool go, float[] s) => (bool on2, float[] t) {"
+         " on2 = Identity(go) t = Identity(s) }>", "Loop"),
+        ("z = Identity(b)", ""),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("scale", ["0.059", "0.041"])
+def test_no_ops_keep_quantizers_of_two_scales_apart(between: str, stays: str, scale: str) -> None:
+    """onnxruntime's optimizations make one pair of two that meet, and round once (fuzzer, 1030008639 and 2002872)."""
+    text = f"""(float[N,5,8] x) => (y) {{ q1 = QuantizeLinear(x, k, n) b = DequantizeLinear(q1, k, n) {between}
+        q2 = QuantizeLinear(z, l, n) d = DequantizeLinear(q2, l, n) y = Abs(d) }}"""
+    scales = {"k": np.float32(0.041), "l": np.float32(scale), "n": np.array(128, np.uint8)}
+    model = parse(text, 20, **scales, i000=np.zeros(3, np.int64), three=np.array(3), on=np.array(True))
+    after, _ = optimize(model, verify=False, regions=False)
+    middle = f"{stays} " if scale == "0.059" and stays else ""
+    assert ops(after) == f"QuantizeLinear DequantizeLinear {middle}QuantizeLinear DequantizeLinear Abs"
+    feeds = {"x": random(3, 5, 8)}
+    for each in (after, optimize(model, verify=False)[0]):
+        same = [np.array_equal(*run(model, feeds), *open_on_cpu(one).run(None, feeds)) for one in (model, each)]
+        assert same in ([True, True], [False, False])
 
 
 @pytest.mark.parametrize(
