@@ -308,6 +308,17 @@ def test_a_false_shape_of_an_output_is_removed_before_bfloat16_is_widened() -> N
     assert verdict.kind == "same", verdict
 
 
+def test_a_false_shape_of_an_output_stays_where_a_scan_needs_it() -> None:
+    """The body's row has the shape of v, which nothing but the declaration tells (seed 1030009586)."""
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[n] x, float[3,1] z) => (float v, float[3] y)
+        <int64 three = {3}, bool yes = {1}> {
+          v = Loop (three, yes, x) <body = again (int64 i, bool go, float[] s) => (bool on, float[] t) {
+              on = Identity (go) t = Neg (s) }>
+          y = Scan <num_scan_inputs = 1, body = rows (float[] r) => (float[] e) { e = OP (v) }> (z) }"""
+    require_verdict(text.replace("OP", "Exp"), text.replace("OP", "Exp"), {"n": 1}, "")
+    require_verdict(text.replace("OP", "Exp"), text.replace("OP", "Tanh"), {"n": 1}, "output y is ")
+
+
 TWO_SIZES = """<ir_version: 8, opset_import: ["" : 15]> g (float[n,1,m] x) => (float[n,m] y) <int64[1] axis = {1}> {
     s = Shape <start = 0, end = 1> (x) t = Shape <start = 2, end = 3> (x)
     u = Concat <axis = 0> (s, t) y = Reshape (x, u) }"""
