@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,9 +14,12 @@ from onnxfuse.kernels.tensors import (
     STREAMED_FROM_BYTES,
     VECTOR_BYTES,
     Defines,
+    float32,
+    int64,
     macro,
+    struct,
 )
-from onnxfuse.runtime.plan import Device, Kernel, Launch, Scalar, TensorSpec, Value
+from onnxfuse.runtime.plan import Device, Kernel, Launch, Struct, TensorSpec, Value
 from onnxfuse.runtime.symint import estimate, gcd, is_symbolic, maximum
 
 THREADS: Final = 128  # threads per block
@@ -38,6 +40,11 @@ class RotatedHeads:
     x: HeadTensor
     y: HeadTensor
     scale: Value = ABSENT
+
+    @property
+    def argument(self) -> Struct:
+        """The struct RotatedHeads of rotary_embedding.cu."""
+        return struct(self.x.argument, self.y.argument, self.scale)
 
 
 @dataclass(frozen=True)
@@ -102,15 +109,9 @@ def launch(problem: Rotary, device: Device) -> Launch:
         "STREAMED": macro(lambda: moved > STREAMED_FROM_BYTES, f"count > {streamed_threads}", moved),
         "INDEX": "u32" if _max_index(problem) < 2**31 else "u64",
     }  # fmt: skip
-    first, *rest = problem.tensors
-    second = rest[0] if rest else None
-    arguments = (
-        first.x.pointer, problem.cos, problem.sin, first.y.pointer, *_strides(first.x), *_strides(first.y),
-        second.x.pointer if second else ABSENT, second.y.pointer if second else ABSENT,
-        *_strides(second.x if second else None), *_strides(second.y if second else None),
-        first.scale, second.scale if second else ABSENT, Scalar(problem.epsilon, "float32"),
-        Scalar(problem.length, "int64"), Scalar(count, "int64"),
-    )  # fmt: skip
+    first, second = problem.tensors[0], problem.tensors[-1]  # the kernel reads no second tensor if there is one alone
+    numbers = (*float32(problem.epsilon), *int64(problem.length, count))
+    arguments = (problem.cos, problem.sin, first.argument, second.argument, *numbers)
     kernel = Kernel("rotary_embedding", "rotary_embedding", defines)
     return Launch(kernel, (-(-count // THREADS), 1, 1), (THREADS, 1, 1), arguments, pdl=device.has_pdl)
 
@@ -146,8 +147,3 @@ def _max_index(problem: Rotary) -> Any:
             for heads in (tensor.x, tensor.y)
         )
     )
-
-
-def _strides(heads: HeadTensor | None) -> Sequence[Scalar]:
-    """Return the strides as kernel arguments; zeros if the tensor is absent."""
-    return [Scalar(stride, "int64") for stride in (heads.strides if heads else (0, 0, 0))]

@@ -15,6 +15,7 @@
 //   KEPT             number of first positions whose elements stay as they are; tables have no rows for them
 //   and those of rotation.cuh
 #include "types.cuh"
+#include "head_tensor.cuh"
 #include "rotation.cuh"
 
 constexpr int GROUPS = (HEADS + THREAD_HEADS - 1) / THREAD_HEADS;
@@ -25,14 +26,17 @@ static_assert(!TABLE_BY_HEADS || MORE_HEADS == 0, "tables of heads are of one te
 static_assert(KEPT == 0 || INTERLEAVED == Y_INTERLEAVED, "elements that stay as they are do not move");
 static_assert(!NORM || (LANES <= 32 && (LANES & (LANES - 1)) == 0), "a head's threads are lanes of a warp");
 
-// Strides in elements.
-struct Strides {
-    long long batch, head, row;
-
-    __device__ __forceinline__ INDEX at(INDEX b, int h, INDEX position) const {
-        return b * INDEX(batch) + h * INDEX(head) + position * INDEX(row);
-    }
+// A tensor, its result, and the scales of its norm; rotary.py writes the fields in this order.
+struct RotatedHeads {
+    HeadTensor<const X_T> x;
+    HeadTensor<Y_T> y;
+    const SCALE_T* scale;
 };
+
+template <class E>
+__device__ __forceinline__ E* address(const HeadTensor<E>& of, INDEX batch, int head, INDEX position) {
+    return of.data + (batch * INDEX(of.batch) + head * INDEX(of.head) + position * INDEX(of.row));
+}
 
 // THREAD_HEADS heads of a tensor at one position; the first `count` exist.
 struct Heads {
@@ -66,12 +70,9 @@ __device__ __forceinline__ void finish(const Heads& heads, const Piece& piece, i
     store_as(streamed, row + piece.y_first, one);
 }
 
-#define STRIDES(name) long long name##_batch, long long name##_head, long long name##_row
-
 extern "C" __global__ void __launch_bounds__(THREADS)
-    rotary_embedding(const X_T* x, const COS_T* cos, const SIN_T* sin, Y_T* y, STRIDES(x), STRIDES(y),
-                     const X_T* more_x, Y_T* more_y, STRIDES(more_x), STRIDES(more_y), const SCALE_T* scale,
-                     const SCALE_T* more_scale, float epsilon, long long seq_length, long long count) {
+    rotary_embedding(const COS_T* cos, const SIN_T* sin, RotatedHeads first, RotatedHeads second, float epsilon,
+                     long long seq_length, long long count) {
     const INDEX item = INDEX(blockIdx.x) * THREADS + threadIdx.x, seq = INDEX(seq_length);
     const bool present = item < INDEX(count);
     if (!NORM && !present) return;  // with NORM all lanes take part in shuffles
@@ -88,11 +89,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const INDEX rows = TABLE_BY_ROWS ? seq - KEPT : 1, row = TABLE_BY_ROWS ? position - KEPT : 0;
     const INDEX table = ((TABLE_BY_HEADS ? tables * HEADS + head : tables) * rows + row) * TABLE_ROW;
     const bool turned = KEPT == 0 || position >= KEPT;
-    const Strides from = more ? Strides{more_x_batch, more_x_head, more_x_row} : Strides{x_batch, x_head, x_row};
-    const Strides to = more ? Strides{more_y_batch, more_y_head, more_y_row} : Strides{y_batch, y_head, y_row};
+    RotatedHeads own = first;
+    if (more) own = second;
     const Heads heads = {
-        (more ? more_x : x) + from.at(batch, head, position), (more ? more_y : y) + to.at(batch, head, position),
-        INDEX(from.head), INDEX(to.head), present ? (more ? MORE_HEADS : HEADS) - head : 0, more ? more_scale : scale};
+        address(own.x, batch, head, position), address(own.y, batch, head, position), INDEX(own.x.head),
+        INDEX(own.y.head), present ? (more ? MORE_HEADS : HEADS) - head : 0, own.scale};
 
     Vectors raw[THREAD_HEADS][STEPS];
     load(heads, lane, raw);
