@@ -8,12 +8,12 @@ from itertools import accumulate
 from typing import Final
 
 from onnxfuse.kernels.tensors import (
-    ABSENT,
     ITEM_BYTES,
     STORAGE,
     STREAMED_FROM_BYTES,
     Defines,
     element_count,
+    int64,
     is_released,
     is_streamed,
     required_spec,
@@ -21,10 +21,10 @@ from onnxfuse.kernels.tensors import (
     unsupported_dtype,
     vector_width,
 )
-from onnxfuse.runtime.plan import Argument, Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
+from onnxfuse.runtime.plan import Argument, Device, FusedNode, Kernel, Launch, Plan, Pointer, Struct, TensorSpec
 from onnxfuse.runtime.symint import estimate
 
-MAX_PARTS: Final = 32  # parts per node: the kernels take this many pointers
+MAX_PARTS: Final = 32  # parts per node: a thread compares its channel with the first one of each part
 THREADS: Final = 128  # threads per block
 RESIDENT_THREADS: Final = 2048  # threads that fit on a multiprocessor
 # Choices of vectors per thread: the smallest for which all threads are resident at once is taken, or else the largest.
@@ -56,14 +56,12 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
     """
     if node.fusion == "concat":
         y = _joined(node, inputs)
-        parts = [Pointer("input", i) for i in range(len(inputs))]
-        arguments = (*_padded(parts), Pointer("output", 0))
-        return [_plan(node, inputs, y, (y,), arguments, device)]
+        parts = Struct(tuple(Pointer("input", i) for i in range(len(inputs))))
+        return [_plan(node, inputs, y, (y,), (parts, Pointer("output", 0)), device)]
     x = required_spec(node, inputs, "x")
     outputs = _divided(node, x)
-    parts = [Pointer("output", i) for i in range(len(outputs))]
-    arguments = (Pointer("input", 0), *_padded(parts))
-    return [_plan(node, outputs, x, outputs, arguments, device)]
+    parts = Struct(tuple(Pointer("output", i) for i in range(len(outputs))))
+    return [_plan(node, outputs, x, outputs, (Pointer("input", 0), parts), device)]
 
 
 def _joined(node: FusedNode, inputs: Sequence[TensorSpec]) -> TensorSpec:
@@ -91,10 +89,6 @@ def _divided(node: FusedNode, x: TensorSpec) -> tuple[TensorSpec, ...]:
     )
 
 
-def _padded(parts: Sequence[Pointer]) -> list[Argument]:
-    return [*parts, *[ABSENT] * (MAX_PARTS - len(parts))]
-
-
 def _plan(
     node: FusedNode, parts: Sequence[TensorSpec], whole: TensorSpec, outputs: tuple[TensorSpec, ...],
     arguments: Sequence[Argument], device: Device,
@@ -118,5 +112,5 @@ def _plan(
         "RELEASE": is_released(blocks, device),
     }  # fmt: skip
     kernel = Kernel(node.fusion, node.fusion, defines)
-    every = (*arguments, Scalar(pixels, "int64"))
+    every = (*arguments, *int64(pixels))
     return Plan(outputs, (Launch(kernel, (blocks, 1, 1), (THREADS, 1, 1), every, pdl=device.has_pdl),))

@@ -16,7 +16,6 @@
 
 static_assert(CHANNELS % WIDTH == 0, "a vector would cross pixels");
 
-constexpr int MAX_PARTS = 32;          // pointers that a kernel takes
 constexpr u32 ROW = CHANNELS / WIDTH;  // vectors per pixel
 
 // The place of this thread's first vector: a channel, and a pixel below `pixels_apart`, which is the number of all
@@ -33,6 +32,10 @@ struct Place {
     }
 };
 
+// The addresses of the parts, as an argument of the kernels.
+template <class P>
+struct Parts { P* first_pixel[PARTS]; };
+
 // The part that contains a channel: the address of this channel in the part's first pixel, and the part's number of
 // channels.
 template <class P>
@@ -42,14 +45,14 @@ struct Part {
 };
 
 template <class P>
-__device__ __forceinline__ Part<P> part_of(P* const (&parts)[MAX_PARTS], u32 channel) {
+__device__ __forceinline__ Part<P> part_of(const Parts<P>& parts, u32 channel) {
     constexpr u32 begins[PARTS + 1] = {BEGINS, CHANNELS};
-    P* data = parts[0];
+    P* data = parts.first_pixel[0];
     u32 begin = 0, end = begins[1];
 #pragma unroll
     for (int i = 1; i < PARTS; ++i)
         if (channel >= begins[i]) {
-            data = parts[i];
+            data = parts.first_pixel[i];
             begin = begins[i];
             end = begins[i + 1];
         }

@@ -42,22 +42,18 @@ struct Matrix {
     }
 };
 
+struct Matrices { Matrix matrices[4]; };  // absent ones have no rows
+
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
-    gemm_pad(const f16* from, f16* to, int rows, int columns, const f16* from_2, f16* to_2, int rows_2, int columns_2,
-             const f16* from_3, f16* to_3, int rows_3, int columns_3, const f16* from_4, f16* to_4, int rows_4,
-             int columns_4) {
-    const Matrix matrices[] = {{from, to, rows, columns},
-                               {from_2, to_2, rows_2, columns_2},
-                               {from_3, to_3, rows_3, columns_3},
-                               {from_4, to_4, rows_4, columns_4}};
+extern "C" __global__ void __launch_bounds__(32 * WARPS) gemm_pad(Matrices all) {
     release_successor();
     u64 index = u64(blockIdx.x) * WARPS + threadIdx.x / 32;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const u64 count = u64(matrices[i].rows) * matrices[i].segments();
-        if (index < count) return matrices[i].copy(u32(index), WEIGHTS_CONSTANT >> i & 1);
+        const Matrix& matrix = all.matrices[i];
+        const u64 count = u64(matrix.rows) * matrix.segments();
+        if (index < count) return matrix.copy(u32(index), WEIGHTS_CONSTANT >> i & 1);
         index -= count;
     }
 }

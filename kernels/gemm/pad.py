@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from onnxfuse.kernels.gemm.problem import Gemm
-from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, VECTOR_BYTES
-from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Scalar
+from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, VECTOR_BYTES, int32
+from onnxfuse.runtime.plan import Device, Kernel, Launch, Pointer, Struct, Value
 
 MAX_COPIES: Final = 4  # matrices per launch: x and three weights, or x, two weights and a residual
 WARPS: Final = 8  # warps per block
@@ -73,13 +73,13 @@ def launches(copies: list[Copy], device: Device) -> tuple[Launch, ...]:
     """Return the one launch that makes all copies; an empty tuple if there are no copies."""
     if not copies:
         return ()
-    arguments: list[Argument] = []
+    fields: list[Value] = []
     for copy in copies:
         halves = copy.columns * ITEM_BYTES[copy.dtype] // 2
-        arguments += [copy.source, copy.target, Scalar(copy.rows, "int32"), Scalar(halves, "int32")]
-    arguments += [ABSENT, ABSENT, Scalar(0, "int32"), Scalar(0, "int32")] * (MAX_COPIES - len(copies))
+        fields += [copy.source, copy.target, *int32(copy.rows, halves)]
+    fields += [ABSENT, ABSENT, *int32(0, 0)] * (MAX_COPIES - len(copies))
     blocks = -(-sum(copy.segments for copy in copies) // WARPS)
     constants = sum(copy.constant << i for i, copy in enumerate(copies))
     kernel = Kernel("gemm_pad", "gemm_pad", {"WARPS": WARPS, "PAIRS": PAIRS, "WEIGHTS_CONSTANT": constants})
     pdl = device.has_pdl
-    return (Launch(kernel, (blocks, 1, 1), (32 * WARPS, 1, 1), tuple(arguments), pdl=pdl),)
+    return (Launch(kernel, (blocks, 1, 1), (32 * WARPS, 1, 1), (Struct(tuple(fields)),), pdl=pdl),)

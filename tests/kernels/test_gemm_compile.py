@@ -17,7 +17,7 @@ from onnxfuse.kernels.gemm.implementations import implementations
 from onnxfuse.kernels.gemm.operands import gemm_of
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, TensorMap, TensorSpec
+from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, TensorSpec
 
 PARTS = 42  # of the kernels, of which one is compiled in a plain run
 
@@ -242,8 +242,7 @@ def outputs_of(plan: Plan) -> set[int]:
     found = set()
     for step in plan.steps:
         assert isinstance(step, Launch)
-        pointers = [a.pointer if isinstance(a, TensorMap) else a for a in step.arguments]
-        found |= {p.index for p in pointers if isinstance(p, Pointer) and p.kind == "output"}
+        found |= {p.index for p in step.values if isinstance(p, Pointer) and p.kind == "output"}
     return found
 
 
