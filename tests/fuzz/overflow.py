@@ -15,7 +15,7 @@ import onnx
 import onnx.inliner
 from onnx import AttributeProto, TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
-from onnx.reference.ops import op_batch_normalization, op_conv_transpose
+from onnx.reference.ops import op_batch_normalization, op_conv, op_conv_transpose
 
 from onnxfuse.ir.protos import graphs, tensors
 from onnxfuse.verify.cpu_session import open_session, run
@@ -43,11 +43,11 @@ def allow_exact(
 ) -> tuple[Any, list[Any]]:
     """Return wanted values, and what they are where they are rounded otherwise, for a model in which values overflow.
 
-    A float that was found nearer to the exact one must be that one, unless float64 has lost it beside the `largest`
-    value on the way to the outputs.  Where that value is beyond float32, the order of operations decides what is found:
-    where NaN is wanted, where it is found for 0, which an infinite number times 0 may be, and where no number is found
-    for one near the largest; with `hides_nan` where 0 is wanted.  Others, such as indices, may be as in
-    float64.
+    A float that was found nearer to the exact one must be that one, infinite beyond float32, unless float64 has lost it
+    beside the `largest` value on the way to the outputs.  Where that value is beyond float32, the order of operations
+    decides what is found: where NaN is wanted, where it is found for 0, which an infinite number times 0 may be, and
+    where no number is found for one near the largest; with `hides_nan` where 0 is wanted.  Others, such as indices, may
+    be as in float64.
     """
     if not all(isinstance(each, np.ndarray) and each.shape == want.shape for each in (want, got, exact)):
         return want, list(near)
@@ -57,7 +57,8 @@ def allow_exact(
         may_overflow = np.isfinite(want) & ~np.isfinite(got) & (np.abs(exact) > NEAR_LARGEST)
         is_open = np.isnan(want) | ((want == 0) & (hides_nan | np.isnan(got))) | may_overflow
         depends = is_open & (largest > np.finfo(np.float32).max)
-        is_nearer = depends | np.isfinite(got) & np.isfinite(exact) & ~(np.abs(got - want) <= np.abs(got - exact))
+        is_nearer = np.isfinite(got) & np.isfinite(exact) & ~(np.abs(got - want) <= np.abs(got - exact))
+        is_nearer |= depends | (got == exact.astype(np.float32))
         exact = np.where(depends | (ROUNDING * largest > LOST * np.abs(exact)), got, exact).astype(np.float32)
     want, *near = (np.where(is_nearer, exact, each) if each.shape == want.shape else each for each in (want, *near))
     return want, near
@@ -97,6 +98,24 @@ def _with_all_outputs(model: onnx.ModelProto) -> onnx.ModelProto:
     return result
 
 
+class Conv(op_conv.Conv):  # the evaluator finds it by the name of the operator
+    """The operator with dilations, for which onnx's reference multiplies the elements between by 0: infinite ones too.
+
+    onnxruntime runs none with dilations and SAME pads.
+    """
+
+    op_domain = ""
+
+    def _run(self, x: Any, w: Any, b: Any = None, **attributes: Any) -> Any:
+        if attributes["dilations"] is None:
+            return super()._run(x, w, b, **attributes)
+        rank = x.ndim - 2
+        pads, strides = attributes["pads"] or [0] * 2 * rank, attributes["strides"] or [1] * rank
+        columns, sizes = op_conv.im2col(x, w.shape[2:], pads, strides, attributes["dilations"])
+        patches = np.moveaxis(columns.reshape(-1, len(x), *sizes), 1, 0)
+        return super()._run(patches, w.reshape(len(w), -1, *(1,) * rank), b, group=attributes["group"])
+
+
 class ConvTranspose(op_conv_transpose.ConvTranspose):  # the evaluator finds it by the name of the operator
     """The operator with an output shape in place of pads, for which onnx's reference takes pads of 0."""
 
@@ -125,7 +144,9 @@ def _run(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> dict[str, Any] | N
         pass
     try:
         with np.errstate(all="ignore"):
-            results = ReferenceEvaluator(model, new_ops=[BatchNormalization, ConvTranspose]).run(None, dict(feeds))
+            results = ReferenceEvaluator(model, new_ops=[BatchNormalization, Conv, ConvTranspose]).run(
+                None, dict(feeds)
+            )
     except Exception:  # whatever NumPy raises
         return None
     return dict(zip([o.name for o in model.graph.output], results, strict=True))

@@ -25,12 +25,12 @@ NORMS_OF_GROUPS = ("InstanceNormalization", "GroupNormalization")
 WINDOWS = ("AveragePool", "LpPool", "MaxPool")
 MAX_OTHER_STEPS = 0.02  # of the values of a tensor
 # Parts of errors from nodes that onnxruntime's optimizations write: of a branch whose quantized weight is outside, of
-# an RMSNorm whose data broadcasts to its scale, of a norm that begins with a Cast, of a norm whose parts have readers
+# a norm whose data broadcasts to its scale, of a norm that begins with a Cast, of a norm whose parts have readers
 # outside, of a Reshape with -1 in place of a computed size, and of int8 that was moved after a Reshape or Transpose
 # with its zero point, which another optimization makes uint8 if the same graph holds it.
 ERRORS_OF_REWRITES = (
     "TransposeDQWeightsForMatMulNBits Missing required ",  # a weight or a scale of an outer graph
-    "SimplifiedLayerNormFusion/' Status Message: Scale and (optional) bias must match",
+    "LayerNormFusion/' Status Message: Scale and (optional) bias must match",
     "(LayerNormalization) bound to different types",
     "Failed to find kernel for LayerNormalization(1)",  # whose data is bfloat16 or float64, and whose scale is float32
     "is not a graph input, initializer, or output of a previous node",
