@@ -81,11 +81,14 @@ def groups_of_channels_last(
 ) -> Rules:
     """A GroupNorm of channels-last images, as Keras computes it, is the GroupNorm of transposed images.
 
-    Keras adds x times slopes to the bias minus the mean times slopes, so that no element of scale may be infinite.
+    Keras adds x times slopes to the bias minus the mean times slopes, so that no element of scale may be infinite.  The
+    variance may be mean(x^2) - mean^2, as in a LayerNorm of Flax.
     """
     require("the scale is finite", lambda scale, is_finite: is_finite(scale))
     mean = op.ReduceMean(x, axes=[1, 2, 4], keepdims=1)
-    slopes = 1 / op.Sqrt(op.ReduceMean((x - mean) ** 2, axes=[1, 2, 4], keepdims=1) + epsilon) * scale
+    fast = op.Sub(op.ReduceMean(x**2, axes=[1, 2, 4], keepdims=1), mean**2)
+    variance = either(op.ReduceMean((x - mean) ** 2, axes=[1, 2, 4], keepdims=1), fast)
+    slopes = 1 / op.Sqrt(variance + epsilon) * scale
     rows = rearrange(x, "batch height width groups size -> batch groups size height width")
     centred = rows - op.ReduceMean(rows, axes=[2, 3, 4], keepdims=1)
     normalized = centred / op.Sqrt(op.ReduceMean(centred**2, axes=[2, 3, 4], keepdims=1) + epsilon)
