@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+import numpy as np
 from onnx import TensorProto
 
 from onnxfuse.analysis.rules import RuleTable
 from onnxfuse.dsl.terms import Term
 from onnxfuse.dsl.words import op
 from onnxfuse.ir.dtypes import dtype_name
+from onnxfuse.ir.graph import constant_value
 from onnxfuse.ir.node import is_constant, op_of
 from onnxfuse.spell_out.call import Call, Rule, stay_if
 from onnxfuse.spell_out.products import window_attributes
@@ -110,12 +112,14 @@ def _leaky_relu(call: Call) -> dict[int, Term]:
 
 @RULES.rule("com.microsoft::QLinearSoftmax")
 def _softmax(call: Call) -> dict[int, Term]:
-    rank, axis = call.rank(0) or 0, call.attribute("axis", -1)
+    """Spell out a Softmax; onnxruntime's kernel multiplies by 1 / scale without its fraction, so that it has none."""
+    step, rank, axis = call.tensor(3), call.rank(0) or 0, call.attribute("axis", -1)
+    scale = constant_value(call.graph, step).astype(np.float32) if is_constant(step) else np.zeros(1, np.float32)
+    is_whole = bool((scale > 0).all() and (1 / scale % 1 == 0).all())
+    stay_if(not is_whole, f"onnxruntime rounds the scale '{step.name}' to 1 / n, which it is not, or not known to be")
     sides = {opset < SOFTMAX_OF_AXIS_SINCE for opset in (call.graph.opset, call.attribute("opset", 0))}
-    stay_if(
-        axis not in (-1, rank - 1) and len(sides) > 1,
-        "its axis is not the last one, and its opset is another one",
-    )
+    other = "its axis is not the last one, and its opset is another one"
+    stay_if(axis not in (-1, rank - 1) and len(sides) > 1, other)
     return in_region(call, op.Softmax(numbers(call, 0), axis=axis), 3)
 
 
