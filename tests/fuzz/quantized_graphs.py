@@ -32,7 +32,8 @@ class Quantized(Writer):
     def steps(self) -> list:
         quantized = [self.pair, self.quantized_product, self.dynamic_product, self.linear_product, self.integer_product,
                      self.quantized_conv, self.integer_conv, self.linear_conv, self.dequantized_weight,
-                     self.packed_weight, self.blocked_weight, self.quantized_sum]  # fmt: skip
+                     self.packed_weight, self.blocked_weight, self.quantized_sum, self.integer_operator,
+                     self.integer_operator, self.integer_pool, self.quantized_gemm, self.integer_gemm]  # fmt: skip
         return [*quantized, *quantized, self.unary, self.binary, self.view, self.softmax, self.norm, self.where,
                 self.reduce, self.concat, self.split, self.expand]  # fmt: skip
 
@@ -58,6 +59,13 @@ class Quantized(Writer):
             return self.draft.constant(np.full(shape, self.random.choice([0.0625, 0.125, 0.5]), np.float32))
         return self.draft.constant((np.abs(self.normal(*shape)) * 0.05 + 0.01).astype(np.float32))
 
+    def end(self, dtype: int) -> list[str]:
+        """Store the scale and the zero point of an operator's result.
+
+        The scale is no power of two: operators on integers round ties after they add the zero point.
+        """
+        return [self.draft.constant(np.float32(abs(self.normal(1)[0]) * 0.05 + 0.01)), self.zero(dtype)]
+
     def zero(self, dtype: int, *shape: int) -> str:
         kind = helper.tensor_dtype_to_np_dtype(dtype)
         limits = np.iinfo(kind)
@@ -71,18 +79,27 @@ class Quantized(Writer):
         drawn = np.random.default_rng(self.random.randrange(2**32)).integers(limits.min, limits.max + 1, shape)
         return self.draft.constant(drawn.astype(kind))
 
-    def quantized(self, x: Value) -> tuple[str, int, list[str]]:
-        """Write a quantizer; return its result, its dtype, and its scale and zero point."""
-        dtype = self.random.choice([INT8, UINT8])
+    def quantized(self, x: Value, dtype: int = 0) -> tuple[str, int, list[str]]:
+        """Write a quantizer to `dtype`, or to any; return its result, its dtype, and its scale and zero point."""
+        dtype = dtype or self.random.choice([INT8, UINT8])
         how = [self.scale(), self.zero(dtype)]
-        return self.draft.node("QuantizeLinear", [x.name, *how]), dtype, how
+        return self.draft.node("QuantizeLinear", [x.name, *how], domain=self.domain()), dtype, how
+
+    def domain(self) -> str:
+        """Return the domain of a quantizer: onnxruntime has ONNX's operators in its own, too."""
+        return MICROSOFT if self.random.random() < 0.1 else ""
 
     def through(self, x: Value) -> str:
         """Write a quantizer and its inverse, or do nothing."""
-        if self.random.random() < 0.25:
+        choice = self.random.random()
+        if choice < 0.25:
             return x.name
+        if choice < 0.4 and self.draft.opset >= 21:  # int8 without a zero point
+            scale = self.scale()
+            name = self.draft.node("QuantizeLinear", [x.name, scale], output_dtype=INT8)
+            return self.draft.node("DequantizeLinear", [name, scale])
         name, _, how = self.quantized(x)
-        return self.draft.node("DequantizeLinear", [name, *how])
+        return self.draft.node("DequantizeLinear", [name, *how], domain=self.domain())
 
     def pair(self) -> None:
         x = self.rows(1)
@@ -149,7 +166,8 @@ class Quantized(Writer):
         )
         product = draft.node("MatMulInteger", [quantized, weight, zero, *zeros])
         wide = draft.node("Cast", [product], to=FLOAT)
-        factor = self.scale() if self.random.random() < 0.6 else self.scale(columns)
+        shapes = [], [], [1], [1, 1], [columns], [columns], [1, columns], [1] * (len(x.shape) - 1) + [columns]
+        factor = self.scale(*self.random.choice(shapes))
         scales = draft.node("Mul", [scale, factor])
         self._end(draft.node("Mul", [wide, scales]), (*x.shape[:-1], columns))
 
@@ -165,7 +183,7 @@ class Quantized(Writer):
         x, columns = self.rows(), self.random.choice([4, 8])
         quantized, dtype, how = self.quantized(x)
         weight = [self.integer_weight(dtype, x.shape[-1], columns), self.scale(), self.zero(dtype)]
-        end = [self.scale(), self.zero(dtype)]
+        end = self.end(dtype)
         name = self.draft.node("QLinearMatMul", [quantized, *how, *weight, *end])
         self.add(self.draft.node("DequantizeLinear", [name, *end]), FLOAT, (*x.shape[:-1], columns))
 
@@ -173,7 +191,7 @@ class Quantized(Writer):
         x, channels = self.image(), self.random.choice([2, 4])
         quantized, dtype, how = self.quantized(x)
         weight = [self.integer_weight(dtype, channels, x.shape[1], 3, 3), self.scale(), self.zero(dtype)]
-        end = [self.scale(), self.zero(dtype)]
+        end = self.end(dtype)
         name = self.draft.node("QLinearConv", [quantized, *how, *weight, *end], pads=[1, 1, 1, 1])
         self.add(self.draft.node("DequantizeLinear", [name, *end]), FLOAT, (x.shape[0], channels, *x.shape[2:]))
 
@@ -185,7 +203,86 @@ class Quantized(Writer):
         zeros = [how[1], *([self.zero(UINT8)] if self.random.random() < 0.5 else [])]
         product = self.draft.node("ConvInteger", [quantized, weight, *zeros], pads=[1, 1, 1, 1])
         name = self.draft.node("Cast", [product], to=FLOAT)
-        self.add(self.draft.node("Mul", [name, self.scale()]), FLOAT, (x.shape[0], channels, *x.shape[2:]))
+        scale = self.scale(*self.random.choice(([], [1], [channels, 1, 1], [1, channels, 1, 1])))
+        if self.random.random() < 0.7:
+            scale = self.draft.node("Mul", [how[0], scale])
+        self.add(self.draft.node("Mul", [name, scale]), FLOAT, (x.shape[0], channels, *x.shape[2:]))
+
+    def integer_operator(self) -> None:
+        """Write an operator on integers of onnxruntime's own, as quantizers write it, and the numbers of its result."""
+        x = self.rows(1)
+        quantized, dtype, how = self.quantized(x)
+        first, end = [quantized, *how], self.end(dtype)
+        op = self.random.choice(["Add", "Mul", "Concat", "Sigmoid", "LeakyRelu", "Softmax"])
+        inputs, shape, attributes = [*first, *end], x.shape, {}
+        if op in ("Add", "Mul", "Concat"):
+            other = self.random.choice([v for v in self.values if (v.dtype, v.shape) == (x.dtype, x.shape)])
+            name, _, scale = self.quantized(other, dtype)
+            inputs = [*first, name, *scale, *end]
+        if op == "Concat":
+            inputs, shape, attributes = (
+                [*end, *inputs[:6]],
+                (*x.shape[:-1], 2 * x.shape[-1]),
+                {"axis": len(x.shape) - 1},
+            )
+        elif op == "Softmax":
+            if self.random.random() < 0.5:  # the scale of quantizers; others are rounded to 1 / n
+                end = [self.draft.constant(np.float32(1 / 256)), end[1]]
+                inputs = [*first, *end]
+            attributes = {"axis": len(x.shape) - 1, "opset": self.draft.opset}
+        elif op == "LeakyRelu":
+            attributes = {"alpha": 0.1}
+        name = self.draft.node(f"QLinear{op}", inputs, domain=MICROSOFT, **attributes)
+        self.add(self.draft.node("DequantizeLinear", [name, *end]), FLOAT, shape)
+
+    def integer_pool(self) -> None:
+        x = self.image()
+        quantized, dtype, how = self.quantized(x)
+        end = self.end(dtype)
+        kind, attributes, sizes = "GlobalAverage", {"channels_last": 0}, (1, 1)
+        if self.random.random() < 0.5:
+            kind, attributes, sizes = "Average", {"kernel_shape": [2, 2]}, tuple(size - 1 for size in x.shape[2:])
+            if min(sizes) < 1:
+                raise Unavailable
+        name = self.draft.node(f"QLinear{kind}Pool", [quantized, *how, *end], domain=MICROSOFT, **attributes)
+        self.add(self.draft.node("DequantizeLinear", [name, *end]), FLOAT, (*x.shape[:2], *sizes))
+
+    def matrix(self) -> Value:
+        """Return a float of two axes.  Raises Unavailable where there is none."""
+        found = [v for v in self.values if len(v.shape) == 2 and v.dtype == FLOAT and 0 not in v.shape]
+        if not found:
+            raise Unavailable
+        return self.random.choice(found[-3:])
+
+    def quantized_gemm(self) -> None:
+        """Write a Gemm of dequantized operands, perhaps with a factor and a bias of two axes."""
+        x, columns = self.matrix(), self.random.choice([4, 8])
+        is_turned = self.random.random() < 0.5
+        shape = (columns, x.shape[-1]) if is_turned else (x.shape[-1], columns)
+        inputs = [self.through(x), self.weight(shape, 0 if is_turned else 1)]
+        inputs.append(self.array(self.random.choice([(columns,), (1, columns)]), FLOAT))
+        alpha = self.random.choice([1.0, 1.0, 0.5, -2.0])
+        name = self.draft.node("Gemm", inputs, transB=int(is_turned), alpha=alpha)
+        self._end(name, (x.shape[0], columns))
+
+    def integer_gemm(self) -> None:
+        """Write a QGemm, whose result is integers or floats."""
+        x, columns = self.matrix(), self.random.choice([4, 8])
+        quantized, dtype, how = self.quantized(x)
+        kind = self.random.choice([INT8, dtype])
+        is_turned, bias = self.random.random() < 0.5, ""
+        shape = (columns, x.shape[-1]) if is_turned else (x.shape[-1], columns)
+        sizes = [columns] if self.draft.opset >= 13 and self.random.random() < 0.4 else []
+        weight = [self.integer_weight(kind, *shape), self.scale(*sizes), self.zero(kind, *sizes)]
+        if self.random.random() < 0.5:
+            bias = self.draft.node("Cast", [self.integer_weight(INT8, columns)], to=TensorProto.INT32)
+        end = self.end(dtype) if self.random.random() < 0.6 else []
+        inputs = [quantized, *how, *weight, *([bias, *end] if bias or end else [])]
+        attributes = {"transB": int(is_turned), "alpha": self.random.choice([1.0, 1.0, 0.5])}
+        name = self.draft.node("QGemm", inputs, domain=MICROSOFT, **attributes)
+        if end:
+            name = self.draft.node("DequantizeLinear", [name, *end])
+        self._end(name, (x.shape[0], columns))
 
     def dequantized_weight(self) -> None:
         x, columns = self.rows(), self.random.choice([4, 8])

@@ -348,9 +348,11 @@ def has_rows_of_no_iterations(model: onnx.ModelProto, want: Any, got: Any) -> bo
 def takes_other_steps(model: onnx.ModelProto, want: Any, got: Any) -> bool:
     """Return whether few values are at the next step of a quantizer, as where onnxruntime fuses quantized products.
 
-    After several quantizers they are so many steps apart as what lies between makes of one step (seed 970005661).
+    After several quantizers they are so many steps apart as what lies between makes of one step (seed 970005661).  All
+    values may be where onnxruntime merges two pairs of quantizers of which one is in the original no pair of ONNX's
+    operators: it gives both the scale of one (seed 6000000118).
     """
-    quantizers = sum(node.op_type == "QuantizeLinear" for node in nodes(model.graph))
+    quantizers = sum(node.op_type.startswith(("QuantizeLinear", "QLinear", "QGemm")) for node in nodes(model.graph))
     if not quantizers:
         return False
     if not isinstance(want, np.ndarray) or want.dtype != got.dtype or want.shape != got.shape:
@@ -359,7 +361,18 @@ def takes_other_steps(model: onnx.ModelProto, want: Any, got: Any) -> bool:
         apart = np.abs(want.astype(np.float64) - got.astype(np.float64))
     moved = apart[~(apart <= np.abs(want.astype(np.float64)) * SMALL)]
     are_steps = quantizers > 1 or bool(np.allclose(moved, moved[:1], rtol=SMALL))
-    return moved.size <= MAX_OTHER_STEPS * want.size and are_steps
+    return (moved.size <= MAX_OTHER_STEPS * want.size and are_steps) or _may_merge_pairs(model)
+
+
+def _may_merge_pairs(model: onnx.ModelProto) -> bool:
+    """Return whether a QuantizeLinear reads a DequantizeLinear, in a model with operators on integers or of others."""
+    made = {name: node.op_type for node in nodes(model.graph) for name in node.output}
+    quantizers = [node for node in nodes(model.graph) if node.op_type == "QuantizeLinear"]
+    others = any(
+        node.op_type.startswith(("QLinear", "QGemm")) or (node.domain and node.op_type.endswith("QuantizeLinear"))
+        for node in nodes(model.graph)
+    )
+    return others and any(made.get(node.input[0]) == "DequantizeLinear" for node in quantizers)
 
 
 def normalizes_few_elements(
