@@ -3,7 +3,7 @@
     python benchmarks/eight_bits.py --out results/eight_bits.json [--only conv]
 
 A time is the cost of one more node in a CUDA graph, in microseconds: with bias, Relu and, for integers, a quantizer.
-`zeros` is the time if x has a zero point, for which another launch sums the weights.
+`zeros` is the time if x has a zero point, which is multiplied by sums of the weights.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from compiling import compile_all
 from replays import Calls, captured, in_turns
 from rows import Rows
 
+from onnxfuse.algebra.filter_edges import most_taps_beyond, row_count
 from onnxfuse.kernels.conv.host import candidates as conv_candidates
 from onnxfuse.kernels.gemm.host import candidates as gemm_candidates
 from onnxfuse.kernels.quantized.host import candidates
@@ -45,14 +46,24 @@ def problem(shape: tuple[int, ...], zeros: bool) -> tuple[FusedNode, FusedNode, 
     attributes: dict[str, Any] = {"weight_layout": "nk"}
     if len(shape) == 3:
         m, n, k = shape
-        x, w = (m, k), (n, k)
+        x, w, rows = (m, k), (n, k), 1
     else:
         batch, c, n, size, taps, stride = shape
         pad = taps // 2
         x, w = (batch, size, size, c), (n, taps, taps, c)
+        rows = row_count(most_taps_beyond([taps] * 2, [1] * 2, [pad] * 2, [pad] * 2))
         attributes = {"layout": "nhwc", "strides": [stride] * 2, "pads": [pad] * 4}
     kind = "gemm" if len(shape) == 3 else "conv"
-    names = ["x", "x_scale", *(["x_zero_point"] if zeros else []), "w", "w_scale", "bias", "x1"]
+    names = [
+        "x",
+        "x_scale",
+        *(["x_zero_point"] if zeros else []),
+        "w",
+        "w_scale",
+        *(["w_sums"] if zeros else []),
+        "bias",
+        "x1",
+    ]
     ops = [["Relu", ["x0"], ["v0"], {}], ["QuantizeLinear", ["v0", "x1", "v2"], ["v1"], {}]]
     ops.insert(0, ["Constant", [], ["v2"], {"value": 0}])
     program = json.dumps({"ops": ops, "outputs": ["v1"], "dtypes": {
@@ -61,7 +72,8 @@ def problem(shape: tuple[int, ...], zeros: bool) -> tuple[FusedNode, FusedNode, 
     node = FusedNode(f"quantized_{kind}", "y", tuple(names), {**attributes, "program": program}, ("uint8",))
     specs = {"x": TensorSpec(x, "uint8"), "w": TensorSpec(w, "int8", constant=True),
              "x_zero_point": TensorSpec((), "uint8", constant=True), "bias": TensorSpec((n,), "float32", constant=True),
-             "w_scale": TensorSpec((n,), "float32", constant=True)}  # fmt: skip
+             "w_scale": TensorSpec((n,), "float32", constant=True),
+             "w_sums": TensorSpec((rows, n), "int32", constant=True)}  # fmt: skip
     scalar = TensorSpec((), "float32", constant=True)
     plain = FusedNode(f"{kind}_bias_activation", "y", ("x", "w", "bias"), {**attributes, "activation": "relu"},
                       ("float16",))  # fmt: skip
@@ -72,12 +84,18 @@ def problem(shape: tuple[int, ...], zeros: bool) -> tuple[FusedNode, FusedNode, 
 
 def calls(plan: Plan, specs: list[TensorSpec]) -> Calls:
     """Return calls of a plan, on operands that take turns."""
-    types = {"float16": torch.float16, "float32": torch.float32, "uint8": torch.uint8, "int8": torch.int8}
+    types = {
+        "float16": torch.float16,
+        "float32": torch.float32,
+        "uint8": torch.uint8,
+        "int8": torch.int8,
+        "int32": torch.int32,
+    }
     moved = sum(math.prod(spec.shape) * types[spec.dtype].itemsize for spec in (*specs, *plan.outputs))
     count = min(CALLS, max(1, SETS_BYTES // moved))
 
     def made(spec: TensorSpec) -> torch.Tensor:
-        if spec.dtype in ("uint8", "int8"):
+        if "int" in spec.dtype:
             return torch.randint(0, 100, spec.shape, device="cuda").to(types[spec.dtype])
         return torch.rand(spec.shape, device="cuda").to(types[spec.dtype]) / 64
 

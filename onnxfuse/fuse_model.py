@@ -35,7 +35,7 @@ from onnxfuse.ir.serde import write_model
 from onnxfuse.layout.assign import LAYOUT, LayoutResult, assign_layouts
 from onnxfuse.layout.conversion import Layout, LayoutOptions
 from onnxfuse.layout.fusions import CONVOLUTION, GATE
-from onnxfuse.layout.products import store_rows
+from onnxfuse.layout.products import store_rows, store_sums
 from onnxfuse.match import Miss
 from onnxfuse.passes import Folded, Pass
 from onnxfuse.passes.folded import STORED, node_label
@@ -484,6 +484,7 @@ def lay_images_out(work: Work) -> None:
         standing = {*settings.exclude, *_kept_outputs(work.graph, settings.fusions, work.keep)}
         options = LayoutOptions(settings.layout, channels_last, standing, settings.left_out)
         layouts = assign_layouts(work.graph, work.shapes, options, fused)
+    store_sums(work.shapes)
     work.found = replace(work.found, layout=replace(layouts, originals={**layouts.originals, **stored}))
 
 

@@ -138,13 +138,17 @@ def implementation(conv: Conv, config: HopperConfig | SlicedConfig, device: Devi
 
 def defines(conv: Conv, config: HopperConfig, device: Device) -> Defines:
     """Return the macros of gemm_hopper.cuh and conv_operands.cuh."""
+    own = {"K_BLOCK": k_block(conv), "CHANNELS": conv.c, "DIMS": len(conv.kernel)}
+    return {**hopper.defines(gemm_of_blocks(conv), config, device), **own, **of_filter(conv)}
+
+
+def of_filter(conv: Conv) -> Defines:
+    """Return the macros of a filter: its sizes, strides, pads before x and dilations."""
     by_axis = {
         "KERNEL": three(conv.kernel), "STRIDE": three(conv.strides), "PAD": three(conv.pads_begin, missing=0),
         "DILATION": three(conv.dilations),
     }  # fmt: skip
-    named = {f"{name}_{axis}": each for name, of in by_axis.items() for axis, each in zip("DHW", of, strict=True)}
-    own = {"K_BLOCK": k_block(conv), "CHANNELS": conv.c, "DIMS": len(conv.kernel)}
-    return {**hopper.defines(gemm_of_blocks(conv), config, device), **own, **named}
+    return {f"{name}_{axis}": each for name, of in by_axis.items() for axis, each in zip("DHW", of, strict=True)}
 
 
 def arguments(conv: Conv, config: HopperConfig) -> tuple[Argument, ...]:

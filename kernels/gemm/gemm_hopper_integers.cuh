@@ -1,10 +1,10 @@
 // The epilogue of gemm_hopper_threads.cuh for products of integers: by row, in the words of epilogue.cuh.
 //
-//   acc = (sum - zeros[0, column] + the zeros of taps outside x) * x_scale * w_scale[column]
+//   acc = (sum - x_zero * w_sums[row, column]) * x_scale * w_scale[column]
 //
-// x stands for (x - x_zero) * x_scale, w for w * w_scale, and sum is that of x w. zeros[0, column] is x_zero times the
-// sum of the column of w, as quantized_zeros.cu writes it. A convolution reads zeros in its padding, where x stands for
-// 0: row 1 + t of `zeros` is x_zero times the column's sum over tap t, for the taps that lie outside x.
+// x stands for (x - x_zero) * x_scale, w for w * w_scale, and sum is that of x w. w_sums[0, column] is the sum of the
+// column of w. A convolution reads zeros in its padding, where x stands for 0: its sums are those of the taps inside x,
+// one row for each range of them (conv_edges.cuh).
 //
 // Four lanes hold eight columns of a row in wgmma's layout, two each. They exchange the sums of 32 columns through shared
 // memory, so that each finishes eight neighbouring ones; the integers that they mostly store then fill a sector of L2.
@@ -14,8 +14,9 @@
 //   BARRIER_BYTES, EXCHANGE_PITCH    as the host counts them; the second is in sums, from a row to the next
 //   WIDTH      columns that are finished together: 8, 4, 2 or 1; they divide n
 //   W_SCALES   1: w_scale has one number per column; 0: one number
-//   X_ZERO     1: x has a zero point, and `zeros` the numbers above; 0: it is 0
-//   EDGES      1: taps may lie outside x, and conv_edges.cuh has the struct Edges, which tells which ones; else 0
+//   OPERAND    s8 or u8, the type of x and of x_zero
+//   X_ZERO     1: x has a zero point, and w_sums the numbers above; 0: it is 0
+//   EDGES      1: taps may lie outside x, and conv_edges.cuh has the struct Edges, which tells the row of sums; else 0
 #pragma once
 #include "gemm_hopper_threads.cuh"
 
@@ -29,14 +30,15 @@ static_assert(EXCHANGE_PITCH % 32 == 8, "stores of four rows use different banks
 
 #ifndef DIMS  // a product of matrices
 struct Edges {
-    __device__ __forceinline__ u64 outside(int row) const { return 0; }
+    __device__ __forceinline__ int row(int pixel) const { return 0; }
 };
 #endif
 
 struct IntegerOutput {
     Epilogue epilogue;
     const T *x_scale, *w_scale;
-    const f32* zeros;  // the bits of integers
+    const OPERAND* x_zero;
+    const f32* w_sums;  // the bits of integers
     Edges edges;
     int m, n;
 };
@@ -69,21 +71,28 @@ __device__ __forceinline__ void exchange(char* memory, const int* d, int (&sums)
         }
 }
 
-// The part of a column that is the same in all rows.
+constexpr int ROWS_OF_SUMS = EDGES ? 2 : 1;  // of the two rows of a thread
+
+// The parts of WIDTH columns that few rows share.
 struct IntegerColumns {
     float scale[WIDTH];
-    int zero[WIDTH];
+    Pack<f32, WIDTH> sums[ROWS_OF_SUMS];
 
-    __device__ __forceinline__ void load(const IntegerOutput& of, float x_scale, int column) {
+    // `rows` are the rows of w_sums.
+    __device__ __forceinline__ void load(const IntegerOutput& of, float x_scale, const int (&rows)[2], int column) {
         if constexpr (W_SCALES) unpack(load_cached<WIDTH>(of.w_scale + column), scale);
         else scale[0] = ColumnVectors::value(of.w_scale);
-        Pack<f32, WIDTH> loaded = {};
-        if constexpr (X_ZERO) loaded = load_once<WIDTH>(of.zeros + column);
+        if constexpr (X_ZERO)
 #pragma unroll
-        for (int i = WIDTH - 1; i >= 0; --i) {
-            scale[i] = x_scale * scale[W_SCALES ? i : 0];
-            zero[i] = int(loaded.words[i]);
-        }
+            for (int i = 0; i < ROWS_OF_SUMS; ++i)
+                sums[i] = load_cached<WIDTH>(of.w_sums + size_t(rows[i]) * of.n + column);
+#pragma unroll
+        for (int i = WIDTH - 1; i >= 0; --i) scale[i] = x_scale * scale[W_SCALES ? i : 0];
+    }
+    // Returns the number that the sum of a column stands for, in the first or the second row of the thread.
+    __device__ __forceinline__ float number(int sum, int x_zero, int row, int i) const {
+        if constexpr (X_ZERO) sum -= x_zero * int(sums[EDGES ? row : 0].words[i]);
+        return float(sum) * scale[i];
     }
 };
 
@@ -99,25 +108,6 @@ __device__ __forceinline__ void load_columns(Loads& loads, int row, int column, 
     of.epilogue.program.template load<true>(loads.of_elements, row, column, at, WIDTH);
 }
 
-// Finishes WIDTH columns of a row.
-__device__ __forceinline__ void finish_columns(const int* sums, const IntegerColumns& columns, const Loads& loads,
-                                               u64 outside, int row, int column, const IntegerOutput& of) {
-    int zero[WIDTH];
-    float acc[WIDTH];
-#pragma unroll
-    for (int i = 0; i < WIDTH; ++i) zero[i] = columns.zero[i];
-    if constexpr (EDGES)
-        for (u64 left = outside; left; left &= left - 1) {
-            const Pack<f32, WIDTH> tap = load_once<WIDTH>(of.zeros + size_t(__ffsll(left)) * of.n + column);
-#pragma unroll
-            for (int i = 0; i < WIDTH; ++i) zero[i] -= int(tap.words[i]);
-        }
-#pragma unroll
-    for (int i = 0; i < WIDTH; ++i) acc[i] = float(sums[i] - zero[i]) * columns.scale[i];
-    const long long at = (long long)row * of.n + column;
-    of.epilogue.finish<false>(at, loads, acc, acc);  // GATED is 0, so that the second argument is not used
-}
-
 // Finishes the 64 rows of an atom; `origin` is its first row and column. Operands are loaded before the exchange.
 __device__ __forceinline__ void finish_atom(const int (&d)[COLUMNS / 2], int2 origin, const IntegerOutput& of) {
     extern __shared__ __align__(1024) char memory[];
@@ -125,7 +115,8 @@ __device__ __forceinline__ void finish_atom(const int (&d)[COLUMNS / 2], int2 or
     const int thread = threadIdx.x % 128;
     const int first = origin.x + thread / 32 * 16 + thread % 32 / 4;
     const float x_scale = ColumnVectors::value(of.x_scale);
-    const u64 outside[2] = {EDGES ? of.edges.outside(first) : 0, EDGES ? of.edges.outside(first + 8) : 0};
+    const int x_zero = X_ZERO ? *of.x_zero : 0;
+    const int rows[2] = {EDGES ? of.edges.row(first) : 0, EDGES ? of.edges.row(first + 8) : 0};
     const bool inside[2] = {first < of.m, first + 8 < of.m};
 #pragma unroll
     for (int group = 0; group < TILE_N / 32; ++group) {
@@ -136,7 +127,7 @@ __device__ __forceinline__ void finish_atom(const int (&d)[COLUMNS / 2], int2 or
         for (int part = 0; part < 8 / WIDTH; ++part) {
             const int from = column + part * WIDTH;
             if (from >= of.n) break;
-            columns[part].load(of, x_scale, from);
+            columns[part].load(of, x_scale, rows, from);
 #pragma unroll
             for (int row = 0; row < 2; ++row)
                 if (inside[row]) load_columns(loads[part][row], first + 8 * row, from, of);
@@ -149,9 +140,14 @@ __device__ __forceinline__ void finish_atom(const int (&d)[COLUMNS / 2], int2 or
             if (from >= of.n) break;
 #pragma unroll
             for (int row = 0; row < 2; ++row)
-                if (inside[row])
-                    finish_columns(&sums[row][part * WIDTH], columns[part], loads[part][row], outside[row],
-                                   first + 8 * row, from, of);
+                if (inside[row]) {
+                    float acc[WIDTH];
+#pragma unroll
+                    for (int i = 0; i < WIDTH; ++i)
+                        acc[i] = columns[part].number(sums[row][part * WIDTH + i], x_zero, row, i);
+                    const long long at = (long long)(first + 8 * row) * of.n + from;
+                    of.epilogue.finish<false>(at, loads[part][row], acc, acc);  // without a gate, one acc is not used
+                }
         }
     }
 }

@@ -23,6 +23,7 @@ class Integers:
     w_scale: Pointer
     w_scales: int  # how many numbers w_scale has: one, or one for each column of y
     x_zero: Pointer | None  # None: it is 0
+    w_sums: Pointer | None  # sums of w, as in algebra/filter_edges.py; used with x_zero
     is_symmetric: bool  # w is int8, and w_zero is 0
 
 

@@ -1,41 +1,61 @@
-// The taps of a filter that lie outside x, for gemm_hopper_integers.cuh.
+// The taps of a filter that lie inside x, for gemm_hopper_integers.cuh.
 //
-// Macros: those of conv_operands.cuh, and EDGES of gemm_hopper_integers.cuh.
+// Along an axis, the taps that lie before x and those that lie after it are none, or the first and the last few. So the
+// taps inside x are one of few ranges, each of which has a row of sums: the rows of an axis are those of 0 to BEGIN taps
+// before x, and for each of them those of 0 to END taps after it. W is the innermost axis.
+//
+// Macros: KERNEL_*, STRIDE_*, PAD_*, DILATION_* of conv_operands.cuh
+//   END_D, END_H, END_W    the most taps after x, by axis
 #pragma once
-#include "conv_operands.cuh"
+#include "types.cuh"
 
 namespace {
+
+constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W;
+
+template <int KERNEL, int STRIDE, int PAD, int DILATION, int END>
+struct AxisEdges {
+    static constexpr int CUT = PAD > 0 ? (PAD + DILATION - 1) / DILATION : 0, BEGIN = CUT < KERNEL ? CUT : KERNEL;
+    static constexpr int ROWS = (BEGIN + 1) * (END + 1);
+
+    // Returns the row for an element of y, where x has `size` elements.
+    static __device__ __forceinline__ int row(int at, int size) {
+        const int first = at * STRIDE - PAD, beyond = first + (KERNEL - 1) * DILATION - size;
+        const int before = first < 0 ? min((-first + DILATION - 1) / DILATION, BEGIN) : 0;
+        const int after = beyond < 0 ? 0 : min(beyond / DILATION + 1, END);
+        return before * (END + 1) + after;
+    }
+    static __device__ __forceinline__ bool has(int row, int tap) {
+        return tap >= row / (END + 1) && tap < KERNEL - row % (END + 1);
+    }
+};
+
+using EdgesD = AxisEdges<KERNEL_D, STRIDE_D, PAD_D, DILATION_D, END_D>;
+using EdgesH = AxisEdges<KERNEL_H, STRIDE_H, PAD_H, DILATION_H, END_H>;
+using EdgesW = AxisEdges<KERNEL_W, STRIDE_W, PAD_W, DILATION_W, END_W>;
+constexpr int EDGE_ROWS = EdgesD::ROWS * EdgesH::ROWS * EdgesW::ROWS;
 
 // The sizes of x, and those of y.
 struct Edges {
     int x_d, x_h, x_w, y_d, y_h, y_w;
 
-    // Returns the taps of the filter that lie outside x for a pixel of y: bit t of tap t, where W is innermost.
-    __device__ __forceinline__ u64 outside(int pixel) const {
+    // Returns the row of sums for a pixel of y.
+    __device__ __forceinline__ int row(int pixel) const {
         const int lines = pixel / y_w, planes = lines / y_h;
-        const int w = pixel - lines * y_w, h = lines - planes * y_h, d = planes % y_d;
-        if (inside(w * STRIDE_W - PAD_W, KERNEL_W, DILATION_W, x_w) &&
-            inside(h * STRIDE_H - PAD_H, KERNEL_H, DILATION_H, x_h) &&
-            inside(d * STRIDE_D - PAD_D, KERNEL_D, DILATION_D, x_d))
-            return 0;
-        u64 found = 0;
-#pragma unroll
-        for (int tap = 0; tap < KERNEL_D * KERNEL_H * KERNEL_W; ++tap) {
-            const int of_w = w * STRIDE_W - PAD_W + tap % KERNEL_W * DILATION_W;
-            const int of_h = h * STRIDE_H - PAD_H + tap / KERNEL_W % KERNEL_H * DILATION_H;
-            const int of_d = d * STRIDE_D - PAD_D + tap / (KERNEL_W * KERNEL_H) * DILATION_D;
-            if (u32(of_w) >= u32(x_w) || u32(of_h) >= u32(x_h) || u32(of_d) >= u32(x_d)) found |= 1ull << tap;
-        }
-        return found;
-    }
-
-private:
-    // Whether all taps along an axis lie inside x.
-    static __device__ __forceinline__ bool inside(int first, int taps, int dilation, int size) {
-        return first >= 0 && first + (taps - 1) * dilation < size;
+        const int d = EdgesD::row(planes % y_d, x_d), h = EdgesH::row(lines - planes * y_h, x_h);
+        return (d * EdgesH::ROWS + h) * EdgesW::ROWS + EdgesW::row(pixel - lines * y_w, x_w);
     }
 };
 
-static_assert(!EDGES || KERNEL_D * KERNEL_H * KERNEL_W <= 64);
+// Returns the sum over the taps of a row, of the sums of each tap.
+__device__ __forceinline__ int sum_of_row(const int* of_taps, int row) {
+    const int lines = row / EdgesW::ROWS, w = row % EdgesW::ROWS, h = lines % EdgesH::ROWS, d = lines / EdgesH::ROWS;
+    int sum = 0;
+    for (int tap = 0; tap < TAPS; ++tap)
+        if (EdgesW::has(w, tap % KERNEL_W) && EdgesH::has(h, tap / KERNEL_W % KERNEL_H) &&
+            EdgesD::has(d, tap / (KERNEL_W * KERNEL_H)))
+            sum += of_taps[tap];
+    return sum;
+}
 
 }  // namespace

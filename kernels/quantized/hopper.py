@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Final
 
+from onnxfuse.algebra.filter_edges import Beyond, most_taps_beyond, row_count
 from onnxfuse.kernels.conv import hopper as conv_hopper
 from onnxfuse.kernels.conv.problem import Conv, plain_pads, three
 from onnxfuse.kernels.gemm import hopper
@@ -14,7 +15,7 @@ from onnxfuse.kernels.gemm.problem import Gemm, Integers
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.tensors import ABSENT, VECTOR_BYTES, Defines
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Scalar, TensorMap
-from onnxfuse.runtime.symint import best_first
+from onnxfuse.runtime.symint import best_first, is_symbolic
 
 WGMMA_ARCH: Final = 90
 # Consumers that take turns are faster than ones that share a tile, except with few tiles. On an H200, a shared 128x256
@@ -22,10 +23,15 @@ WGMMA_ARCH: Final = 90
 # 734; but a shared 128x192 takes 18.0 for 4096x768x3072, less than three others.
 CONFIGS: Final = (*(each for each in hopper.CONFIGS if each.pingpong), HopperConfig(128, 192))
 OPERAND: Final = {"int8": "s8", "uint8": "u8"}  # the macro, by the dtype of x
-ZEROS: Final = Pointer("scratch", 0)  # where quantized_zeros.cu writes
+SUMS: Final = Pointer("scratch", 0)  # where quantized_sums.cu writes
 MAX_WIDTH: Final = 8  # columns of y that a thread finishes together
-COLUMNS_OF_ZEROS: Final = 8  # columns of y per block of quantized_zeros.cu
-MAX_TAPS: Final = 64  # the most taps of a filter that may lie outside x: a thread holds a bit for each
+COLUMNS_OF_SUMS: Final = 8  # columns of y per block of quantized_sums.cu
+MAX_TAPS: Final = 1024  # the most taps of a filter whose sums quantized_sums.cu holds in shared memory
+ONE_TAP: Final[Defines] = {  # the macros of conv_edges.cuh for a product of matrices
+    f"{name}_{axis}": value
+    for name, value in (("KERNEL", 1), ("STRIDE", 1), ("PAD", 0), ("DILATION", 1), ("END", 0))
+    for axis in "DHW"
+}
 MAX_LENGTH: Final = 2**31 // (255 * 128)  # the most products of x and w whose sum int32 surely holds
 
 
@@ -54,41 +60,44 @@ def _is_supported(gemm: Gemm, device: Device) -> bool:
 def _product(gemm: Gemm, config: HopperConfig, device: Device) -> Implementation:
     maps = (_matrix(gemm.x, gemm.m, gemm.k, config.tile_m), _matrix(gemm.w, gemm.n, gemm.k, config.tile_n))
     integers = (gemm.m, gemm.n, gemm.k, hopper.group_m(gemm, config))
-    defines = {**hopper.defines(gemm, config, device), **_defines(gemm, has_edges=False)}
+    defines = {**hopper.defines(gemm, config, device), **_defines(gemm, edge_rows=1)}
     given = (*maps, *_pointers(gemm), *(Scalar(value, "int32") for value in integers))
     launch = hopper.kernel_launch("quantized_gemm", gemm, config, device, defines, given)
-    return _after_zeros(f"quantized_gemm {config.name}", launch, gemm, taps=1, has_edges=False)
+    return _after_sums(f"quantized_gemm {config.name}", launch, gemm, ONE_TAP, edge_rows=1)
 
 
 def convolutions(conv: Conv, device: Device) -> list[Implementation]:
     """Return the implementations of a convolution of integers, the expected fastest first; none if unsupported."""
     conv = plain_pads(conv)
     integers = of_integers(conv)
-    has_edges = integers.x_zero is not None and _has_pads(conv)
     if not conv_hopper.is_supported(conv, device) or not integers.is_symmetric or conv.taps * conv.c > MAX_LENGTH:
         return []
-    if has_edges and conv.taps > MAX_TAPS:
+    if integers.x_zero is not None and conv.taps > MAX_TAPS:
         return []
     gemm = conv_hopper.gemm_of_blocks(conv)
     ordered = best_first(conv_hopper.fitting(conv, device), lambda config: conv_hopper.cycles(gemm, config, device))
-    return [_convolution(conv, config, device, has_edges) for config in ordered[: conv_hopper.MAX_CONFIGS]]
+    return [_convolution(conv, config, device) for config in ordered[: conv_hopper.MAX_CONFIGS]]
 
 
-def _has_pads(conv: Conv) -> bool:
-    """Return whether some tap may lie outside x."""
-    return not all(pad == 0 for pad in (*conv.pads_begin, *conv.pads_end))
-
-
-def _convolution(conv: Conv, config: HopperConfig, device: Device, has_edges: bool) -> Implementation:
+def _convolution(conv: Conv, config: HopperConfig, device: Device) -> Implementation:
     gemm = conv_hopper.gemm_of_blocks(conv)
     y_sizes, x_sizes = three(conv.y_sizes), three(conv.sizes)
     integers = (conv.pixels, conv.m, *y_sizes, hopper.group_m(gemm, config), *x_sizes)
-    defines = {**conv_hopper.defines(conv, config, device), **_defines(gemm, has_edges)}
+    beyond = taps_beyond(conv)
+    ends = three(tuple(after for _, after in beyond), missing=0)
+    of_filter = {**conv_hopper.of_filter(conv), **{f"END_{axis}": end for axis, end in zip("DHW", ends, strict=True)}}
+    defines = {**conv_hopper.defines(conv, config, device), **of_filter, **_defines(gemm, row_count(beyond))}
     maps = conv_hopper.operand_maps(conv, config)
     given = (*maps, *_pointers(gemm), *(Scalar(value, "int32") for value in integers))
     launch = hopper.kernel_launch("quantized_conv", gemm, config, device, defines, given)
-    name = f"quantized_conv {config.name}"
-    return _after_zeros(name, launch, replace(gemm, k=conv.c), conv.taps, has_edges)
+    return _after_sums(f"quantized_conv {config.name}", launch, replace(gemm, k=conv.c), of_filter, row_count(beyond))
+
+
+def taps_beyond(conv: Conv) -> Beyond:
+    """Return the most taps that lie before and after x; with auto_pad and dynamic sizes, all but one after it."""
+    reach = [(taps - 1) * dilation for taps, dilation in zip(conv.kernel, conv.dilations, strict=True)]
+    ends = [far if is_symbolic(pad) else pad for pad, far in zip(conv.pads_end, reach, strict=True)]
+    return most_taps_beyond(conv.kernel, conv.dilations, conv.pads_begin, ends)
 
 
 def of_integers(problem: Gemm | Conv) -> Integers:
@@ -97,13 +106,13 @@ def of_integers(problem: Gemm | Conv) -> Integers:
     return problem.integers
 
 
-def _defines(gemm: Gemm, has_edges: bool) -> Defines:
+def _defines(gemm: Gemm, edge_rows: int) -> Defines:
     """Return the macros of gemm_hopper_integers.cuh."""
     integers = of_integers(gemm)
     return {
         "OPERAND": OPERAND[integers.x_dtype], "W_SCALES": int(integers.w_scales > 1),
         "WIDTH": math.gcd(MAX_WIDTH, gemm.n) if gemm.aligned else 1,
-        "X_ZERO": int(integers.x_zero is not None), "EDGES": int(has_edges),
+        "X_ZERO": int(integers.x_zero is not None), "EDGES": int(integers.x_zero is not None and edge_rows > 1),
         "BARRIER_BYTES": hopper.BARRIER_BYTES, "EXCHANGE_PITCH": hopper.EXCHANGE_PITCH,
     }  # fmt: skip
 
@@ -112,7 +121,7 @@ def _pointers(gemm: Gemm) -> tuple[Argument, ...]:
     integers = of_integers(gemm)
     return (
         gemm.y, gemm.bias or ABSENT, gemm.residual or ABSENT, integers.x_scale, integers.w_scale,
-        ZEROS if integers.x_zero else ABSENT,
+        integers.x_zero or ABSENT, integers.w_sums or (SUMS if integers.x_zero else ABSENT),
     )  # fmt: skip
 
 
@@ -121,16 +130,13 @@ def _matrix(pointer: Pointer, rows: int, columns: int, height: int) -> TensorMap
     return TensorMap(pointer, "uint8", (columns, rows), (columns,), (hopper.ROW_BYTES, height), 128)
 
 
-def _after_zeros(name: str, launch: Launch, gemm: Gemm, taps: int, has_edges: bool) -> Implementation:
-    """Return a launch, after the one that writes what it subtracts for x_zero, if there is one."""
+def _after_sums(name: str, launch: Launch, gemm: Gemm, of_filter: Defines, edge_rows: int) -> Implementation:
+    """Return a launch, after one that writes the sums of weights if the launch needs them and the node lacks them."""
     integers = of_integers(gemm)
-    if integers.x_zero is None:
+    if integers.x_zero is None or integers.w_sums:
         return Implementation(name, (launch,))
-    defines: Defines = {
-        "TAPS": taps, "EDGES": int(has_edges), "OPERAND": OPERAND[integers.x_dtype], "COLUMNS": COLUMNS_OF_ZEROS,
-    }  # fmt: skip
-    kernel = Kernel("quantized_zeros", "quantized_zeros", defines)
-    given = (gemm.w, integers.x_zero, ZEROS, Scalar(gemm.n, "int32"), Scalar(gemm.k, "int32"))
-    grid = (-(-gemm.n // COLUMNS_OF_ZEROS), 1, 1)
-    zeros = Launch(kernel, grid, (32 * COLUMNS_OF_ZEROS, 1, 1), given, pdl=True)
-    return Implementation(name, (zeros, launch), (4 * gemm.n * (1 + taps * has_edges),))
+    kernel = Kernel("quantized_sums", "quantized_sums", {**of_filter, "COLUMNS": COLUMNS_OF_SUMS})
+    given = (gemm.w, SUMS, Scalar(gemm.n, "int32"), Scalar(gemm.k, "int32"))
+    grid = (-(-gemm.n // COLUMNS_OF_SUMS), 1, 1)
+    sums = Launch(kernel, grid, (32 * COLUMNS_OF_SUMS, 1, 1), given, pdl=True)
+    return Implementation(name, (sums, launch), (4 * gemm.n * edge_rows,))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from onnxfuse.algebra.filter_edges import row_count
 from onnxfuse.ir.dtypes import DTYPE_NUMBERS
 from onnxfuse.kernels import epilogue_node
 from onnxfuse.kernels.conv import host as conv_host
@@ -49,8 +50,9 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
         return f"{node.fusion}: the output is bfloat16, which needs compute capability {BF16_ARCH}; found {device.arch}"
     for name, found in given.items():
         of = next((each for each in ("x", "w") if name in (each, f"{each}_zero_point")), None)
-        if of is None and found != dtype:
-            return f"{node.fusion}: {name} is {found}; required {dtype}, as the output"
+        required = "int32" if name == "w_sums" else dtype
+        if of is None and found != required:
+            return f"{node.fusion}: {name} is {found}; required {required}{', as the output' * (required == dtype)}"
         if of is not None and (found not in INTEGERS or found != given[of]):
             return f"{node.fusion}: {name} is {found}; required int8 or uint8, and zero points as what they belong to"
     if node.fusion == CONV:
@@ -81,7 +83,11 @@ def problem_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
     problem, y = conv_of(node, typed, device) if node.fusion == CONV else gemm_of(node, typed, device)
     x, w = required_spec(node, inputs, "x"), required_spec(node, inputs, "w")
     columns, scales = y.shape[-1], element_count(required_spec(node, inputs, "w_scale"))
-    counts = {"x_scale": (1,), "x_zero_point": (1,), "w_scale": (1, columns), "w_zero_point": (scales,)}
+    rows = row_count(hopper.taps_beyond(problem)) if isinstance(problem, Conv) else 1
+    counts = {
+        "x_scale": (1,), "x_zero_point": (1,), "w_scale": (1, columns), "w_zero_point": (scales,),
+        "w_sums": (rows * columns,),
+    }  # fmt: skip
     for name, allowed in counts.items():
         spec = operand_spec(node, inputs, name)
         if spec is not None and element_count(spec) not in allowed:
@@ -89,13 +95,11 @@ def problem_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
                 f"{node.fusion} '{node.name}': {name} has shape {list(spec.shape)}; "
                 f"required {' or '.join(map(str, dict.fromkeys(allowed)))} elements"
             )
-    x_scale, w_scale, *x_zero = (
-        Pointer("input", index)
-        for name in ("x_scale", "w_scale", "x_zero_point")
-        if (index := node.input_index(name)) is not None
-    )
-    is_symmetric = w.dtype == "int8" and node.input_index("w_zero_point") is None
-    integers = Integers(x.dtype, x_scale, w_scale, scales, x_zero[0] if x_zero else None, is_symmetric)
+    pointers = {name: Pointer("input", i) for i, name in enumerate(node.operands)}
+    x_zero, w_sums = pointers.get("x_zero_point"), pointers.get("w_sums")
+    is_symmetric = w.dtype == "int8" and "w_zero_point" not in pointers
+    x_scale, w_scale = pointers["x_scale"], pointers["w_scale"]
+    integers = Integers(x.dtype, x_scale, w_scale, scales, x_zero, w_sums, is_symmetric)
     return replace(problem, integers=integers), y
 
 

@@ -1,4 +1,4 @@
-"""Store weights of products as kernels read them."""
+"""Store weights of products and convolutions of integers as kernels read them, and their sums."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ from collections.abc import Collection
 from typing import Final
 
 import numpy as np
+import onnx
 
+from onnxfuse.algebra.filter_edges import Beyond, most_taps_beyond, sums_inside
 from onnxfuse.analysis.shape_info import ShapeInfo
-from onnxfuse.ir.attributes import str_attribute
+from onnxfuse.ir.attributes import int_attribute, ints_attribute, str_attribute
 from onnxfuse.ir.domain import DOMAIN
-from onnxfuse.ir.graph import constant_value
-from onnxfuse.ir.node import Node, Tensor, consumers, is_constant
+from onnxfuse.ir.graph import constant_value, take_name
+from onnxfuse.ir.node import Constant, Node, Tensor, consumers, is_constant
 from onnxfuse.layout.axes import Perm
 from onnxfuse.layout.bodies import channels_last_function
-from onnxfuse.layout.fusions import QUANTIZED_PRODUCT
+from onnxfuse.layout.fusions import QUANTIZED_CONVOLUTION, QUANTIZED_PRODUCT
 from onnxfuse.rewrite.replace import FunctionCall, Fused, LocalFunctions, drop_functions, put_call
 
 TURNED: Final[Perm] = (1, 0)
+SUMS: Final = "w_sums"  # the operand
 
 
 def store_rows(shapes: ShapeInfo, recorded: Collection[Fused]) -> dict[str, tuple[str, Perm]]:
@@ -54,10 +57,63 @@ def store_rows(shapes: ShapeInfo, recorded: Collection[Fused]) -> dict[str, tupl
     return originals
 
 
+def store_sums(shapes: ShapeInfo) -> None:
+    """Store the sums of weights that kernels multiply by the zero point of x, as an operand that no body reads.
+
+    Kernels compute them in each run where they are not stored: of weights that are no constants or have zero points,
+    and of convolutions whose pads depend on sizes.
+    """
+    graph = shapes.graph
+    found = {node: summed for node in graph.nodes if (summed := _summed(node)) is not None}
+    bodies = {f.name: f for f in graph.functions if f.domain == DOMAIN}
+    if found and not graph.is_subgraph:
+        drop_functions(graph, found)
+    functions, stored = LocalFunctions(graph), dict[tuple[str, Beyond], Constant]()
+    for node, (weight, beyond) in found.items():
+        operands, body = _operands(node), onnx.FunctionProto()
+        if (weight.name, beyond) not in stored:
+            sums = sums_inside(constant_value(graph, weight), beyond)
+            stored[weight.name, beyond] = graph.constant(f"{weight.name}/sums", sums)
+        body.CopyFrom(bodies[node.op])
+        at = operands.index("w_scale") + 1
+        body.name = str_attribute(node, "fusion", "")
+        body.input.insert(at, take_name({*body.input, *(name for one in body.node for name in one.output)}, SUMS))
+        attributes = {**node.attrs, "operands": " ".join((*operands[:at], SUMS, *operands[at:]))}
+        inputs = (*node.inputs[:at], stored[weight.name, beyond], *node.inputs[at:])
+        put_call(shapes, [node], FunctionCall(functions.add(body), node.name, inputs, list(node.outputs), attributes))
+    if found:
+        graph.remove_dead()
+        graph.sort()
+
+
+def _summed(node: Node) -> tuple[Constant, Beyond] | None:
+    """Return the weights of a node, if their sums can be stored, and the most taps beyond x; a matrix has none."""
+    fusion = str_attribute(node, "fusion", "") if node.domain == DOMAIN else ""
+    if fusion not in (QUANTIZED_PRODUCT, QUANTIZED_CONVOLUTION):
+        return None
+    operands, weight = _operands(node), _weight(node)
+    if "x_zero_point" not in operands or not is_constant(weight) or not {"w_zero_point", SUMS}.isdisjoint(operands):
+        return None
+    if fusion == QUANTIZED_PRODUCT:
+        return (weight, ()) if str_attribute(node, "weight_layout", "") == "nk" else None
+    _, *kernel, _ = weight.shape
+    is_known = str_attribute(node, "layout", "") == "nhwc" and str_attribute(node, "auto_pad", "NOTSET") == "NOTSET"
+    if not is_known or int_attribute(node, "group", 1) != 1:
+        return None
+    axes = len(kernel)
+    pads = ints_attribute(node, "pads", [0] * 2 * axes)
+    dilations = ints_attribute(node, "dilations", [1] * axes)
+    return weight, most_taps_beyond(kernel, dilations, pads[:axes], pads[axes:])
+
+
 def _has_columns(node: Node) -> bool:
     is_product = node.domain == DOMAIN and str_attribute(node, "fusion", "") == QUANTIZED_PRODUCT
     return is_product and str_attribute(node, "weight_layout", "") == "kn"
 
 
+def _operands(node: Node) -> list[str]:
+    return str_attribute(node, "operands", "").split()
+
+
 def _weight(node: Node) -> Tensor:
-    return node.inputs[str_attribute(node, "operands", "").split().index("w")]
+    return node.inputs[_operands(node).index("w")]

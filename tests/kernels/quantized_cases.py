@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import ml_dtypes
 import numpy as np
 
+from onnxfuse.algebra.filter_edges import most_taps_beyond, sums_inside
 from onnxfuse.runtime.plan import FusedNode, TensorSpec
 
 Arrays = dict[str, np.ndarray]
@@ -27,6 +28,7 @@ class Case:
     x_zero, w_zero  the zero points; None if the node has none
     per_column      w has a scale for each column of y
     layout          of the weight of a product: kn or nk
+    sums            whether the node has the sums of its weights
     after           what follows: nothing, or relu and a quantizer, or a dequantized residual before these
     """
 
@@ -41,6 +43,7 @@ class Case:
     bias: bool = True
     dtype: str = "float32"
     layout: str = "nk"
+    sums: bool = False
     after: str = ""
     sizes: tuple[int, ...] = ()
     kernel: tuple[int, ...] = ()
@@ -124,6 +127,10 @@ class Case:
         found["w_scale"] = (scales if self.per_column else scales[:1].reshape(())).astype(NUMPY[self.dtype])
         if self.w_zero is not None:
             found["w_zero_point"] = np.full(found["w_scale"].shape, self.w_zero, NUMPY[self.w_dtype])
+        if self.sums:
+            of = self.filter
+            pads = of["pads"][: len(self.sizes)], of["pads"][len(self.sizes) :]
+            found["w_sums"] = sums_inside(w, most_taps_beyond(self.kernel, of["dilations"], *pads))
         if self.bias:
             found["bias"] = random.standard_normal(self.n).astype(NUMPY[self.dtype])
         if self.after:
@@ -221,4 +228,9 @@ AFTER = [
     for case in (GEMMS[0], GEMMS[1], GEMMS[3], GEMMS[5], GEMMS[6], CONVS[0], CONVS[1], CONVS[2], CONVS[3], CONVS[7])
     for after in ("relu", "residual")
 ]
-CASES = [*GEMMS, *CONVS, *AFTER]
+SUMS = [
+    replace(case, sums=True)
+    for case in (*GEMMS, *CONVS, *AFTER)
+    if case.x_zero is not None and case.w_zero is None and case.layout == "nk" and case.w_dtype == "int8"
+]
+CASES = [*GEMMS, *CONVS, *AFTER, *SUMS]

@@ -23,8 +23,8 @@ OWN = {
     "quantized_gemm": (*SOURCES, *LAST, "gemm/gemm_operands.cuh", "quantized/quantized_gemm.cu"),
     "quantized_conv": (
         SOURCES[0],
-        "conv/conv_operands.cuh",
         "quantized/conv_edges.cuh",
+        "conv/conv_operands.cuh",
         SOURCES[1],
         *LAST,
         "quantized/quantized_conv.cu",
@@ -34,7 +34,7 @@ RUN = """
 extern "C" void run(const Map* maps, void* const* p, const int* sizes, int grid, int cluster, int shared_bytes) {
     emulated::launch(grid, cluster, shared_bytes, [=] {
         KERNEL({maps}, {maps + 1}, (T*)p[0], (const T*)p[1], (const T*)p[2], (const T*)p[3], (const T*)p[4],
-               (const f32*)p[5], SIZES);
+               (const OPERAND*)p[5], (const f32*)p[6], SIZES);
     });
 }
 """
@@ -45,6 +45,8 @@ CASES = [
     Case(1, 35, 128, sizes=(9, 11), kernel=(3, 3), pads=SAME, x_zero=77),
     Case(1, 40, 256, sizes=(12, 7), kernel=(3, 2), pads=(0, 1, 2, 1), dilations=(2, 1), x_dtype="int8", x_zero=-128),
     Case(1, 64, 128, sizes=(5, 5), kernel=(1, 1), x_zero=9),
+    Case(33, 40, 128, x_zero=5, sums=True),
+    Case(1, 64, 128, sizes=(2, 9), kernel=(3, 5), pads=(2, 4, 2, 3), dilations=(1, 2), x_zero=9, sums=True),
 ]  # fmt: skip
 
 
@@ -73,14 +75,14 @@ def run(plan: Plan, arrays: list[np.ndarray], y: np.ndarray, folder: Path) -> No
     addresses[Pointer("output", 0)] = y.ctypes.data
     for step in plan.steps:
         assert isinstance(step, Launch)
-        if step.kernel.source == "quantized_zeros":
+        if step.kernel.source == "quantized_sums":
             launch(step, library(step.kernel, folder), addresses.__getitem__)
             continue
         found = [each for each in step.arguments if isinstance(each, TensorMap)]
         maps = (Map * len(found))(*(map_of(each, addresses[each.pointer]) for each in found))
-        others = step.arguments[2:8]
-        pointers = (ctypes.c_void_p * 6)(*(addresses[each] if isinstance(each, Pointer) else None for each in others))
-        integers = [each.value for each in step.arguments[8:] if isinstance(each, Scalar)]
+        others = step.arguments[2:9]
+        pointers = (ctypes.c_void_p * 7)(*(addresses[each] if isinstance(each, Pointer) else None for each in others))
+        integers = [each.value for each in step.arguments[9:] if isinstance(each, Scalar)]
         sizes = (ctypes.c_int * len(integers))(*integers)
         names = ", ".join(f"sizes[{i}]" for i in range(len(integers)))
         text = RUN.replace("KERNEL", step.kernel.entry).replace("SIZES", names)

@@ -9,6 +9,7 @@ import pytest
 from layout_models import assert_same, attribute, converted, nodes, operators, parse
 from onnx import TensorProto, numpy_helper
 
+from onnxfuse import unfuse
 from onnxfuse.fuse_model import FusedModel
 
 STEP = 0.02  # one step of an output, as a share of its largest value: onnxruntime's integer operators round otherwise
@@ -107,8 +108,35 @@ def test_products_store_a_shared_weight_once_by_rows() -> None:
     model = parse(text, w=integers(8, 8))
     result = converted(model)
     assert [attribute(node, "weight_layout") for node in nodes(result, "quantized_gemm")] == ["nk"]  # equal products
-    assert weights_of(result) == {"w/nk": (8, 8)}
+    assert weights_of(result) == {"w/nk": (8, 8), "w/nk/sums": (1, 8)}
     assert_same(model, result.model, n=5)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "rows"),
+    [
+        ("pads = [1, 2, 0, 1]", 2 * 3 * 1 * 2),
+        ("pads = [0, 0, 0, 0]", 1),
+        ('auto_pad = "SAME_UPPER"', 0),
+        ("group = 2", 0),
+    ],
+)
+def test_sums_of_weights_are_stored_once_for_each_range_of_taps(attributes: str, rows: int) -> None:
+    """A kernel multiplies them by the zero point of x; no body reads them, and unfusing drops them."""
+    text = f"""(float[n,16,h,w] x) => (float[n,8,p,q] y) <{SCALES}>
+    {{ q = QuantizeLinear (x, s, z) d = DequantizeLinear (q, s, z) kd = DequantizeLinear (k, t)
+       y = Conv <{attributes}> (d, kd) }}"""
+    model = parse(text, k=integers(8, 8 if "group" in attributes else 16, 3, 3))
+    result = converted(model)
+    (conv,) = nodes(result, "quantized_conv")
+    operands = attribute(conv, "operands").split()
+    assert ("w_sums" in operands) is (rows > 0) and len(operands) == len(conv.input)
+    if rows:
+        stored = {t.name: numpy_helper.to_array(t) for t in result.model.graph.initializer}
+        sums, weights = (stored[conv.input[operands.index(name)]] for name in ("w_sums", "w"))
+        assert sums.shape == (rows, 8) and (sums[0] == weights.astype(int).sum((1, 2, 3))).all()
+        assert not any(each.name.endswith("sums") for each in unfuse(result.model)[0].graph.initializer)
+    assert_same(model, result.model, STEP, n=2, h=5, w=6)
 
 
 def test_a_weight_that_an_embedding_reads_stays_as_it_is() -> None:

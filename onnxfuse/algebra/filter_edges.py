@@ -1,0 +1,50 @@
+"""The taps of a filter that lie inside the image: one row of sums for each range of them.
+
+A product of integers whose image has a zero point subtracts the zero point times the sum of the weights.  A convolution
+reads zeros in its padding, so that this sum is over the taps inside the image.  Along an axis, the taps before it and
+those after it are none, or the first and the last few.  The rows are those of all pairs of these counts: with the
+count after the image in the inner loop, and the axes as in the filter, the innermost last.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Beyond: TypeAlias = tuple[tuple[int, int], ...]  # by axis, the most taps before the image and after it
+
+
+def most_taps_beyond(
+    kernel: Sequence[int], dilations: Sequence[int], pads_begin: Sequence[int], pads_end: Sequence[int]
+) -> Beyond:
+    """Return the most taps that lie before the image and after it, by axis."""
+    axes = zip(kernel, dilations, zip(pads_begin, pads_end, strict=True), strict=True)
+    return tuple(
+        (min(taps, -(-max(begin, 0) // dilation)), min(taps, -(-max(end, 0) // dilation)))
+        for taps, dilation, (begin, end) in axes
+    )
+
+
+def row_count(beyond: Beyond) -> int:
+    """Return the number of rows."""
+    return math.prod((before + 1) * (after + 1) for before, after in beyond)
+
+
+def sums_inside(weights: npt.NDArray[np.int8], beyond: Beyond) -> npt.NDArray[np.int32]:
+    """Return the sums of weights (n, *kernel, channels) of integers over channels and taps: int32 (rows, n)."""
+    of_taps = weights.sum(axis=-1, dtype=np.int32)
+    is_inside = (
+        np.array([
+            [before <= tap < taps - after for tap in range(taps)]
+            for before, after in itertools.product(range(most_before + 1), range(most_after + 1))
+        ], np.int32)
+        for taps, (most_before, most_after) in zip(of_taps.shape[1:], beyond, strict=True)
+    )  # fmt: skip
+    whole = functools.reduce(np.kron, is_inside, np.ones((1, 1), np.int32))
+    return np.asarray(whole @ of_taps.reshape(len(of_taps), -1).T, np.int32)
