@@ -139,11 +139,11 @@ struct Epilogue {
         if constexpr (HAS_RESIDUAL) loads.residual = load_once<W>(residual + at);
     }
 
-    // Computes y from W accumulators and the loaded operands, and stores it at index `at`. STREAM: y is stored so that
-    // it is evicted from L2 first.
+    // Computes y from W accumulators and the loaded operands, and stores it at index `at` unless it is not `inside` y.
+    // STREAM: y is stored so that it is evicted from L2 first.
     template <bool STREAM, int W, bool WRAPS, class Index>
     __device__ __forceinline__ void finish(Index at, const EpilogueLoads<W, WRAPS>& loads, const float (&acc)[W],
-                                           const float (&up)[W]) const {
+                                           const float (&up)[W], bool inside = true) const {
         ColumnValues<W> values;
         float added[W], results[W];
         if constexpr (HAS_BIAS) loads.bias.unpack_to(values.bias);
@@ -155,8 +155,10 @@ struct Epilogue {
             results[i] = epilogue_columns(acc[i], GATED ? up[i] : 0.0f, values, i, HAS_RESIDUAL ? added[i] : 0.0f,
                                           alpha, beta);
         }
-        program.apply<true>(results, added, loads.of_row, loads.of_columns, loads.of_elements, at, W);
-        if constexpr (STORES_Y) store<STREAM>(y + at, results);
+        program.apply<true>(results, added, loads.of_row, loads.of_columns, loads.of_elements, at,
+                            inside ? W : 0);
+        if constexpr (STORES_Y)
+            if (inside) store<STREAM>(y + at, results);
     }
 
     // Computes and stores W elements of a row of `columns`, from `column` on; `up` is used only if GATED.

@@ -96,19 +96,54 @@ struct IntegerColumns {
     }
 };
 
-using Loads = EpilogueLoads<WIDTH, false>;
+// The operands of the epilogue for a thread's two rows and eight columns of a group of 32.
+struct GroupOperands {
+    static constexpr int PARTS = 8 / WIDTH;
+    EpilogueLoads<WIDTH, false> loads[PARTS][2];
+    IntegerColumns columns[PARTS];
+    bool inside[PARTS][2];
 
-// Loads what the epilogue reads for WIDTH columns of a row.
-__device__ __forceinline__ void load_columns(Loads& loads, int row, int column, const IntegerOutput& of) {
-    const long long at = (long long)row * of.n + column;
-    of.epilogue.load_columns(loads, column, of.n);
-    of.epilogue.load_residual(loads, at);
-    of.epilogue.program.load(loads.of_row, row, true);
-    of.epilogue.program.template load<true>(loads.of_columns, column, WIDTH);
-    of.epilogue.program.template load<true>(loads.of_elements, row, column, at, WIDTH);
-}
+    // `of_rows` is what the program reads for each row, and `rows` are those of w_sums. Nothing is read of elements
+    // outside y.
+    __device__ __forceinline__ void load(const IntegerOutput& of, const Program::OfRow (&of_rows)[2], float x_scale,
+                                         const int (&rows)[2], int first, int column) {
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) {
+            const int from = column + part * WIDTH, existing = from < of.n ? from : 0;
+            columns[part].load(of, x_scale, rows, existing);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int row = first + 8 * i;
+                const long long at = (long long)row * of.n + from;
+                auto& to = loads[part][i];
+                inside[part][i] = from < of.n && row < of.m;
+                of.epilogue.load_columns(to, existing, of.n);
+                if (inside[part][i]) of.epilogue.load_residual(to, at);
+                to.of_row = of_rows[i];
+                of.epilogue.program.template load<true>(to.of_columns, existing, WIDTH);
+                of.epilogue.program.template load<true>(to.of_elements, row, from, at, inside[part][i] ? WIDTH : 0);
+            }
+        }
+    }
+    // Finishes eight sums of each row.
+    __device__ __forceinline__ void finish(const IntegerOutput& of, const int (&sums)[2][8], int x_zero, int first,
+                                           int column) const {
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                float acc[WIDTH];
+#pragma unroll
+                for (int j = 0; j < WIDTH; ++j) acc[j] = columns[part].number(sums[i][part * WIDTH + j], x_zero, i, j);
+                const long long at = (long long)(first + 8 * i) * of.n + column + part * WIDTH;
+                of.epilogue.finish<false>(at, loads[part][i], acc, acc, inside[part][i]);  // one acc is for gates
+            }
+    }
+};
 
-// Finishes the 64 rows of an atom; `origin` is its first row and column. Operands are loaded before the exchange.
+// Finishes the 64 rows of an atom; `origin` is its first row and column. Operands are loaded before the exchange. Rows and
+// columns that are not in y are computed from operands of others, but not stored: without branches, what depends on
+// scales of the program alone is computed once.
 __device__ __forceinline__ void finish_atom(const int (&d)[COLUMNS / 2], int2 origin, const IntegerOutput& of) {
     extern __shared__ __align__(1024) char memory[];
     char* own_memory = memory + EXCHANGE_AT + (threadIdx.x / 32 - 4) * EXCHANGE_BYTES;  // the producers are 4 warps
@@ -117,38 +152,22 @@ __device__ __forceinline__ void finish_atom(const int (&d)[COLUMNS / 2], int2 or
     const float x_scale = ColumnVectors::value(of.x_scale);
     const int x_zero = X_ZERO ? *of.x_zero : 0;
     const int rows[2] = {EDGES ? of.edges.row(first) : 0, EDGES ? of.edges.row(first + 8) : 0};
-    const bool inside[2] = {first < of.m, first + 8 < of.m};
+    Program::OfRow of_rows[2];
 #pragma unroll
-    for (int group = 0; group < TILE_N / 32; ++group) {
-        const int column = origin.y + 32 * group + thread % 4 * 8;
-        Loads loads[8 / WIDTH][2];
-        IntegerColumns columns[8 / WIDTH];
+    for (int row = 0; row < 2; ++row) of.epilogue.program.load(of_rows[row], min(first + 8 * row, of.m - 1), true);
+    constexpr int GROUPS = TILE_N / 32,
+                  AHEAD = WIDTH == 8;  // operands are loaded a group ahead, if registers hold them
+    GroupOperands operands[1 + AHEAD];
+    const int column = origin.y + thread % 4 * 8;
 #pragma unroll
-        for (int part = 0; part < 8 / WIDTH; ++part) {
-            const int from = column + part * WIDTH;
-            if (from >= of.n) break;
-            columns[part].load(of, x_scale, rows, from);
-#pragma unroll
-            for (int row = 0; row < 2; ++row)
-                if (inside[row]) load_columns(loads[part][row], first + 8 * row, from, of);
-        }
+    for (int group = -AHEAD; group < GROUPS; ++group) {
+        const int next = group + AHEAD;
+        if (origin.y + 32 * group >= of.n) return;
+        if (next < GROUPS) operands[next % (1 + AHEAD)].load(of, of_rows, x_scale, rows, first, column + 32 * next);
+        if (group < 0) continue;
         int sums[2][8];
         exchange(own_memory, &d[16 * group], sums);
-#pragma unroll
-        for (int part = 0; part < 8 / WIDTH; ++part) {
-            const int from = column + part * WIDTH;
-            if (from >= of.n) break;
-#pragma unroll
-            for (int row = 0; row < 2; ++row)
-                if (inside[row]) {
-                    float acc[WIDTH];
-#pragma unroll
-                    for (int i = 0; i < WIDTH; ++i)
-                        acc[i] = columns[part].number(sums[row][part * WIDTH + i], x_zero, row, i);
-                    const long long at = (long long)(first + 8 * row) * of.n + from;
-                    of.epilogue.finish<false>(at, loads[part][row], acc, acc);  // without a gate, one acc is not used
-                }
-        }
+        operands[group % (1 + AHEAD)].finish(of, sums, x_zero, first, column + 32 * group);
     }
 }
 

@@ -89,8 +89,8 @@ __device__ __forceinline__ void put(bool, T* to, const T (&values)[N]) {
         alignas(N < 16 ? N : 16) u32 words[N / 4];
 #pragma unroll
         for (int i = 0; i < N; i += 4)
-            words[i / 4] = (u32(values[i]) & 255) | (u32(values[i + 1]) & 255) << 8 |
-                           (u32(values[i + 2]) & 255) << 16 | u32(values[i + 3]) << 24;
+            words[i / 4] = __byte_perm(__byte_perm(values[i], values[i + 1], 0x0040),
+                                       __byte_perm(values[i + 2], values[i + 3], 0x0040), 0x5410);
         copy_elements<u32, N / 4>(words, reinterpret_cast<u32*>(to));
     } else {
         alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) T aligned[N];
