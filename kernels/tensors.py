@@ -6,7 +6,7 @@ Values that depend on dynamic dims are not compile-time constants: see `macro` a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final, TypeAlias
 
 from onnxfuse.runtime.plan import Device, FusedNode, Pointer, Scalar, Struct, TensorSpec, Value
@@ -15,7 +15,8 @@ from onnxfuse.runtime.symint import always, expect_equal, gcd, is_symbolic
 Defines: TypeAlias = dict[str, int | float | str]  # the compile-time constants (macros) of a kernel
 
 STORAGE: Final = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}  # the storage types of types.cuh, by dtype
-ITEM_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
+INTEGERS: Final = {"int8": "s8", "uint8": "u8"}  # and those of integers, which few kernels take
+ITEM_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1}
 VECTOR_BYTES: Final = 16  # the widest load or store of a thread on every architecture
 ABSENT: Final = Scalar(0, "int64")  # the argument that a kernel gets in place of an absent operand: a null pointer
 
@@ -26,14 +27,16 @@ ABSENT: Final = Scalar(0, "int64")  # the argument that a kernel gets in place o
 STREAMED_FROM_BYTES: Final = 48 << 20
 
 
-def unsupported_dtype(node: FusedNode, input_dtypes: Sequence[str]) -> str | None:
+def unsupported_dtype(
+    node: FusedNode, input_dtypes: Sequence[str], supported: Collection[str] = tuple(STORAGE)
+) -> str | None:
     """Return a message that names an input or output with an unsupported dtype; None if all are supported."""
     for name, dtype in (
         *zip(node.operands, input_dtypes, strict=True),
         *((f"output {i}", dtype) for i, dtype in enumerate(node.output_dtypes)),
     ):
-        if dtype not in STORAGE:
-            return f"{node.fusion}: {name} is {dtype}; the kernel takes {', '.join(STORAGE)}"
+        if dtype not in supported:
+            return f"{node.fusion}: {name} is {dtype}; the kernel takes {', '.join(supported)}"
     return None
 
 

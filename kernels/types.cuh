@@ -8,6 +8,7 @@ struct f32 { unsigned bits; };
 struct f16 { unsigned short bits; };
 struct bf16 { unsigned short bits; };
 
+// Integers of 8 bits are types of storage too; what is stored is rounded to the nearest one.
 using s8 = signed char;
 using u8 = unsigned char;
 using u32 = unsigned;
@@ -75,6 +76,16 @@ __device__ __forceinline__ void widen(f16, unsigned word, float* to) {
         : "=f"(to[0]), "=f"(to[1]) : "r"(word));
 }
 
+__device__ __forceinline__ void widen(s8, unsigned word, float* to) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) to[i] = float(int(word << (24 - 8 * i)) >> 24);
+}
+
+__device__ __forceinline__ void widen(u8, unsigned word, float* to) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) to[i] = float(word >> 8 * i & 0xffu);
+}
+
 __device__ __forceinline__ unsigned narrow(f32, const float* from) { return __float_as_uint(from[0]); }
 
 __device__ __forceinline__ unsigned narrow(f16, const float* from) {
@@ -103,6 +114,17 @@ __device__ __forceinline__ unsigned narrow(bf16, const float* from) {
 #endif
 }
 
+__device__ __forceinline__ unsigned bytes_of(const float* from, int lowest) {
+    unsigned word = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        word |= (unsigned(min(max(__float2int_rn(from[i]), lowest), lowest + 255)) & 0xffu) << 8 * i;
+    return word;
+}
+
+__device__ __forceinline__ unsigned narrow(s8, const float* from) { return bytes_of(from, -128); }
+__device__ __forceinline__ unsigned narrow(u8, const float* from) { return bytes_of(from, 0); }
+
 // ---- vectors -----------------------------------------------------------------------------------------------------
 
 // N neighbouring elements as stored in memory.
@@ -116,9 +138,10 @@ template <class T, int N>
 __device__ __forceinline__ void unpack(const Pack<T, N>& pack, float (&to)[N]) {
     constexpr int EACH = 4 / sizeof(T);
     if constexpr (N < EACH) {
-        float both[2];
-        widen(T(), pack.words[0], both);
-        to[0] = both[0];
+        float all[EACH];
+        widen(T(), pack.words[0], all);
+#pragma unroll
+        for (int i = 0; i < N; ++i) to[i] = all[i];
     } else {
 #pragma unroll
         for (int i = 0; i < N / EACH; ++i) widen(T(), pack.words[i], to + i * EACH);
@@ -130,8 +153,10 @@ __device__ __forceinline__ Pack<T, N> pack(const float (&from)[N]) {
     constexpr int EACH = 4 / sizeof(T);
     Pack<T, N> packed;
     if constexpr (N < EACH) {
-        const float both[2] = {from[0], 0.0f};
-        packed.words[0] = narrow(T(), both);
+        float all[EACH] = {};
+#pragma unroll
+        for (int i = 0; i < N; ++i) all[i] = from[i];
+        packed.words[0] = narrow(T(), all);
     } else {
 #pragma unroll
         for (int i = 0; i < N / EACH; ++i) packed.words[i] = narrow(T(), from + i * EACH);
@@ -166,6 +191,8 @@ __device__ __forceinline__ void load_bytes(const char* from, unsigned* to) {
         LOAD("v2.u32", "{%0, %1}, [%2]", "=r"(to[0]), "=r"(to[1]));
     } else if constexpr (BYTES == 4) {
         LOAD("u32", "%0, [%1]", "=r"(to[0]));
+    } else if constexpr (BYTES == 1) {
+        LOAD("u8", "%0, [%1]", "=r"(to[0]));
     } else {
         unsigned short half;
         LOAD("u16", "%0, [%1]", "=h"(half));
@@ -193,6 +220,8 @@ __device__ __forceinline__ void store_bytes(char* to, const unsigned* from) {
         STORE("v2.u32", "[%0], {%1, %2}", "l"(to), "r"(from[0]), "r"(from[1]));
     } else if constexpr (BYTES == 4) {
         STORE("u32", "[%0], %1", "l"(to), "r"(from[0]));
+    } else if constexpr (BYTES == 1) {
+        STORE("u8", "[%0], %1", "l"(to), "r"(from[0]));
     } else {
         STORE("u16", "[%0], %1", "l"(to), "h"((unsigned short)from[0]));
     }

@@ -8,7 +8,7 @@ from typing import Final
 from onnxfuse.kernels.pooling.global_pools import global_plans
 from onnxfuse.kernels.pooling.tiles import window_plans
 from onnxfuse.kernels.pooling.windows import unsupported_window
-from onnxfuse.kernels.tensors import unsupported_choice, unsupported_dtype
+from onnxfuse.kernels.tensors import INTEGERS, STORAGE, unsupported_choice, unsupported_dtype
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
 
 GLOBAL: Final = ("global_average_pool", "global_max_pool")
@@ -16,7 +16,8 @@ GLOBAL: Final = ("global_average_pool", "global_max_pool")
 
 def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
     """Return why no kernel runs this node on this device; None if one does."""
-    refusal = unsupported_dtype(node, input_dtypes) or unsupported_choice(node, "layout", ("nhwc",), "nchw")
+    supported = (*STORAGE, *(INTEGERS if node.fusion == "max_pool" else ()))
+    refusal = unsupported_dtype(node, input_dtypes, supported) or unsupported_choice(node, "layout", ("nhwc",), "nchw")
     if refusal is None and len({*input_dtypes, *node.output_dtypes}) > 1:
         refusal = f"{node.fusion}: x is {input_dtypes[0]} and y is {node.output_dtypes[0]}; the kernel takes one dtype"
     if refusal is None and node.fusion not in GLOBAL:

@@ -9,6 +9,7 @@ from typing import Final
 
 from onnxfuse.kernels.pooling.windows import UNIT, Window, windows
 from onnxfuse.kernels.tensors import (
+    INTEGERS,
     ITEM_BYTES,
     STORAGE,
     STREAMED_FROM_BYTES,
@@ -28,6 +29,7 @@ LINE_BYTES: Final = 128  # maximum bytes of a pixel that the threads of one bloc
 BUSY_THREADS: Final = 256  # threads per multiprocessor below which tiles are made smaller
 LANES_W: Final = 8  # largest number of threads along a row
 UNROLLED_LOADS: Final = 36  # loads per tile up to which window rows are unrolled
+MAX_WIDTH: Final = 8  # largest number of channels per thread: 16 integers would take too many registers
 MAX_CHUNK: Final = 9  # largest number of vectors of a row in flight per thread
 MAX_BLOCKS: Final = 2**31 - 1
 
@@ -65,8 +67,8 @@ def window_plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) 
     if not math.prod(y.shape):
         return [Plan((y,), ())]
     planes, rows, columns = (*(UNIT,) * (3 - len(spatial)), *spatial)
-    width = vector_width([x, y], channels)
-    defines: Defines = {"T": STORAGE[x.dtype], "CHANNELS": channels, "WIDTH": width}
+    width = vector_width([x, y], channels, MAX_WIDTH)
+    defines: Defines = {"T": {**STORAGE, **INTEGERS}[x.dtype], "CHANNELS": channels, "WIDTH": width}
     for axis, window in zip("DHW", (planes, rows, columns), strict=True):
         defines |= {f"KERNEL_{axis}": window.kernel, f"STRIDE_{axis}": window.stride}
         defines[f"DILATION_{axis}"] = window.dilation if window.kernel > 1 else 1

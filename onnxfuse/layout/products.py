@@ -97,8 +97,9 @@ def _summed(node: Node) -> tuple[Constant, Beyond] | None:
     if fusion == QUANTIZED_PRODUCT:
         return (weight, ()) if str_attribute(node, "weight_layout", "") == "nk" else None
     _, *kernel, _ = weight.shape
-    is_known = str_attribute(node, "layout", "") == "nhwc" and str_attribute(node, "auto_pad", "NOTSET") == "NOTSET"
-    if not is_known or int_attribute(node, "group", 1) != 1:
+    required = (("layout", "", "nhwc"), ("w_layout", "ohwi", "ohwi"), ("auto_pad", "NOTSET", "NOTSET"))
+    is_plain = all(str_attribute(node, name, default) == value for name, default, value in required)
+    if not is_plain or int_attribute(node, "group", 1) != 1:
         return None
     axes = len(kernel)
     pads = ints_attribute(node, "pads", [0] * 2 * axes)

@@ -35,6 +35,7 @@ from onnxfuse.layout.writer import ImageCall, image_rank
 
 BFLOAT16_OPSET: Final = 13  # the first opset whose Transpose takes bfloat16
 MAX_BLOCK: Final = 8  # largest block side, in pixels, for which DepthToSpace and SpaceToDepth have a kernel
+POOLED_INTEGERS: Final = frozenset({int(TensorProto.INT8), int(TensorProto.UINT8)})  # for which max_pool has kernels
 NORM: Final = "group_norm"  # a fusion whose kernel can compute the operators after it as its epilogue
 # Elementwise fusions: unless they read slices, their functions work unchanged in either layout.
 NEUTRAL_FUSIONS: Final = frozenset({"activation", "gated_activation"})
@@ -94,7 +95,8 @@ def _of_image(
     """Return the conversion of an operator on one image to a node of this fusion, unless `why_not` returns a reason."""
     if reason := why_not(model, node):
         return reason
-    if not image_rank(model.shapes, node.inputs[0]) or model.shapes.dtype(node.inputs[0]) not in FUSIBLE_FLOATS:
+    dtypes = FUSIBLE_FLOATS | POOLED_INTEGERS if op_of(node) == "MaxPool" else FUSIBLE_FLOATS
+    if not image_rank(model.shapes, node.inputs[0]) or model.shapes.dtype(node.inputs[0]) not in dtypes:
         return NOT_AN_IMAGE
     return _fused(model, node, fusion, {"x": node.inputs[0]}, node.attrs)
 

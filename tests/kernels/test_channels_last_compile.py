@@ -30,7 +30,7 @@ SOURCES = (
 def plans(device: Device) -> Iterator[Plan]:
     for case in CASES:
         some = ("float16", "float32", "bfloat16") if case in LARGE else ("float16", "float32")
-        for dtype in some:
+        for dtype in (*some, *(("int8", "uint8") if case.fusion == "max_pool" else ())):
             for aligned in (True, False) if case not in LARGE else (True,):
                 node, specs = case.node(dtype), case.specs(dtype, aligned)
                 host = host_of(case.fusion)

@@ -47,6 +47,23 @@ def test_small_tensors(device: Device, dtype: str, case: Case, aligned: bool) ->
                 check(y, expected, slack=2.0)
 
 
+@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "misaligned"])
+@pytest.mark.parametrize("case", [each for each in SMALL if each.fusion == "max_pool"], ids=str)
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+def test_pools_of_integers(device: Device, dtype: str, case: Case, aligned: bool) -> None:
+    limits = np.iinfo(dtype)
+    x = np.random.default_rng(0).integers(limits.min, limits.max + 1, case.shape).astype(dtype)
+    expected = (
+        np.maximum(case.expected({"x": x}), limits.min) if x.size else np.empty(0)
+    )  # of padding alone: the lowest
+    node, specs = case.node(dtype), case.specs(dtype, aligned)
+    for plan in host_of(case.fusion).candidates(node, specs, device):
+        (spec,) = plan.outputs
+        y = upload(np.zeros(spec.shape, dtype), aligned)
+        launch(plan, [upload(x, aligned)], [y])
+        assert not x.size or (y.get().view(dtype).reshape(expected.shape) == expected).all()
+
+
 @pytest.mark.parametrize("case", LARGE, ids=str)
 def test_sizes_of_models(device: Device, case: Case) -> None:
     inputs = case.inputs("float16")

@@ -111,6 +111,21 @@ def drawn_run(
             return x, attributes, onnxruntime(fusion, x, attributes)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+@pytest.mark.parametrize("channels", [1, 6, 24, 64])
+def test_integers(dtype: str, channels: int, tmp_path: Path) -> None:
+    """Padding is below every integer."""
+    random, limits = np.random.default_rng(channels), np.iinfo(dtype)
+    x = random.integers(limits.min, limits.max + 1, (2, 9, 11, channels)).astype(dtype)
+    x[0] = limits.min
+    attributes = {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1, 1, 1, 1]}
+    expected = onnxruntime("max_pool", x, attributes)
+    for plan in plans("max_pool", x, attributes, aligned=channels != 6):
+        (y,) = emulate(plan, [x], tmp_path, channels != 6)
+        assert y.dtype == x.dtype
+        np.testing.assert_array_equal(y, expected)
+
+
 WINDOWS: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
     ("max_pool", (2, 13, 17, 64), {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1, 1, 1, 1]}),
     ("max_pool", (1, 20, 20, 72), {"kernel_shape": [5, 5], "pads": [2, 2, 2, 2]}),

@@ -96,6 +96,21 @@ def test_sums_of_integers_are_scaled_by_channels() -> None:
     assert_same(model, result.model, n=2, h=5, w=6)
 
 
+def test_a_pool_of_integers_is_channels_last() -> None:
+    text = f"""(float[n,8,h,w] x) => (float[n,8,p,q] y) <{SCALES}>
+    {{ xq = QuantizeLinear (x, s, z) d = DequantizeLinear (xq, s, z) ud = DequantizeLinear (u, t)
+       a = Conv (d, ud) aq = QuantizeLinear (a, s, z) ad = DequantizeLinear (aq, s, z)
+       m = MaxPool <kernel_shape = [3, 3], strides = [2, 2], pads = [1, 1, 1, 1]> (ad) mq = QuantizeLinear (m, s, z)
+       md = DequantizeLinear (mq, s, z) y = Conv (md, ud) }}"""
+    model = parse(text, u=integers(8, 8, 1, 1))
+    result = converted(model, regions=True)
+    assert programs(result, "quantized_conv") == [["Q"], []]
+    (pool,) = nodes(result, "max_pool")
+    assert attribute(pool, "output_types") == [TensorProto.UINT8]
+    assert operators(result)["Transpose"] == 1  # of the output
+    assert_same(model, result.model, STEP, n=2, h=7, w=9)
+
+
 PRODUCT = "q = QuantizeLinear (x, s, z) d = DequantizeLinear (q, s, z) wd = DequantizeLinear (w, t) a = MatMul (d, wd)"
 
 

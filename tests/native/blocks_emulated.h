@@ -67,6 +67,11 @@ static float widened(f32 value) { return bits_as<float>(value.bits); }
 static float widened(f16 value) { return float(bits_as<_Float16>(value.bits)); }
 static float widened(bf16 value) { return bits_as<float>(u32(value.bits) << 16); }
 
+static float widened(s8 value) { return value; }
+static float widened(u8 value) { return value; }
+
+static s8 narrowed(s8, float value) { return s8(lrintf(min(max(value, -128.0f), 127.0f))); }
+static u8 narrowed(u8, float value) { return u8(lrintf(min(max(value, 0.0f), 255.0f))); }
 static f32 narrowed(f32, float value) { return {bits_as<u32>(value)}; }
 static f16 narrowed(f16, float value) { return {bits_as<unsigned short>(_Float16(value))}; }
 static bf16 narrowed(bf16, float value) {
