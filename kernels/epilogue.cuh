@@ -78,6 +78,15 @@ struct ColumnVectors {
     }
 };
 
+// The operands of the epilogue and y, as an argument of kernels; epilogue.py writes the fields in this order.
+struct EpilogueOperands {
+    const T *bias, *extra, *column_scale, *residual;
+    T* y;
+    float alpha, beta;
+
+    __device__ __forceinline__ ColumnVectors vectors() const { return {bias, extra, column_scale}; }
+};
+
 // ---- by row ------------------------------------------------------------------------------------------------------
 
 // W neighbouring elements of a column vector as they lie in memory. WRAPS: the columns may pass the end of a row, so
@@ -116,10 +125,7 @@ struct EpilogueLoads {
     Program::OfElements<W> of_elements;
 };
 
-struct Epilogue {
-    const T *bias, *extra, *column_scale, *residual;
-    T* y;
-    float alpha, beta;
+struct Epilogue : EpilogueOperands {
     Program program;
 
     // Loads the W elements of each column vector from `column` on; a row has `columns` columns.

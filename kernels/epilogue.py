@@ -1,9 +1,10 @@
-"""The macros of epilogue.cuh, which matrix products and convolutions share."""
+"""The macros and operands of epilogue.cuh, which matrix products and convolutions share."""
 
 from __future__ import annotations
 
 from onnxfuse.activations import PRELU
-from onnxfuse.kernels.tensors import STORAGE, Defines
+from onnxfuse.kernels.tensors import ABSENT, STORAGE, Defines, float32
+from onnxfuse.runtime.plan import Pointer, Struct
 
 
 def epilogue_defines(
@@ -40,3 +41,15 @@ def epilogue_defines(
         "RESIDUAL_FIRST": int(residual and residual_first),
         "OPTIONAL_BIAS": int(optional_bias),
     }
+
+
+def epilogue_operands(
+    vectors: tuple[Pointer | None, Pointer | None, Pointer | None], residual: Pointer | None, y: Pointer | None,
+    parameters: tuple[float, float],
+) -> Struct:  # fmt: skip
+    """Return the struct EpilogueOperands of epilogue.cuh; operands that are None are null.
+
+    vectors     bias, extra (one of up_bias, slope and column_shift), and column_scale
+    parameters  alpha and beta of the activation
+    """
+    return Struct((*(each or ABSENT for each in (*vectors, residual, y)), *float32(*parameters)))

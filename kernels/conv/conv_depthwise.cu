@@ -28,6 +28,7 @@
 #include "types.cuh"
 #include "epilogue.cuh"
 #include "conv_columns.cuh"
+#include "conv_sizes.cuh"
 
 constexpr int THREADS = BX * BW * BH, SLICE = BX * VEC;                      // SLICE: channels of a block
 constexpr int PIECES = (KW + PIECE - 1) / PIECE, ROW_TAPS = PIECES * PIECE;  // per filter row, padded to whole pieces
@@ -134,14 +135,14 @@ __device__ __forceinline__ void multiply_tap(float (&sums)[TW][VEC], const float
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    conv_depthwise(const T* x, const T* w, const T* bias, const T* extra, const T* scale, const T* residual, T* y,
-                   float alpha, float beta, int depth, int height, int width, int out_depth, int out_height,
-                   int out_width, int pad_d, int pad_h, int pad_w) {
+    conv_depthwise(const T* x, const T* w, EpilogueOperands epilogue_operands, ConvSizes sizes) {
     extern __shared__ __align__(16) char memory[];
     float* staged = reinterpret_cast<float*>(memory);
     const int vector = threadIdx.x % BX, strip = threadIdx.x / BX;
     const int first_channel = blockIdx.y * SLICE, channel = first_channel + vector * VEC;
 
+    const int depth = sizes.x.d, height = sizes.x.h, width = sizes.x.w;
+    const int out_depth = sizes.y.d, out_height = sizes.y.h, out_width = sizes.y.w;
     const int patches_w = (out_width + TW * BW - 1) / (TW * BW), patches_h = (out_height + TH * BH - 1) / (TH * BH);
     int patch = blockIdx.x;
     const int patch_w = patch % patches_w;
@@ -152,7 +153,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int out_row = (patch_h * BH + strip / BW) * TH, out_column = (patch_w * BW + strip % BW) * TW;
     const bool active = channel < CHANNELS && out_row < out_height && out_column < out_width;
 
-    const int row = out_row * SH - pad_h, column = out_column * SW - pad_w, z = out_z * SD - pad_d;
+    const int row = out_row * SH - sizes.pads.h, column = out_column * SW - sizes.pads.w;
+    const int z = out_z * SD - sizes.pads.d;
     const i64 pitch = i64(width) * CHANNELS;
     const u32 inside = active ? columns_inside(column, width) : 0;
     const T* corner = x + i64(image) * depth * height * pitch + i64(column) * CHANNELS + channel;
@@ -244,7 +246,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         }
     }
 
-    const Epilogue epilogue{bias, extra, scale, residual, y, alpha, beta};
+    const Epilogue epilogue{epilogue_operands};
     EpilogueLoads<VEC, false> loads[TW];
     epilogue.load_columns(loads[0], channel, CHANNELS);
 #pragma unroll

@@ -36,6 +36,7 @@
 //   and those of epilogue.cuh
 #include "types.cuh"
 #include "epilogue.cuh"
+#include "conv_sizes.cuh"
 #include "gemm_multiply.cuh"
 
 constexpr int THREADS = 32 * BLOCK_GROUPS * WARPS_M, ALL_GROUPS = CHANNELS / 8;
@@ -223,11 +224,7 @@ __device__ __forceinline__ void sum_apart(float (&sums)[2], const char* from, co
 
 // The positions of y of a lane: for two neighbouring channels, one column of each of the two strips that the warp
 // computes at a time.
-struct Output {
-    ColumnVectors vectors;
-    const T* residual;
-    T* y;
-    float alpha, beta;
+struct Output : EpilogueOperands {
     int height, width, first_group;  // sizes of the image, and the block's first group
     ColumnValues<2> values;
 
@@ -235,7 +232,7 @@ struct Output {
     __device__ __forceinline__ void load_columns(int channel) {
         if (channel >= CHANNELS) return;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) vectors.load(values, i, channel + i);
+        for (int i = 0; i < 2; ++i) vectors().load(values, i, channel + i);
     }
 
     // Applies the epilogue to the sums of position (row, column) of the tile, and stores the results at `to`.
@@ -302,16 +299,14 @@ __device__ __forceinline__ void compute_strips(const char* patch, char* stage, P
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    conv_depthwise_mma(const T* x, const T* w, const T* bias, const T* extra, const T* scale, const T* residual, T* y,
-                       float alpha, float beta, int images, int height, int width, int out_height, int out_width,
-                       int pad_h, int pad_w) {
+    conv_depthwise_mma(const T* x, const T* w, EpilogueOperands epilogue_operands, ConvSizes sizes) {
     extern __shared__ __align__(16) char memory[];
     char* stage = memory + BUFFERS * PATCH;
     const int warp = threadIdx.x / 32, warp_group = warp % BLOCK_GROUPS, first_group = blockIdx.x * BLOCK_GROUPS;
     const int group = first_group + warp_group;
-    const Tiles tiles{images, (out_height + TP - 1) / TP, (out_width + TQ - 1) / TQ};
-    const Image of{x, height, width, pad_h, pad_w, first_group};
-    Output output{{bias, extra, scale}, residual, y, alpha, beta, out_height, out_width, first_group, {}};
+    const Tiles tiles{sizes.images, (sizes.y.h + TP - 1) / TP, (sizes.y.w + TQ - 1) / TQ};
+    const Image of{x, sizes.x.h, sizes.x.w, sizes.pads.h, sizes.pads.w, first_group};
+    Output output{epilogue_operands, sizes.y.h, sizes.y.w, first_group, {}};
 
     Weights weights;
     release_successor();

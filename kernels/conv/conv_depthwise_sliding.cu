@@ -29,6 +29,7 @@
 
 #define PIECE KW
 #include "conv_columns.cuh"
+#include "conv_sizes.cuh"
 
 constexpr int THREADS = BX * BW * BH;
 
@@ -89,9 +90,9 @@ __device__ __forceinline__ void keep(P*& pointer) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    conv_depthwise_sliding(const T* x, const T* w, const T* bias, const T* extra, const T* scale, const T* residual,
-                           T* y, float alpha, float beta, int images, int height, int width, int out_height,
-                           int out_width, int pad_h, int pad_w, int strip_rows) {
+    conv_depthwise_sliding(const T* x, const T* w, EpilogueOperands epilogue_operands, ConvSizes sizes,
+                           int strip_rows) {
+    const int height = sizes.x.h, width = sizes.x.w, out_height = sizes.y.h, out_width = sizes.y.w;
     const int vector = threadIdx.x % BX, strip = threadIdx.x / BX;
     const int channel = (blockIdx.y * BX + vector) * VEC;
     const int patches_w = (out_width + TW * BW - 1) / (TW * BW);
@@ -104,8 +105,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
     // The last strips have full size too: they recompute some positions of the strips before them.
     const int out_row = min(strip_row, out_height - strip_rows), out_column = min(strip_column, out_width - TW);
-    int row = out_row - pad_h;
-    const int column = out_column * SW - pad_w;
+    int row = out_row - sizes.pads.h;
+    const int column = out_column * SW - sizes.pads.w;
     const i64 pitch = i64(width) * CHANNELS, out_pitch = i64(out_width) * CHANNELS;
     const u32 inside = columns_inside(column, width);
     const T* from = x + (i64(image) * height + row) * pitch + i64(column) * CHANNELS + channel;
@@ -124,7 +125,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) load_next(ahead[i]);
     if constexpr (!WEIGHTS_CONSTANT) weights.load(w, channel);
-    Epilogue epilogue{bias, extra, scale, residual + (HAS_RESIDUAL ? first : 0), y + first, alpha, beta};
+    Epilogue epilogue{epilogue_operands};
+    epilogue.y += first;
+    if constexpr (HAS_RESIDUAL) epilogue.residual += first;
     EpilogueLoads<VEC, false> loads[TW];
     epilogue.load_columns(loads[0], channel, CHANNELS);
 #pragma unroll

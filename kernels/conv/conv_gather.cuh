@@ -11,15 +11,13 @@
 //   X_COPY             bytes of a copy to shared memory: 16, 8, 4, or 2; they divide the bytes of a group's channels
 #pragma once
 #include "types.cuh"
+#include "conv_sizes.cuh"
 #include "gemm_mma.cuh"
 
 constexpr bool HAS_DEPTH = DIMS > 2, HAS_HEIGHT = DIMS > 1;
 constexpr int NOWHERE = -(1 << 30);  // a coordinate that lies outside the image at every tap
 
 static_assert(CHANNELS * ITEM % X_COPY == 0 && (!X_NCHW || X_COPY == ITEM), "a copy is of one tap");
-
-// Coordinates along D, H and W; for an axis that the convolution lacks, the coordinate is 0 and not read.
-struct Position { int d, h, w; };
 
 struct Shape {
     Position sizes, counts, pads;  // sizes of x; numbers of positions; padding before x

@@ -165,9 +165,7 @@ __device__ __forceinline__ void multiply_group(Sums (&sums)[M_TILES], u32 patch,
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    conv_grouped(const T* x, const T* w, const T* bias, const T* extra, const T* scale, const T* residual, T* y,
-                 float alpha, float beta, int images, int height, int width, int out_height, int out_width, int pad_h,
-                 int pad_w) {
+    conv_grouped(const T* x, const T* w, EpilogueOperands epilogue_operands, ConvSizes sizes) {
     extern __shared__ __align__(16) char memory[];
     using Output = WarpOutput<WARP_GROUPS * TILES_N>;
     u32* weights = reinterpret_cast<u32*>(memory);
@@ -176,15 +174,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     char* stage = patches + 2 * PATCH + warp * Output::STAGE;
 
     const Image of{x + blockIdx.y * (BLOCK_GROUPS * DEPTH),
-                   height,
-                   width,
-                   pad_h,
-                   pad_w,
-                   (out_height + TP - 1) / TP,
-                   (out_width + TQ - 1) / TQ};
-    const int tiles = images * of.tiles_h * of.tiles_w;
+                   sizes.x.h,
+                   sizes.x.w,
+                   sizes.pads.h,
+                   sizes.pads.w,
+                   (sizes.y.h + TP - 1) / TP,
+                   (sizes.y.w + TQ - 1) / TQ};
+    const int tiles = sizes.images * of.tiles_h * of.tiles_w;
     const int warp_filter = first_filter + warp_g * (WARP_GROUPS * WIDE);
-    Output output{{bias, extra, scale}, residual, y, alpha, beta, out_height, out_width, warp_filter, {}};
+    Output output{epilogue_operands, sizes.y.h, sizes.y.w, warp_filter, {}};
 
     release_successor();
     if constexpr (WEIGHTS_CONSTANT) store_weights(w, first_filter, weights);

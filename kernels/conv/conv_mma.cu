@@ -81,19 +81,17 @@ struct Operands {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    conv_mma(const T* x, const T* w, const T* bias, const T* extra, const T* scale, const T* residual, T* y,
-             f32* partial, float alpha, float beta, int pixels, int d, int h, int width, int y_d, int y_h, int y_w,
-             int pad_d, int pad_h, int pad_w PROGRAM_PARAMETERS) {
+    conv_mma(const T* x, const T* w, EpilogueOperands epilogue_operands, ConvSizes sizes,
+             f32* partial PROGRAM_PARAMETERS) {
     extern __shared__ __align__(128) char memory[];
     constexpr int ACROSS = GROUPS * TILES_N, SIDE = GROUP_M * ACROSS;
-    const int tile = blockIdx.x, tiles_m = (pixels + TILE_M - 1) / TILE_M;
+    const int pixels = sizes.pixels(), tile = blockIdx.x, tiles_m = (pixels + TILE_M - 1) / TILE_M;
     const int first = tile / SIDE * GROUP_M, high = min(tiles_m - first, GROUP_M);
     const int row = (first + tile % SIDE % high) * TILE_M, across = tile % SIDE / high;
     const int group = across / TILES_N, column = across % TILES_N * TILE_N, filter = group * FILTERS + column;
 
     release_successor();
-    const Pixels of_tile(x, Shape{{d, h, width}, {y_d, y_h, y_w}, {pad_d, pad_h, pad_w}},
-                         {STRIDE_D, STRIDE_H, STRIDE_W}, group, row, pixels);
+    const Pixels of_tile(x, Shape{sizes.x, sizes.y, sizes.pads}, {STRIDE_D, STRIDE_H, STRIDE_W}, group, row, pixels);
     const char* weights = reinterpret_cast<const char*>(w + (TRANSPOSED ? i64(filter) * K : filter));
     const Operands operands{of_tile, weights, FILTERS - column};
     int from = 0, to = TILES_K;
@@ -109,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     float* staged = reinterpret_cast<float*>(memory);
     sums.store(staged);
     __syncthreads();
-    const Epilogue epilogue{bias, extra, scale, residual, y, alpha, beta, {PROGRAM_ARGUMENTS}};
+    const Epilogue epilogue{epilogue_operands, {PROGRAM_ARGUMENTS}};
     constexpr int VECTORS = TILE_N / WIDTH;
     const int last = min(pixels - row, TILE_M) * VECTORS;
 #pragma unroll 4

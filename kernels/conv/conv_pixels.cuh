@@ -7,6 +7,7 @@
 //   and those of epilogue.cuh
 #pragma once
 #include "types.cuh"
+#include "conv_sizes.cuh"
 #include "epilogue.cuh"
 #include "gemm_multiply.cuh"
 
@@ -38,14 +39,10 @@ __device__ __forceinline__ void read_vector(const char* from, u32 (&words)[4]) {
 
 // The output of a warp: its sums of FILTER_TILES mma tiles of 8 filters, for 16 pixels of the tile at a time.
 template <int FILTER_TILES>
-struct WarpOutput {
+struct WarpOutput : EpilogueOperands {
     static constexpr int STAGE_PITCH = FILTER_TILES * 8 * ITEM + 16;  // bytes of shared memory for a pixel
     static constexpr int STAGE = 16 * STAGE_PITCH;
 
-    ColumnVectors vectors;
-    const T* residual;
-    T* y;
-    float alpha, beta;
     int height, width, first_filter;  // sizes of y, and the warp's first filter
     ColumnValues<2> values[FILTER_TILES];
 
@@ -55,7 +52,7 @@ struct WarpOutput {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const int filter = first_filter + j * 8 + threadIdx.x % 4 * 2 + i;
-                if (filter < FILTERS) vectors.load(values[j], i, filter);
+                if (filter < FILTERS) vectors().load(values[j], i, filter);
             }
     }
 

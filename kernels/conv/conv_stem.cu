@@ -34,6 +34,7 @@
 // CHANNELS * height * width and the number of elements of an image of y are less than 2^31.
 #include "types.cuh"
 #include "epilogue.cuh"
+#include "conv_sizes.cuh"
 #include "gemm_multiply.cuh"
 
 constexpr int THREADS = 32 * WARPS_M * WARPS_N, PIXELS = TP * TQ;
@@ -313,20 +314,17 @@ __device__ __forceinline__ void multiply_pixels(float (&sums)[TILES_N][4], const
     }
 }
 
-struct Output {
-    const T* residual;
-    T* y;
-    float alpha, beta;
+struct Output : EpilogueOperands {
     int height, width, first_filter;  // sizes of y, and the warp's first filter
     ColumnValues<2> values[TILES_N];
 
-    __device__ __forceinline__ void load_columns(const ColumnVectors& vectors) {
+    __device__ __forceinline__ void load_columns() {
 #pragma unroll
         for (int j = 0; j < TILES_N; ++j)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const int filter = first_filter + filter_of(j, threadIdx.x % 4 * 2 + i);
-                if (filter < FILTERS) vectors.load(values[j], i, filter);
+                if (filter < FILTERS) vectors().load(values[j], i, filter);
             }
     }
 
@@ -367,8 +365,7 @@ struct Output {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    conv_stem(const T* x, const T* w, const T* bias, const T* extra, const T* scale, const T* residual, T* y,
-              float alpha, float beta, int images, int height, int width, int out_height, int out_width, int pad_h) {
+    conv_stem(const T* x, const T* w, EpilogueOperands epilogue_operands, ConvSizes sizes) {
     extern __shared__ __align__(16) char memory[];
     u32* weights = reinterpret_cast<u32*>(memory);
     u32* patches = weights + WEIGHT_WORDS;
@@ -377,9 +374,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     T* raw = reinterpret_cast<T*>(HELD ? weights : patches);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_filter = blockIdx.y * BLOCK_N;
 
-    const Image of{x, height, width, pad_h, (out_height + TP - 1) / TP, (out_width + TQ - 1) / TQ};
-    const int tiles = images * of.tiles_h * of.tiles_w;
-    Output output{residual, y, alpha, beta, out_height, out_width, first_filter + warp % WARPS_N * (TILES_N * 8), {}};
+    const Image of{x, sizes.x.h, sizes.x.w, sizes.pads.h, (sizes.y.h + TP - 1) / TP, (sizes.y.w + TQ - 1) / TQ};
+    const int tiles = sizes.images * of.tiles_h * of.tiles_w;
+    Output output{epilogue_operands, sizes.y.h, sizes.y.w, first_filter + warp % WARPS_N * (TILES_N * 8), {}};
     Filters filters;
     const auto begin_patch = [&](int which, int index) {
         const Tile tile = of.tile(index);
@@ -394,10 +391,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     if constexpr (WEIGHTS_CONSTANT) wait_for_predecessor();
     if constexpr (HELD) begin_patch(0, blockIdx.x);
     commit_copies();
-    output.load_columns({bias, extra, scale});
+    output.load_columns();
     wait_for_groups<1>();
     __syncthreads();
-    filters.load({raw, bias, first_filter}, weights);
+    filters.load({raw, epilogue_operands.bias, first_filter}, weights);
     if constexpr (!HELD) {
         __syncthreads();
         begin_patch(0, blockIdx.x);

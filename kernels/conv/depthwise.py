@@ -13,7 +13,7 @@ from onnxfuse.kernels.conv.representative_sizes import usual
 from onnxfuse.kernels.conv.shared_memory_fit import few_fitting, fitting
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.tensors import ITEM_BYTES, VECTOR_BYTES
-from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Scalar
+from onnxfuse.runtime.plan import Device, Kernel, Launch
 from onnxfuse.runtime.symint import best_first, is_symbolic, maximum, minimum
 
 MAX_IMPLEMENTATIONS: Final = 6
@@ -116,18 +116,8 @@ def implementation(conv: Conv, config: DepthwiseConfig, device: Device) -> Imple
     kernel = Kernel("conv_depthwise", "conv_depthwise", defines)
     grid = (config.patches(conv), -(-conv.c // (config.vec * config.bx)), 1)
     pdl = device.has_pdl
-    launch = Launch(kernel, grid, (config.threads, 1, 1), _arguments(conv), config.shared(conv), pdl=pdl)
+    launch = Launch(kernel, grid, (config.threads, 1, 1), conv.arguments, config.shared(conv), pdl=pdl)
     return Implementation(config.name, (launch,))
-
-
-def _arguments(conv: Conv) -> tuple[Argument, ...]:
-    sizes = (*three(conv.sizes), *three(conv.y_sizes), *three(conv.pads_begin, missing=0))
-    return (
-        *conv.operands,
-        Scalar(conv.alpha, "float32"),
-        Scalar(conv.beta, "float32"),
-        *(Scalar(size, "int32") for size in sizes),
-    )
 
 
 # ---- configs -----------------------------------------------------------------------------------------------------

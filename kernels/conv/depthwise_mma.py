@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from onnxfuse.kernels.conv import depthwise
-from onnxfuse.kernels.conv.problem import Conv, arguments_of_image, two
+from onnxfuse.kernels.conv.problem import Conv, two
 from onnxfuse.kernels.conv.representative_sizes import usual
 from onnxfuse.kernels.conv.shared_memory_fit import few_fitting, fitting
 from onnxfuse.kernels.conv.stem import MMA_ARCH, RESERVED_BYTES
@@ -185,7 +185,7 @@ def implementation(conv: Conv, config: DepthwiseMmaConfig, device: Device) -> Im
     kernel = Kernel("conv_depthwise_mma", "conv_depthwise_mma", defines)
     grid = (config.slices(conv), config.blocks(conv, device), 1)
     pdl = device.has_pdl
-    launch = Launch(kernel, grid, (config.threads, 1, 1), arguments_of_image(conv), config.shared(conv), pdl=pdl)
+    launch = Launch(kernel, grid, (config.threads, 1, 1), conv.arguments, config.shared(conv), pdl=pdl)
     return Implementation(config.name, (launch,))
 
 

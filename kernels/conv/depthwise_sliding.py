@@ -9,12 +9,12 @@ from typing import Final
 
 from onnxfuse.kernels.config_subset import covering_subset_of_each, few
 from onnxfuse.kernels.conv import depthwise
-from onnxfuse.kernels.conv.problem import Conv, arguments_of_image, two
+from onnxfuse.kernels.conv.problem import Conv, two
 from onnxfuse.kernels.conv.representative_sizes import usual
 from onnxfuse.kernels.conv.stem import RESERVED_BYTES
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.tensors import ITEM_BYTES
-from onnxfuse.runtime.plan import Device, Kernel, Launch, Scalar
+from onnxfuse.kernels.tensors import ITEM_BYTES, int32
+from onnxfuse.runtime.plan import Device, Kernel, Launch
 from onnxfuse.runtime.symint import best_first, estimate, is_symbolic, maximum, minimum, without_soft_guards
 
 MAX_IMPLEMENTATIONS: Final = 3
@@ -136,7 +136,7 @@ def implementation(conv: Conv, config: SlidingConfig, device: Device) -> Impleme
         "W_HWIO": int(conv.w_hwio), "WEIGHTS_CONSTANT": int(conv.weights_constant), "MIN_BLOCKS": 1,
     }  # fmt: skip
     kernel = Kernel("conv_depthwise_sliding", "conv_depthwise_sliding", defines)
-    arguments = (*arguments_of_image(conv), Scalar(config.strip_rows(conv), "int32"))
+    arguments = (*conv.arguments, *int32(config.strip_rows(conv)))
     grid = (config.patches(conv), config.slices(conv), 1)
     shared = unused_shared(conv, config, device)
     launch = Launch(kernel, grid, (config.threads, 1, 1), arguments, shared, pdl=device.has_pdl)

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from onnxfuse.kernels.conv.problem import Conv, arguments_of_image, two
+from onnxfuse.kernels.conv.problem import Conv, two
 from onnxfuse.kernels.conv.representative_sizes import usual
 from onnxfuse.kernels.conv.shared_memory_fit import few_fitting, fitting
 from onnxfuse.kernels.conv.stem import MMA_ARCH, RESERVED_BYTES
@@ -174,7 +174,7 @@ def implementation(conv: Conv, config: GroupedConfig, device: Device) -> Impleme
     tiles = config.tiles(conv)
     grid = (-(-tiles // -(-tiles // blocks)), config.slices(conv), 1)  # even out the tiles per block
     pdl = device.has_pdl
-    launch = Launch(kernel, grid, (config.threads, 1, 1), arguments_of_image(conv), config.shared(conv), pdl=pdl)
+    launch = Launch(kernel, grid, (config.threads, 1, 1), conv.arguments, config.shared(conv), pdl=pdl)
     return Implementation(config.name, (launch,))
 
 

@@ -17,7 +17,7 @@ from onnxfuse.kernels.gemm.cublaslt import epilogue
 from onnxfuse.kernels.gemm.mma import GROUP_M, MMA_ARCH, RESERVED_BYTES, MmaConfig
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, VECTOR_BYTES, Defines
-from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Scalar
+from onnxfuse.runtime.plan import Device, Kernel, Launch, Pointer
 from onnxfuse.runtime.symint import best_first, is_symbolic, maximum
 
 MAX_DIMS: Final = 3  # spatial axes
@@ -130,7 +130,8 @@ def implementation(conv: Conv, config: ConvConfig, device: Device) -> Implementa
     """Return one launch; or with slices of k, one that writes sums to scratch memory and one that adds them up."""
     tile, pdl = config.tile, device.has_pdl
     kernel = Kernel("conv_mma", "conv_mma", defines(conv, config, device))
-    kernel, given = with_program(kernel, arguments(conv, config), conv.program)
+    partial = Pointer("scratch", 0) if config.slices > 1 else ABSENT
+    kernel, given = with_program(kernel, (*conv.arguments, partial), conv.program)
     grid, threads = (tile_count(conv, tile), 1, config.slices), (32 * tile.warps_m * tile.warps_n, 1, 1)
     launch = Launch(kernel, grid, threads, given, tile.shared(1), pdl=pdl)
     name = config.name(conv, device)
@@ -237,11 +238,3 @@ def defines(conv: Conv, config: ConvConfig, device: Device) -> Defines:
         "WARPS_M": tile.warps_m, "WARPS_N": tile.warps_n, "X_COPY": x_copy, "W_COPY": w_copy, "GROUP_M": GROUP_M,
         "MIN_BLOCKS": tile.min_blocks if vectors else 1,  # narrow copies need more registers
     }  # fmt: skip
-
-
-def arguments(conv: Conv, config: ConvConfig) -> tuple[Argument, ...]:
-    """Return the arguments of the kernel."""
-    partial: Argument = Pointer("scratch", 0) if config.slices > 1 else ABSENT
-    scalars = (Scalar(conv.alpha, "float32"), Scalar(conv.beta, "float32"))
-    sizes = (*three(conv.sizes, 1), *three(conv.y_sizes, 1), *three(conv.pads_begin, 0))
-    return (*conv.operands, partial, *scalars, *(Scalar(value, "int32") for value in (conv.pixels, *sizes)))

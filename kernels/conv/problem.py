@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from onnxfuse.kernels.epilogue import epilogue_defines
+from onnxfuse.kernels.epilogue import epilogue_defines, epilogue_operands
 from onnxfuse.kernels.epilogue_program import EpilogueProgram
 from onnxfuse.kernels.gemm.problem import Integers
-from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, Defines
-from onnxfuse.runtime.plan import Argument, Pointer, Scalar
+from onnxfuse.kernels.tensors import ITEM_BYTES, Defines, int32
+from onnxfuse.runtime.plan import Argument, Pointer, Struct
 from onnxfuse.runtime.symint import is_symbolic
 
 
@@ -74,10 +74,12 @@ class Conv:
         return self.slope or self.column_shift
 
     @property
-    def operands(self) -> tuple[Argument, ...]:
-        """The first kernel arguments: x, w, the vectors of the epilogue, residual and y."""
-        pointers = (self.x, self.w, self.bias, self.extra, self.column_scale, self.residual, self.y)
-        return tuple(pointer or ABSENT for pointer in pointers)
+    def arguments(self) -> tuple[Argument, ...]:
+        """The first kernel arguments: x, w, EpilogueOperands of epilogue.cuh, and ConvSizes of conv_sizes.cuh."""
+        sizes = (*three(self.sizes), *three(self.y_sizes), *three(self.pads_begin, missing=0))
+        vectors = (self.bias, self.extra, self.column_scale)
+        operands = epilogue_operands(vectors, self.residual, self.y, (self.alpha, self.beta))
+        return self.x, self.w, operands, Struct(int32(self.n, *sizes))
 
     @property
     def pixels(self) -> int:
@@ -137,17 +139,6 @@ def of_fewer_axes(conv: Conv) -> Conv:
         rows = {name: (getattr(conv, name)[0], math.prod(getattr(conv, name)[1:])) for name in ("sizes", "y_sizes")}
         return replace(conv, **{**outer, **rows})
     return conv
-
-
-def arguments_of_image(conv: Conv) -> tuple[Argument, ...]:
-    """Return the arguments of kernels with two spatial axes: operands, alpha, beta, n, sizes, y_sizes and pads."""
-    sizes = (conv.n, *two(conv.sizes), *two(conv.y_sizes), *two(conv.pads_begin, missing=0))
-    return (
-        *conv.operands,
-        Scalar(conv.alpha, "float32"),
-        Scalar(conv.beta, "float32"),
-        *(Scalar(size, "int32") for size in sizes),
-    )
 
 
 def plain_pads(conv: Conv) -> Conv:

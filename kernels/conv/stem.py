@@ -13,7 +13,7 @@ from onnxfuse.kernels.conv.problem import Conv, plain_pads, two
 from onnxfuse.kernels.conv.representative_sizes import usual
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.tensors import ITEM_BYTES, VECTOR_BYTES
-from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Scalar
+from onnxfuse.runtime.plan import Device, Kernel, Launch
 from onnxfuse.runtime.symint import best_first, is_symbolic, maximum, minimum
 
 MMA_ARCH: Final = 80  # the lowest compute capability with bf16, TF32 and cp.async
@@ -147,9 +147,7 @@ def implementation(conv: Conv, config: StemConfig, device: Device) -> Implementa
     kernel = Kernel("conv_stem", "conv_stem", defines)
     threads = 32 * config.warps_m * config.warps_n
     pdl = device.has_pdl
-    launch = Launch(
-        kernel, grid(conv, config, device), (threads, 1, 1), _arguments(conv), shared(conv, config), pdl=pdl
-    )
+    launch = Launch(kernel, grid(conv, config, device), (threads, 1, 1), conv.arguments, shared(conv, config), pdl=pdl)
     return Implementation(config.name, (launch,))
 
 
@@ -164,16 +162,6 @@ def grid(conv: Conv, config: StemConfig, device: Device) -> tuple[int, int, int]
     slices, tiles = -(-conv.m // config.block_n), config.tiles(conv)
     blocks = max(1, device.multiprocessors * resident(conv, config, device) // slices)
     return -(-tiles // -(-tiles // blocks)), slices, 1
-
-
-def _arguments(conv: Conv) -> tuple[Argument, ...]:
-    pad_h = two(conv.pads_begin, missing=0)[0]
-    return (
-        *conv.operands,
-        Scalar(conv.alpha, "float32"),
-        Scalar(conv.beta, "float32"),
-        *(Scalar(size, "int32") for size in (conv.n, *two(conv.sizes), *two(conv.y_sizes), pad_h)),
-    )
 
 
 # ---- numbers that the kernel derives from its macros -------------------------------------------------------------

@@ -20,6 +20,7 @@
 #include "types.cuh"
 #include "epilogue.cuh"
 #include "conv_phases.cuh"
+#include "conv_sizes.cuh"
 
 using i64 = long long;
 
@@ -50,18 +51,19 @@ __device__ __forceinline__ void add_row(Row& sums, const T* x, const T* w, int a
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    conv_transpose_depthwise(const T* x, const T* w, const T* bias, const T* extra, const T* scale, const T* residual,
-                             T* y, float alpha, float beta, int images, int d, int h, int width, int y_d, int y_h,
-                             int y_w, int pad_d, int pad_h, int pad_w PROGRAM_PARAMETERS) {
+    conv_transpose_depthwise(const T* x, const T* w, EpilogueOperands epilogue_operands,
+                             ConvSizes sizes PROGRAM_PARAMETERS) {
+    const int d = sizes.x.d, h = sizes.x.h, width = sizes.x.w, y_d = sizes.y.d, y_h = sizes.y.h, y_w = sizes.y.w;
+    const int pad_w = sizes.pads.w;
     const int begin = pad_w / STRIDE_W, across = (y_w - 1 + pad_w) / STRIDE_W + 1 - begin;
     const i64 index = i64(blockIdx.x) * THREADS + threadIdx.x;
     const i64 strip = index / VECTORS, row = strip / across;
     release_successor();
     wait_for_predecessor();
-    if (row >= i64(images) * y_d * y_h) return;
+    if (row >= i64(sizes.images) * y_d * y_h) return;
     const int channel = index % VECTORS * WIDTH, at = begin + int(strip % across), y_row = row % y_h;
-    const AxisTaps<KERNEL_D, STRIDE_D, DILATION_D> along_d(row / y_h % y_d, pad_d);
-    const AxisTaps<KERNEL_H, STRIDE_H, DILATION_H> along_h(y_row, pad_h);
+    const AxisTaps<KERNEL_D, STRIDE_D, DILATION_D> along_d(row / y_h % y_d, sizes.pads.d);
+    const AxisTaps<KERNEL_H, STRIDE_H, DILATION_H> along_h(y_row, sizes.pads.h);
     const i64 image = row / y_h / y_d;
 
     Row sums = {};
@@ -78,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                     at, width);
         }
     }
-    const Epilogue epilogue{bias, extra, scale, residual, y, alpha, beta, {PROGRAM_ARGUMENTS}};
+    const Epilogue epilogue{epilogue_operands, {PROGRAM_ARGUMENTS}};
 #pragma unroll
     for (int phase = 0; phase < STRIDE_W; ++phase) {
         const int column = at * STRIDE_W + phase - pad_w;

@@ -215,14 +215,12 @@ __device__ __forceinline__ void finish_tile(const Epilogue& epilogue, f32* parti
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    conv_transpose_mma(const T* x, const T* w, const T* bias, const T* extra, const T* scale, const T* residual, T* y,
-                       f32* partial, float alpha, float beta, int images, int d, int h, int width, int y_d, int y_h,
-                       int y_w, int pad_d, int pad_h, int pad_w PROGRAM_PARAMETERS) {
+    conv_transpose_mma(const T* x, const T* w, EpilogueOperands epilogue_operands, ConvSizes sizes,
+                       f32* partial PROGRAM_PARAMETERS) {
     extern __shared__ __align__(128) char memory[];
-    const Position sizes{y_d, y_h, y_w}, pads{pad_d, pad_h, pad_w};
-    const Position counts{(y_d + STRIDE_D - 1) / STRIDE_D, (y_h + STRIDE_H - 1) / STRIDE_H,
-                          (y_w + STRIDE_W - 1) / STRIDE_W};
-    const int positions = images * counts.d * counts.h * counts.w;
+    const Position counts{(sizes.y.d + STRIDE_D - 1) / STRIDE_D, (sizes.y.h + STRIDE_H - 1) / STRIDE_H,
+                          (sizes.y.w + STRIDE_W - 1) / STRIDE_W};
+    const int positions = sizes.images * counts.d * counts.h * counts.w;
     constexpr int ACROSS = PHASES * GROUPS * TILES_N, SIDE = GROUP_M * ACROSS;
     const int tile = blockIdx.x, tiles_m = (positions + TILE_M - 1) / TILE_M;
     const int first = tile / SIDE * GROUP_M, high = min(tiles_m - first, GROUP_M);
@@ -231,16 +229,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const Position phase{index / (STRIDE_W * STRIDE_H), index / STRIDE_W % STRIDE_H, index % STRIDE_W};
 
     release_successor();
-    const PhaseTaps taps(phase, pads);
-    const Pixels of_tile(x, Shape{{d, h, width}, counts, {-taps.d.from, -taps.h.from, -taps.w.from}}, {1, 1, 1}, group,
-                         row, positions);
+    const PhaseTaps taps(phase, sizes.pads);
+    const Pixels of_tile(x, Shape{sizes.x, counts, {-taps.d.from, -taps.h.from, -taps.w.from}}, {1, 1, 1}, group, row,
+                         positions);
     const char* weights = reinterpret_cast<const char*>(w + column) + i64(group) * CHANNELS * LINE;
     const Operands operands{of_tile, taps, weights, WIDE - column};
     int from = 0, to = (taps.k() + TILE_K - 1) / TILE_K;
     if constexpr (SPLIT) {
         from = i64(to) * blockIdx.z / gridDim.z;
         to = i64(to) * (blockIdx.z + 1) / gridDim.z;
-        partial += blockIdx.z * (i64(images) * y_d * y_h * y_w * COLUMNS);
+        partial += blockIdx.z * (i64(sizes.pixels()) * COLUMNS);
     }
     wait_for_predecessor();
     Sums sums = {};
@@ -251,8 +249,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     int* pixels = reinterpret_cast<int*>(memory + SUMS_BYTES);
     sums.store(staged);
     for (int i = threadIdx.x; i < TILE_M; i += THREADS)
-        pixels[i] = row + i < positions ? pixel_of(row + i, counts, sizes, phase) : -1;
+        pixels[i] = row + i < positions ? pixel_of(row + i, counts, sizes.y, phase) : -1;
     __syncthreads();
-    const Epilogue epilogue{bias, extra, scale, residual, y, alpha, beta, {PROGRAM_ARGUMENTS}};
-    finish_tile(epilogue, partial, staged, pixels, group, column, sizes);
+    const Epilogue epilogue{epilogue_operands, {PROGRAM_ARGUMENTS}};
+    finish_tile(epilogue, partial, staged, pixels, group, column, sizes.y);
 }

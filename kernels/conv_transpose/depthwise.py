@@ -6,7 +6,7 @@ import math
 from typing import Final
 
 from onnxfuse.kernels.conv.problem import Conv
-from onnxfuse.kernels.conv_transpose.mma import geometry_arguments, geometry_defines
+from onnxfuse.kernels.conv_transpose.mma import geometry_defines
 from onnxfuse.kernels.epilogue_program import with_program
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.tensors import ITEM_BYTES, VECTOR_BYTES
@@ -46,7 +46,7 @@ def implementation(conv: Conv, width: int, device: Device) -> Implementation:
     }  # fmt: skip
     kernel = Kernel("conv_transpose_depthwise", "conv_transpose_depthwise", defines)
     blocks = -(-rows * strips * (conv.c // width) // THREADS)
-    kernel, arguments = with_program(kernel, geometry_arguments(conv), conv.program)
+    kernel, arguments = with_program(kernel, conv.arguments, conv.program)
     launch = Launch(kernel, (blocks, 1, 1), (THREADS, 1, 1), arguments, pdl=device.has_pdl)
     return Implementation(f"conv_transpose_depthwise {width}", (launch,))
 

@@ -15,7 +15,7 @@ from onnxfuse.kernels.gemm.cublaslt import epilogue
 from onnxfuse.kernels.gemm.mma import GROUP_M, MMA_ARCH, MmaConfig
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, VECTOR_BYTES, Defines
-from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Scalar
+from onnxfuse.runtime.plan import Device, Kernel, Launch, Pointer
 from onnxfuse.runtime.symint import best_first, is_symbolic, maximum
 
 
@@ -52,8 +52,8 @@ def implementation(conv: Conv, config: ConvConfig, device: Device) -> Implementa
     tile, equal = config.tile, equivalent(conv)
     kernel = Kernel("conv_transpose_mma", "conv_transpose_mma", defines(conv, config, device))
     grid, threads = (tile_count(conv, tile), 1, config.slices), (32 * tile.warps_m * tile.warps_n, 1, 1)
-    arguments = geometry_arguments(conv, ABSENT if config.slices == 1 else Pointer("scratch", 0))
-    kernel, arguments = with_program(kernel, arguments, conv.program)
+    partial = ABSENT if config.slices == 1 else Pointer("scratch", 0)
+    kernel, arguments = with_program(kernel, (*conv.arguments, partial), conv.program)
     launch = Launch(kernel, grid, threads, arguments, shared(tile), pdl=device.has_pdl)
     name = config.name(equal, device).replace("conv", "conv_transpose", 1)
     if config.slices == 1:
@@ -143,10 +143,3 @@ def defines(conv: Conv, config: ConvConfig, device: Device) -> Defines:
         # Narrow copies need more registers than a bound for several blocks leaves.
         "MIN_BLOCKS": mma.resident_blocks(tile, shared(tile), device) if vectors else 1,
     }  # fmt: skip
-
-
-def geometry_arguments(conv: Conv, *partial: Argument) -> tuple[Argument, ...]:
-    """Return the kernel arguments: operands, `partial` (address of sums, if any), alpha, beta, sizes and pads."""
-    sizes = (conv.n, *three(conv.sizes), *three(conv.y_sizes), *three(conv.pads_begin, missing=0))
-    scalars = (Scalar(conv.alpha, "float32"), Scalar(conv.beta, "float32"))
-    return (*conv.operands, *partial, *scalars, *(Scalar(size, "int32") for size in sizes))
