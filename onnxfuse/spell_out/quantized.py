@@ -152,6 +152,9 @@ def numbers(call: Call, index: int, axis: int | None = None) -> Term:
     Several scales are along `axis`, and may be given only there.
     """
     call.may_remain.add("DequantizeLinear")  # regions compute it again for other readers
+    scale = call.tensor(index + 1)
+    is_infinite = is_constant(scale) and not np.isfinite(constant_value(call.graph, scale).astype(np.float32)).all()
+    stay_if(is_infinite, f"the scale '{scale.name}' is not finite, so that sums of the numbers may be NaN")
     along = {} if axis is None else _along(call, index + 1, axis)
     return op.DequantizeLinear(call.input(index), call.input(index + 1), call.optional(index + 2), **along)
 

@@ -127,3 +127,12 @@ def test_a_product_of_integers_may_have_floats_as_its_result(name: str) -> None:
         feeds = integers(model, seed)
         (expected,), (value,) = (open_on_cpu(each, optimize=False).run(None, feeds) for each in (model, result))
         np.testing.assert_allclose(value, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("scale", ["inf", "-inf", "nan"])
+def test_a_product_with_a_scale_that_is_not_finite_stays(scale: str) -> None:
+    """onnxruntime multiplies the sum of integers by it, and the numbers would be summed to NaN (fuzzer, 1031004763)."""
+    _, found = spelled(with_integers(EXACT["product"].replace("t = {0.013}", f"t = {{{scale}}}")))
+    assert not found.spelled
+    (stays,) = found.stays
+    assert stays.reason.startswith("the scale 't' is not finite")
