@@ -20,8 +20,6 @@ import sys
 import time
 import traceback
 import warnings
-from collections import Counter
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import click
@@ -33,12 +31,12 @@ import transformers
 from architecture import Architecture, Variant
 from exporters import SEED, Job, build_model, export_graph, strip_traces
 from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_errors
-from survey_counts import STRUCTURES, count_structures
-from survey_page import older_part, older_section, page, way
+from survey_counts import count_structures
+from survey_fused import measure, merged, stored
+from survey_page import OLDER, older_section, page, sections, with_section
 from survey_subjects import SUBJECTS, declare_torchvision_operators
 
 import onnxfuse
-from onnxfuse.ir.domain import DOMAIN
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
@@ -47,23 +45,12 @@ from result_text import result_text  # noqa: E402 - which benchmarks share
 
 PAGE, RESULTS = ROOT / "docs" / "coverage.md", ROOT / "benchmarks" / "results"
 VERIFIED_EVERY = 8  # of the exports, one in so many is also verified
-BIASES = {"gemm_bias_activation": ("bias",), "gated_gemm": ("bias", "up_bias"),
-          "parallel_gemm": ("bias", "bias_2", "bias_3")}  # fmt: skip
-FAMILIES = {
-    "attention": re.compile("attention"), "rotary": re.compile("rotary_embedding"), "norms": re.compile("norm"),
-    "activations": re.compile("activation"), "biased products": re.compile("gemm"),
-}  # fmt: skip
-ACTIVATIONS = frozenset(
-    {"Elu", "Erf", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "Mish", "PRelu", "Relu", "Sigmoid", "Tanh"}
-)
-NAME = re.compile("'[^']*'")
 PATHS = re.compile(r"(\[ONNXRuntimeError\] : \d+ : )|(/\S+/)")
 ORT_ERRORS = (
     onnxruntime_errors.Fail, onnxruntime_errors.InvalidArgument, onnxruntime_errors.InvalidGraph,
     onnxruntime_errors.RuntimeException,
 )  # fmt: skip
 OPTIONS_OF_RELEASE_5 = frozenset({"llama31", "llama_yarn", "phi3_longrope"})  # older ones ignore rope_parameters
-MAX_REASONS = 3  # of each structure of an export
 
 
 def export(architecture: Architecture, variant: Variant, cache: Path) -> dict:
@@ -123,55 +110,6 @@ def broken(path: Path, job: Job) -> str | None:
     return f"onnxruntime does not run it: {' '.join(PATHS.sub('', reason or '').split())}"[:110]
 
 
-def measure(path: Path, expected: Mapping[str, int], verify: bool) -> dict:
-    """Return what optimizing an export fuses of each structure, and why not the rest."""
-    model, report = onnxfuse.optimize(path, verify=verify)
-    found = fused_structures(model)
-    rows = {}
-    for structure in STRUCTURES:
-        row: dict = {"count": expected[structure], "fused": min(found[structure], expected[structure])}
-        if row["fused"] < row["count"]:
-            row["why"] = reasons(report, structure)
-        rows[structure] = row
-    status = {True: "verified", False: "differs", None: "not verified"}[report.verified.passed] if verify else None
-    dropped = sorted({f"{each.fusion}: {each.reason}" for each in report.dropped})
-    return {"structures": rows, "verified": status, "dropped": dropped, "nodes": report.input["nodes"],
-            "optimized": report.output["nodes"]}  # fmt: skip
-
-
-def fused_structures(model: onnx.ModelProto) -> Counter[str]:
-    """Return how many of each structure are in the fused nodes of a model."""
-    counts: Counter[str] = Counter()
-    for node in (each for each in model.graph.node if each.domain == DOMAIN):
-        attributes = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
-        fusion = attributes["fusion"].decode()
-        with_rotary = fusion == "attention_with_rotary_embedding"
-        counts["attention"] += fusion.startswith("attention")
-        counts["rotary"] += (fusion == "rotary_embedding") + 2 * with_rotary
-        counts["norms"] += fusion.endswith("_norm") + 2 * (with_rotary and attributes.get("norm") == b"rms")
-        counts["activations"] += attributes.get("activation", b"none") != b"none"
-        operands = set(attributes["operands"].decode().split())
-        counts["biased products"] += len(operands.intersection(BIASES.get(fusion, ())))
-        counts += in_program(json.loads(attributes.get("program", b'{"ops": []}')))
-    return counts
-
-
-def in_program(program: dict) -> Counter[str]:
-    """Return how many norms and activations are in the program of a region, or of what follows a product."""
-    operators = Counter(operator for operator, *_ in program["ops"])
-    activations = sum(operators[name] for name in ACTIVATIONS)
-    return Counter(norms=min(operators["ReduceMean"], operators["Sqrt"]), activations=activations)
-
-
-def reasons(report: onnxfuse.Report, structure: str) -> list[str]:
-    """Return the most frequent reasons of near misses of a structure, without the names of tensors."""
-    found: Counter[str] = Counter()
-    for miss in report.missed:
-        if FAMILIES[structure].search(miss.fusion.name):
-            found[f"{miss.fusion.name}: {NAME.sub('…', miss.reason)}"] += 1
-    return [reason for reason, _ in found.most_common(MAX_REASONS)]
-
-
 def survey(architecture: Architecture, variant: Variant, cache: Path, verify: bool) -> dict:
     """Return the entry of one export in the results."""
     made = export(architecture, variant, cache)
@@ -187,28 +125,6 @@ def survey(architecture: Architecture, variant: Variant, cache: Path, verify: bo
         return entry | {"error": f"onnxfuse: {type(error).__name__}: {error}"[:300]}
 
 
-def stored(entry: dict) -> dict:
-    """Return an entry as the file of results has it: fused of counted of each structure.  The page has the reasons."""
-    kept = {"architecture": entry["architecture"], "exporter": way(entry)}
-    kept |= {"verified": f"{way(entry)} {entry['verified']}"} if entry.get("verified") else {}
-    kept |= {"error": entry["error"]} if "error" in entry else {}
-    rows = entry.get("structures", {})
-    return kept | {name: f"{row['fused']}/{row['count']}" for name, row in rows.items() if row["count"]}
-
-
-def merged(entries: Iterable[dict]) -> list[dict]:
-    """Return stored entries with those of an architecture that are equal in one, which names all exporters."""
-    found: dict[tuple, dict] = {}
-    for entry in entries:
-        key = tuple((name, value) for name, value in sorted(entry.items()) if name not in ("exporter", "verified"))
-        known = found.setdefault(key, entry)
-        if known is not entry:
-            verified = [each["verified"] for each in (known, entry) if "verified" in each]
-            found[key] = {**known, "exporter": f"{known['exporter']}, {entry['exporter']}"}
-            found[key] |= {"verified": ", ".join(verified)} if verified else {}
-    return list(found.values())
-
-
 def write(result: dict, device: str, older: bool) -> None:
     """Write the page, or its section of an older release, and the results.
 
@@ -219,12 +135,11 @@ def write(result: dict, device: str, older: bool) -> None:
     exports = merged(stored(entry) for entry in result["exports"])
     path.write_text(result_text({**result, "exports": exports}), encoding="utf-8")
     before = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
-    section = older_part(before)
-    if older:
-        newer = before.removesuffix(section).rstrip("\n")
-        PAGE.write_text(f"{newer}\n\n{older_section(result, path.name)}", encoding="utf-8")
-    else:
-        PAGE.write_text(page(result, path.name, section), encoding="utf-8")
+    text = with_section(before, OLDER, older_section(result, path.name)) if older else page(result, path.name)
+    if not older:
+        for heading, section in sections(before).items():
+            text = with_section(text, heading, section)
+    PAGE.write_text(text, encoding="utf-8")
 
 
 def is_in_release(architecture: Architecture) -> bool:

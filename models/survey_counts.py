@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from survey_fused import STRUCTURES
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-STRUCTURES = ("attention", "rotary", "norms", "activations", "biased products")
 NORM = re.compile(r"(Layer|RMS|Group)_?Norm")
 ROTARY_FUNCTION = re.compile(r"apply_\w*rot\w*emb|apply_rotary|apply_rope")
 LIBRARIES = ("transformers.", "timm.", "diffusers.", "torchvision.")

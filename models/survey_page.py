@@ -6,7 +6,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from survey_counts import STRUCTURES
+from survey_fused import STRUCTURES, way
 
 Entry = Mapping
 MAX_ERROR = 120  # characters shown
@@ -25,7 +25,7 @@ not run on inputs that the module takes, because the exporter lost an axis, a si
 Made with {versions}.
 All numbers: [results](../benchmarks/results/{name}).
 
-{tables}{older}"""
+{tables}"""
 TABLES = """{level} By structure
 
 | structure | exporter | counted | fused | |
@@ -45,8 +45,7 @@ All of it is fused of {complete_count} architectures:
 {errors}
 """
 OTHERS = """\
-Of the others, fused of counted by dynamo, TorchScript, and TorchScript with attention written out; one number where
-these are equal.
+Of the others, fused of counted by each exporter, in the order above; one number where these are equal.
 
 | architecture | {structures} |
 |---|{columns}|
@@ -64,8 +63,8 @@ the exporter's error.
 """
 
 
-OLDER = "## An older release"
-OLDER_HEAD = """{heading} of transformers
+OLDER, KERAS = "## An older release of transformers", "## Keras"
+OLDER_HEAD = """{heading}
 
 The same with the {count} of these architectures that transformers {transformers} has, where attention is mostly written
 out. What torch computes of parameters alone is not counted. Of {verified} of the {exports} exports, one in eight,
@@ -76,12 +75,22 @@ All numbers: [results](../benchmarks/results/{name}).
 
 {tables}"""
 
+KERAS_HEAD = """{heading}
 
-def page(result: Mapping, name: str, older: str = "") -> str:
-    """Return the page of results that are stored as the file `name`; `older` is the section of an older release."""
-    return HEAD.format(
-        **facts(result, name), tables=tables(result["exports"], "##"), older=f"\n{older}" if older else ""
-    )
+`models/survey_keras.py` writes {count} models of Keras' layers by `model.export(format="onnx")`, which tf2onnx does for
+the backend TensorFlow, and PyTorch's exporters for torch. Each model has one or two of the layers that it is named
+after; structures are counted by the layers of the model. Outputs of the {verified} exports were also compared in
+onnxruntime: {statuses}.
+
+Made with {versions}.
+All numbers: [results](../benchmarks/results/{name}).
+
+{tables}"""
+
+
+def page(result: Mapping, name: str) -> str:
+    """Return the page of results that are stored as the file `name`, without the sections that follow."""
+    return HEAD.format(**facts(result, name), tables=tables(result["exports"], "##"))
 
 
 def older_section(result: Mapping, name: str) -> str:
@@ -94,9 +103,23 @@ def older_section(result: Mapping, name: str) -> str:
     )
 
 
-def older_part(text: str) -> str:
-    """Return the section of an older release in the text of the page; none if it has none."""
-    return "".join(text.partition(OLDER)[1:])
+def keras_section(result: Mapping, name: str) -> str:
+    """Return the section of Keras' own exports, whose results are stored as the file `name`."""
+    return KERAS_HEAD.format(**facts(result, name), heading=KERAS, tables=tables(result["exports"], "###"))
+
+
+def sections(text: str) -> dict[str, str]:
+    """Return the sections of the page that other surveys have written, by their headings."""
+    starts = sorted((at, heading) for heading in (OLDER, KERAS) if (at := text.find(heading)) >= 0)
+    ends = [*(at for at, _ in starts[1:]), len(text)]
+    return {heading: text[at:end].rstrip("\n") + "\n" for (at, heading), end in zip(starts, ends, strict=True)}
+
+
+def with_section(text: str, heading: str, section: str) -> str:
+    """Return the page with a section in place of the one with its heading, or after all others."""
+    found = {**sections(text), heading: section.rstrip("\n") + "\n"}
+    main = text[: min((at for each in found if (at := text.find(each)) >= 0), default=len(text))].rstrip("\n")
+    return "\n".join([f"{main}\n", *found.values()])
 
 
 def facts(result: Mapping, name: str) -> dict[str, object]:
@@ -154,12 +177,6 @@ def by_library(architectures: Iterable[str]) -> Iterator[str]:
 def is_complete(entry: Entry) -> bool:
     """Return whether everything that was counted in an export is fused."""
     return all(row["fused"] == row["count"] for row in entry["structures"].values())
-
-
-def way(entry: Entry) -> str:
-    """Return how an export was made."""
-    eager = " eager" if entry["attention"] == "eager" else ""
-    return f"{entry['exporter']}{eager}"
 
 
 def totals(measured: Sequence[Entry]) -> Iterator[str]:
