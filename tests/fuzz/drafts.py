@@ -208,15 +208,15 @@ def names_huge_size(model: onnx.ModelProto) -> bool:
 
     What is reshaped to that may be taken for a shape.  onnx 1.23 then makes a dimension of each of its elements, be
     they 10^9: Concat and Mul do so where values are propagated, Expand does it below opset 13, also in onnxruntime.
-    A Slice of what may be a shape ends the process if its step is 2^31 or more (970012128).
+    A Slice of what may be a shape ends the process if its step is 2^31 or more (970012128).  The inputs of functions
+    have the names of the graph's constants (1030023441).
     """
     constants = {t.name: t for t in model.graph.initializer}
-    for node in nodes(model.graph):
+    every = list(nodes(model.graph, *model.functions))
+    for node in every:
         constants.update(
             (node.output[0], a.t) for a in node.attribute if node.op_type == "Constant" and a.name == "value"
         )
-    targets = {
-        node.input[index] for node in nodes(model.graph) if (index := TARGETS.get(node.op_type, 9)) < len(node.input)
-    }
+    targets = {node.input[index] for node in every if (index := TARGETS.get(node.op_type, 9)) < len(node.input)}
     arrays = [numpy_helper.to_array(constants[name]) for name in targets if name in constants]
     return any(array.dtype.kind == "i" and (array > MAX_SIZE).any() for array in arrays)

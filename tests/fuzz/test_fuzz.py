@@ -872,6 +872,10 @@ def test_huge_sizes_are_not_inferred() -> None:
     assert types(model) == {}
     verdict = judge(model, {"n": 2}, 0)
     assert verdict.kind == "idle", verdict
+    called = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 22, "l" : 1]>
+        g (int64[1] k) => (int64[] q) <int64[1] huge = {10000000}> { q = l.f (k, huge) }
+        <domain: "l", opset_import: ["" : 22]> f (k, huge) => (q) { r = Reshape (k, huge) q = Mul (r, k) }""")
+    assert types(called) == {}
     model.graph.initializer[0].CopyFrom(onnx.numpy_helper.from_array(np.array([1]), "huge"))
     assert "q" in types(model)
 
