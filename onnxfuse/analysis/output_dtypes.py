@@ -24,6 +24,9 @@ _ONNXRUNTIME_SOURCES = {  # by operator: the inputs, instead of input 0, that gi
     "com.microsoft::QLinearConcat": (1,), "com.microsoft::QLinearWhere": (1,),
 }  # fmt: skip
 
+# Inputs that give the first output its dtype though the schema, since some opset, has no type in common for both.
+_SOURCES = {"DequantizeLinear": (1,)}
+
 _CACHES: dict[int, tuple[int, ...]] = {1: (0,), 2: (0,)}  # for operators whose outputs 1 and 2 are keys and values
 _FURTHER_OUTPUTS: dict[str, dict[int, tuple[int, ...]]] = {  # by operator and output: inputs that give the dtype
     "com.microsoft::SkipLayerNormalization": {3: (0,)}, "com.microsoft::SkipSimplifiedLayerNormalization": {3: (0,)},
@@ -81,4 +84,5 @@ def _dtype_source(op: str, opset: int, index: int) -> _Source:
     allowed = next((c.allowed_type_strs for c in found.type_constraints if c.type_param_str == kind), [kind])
     if len(allowed) == 1:
         return _Source(fixed=_DTYPES.get(next(iter(allowed)), 0))
-    return _Source(tuple(i for i, formal in enumerate(found.inputs) if formal.type_str == kind))
+    alike = tuple(i for i, formal in enumerate(found.inputs) if formal.type_str == kind)
+    return _Source(alike or _SOURCES.get(op, ()))

@@ -9,6 +9,8 @@ from onnx import numpy_helper
 from runtimes import open_on_cpu
 from spelled_models import parsed, spelled
 
+from onnxfuse import optimize
+
 STEPS = "float s = {0.02}, float t = {0.013}, float r = {0.05}, uint8 z = {120}, uint8 v = {131}, int8 i = {-3}"
 COLUMNS = "float[6] each = {0.01, 0.02, 0.013, 0.05, 0.004, 0.03}, int8[6] zeros = {0, 0, 0, 0, 0, 0}"
 IMAGE, WEIGHTS = "uint8[2,4,7,6] x", "int8[6,4,3,3] w"
@@ -118,6 +120,14 @@ def test_a_rule_computes_the_integers_that_the_operator_does(name: str, optimize
         assert value.dtype == expected.dtype and value.shape == expected.shape
         steps = np.abs(value.astype(int) - expected.astype(int))
         assert steps.max() <= 1 and steps.mean() <= (0.0 if optimize else 0.04)
+
+
+@pytest.mark.parametrize("opset", [10, 13, 19, 21, 23, 24])
+@pytest.mark.parametrize(("name", "fusion"), [("product", "quantized_gemm"), ("conv", "quantized_conv")])
+def test_a_product_is_fused_in_every_opset(name: str, fusion: str, opset: int) -> None:
+    _, report = optimize(with_integers(EXACT[name], opset))
+    assert [one.fusion for one in report.fused if one.fusion != "region"] == [fusion]
+    assert report.verified.status == "verified" and not report.dropped
 
 
 @pytest.mark.parametrize("name", FLOATS)
