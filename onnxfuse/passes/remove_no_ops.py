@@ -13,7 +13,7 @@ from onnxfuse.analysis.rules import has_input
 from onnxfuse.analysis.shape_info import CannotInfer, ShapeInfo
 from onnxfuse.analysis.slice_ranges import slice_ranges
 from onnxfuse.ir.attributes import attribute_or_input, int_attribute, number_parameter
-from onnxfuse.ir.dtypes import is_exact_cast
+from onnxfuse.ir.dtypes import Array, is_exact_cast
 from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
 from onnxfuse.passes.graph_pass import graph_pass
@@ -21,6 +21,7 @@ from onnxfuse.passes.graph_pass import graph_pass
 RewriteRule: TypeAlias = Callable[[Graph, ShapeInfo, Node], bool]  # a rule returns whether it changed the graph
 
 NEUTRAL_SCALARS = {"Mul": 1, "Div": 1, "Add": 0, "Sub": 0}
+SUM_ROUNDING = 1e-6  # of a bias that was dequantized, relative to the largest
 MAX_WEIGHT_RANK = 3  # the highest rank of a tensor that a weight scales or shifts: batch, sequence, features
 
 
@@ -278,10 +279,32 @@ def _write_zero_point(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 
 
 def _simplify_gemm(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
-    return _flatten_bias(graph, shapes, node) or _fold_factor(graph, shapes, node)
+    """Give a Gemm a bias of one axis, and no factor; a product of integers only if its bias is a sum of integers.
+
+    onnxruntime's optimizations would round any other bias, once they make a QGemm of the product.
+    """
+    return _adds_sums(graph, node) and (_flatten_bias(graph, node) or _fold_factor(graph, node))
 
 
-def _fold_factor(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
+def _adds_sums(graph: Graph, node: Node) -> bool:
+    """Return whether the bias of a product of integers, if it is one, is a multiple of the scale of the sums."""
+    step: Array = np.full((), number_parameter(graph, node, "alpha"))
+    for tensor in node.inputs[:2]:
+        maker = producer(tensor)
+        if maker is None or op_of(maker) != "DequantizeLinear" or not is_constant(scale := maker.inputs[1]):
+            return True
+        step = step * constant_value(graph, scale)
+    if not has_input(node, 2):
+        return True
+    bias, maker = node.inputs[2], producer(node.inputs[2])
+    if maker is not None and op_of(maker) == "DequantizeLinear" and is_constant(scale := maker.inputs[1]):
+        return np.allclose(constant_value(graph, scale), step, SUM_ROUNDING, 0)
+    with np.errstate(all="ignore"):
+        sums = constant_value(graph, bias) / step if is_constant(bias) else np.full((), np.nan)
+    return bool(np.abs(sums - np.rint(sums)).max(initial=0.0) <= SUM_ROUNDING * (1 + np.abs(sums).max(initial=0.0)))
+
+
+def _fold_factor(graph: Graph, node: Node) -> bool:
     """Multiply the scale of a weight that is dequantized, instead of its product, by the factor of a Gemm."""
     weight, factor = node.inputs[1], number_parameter(graph, node, "alpha")
     maker = producer(weight) if graph.sole_consumer(weight) else None
@@ -296,7 +319,7 @@ def _fold_factor(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     return True
 
 
-def _flatten_bias(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
+def _flatten_bias(graph: Graph, node: Node) -> bool:
     """Reshape a bias of shape (1, n) of a Gemm to (n)."""
     bias = node.inputs[2] if len(node.inputs) > 2 else None
     if graph.opset < 7 or not is_constant(bias) or len(bias.shape) != 2 or bias.shape[0] != 1:
