@@ -105,13 +105,13 @@ class Settings:
     """How `fuse_model` fuses a model.
 
     `operators` says which operators the bodies of fused nodes consist of.  `layout` and `regions` are as in `optimize`.
-    `bodies` says whether bodies of If, Loop and Scan are fused; images in these stay channels-first.  `exclude` holds
-    matches that stay unfused, as pairs of the fusion's name and the first output, and nodes that stay channels-first,
-    as pairs of LAYOUT and the first output.  `keep_names` are tensors that are neither folded nor fused away.
-    `keep_nodes` maps a body to the labels of its nodes that no fusion, region or layout may take.  `keep_unfused` keeps
-    a copy of the graph before fusing, for the comparison by parts.  `left_out` names layout fusions that are not
-    made, and `without_passes` names passes that are not applied.  `rules` are the rewrite rules whose misses
-    are recorded in addition to the misses of fusions.
+    `bodies` says whether bodies of If, Loop and Scan are fused; images in these stay channels-first.  `spelling` says
+    whether composite operators are decomposed.  `exclude` holds matches that stay unfused, as pairs of the fusion's
+    name and the first output, and nodes that stay channels-first, as pairs of LAYOUT and the first output.
+    `keep_names` are tensors that are neither folded nor fused away.  `keep_nodes` maps a body to the labels of its
+    nodes that no fusion, region or layout may take.  `keep_unfused` keeps a copy of the graph before fusing, for the
+    comparison by parts.  `left_out` names layout fusions that are not made, and `without_passes` names passes that are
+    not applied.  `rules` are the rewrite rules whose misses are recorded in addition to the misses of fusions.
     """
 
     fusions: Sequence[Fusion]
@@ -119,6 +119,7 @@ class Settings:
     layout: Layout = "auto"
     regions: Regions = False
     bodies: bool = True
+    spelling: bool = True
     exclude: Collection[tuple[str, str]] = frozenset()
     keep_names: Collection[str] = frozenset()
     keep_nodes: Mapping[str, Set[str]] = field(default_factory=dict)
@@ -421,7 +422,7 @@ def look_into_bodies(work: Work) -> None:
 
 def spell_operators_out(work: Work) -> None:
     """Decompose composite operators into the operators that they consist of."""
-    if work.settings.fusions:
+    if work.settings.fusions and work.settings.spelling:
         work.found = replace(work.found, spelling=spell_out(work.graph, work.shapes, work.learned.operators))
 
 

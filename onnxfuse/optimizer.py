@@ -55,7 +55,7 @@ from onnxfuse.report.outline import Rewritten, outline
 from onnxfuse.report.report import Dropped, Report, Subgraph, quantized_operators
 from onnxfuse.report.unmatched import why_no_region, why_not_made, why_unmatched
 from onnxfuse.rewrite.replace import REGION, Fused
-from onnxfuse.steps import REPORT, LeftOut, attempt
+from onnxfuse.steps import REPORT, SPELLING, LeftOut, attempt
 from onnxfuse.unfuse_model import has_fused_nodes, in_operators
 from onnxfuse.verifier import WEIGHT_FOLDING, Verifier
 from onnxfuse.verify.accepted import NOTHING_ACCEPTED, Accepted, state_accepted
@@ -499,6 +499,7 @@ class TakenBack:
             exclude=frozenset(self.matches),
             keep_names=frozenset(self.constants),
             bodies=BODIES not in self.names,
+            spelling=SPELLING not in self.names,
             without_passes=self.passes,
         )
 
@@ -600,6 +601,8 @@ class _Search:
             self.taken_back.take_matches((one.node.fused, one.node.is_transposed, one.reason) for one in culprits)
         elif result.bodies and not self._differs(verifier, replace(settings, bodies=False)):
             self.taken_back.take(Dropped(BODIES, result.bodies[0].body.where, verified.reason))
+        elif result.spelled and not self._differs(verifier, replace(settings, spelling=False)):
+            self.taken_back.take(Dropped(SPELLING, result.spelled[0].node, verified.reason))
         else:
             self.taken_back.take(self._wrong_step(verifier, result, replace(settings, fusions=(), regions=False)))
 

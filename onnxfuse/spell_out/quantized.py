@@ -15,15 +15,17 @@ from onnx import TensorProto
 from onnxfuse.analysis.rules import RuleTable
 from onnxfuse.dsl.terms import Term
 from onnxfuse.dsl.words import op
+from onnxfuse.ir.domain import ORT_DOMAIN
 from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.ir.graph import constant_value
-from onnxfuse.ir.node import is_constant, op_of
+from onnxfuse.ir.node import Node, Tensor, consumers, is_constant, op_of, producer
 from onnxfuse.spell_out.call import Call, Rule, stay_if
 from onnxfuse.spell_out.products import window_attributes
 
 RULES = RuleTable[Rule]()
 OF_INTEGERS: Final = ("QLinearMatMul", "QLinearConv", "com.microsoft::QGemm")  # their input 3 is the weight
 SOFTMAX_OF_AXIS_SINCE: Final = 13  # the opset since which a Softmax is along one axis, not along all from this one on
+TWICE: Final = "is quantized, dequantized and quantized again; onnxruntime would merge the two pairs of quantizers"
 QUANTIZERS_WITH_AXES_SINCE: Final = 13
 QUANTIZERS_OF_FLOAT16_SINCE: Final = 19
 DEQUANTIZED: Final = (TensorProto.INT8, TensorProto.UINT8, TensorProto.INT32)  # biases have 32 bits
@@ -155,8 +157,20 @@ def numbers(call: Call, index: int, axis: int | None = None) -> Term:
     scale = call.tensor(index + 1)
     is_infinite = is_constant(scale) and not np.isfinite(constant_value(call.graph, scale).astype(np.float32)).all()
     stay_if(is_infinite, f"the scale '{scale.name}' is not finite, so that sums of the numbers may be NaN")
+    stay_if(_is_quantized_twice(call.tensor(index)), f"'{call.tensor(index).name}' {TWICE}")
     along = {} if axis is None else _along(call, index + 1, axis)
     return op.DequantizeLinear(call.input(index), call.input(index + 1), call.optional(index + 2), **along)
+
+
+def _is_quantized_twice(tensor: Tensor) -> bool:
+    """Return whether a QuantizeLinear makes a tensor of what a DequantizeLinear made of integers."""
+    maker = producer(tensor)
+    before = producer(maker.inputs[0]) if maker is not None and _is(maker, "QuantizeLinear") else None
+    return before is not None and _is(before, "DequantizeLinear")
+
+
+def _is(node: Node, op: str) -> bool:
+    return op_of(node) in (op, f"{ORT_DOMAIN}::{op}")
 
 
 def _along(call: Call, scale: int, axis: int) -> dict[str, Any]:
@@ -178,4 +192,7 @@ def in_region(call: Call, value: Term, scale: int) -> dict[int, Term]:
 def quantized(call: Call, value: Term, scale: int, **along: Any) -> dict[int, Term]:
     """Return numbers as integers, with the scale and the zero point at the inputs `scale` and the next one."""
     stay_if(not call.has(scale + 1), "its result has no zero point")
+    readers = [again for each in consumers(call.node.outputs[0]) for again in consumers(each.outputs[0])]
+    for again in readers:
+        stay_if(_is_quantized_twice(again.outputs[0]), f"'{again.outputs[0].name}' {TWICE}")
     return {0: op.QuantizeLinear(value, call.input(scale), call.input(scale + 1), **along)}

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 from exported_models import unpack
 from spelled_models import by_onnxruntime, parsed
+from test_quantized_rules import with_integers
 
 from onnxfuse import optimize
 from onnxfuse.cli import main
@@ -167,3 +168,25 @@ def test_a_model_that_a_session_wrote_is_fused_as_the_export_is(name: str, tmp_p
     model, report = optimize(written)
     assert (report.counts, len(model.graph.node)) == (from_export.counts, len(plain.graph.node))
     assert report.verified.passed and not report.dropped
+
+
+def test_spellings_are_taken_back_that_onnxruntime_changes() -> None:
+    """It merges the two pairs of quantizers that remain once the Identity is removed; the scale of one is lost."""
+    model = with_integers(TWO_PAIRS.replace("AGAIN", "j = Identity(d) r = QuantizeLinear(j, t, i)"))
+    made, report = optimize(model)
+    assert operators(made)[-2:] == ["QLinearMatMul", "DequantizeLinear"]
+    assert [(one.fusion, one.node) for one in report.dropped] == [("spelling operators out", "product")]
+    assert report.verified.status == "verified"
+
+
+def test_an_operator_on_integers_stays_between_two_pairs_of_quantizers() -> None:
+    """onnxruntime would merge them once there is no operator on integers between them."""
+    _, report = optimize(with_integers(TWO_PAIRS.replace("AGAIN", "r = QuantizeLinear(d, t, i)")))
+    (stays,) = report.stays
+    assert stays.reason.startswith("'r' is quantized, dequantized and quantized again") and not report.dropped
+
+
+TWO_PAIRS = """(float[16,4] x) => (float[16,4] y)
+<float s = {0.5}, float t = {0.1}, int8 i = {-128}, int8[4,4] w, float u = {0.04}, int8 z = {0}, float e = {0.05}>
+{ q = QuantizeLinear(x, s, i) d = DequantizeLinear(q, s, i) AGAIN
+  [product] p = QLinearMatMul(r, t, i, w, u, z, e, z) y = DequantizeLinear(p, e, z) }"""
