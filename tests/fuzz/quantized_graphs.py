@@ -261,7 +261,7 @@ class Quantized(Writer):
         shape = (columns, x.shape[-1]) if is_turned else (x.shape[-1], columns)
         inputs = [self.through(x), self.weight(shape, 0 if is_turned else 1)]
         inputs.append(self.array(self.random.choice([(columns,), (1, columns)]), FLOAT))
-        alpha = self.random.choice([1.0, 1.0, 0.5, -2.0])
+        alpha = self.random.choice([1.0, 1.0, 0.5, -1.0])
         name = self.draft.node("Gemm", inputs, transB=int(is_turned), alpha=alpha)
         self._end(name, (x.shape[0], columns))
 
