@@ -135,7 +135,8 @@ def _after_sums(name: str, launch: Launch, gemm: Gemm, of_filter: Defines, edge_
     integers = of_integers(gemm)
     if integers.x_zero is None or integers.w_sums:
         return Implementation(name, (launch,))
-    kernel = Kernel("quantized_sums", "quantized_sums", {**of_filter, "COLUMNS": COLUMNS_OF_SUMS})
+    defines = {**of_filter, "COLUMNS": COLUMNS_OF_SUMS, "WEIGHTS_CONSTANT": int(gemm.weights_constant)}
+    kernel = Kernel("quantized_sums", "quantized_sums", defines)
     given = (gemm.w, SUMS, Scalar(gemm.n, "int32"), Scalar(gemm.k, "int32"))
     grid = (-(-gemm.n // COLUMNS_OF_SUMS), 1, 1)
     sums = Launch(kernel, grid, (32 * COLUMNS_OF_SUMS, 1, 1), given, pdl=True)

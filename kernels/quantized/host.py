@@ -20,7 +20,7 @@ from onnxfuse.kernels.gemm.implementations import implementations_if_any
 from onnxfuse.kernels.gemm.operands import gemm_of
 from onnxfuse.kernels.gemm.problem import Gemm, Integers
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.quantized import hopper
+from onnxfuse.kernels.quantized import columns, hopper
 from onnxfuse.kernels.region import host as region
 from onnxfuse.kernels.tensors import ITEM_BYTES, STORAGE, element_count, operand_spec, required_spec, unsupported_choice
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, Pointer, Step, TensorSpec
@@ -146,7 +146,9 @@ def implementations(problem: Gemm | Conv, numbers: Sequence[Numbers], device: De
 def _of_integers(problem: Gemm | Conv, device: Device) -> list[Implementation]:
     if isinstance(problem, Gemm):
         return hopper.products(problem, device)
-    return hopper.products(as_gemm(problem), device) if problem.pointwise else hopper.convolutions(problem, device)
+    if problem.pointwise:
+        return hopper.products(as_gemm(problem), device)
+    return hopper.convolutions(problem, device) or columns.implementations(problem, device)
 
 
 def _of_numbers(problem: Gemm | Conv, numbers: Sequence[Numbers], device: Device) -> list[Implementation]:

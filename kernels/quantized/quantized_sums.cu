@@ -3,7 +3,7 @@
 // w is (columns, TAPS, k) of s8, and sums is (EDGE_ROWS, columns): row Edges::row() is that of the taps inside x. A
 // product of matrices has one tap and one row. A warp computes a column. Rows of k are multiples of 16 bytes.
 //
-// Macros: COLUMNS: warps of a block; those of conv_edges.cuh
+// Macros: COLUMNS: warps of a block; WEIGHTS_CONSTANT: 1 if no kernel writes w, else 0; those of conv_edges.cuh
 #include "conv_edges.cuh"
 
 extern "C" __global__ void __launch_bounds__(32 * COLUMNS)
@@ -12,6 +12,7 @@ extern "C" __global__ void __launch_bounds__(32 * COLUMNS)
     release_successor();  // the product loads its first weights meanwhile
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = blockIdx.x * COLUMNS + warp;
     int* of_taps = taps_of_warps[warp];
+    if constexpr (!WEIGHTS_CONSTANT) wait_for_predecessor();
     for (int tap = 0; column < columns && tap < TAPS; ++tap) {
         const uint4* from = reinterpret_cast<const uint4*>(w + (size_t(column) * TAPS + tap) * k);
         int sum = 0;

@@ -41,10 +41,21 @@ def test_plans_compile_for_every_gpu(case: Case, device: Device) -> None:
 
 
 @pytest.mark.parametrize("case", IN_INTEGERS, ids=str)
-def test_hopper_multiplies_integers_in_one_launch_after_the_zeros(case: Case) -> None:
+def test_hopper_multiplies_integers_in_one_launch_after_the_sums(case: Case) -> None:
     sources = [step.kernel.source for step in plans_of(case, H200)[0].steps if isinstance(step, Launch)]
     assert sources[-1] in ("quantized_gemm", "quantized_conv")
-    assert sources[:-1] == (["quantized_zeros"] if case.x_zero is not None else [])
+    assert sources[:-1] == (["quantized_sums"] if case.x_zero is not None and not case.sums else [])
+
+
+@pytest.mark.parametrize("sums", [False, True])
+def test_hopper_multiplies_integers_of_few_channels_as_columns(sums: bool) -> None:
+    (case,) = (each for each in CONVS if each.k == 3)
+    kernels = [step.kernel for step in plans_of(replace(case, sums=sums), H200)[0].steps if isinstance(step, Launch)]
+    added = [] if sums else ["quantized_sums"]
+    assert [kernel.source for kernel in kernels] == ["quantized_columns", *added, "quantized_gemm"]
+    assert not any(kernel.defines["WEIGHTS_CONSTANT"] for kernel in kernels[1:])  # the first launch writes them
+    for large in (replace(case, k=400), replace(case, m=1 << 17)):  # a row of 19,600 bytes, a matrix of 4 GB
+        assert "quantized_columns" not in str(plans_of(large, H200))
 
 
 @pytest.mark.parametrize("case", [GEMMS[0], CONVS[0]], ids=str)

@@ -46,6 +46,8 @@ CASES = [
     Case(1, 40, 256, sizes=(12, 7), kernel=(3, 2), pads=(0, 1, 2, 1), dilations=(2, 1), x_dtype="int8", x_zero=-128),
     Case(1, 64, 128, sizes=(5, 5), kernel=(1, 1), x_zero=9),
     Case(33, 40, 128, x_zero=5, sums=True),
+    Case(1, 35, 3, sizes=(11, 13), kernel=(7, 7), strides=(2, 2), pads=(3,) * 4, x_zero=128, sums=True),
+    Case(2, 40, 5, sizes=(3, 4, 5), kernel=(2, 3, 2), pads=(0, 1, 2, 1, 1, 0), dilations=(1, 1, 2), x_dtype="int8"),
     Case(1, 64, 128, sizes=(2, 9), kernel=(3, 5), pads=(2, 4, 2, 3), dilations=(1, 2), x_zero=9, sums=True),
 ]  # fmt: skip
 
@@ -75,7 +77,7 @@ def run(plan: Plan, arrays: list[np.ndarray], y: np.ndarray, folder: Path) -> No
     addresses[Pointer("output", 0)] = y.ctypes.data
     for step in plan.steps:
         assert isinstance(step, Launch)
-        if step.kernel.source == "quantized_sums":
+        if step.kernel.source in ("quantized_sums", "quantized_columns"):
             launch(step, library(step.kernel, folder), addresses.__getitem__)
             continue
         found = [each for each in step.arguments if isinstance(each, TensorMap)]

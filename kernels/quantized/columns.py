@@ -1,0 +1,64 @@
+"""The host side of quantized_columns.cu: convolutions of few channels as products of integers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from onnxfuse.kernels.conv import hopper as conv_hopper
+from onnxfuse.kernels.conv.matrix import as_gemm
+from onnxfuse.kernels.conv.problem import Conv, plain_pads, three
+from onnxfuse.kernels.epilogue_node import moved
+from onnxfuse.kernels.gemm.problem import Integers
+from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.quantized import hopper
+from onnxfuse.kernels.tensors import ABSENT, VECTOR_BYTES, Defines
+from onnxfuse.runtime.plan import Device, Kernel, Launch, Pointer, Scalar
+from onnxfuse.runtime.symint import maximum
+
+MAX_LENGTH: Final = 1024  # taps times channels, which a thread gathers one by one
+MAX_BYTES: Final = 1 << 30  # of the matrix
+THREADS: Final = 64  # of a block: rows of 1,024 bytes leave room for two blocks on a multiprocessor
+COLUMNS, ROWS = Pointer("scratch", 0), Pointer("scratch", 1)  # where quantized_columns.cu writes
+
+
+def implementations(conv: Conv, device: Device) -> list[Implementation]:
+    """Return the implementations after a launch that writes x and w as matrices; none if unsupported."""
+    length = conv.taps * conv.c
+    vectors = -(-length // VECTOR_BYTES)
+    row = vectors * VECTOR_BYTES
+    if conv.group != 1 or length > MAX_LENGTH or maximum(conv.pixels * row) > MAX_BYTES:
+        return []
+    conv = plain_pads(conv)
+    gemm = replace(as_gemm(conv), k=row, weights_constant=False)
+    written = {gemm.x: COLUMNS, gemm.w: ROWS}
+
+    def after_columns(pointer: Pointer) -> Pointer:
+        if pointer.kind == "scratch":
+            return replace(pointer, index=pointer.index + len(written))
+        return written.get(pointer, pointer)
+
+    return [
+        Implementation(
+            f"of columns, {each.name}",
+            (_launch(conv, vectors, device), *(moved(step, after_columns) for step in each.steps)),
+            (conv.pixels * row, conv.m * row, *each.scratch),
+        )
+        for each in hopper.products(gemm, device)
+    ]
+
+
+def _launch(conv: Conv, vectors: int, device: Device) -> Launch:
+    integers: Integers = hopper.of_integers(conv)
+    pitch = 4 * (vectors | 1)
+    defines: Defines = {
+        **conv_hopper.of_filter(conv), "CHANNELS": conv.c, "OPERAND": hopper.OPERAND[integers.x_dtype],
+        "X_ZERO": int(integers.x_zero is not None), "THREADS": THREADS, "SHARED_PITCH": pitch,
+    }  # fmt: skip
+    sizes = (conv.pixels, conv.m, *three(conv.sizes), *three(conv.y_sizes))
+    given = (
+        conv.x, integers.x_zero or ABSENT, conv.w, COLUMNS, ROWS, *(Scalar(size, "int32") for size in sizes)
+    )  # fmt: skip
+    blocks = -(-conv.pixels // THREADS) + -(-conv.m * vectors // THREADS)
+    kernel = Kernel("quantized_columns", "quantized_columns", defines)
+    return Launch(kernel, (blocks, 1, 1), (THREADS, 1, 1), given, pdl=device.has_pdl)
