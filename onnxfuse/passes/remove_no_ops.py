@@ -263,18 +263,20 @@ def _flatten_scale(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 
 
 def _write_zero_point(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
-    """Write the zero point of a QuantizeLinear to int8 that names its dtype instead.
+    """Write the zero point of a QuantizeLinear to int8 that names its dtype, and not the dtype.
 
     onnxruntime's optimizations replace it and the DequantizeLinears and operator before it by a QLinear operator, whose
-    result is uint8 where the zero point is left out; it then refuses the model.
+    result is uint8 where the zero point is left out.  Others make quantizers of uint8 of those of int8, and leave the
+    attribute `output_dtype`.  onnxruntime then refuses the model.
     """
     shape = shapes.shape(node.inputs[1])
     sizes = [size for size in shape or () if isinstance(size, int)]
-    is_int8 = int_attribute(node, "output_dtype", 0) == TensorProto.INT8
-    if not is_int8 or has_input(node, 2) or shape is None or len(sizes) < len(shape):
+    if int_attribute(node, "output_dtype", 0) != TensorProto.INT8 or shape is None or len(sizes) < len(shape):
         return False
-    zeros = graph.constant(f"{node.outputs[0].name}_zero", np.zeros(sizes, np.int8))
-    node.inputs = [*node.inputs[:2], zeros]
+    if not has_input(node, 2):
+        zeros = graph.constant(f"{node.outputs[0].name}_zero", np.zeros(sizes, np.int8))
+        node.inputs = [*node.inputs[:2], zeros]
+    graph.set_attribute(node, "output_dtype", 0)
     return True
 
 

@@ -196,6 +196,26 @@ def test_the_factor_of_a_gemm_scales_the_integers_of_its_weight(alpha: str, rest
     assert_same(model, after, (3, 8), tol=1e-6)
 
 
+@pytest.mark.parametrize("zero", ["", ", zero"])
+@pytest.mark.parametrize(
+    "rest", ["y = DequantizeLinear(q, one)", "d = DequantizeLinear(q, one) e = Relu(d) y = Sin(e)",
+             "d = DequantizeLinear(q, one) e = Transpose<perm=[0,2,1]>(d) y = Sin(e)",
+             "d = DequantizeLinear(q, one) e = Add(d, d) y = QuantizeLinear<output_dtype=3>(e, one)"],
+)  # fmt: skip
+def test_quantizers_of_int8_have_a_zero_point_and_no_dtype(rest: str, zero: str) -> None:
+    """onnxruntime opens each of these models, with its optimizations, which it does not with the attribute."""
+    text = f"(float[N,5,8] x) => (y) {{ a = Sin(x) q = QuantizeLinear<output_dtype=3>(a, one{zero}) {rest} }}"
+    constants = {"one": np.float32(0.05), **({"zero": np.int8(0)} if zero else {})}
+    model = parse(text, 21, **constants)
+    after, _ = apply(model, normalize)
+    for node in after.graph.node:
+        if node.op_type == "QuantizeLinear":
+            assert len(node.input) == 3 and not any(a.i for a in node.attribute)
+    x = random(2, 5, 8)
+    expected = open_on_cpu(model, optimize=False).run(None, {"x": x})
+    np.testing.assert_array_equal(open_on_cpu(after).run(None, {"x": x})[0], expected[0])
+
+
 @pytest.mark.parametrize(
     ("opset", "nodes", "rest"),
     [
