@@ -171,15 +171,32 @@ class MergedAxes:
         return emit(self.shapes, "Expand", inputs, stem, expanded, self.shapes.dtype(tensor))
 
     def back(self, result: Tensor) -> Tensor | None:
-        """Return the result with the merged axes split again; None where a Reshape would need a computed target."""
+        """Return the result with the merged axes split again; None where V does not have their sizes."""
         made, sizes = self._reshaped(result, self.result), self.result[self.axis : self.axis + 2]
-        if made is not None or not all(isinstance(size, int) for size in sizes):
+        if made is not None:
             return made
+        if not all(isinstance(size, int) for size in sizes):
+            return self._split(result)
         others = [axis for axis in range(len(self.result) - 1) if axis != self.axis]
         rows = tuple(self.shape(self.result)[axis] for axis in others)
         order = (*range(self.axis), len(rows), len(rows) + 1, *range(self.axis, len(rows)))
         moved = View((*others, self.axis), (*rows, product(sizes)))  # a Reshape keeps the axes before the merged one
         return self._viewed(result, moved, View(None, (*rows, *sizes)), View(order, self.result))
+
+    def _split(self, result: Tensor) -> Tensor | None:
+        """Write a Reshape that splits the merged axes; their sizes are read from V, and the others from the result."""
+        values, stem = self.last.inputs[1], f"{result.name}_split"
+        shape, axes = self.shapes.shape(values), (self.axis, self.axis + 1)
+        if shape is None or len(shape) != len(self.result) or any(shape[axis] != self.result[axis] for axis in axes):
+            return None
+
+        def size_along(axis: int) -> int | Tensor:
+            source, place = (values, axis) if axis in axes else (result, axis - (axis > self.axis))
+            size = self.result[axis]
+            return size if isinstance(size, int) else sizes_along(self.shapes, source, [place], stem)
+
+        target = joined_sizes(self.shapes, [size_along(axis) for axis in range(len(self.result))], stem)
+        return emit(self.shapes, "Reshape", [result, target], stem, self.result, self.shapes.dtype(result))
 
     def _reshaped(self, tensor: Tensor, wanted: Shape) -> Tensor | None:
         """Return a tensor with the wanted shape; None where a Reshape would need a computed target."""
