@@ -45,19 +45,31 @@ def _is_read_float(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 
 
 def _name_cut_axes(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
-    """Leave out of a Slice the axes that it takes whole, if it cuts others at constant bounds."""
+    """Leave out of a Slice the axes that it takes whole, and count bounds from the start, if they are constant."""
     shape = shapes.shape(node.inputs[0])
     try:
         bounds = slice_bounds(shapes, node, shape) if shape else {}
     except CannotInfer:
         return False
-    cut = [(*each, axis) for axis, each in bounds.items() if shape and not _is_whole(each, shape[axis])]
-    if not 0 < len(cut) < len(bounds) or not all(isinstance(number, int) for each in cut for number in each):
+    found = {axis: _from_start(each, shape[axis]) for axis, each in bounds.items()} if shape else {}
+    cut = [(*each, axis) for axis, each in found.items() if shape and not _is_whole(each, shape[axis])]
+    if not cut or not all(isinstance(number, int) for each in cut for number in each):
+        return False
+    if len(cut) == len(bounds) and all(found[axis] == each for axis, each in bounds.items()):
         return False
     starts, ends, steps, axes = zip(*cut, strict=True)
     numbers = [integers(graph, f"{node.outputs[0].name}_bounds", each) for each in (starts, ends, axes, steps)]
     node.inputs = [node.inputs[0], *numbers]
     return True
+
+
+def _from_start(bounds: SliceBounds, size: Size) -> SliceBounds:
+    """Return bounds that count from the start of an axis of a known size, in steps forward; others as they are."""
+    start, end, step = bounds
+    if not isinstance(size, int) or not isinstance(step, int) or step < 1:
+        return bounds
+    start, end = (each + size if isinstance(each, int) and -size <= each < 0 else each for each in (start, end))
+    return start, end, step
 
 
 def _is_whole(bounds: SliceBounds, size: Size) -> bool:

@@ -95,6 +95,20 @@ def stacked_halves(a: Term = tensor(PART), b: Term = tensor(PART)) -> Rules:
     yield rearrange(stacked, "batch heads rows 2 pairs -> batch heads rows (2 pairs)"), _by_halves(a, b)
 
 
+@rewrite(out="batch heads rows whole")
+def signed_table(
+    a: Term = tensor(PART), b: Term = tensor(PART), first: Term = tensor(HALF_TABLE), second: Term = tensor(HALF_TABLE)
+) -> Rules:
+    """Where a table begins with negated sines, and the halves of x are only swapped (torch.roll), a half is negated."""
+    require(*AXES_ARE_INPUTS)
+    require(*OF_ONE)
+    require("the sines are tables", lambda a, first, second, is_table: is_table(first, a) and is_table(second, a))
+    yield (
+        op.Mul(_by_halves(b, a), shared(_by_halves(-first, second))),
+        op.Mul(_by_halves(-b, a), _by_halves(first, second)),
+    )
+
+
 # --- x * cos + turned(x) * sin -------------------------------------------------------------------------------------
 
 
@@ -292,6 +306,7 @@ def complex_in_one_form(
 
 
 ROTATIONS: Final[tuple[Rewrite, ...]] = (
-    *stacked_halves, *negated_table, *negated_half, *negated_column, *cast_before_turned, *table_of_turned, *table_of_x,
-    *tables_of_three_axes, *sum_of_joined, *joined_rotation, *complex_columns, *complex_in_one_form,
+    *stacked_halves, *signed_table, *negated_table, *negated_half, *negated_column, *cast_before_turned,
+    *table_of_turned, *table_of_x, *tables_of_three_axes, *sum_of_joined, *joined_rotation, *complex_columns,
+    *complex_in_one_form,
 )  # fmt: skip

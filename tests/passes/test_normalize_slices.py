@@ -12,7 +12,8 @@ CONSTANTS = {
     "zeros": [0, 0, 0], "part": [0, 0, 4], "whole": [2, 5, 8], "cut": [2, 5, 4], "axes": [0, 1, 2],
     "long": [2**31 - 1] * 3, "third": [4], "end": [8], "last": [2], "even": [0, 2, 4, 6], "odd": [1, 3, 5, 7],
     "run": [2, 3, 4], "uneven": [0, 1, 4], "back": [4, 2, 0], "beyond": [2, -1],
-    "index": 3, "rows": [[-2], [0]], "row": [[-1]], "cells": [[1, 2]],
+    "index": 3, "rows": [[-2], [0]], "row": [[-1]], "cells": [[1, 2]], "fifth": [-5],
+    "beginning": [0],
 }  # fmt: skip
 TO_LAST, BACK = "perm=[2, 0, 1]", "perm=[1, 2, 0]"
 
@@ -24,6 +25,8 @@ TO_LAST, BACK = "perm=[2, 0, 1]", "perm=[1, 2, 0]"
         ("y = Slice(x, part, long, axes)", "Slice"),
         ("y = Slice(x, zeros, whole, axes)", None),  # a no-op, which normalize removes
         ("y = Slice(x, third, end, last)", None),
+        ("y = Slice(x, fifth, end, last)", "Slice"),
+        ("y = Slice(x, beginning, fifth, last)", "Slice"),
         ("y = Gather<axis=2>(x, even)", "Slice"),
         ("y = Gather<axis=-1>(x, odd)", "Slice"),
         ("y = Gather<axis=1>(x, run)", "Slice"),
