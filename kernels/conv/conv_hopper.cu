@@ -15,13 +15,13 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
 #if HAS_RESIDUAL
                 const __grid_constant__ TensorMap residual,
 #endif
-                const T* bias, const T* extra, const T* scale, float alpha, float beta, int pixels, int m, int y_d,
-                int y_h, int y_w, int group_m PROGRAM_PARAMETERS) {
+                EpilogueOperands epilogue, PixelSizes sizes PROGRAM_PARAMETERS) {
 #if !HAS_RESIDUAL
     const TensorMap& residual = x;
 #endif
-    const Weights weights{{&w}, {m}};
-    const Results results{{&y}, {bias}};
-    run_tiles(PixelOperands{x, w, y_d, y_h, y_w}, weights, results, residual, extra, scale, alpha, beta, pixels,
-              ALL_BLOCKS, group_m, MatrixPlace{}, {PROGRAM_ARGUMENTS});
+    const Weights weights{{&w}, {sizes.filters}};
+    const Results results{{&y}, {epilogue.bias}};
+    run_tiles(PixelOperands{x, w, sizes.d, sizes.h, sizes.w}, weights, results, residual, epilogue.extra,
+              epilogue.column_scale, epilogue.alpha, epilogue.beta, sizes.pixels, ALL_BLOCKS, sizes.group_m,
+              MatrixPlace{}, {PROGRAM_ARGUMENTS});
 }

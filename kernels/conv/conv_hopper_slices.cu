@@ -33,7 +33,7 @@ __device__ __forceinline__ void store_atom(const float (&d)[COLUMNS / 2], f32* s
 
 extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
     conv_hopper_slices(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, f32* partial,
-                       int pixels, int m, int y_d, int y_h, int y_w, int group_m) {
+                       PixelSizes sizes) {
     extern __shared__ __align__(1024) char memory[];
     const u32 shared = hopper::shared_address(memory);
     const Barriers barriers{shared + BARRIERS_AT};
@@ -43,13 +43,13 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
     }
     init_barriers(barriers, 0);
     sync_blocks();
-    const Tiles tiles(pixels, Weights{{&w}, {m}}.columns(), group_m);
+    const Tiles tiles(sizes.pixels, Weights{{&w}, {sizes.filters}}.columns(), sizes.group_m);
     release_successor();
     const int steps = steps_of(ALL_BLOCKS), slices = gridDim.z, slice = blockIdx.z;
     const int2 range{steps * slice / slices, steps * (slice + 1) / slices};
     if (warpgroup() == 0) {
         hopper::give_registers<PRODUCER_REGISTERS>();
-        if (threadIdx.x == 0) produce(PixelOperands{x, w, y_d, y_h, y_w}, shared, barriers, tiles, range);
+        if (threadIdx.x == 0) produce(PixelOperands{x, w, sizes.d, sizes.h, sizes.w}, shared, barriers, tiles, range);
         __syncwarp();
     } else {
         hopper::take_registers<CONSUMER_REGISTERS>();
@@ -60,9 +60,9 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
         Ring<STAGES> ring;
         float d[ATOMS][COLUMNS / 2];
         multiply(d, ring, barriers, shared, above, blocks, consumer, false);
-        f32* sums = partial + size_t(slice) * pixels * m;
+        f32* sums = partial + size_t(slice) * sizes.pixels * sizes.filters;
 #pragma unroll
         for (int atom = 0; atom < ATOMS; ++atom)
-            store_atom(d[atom], sums, {origin.x + above + 64 * atom, origin.y}, pixels, m);
+            store_atom(d[atom], sums, {origin.x + above + 64 * atom, origin.y}, sizes.pixels, sizes.filters);
     }
 }

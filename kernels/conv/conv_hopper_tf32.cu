@@ -10,11 +10,9 @@
 #include "conv_operands.cuh"
 
 extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
-    conv_hopper_tf32(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, T* y, const T* residual,
-                     const T* bias, const T* extra, const T* scale, float alpha, float beta, int pixels, int m, int y_d,
-                     int y_h, int y_w, int group_m PROGRAM_PARAMETERS) {
-    const Weights weights{{&w}, {m}};
-    run_tiles(PixelOperands{x, w, y_d, y_h, y_w}, weights,
-              FragmentOutput{bias, extra, scale, residual, y, alpha, beta, pixels, m, {PROGRAM_ARGUMENTS}}, ALL_BLOCKS,
-              group_m);
+    conv_hopper_tf32(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,
+                     EpilogueOperands epilogue, PixelSizes sizes PROGRAM_PARAMETERS) {
+    const Weights weights{{&w}, {sizes.filters}};
+    run_tiles(PixelOperands{x, w, sizes.d, sizes.h, sizes.w}, weights,
+              FragmentOutput{epilogue, sizes.pixels, sizes.filters, {PROGRAM_ARGUMENTS}}, ALL_BLOCKS, sizes.group_m);
 }

@@ -18,6 +18,13 @@ namespace {
 constexpr int CHANNEL_BLOCKS = (CHANNELS + K_BLOCK - 1) / K_BLOCK;
 constexpr int ALL_BLOCKS = KERNEL_D * KERNEL_H * KERNEL_W * CHANNEL_BLOCKS;
 
+// The sizes of the product, as an argument of kernels; hopper.py writes the fields in this order.
+struct PixelSizes {
+    int pixels, filters;  // of y: the rows and columns of the product
+    int d, h, w;          // the sizes of y
+    int group_m;          // see Tiles
+};
+
 // Loads x and w for one tile. w has the dimensions channels, taps, filters.
 struct PixelOperands {
     const TensorMap &x, &w;

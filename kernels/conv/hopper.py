@@ -19,8 +19,8 @@ from onnxfuse.kernels.gemm import hopper
 from onnxfuse.kernels.gemm.hopper import HopperConfig
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.tensors import ABSENT, VECTOR_BYTES, Defines
-from onnxfuse.runtime.plan import Argument, Device, Im2col, Scalar, TensorMap
+from onnxfuse.kernels.tensors import VECTOR_BYTES, Defines
+from onnxfuse.runtime.plan import Argument, Device, Im2col, TensorMap
 from onnxfuse.runtime.symint import best_first, is_symbolic, maximum
 
 K_BLOCK_BYTES: Final = (128, 64, 32)  # bytes of channels per block of k; the widest first
@@ -153,15 +153,11 @@ def of_filter(conv: Conv) -> Defines:
 
 def arguments(conv: Conv, config: HopperConfig) -> tuple[Argument, ...]:
     """Return the arguments of the kernel."""
-    gemm, y_sizes = gemm_of_blocks(conv), three(conv.y_sizes)
-    if config.split_k > 1 or conv.dtype == "float32":
-        results: list[Argument] = [conv.y, conv.residual or ABSENT]
-    else:
-        results = [hopper.result_map(gemm, config, each, conv.m) for each in (conv.y, conv.residual) if each]
-    scalars = [Scalar(conv.alpha, "float32"), Scalar(conv.beta, "float32")]
-    integers = (conv.pixels, conv.m, *y_sizes, hopper.group_m(gemm, config))
-    vectors = (each or ABSENT for each in (conv.bias, conv.extra, conv.column_scale))
-    return (*operand_maps(conv, config), *results, *vectors, *scalars, *(Scalar(value, "int32") for value in integers))
+    gemm = gemm_of_blocks(conv)
+    by_maps = config.split_k == 1 and conv.dtype != "float32"
+    results = [hopper.result_map(gemm, config, each, conv.m) for each in (conv.y, conv.residual) if each and by_maps]
+    sizes = hopper_slices.pixel_sizes(gemm, three(conv.y_sizes), config)
+    return (*operand_maps(conv, config), *results, conv.epilogue_operands(by_maps=by_maps), sizes)
 
 
 def operand_maps(conv: Conv, config: HopperConfig) -> tuple[TensorMap, TensorMap]:

@@ -11,8 +11,8 @@ from onnxfuse.kernels.gemm.cublaslt import epilogue
 from onnxfuse.kernels.gemm.hopper import HopperConfig
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.tensors import ITEM_BYTES, Defines
-from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Scalar
+from onnxfuse.kernels.tensors import ITEM_BYTES, Defines, int32
+from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Struct
 
 TILES: Final = (HopperConfig(128, 64), HopperConfig(128, 128), HopperConfig(128, 160), HopperConfig(256, 128))
 MAX_SLICES: Final = 16
@@ -63,6 +63,11 @@ def cycles(gemm: Gemm, config: SlicedConfig, device: Device, row_cycles: float) 
     return kernels + (stored + moved) / SUM_BYTES
 
 
+def pixel_sizes(gemm: Gemm, sizes: tuple[int, ...], config: HopperConfig) -> Struct:
+    """Return the struct PixelSizes of conv_operands.cuh; `sizes` are those of y along three spatial axes."""
+    return Struct(int32(gemm.m, gemm.n, *sizes, hopper.group_m(gemm, config)))
+
+
 def plain(conv: Conv) -> Conv:
     """Return the convolution without its epilogue, which epilogue.cu applies."""
     return replace(
@@ -89,12 +94,11 @@ def implementation(
     tile, slices = config.tile, config.slices
     stages = min(hopper.MAX_STAGES, (device.shared_per_block - hopper.BARRIER_BYTES) // hopper.stage_bytes(tile))
     kernel = Kernel("conv_hopper_slices", "conv_hopper_slices", {**defines, "STAGES": stages}, arch_specific=True)
-    integers = (gemm.m, gemm.n, *sizes, hopper.group_m(gemm, tile))
     launch = Launch(
         kernel,
         (hopper.tile_count(gemm, tile), 1, slices),
         (128 * (1 + tile.consumers), 1, 1),
-        (*operands, Pointer("scratch", 0), *(Scalar(value, "int32") for value in integers)),
+        (*operands, Pointer("scratch", 0), pixel_sizes(gemm, sizes, tile)),
         shared=stages * hopper.stage_bytes(tile) + hopper.BARRIER_BYTES,
         pdl=True,
     )

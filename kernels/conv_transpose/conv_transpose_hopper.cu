@@ -15,13 +15,13 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
 #if HAS_RESIDUAL
                           const __grid_constant__ TensorMap residual,
 #endif
-                          const T* bias, const T* extra, const T* scale, float alpha, float beta, int positions,
-                          int columns, int rows, int row, int box, int group_m) {
+                          EpilogueOperands epilogue, PhaseSizes sizes) {
 #if !HAS_RESIDUAL
     const TensorMap& residual = x;
 #endif
-    const Weights weights{{&w}, {columns}};
-    const Results results{{&y}, {bias}};
-    run_tiles(PhaseOperands{x, w, rows, row}, weights, results, residual, extra, scale, alpha, beta, positions,
-              ALL_BLOCKS, group_m, PhasePlace{row, box});
+    const Weights weights{{&w}, {sizes.columns}};
+    const Results results{{&y}, {epilogue.bias}};
+    run_tiles(PhaseOperands{x, w, sizes.rows, sizes.row}, weights, results, residual, epilogue.extra,
+              epilogue.column_scale, epilogue.alpha, epilogue.beta, sizes.positions, ALL_BLOCKS, sizes.group_m,
+              PhasePlace{sizes.row, sizes.box});
 }

@@ -30,6 +30,14 @@ static_assert(KERNEL_H % STRIDE_H == 0 && KERNEL_W % STRIDE_W == 0, "phases have
 static_assert(FILTERS % PERIOD == 0 && PERIOD % 2 == 0, "pairs of column vectors");
 static_assert(FILTERS % TILE_N == 0 && SUBTILE_N == 64 && K_BLOCK == TILE_K && !TRANSPOSED, "see above");
 
+// The sizes of the product, as an argument of the kernel; hopper.py writes the fields in this order.
+struct PhaseSizes {
+    int positions, columns;  // the rows and columns of the product
+    int rows, row;           // positions of a phase along H and along W
+    int box;                 // positions per box, a divisor of 64
+    int group_m;             // see Tiles
+};
+
 // Loads x and w for one tile. w has the dimensions filters, taps, channels.
 struct PhaseOperands {
     const TensorMap &x, &w;

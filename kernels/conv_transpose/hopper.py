@@ -20,8 +20,8 @@ from onnxfuse.kernels.gemm import hopper
 from onnxfuse.kernels.gemm.hopper import SUBTILE, TILE_K, HopperConfig
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.tensors import ABSENT, Defines
-from onnxfuse.runtime.plan import Argument, Device, Im2col, Pointer, Scalar, TensorMap
+from onnxfuse.kernels.tensors import Defines, int32
+from onnxfuse.runtime.plan import Argument, Device, Im2col, Pointer, Struct, TensorMap
 from onnxfuse.runtime.symint import best_first, is_symbolic, maximum
 
 MAX_CORNER: Final = CORNERS[2]  # largest corner offset of TMA; 1-D convolutions run as 2-D ones with one row
@@ -152,11 +152,9 @@ def arguments(conv: Conv, config: HopperConfig) -> tuple[Argument, ...]:
     """Return the arguments of the kernel."""
     gemm = gemm_of_phases(conv)
     results = [result_map(conv, each) for each in (conv.y, conv.residual) if each]
-    vectors = (each or ABSENT for each in (conv.bias, conv.extra, conv.column_scale))
-    scalars = [Scalar(conv.alpha, "float32"), Scalar(conv.beta, "float32")]
-    integers = (gemm.m, gemm.n, *counts(conv), box(conv), hopper.group_m(gemm, config))
+    sizes = Struct(int32(gemm.m, gemm.n, *counts(conv), box(conv), hopper.group_m(gemm, config)))
     maps = (pixel_map(conv, config), weight_map(conv), *results)
-    return (*maps, *vectors, *scalars, *(Scalar(value, "int32") for value in integers))
+    return (*maps, conv.epilogue_operands(by_maps=True), sizes)
 
 
 def pixel_map(conv: Conv, config: HopperConfig) -> TensorMap:

@@ -8,10 +8,7 @@
 namespace {
 
 // The epilogue's operands and y.
-struct FragmentOutput {
-    const T *bias, *extra, *scale, *residual;
-    T* y;
-    float alpha, beta;
+struct FragmentOutput : EpilogueOperands {
     int m, n;
     Program program;
 };
@@ -33,7 +30,7 @@ struct Fragment {
     __device__ __forceinline__ void fetch(const FragmentOutput& of) {
         if constexpr (HAS_BIAS) bias = load_pair(of.bias + column, of.n - column);
         if constexpr (HAS_EXTRA) extra = load_pair(of.extra + column, of.n - column);
-        if constexpr (HAS_COLUMN_SCALE) scale = load_pair(of.scale + column, of.n - column);
+        if constexpr (HAS_COLUMN_SCALE) scale = load_pair(of.column_scale + column, of.n - column);
         if constexpr (HAS_RESIDUAL)
 #pragma unroll
             for (int i = 0; i < 2; ++i) residual[i] = load_pair(of.residual + at(of, i), left(of, i));

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from emulated_build import load
-from emulated_launches import value_of
+from emulated_launches import pointers_to, value_of
 
-from onnxfuse.runtime.plan import Argument, Kernel, Pointer, TensorMap
+from onnxfuse.runtime.plan import Argument, Kernel, Launch, Pointer, TensorMap
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 HEADS = ("elementwise/activations.cuh", "output_position.cuh", "program.cuh", "epilogue.cuh")
@@ -61,3 +61,16 @@ def compiled(kernel: Kernel, sources: Sequence[str], last: str, folder: Path) ->
     text = text.replace(memory, "char* memory = emulated::here->memory;")
     text = f'#include "hopper_emulated.h"\n{text}\n{last}\n'
     return load(text, kernel.defines, NULL_POINTERS, folder / "kernel.cc")
+
+
+def run(step: Launch, sources: Sequence[str], addresses: Mapping[Pointer, int], folder: Path) -> None:
+    """Run a launch of a kernel with these sources below the epilogue's, the blocks of each z of the grid in turn."""
+    last = (
+        'extern "C" void run(const void* const* arguments, const int* grid, int cluster, int shared_bytes) {\n'
+        "    gridDim.z = grid[2];\n    for (int z = 0; z < grid[2]; ++z)\n"
+        "        emulated::launch(grid[0], cluster, shared_bytes, [=] {\n            blockIdx.z = z;\n"
+        f"            emulated::call({step.kernel.entry}, arguments);\n        }});\n}}\n"
+    )
+    parameters = [parameter_of(each, addresses) for each in step.arguments]
+    grid = (ctypes.c_int * 3)(*step.grid)
+    compiled(step.kernel, sources, last, folder).run(pointers_to(parameters), grid, step.cluster, step.shared)

@@ -5,7 +5,6 @@ It shows wrong addresses, stages, phases and stores.  epilogue.cu, which adds up
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,26 +12,16 @@ import numpy as np
 import pytest
 from architectures import H200
 from conv_cases import BOTH, ConvCase
-from hopper_emulation import Map, compiled, map_of
+from hopper_emulation import run
 from sampling import sampled
 
 from onnxfuse.kernels.conv import hopper, hopper_slices
 from onnxfuse.kernels.conv.hopper_slices import SlicedConfig
 from onnxfuse.kernels.gemm.hopper import HopperConfig
-from onnxfuse.runtime.plan import Launch, Pointer, Scalar, TensorMap
+from onnxfuse.runtime.plan import Launch, Pointer
 
 SAME = (1, 1, 1, 1)
 SOURCES = ("gemm/gemm_hopper.cuh", "conv/conv_operands.cuh", "conv/conv_hopper_slices.cu")
-RUN = """
-extern "C" void run(const Map* maps, f32* sums, const int* sizes, int tiles, int slices, int shared_bytes) {
-    gridDim.z = slices;
-    for (int slice = 0; slice < slices; ++slice)
-        emulated::launch(tiles, 1, shared_bytes, [=] {
-            blockIdx.z = slice;
-            conv_hopper_slices({maps}, {maps + 1}, sums, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5]);
-        });
-}
-"""
 
 # Pixels and filters that end inside tiles, and slices of unequal length.
 CASES = [
@@ -53,12 +42,8 @@ def test_slices_add_up_to_the_sums_of_products(case: ConvCase, tile: HopperConfi
     sums = np.full((slices + 1, conv.pixels, conv.m), np.nan, np.float32)  # one slice more than there are
     assert way.scratch == (sums[:slices].nbytes,)
     addresses = {Pointer("input", i): each.ctypes.data for i, each in enumerate(arrays.values())}
-    found = [each for each in step.arguments if isinstance(each, TensorMap)]
-    maps = (Map * len(found))(*(map_of(each, addresses[each.pointer]) for each in found))
-    integers = [each.value for each in step.arguments if isinstance(each, Scalar)]
-    kernel = compiled(step.kernel, SOURCES, RUN, tmp_path)
-    sizes = (ctypes.c_int * len(integers))(*integers)
-    kernel.run(maps, ctypes.c_void_p(sums.ctypes.data), sizes, step.grid[0], slices, step.shared)
+    addresses[Pointer("scratch", 0)] = sums.ctypes.data
+    run(step, SOURCES, addresses, tmp_path)
     alone = replace(case, extra=(), activation="none")
     expected, _ = alone.expect({name: arrays[name] for name in ("x", "w")})
     np.testing.assert_array_equal(sums[:slices].sum(axis=0), expected.reshape(conv.pixels, conv.m))

@@ -6,7 +6,6 @@ GPU shows.
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,24 +13,15 @@ import numpy as np
 import pytest
 from architectures import H200
 from conv_cases import BOTH, ConvCase, with_vectors
-from hopper_emulation import Map, compiled, map_of
+from hopper_emulation import run
 from sampling import sampled
 
 from onnxfuse.kernels.conv import hopper
 from onnxfuse.kernels.gemm.hopper import HopperConfig
-from onnxfuse.runtime.plan import Launch, Pointer, Scalar, TensorMap
+from onnxfuse.runtime.plan import Launch, Pointer
 
 SAME = (1, 1, 1, 1)
 SOURCES = ("gemm/gemm_hopper.cuh", "gemm/gemm_hopper_fragments.cuh")
-RUN = """
-extern "C" void run(const Map* maps, T* y, const T* residual, const T* bias, const T* extra, const T* scale,
-                    const int* sizes, int grid, int cluster, int shared_bytes) {
-    emulated::launch(grid, cluster, shared_bytes, [=] {
-        KERNEL({maps}, {maps + 1}, y, residual, bias, extra, scale, 0, 0, sizes[0], sizes[1], sizes[2], sizes[3],
-               sizes[4], sizes[5]);
-    });
-}
-"""
 
 
 def tf32(*given: object, **named: object) -> ConvCase:
@@ -67,18 +57,10 @@ def test_matches_float64_of_rounded_operands(case: ConvCase, config: HopperConfi
     arrays = case.arrays()
     whole = np.full((case.n + 1, *case.y_sizes, case.m), np.nan, np.float32)  # one image more than y has
     addresses = {Pointer("input", i): each.ctypes.data for i, each in enumerate(arrays.values())}
-    found = [each for each in step.arguments if isinstance(each, TensorMap)]
-    maps = (Map * len(found))(*(map_of(each, addresses[each.pointer]) for each in found))
-    integers = [each.value for each in step.arguments if isinstance(each, Scalar) and each.type == "int32"]
-    others = [
-        ctypes.c_void_p(addresses[each] if each else None)
-        for each in (conv.residual, conv.bias, conv.extra, conv.column_scale)
-    ]
-    sizes = (ctypes.c_int * len(integers))(*integers)
+    addresses[Pointer("output", 0)] = whole.ctypes.data
     own = f"gemm/gemm_hopper_{'split' if config.split_k > 1 else 'threads'}.cuh"
     texts = (*SOURCES, own, "conv/conv_operands.cuh", f"conv/{step.kernel.source}.cu")
-    kernel = compiled(step.kernel, texts, RUN.replace("KERNEL", step.kernel.entry), tmp_path)
-    kernel.run(maps, ctypes.c_void_p(whole.ctypes.data), *others, sizes, step.grid[0], step.cluster, step.shared)
+    run(step, texts, addresses, tmp_path)
     expected, magnitude = case.expect({**arrays, "x": rounded(arrays["x"]), "w": rounded(arrays["w"])})
     y = whole[: case.n].astype(np.float64)
     excess = np.abs(y - expected) - 2e-6 * (magnitude + 1)

@@ -6,7 +6,6 @@ or read too soon.
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,27 +14,15 @@ import pytest
 from architectures import H200
 from conv_cases import NUMPY
 from conv_transpose_cases import HOPPER, WITH_VECTORS, ConvTransposeCase
-from hopper_emulation import MULTIPLICATION, Map, compiled, map_of
+from hopper_emulation import MULTIPLICATION, run
 from sampling import sampled
 
 from onnxfuse.kernels.conv_transpose import hopper
 from onnxfuse.kernels.gemm.hopper import HopperConfig
-from onnxfuse.runtime.plan import Launch, Pointer, Scalar, TensorMap
+from onnxfuse.runtime.plan import Launch, Pointer
 
 SOURCES = (*MULTIPLICATION, "gemm/gemm_hopper_tiles.cuh")
 OWN = ("conv_transpose/conv_transpose_operands.cuh", "conv_transpose/conv_transpose_hopper.cu")
-RUN = """
-extern "C" void run(const Map* maps, const T* bias, const T* extra, const T* scale, const int* sizes,
-                    int grid, int shared_bytes) {
-    emulated::launch(grid, 1, shared_bytes, [=] {
-        conv_transpose_hopper({maps}, {maps + 1}, {maps + 2},
-#if HAS_RESIDUAL
-                              {maps + 3},
-#endif
-                              bias, extra, scale, 0, 0, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5]);
-    });
-}
-"""
 PINGPONG = HopperConfig(128, 64, pingpong=True)
 CONFIGS = (
     PINGPONG, HopperConfig(128, 128), HopperConfig(256, 128), HopperConfig(192, 192), PINGPONG, PINGPONG, PINGPONG,
@@ -60,14 +47,7 @@ def test_matches_float64(case: ConvTransposeCase, config: HopperConfig, tmp_path
     whole = np.full((case.n + 1, *case.y_sizes, case.m), np.nan, NUMPY[case.dtype])  # one image more than y has
     addresses = {Pointer("input", i): each.ctypes.data for i, each in enumerate(arrays.values())}
     addresses[Pointer("output", 0)] = whole.ctypes.data
-    found = [each for each in step.arguments if isinstance(each, TensorMap)]
-    maps = (Map * len(found))(*(map_of(each, addresses[each.pointer]) for each in found))
-    integers = [each.value for each in step.arguments if isinstance(each, Scalar) and each.type == "int32"]
-    vectors = [
-        ctypes.c_void_p(addresses[each] if each else None) for each in (conv.bias, conv.extra, conv.column_scale)
-    ]
-    sizes = (ctypes.c_int * len(integers))(*integers)
-    compiled(step.kernel, (*SOURCES, *OWN), RUN, tmp_path).run(maps, *vectors, sizes, step.grid[0], step.shared)
+    run(step, (*SOURCES, *OWN), addresses, tmp_path)
     expected, magnitude = case.expect(arrays)
     rounding = {"float16": 2**-11, "bfloat16": 2**-8}[case.dtype]
     y = whole[: case.n].astype(np.float64)

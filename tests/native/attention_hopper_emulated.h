@@ -1,6 +1,4 @@
 // Runs the attention that is defined above in the translation unit, without an additive mask.
-#include "call_emulated.h"
-
 extern "C" void run(const void* const* arguments, int grid, int shared_bytes) {
     emulated::launch(grid, 1, shared_bytes, [=] { emulated::call(attention_hopper, arguments); });
 }

@@ -1,5 +1,6 @@
 // Calls a kernel that is compiled for the CPU; `arguments` are the addresses of its arguments, as cuLaunchKernel has
 // them. The argument of a tensor map is a pointer to a Map.
+#pragma once
 #include <utility>
 
 namespace emulated {

@@ -18,6 +18,8 @@
 #include <utility>
 #include <vector>
 
+#include "call_emulated.h"
+
 #define __device__
 #define __global__
 #define __forceinline__ inline
