@@ -4,6 +4,9 @@
 length of the others.  Where such nodes write all of a tensor, the values that it had before do not matter.  For
 `x[..., ::2] = y` and `x[..., 1::2] = z`, y and z get a new axis, along which they are joined, so that their elements
 alternate.
+
+If a Transpose follows the last ScatterND, the parts are first transposed in the same way, but with the axis at the end,
+and the joined parts are transposed back.  The last Transpose and the one after the ScatterND cancel, or become one.
 """
 
 from __future__ import annotations
@@ -66,16 +69,14 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, indices: IndexAnalysis, last: Node
         return _stack(graph, shapes, result, parts, axis)
     if not _are_adjacent(shapes, parts, axis, shape[axis]):
         return False
-    updates = [part.updates for part in parts]
-    return graph.replace(result, write(shapes, "Concat", updates, f"{result.name}_parts", {"axis": axis}))
+    order = _order_with_axis_last(result, len(shape), axis)
+    updates, stem = [_transposed(shapes, part.updates, order) for part in parts], f"{result.name}_parts"
+    joined = write(shapes, "Concat", updates, stem, {"axis": order.index(axis)})
+    return graph.replace(result, _transposed(shapes, joined, inverse(order)))
 
 
 def _stack(graph: Graph, shapes: ShapeInfo, result: Tensor, parts: Sequence[Assignment], axis: int) -> bool:
-    """Interleave the parts along an axis, if they write all of it; return whether they do.
-
-    If a Transpose after the ScatterND moves the axis to the end, the parts are first transposed in the same way, and
-    their Concat is transposed back.  The last Transpose and the one after the ScatterND cancel.
-    """
+    """Interleave the parts along an axis, if they write all of it; return whether they do."""
     shape, step, stem = shapes.shape(result), parts[0].step, f"{result.name}_stacked"
     assert shape is not None
     if [part.first for part in parts] != list(range(step)):
@@ -93,9 +94,10 @@ def _stack(graph: Graph, shapes: ShapeInfo, result: Tensor, parts: Sequence[Assi
 
 
 def _order_with_axis_last(tensor: Tensor, rank: int, axis: int) -> list[int]:
-    """Return the perm of a Transpose that reads the tensor and moves this axis last; the identity without one."""
-    orders = [ints_attribute(reader, "perm") for reader in consumers(tensor) if op_of(reader) == "Transpose"]
-    return next((order for order in orders if order is not None and order[-1] == axis), list(range(rank)))
+    """Return the perm of a Transpose that reads the tensor, with this axis last; the identity without a Transpose."""
+    perms = [ints_attribute(reader, "perm") for reader in consumers(tensor) if op_of(reader) == "Transpose"]
+    orders = sorted((perm for perm in perms if perm is not None), key=lambda perm: perm[-1] != axis)
+    return [*(each for each in orders[0] if each != axis), axis] if orders else list(range(rank))
 
 
 def _transposed(shapes: ShapeInfo, tensor: Tensor, order: Sequence[int]) -> Tensor:
