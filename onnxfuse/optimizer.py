@@ -48,7 +48,7 @@ from onnxfuse.pipeline import PASS_NAMES, WEIGHT_PASSES
 from onnxfuse.quantize.quantize_static import INT8, MAX_SAMPLES_COMPARED, OLDEST_OPSET, OPTIMISTIC, quantize_static
 from onnxfuse.quantize.quantize_weights import BITS, quantize_weights
 from onnxfuse.quantize.result import QuantizedModel
-from onnxfuse.quantize.with_errors import with_errors
+from onnxfuse.quantize.with_errors import Stored, beside_reference, with_errors
 from onnxfuse.report.facts import gather_facts
 from onnxfuse.report.operators import count_operators
 from onnxfuse.report.outline import Rewritten, outline
@@ -62,7 +62,7 @@ from onnxfuse.verify.accepted import NOTHING_ACCEPTED, Accepted, state_accepted
 from onnxfuse.verify.check_bodies import faults_of_bodies
 from onnxfuse.verify.compare import NOT_VERIFIED, Verification
 from onnxfuse.verify.compare_parts import PartFinding, PartsVerification
-from onnxfuse.verify.inputs import load_samples
+from onnxfuse.verify.inputs import load_samples, model_inputs
 from onnxfuse.verify.observed import NotCompared
 from onnxfuse.verify.own_process import DEFAULT_TIMEOUT, own_process
 
@@ -83,6 +83,7 @@ def optimize(
     io: Literal["float32", "half"] = "float32", max_error: float | None = None,
     weights: Literal["int4", "int8"] | None = None,
     calibrate: str | os.PathLike[str] | Mapping[str, Array] | None = None,
+    reference: str | os.PathLike[str] | bytes | onnx.ModelProto | None = None,
     progress: Progress = lambda stage, done, of: None,
 ) -> tuple[onnx.ModelProto, Report]:  # fmt: skip
     """Fuse a model.
@@ -118,6 +119,8 @@ def optimize(
               of 32 with one scale each; needs the package onnx_ir
     calibrate for dtype="int8", inputs that give the ranges of tensors: an .npz file, or arrays by input name.  Each has
               one more axis than the input, the first, which counts samples; or all arrays together are one sample
+    reference the float model of a quantized model, with the same inputs and outputs: the report has the errors of both,
+              as it came and optimized
     progress  called with the stage, the amount of it that is done, and the total amount
 
     Returns the model, whose fused nodes call model-local functions, and the report.  Raises ModelError for a model that
@@ -129,6 +132,7 @@ def optimize(
     path = str(model) if isinstance(model, str | os.PathLike) else None
     settings = _with_operators(_settings(only, list(skip), patterns, layout, regions), fallback, emit, only)
     _check_conversions(dtype, weights, plan, calibrate)
+    _check_reference(reference, dtype or weights, verify)
     timer = StageTimer(progress)
     with own_process(timeout, at_once=verify):  # without verification, only half precision runs models
         with timer.stage("load"):
@@ -141,7 +145,19 @@ def optimize(
         samples = [] if calibrate is None else load_samples(calibrate, original)
         quantized = _quantized(job, weights, samples, f"'{path}'" if path else "the model")
         if quantized is None:
-            return _optimize(job, path)
+            beside = None if reference is None else _reference(reference, job)
+            made, report = _optimize(job, path)
+            if beside is None:
+                return made, report
+            with timer.stage("verify"):
+                models, tell = (
+                    ((original, folder), (made, report.folder or folder)),
+                    functools.partial(timer.tell, "verify"),
+                )
+                name = str(reference) if isinstance(reference, str | os.PathLike) else "the reference"
+                return made, replace(
+                    report, reference=beside_reference(name, beside, models, inputs or {}, shapes, tell)
+                )
         made, report = _optimize(replace(job, original=quantized.model, opset=opset_of(quantized.model)), path)
         told = quantized.result
         if verify:
@@ -167,6 +183,28 @@ def _check_conversions(dtype: str | None, weights: str | None, plan: object, cal
     if plan is not None and (dtype or weights):
         text, given = "a plan lists the matches of the model as it is", "dtype" if dtype else "weights"
         raise UsageError(f"{text}; save the model that {given} gives, and make a plan of that")
+
+
+def _check_reference(reference: object, converted: str | None, verify: bool) -> None:
+    """Raise UsageError for a reference that would not be used."""
+    if reference is not None and converted:
+        raise UsageError(f"{converted} is compared with the model itself; leave the reference out")
+    if reference is not None and not verify:
+        raise UsageError("the reference is run in verification, which is switched off; leave one of the two out")
+
+
+def _reference(reference: str | os.PathLike[str] | bytes | onnx.ModelProto, job: _Job) -> Stored:
+    """Load the float model of a quantized one.  Raises UsageError if its inputs or outputs have other names."""
+    model, folder = load(reference)
+    for what, own, others in (
+        ("inputs", model_inputs(job.original), model_inputs(model)),
+        ("outputs", job.original.graph.output, model.graph.output),
+    ):
+        expected, found = ({each.name for each in some} for some in (own, others))
+        if expected != found:
+            names = ", ".join(f"'{name}'" for name in sorted(expected ^ found))
+            raise UsageError(f"the reference needs the {what} of the model; only one of the two has {names}")
+    return model, folder
 
 
 def _quantized(

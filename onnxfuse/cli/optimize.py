@@ -97,6 +97,12 @@ if TYPE_CHECKING:
     help="With --dtype int8: take the ranges of tensors from inputs in this .npz file.  Each array has one more "
     "axis than the input, the first, which counts samples; or all arrays together are one sample.",
 )
+@click.option(
+    "--reference",
+    type=file_path,
+    metavar="FILE",
+    help="The float model of a quantized model: report the errors of its outputs beside this one's, before and after.",
+)
 @verify_option
 @click.option(
     "--arch",
@@ -137,6 +143,7 @@ def optimize_command(
     max_error: float | None,
     weights: Literal["int4", "int8"] | None,
     calibrate: Path | None,
+    reference: Path | None,
     verify: bool,
     archs: tuple[str, ...],
     gpus: tuple[str, ...],
@@ -164,11 +171,13 @@ def optimize_command(
         "only": only, "skip": skip, "patterns": patterns, "fallback": fallback, "emit": emit, "layout": layout,
         "regions": given_regions(regions, epilogues), "plan": plan, "verify": verify, "shapes": shapes,
         "timeout": timeout, "tolerance": tolerance, "dtype": dtype, "io": io, "max_error": max_error,
-        "weights": weights, "calibrate": calibrate,
+        "weights": weights, "calibrate": calibrate, "reference": reference,
     }  # fmt: skip
     if source.is_dir():
         if report and report.resolve().is_relative_to(source.resolve()):
             raise UsageError(f"'{report}' is in the folder to read, which is not changed; give another name")
+        if reference:
+            raise UsageError("--reference is for a model; give its file in place of a folder")
         options |= {"archs": archs, "gpus": gpus, "overwrite": overwrite}
         found: Iterable[_Optimized] = _optimize_folder(source, target, npz, options)
     elif archs or gpus:

@@ -1,8 +1,8 @@
-"""The part of a report about quantized weights."""
+"""The parts of a report about quantized weights, and about a quantized model beside the float model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ MAX_ERRORS_SHOWN: Final = 5  # outputs in the terminal, those with the largest e
 
 
 @dataclass(frozen=True)
-class WeightError:
+class OutputError:
     """How far an output is from the output of the float model: at most, and relative to its largest value.
 
     Both are infinite where NaN or infinite values appear.
@@ -50,7 +50,7 @@ class WeightsResult:
     stays: tuple[StayingWeights, ...]
     bytes_before: int
     bytes_after: int
-    errors: tuple[WeightError, ...] = ()
+    errors: tuple[OutputError, ...] = ()
     note: str = ""
     activations: str = ""
 
@@ -67,8 +67,29 @@ class WeightsResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON values; an infinite error, which JSON cannot write, becomes None."""
-        errors = [{key: finite(value) for key, value in asdict(each).items()} for each in self.errors]
-        return {**asdict(self), "errors": errors}
+        return {**asdict(self), "errors": _json_errors(self.errors)}
+
+
+@dataclass(frozen=True)
+class BesideReference:
+    """The errors of a quantized model's outputs beside a float model's: of the model as it came, and optimized.
+
+    Where nothing was measured, both are empty, and `note` says why.
+    """
+
+    name: str  # of the float model
+    before: tuple[OutputError, ...] = ()
+    after: tuple[OutputError, ...] = ()
+    note: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the errors as JSON values; an infinite error, which JSON cannot write, becomes None."""
+        errors = {"before": _json_errors(self.before), "after": _json_errors(self.after)}
+        return {"name": self.name, **errors, "note": self.note}
+
+
+def _json_errors(errors: Iterable[OutputError]) -> list[dict[str, Any]]:
+    return [{key: finite(value) for key, value in asdict(each).items()} for each in errors]
 
 
 @dataclass(frozen=True)
@@ -100,3 +121,18 @@ def weights_lines(weights: WeightsResult | None) -> Iterator[Line]:
         )
     if weights.note:
         yield Line(escape(weights.note), "  ", 4)
+
+
+def reference_lines(beside: BesideReference | None) -> Iterator[Line]:
+    """Yield the lines of a report about a model beside a float model; none if there is none."""
+    if beside is None:
+        return
+    yield Line(f"Beside '{escape(beside.name)}', off by this share of the largest value, as it came and optimized")
+    before = {each.name: each.max_rel for each in beside.before}
+    worst = sorted(beside.after, key=lambda each: -each.max_rel)
+    for each in worst[:MAX_ERRORS_SHOWN]:
+        yield Line(f"'{escape(each.name)}': {before[each.name]:.1e} and {each.max_rel:.1e}", "  ", 4)
+    if rest := worst[MAX_ERRORS_SHOWN:]:
+        yield Line(f"{counted(len(rest), 'more output')}: at most {rest[0].max_rel:.1e} optimized", "  ", 4)
+    if beside.note:
+        yield Line(escape(beside.note), "  ", 4)

@@ -1,44 +1,75 @@
-"""Measure how far the outputs of a quantized model are from those of the float model."""
+"""Measure how far the outputs of quantized models are from those of the float model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeAlias
 
 import onnx
 
 from onnxfuse.errors import VerificationError, first_line
 from onnxfuse.ir.dtypes import Array
-from onnxfuse.quantize.result import WeightError, WeightsResult
+from onnxfuse.quantize.result import BesideReference, OutputError, WeightsResult
 from onnxfuse.verify.difference import OutputDifference
 from onnxfuse.verify.reference import Progress, run_original
 
+Stored: TypeAlias = tuple[onnx.ModelProto, Path | None]  # a model, and the folder of its external data
+
 
 def with_errors(
-    quantized: WeightsResult, original: tuple[onnx.ModelProto, Path | None], written: onnx.ModelProto,
-    samples: Sequence[Mapping[str, Array]], shapes: Sequence[str], tell: Progress,
+    quantized: WeightsResult, original: Stored, written: onnx.ModelProto, samples: Sequence[Mapping[str, Array]],
+    shapes: Sequence[str], tell: Progress,
 ) -> WeightsResult:  # fmt: skip
     """Return the facts with the largest errors of the written model's outputs beside the float model.
 
     samples  sets of inputs; those that a set does not have are drawn
     """
-    model, folder = original
-    found: dict[str, list[OutputDifference]] = {}
+    found = _errors(original, [(written, original[1])], samples, shapes, tell)
+    if isinstance(found, str):
+        return replace(quantized, note=f"its errors were not measured: {found}")
+    return replace(quantized, errors=found[0])
+
+
+def beside_reference(
+    name: str, reference: Stored, models: tuple[Stored, Stored], given: Mapping[str, Array], shapes: Sequence[str],
+    tell: Progress,
+) -> BesideReference:  # fmt: skip
+    """Return the errors of a quantized model's outputs, as it came and optimized, beside a float model's.
+
+    given  inputs; others are drawn
+    """
+    found = _errors(reference, models, [given], shapes, tell)
+    if isinstance(found, str):
+        return BesideReference(name, note=f"not compared with the reference: {found}")
+    before, after = found
+    return BesideReference(name, before, after)
+
+
+def _errors(
+    reference: Stored, models: Sequence[Stored], samples: Sequence[Mapping[str, Array]], shapes: Sequence[str],
+    tell: Progress,
+) -> list[tuple[OutputError, ...]] | str:  # fmt: skip
+    """Return the largest errors of each model's outputs beside the reference, or why there are none."""
+    found: list[dict[str, list[OutputDifference]]] = [{} for _ in models]
     try:
         for sample in samples:
-            reference = run_original(model, folder, sample, tell, shapes, extremes=False)
+            float_model = run_original(*reference, sample, tell, shapes, extremes=False)
             tell("run the quantized model")
-            session = reference.open(written)
-            results = [reference.run(session, each.feeds) for each in reference.runs]
-            for name in reference.runs[0].outputs:
-                found.setdefault(name, []).append(reference.worst_difference(results, name))
+            for (model, folder), differences in zip(models, found, strict=True):
+                session = replace(float_model, folder=folder).open(model)
+                results = [float_model.run(session, each.feeds) for each in float_model.runs]
+                for name in float_model.runs[0].outputs:
+                    differences.setdefault(name, []).append(float_model.worst_difference(results, name))
     except VerificationError as error:
-        return replace(quantized, note=f"its errors were not measured: {error}")
+        return str(error)
     except Exception as error:  # any exception of onnxruntime
-        return replace(quantized, note=f"its errors were not measured: {first_line(error)}")
-    errors = (
-        WeightError(name, max(each.max_abs for each in some), max(each.max_rel for each in some))
-        for name, some in found.items()
-    )
-    return replace(quantized, errors=tuple(errors))
+        return first_line(error)
+    return [
+        tuple(
+            OutputError(name, max(each.max_abs for each in some), max(each.max_rel for each in some))
+            for name, some in differences.items()
+        )
+        for differences in found
+    ]

@@ -23,7 +23,7 @@ from onnxfuse.layout.assign import LayoutResult
 from onnxfuse.match import Miss
 from onnxfuse.passes.folded import Folded
 from onnxfuse.printing import Line, bytes_text, cell, columns, counted, escape
-from onnxfuse.quantize.result import WeightsResult, weights_lines
+from onnxfuse.quantize.result import BesideReference, WeightsResult, reference_lines, weights_lines
 from onnxfuse.report.facts import Facts
 from onnxfuse.report.lines import (
     estimate_line,
@@ -114,6 +114,7 @@ class Report:
     folder: Path | None = None  # the folder of the model's external data until it is saved
     left_out: tuple[LeftOut, ...] = ()  # steps that raised an exception and were left out, with tracebacks
     weights: WeightsResult | None = None  # the result of quantizing weights
+    reference: BesideReference | None = None  # the errors beside a float model that was given
 
     @property
     def counts(self) -> dict[str, int]:
@@ -134,8 +135,8 @@ class Report:
         """Return the report as JSON values.
 
         Its keys are input, output, counts, subgraphs, functions, fused, folded, missed, stays, quantized, dropped,
-        layout, regions, estimate, standard, half, weights, operators, unmatched, switched_off, left_out, verified and
-        seconds.
+        layout, regions, estimate, standard, half, weights, reference, operators, unmatched, switched_off, left_out,
+        verified and seconds.
         """
         return {
             "input": dict(self.input),
@@ -182,6 +183,7 @@ class Report:
             "left_out": [asdict(one) for one in self.left_out],
             "half": self.half.to_json() if self.half else {},
             "weights": self.weights.to_json() if self.weights else {},
+            "reference": self.reference.to_json() if self.reference else {},
             "verified": self.verified.to_json(),
             "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
         }
@@ -326,6 +328,7 @@ def _lines(report: Report, everything: bool) -> Iterator[Line]:
     yield from map(Line, standard_lines(report.standard))
     yield from map(Line, half_lines(report.half))
     yield from weights_lines(report.weights)
+    yield from reference_lines(report.reference)
 
 
 def _region_lines(regions: RegionGain) -> Iterator[Line]:

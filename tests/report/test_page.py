@@ -16,7 +16,7 @@ from test_optimize import BLOCK, parse
 from test_report import EVERYTHING
 
 from onnxfuse import Report, optimize
-from onnxfuse.quantize.result import StayingWeights, WeightError, WeightsResult
+from onnxfuse.quantize.result import OutputError, StayingWeights, WeightsResult
 from onnxfuse.report.page import data, write_page
 from onnxfuse.report.sections import miss_groups, stayed
 
@@ -144,7 +144,7 @@ def test_a_model_in_which_nothing_is_fused_has_a_page() -> None:
 def test_quantized_weights_are_told(report: Report) -> None:
     """The page has every error, and None, which JSON has for an infinite one, is a word."""
     stays = StayingWeights("Gemm", "only weights of MatMuls are quantized", ("gate</p>",))
-    errors = WeightError("y", 0.5, 0.25), WeightError("z", math.inf, math.inf)
+    errors = OutputError("y", 0.5, 0.25), OutputError("z", math.inf, math.inf)
     told = WeightsResult("int4", 32, 3, (stays,), 9_000_000, 5_000_000, errors, "a note")
     text = " ".join(checked(write_page(replace(report, weights=told))).texts)
     start = text.index("Weights that were quantized")
