@@ -521,7 +521,9 @@ def form_regions(work: Work) -> None:
         after = work.traffic()
     records = {one.node: one for one in (*known, *made.fused)}
     fusing = replace(fusing, fused=tuple(records.values()))
-    left = work.found.left or left_by_regions(graph, work.found.spelling, made.reasons)
+    left = work.found.left
+    if work.settings.operators != "standard":  # other runtimes have no operators of com.microsoft, and no regions
+        left = left or left_by_regions(graph, work.found.spelling, made.reasons)
     work.found = replace(work.found, fusing=fusing, regions=made, after=after, left=left)
 
 

@@ -123,6 +123,15 @@ def test_the_opset_stays_where_onnxruntime_breaks_the_newer_model() -> None:
         onnxfuse.optimize(silu, emit="standard")
 
 
+def test_operators_on_integers_become_operators_of_onnx() -> None:
+    text = """<ir_version: 8, opset_import: ["": 17, "com.microsoft": 1]> main (uint8[2,8] x) => (uint8[2,8] y)
+        <float s = {0.05}, uint8 z = {120}> { a = com.microsoft.QLinearAdd (x, s, z, x, s, z, s, z)
+          y = com.microsoft.QLinearSigmoid (a, s, z, s, z) }"""
+    standard, report = onnxfuse.optimize(onnx.parser.parse_model(text), emit="standard")
+    assert operators(standard) == {"DequantizeLinear": 2, "Add": 1, "Sigmoid": 1, "QuantizeLinear": 2}
+    assert report.verified.status == "verified"
+
+
 @pytest.mark.parametrize("opset", [21, 23])
 def test_a_quantizer_of_int8_without_a_zero_point_gets_one(opset: int) -> None:
     """onnxruntime makes a QLinearAdd of an Add between quantizers; it would be uint8, and the model refused."""
