@@ -367,14 +367,21 @@ def takes_other_steps(model: onnx.ModelProto, want: Any, got: Any, is_optimized:
 
 
 def _may_merge_pairs(model: onnx.ModelProto) -> bool:
-    """Return whether a QuantizeLinear reads a DequantizeLinear, in a model with operators on integers or of others."""
-    made = {name: node.op_type for node in nodes(model.graph) for name in node.output}
-    quantizers = [node for node in nodes(model.graph) if node.op_type == "QuantizeLinear"]
+    """Return whether a QuantizeLinear reads a DequantizeLinear, in a model with operators on integers or of others.
+
+    Operators may lie between that change nothing, such as the difference from 0.
+    """
+    made = {name: node for node in nodes(model.graph) for name in node.output}
+    sources = [made.get(node.input[0]) for node in nodes(model.graph) if node.op_type == "QuantizeLinear"]
+    for i, node in enumerate(sources):
+        while node is not None and node.op_type in ("Add", "Cast", "Div", "Identity", "Mul", "Sub"):
+            node = made.get(node.input[0])
+        sources[i] = node
     others = any(
         node.op_type.startswith(("QLinear", "QGemm")) or (node.domain and node.op_type.endswith("QuantizeLinear"))
         for node in nodes(model.graph)
     )
-    return others and any(made.get(node.input[0]) == "DequantizeLinear" for node in quantizers)
+    return others and any(node is not None and node.op_type == "DequantizeLinear" for node in sources)
 
 
 def normalizes_few_elements(
