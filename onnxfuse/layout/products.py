@@ -60,8 +60,8 @@ def store_rows(shapes: ShapeInfo, recorded: Collection[Fused]) -> dict[str, tupl
 def store_sums(shapes: ShapeInfo) -> None:
     """Store the sums of weights that kernels multiply by the zero point of x, as an operand that no body reads.
 
-    Kernels compute them in each run where they are not stored: of weights that are no constants or have zero points,
-    and of convolutions whose pads depend on sizes.
+    Kernels compute them in each run where they are not stored: of weights that are no constants, and of convolutions
+    whose pads depend on sizes.  Weights of uint8 or with zero points, and groups, become numbers, which need none.
     """
     graph = shapes.graph
     found = {node: summed for node in graph.nodes if (summed := _summed(node)) is not None}
@@ -92,7 +92,9 @@ def _summed(node: Node) -> tuple[Constant, Beyond] | None:
     if fusion not in (QUANTIZED_PRODUCT, QUANTIZED_CONVOLUTION):
         return None
     operands, weight = _operands(node), _weight(node)
-    if "x_zero_point" not in operands or not is_constant(weight) or not {"w_zero_point", SUMS}.isdisjoint(operands):
+    if "x_zero_point" not in operands or not {"w_zero_point", SUMS}.isdisjoint(operands):
+        return None
+    if not is_constant(weight) or weight.dtype != np.int8:
         return None
     if fusion == QUANTIZED_PRODUCT:
         return (weight, ()) if str_attribute(node, "weight_layout", "") == "nk" else None
