@@ -270,10 +270,10 @@ class Halving:
                 return replace(result, note=f"its errors were not measured: {first_line(error)}")
 
     def settle(self, attempt: Callable[[bool], tuple[Made, HalfResult]]) -> tuple[Made, HalfResult]:
-        """Return the attempt with the fewest nodes in float32 whose errors are allowed, and these errors.
+        """Return the attempt that keeps the fewest nodes in float32 and has errors that are allowed, and these errors.
 
-        attempt  converts the model with the requested nodes in float32, verifies it if its argument is true, and judges
-                 it
+        attempt  converts the model, with the nodes in float32 that this object requests, and measures the errors; the
+                 model is verified before if the argument is true
 
         By default, errors must be usual (`HalfError.is_usual`), and at most MAX_WIDENED of the nodes stay in float32
         for that.  If that does not suffice, the first model with finite outputs is returned, with a note.  Raises

@@ -2,8 +2,8 @@
 #pragma once
 #include "attention_hopper_shape.cuh"
 
-// The kinds of a mask's tiles, 2 bits per warpgroup, from the flags of attention_blocks.cu. The lanes of the warp load
-// the flags of 32 tiles at once.
+// The kinds of a mask's tiles, from the flags of attention_blocks.cu, 2 bits per warpgroup: 0: all keys are hidden, 2:
+// none is, 3: some are, 1: the mask adds numbers. The lanes of the warp load the flags of 32 tiles at once.
 struct Flags {
     const unsigned char* flags;  // flags of the block's first 64 rows
     int step;                    // distance to the flags of the next 64 rows

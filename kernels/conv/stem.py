@@ -240,7 +240,7 @@ def _geometry(conv: Conv, config: StemConfig) -> _Geometry:
 
 
 def shared(conv: Conv, config: StemConfig) -> int:
-    """Return the bytes of dynamic shared memory: weights, two patches, and the positions of their tiles."""
+    """Return the bytes of dynamic shared memory: the weights, two patches of x, and the tile of y of each patch."""
     geometry = _geometry(conv, config)
     raw = config.block_n * conv.c * conv.taps * ITEM_BYTES[conv.dtype]  # bytes of weights in the layout of w
     patches = 4 * 2 * geometry.patch

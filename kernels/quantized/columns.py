@@ -17,7 +17,7 @@ from onnxfuse.runtime.plan import Device, Kernel, Launch, Pointer, Scalar
 from onnxfuse.runtime.symint import maximum
 
 MAX_LENGTH: Final = 1024  # taps times channels, which a thread gathers one by one
-MAX_BYTES: Final = 1 << 30  # of the matrix
+MAX_BYTES: Final = 1 << 30  # of the matrix with a row for each pixel of y
 THREADS: Final = 64  # of a block: rows of 1,024 bytes leave room for two blocks on a multiprocessor
 COLUMNS, ROWS = Pointer("scratch", 0), Pointer("scratch", 1)  # where quantized_columns.cu writes
 

@@ -38,7 +38,7 @@ class DominantPart:
         return self.period - (self.end - self.begin)
 
     def count(self, elements: int) -> int:
-        """Return the maximum number of elements outside of the part in the rows of `elements` neighbouring elements."""
+        """Return how many elements outside of the part the rows have at most that `elements` neighbours lie in."""
         return (-(-elements // self.period) + 1) * self.others
 
 

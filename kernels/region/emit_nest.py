@@ -249,7 +249,7 @@ class NestText:
         return arguments.quotient("block", shares)
 
     def _shared(self, start: str, step: int) -> tuple[str, str]:
-        """Return a thread's first element and its step to the next, in a block that has a share of the elements."""
+        """Return the first element of a thread and the distance to its next one, where blocks share the elements."""
         if self.tiling.shares == 1:
             return start, str(step)
         return f"share * {step} + {start}", f"{step} * {self.writer.arguments.size(self.tiling.shares)}"

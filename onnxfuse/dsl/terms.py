@@ -451,7 +451,7 @@ class Wrapper(Term):
         return m.match(self.inner, tensor, state)
 
     def write(self, body: Writing) -> Value:
-        """Write `inner` without any wrappers: a Precision or Stored inside another wrapper has no effect."""
+        """Write the term inside all wrappers: this one has no effect on the body, and neither has one inside it."""
         return body.value(self.unwrapped)
 
     def number(self, body: Writing) -> Literals | None:

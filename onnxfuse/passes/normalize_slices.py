@@ -39,7 +39,7 @@ def normalize_slices(graph: Graph, shapes: ShapeInfo) -> int:
 
 
 def _is_read_float(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
-    """Return whether a node makes floating-point numbers that are read; an earlier rule may have replaced it."""
+    """Return whether a node makes floats that something reads.  Nothing does if an earlier rule replaced the node."""
     is_read = bool(node.outputs) and (graph.is_kept(node.outputs[0]) or bool(node.outputs[0].outputs))
     return is_read and shapes.dtype(node.outputs[0]) in FUSIBLE_FLOATS
 

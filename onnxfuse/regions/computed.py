@@ -36,7 +36,7 @@ class ComputedInput:
     name: str
     dtype: int
     is_scalar: bool
-    sizes: tuple[Expression, ...]  # expressions that identify tensors by name
+    sizes: tuple[Expression, ...]  # these expressions refer to tensors by their names
 
 
 def expression_of(size: Size, dims: Mapping[Size, Expression]) -> Expression:

@@ -163,7 +163,7 @@ def numbers(call: Call, index: int, axis: int | None = None) -> Term:
 
 
 def _is_quantized_twice(tensor: Tensor) -> bool:
-    """Return whether a QuantizeLinear makes a tensor of what a DequantizeLinear made of integers."""
+    """Return whether a tensor is the result of a DequantizeLinear that a QuantizeLinear quantizes again."""
     maker = producer(tensor)
     before = producer(maker.inputs[0]) if maker is not None and _is(maker, "QuantizeLinear") else None
     return before is not None and _is(before, "DequantizeLinear")
