@@ -21,7 +21,7 @@ from onnxfuse.kernels.tensors import (
 )
 from onnxfuse.runtime import run_plan
 from onnxfuse.runtime.native_library import NativeError
-from onnxfuse.runtime.plan import Argument, Device, FusedNode, Launch, Matmul, Matrix, Pointer, Scalar, TensorSpec
+from onnxfuse.runtime.plan import Argument, Device, FusedNode, Launch, Matmul, Matrix, Pointer, TensorSpec
 from onnxfuse.runtime.symint import gcd, is_symbolic
 
 log: Final = logging.getLogger("onnxfuse")
@@ -155,10 +155,8 @@ def epilogue(gemm: Gemm, device: Device, slices: int = 1) -> Launch:
     read = [product] * (gemm.weight_count + slices - 1) + [y] * (1 if gemm.residual else 0)
     defines: Defines = {**gemm.epilogue_defines(), "COLUMNS": gemm.n, "SLICES": slices}
     node = FusedNode("epilogue", "epilogue", (), {"activation": defines["ACTIVATION"]}, (gemm.dtype,))
-    operands = [gemm.bias, gemm.extra, gemm.column_scale, gemm.residual, gemm.y]
-    arguments: list[Argument] = [Pointer("scratch", 0), Pointer("scratch", 1) if gemm.up else ABSENT]
-    arguments += [operand or ABSENT for operand in operands]
-    arguments += [Scalar(gemm.alpha, "float32"), Scalar(gemm.beta, "float32")]
+    up = Pointer("scratch", 1) if gemm.up else ABSENT
+    arguments: list[Argument] = [Pointer("scratch", 0), up, gemm.epilogue_operands]
     width = vector_width([*read, y])
     if slices > 1:  # vectors of each slice must start at a multiple of their width
         width = gcd(width, gemm.m * gemm.n)

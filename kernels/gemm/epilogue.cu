@@ -54,8 +54,6 @@ struct EpilogueOp {
     }
 };
 
-ELEMENT_KERNEL epilogue(const f32* product, const f32* up, const T* bias, const T* extra, const T* scale,
-                        const T* residual, T* y, float alpha, float beta, long long count) {
-    const Epilogue epilogue{bias, extra, scale, residual, y, alpha, beta};
-    each_element(EpilogueOp{product, up, epilogue, INDEX(count)}, INDEX(count));
+ELEMENT_KERNEL epilogue(const f32* product, const f32* up, EpilogueOperands epilogue_operands, long long count) {
+    each_element(EpilogueOp{product, up, {epilogue_operands}, INDEX(count)}, INDEX(count));
 }

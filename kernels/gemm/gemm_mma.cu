@@ -58,8 +58,8 @@ struct Operands {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    gemm_mma(const T* x, const T* w, const T* up, const T* bias, const T* extra, const T* column_scale,
-             const T* residual, T* y, float alpha, float beta, int m, const T* gate, int pixels PROGRAM_PARAMETERS) {
+    gemm_mma(const T* x, const T* w, const T* up, EpilogueOperands epilogue_operands, int m, const T* gate,
+             int pixels PROGRAM_PARAMETERS) {
     extern __shared__ __align__(128) char memory[];
     const int tile = blockIdx.x, tiles_m = (m + TILE_M - 1) / TILE_M, side = GROUP_M * TILES_N;
     const int first = tile / side * GROUP_M, high = min(tiles_m - first, GROUP_M);
@@ -85,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     float* staged = reinterpret_cast<float*>(memory);
     sums.store(staged);
     __syncthreads();
-    const Epilogue epilogue{bias, extra, column_scale, residual, y, alpha, beta, {PROGRAM_ARGUMENTS}};
+    const Epilogue epilogue{epilogue_operands, {PROGRAM_ARGUMENTS}};
     constexpr int VECTORS = TILE_N / WIDTH;
     const int last = min(m - row, TILE_M) * VECTORS;
 #pragma unroll 4

@@ -224,8 +224,7 @@ __device__ __forceinline__ void add_warps(float* partial) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    gemm_small(const T* x, const T* w, const T* up, const T* bias, const T* extra, const T* column_scale,
-               const T* residual, T* y, float alpha, float beta, int m PROGRAM_PARAMETERS) {
+    gemm_small(const T* x, const T* w, const T* up, EpilogueOperands epilogue_operands, int m PROGRAM_PARAMETERS) {
     __shared__ __align__(16) float partial[WARPS_K][WEIGHTS][ROWS][TILE];
     const int lane = threadIdx.x % 32, warp_n = threadIdx.x / 32 % WARPS_N, warp_k = threadIdx.x / 32 / WARPS_N;
     const int row = blockIdx.y * ROWS, tile = blockIdx.x * TILE;
@@ -255,7 +254,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         add_warps(&partial[0][0][0][0]);
     }
     __syncthreads();
-    const Epilogue epilogue{bias, extra, column_scale, residual, y, alpha, beta, {PROGRAM_ARGUMENTS}};
+    const Epilogue epilogue{epilogue_operands, {PROGRAM_ARGUMENTS}};
     constexpr int VECTORS = TILE / WIDTH;
     const int last = min(m - row, ROWS) * VECTORS;
     for (int at = threadIdx.x; at < last; at += THREADS) {

@@ -250,6 +250,12 @@ __device__ __forceinline__ void finish(const Epilogue& epilogue, const Exchange&
     }
 }
 
+// The bias and the result of a product after the first one; stream.py writes the fields in this order.
+struct ProductOutput {
+    const T* bias;
+    T* y;
+};
+
 #if CLUSTER > 1
 extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER, 1, 1)
 #else
@@ -262,21 +268,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if PRODUCTS > 2
                 const __grid_constant__ TensorMap w_3,
 #endif
-                const T* bias, const T* bias_2, const T* bias_3, const T* column_scale, const T* residual, T* y, T* y_2,
-                T* y_3, float alpha, float beta, int m PROGRAM_PARAMETERS) {
+#if PRODUCTS > 1
+                ProductOutput second,
+#endif
+#if PRODUCTS > 2
+                ProductOutput third,
+#endif
+                EpilogueOperands epilogue_operands, int m PROGRAM_PARAMETERS) {
     extern __shared__ __align__(1024) char memory[];
     release_successor();
     const int warp = threadIdx.x / 32, rank = CLUSTER > 1 ? hopper::cluster_rank() : 0;
     const int row = blockIdx.y * TILE_M, rows = min(m - row, TILE_M);
     int tile = blockIdx.x / CLUSTER, n = N;
     const TensorMap* map = &w;
+    [[maybe_unused]] const auto take = [&](const TensorMap& weight, const ProductOutput& output, int columns,
+                                           int from) {
+        map = &weight, n = columns, tile -= from;
+        epilogue_operands.bias = output.bias, epilogue_operands.y = output.y;
+    };
 #if PRODUCTS > 1
     constexpr int SECOND = (GEMM_N + TILE_N - 1) / TILE_N;  // the first tile of the second product
     constexpr int THIRD = SECOND + (GEMM_N_2 + TILE_N - 1) / TILE_N;
-    if (tile >= SECOND && tile < THIRD) map = &w_2, bias = bias_2, y = y_2, n = GEMM_N_2, tile -= SECOND;
+    if (tile >= SECOND && tile < THIRD) take(w_2, second, GEMM_N_2, SECOND);
 #endif
 #if PRODUCTS > 2
-    if (tile >= THIRD) map = &w_3, bias = bias_3, y = y_3, n = GEMM_N_3, tile -= THIRD;
+    if (tile >= THIRD) take(w_3, third, GEMM_N_3, THIRD);
 #endif
     const unsigned base = shared_address(memory), barriers = base + WARPS * RING + EXCHANGE;
     const Exchange exchange{reinterpret_cast<float*>(memory + WARPS * RING), barriers + WARPS * STAGES * 8};
@@ -293,6 +309,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if constexpr (CLUSTER > 1) exchange.wait_for_peers();
     __syncthreads();
     if constexpr (CLUSTER > 1) exchange.swap(staged, rank, rows);
-    const Epilogue epilogue{bias, bias_2, column_scale, residual, y, alpha, beta, {PROGRAM_ARGUMENTS}};
+    const Epilogue epilogue{epilogue_operands, {PROGRAM_ARGUMENTS}};
     finish(epilogue, exchange, staged, row, rows, tile * TILE_N + rank * OWN_COLUMNS, n);
 }

@@ -10,8 +10,8 @@ from onnxfuse.kernels.epilogue_program import with_program
 from onnxfuse.kernels.gemm.pad import launches, padded, padded_columns, scratch_bytes
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, VECTOR_BYTES, Defines
-from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Scalar
+from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, VECTOR_BYTES, Defines, int32
+from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch
 from onnxfuse.runtime.symint import best_first
 
 MMA_ARCH: Final = 80  # the first compute capability with bf16, TF32 and cp.async
@@ -129,7 +129,7 @@ def implementation(gemm: Gemm, config: MmaConfig, device: Device, copied: bool =
     gemm, copies = padded(gemm, residual=False) if copied else (gemm, [])
     config = _with_enough_threads(gemm, config, copied)
     kernel = Kernel("gemm_mma", "gemm_mma", _defines(gemm, config, copied))
-    given = (*arguments(gemm), gemm.gate or ABSENT, Scalar(gemm.gate_rows, "int32"))
+    given = (*arguments(gemm), gemm.gate or ABSENT, *int32(gemm.gate_rows))
     kernel, given = with_program(kernel, given, gemm.program)
     grid, threads = (config.tiles(gemm), 1, 1), (32 * config.warps_m * config.warps_n, 1, 1)
     pdl = device.has_pdl
@@ -195,6 +195,4 @@ def row_bytes(gemm: Gemm, row: int, widest: int) -> int:
 
 def arguments(gemm: Gemm) -> tuple[Argument, ...]:
     """Return the arguments of gemm_mma.cu and gemm_small.cu."""
-    pointers = (gemm.x, gemm.w, gemm.up, gemm.bias, gemm.extra, gemm.column_scale, gemm.residual, gemm.y)
-    scalars = (Scalar(gemm.alpha, "float32"), Scalar(gemm.beta, "float32"), Scalar(gemm.m, "int32"))
-    return (*(pointer or ABSENT for pointer in pointers), *scalars)
+    return gemm.x, gemm.w, gemm.up or ABSENT, gemm.epilogue_operands, *int32(gemm.m)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from onnxfuse.kernels.epilogue import epilogue_defines
+from onnxfuse.kernels.epilogue import epilogue_defines, epilogue_operands
 from onnxfuse.kernels.epilogue_program import EpilogueProgram
 from onnxfuse.kernels.tensors import ITEM_BYTES, Defines
-from onnxfuse.runtime.plan import Pointer
+from onnxfuse.runtime.plan import Pointer, Struct
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,13 @@ class Gemm:
     def extra(self) -> Pointer | None:
         """The column vector up_bias, slope or column_shift; an epilogue has at most one of them."""
         return self.up_bias or self.slope or self.column_shift
+
+    @property
+    def epilogue_operands(self) -> Struct:
+        """EpilogueOperands of epilogue.cuh."""
+        return epilogue_operands(
+            (self.bias, self.extra, self.column_scale), self.residual, self.y, (self.alpha, self.beta)
+        )
 
     @property
     def weight_count(self) -> int:

@@ -10,8 +10,8 @@ from onnxfuse.kernels.epilogue_program import with_program
 from onnxfuse.kernels.gemm.mma import RESERVED_BYTES, shape_defines
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.tensors import ABSENT
-from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Scalar, TensorMap
+from onnxfuse.kernels.tensors import ABSENT, int32
+from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Struct, TensorMap
 
 TMA_ARCH: Final = 90  # the first compute capability with TMA
 ROW_BYTES: Final = 128  # bytes along k per stage
@@ -176,14 +176,8 @@ def _arguments(gemms: Sequence[Gemm], config: StreamConfig) -> tuple[Argument, .
         if gemm.transposed:
             sizes, box = (gemm.k, gemm.n), (TILE_K, config.tile_n)
         maps += [_tensor_map(gemm, weight, sizes, box) for weight in (gemm.w, gemm.up) if weight]
-    biases = [gemm.bias for gemm in gemms] if first.grouped else [first.bias, first.extra]
-    pointers = [*_three(biases), first.column_scale, first.residual, *_three([gemm.y for gemm in gemms])]
-    scalars = (Scalar(first.alpha, "float32"), Scalar(first.beta, "float32"), Scalar(first.m, "int32"))
-    return (*maps, *(pointer or ABSENT for pointer in pointers), *scalars)
-
-
-def _three(pointers: Sequence[Pointer | None]) -> list[Pointer | None]:
-    return [*pointers, None, None][:3]
+    others = [Struct((gemm.bias or ABSENT, gemm.y)) for gemm in gemms[1:]]
+    return (*maps, *others, first.epilogue_operands, *int32(first.m))
 
 
 def _tensor_map(gemm: Gemm, pointer: Pointer, sizes: tuple[int, int], box: tuple[int, int]) -> TensorMap:
