@@ -13,6 +13,7 @@
 #include <memory>
 #include <vector>
 
+#include "byte_perm_emulated.h"
 #include "call_emulated.h"
 
 // Kernels declare these types of fixed width themselves.

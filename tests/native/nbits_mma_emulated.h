@@ -1,16 +1,11 @@
 // What nbits_mma.cu needs beside conv_mma_emulated.h, which is included before: its own functions of these names, whose
 // instructions a CPU does not have.
+#include "byte_perm_emulated.h"
+
 template <class T>
 T __ldg(const T* from) {
     emulated::check(from, sizeof(T));
     return *from;
-}
-
-inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
-    const u64 both = u64(b) << 32 | a;
-    unsigned d = 0;
-    for (int i = 0; i < 4; ++i) d |= unsigned(both >> (selector >> 4 * i & 7) * 8 & 255) << 8 * i;
-    return d;
 }
 
 template <int BYTES>
