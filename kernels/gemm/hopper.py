@@ -9,8 +9,8 @@ from onnxfuse.kernels.epilogue_program import with_program
 from onnxfuse.kernels.gemm.pad import launches, padded, padded_columns, scratch_bytes
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, Defines
-from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Scalar, TensorMap
+from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, Defines, float32, int32
+from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, TensorMap
 from onnxfuse.runtime.symint import always, best_first, maximum, minimum
 
 TILE_K: Final = 64  # 16-bit elements along k per stage: the 128 bytes that TMA swizzles
@@ -380,13 +380,12 @@ def arguments(gemm: Gemm, config: HopperConfig) -> tuple[Argument, ...]:
     elif gemm.residual:
         results.append(result_map(gemm, config, gemm.residual, n))
     vectors = [*(each.bias or ABSENT for each in gemm.products), gemm.extra or ABSENT, gemm.column_scale or ABSENT]
-    scalars = [Scalar(gemm.alpha, "float32"), Scalar(gemm.beta, "float32")]
     integers = (gemm.m, *(each.n for each in gemm.products), k, group_m(gemm, config))
     gate: list[Argument] = []
     if gemm.gate:
         factors = tensor_map(gemm, gemm.gate, (k, -(-gemm.m // gemm.gate_rows)), (TILE_K, GATE_IMAGES))
-        gate = [factors, Scalar(gemm.gate_rows, "int32")]
-    return (*maps, *results, *vectors, *scalars, *(Scalar(value, "int32") for value in integers), *gate)
+        gate = [factors, *int32(gemm.gate_rows)]
+    return (*maps, *results, *vectors, *float32(gemm.alpha, gemm.beta), *int32(*integers), *gate)
 
 
 def weight_map(gemm: Gemm, pointer: Pointer, config: HopperConfig) -> TensorMap:

@@ -13,6 +13,8 @@ from onnxfuse.kernels.tensors import (
     STORAGE,
     STREAMED_FROM_BYTES,
     Defines,
+    float32,
+    int32,
     is_streamed,
     macro,
     operand_pointer,
@@ -22,7 +24,7 @@ from onnxfuse.kernels.tensors import (
     unsupported_dtype,
     vector_width,
 )
-from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
+from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, TensorSpec
 from onnxfuse.runtime.symint import estimate, is_symbolic, maximum
 
 LIKE: Final = "like"  # an operand that only provides the sizes of y by its shape, if these are computed in the graph
@@ -99,10 +101,7 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
         "STREAMED": is_streamed([x, y], f"{BLOCKS} > {STREAMED_FROM_BYTES // block_bytes}"),
         "RELEASE": macro(lambda: across * rows <= few_blocks, f"{BLOCKS} <= {few_blocks}", across * rows),
     }  # fmt: skip
-    arguments = (
-        operand_pointer(node, "x"), Pointer("output", 0), *(Scalar(size, "int32") for size in (*sizes, *y_sizes)),
-        *(Scalar(scale, "float32") for scale in scaled),
-    )  # fmt: skip
+    arguments = (operand_pointer(node, "x"), Pointer("output", 0), *int32(*sizes, *y_sizes), *float32(*scaled))
     kernel = Kernel("resize", "resize", defines)
     launch = Launch(kernel, (rows, across, 1), (threads, 1, 1), arguments, pdl=device.has_pdl)
     return [Plan((y,), (launch,))]

@@ -16,12 +16,14 @@ from onnxfuse.kernels.tensors import (
     ITEM_BYTES,
     STORAGE,
     Defines,
+    float32,
+    int32,
     required_spec,
     unsupported_choice,
     unsupported_dtype,
     vector_width,
 )
-from onnxfuse.runtime.plan import Argument, Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
+from onnxfuse.runtime.plan import Argument, Device, FusedNode, Kernel, Launch, Plan, Pointer, TensorSpec
 from onnxfuse.runtime.symint import estimate, expect_equal, maximum
 
 CLUSTER: Final = 8  # blocks per cluster, which computes the gates of IMAGES images
@@ -149,10 +151,8 @@ def in_one_launch(node: FusedNode, inputs: Sequence[TensorSpec], problem: Proble
         for name in ("x", "w", "bias", "w_2", "bias_2")
     ]
     arguments = (
-        *pointers, Pointer("output", 0),
-        *(Scalar(value, "float32") for suffix in ("", "_2") for value in _parameters(node, suffix)),
-        Scalar(1 / maximum(problem.pixels, 1), "float32"), Scalar(problem.images, "int32"),
-        Scalar(problem.pixels, "int32"),
+        *pointers, Pointer("output", 0), *float32(*_parameters(node, ""), *_parameters(node, "_2")),
+        *float32(1 / maximum(problem.pixels, 1)), *int32(problem.images, problem.pixels),
     )  # fmt: skip
     kernel = Kernel("squeeze_excite", "squeeze_excite", defines)
     grid = (-(-problem.images // IMAGES) * CLUSTER, 1, 1)
