@@ -145,7 +145,7 @@ def test_what_tma_cannot_read_is_copied(
     assert len(way.steps) == 1 + bool(copied) and len(way.scratch) == len(copied)
     first, product = way.steps[0], launch(way)
     assert isinstance(first, Launch)
-    copies = [argument for argument in first.arguments if isinstance(argument, Pointer)] if copied else []
+    copies = [value for value in first.values if isinstance(value, Pointer)] if copied else []
     assert set(copies[::2]) == copied and copies[1::2] == [Pointer("scratch", i) for i in range(len(copied))]
     maps = {argument.pointer: argument for argument in product.arguments if isinstance(argument, TensorMap)}
     for source, target, size in zip(copies[::2], copies[1::2], way.scratch, strict=True):
