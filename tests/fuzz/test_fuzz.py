@@ -735,6 +735,8 @@ def test_inputs_without_axes_are_nudged() -> None:
         ("float[1] x", "t = Cast <to = 9> (one) h = Compress <axis = 0> (x, t) b = Slice (h, one, one, zero) "
          "s = Shape (b) n = Neg (x) w = Expand (n, s) y = Neg (w)",
          "b = Slice (x, one, one, zero) s = Shape (b) n = Neg (x) w = Expand (n, s) y = Neg (w)"),
+        ("float[3,2] x, float[2,4] w", "t = Div (x, nought) u = Tile (t, tiles) y = MatMul (u, w)",
+         "t = Div (x, nought) y = MatMul (t, w)"),
         ("float[0,n,3] x, int64[1] k", "s = Shape (x) i = Slice (s, zero, one) "
          "t = Concat <axis = 0> (two, i, k, three) y = Reshape (x, t)",
          "t = Concat <axis = 0> (two, zero, k, three) y = Reshape (x, t)"),
@@ -743,7 +745,7 @@ def test_inputs_without_axes_are_nudged() -> None:
 def test_faults_of_onnxruntime_that_the_original_escapes_are_no_difference(values: str, right: str, other: str) -> None:
     text = f"""<ir_version: 8, opset_import: ["" : 12]> g ({values}) => (float[] y)
         <float e = {{1e-5}}, float p = {{2}}, int64[1] zero = {{0}}, int64[1] one = {{1}}, int64[1] two = {{2}},
-         int64[1] three = {{3}}> {{ NODES }}"""
+         int64[1] three = {{3}}, float nought = {{0}}, int64[2] tiles = {{1, 1}}> {{ NODES }}"""
     require_verdict(text.replace("NODES", right), text.replace("NODES", other), {"n": 1}, "")
 
 

@@ -151,7 +151,8 @@ def confuses_optimizations(optimized: onnx.ModelProto, feeds: Mapping[str, Any],
     pow(2, x) as pow(x, 2).  It takes an Expand of one element to no elements for one that does nothing, if the target
     is constant or the Shape of a tensor that it knows to be empty (seed 1010018022).  Its ReshapeFusion writes -1 for a
     size that is computed, which Reshape refuses beside the size of an empty axis.  Its MatmulTransposeFusion crashes in
-    float16 where a Transpose moves the first axis.
+    float16 where a Transpose moves the first axis.  Its MatMulScaleFusion divides the product by 0 in place of the
+    operand, whose elements would be infinite (seed 1030048497).
     """
     if any(part in error for part in ERRORS_OF_REWRITES):
         return True
@@ -165,8 +166,8 @@ def confuses_optimizations(optimized: onnx.ModelProto, feeds: Mapping[str, Any],
         match node.op_type, *node.input:
             case "Reshape", _, target:
                 return has_nothing and made.get(target) == "Concat"
-            case "Div", root, _:
-                return made.get(root) == "Sqrt"
+            case "Div", root, divisor:
+                return made.get(root) == "Sqrt" or (has_products and not np.all(held.get(divisor, 1)))
             case "Sub", mean, _:
                 return made.get(mean) == "ReduceMean"
             case "Pow", base, _:
