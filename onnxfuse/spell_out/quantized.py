@@ -158,7 +158,8 @@ def numbers(call: Call, index: int, axis: int | None = None) -> Term:
     is_infinite = is_constant(scale) and not np.isfinite(constant_value(call.graph, scale).astype(np.float32)).all()
     stay_if(is_infinite, f"the scale '{scale.name}' is not finite, so that sums of the numbers may be NaN")
     stay_if(_is_quantized_twice(call.tensor(index)), f"'{call.tensor(index).name}' {TWICE}")
-    along = {} if axis is None else _along(call, index + 1, axis)
+    along = _along(call, index + 1, axis or 0)
+    stay_if(axis is None and bool(along), f"'{scale.name}' has several scales, where onnxruntime takes one")
     return op.DequantizeLinear(call.input(index), call.input(index + 1), call.optional(index + 2), **along)
 
 
