@@ -62,7 +62,7 @@ from onnxfuse.verify.accepted import NOTHING_ACCEPTED, Accepted, state_accepted
 from onnxfuse.verify.check_bodies import faults_of_bodies
 from onnxfuse.verify.compare import NOT_VERIFIED, Verification
 from onnxfuse.verify.compare_parts import PartFinding, PartsVerification
-from onnxfuse.verify.inputs import load_samples, model_inputs
+from onnxfuse.verify.inputs import load_samples
 from onnxfuse.verify.observed import NotCompared
 from onnxfuse.verify.own_process import DEFAULT_TIMEOUT, own_process
 
@@ -196,11 +196,11 @@ def _check_reference(reference: object, converted: str | None, verify: bool) -> 
 def _reference(reference: str | os.PathLike[str] | bytes | onnx.ModelProto, job: _Job) -> Stored:
     """Load the float model of a quantized one.  Raises UsageError if its inputs or outputs have other names."""
     model, folder = load(reference)
-    for what, own, others in (
-        ("inputs", model_inputs(job.original), model_inputs(model)),
-        ("outputs", job.original.graph.output, model.graph.output),
-    ):
-        expected, found = ({each.name for each in some} for some in (own, others))
+    graphs = job.original.graph, model.graph
+    stored = [{tensor.name for tensor in graph.initializer} for graph in graphs]
+    inputs = [{each.name for each in graph.input} - names for graph, names in zip(graphs, stored, strict=True)]
+    outputs = [{each.name for each in graph.output} for graph in graphs]
+    for what, (expected, found) in (("inputs", inputs), ("outputs", outputs)):
         if expected != found:
             names = ", ".join(f"'{name}'" for name in sorted(expected ^ found))
             raise UsageError(f"the reference needs the {what} of the model; only one of the two has {names}")

@@ -53,6 +53,7 @@ SCHEMA: dict[str, Any] = {
     "left_out": [{"step": str, "error": str, "where": str, "traceback": str}],
     "half": {},  # but with a dtype
     "weights": {},  # but where weights are quantized
+    "reference": {},  # but where a float model is given
     "verified": {
         "status": str,
         "passed": bool,
