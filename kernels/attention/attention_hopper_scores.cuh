@@ -245,9 +245,9 @@ struct ScoreMod {
         }
     }
 
-    // Applies cap, bias, mask and limits to the scores of a tile. Returns true if the scores are then in the
-    // units of ScoreUnits. With LATE_CAP it returns false, because the scores are still bare products of q and k, unless
-    // a mask adds numbers to them or replaces them by a finite number.
+    // Applies cap, bias, mask and limits to the scores of a tile. Returns true if the scores are then in the units of
+    // ScoreUnits. With LATE_CAP it returns false, because the scores are still bare products of q and k, unless a mask
+    // adds numbers to them or replaces them by a finite number.
     __device__ __forceinline__ bool apply(float (&s)[SCORES], u32 info) const {
         const int first = (info & END) * BLOCK_N + column;
         const bool in_units = !LATE_CAP || (SECOND_PASS && masked != minus_infinity()) || (ADDITIVE && kind(info) == 1);

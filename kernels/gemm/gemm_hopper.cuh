@@ -7,10 +7,11 @@
 // memory, and TRANSPOSED is 1, because wgmma reads TF32 operands only along k. x and w may also be integers of 8 bits
 // (gemm_hopper_integers.cuh); TRANSPOSED is 1 then, too.
 //
-// A stage of the ring holds 128 bytes of k (64 elements, 32 in fp32, or 128 integers) for TILE_M rows of x and TILE_N columns of w
-// (and of up). It consists of blocks of K_BLOCK elements of k, whose rows TMA swizzles as wgmma requires. Each stage
-// has two mbarriers: the producer waits for `empty`; consumers wait for `full`, which completes when all bytes have
-// arrived. Warpgroup 0 is the producer, and one of its threads issues all loads; warpgroups 1 to CONSUMERS multiply.
+// A stage of the ring holds 128 bytes of k (64 elements, 32 in fp32, or 128 integers) for TILE_M rows of x and TILE_N
+// columns of w (and of up). It consists of blocks of K_BLOCK elements of k, whose rows TMA swizzles as wgmma requires.
+// Each stage has two mbarriers: the producer waits for `empty`; consumers wait for `full`, which completes when all
+// bytes have arrived. Warpgroup 0 is the producer, and one of its threads issues all loads; warpgroups 1 to CONSUMERS
+// multiply.
 // The producer gives registers to the consumers (setmaxnreg).
 //
 // Macros:

@@ -6,8 +6,9 @@
 // column of w. A convolution reads zeros in its padding, where x stands for 0: its sums are those of the taps inside x,
 // one row for each range of them (conv_edges.cuh).
 //
-// Four lanes hold eight columns of a row in wgmma's layout, two each. They exchange the sums of 32 columns through shared
-// memory, so that each finishes eight neighbouring ones; the integers that they mostly store then fill a sector of L2.
+// Four lanes hold eight columns of a row in wgmma's layout, two each. They exchange the sums of 32 columns through
+// shared memory, so that each finishes eight neighbouring ones; the integers that they mostly store then fill a sector
+// of L2.
 // After the barriers, which have BARRIER_BYTES, each warp has EXCHANGE_BYTES for 16 rows of 32 sums.
 //
 // Macros, besides those of gemm_hopper.cuh:
@@ -141,9 +142,9 @@ struct GroupOperands {
     }
 };
 
-// Finishes the 64 rows of an atom; `origin` is its first row and column. Operands are loaded before the exchange. Rows and
-// columns that are not in y are computed from operands of others, but not stored: without branches, what depends on
-// scales of the program alone is computed once.
+// Finishes the 64 rows of an atom; `origin` is its first row and column. Operands are loaded before the exchange. Rows
+// and columns that are not in y are computed from operands of others, but not stored: without branches, numbers that
+// depend on scales of the program alone are computed once.
 __device__ __forceinline__ void finish_atom(const int (&d)[COLUMNS / 2], int2 origin, const IntegerOutput& of) {
     extern __shared__ __align__(1024) char memory[];
     char* own_memory = memory + EXCHANGE_AT + (threadIdx.x / 32 - 4) * EXCHANGE_BYTES;  // the producers are 4 warps

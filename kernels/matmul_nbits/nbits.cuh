@@ -13,7 +13,7 @@
 //   W_ROW_BYTES      bytes of a row of w
 //   ZERO_BITS        bits of a row of packed zero points
 //   SIGNED           1: elements and packed zero points are signed
-//   ZEROS            the zero points: 0, none, and each counts as the number ZERO; 1, packed like the weights; 2, of type T
+//   ZEROS            the zero points: 0, none, and each counts as ZERO; 1, packed like the weights; 2, of type T
 //   PRODUCTS         products of one x in this launch, 1 to 3; 1 if GATED, for which the second weight is `up`
 //   WEIGHTS_CONSTANT 1: no kernel writes weights, scales and zero points, so that they are read before the predecessor
 //                    ends

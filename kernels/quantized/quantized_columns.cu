@@ -1,10 +1,11 @@
-// The operands of a convolution of integers as matrices, for quantized_gemm.cu: what each pixel of y reads as a row, and
-// the weights with rows of the same length.
+// The operands of a convolution of integers as matrices, for quantized_gemm.cu: the taps of each pixel of y as a row,
+// and the weights with rows of the same length.
 //
 // columns is (pixels, ROW) of bytes: element k is x at tap k / CHANNELS and channel k % CHANNELS, and x_zero where the
-// tap is outside x. rows is (filters, ROW). ROW is LENGTH = taps * CHANNELS, rounded up to 16, and what is added is 0. A
-// thread gathers a pixel's row, whose taps are constants, and the block stores its rows through shared memory. The last
-// blocks write the weights. x is (n, d, h, w, CHANNELS), y has y_d x y_h x y_w pixels for each of n images.
+// tap is outside x. rows is (filters, ROW). ROW is LENGTH = taps * CHANNELS, rounded up to 16; the elements after
+// LENGTH are 0. A thread gathers a pixel's row, whose taps are constants, and the block stores its rows through shared
+// memory. The last blocks write the weights. x is (n, d, h, w, CHANNELS), and y has y_d x y_h x y_w pixels for each of
+// n images.
 //
 // Macros:
 //   CHANNELS, KERNEL_*, STRIDE_*, PAD_*, DILATION_*    as in conv_operands.cuh
@@ -33,7 +34,8 @@ __device__ __forceinline__ void gather(u32* row, const OPERAND* x, u32 zero, int
             const int at_w = w + tap % KERNEL_W * DILATION_W, at_h = h + tap / KERNEL_W % KERNEL_H * DILATION_H;
             const int at_d = d + tap / (KERNEL_W * KERNEL_H) * DILATION_D;
             const bool inside = u32(at_w) < u32(of.x_w) && u32(at_h) < u32(of.x_h) && u32(at_d) < u32(of.x_d);
-            const u32 byte = inside ? u8(from[((at_d * of.x_h + at_h) * of.x_w + at_w) * CHANNELS + k % CHANNELS]) : zero;
+            const u32 byte = inside ? u8(from[((at_d * of.x_h + at_h) * of.x_w + at_w) * CHANNELS + k % CHANNELS])
+                                    : zero;
             words[i / 4] |= byte << 8 * (i % 4);
         }
         reinterpret_cast<uint4*>(row)[vector] = uint4{words[0], words[1], words[2], words[3]};

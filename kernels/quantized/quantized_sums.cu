@@ -6,8 +6,7 @@
 // Macros: COLUMNS: warps of a block; WEIGHTS_CONSTANT: 1 if no kernel writes w, else 0; those of conv_edges.cuh
 #include "conv_edges.cuh"
 
-extern "C" __global__ void __launch_bounds__(32 * COLUMNS)
-    quantized_sums(const s8* w, int* sums, int columns, int k) {
+extern "C" __global__ void __launch_bounds__(32 * COLUMNS) quantized_sums(const s8* w, int* sums, int columns, int k) {
     __shared__ int taps_of_warps[COLUMNS][TAPS];
     release_successor();  // the product loads its first weights meanwhile
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = blockIdx.x * COLUMNS + warp;
