@@ -12,13 +12,12 @@ from onnxfuse.kernels.epilogue_node import moved
 from onnxfuse.kernels.gemm.problem import Integers
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.quantized import hopper
-from onnxfuse.kernels.tensors import ABSENT, VECTOR_BYTES, Defines
+from onnxfuse.kernels.tensors import ABSENT, INTEGERS, VECTOR_BYTES, Defines
 from onnxfuse.runtime.plan import Device, Kernel, Launch, Pointer, Scalar
-from onnxfuse.runtime.symint import maximum
 
-MAX_LENGTH: Final = 1024  # taps times channels, which a thread gathers one by one
+MAX_LENGTH: Final = 752  # taps times channels: rows of that many bytes fill the 48 KiB that a block has without asking
 MAX_BYTES: Final = 1 << 30  # of the matrix with a row for each pixel of y
-THREADS: Final = 64  # of a block: rows of 1,024 bytes leave room for two blocks on a multiprocessor
+THREADS: Final = 64  # of a block, and rows
 COLUMNS, ROWS = Pointer("scratch", 0), Pointer("scratch", 1)  # where quantized_columns.cu writes
 
 
@@ -27,7 +26,7 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
     length = conv.taps * conv.c
     vectors = -(-length // VECTOR_BYTES)
     row = vectors * VECTOR_BYTES
-    if conv.group != 1 or length > MAX_LENGTH or maximum(conv.pixels * row) > MAX_BYTES:
+    if conv.group != 1 or length > MAX_LENGTH or conv.pixels * row > MAX_BYTES:
         return []
     conv = plain_pads(conv)
     gemm = replace(as_gemm(conv), k=row, weights_constant=False)
@@ -41,18 +40,18 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
     return [
         Implementation(
             f"of columns, {each.name}",
-            (_launch(conv, vectors, device), *(moved(step, after_columns) for step in each.steps)),
+            (_launch(conv, vectors), *(moved(step, after_columns) for step in each.steps)),
             (conv.pixels * row, conv.m * row, *each.scratch),
         )
         for each in hopper.products(gemm, device)
     ]
 
 
-def _launch(conv: Conv, vectors: int, device: Device) -> Launch:
+def _launch(conv: Conv, vectors: int) -> Launch:
     integers: Integers = hopper.of_integers(conv)
     pitch = 4 * (vectors | 1)
     defines: Defines = {
-        **conv_hopper.of_filter(conv), "CHANNELS": conv.c, "OPERAND": hopper.OPERAND[integers.x_dtype],
+        **conv_hopper.of_filter(conv), "CHANNELS": conv.c, "OPERAND": INTEGERS[integers.x_dtype],
         "X_ZERO": int(integers.x_zero is not None), "THREADS": THREADS, "SHARED_PITCH": pitch,
     }  # fmt: skip
     sizes = (conv.pixels, conv.m, *three(conv.sizes), *three(conv.y_sizes))
@@ -61,4 +60,4 @@ def _launch(conv: Conv, vectors: int, device: Device) -> Launch:
     )  # fmt: skip
     blocks = -(-conv.pixels // THREADS) + -(-conv.m * vectors // THREADS)
     kernel = Kernel("quantized_columns", "quantized_columns", defines)
-    return Launch(kernel, (blocks, 1, 1), (THREADS, 1, 1), given, pdl=device.has_pdl)
+    return Launch(kernel, (blocks, 1, 1), (THREADS, 1, 1), given, pdl=True)

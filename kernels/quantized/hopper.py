@@ -6,14 +6,14 @@ import math
 from dataclasses import replace
 from typing import Final
 
-from onnxfuse.algebra.filter_edges import Beyond, most_taps_beyond, row_count
+from onnxfuse.algebra.filter_edges import MAX_ROWS, Beyond, most_taps_beyond, row_count
 from onnxfuse.kernels.conv import hopper as conv_hopper
 from onnxfuse.kernels.conv.problem import Conv, plain_pads, three
 from onnxfuse.kernels.gemm import hopper
 from onnxfuse.kernels.gemm.hopper import HopperConfig
 from onnxfuse.kernels.gemm.problem import Gemm, Integers
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.tensors import ABSENT, VECTOR_BYTES, Defines
+from onnxfuse.kernels.tensors import ABSENT, INTEGERS, VECTOR_BYTES, Defines
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Scalar, TensorMap
 from onnxfuse.runtime.symint import best_first, is_symbolic
 
@@ -22,7 +22,6 @@ WGMMA_ARCH: Final = 90
 # takes 124, 805 and 938 us for 4096x4096x4096, 4096x7168x16384 and 8192x8192x8192, and 128x128 in turns 106, 677 and
 # 734; but a shared 128x192 takes 18.0 for 4096x768x3072, less than three others.
 CONFIGS: Final = (*(each for each in hopper.CONFIGS if each.pingpong), HopperConfig(128, 192))
-OPERAND: Final = {"int8": "s8", "uint8": "u8"}  # the macro, by the dtype of x
 SUMS: Final = Pointer("scratch", 0)  # where quantized_sums.cu writes
 MAX_WIDTH: Final = 8  # columns of y that a thread finishes together
 COLUMNS_OF_SUMS: Final = 8  # columns of y per block of quantized_sums.cu
@@ -72,7 +71,7 @@ def convolutions(conv: Conv, device: Device) -> list[Implementation]:
     integers = of_integers(conv)
     if not conv_hopper.is_supported(conv, device) or not integers.is_symmetric or conv.taps * conv.c > MAX_LENGTH:
         return []
-    if integers.x_zero is not None and conv.taps > MAX_TAPS:
+    if integers.x_zero is not None and (conv.taps > MAX_TAPS or row_count(taps_beyond(conv)) > MAX_ROWS):
         return []
     gemm = conv_hopper.gemm_of_blocks(conv)
     ordered = best_first(conv_hopper.fitting(conv, device), lambda config: conv_hopper.cycles(gemm, config, device))
@@ -110,7 +109,7 @@ def _defines(gemm: Gemm, edge_rows: int) -> Defines:
     """Return the macros of gemm_hopper_integers.cuh."""
     integers = of_integers(gemm)
     return {
-        "OPERAND": OPERAND[integers.x_dtype], "W_SCALES": int(integers.w_scales > 1),
+        "OPERAND": INTEGERS[integers.x_dtype], "W_SCALES": int(integers.w_scales > 1),
         "WIDTH": math.gcd(MAX_WIDTH, gemm.n) if gemm.aligned else 1,
         "X_ZERO": int(integers.x_zero is not None), "EDGES": int(integers.x_zero is not None and edge_rows > 1),
         "BARRIER_BYTES": hopper.BARRIER_BYTES, "EXCHANGE_PITCH": hopper.EXCHANGE_PITCH,

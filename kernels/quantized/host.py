@@ -22,12 +22,19 @@ from onnxfuse.kernels.gemm.problem import Gemm, Integers
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.quantized import columns, hopper
 from onnxfuse.kernels.region import host as region
-from onnxfuse.kernels.tensors import ITEM_BYTES, STORAGE, element_count, operand_spec, required_spec, unsupported_choice
+from onnxfuse.kernels.tensors import (
+    INTEGERS,
+    ITEM_BYTES,
+    STORAGE,
+    element_count,
+    operand_spec,
+    required_spec,
+    unsupported_choice,
+)
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, Pointer, Step, TensorSpec
 from onnxfuse.runtime.symint import for_later_plans
 
 CONV: Final = "quantized_conv"
-INTEGERS: Final = ("int8", "uint8")
 MAX_IMPLEMENTATIONS: Final = 6
 
 
@@ -82,11 +89,11 @@ def problem_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
     typed = [replace(spec, dtype=node.output_dtypes[0]) for spec in inputs]  # of the numbers
     problem, y = conv_of(node, typed, device) if node.fusion == CONV else gemm_of(node, typed, device)
     x, w = required_spec(node, inputs, "x"), required_spec(node, inputs, "w")
-    columns, scales = y.shape[-1], element_count(required_spec(node, inputs, "w_scale"))
+    count, scales = y.shape[-1], element_count(required_spec(node, inputs, "w_scale"))
     rows = row_count(hopper.taps_beyond(problem)) if isinstance(problem, Conv) else 1
     counts = {
-        "x_scale": (1,), "x_zero_point": (1,), "w_scale": (1, columns), "w_zero_point": (scales,),
-        "w_sums": (rows * columns,),
+        "x_scale": (1,), "x_zero_point": (1,), "w_scale": (1, count), "w_zero_point": (scales,),
+        "w_sums": (rows * count,),
     }  # fmt: skip
     for name, allowed in counts.items():
         spec = operand_spec(node, inputs, name)

@@ -12,11 +12,12 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+MAX_ROWS: Final = 1024  # of sums that are stored or computed; a filter of 11x11 that may lie outside by half has 1,296
 Beyond: TypeAlias = tuple[tuple[int, int], ...]  # by axis, the most taps before the image and after it
 
 
@@ -47,4 +48,4 @@ def sums_inside(weights: npt.NDArray[np.int8], beyond: Beyond) -> npt.NDArray[np
         for taps, (most_before, most_after) in zip(of_taps.shape[1:], beyond, strict=True)
     )  # fmt: skip
     whole = functools.reduce(np.kron, is_inside, np.ones((1, 1), np.int32))
-    return np.asarray(whole @ of_taps.reshape(len(of_taps), -1).T, np.int32)
+    return np.asarray(whole @ of_taps.reshape(len(of_taps), math.prod(of_taps.shape[1:])).T, np.int32)

@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 import onnx
 
-from onnxfuse.algebra.filter_edges import Beyond, most_taps_beyond, sums_inside
+from onnxfuse.algebra.filter_edges import MAX_ROWS, Beyond, most_taps_beyond, row_count, sums_inside
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import int_attribute, ints_attribute, str_attribute
 from onnxfuse.ir.domain import DOMAIN
@@ -61,7 +61,8 @@ def store_sums(shapes: ShapeInfo) -> None:
     """Store the sums of weights that kernels multiply by the zero point of x, as an operand that no body reads.
 
     Kernels compute them in each run where they are not stored: of weights that are no constants, and of convolutions
-    whose pads depend on sizes.  Weights of uint8 or with zero points, and groups, become numbers, which need none.
+    with auto_pad.  Weights of uint8 or with zero points, groups, and convolutions of more than MAX_ROWS ranges of taps
+    become numbers, which need none.
     """
     graph = shapes.graph
     found = {node: summed for node in graph.nodes if (summed := _summed(node)) is not None}
@@ -106,7 +107,8 @@ def _summed(node: Node) -> tuple[Constant, Beyond] | None:
     axes = len(kernel)
     pads = ints_attribute(node, "pads", [0] * 2 * axes)
     dilations = ints_attribute(node, "dilations", [1] * axes)
-    return weight, most_taps_beyond(kernel, dilations, pads[:axes], pads[axes:])
+    beyond = most_taps_beyond(kernel, dilations, pads[:axes], pads[axes:])
+    return (weight, beyond) if row_count(beyond) <= MAX_ROWS else None
 
 
 def _has_columns(node: Node) -> bool:

@@ -46,3 +46,7 @@ def test_each_pixel_has_a_row_with_the_sum_of_its_taps_inside_the_image(seed: in
 def test_a_matrix_has_one_row() -> None:
     weights = np.arange(-6, 6, dtype=np.int8).reshape(3, 4)
     assert sums_inside(weights, ()).tolist() == [[-18, -2, 14]]
+
+
+def test_no_filters_have_no_sums() -> None:
+    assert sums_inside(np.zeros((0, 3, 3, 16), np.int8), ((1, 1), (1, 1))).shape == (16, 0)

@@ -9,6 +9,7 @@ from architectures import A100, DEVICES, H200, T4, check_compiles
 from quantized_cases import AFTER, CASES, CONVS, GEMMS, Case
 from sampling import sampled
 
+from onnxfuse.kernels.quantized import columns
 from onnxfuse.kernels.quantized.host import candidates, supports
 from onnxfuse.runtime.plan import Device, Launch, Plan
 
@@ -47,15 +48,25 @@ def test_hopper_multiplies_integers_in_one_launch_after_the_sums(case: Case) -> 
     assert sources[:-1] == (["quantized_sums"] if case.x_zero is not None and not case.sums else [])
 
 
+(STEM,) = (case for case in CONVS if case.k == 3)
+
+
 @pytest.mark.parametrize("sums", [False, True])
 def test_hopper_multiplies_integers_of_few_channels_as_columns(sums: bool) -> None:
-    (case,) = (each for each in CONVS if each.k == 3)
-    kernels = [step.kernel for step in plans_of(replace(case, sums=sums), H200)[0].steps if isinstance(step, Launch)]
+    kernels = [step.kernel for step in plans_of(replace(STEM, sums=sums), H200)[0].steps if isinstance(step, Launch)]
     added = [] if sums else ["quantized_sums"]
     assert [kernel.source for kernel in kernels] == ["quantized_columns", *added, "quantized_gemm"]
     assert not any(kernel.defines["WEIGHTS_CONSTANT"] for kernel in kernels[1:])  # the first launch writes them
-    for large in (replace(case, k=400), replace(case, m=1 << 17)):  # a row of 19,600 bytes, a matrix of 4 GB
-        assert "quantized_columns" not in str(plans_of(large, H200))
+
+
+def test_rows_of_taps_fit_into_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    longest = replace(STEM, k=83, kernel=(3, 3))  # a row of 747 bytes
+    step = plans_of(longest, H200)[0].steps[0]
+    assert isinstance(step, Launch) and step.kernel.source == "quantized_columns"
+    check_compiles(step.kernel, H200, spills=None)
+    assert "quantized_columns" not in str(plans_of(replace(longest, k=84), H200))  # a row of 756 bytes
+    monkeypatch.setattr(columns, "MAX_BYTES", 1 << 15)
+    assert "quantized_columns" not in str(plans_of(STEM, H200))
 
 
 @pytest.mark.parametrize("case", [GEMMS[0], CONVS[0]], ids=str)

@@ -11,6 +11,7 @@ from onnx import TensorProto, numpy_helper
 
 from onnxfuse import unfuse
 from onnxfuse.fuse_model import FusedModel
+from onnxfuse.layout import products
 
 STEP = 0.02  # one step of an output, as a share of its largest value: onnxruntime's integer operators round otherwise
 SCALES = "float s = {0.05}, uint8 z = {120}, float t = {0.01}"
@@ -152,6 +153,17 @@ def test_sums_of_weights_are_stored_once_for_each_range_of_taps(attributes: str,
         assert sums.shape == (rows, 8) and (sums[0] == weights.astype(int).sum((1, 2, 3))).all()
         assert not any(each.name.endswith("sums") for each in unfuse(result.model)[0].graph.initializer)
     assert_same(model, result.model, STEP, n=2, h=5, w=6)
+
+
+def test_sums_of_many_ranges_of_taps_are_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their number grows with the fourth power of the pads, beyond the size of the weights."""
+    monkeypatch.setattr(products, "MAX_ROWS", 15)
+    text = f"""(float[n,16,h,w] x) => (float[n,8,p,q] y) <{SCALES}>
+    {{ q = QuantizeLinear (x, s, z) d = DequantizeLinear (q, s, z) kd = DequantizeLinear (k, t)
+       y = Conv <pads = [1, 1, 1, 1]> (d, kd) }}"""
+    model = parse(text, k=integers(8, 16, 3, 3))
+    (conv,) = nodes(converted(model), "quantized_conv")
+    assert "w_sums" not in attribute(conv, "operands").split()
 
 
 def test_a_weight_that_an_embedding_reads_stays_as_it_is() -> None:
