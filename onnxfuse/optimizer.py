@@ -145,19 +145,7 @@ def optimize(
         samples = [] if calibrate is None else load_samples(calibrate, original)
         quantized = _quantized(job, weights, samples, f"'{path}'" if path else "the model")
         if quantized is None:
-            beside = None if reference is None else _reference(reference, job)
-            made, report = _optimize(job, path)
-            if beside is None:
-                return made, report
-            with timer.stage("verify"):
-                models, tell = (
-                    ((original, folder), (made, report.folder or folder)),
-                    functools.partial(timer.tell, "verify"),
-                )
-                name = str(reference) if isinstance(reference, str | os.PathLike) else "the reference"
-                return made, replace(
-                    report, reference=beside_reference(name, beside, models, inputs or {}, shapes, tell)
-                )
+            return _optimize(job, path) if reference is None else _beside(reference, job, path)
         made, report = _optimize(replace(job, original=quantized.model, opset=opset_of(quantized.model)), path)
         told = quantized.result
         if verify:
@@ -191,6 +179,20 @@ def _check_reference(reference: object, converted: str | None, verify: bool) -> 
         raise UsageError(f"{converted} is compared with the model itself; leave the reference out")
     if reference is not None and not verify:
         raise UsageError("the reference is run in verification, which is switched off; leave one of the two out")
+
+
+def _beside(
+    reference: str | os.PathLike[str] | bytes | onnx.ModelProto, job: _Job, path: str | None
+) -> tuple[onnx.ModelProto, Report]:
+    """Return the optimized model and its report, with the errors of both models beside the reference."""
+    float_model = _reference(reference, job)
+    made, report = _optimize(job, path)
+    name = str(reference) if isinstance(reference, str | os.PathLike) else "the reference"
+    models = (job.original, job.folder), (made, report.folder or job.folder)
+    with job.timer.stage("verify"):
+        tell = functools.partial(job.timer.tell, "verify")
+        found = beside_reference(name, float_model, models, job.inputs or {}, job.shapes, tell)
+    return made, replace(report, reference=found)
 
 
 def _reference(reference: str | os.PathLike[str] | bytes | onnx.ModelProto, job: _Job) -> Stored:
