@@ -1,8 +1,8 @@
 // The taps of a filter that lie inside x, for gemm_hopper_integers.cuh.
 //
 // Along an axis, the taps that lie before x and those that lie after it are none, or the first and the last few. So
-// the taps inside x are one of few ranges, each of which has a row of sums: the rows of an axis are those of 0 to BEGIN
-// taps before x, and for each of them those of 0 to END taps after it. W is the innermost axis.
+// the taps inside x are one of few ranges, and each range has a row of sums. The ranges of an axis are those without the
+// first 0 to BEGIN taps, and for each of these counts without the last 0 to END taps. W is the innermost axis.
 //
 // Macros: KERNEL_*, STRIDE_*, PAD_*, DILATION_* of conv_operands.cuh
 //   END_D, END_H, END_W    the most taps after x, by axis

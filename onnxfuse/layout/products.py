@@ -60,9 +60,9 @@ def store_rows(shapes: ShapeInfo, recorded: Collection[Fused]) -> dict[str, tupl
 def store_sums(shapes: ShapeInfo) -> None:
     """Store the sums of weights that kernels multiply by the zero point of x, as an operand that no body reads.
 
-    Kernels compute them in each run where they are not stored: of weights that are no constants, and of convolutions
+    Kernels compute them in each run where they are not stored: of weights that are not constants, and of convolutions
     with auto_pad.  Weights of uint8 or with zero points, groups, and convolutions of more than MAX_ROWS ranges of taps
-    become numbers, which need none.
+    become numbers, which need no sums.
     """
     graph = shapes.graph
     found = {node: summed for node in graph.nodes if (summed := _summed(node)) is not None}

@@ -24,7 +24,9 @@ from onnxfuse.spell_out.products import window_attributes
 
 RULES = RuleTable[Rule]()
 OF_INTEGERS: Final = ("QLinearMatMul", "QLinearConv", "com.microsoft::QGemm")  # their input 3 is the weight
-SOFTMAX_OF_AXIS_SINCE: Final = 13  # the opset since which a Softmax is along one axis, not along all from this one on
+SOFTMAX_OF_AXIS_SINCE: Final = (
+    13  # since this opset a Softmax is along one axis; before, along this axis and all after it
+)
 TWICE: Final = "is quantized, dequantized and quantized again; onnxruntime would merge the two pairs of quantizers"
 QUANTIZERS_WITH_AXES_SINCE: Final = 13
 QUANTIZERS_OF_FLOAT16_SINCE: Final = 19
@@ -59,7 +61,7 @@ def _gemm(call: Call) -> dict[int, Term]:
 
 
 def _bias(call: Call, index: int, axis: int, alpha: float) -> Term | None:
-    """Return a bias as numbers: its scale is the product of the other scales, which several are of along `axis`."""
+    """Return a bias as numbers.  Its scale is the product of the other scales; several of these lie along `axis`."""
     if not call.has(index):
         return None
     scale = op.Mul(call.input(1), call.input(4))
@@ -114,7 +116,7 @@ def _leaky_relu(call: Call) -> dict[int, Term]:
 
 @RULES.rule("com.microsoft::QLinearSoftmax")
 def _softmax(call: Call) -> dict[int, Term]:
-    """Spell out a Softmax; onnxruntime's kernel multiplies by 1 / scale without its fraction, so that it has none."""
+    """Spell out a Softmax whose 1 / scale is a whole number: onnxruntime's kernel drops the fraction of 1 / scale."""
     step, rank, axis = call.tensor(3), call.rank(0) or 0, call.attribute("axis", -1)
     scale = constant_value(call.graph, step).astype(np.float32) if is_constant(step) else np.zeros(1, np.float32)
     is_whole = bool((scale > 0).all() and (1 / scale % 1 == 0).all())
@@ -151,7 +153,7 @@ def _average_pool(call: Call) -> dict[int, Term]:
 def numbers(call: Call, index: int, axis: int | None = None) -> Term:
     """Return the numbers that integers stand for; their scale and zero point are the next two inputs.
 
-    Several scales are along `axis`, and may be given only there.
+    Several scales lie along `axis`; without an axis, an operator with several scales stays.
     """
     call.may_remain.add("DequantizeLinear")  # regions compute it again for other readers
     scale = call.tensor(index + 1)

@@ -42,23 +42,13 @@ CONTRIB: Final = "com.microsoft::"
 SPELLED_DTYPES: Final = FUSIBLE_FLOATS | {TensorProto.INT8, TensorProto.UINT8}
 RULES: Final = RuleTable[Rule]()
 for _family in (
-    activations,
-    attention,
-    group_query_attention,
-    losses,
-    norms,
-    onnx_attention,
-    products,
-    quantized,
-    rotary,
-):
+    activations, attention, group_query_attention, losses, norms, onnx_attention, products, quantized, rotary
+):  # fmt: skip
     RULES.update(_family.RULES)
 
+QUANTIZERS: Final = frozenset({"QuantizeLinear", "DequantizeLinear"})  # regions take them without the operator between
 # Operators of a spelling that need not be fused, because they only move or mask elements.  Operators on integers and
 # booleans need not be fused either.
-QUANTIZERS: Final = frozenset(
-    {"QuantizeLinear", "DequantizeLinear"}
-)  # regions without the operator between may take them
 MAY_REMAIN: Final = VIEWS | SLICING | {"Cast", "Concat", "Where"}
 # Many fusions contain these operators.  That a fusion did not match at one of them therefore does not explain why a
 # spelling was not fused.

@@ -383,7 +383,7 @@ def _size_of_image(inputs: Sequence[Input], shapes: Mapping[str, tuple[int, ...]
 def _noise(each: Input, shape: tuple[int, ...], rows: int) -> Array:
     """Return positions if the input's name says so, else random values: indices of table rows, bits, normal floats.
 
-    Integers of 8 bits that are no indices are quantized numbers, and take all values.
+    Integers of 8 bits that index nothing are quantized numbers, and take all values.
     """
     random = np.random.default_rng(zlib.crc32(each.name.encode()))
     if each.dtype.kind == "b":
