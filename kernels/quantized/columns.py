@@ -15,9 +15,9 @@ from onnxfuse.kernels.quantized import hopper
 from onnxfuse.kernels.tensors import ABSENT, INTEGERS, VECTOR_BYTES, Defines
 from onnxfuse.runtime.plan import Device, Kernel, Launch, Pointer, Scalar
 
-MAX_LENGTH: Final = 752  # taps times channels: rows of that many bytes fill the 48 KiB that a block has without asking
+MAX_LENGTH: Final = 752  # taps times channels: 64 rows of so many bytes fill the 48 KiB of static shared memory
 MAX_BYTES: Final = 1 << 30  # of the matrix with a row for each pixel of y
-THREADS: Final = 64  # of a block, and rows
+THREADS: Final = 64  # of a block; each gathers a row
 COLUMNS, ROWS = Pointer("scratch", 0), Pointer("scratch", 1)  # where quantized_columns.cu writes
 
 

@@ -17,7 +17,7 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-MAX_ROWS: Final = 1024  # of sums that are stored or computed; a filter of 11x11 that may lie outside by half has 1,296
+MAX_ROWS: Final = 1024  # of sums; a filter of 11x11 with 5 pads on each side has 1,296
 Beyond: TypeAlias = tuple[tuple[int, int], ...]  # by axis, the most taps before the image and after it
 
 
