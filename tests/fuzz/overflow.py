@@ -16,6 +16,7 @@ import onnx.inliner
 from onnx import AttributeProto, TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.ops import op_batch_normalization, op_conv, op_conv_transpose
+from runtimes import MatMulNBits
 
 from onnxfuse.ir.protos import graphs, tensors
 from onnxfuse.verify.cpu_session import open_session, run
@@ -136,6 +137,9 @@ class BatchNormalization(op_batch_normalization.BatchNormalization_14):  # the e
         return super()._run(*inputs, epsilon=epsilon, momentum=momentum, training_mode=training_mode)
 
 
+OPERATORS = [BatchNormalization, Conv, ConvTranspose, MatMulNBits]  # that onnx's reference lacks, or computes otherwise
+
+
 def _run(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> dict[str, Any] | None:
     """Run a model in onnxruntime, or, where that has no kernel for float64, in onnx's reference."""
     try:
@@ -144,9 +148,7 @@ def _run(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> dict[str, Any] | N
         pass
     try:
         with np.errstate(all="ignore"):
-            results = ReferenceEvaluator(model, new_ops=[BatchNormalization, Conv, ConvTranspose]).run(
-                None, dict(feeds)
-            )
+            results = ReferenceEvaluator(model, new_ops=OPERATORS).run(None, dict(feeds))
     except Exception:  # whatever NumPy raises
         return None
     return dict(zip([o.name for o in model.graph.output], results, strict=True))

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import IO, Any
 
 TESTS = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(TESTS.parent), *(str(TESTS / folder) for folder in ("fuzz", "patterns"))]
+sys.path[:0] = [str(TESTS.parent), *(str(TESTS / folder) for folder in ("", "fuzz", "patterns"))]
 MAX_SECONDS = 90.0  # of one case, or of its reduction; then its process is ended
 MAX_BYTES = 6 * 2**30  # that a process may take, so that no case takes the memory of the others
 MAX_RESIDENT = 2 * 2**30  # bytes; a process that has grown more is followed by a fresh one

@@ -623,6 +623,17 @@ def test_dilated_convolutions_in_float64_pass_over_infinite_elements() -> None:
     np.testing.assert_allclose(found["y"], [[[8e38, np.inf]]])
 
 
+@pytest.mark.parametrize(("other", "said"), [("Div (x, six)", ""), ("Div (x, seven)", ", not ")])
+def test_products_with_quantized_weights_in_float64_do_not_overflow(other: str, said: str) -> None:
+    """onnxruntime has no MatMulNBits of float64, nor has onnx's reference (seed 1040002096)."""
+    text = """<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]> g (float[n,4] a) => (float[n,2] y)
+        <uint8[2,1,8] w = {153, 153, 0, 0, 0, 0, 0, 0, 170, 170, 0, 0, 0, 0, 0, 0}, float[2,1] s = {1e38, 1},
+         float six = {6}, float seven = {7}> {
+          p = com.microsoft.MatMulNBits <K = 4, N = 2, bits = 4, block_size = 16> (a, w, s) x = Abs (p) NODES }"""
+    right = text.replace("NODES", "t = Mul (x, six) u = Div (t, six) y = Div (u, six)")
+    require_verdict(right, text.replace("NODES", f"y = {other}"), {"n": 20}, said)
+
+
 @pytest.mark.parametrize(("exact", "is_excused"), [(-4e38, True), (-1e38, False), (4e38, False)])
 def test_sums_beyond_float32_may_have_the_sign_that_float64_finds(exact: float, is_excused: bool) -> None:
     """Which part of a sum is infinite first depends on its order (seed 1030011291)."""
