@@ -20,8 +20,9 @@ from onnxfuse.ir.protos import nodes
 FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 SYMBOLS = {"batch": 2, "seq": 3, "extra": 4}  # the first sizes of the symbols that generators give to inputs
 DTYPES = {
-    "float)": TensorProto.FLOAT, "float16)": TensorProto.FLOAT16, "bfloat16)": TensorProto.BFLOAT16,
-    "double)": TensorProto.DOUBLE, "bool)": TensorProto.BOOL, "int64)": TensorProto.INT64, "int32)": TensorProto.INT32,
+    "tensor(float)": TensorProto.FLOAT, "tensor(float16)": TensorProto.FLOAT16,
+    "tensor(bfloat16)": TensorProto.BFLOAT16, "tensor(double)": TensorProto.DOUBLE, "tensor(bool)": TensorProto.BOOL,
+    "tensor(int64)": TensorProto.INT64, "tensor(int32)": TensorProto.INT32,
 }  # fmt: skip
 WORD = re.compile(r"[A-Za-z_]\w*")
 # The input that holds sizes, or steps.
@@ -152,9 +153,10 @@ def type_outputs(model: onnx.ModelProto) -> None:
         if output.name in found and found[output.name].tensor_type.elem_type:
             output.type.CopyFrom(found[output.name])
     if not all(map(_is_typed, model.graph.output)):
-        for output, (dtype, shape) in zip(model.graph.output, _types_in_onnxruntime(model), strict=False):
+        for output, typed in zip(model.graph.output, _outputs_in_onnxruntime(model), strict=False):
             if not _is_typed(output):
-                output.CopyFrom(helper.make_tensor_value_info(output.name, dtype, shape))
+                dtype = DTYPES.get(typed.type, TensorProto.FLOAT)
+                output.CopyFrom(helper.make_tensor_value_info(output.name, dtype, typed.shape))
 
 
 def _is_typed(output: onnx.ValueInfoProto) -> bool:
@@ -164,8 +166,19 @@ def _is_typed(output: onnx.ValueInfoProto) -> bool:
     )
 
 
-def _types_in_onnxruntime(model: onnx.ModelProto) -> list[tuple[int, list[Dim]]]:
-    """Return dtypes and shapes of the outputs as onnxruntime infers them; none where it refuses the model."""
+def types_in_onnxruntime(model: onnx.ModelProto) -> dict[str, onnx.TypeProto]:
+    """Return the dtypes of the main graph's results in onnxruntime, whose own operators onnx gives none."""
+    shown = onnx.ModelProto()
+    shown.CopyFrom(model)
+    present = {output.name for output in model.graph.output}
+    made = dict.fromkeys(name for node in model.graph.node for name in node.output if name and name not in present)
+    shown.graph.output.extend(onnx.ValueInfoProto(name=name) for name in made)
+    found = {output.name: DTYPES[output.type] for output in _outputs_in_onnxruntime(shown) if output.type in DTYPES}
+    return {name: helper.make_tensor_type_proto(dtype, None) for name, dtype in found.items()}
+
+
+def _outputs_in_onnxruntime(model: onnx.ModelProto) -> list[Any]:
+    """Return the outputs with the types that onnxruntime infers; none where it refuses the model."""
     if names_huge_size(model):
         return []
     options = onnxruntime.SessionOptions()
@@ -176,7 +189,7 @@ def _types_in_onnxruntime(model: onnx.ModelProto) -> list[tuple[int, list[Dim]]]
         session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     except Exception:  # onnxruntime has no public base class of its errors
         return []
-    return [(DTYPES.get(o.type.removeprefix("tensor("), TensorProto.FLOAT), o.shape) for o in session.get_outputs()]
+    return list(session.get_outputs())
 
 
 def types(model: onnx.ModelProto) -> dict[str, onnx.TypeProto]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from drafts import inferred, types_in
+from drafts import inferred, types_in, types_in_onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 from sessions import Session
 
@@ -60,12 +60,13 @@ def rounded_otherwise(
     """
     model = in_execution_order(inline_functions(model).model)
     typed, opset = inferred(model) or model, next((each.version for each in model.opset_import if not each.domain), 0)
+    of_others = types_in_onnxruntime(model) if any(node.domain for node in model.graph.node) else {}
     for shake in range(SHAKES if ulps is ULPS else SHAKES_OF_CONVERSIONS):
         shaken = onnx.ModelProto()
         shaken.CopyFrom(typed)
         if ulps is not ULPS:
             _move_weights(shaken, np.random.default_rng(seed + shake), ulps)
-        _shake(shaken.graph, {}, Random(seed + shake), dtypes, opset, ulps)
+        _shake(shaken.graph, of_others, Random(seed + shake), dtypes, opset, ulps)
         yield Session(shaken)
 
 
@@ -94,7 +95,8 @@ def _shake(
     for node in present:
         moves = []
         for index, name in enumerate(node.output):
-            typed = name if name in known or not node.domain else node.input[0]  # onnx types no others' operators
+            is_like_input = name not in known and node.domain and node.op_type != "QuantizeLinear"  # others' in a body
+            typed = node.input[0] if is_like_input else name
             dtype = known[typed].tensor_type.elem_type if typed in known else TensorProto.UNDEFINED
             if name and dtype in dtypes and node.op_type != "Constant":  # an exponent of 2.0000002 makes NaN
                 own = f"{name}::{random.getrandbits(64)}"  # a body may have a value of the same name

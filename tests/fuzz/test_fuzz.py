@@ -726,6 +726,37 @@ def test_results_of_functions_and_of_nodes_in_another_order_are_moved_too() -> N
     assert all(each.mean() > 0.9 for each in moved)
 
 
+@pytest.mark.parametrize("domain", ["", "com.microsoft."])
+def test_results_beside_and_after_operators_of_onnxruntime_are_moved(domain: str) -> None:
+    """onnx gives Gelu and what follows it no types, and a quantizer's result, an integer, stays (seed 1040000058)."""
+    model = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]>
+        g (float[64] x) => (float[64] y, float[64] d) <float s = {{0.5}}, uint8 z = {{0}}> {{
+          a = com.microsoft.Gelu (x) y = Neg (a)
+          q = {domain}QuantizeLinear (x, s, z) d = {domain}DequantizeLinear (q, s, z) }}""")
+    ones = {"x": np.ones(64, np.float32)}
+    exact = outputs_of(Session(model), ones)
+    for shaken in rounded_otherwise(model, 1, [onnx.TensorProto.FLOAT]):
+        found = outputs_of(shaken, ones)
+        assert exact and found, shaken.error
+        apart = np.abs(found["y"] / exact["y"] - 1)
+        assert len(set(found["y"])) > 3 and ULP < apart.max() < 4 * ULP
+
+
+@pytest.mark.parametrize(("numbers", "said"), [("0.748, 1, 1, 1, 1", ""), ("0.748, 1, 1, 1, 2.5", "is 2.5, not 1.0"),
+                                               ("0.748, 1.5, 1.5, 1.5, 1.5", "is 1.5, not 1.0")])  # fmt: skip
+def test_a_quantizer_of_onnxruntime_hides_no_rounding_of_others(numbers: str, said: str) -> None:
+    """One value of d is near a tie, which bfloat16 rounds to the other side; o does not depend on it."""
+    text = """<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]>
+        g (float[n,5] x) => (float[n,5] d, float[n,5] o) <float[5] c = {NUMBERS}, float s = {0.5}, uint8 z = {0}> {
+          a = Sub (x, x) v = Add (a, c) q = QuantizeLinear (v, s, z) d = DequantizeLinear (q, s, z)
+          p = com.microsoft.QuantizeLinear (x, s, z) o = DequantizeLinear (p, s, z) }"""
+    original, other = (
+        onnx.parser.parse_model(text.replace("NUMBERS", each)) for each in ("0.752, 1, 1, 1, 1", numbers)
+    )
+    verdict = compare_on(original, other, Inputs({"n": 4}, 0), Options(dtype="bfloat16"))
+    assert (verdict.kind, said in verdict.sentence) == ("wrong" if said else "same", True), verdict
+
+
 def test_inputs_without_axes_are_nudged() -> None:
     moved = nudged({"x": np.array(1.5, np.float32), "n": np.array(3)}, ULP)
     assert moved["n"] == 3 and isinstance(moved["x"], np.ndarray) and 0 < abs(moved["x"] - 1.5) < 8 * ULP
