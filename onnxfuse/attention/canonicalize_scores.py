@@ -37,7 +37,7 @@ from onnxfuse.analysis.scores import HEADS_AXIS, MAX_STEPS, nodes_before, softma
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.analysis.shape_rules.elementwise import broadcast
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
-from onnxfuse.ir.graph import Graph, constant_number, constant_value
+from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
 from onnxfuse.passes.emit import write
 from onnxfuse.passes.graph_pass import graph_pass
@@ -159,7 +159,7 @@ def parse_scores(graph: Graph, shapes: ShapeInfo, tensor: Tensor, steps: int = M
         return Scores(tensor) if any(op_of(each) == "MatMul" for each in before) else None
     found = []
     for place, beside in OPERANDS.get(op, ()):
-        number = constant_number(graph, node.inputs[beside])
+        number = graph.number(node.inputs[beside])
         if number is not None or op in ("Add", "Sub"):
             scores = parse_scores(graph, shapes, node.inputs[place], steps - 1)
             found += [] if scores is None else [(scores, number or 0.0, place, node.inputs[beside])]
@@ -210,7 +210,7 @@ def _masked_bias(graph: Graph, shapes: ShapeInfo, tensor: Tensor) -> tuple[Adden
     if node is None or op_of(node) != "Where" or _has_heads(shapes.shape(node.inputs[0])):
         return None
     for place, beside in OPERANDS["Where"]:
-        bias, number = node.inputs[place], constant_number(graph, node.inputs[beside])
+        bias, number = node.inputs[place], graph.number(node.inputs[beside])
         shape = shapes.shape(bias)
         if number is None or shape is None or not _swallows(number, shapes.dtype(bias)):
             continue
@@ -266,7 +266,7 @@ def _scale_queries_of(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
         shape = shapes.shape(queries)
         if shape is None or not sizes or sizes[-1] != 1 or len(sizes) > len(shape) or dtype != shapes.dtype(queries):
             continue
-        if broadcast(shapes, shape, sizes) == shape and constant_number(graph, factor) is None:
+        if broadcast(shapes, shape, sizes) == shape and graph.number(factor) is None:
             scale_operand(shapes, product, node)
             return True
     return False
@@ -352,7 +352,7 @@ class _Writer:
         if factor == 1:
             return tensor
         stem, node = f"{tensor.name}_scaled", producer(tensor)
-        numbers = [constant_number(self.graph, each) for each in node.inputs[1:]] if node is not None else []
+        numbers = [self.graph.number(each) for each in node.inputs[1:]] if node is not None else []
         known = [number for number in numbers if number is not None]
         if node is not None and op_of(node) == "Where" and len(known) == len(numbers):
             branches = [self._constant(f"{stem}_number", number * factor) for number in known]

@@ -28,7 +28,7 @@ from onnxfuse.analysis.scores import (
 )
 from onnxfuse.analysis.shape_info import CannotInfer, ShapeInfo
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS, Array
-from onnxfuse.ir.graph import Graph, constant_number, constant_value
+from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of, producer
 from onnxfuse.passes.compose_views import added_ones
 from onnxfuse.passes.emit import unsqueezed, write
@@ -119,7 +119,7 @@ class _Biases:
         """Return the factors of a product with constant slopes, or of a factored tensor times a number."""
         for side in (0,) if op_of(node) == "Div" else (0, 1):
             tensor, other = node.inputs[side], node.inputs[1 - side]
-            number = constant_number(self.graph, other)
+            number = self.graph.number(other)
             if number:
                 found = self.factored(tensor, axis, steps - 1)
                 factor = 1 / number if op_of(node) == "Div" else number

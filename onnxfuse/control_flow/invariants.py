@@ -11,7 +11,7 @@ from typing import Final
 import onnx
 
 from onnxfuse.control_flow.inputs import FIRST_SCAN_WITHOUT_BATCH, carried, leading_results
-from onnxfuse.ir.graph import Graph, joins_quantizers
+from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, has_subgraph, op_of, producer
 from onnxfuse.ir.protos import ONNX_DOMAINS, graphs, nodes
 from onnxfuse.passes.folded import Folded, node_label
@@ -55,7 +55,7 @@ def _invariants(graph: Graph, node: Node, body: onnx.GraphProto) -> dict[int, Te
         stays = output is not None and output.name and graph.is_kept(output)
         if result != name or not tensor.name or stays or _is_lost(tensor) or name in scales:
             continue
-        if output is not None and joins_quantizers(graph, output, tensor):
+        if output is not None and graph.joins_quantizers(output, tensor):
             continue
         if not _is_defined(body, tensor.name, name):
             found[place] = tensor

@@ -28,7 +28,7 @@ from onnxfuse.half.variances import variance_nodes
 from onnxfuse.half.weights import Weights
 from onnxfuse.ir.attributes import tensor_attribute
 from onnxfuse.ir.dtypes import EXACT_INTEGERS
-from onnxfuse.ir.graph import constant_number, constant_value
+from onnxfuse.ir.graph import constant_value
 from onnxfuse.ir.node import Constant, Node, Tensor, consumers, is_constant, op_of, producer
 from onnxfuse.passes.folded import node_label
 
@@ -194,13 +194,13 @@ def _mask_chain(scope: Scope, scores: frozenset[Node]) -> set[Node]:
 
 
 def _is_mask(scope: Scope, tensor: Tensor) -> bool:
-    number = constant_number(scope.graph, tensor) if scope.is_real(tensor) else None
+    number = scope.graph.number(tensor) if scope.is_real(tensor) else None
     return number is not None and number < -LARGE_MASK
 
 
 def _fills_mask(scope: Scope, node: Node) -> bool:
     value = tensor_attribute(node, "value") if node.op == "ConstantOfShape" else None
-    number = None if value is None else constant_number(scope.graph, value)
+    number = None if value is None else scope.graph.number(value)
     return number is not None and number < -LARGE_MASK
 
 

@@ -8,7 +8,7 @@ from typing import Final
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.half.ranges import Range
 from onnxfuse.half.weights import Weights
-from onnxfuse.ir.graph import Graph, constant_number
+from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, op_of
 from onnxfuse.passes.scale_operand import scale_operand
 
@@ -40,5 +40,5 @@ def _is_scaled(graph: Graph, scores: Tensor, node: Node) -> bool:
     """Return whether a node multiplies scores by a number, or divides them by one."""
     if op_of(node) not in SCALINGS or (node.op == "Div" and node.inputs[0] is not scores):
         return False
-    numbers = [each for each in node.inputs if constant_number(graph, each) is not None]
+    numbers = [each for each in node.inputs if graph.number(each) is not None]
     return len(numbers) == 1 and len(numbers[0].shape or ()) <= 1

@@ -11,7 +11,6 @@ from typing import Final
 
 from onnxfuse.algebra.operators import REARRANGING
 from onnxfuse.half.scope import Scope, elements, is_arithmetic
-from onnxfuse.ir.graph import constant_number
 from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
 
 MEANS: Final = frozenset({"AveragePool", "GlobalAveragePool", "ReduceMean", "ReduceSum"})
@@ -57,7 +56,7 @@ def _squared(scope: Scope, node: Node) -> Tensor | None:
     """Return the tensor that a node squares; None if it squares nothing."""
     if op_of(node) == "Mul" and node.inputs[0] is node.inputs[1]:
         return node.inputs[0]
-    if op_of(node) == "Pow" and constant_number(scope.graph, node.inputs[1]) == 2:
+    if op_of(node) == "Pow" and scope.graph.number(node.inputs[1]) == 2:
         return node.inputs[0]
     return None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -17,20 +17,10 @@ from onnxfuse.errors import ModelError
 from onnxfuse.ir import graphsurgeon
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.execution_order import execution_order, is_in_order, outer_reads
-from onnxfuse.ir.node import (
-    AttributeValue,
-    Constant,
-    Node,
-    Tensor,
-    consumers,
-    has_subgraph,
-    is_constant,
-    op_of,
-    producer,
-)
+from onnxfuse.ir.node import AttributeValue, Constant, Node, Tensor, consumers, has_subgraph, is_constant, op_of
 from onnxfuse.ir.protos import subgraphs
+from onnxfuse.ir.quantizers import joined_quantizers
 
-PASSING: Final = frozenset({"Identity", "Dropout"})  # onnxruntime removes them
 OPSET_OF_UNCUT_SLICES: Final = 10  # in this opset, inference gives a Slice the named sizes of its input
 
 
@@ -142,6 +132,23 @@ class Graph:
         """
         return tensor.outputs[0] if len(tensor.outputs) == 1 and not self.is_kept(tensor) else None
 
+    def number(self, tensor: Tensor) -> float | None:
+        """Return the number in a one-element constant; None for strings and for any other tensor."""
+        if not is_constant(tensor) or math.prod(tensor.shape) != 1:
+            return None
+        value = constant_value(self, tensor)
+        return float(value.reshape(())) if value.dtype != object else None
+
+    def have_one_scale(self, node: Node, other: Node) -> bool:
+        """Return whether two quantizers are known to have the same scale and the same zero point."""
+        pairs = list(zip(node.inputs[1:3], other.inputs[1:3], strict=False))
+        numbers = [(self.number(a), self.number(b)) for a, b in pairs if a is not b]
+        return len(node.inputs) == len(other.inputs) and all(a == b is not None for a, b in numbers)
+
+    def joins_quantizers(self, old: Tensor, new: Tensor) -> bool:
+        """Return whether quantizers of two scales meet if `new` replaces `old`: onnxruntime would merge their pairs."""
+        return not all(self.have_one_scale(*pair) for pair in joined_quantizers(old, new))
+
     def unique_name(self, stem: str) -> str:
         """Return and reserve a name that no node or tensor has yet: `stem`, else `stem_2`, `stem_3` and so on."""
         return take_name(self.names, stem)
@@ -228,7 +235,7 @@ class Graph:
         If `old` must keep its name, the node that computes `new` computes `old` instead.  If both must keep their
         names, or no node computes `new`, nothing changes, and False is returned; so it is where quantizers would meet.
         """
-        if joins_quantizers(self, old, new):
+        if self.joins_quantizers(old, new):
             return False
         if self.is_kept(old):
             if self.is_kept(new) or not new.inputs:
@@ -312,45 +319,6 @@ def constant_value(graph: Graph, constant: Constant) -> Array:
     """Return a constant's value; an external one is read from its file now.  bfloat16 becomes ml_dtypes.bfloat16."""
     stored = graphsurgeon.stored_value(constant)
     return stored if isinstance(stored, np.ndarray) else array_of(graph.folder, stored)
-
-
-def constant_number(graph: Graph, tensor: Tensor) -> float | None:
-    """Return the number in a one-element constant; None for strings and for any other tensor."""
-    if not is_constant(tensor) or math.prod(tensor.shape) != 1:
-        return None
-    value = constant_value(graph, tensor)
-    return float(value.reshape(())) if value.dtype != object else None
-
-
-def joins_quantizers(graph: Graph, old: Tensor, new: Tensor) -> bool:
-    """Return whether replacing `old` by `new` makes a QuantizeLinear read a DequantizeLinear of another scale.
-
-    onnxruntime 1.32 makes one pair of two such pairs, with one scale for both, and so leaves out the second rounding.
-    """
-    maker, replaced = producer(new), producer(old)
-    while maker is not None and op_of(maker) in PASSING:
-        maker = producer(maker.inputs[0])
-    if maker is None or op_of(maker) != "DequantizeLinear":
-        return False
-    if replaced is not None and op_of(replaced) in (*PASSING, "DequantizeLinear"):  # the quantizers meet without it
-        return False
-    return not all(_have_one_scale(graph, maker, reader) for reader in _quantizers(old))
-
-
-def _quantizers(tensor: Tensor) -> Iterator[Node]:
-    """Yield the QuantizeLinears of a tensor."""
-    for node in consumers(tensor):
-        if op_of(node) in PASSING:
-            yield from _quantizers(node.outputs[0])
-        elif op_of(node) == "QuantizeLinear":
-            yield node
-
-
-def _have_one_scale(graph: Graph, node: Node, other: Node) -> bool:
-    """Return whether two quantizers are known to have the same scale and the same zero point."""
-    pairs = list(zip(node.inputs[1:3], other.inputs[1:3], strict=False))
-    numbers = [(constant_number(graph, a), constant_number(graph, b)) for a, b in pairs if a is not b]
-    return len(node.inputs) == len(other.inputs) and all(a == b is not None for a, b in numbers)
 
 
 def array_of(folder: Path | None, proto: onnx.TensorProto | onnx.SparseTensorProto, name: str = "") -> Array:

@@ -14,7 +14,7 @@ from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.dsl.terms import Capture, Term
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
-from onnxfuse.ir.graph import Graph, constant_number, constant_value
+from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of, producer
 from onnxfuse.match.diagnostics import NearestMiss, number_text
 from onnxfuse.match.prefilter import Prefilter
@@ -69,7 +69,7 @@ class MatchContext(ABC):
         if not is_constant(tensor):
             return None
         if tensor.name not in self._numbers:
-            self._numbers[tensor.name] = constant_number(self.graph, tensor)
+            self._numbers[tensor.name] = self.graph.number(tensor)
         return self._numbers[tensor.name]
 
     def is_zero(self, tensor: Tensor) -> bool:

@@ -14,7 +14,7 @@ from onnxfuse.algebra.sizes import Shape, Size, product
 from onnxfuse.algebra.view_layouts import SubAxis, ViewLayout, coalesce, identity, reshape
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import input_index, perm_of
-from onnxfuse.ir.graph import Graph, constant_number
+from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, consumers, op_of, producer
 from onnxfuse.passes.emit import emit, write
 from onnxfuse.passes.empty_views import gives_shape_if_empty
@@ -238,7 +238,7 @@ def _scaled_chain_to(shapes: ShapeInfo, tensor: Tensor) -> list[Node]:
 
 def _is_scaling(shapes: ShapeInfo, node: Node) -> bool:
     """Return whether a node multiplies or divides its first input by a number, and keeps its rank."""
-    if op_of(node) not in ("Mul", "Div") or constant_number(shapes.graph, node.inputs[1]) is None:
+    if op_of(node) not in ("Mul", "Div") or shapes.graph.number(node.inputs[1]) is None:
         return False
     return shapes.rank(node.outputs[0]) == shapes.rank(node.inputs[0])
 

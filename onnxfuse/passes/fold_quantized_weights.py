@@ -20,10 +20,10 @@ from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.graphsurgeon import make_constant
 from onnxfuse.ir.node import Node, Tensor, consumers, is_constant, op_of, producer
+from onnxfuse.ir.quantizers import QUANTIZERS
 from onnxfuse.passes.folded import Folded, node_label
 from onnxfuse.passes.graph_pass import graph_pass
 
-QUANTIZING: Final = frozenset({"QuantizeLinear", "DequantizeLinear"})
 IN_INTEGERS: Final = ("DynamicQuantize", "QLinear", "ConvInteger", "MatMulInteger", "com.microsoft::")
 INTEGERS: Final = ("int8", "uint8", "int32")
 FLOATS: Final = ("float32", "float16")
@@ -41,7 +41,7 @@ def fold_quantized_weights(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
 
     These weights are read by nothing but norms or convolutions.
     """
-    found = [node for node in graph.nodes if op_of(node) in QUANTIZING]
+    found = [node for node in graph.nodes if op_of(node) in QUANTIZERS]
     folded = [each for node in filter(_is_of_constants, found) for each in _folded(graph, node, _quantized)]
     found = [node for node in found if node.outputs]
     in_integers = any(op_of(node).startswith(IN_INTEGERS) for node in graph.nodes) or _has_fused_quantizers(graph)

@@ -11,7 +11,7 @@ from onnxfuse.algebra.sizes import Size
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.analysis.shape_rules.views import tells_empty_axes
 from onnxfuse.ir.attributes import int_attribute
-from onnxfuse.ir.graph import Graph, joins_quantizers
+from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, is_constant, op_of, producer
 from onnxfuse.passes.folded import Folded, node_label
 from onnxfuse.passes.graph_pass import graph_pass
@@ -30,7 +30,7 @@ def fold_shapes(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
         rule = RULES.get(op_of(node))
         if rule is None or len(node.inputs) <= rule[0] or is_constant(node.inputs[rule[0]]):
             continue
-        if op_of(node) != "Reshape" and joins_quantizers(graph, node.outputs[0], node.inputs[0]):
+        if op_of(node) != "Reshape" and graph.joins_quantizers(node.outputs[0], node.inputs[0]):
             continue  # onnxruntime would remove a no-op whose target is constant
         index, find_constant = rule
         old = node.inputs[index]

@@ -5,18 +5,23 @@ The largest number is that of the largest integer, so that the results are equal
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Final
 
-import numpy as np
+from onnx import TensorProto
 
 from onnxfuse.analysis.shape_info import ShapeInfo
-from onnxfuse.ir.dtypes import Array
-from onnxfuse.ir.graph import Graph, constant_value
-from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
+from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.node import Node, op_of, producer
 from onnxfuse.passes.graph_pass import graph_pass
 
-INTEGERS: Final = ("int8", "uint8")
-SCALES: Final = {"float32": (1e-30, 1e36), "float16": (1e-7, 128.0)}  # with which no integer is lost, by dtype
+INTEGERS: Final = (TensorProto.INT8, TensorProto.UINT8)
+# By dtype: the scales with which no integer is lost.
+SCALES: Final[Mapping[int, tuple[float, float]]] = {
+    TensorProto.FLOAT: (1e-30, 1e36),
+    TensorProto.FLOAT16: (1e-7, 128.0),
+}
 
 
 @graph_pass(opset=12)  # the first opset whose MaxPool takes integers
@@ -29,26 +34,18 @@ def pool_integers(graph: Graph, shapes: ShapeInfo) -> int:
         if pool is None or source is None or op_of(source) != "DequantizeLinear":
             continue
         is_read_here = len(pool.outputs) == 1 and graph.sole_consumer(pool.outputs[0]) is node
-        if is_read_here and _undoes(graph, node, source):
+        if is_read_here and _undoes(graph, shapes, node, source):
             graph.rewrite(node, "MaxPool", [source.inputs[0]], pool.attrs)
             count += 1
     return count
 
 
-def _undoes(graph: Graph, quantize: Node, dequantize: Node) -> bool:
+def _undoes(graph: Graph, shapes: ShapeInfo, quantize: Node, dequantize: Node) -> bool:
     """Return whether two quantizers have the same zero point, and the same scale, which is positive and ordinary."""
-    if len(quantize.inputs) != 3 or len(dequantize.inputs) != 3 or {*quantize.attrs, *dequantize.attrs} - {"axis"}:
+    if len(quantize.inputs) != 3 or {*quantize.attrs, *dequantize.attrs} - {"axis"}:
         return False
-    scale, zero = (_same(graph, quantize.inputs[i], dequantize.inputs[i]) for i in (1, 2))
-    if scale is None or zero is None or scale.size != 1 or zero.size != 1 or zero.dtype.name not in INTEGERS:
-        return False
-    least, largest = SCALES.get(scale.dtype.name, (np.inf, 0.0))
-    return bool(least < scale.ravel()[0] < largest)
-
-
-def _same(graph: Graph, a: Tensor, b: Tensor) -> Array | None:
-    """Return the value of two equal constants; None for others."""
-    if not is_constant(a) or not is_constant(b):
-        return None
-    value, other = constant_value(graph, a), constant_value(graph, b)
-    return value if value.dtype == other.dtype and np.array_equal(value, other) else None
+    dtype, scale = shapes.dtype(quantize.outputs[0]), quantize.inputs[1]
+    least, largest = SCALES.get(shapes.dtype(scale), (math.inf, 0.0))
+    is_ordinary = least < (graph.number(scale) or 0.0) < largest
+    is_of_integers = dtype in INTEGERS and dtype == shapes.dtype(dequantize.inputs[0])
+    return is_ordinary and is_of_integers and graph.have_one_scale(quantize, dequantize)

@@ -15,10 +15,10 @@ from onnx import TensorProto
 from onnxfuse.analysis.rules import RuleTable
 from onnxfuse.dsl.terms import Term
 from onnxfuse.dsl.words import op
-from onnxfuse.ir.domain import ORT_DOMAIN
 from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.ir.graph import constant_value
-from onnxfuse.ir.node import Node, Tensor, consumers, is_constant, op_of, producer
+from onnxfuse.ir.node import consumers, is_constant, op_of
+from onnxfuse.ir.quantizers import is_quantized_twice
 from onnxfuse.spell_out.call import Call, Rule, stay_if
 from onnxfuse.spell_out.products import window_attributes
 
@@ -159,21 +159,10 @@ def numbers(call: Call, index: int, axis: int | None = None) -> Term:
     scale = call.tensor(index + 1)
     is_infinite = is_constant(scale) and not np.isfinite(constant_value(call.graph, scale).astype(np.float32)).all()
     stay_if(is_infinite, f"the scale '{scale.name}' is not finite, so that sums of the numbers may be NaN")
-    stay_if(_is_quantized_twice(call.tensor(index)), f"'{call.tensor(index).name}' {TWICE}")
+    stay_if(is_quantized_twice(call.tensor(index)), f"'{call.tensor(index).name}' {TWICE}")
     along = _along(call, index + 1, axis or 0)
     stay_if(axis is None and bool(along), f"'{scale.name}' has several scales, where onnxruntime takes one")
     return op.DequantizeLinear(call.input(index), call.input(index + 1), call.optional(index + 2), **along)
-
-
-def _is_quantized_twice(tensor: Tensor) -> bool:
-    """Return whether a tensor is the result of a DequantizeLinear that a QuantizeLinear quantizes again."""
-    maker = producer(tensor)
-    before = producer(maker.inputs[0]) if maker is not None and _is(maker, "QuantizeLinear") else None
-    return before is not None and _is(before, "DequantizeLinear")
-
-
-def _is(node: Node, op: str) -> bool:
-    return op_of(node) in (op, f"{ORT_DOMAIN}::{op}")
 
 
 def _along(call: Call, scale: int, axis: int) -> dict[str, Any]:
@@ -197,5 +186,5 @@ def quantized(call: Call, value: Term, scale: int, **along: Any) -> dict[int, Te
     stay_if(not call.has(scale + 1), "its result has no zero point")
     readers = [again for each in consumers(call.node.outputs[0]) for again in consumers(each.outputs[0])]
     for again in readers:
-        stay_if(_is_quantized_twice(again.outputs[0]), f"'{again.outputs[0].name}' {TWICE}")
+        stay_if(is_quantized_twice(again.outputs[0]), f"'{again.outputs[0].name}' {TWICE}")
     return {0: op.QuantizeLinear(value, call.input(scale), call.input(scale + 1), **along)}

@@ -18,6 +18,7 @@ from onnxfuse.errors import PatternError
 from onnxfuse.ir.dtypes import FLOATS, FUSIBLE_FLOATS
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Tensor, op_of
+from onnxfuse.ir.quantizers import QUANTIZERS
 from onnxfuse.match import Miss
 from onnxfuse.passes.folded import node_label
 from onnxfuse.rewrite.function_body import BodyBuilder
@@ -46,7 +47,6 @@ for _family in (
 ):  # fmt: skip
     RULES.update(_family.RULES)
 
-QUANTIZERS: Final = frozenset({"QuantizeLinear", "DequantizeLinear"})  # regions take them without the operator between
 # Operators of a spelling that need not be fused, because they only move or mask elements.  Operators on integers and
 # booleans need not be fused either.
 MAY_REMAIN: Final = VIEWS | SLICING | {"Cast", "Concat", "Where"}

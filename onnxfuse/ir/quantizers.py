@@ -1,0 +1,47 @@
+"""Quantizers that onnxruntime would merge: a QuantizeLinear that reads the result of a DequantizeLinear.
+
+onnxruntime 1.32 makes one pair of two such pairs, with one scale for both, and so leaves out the second rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from onnxfuse.ir.node import Node, Tensor, consumers, producer
+
+QUANTIZERS: Final = frozenset({"QuantizeLinear", "DequantizeLinear"})
+PASSING: Final = frozenset({"Identity", "Dropout"})  # onnxruntime removes them
+
+
+def is_quantized_twice(tensor: Tensor) -> bool:
+    """Return whether a tensor is the result of a QuantizeLinear that reads the result of a DequantizeLinear."""
+    node = producer(tensor)
+    return node is not None and node.op == "QuantizeLinear" and _dequantizer(node.inputs[0]) is not None
+
+
+def joined_quantizers(old: Tensor, new: Tensor) -> Iterator[tuple[Node, Node]]:
+    """Yield each DequantizeLinear and QuantizeLinear that meet only if `new` replaces `old`."""
+    dequantizer = _dequantizer(new)
+    if dequantizer is None:
+        return
+    replaced = producer(old)
+    if replaced is None or replaced.op not in (*PASSING, "DequantizeLinear"):  # else they meet without it
+        yield from ((dequantizer, quantizer) for quantizer in _quantizers(old))
+
+
+def _dequantizer(tensor: Tensor) -> Node | None:
+    """Return the DequantizeLinear that computes a tensor."""
+    node = producer(tensor)
+    while node is not None and node.op in PASSING:
+        node = producer(node.inputs[0])
+    return node if node is not None and node.op == "DequantizeLinear" else None
+
+
+def _quantizers(tensor: Tensor) -> Iterator[Node]:
+    """Yield the QuantizeLinears of a tensor."""
+    for node in consumers(tensor):
+        if node.op in PASSING:
+            yield from _quantizers(node.outputs[0])
+        elif node.op == "QuantizeLinear":
+            yield node
