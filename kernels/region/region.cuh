@@ -348,29 +348,37 @@ __device__ __forceinline__ T quantized(float x, int zero) {
     return integer_in<T>(fminf(fmaxf(x, float(low)), float(low + 255)) + ROUNDER, zero);
 }
 
+// The reciprocal with an error of 1 unit in the last place; 0 of infinity.
+__device__ __forceinline__ float approximate_inverse(float x) {
+#if __CUDA_ARCH__ >= 750
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#else
+    return 1.0f / x;
+#endif
+}
+
 // The same of a quotient. If CORRECT, the quotient is rounded correctly: an approximate reciprocal, which is computed
 // once for a scale, and two steps of Newton's method leave an error of 2^-46 before the last rounding. Otherwise the
 // quotient is within 2 units in the last place. Scales near the ends of float's range are moved to its middle; a scale
-// of 0 counts as the smallest number.
+// of 0 counts as the smallest number. Quotients of an infinite scale are products with 0, which are NaN of infinity.
 template <class T, bool CORRECT>
 __device__ __forceinline__ T quantized(float a, float scale, int zero) {
-#if __CUDA_ARCH__ >= 750
     constexpr float UPWARD = 1329227995784915872903807060280344576.0f, SMALLEST = 1.4e-45f;  // 2^120, 2^-149
-    const float factor = fabsf(scale) > 1e18f ? 1.0f / UPWARD : fabsf(scale) < 1e-18f ? UPWARD : 1.0f;
-    const float b = full_product(__float_as_uint(scale) << 1 ? scale : SMALLEST, factor);
+    const float size = fabsf(scale), moved = size > 1e18f ? 1.0f / UPWARD : size < 1e-18f ? UPWARD : 1.0f;
+    const bool is_finite = size <= 3.4028234e38f;
+    const float factor = is_finite ? moved : approximate_inverse(scale);
+    const float b = is_finite ? full_product(__float_as_uint(scale) << 1 ? scale : SMALLEST, factor) : 1.0f;
     const int lowest_quotient = lowest<T>() - zero;  // numbers up to a quarter beyond are rounded to it
     const float low = (float(lowest_quotient) - 0.25f) * b, high = (float(lowest_quotient + 255) + 0.25f) * b;
-    float inverse;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(b));
     a = fminf(fmaxf(full_product(a, factor), fminf(low, high)), fmaxf(low, high));
-    if constexpr (!CORRECT) return integer_in<T>(__fmaf_rn(a, inverse, ROUNDER), zero);
+    const float inverse = approximate_inverse(b);
+    if constexpr (!CORRECT) return integer_in<T>(fmaf(a, inverse, ROUNDER), zero);
     float y = a * inverse;
-    y = __fmaf_rn(__fmaf_rn(-y, b, a), inverse, y);
-    y = __fmaf_rn(__fmaf_rn(-y, b, a), inverse, y);
+    y = fmaf(fmaf(-y, b, a), inverse, y);
+    y = fmaf(fmaf(-y, b, a), inverse, y);
     return integer_in<T>(y + ROUNDER, zero);
-#else
-    return quantized<T>(a / scale, zero);
-#endif
 }
 
 template <class T>

@@ -52,6 +52,10 @@ def test_operators_maps_and_reductions(part: int, tmp_path: Path) -> None:
     check_all({name: CASES[name] for name in list(CASES)[part::PARTS]}, tmp_path)
 
 
+def test_quantizers_of_special_numbers_and_scales(tmp_path: Path) -> None:
+    check_all({name: case for name, case in CASES.items() if name.startswith("QuantizeLinear")}, tmp_path)
+
+
 @pytest.mark.parametrize("part", sampled(range(RANDOM // AT_ONCE), RANDOM), ids=lambda part: f"part{part}")
 def test_random_programs(part: int, tmp_path: Path) -> None:
     first = part * AT_ONCE
