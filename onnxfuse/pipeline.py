@@ -20,7 +20,7 @@ from onnxfuse.passes.scatter_to_concat import scatter_to_concat
 from onnxfuse.passes.sizes_of_operands import sizes_of_operands
 from onnxfuse.rewrite.apply_rules import rules_pass
 from onnxfuse.rules.activations import ACTIVATIONS
-from onnxfuse.rules.convolutions import AFFINE, IMAGES_OF_ONE_ROW, PATCHES, SCALES
+from onnxfuse.rules.convolutions import AFFINE, IMAGES
 from onnxfuse.rules.masks import MASKED_SUMS, MASKS
 from onnxfuse.rules.no_ops import NO_OPS
 from onnxfuse.rules.products import GATES
@@ -50,13 +50,12 @@ PIPELINE: tuple[Pass, ...] = (
     rules_pass("write_rotations", ROTATIONS),
     rules_pass("recognize_activations", ACTIVATIONS),  # before fold_batch_norm takes their scales
     fold_pads,  # after Transposes are composed; before the passes that check the pads of a convolution
-    rules_pass("conv_to_matmul", PATCHES),  # writes products, so that the next pass can fold into their weights
-    # before fold_batch_norm takes their biases
-    rules_pass("write_images_of_one_row", IMAGES_OF_ONE_ROW, of=CONVOLUTIONS),
+    # before fold_batch_norm, which folds into the weights of the products that this writes, and takes biases
+    rules_pass("write_images", IMAGES, of=CONVOLUTIONS),
     fold_batch_norm,
     rules_pass("fold_variance_factor", VARIANCES),
-    rules_pass("write_scales_of_channels", SCALES, of={"ConvInteger"}),
-    rules_pass("spread_affine", AFFINE),  # handles factors that fold_batch_norm could not fold
+    # handles factors that fold_batch_norm could not fold
+    rules_pass("spread_affine", AFFINE, of=CONVOLUTIONS | {"ConvInteger"}),
     rules_pass("split_packed_gate", GATES),  # last, after scales and biases of packed products are folded
 )
 # The passes that are applied once no other pass changes anything, because they rewrite only the remaining nodes.

@@ -7,7 +7,7 @@ from typing import Final
 
 from onnxfuse.dsl.declaration import Rewrite
 from onnxfuse.rules.activations import ACTIVATIONS
-from onnxfuse.rules.convolutions import AFFINE, IMAGES_OF_ONE_ROW, PATCHES, SCALES
+from onnxfuse.rules.convolutions import AFFINE, IMAGES
 from onnxfuse.rules.masks import MASKED_SUMS, MASKS
 from onnxfuse.rules.no_ops import NO_OPS
 from onnxfuse.rules.products import GATES
@@ -17,7 +17,7 @@ from onnxfuse.rules.rows import ROWS
 
 SUBJECTS: Final[Mapping[str, tuple[Rewrite, ...]]] = {
     "activations": ACTIVATIONS,
-    "convolutions": (*PATCHES, *IMAGES_OF_ONE_ROW, *AFFINE, *SCALES),
+    "convolutions": (*IMAGES, *AFFINE),
     "masks": (*MASKED_SUMS, *MASKS),
     "operators in one form": NO_OPS,
     "products": GATES,

@@ -124,7 +124,5 @@ def scales_of_channels(
     yield numbers * op.Mul(x_scale, w_scale), numbers * rearrange(scales, "channels -> channels 1 1")
 
 
-AFFINE: Final[tuple[Rewrite, ...]] = spread_affine
-IMAGES_OF_ONE_ROW: Final[tuple[Rewrite, ...]] = row_of_an_image
-PATCHES: Final[tuple[Rewrite, ...]] = conv_to_matmul
-SCALES: Final[tuple[Rewrite, ...]] = scales_of_channels
+IMAGES: Final[tuple[Rewrite, ...]] = (*conv_to_matmul, *row_of_an_image)
+AFFINE: Final[tuple[Rewrite, ...]] = (*scales_of_channels, *spread_affine)

@@ -7,7 +7,7 @@ import pytest
 from onnx_models import apply, assert_same, ops, parse, random
 
 from onnxfuse.rewrite.apply_rules import rules_pass
-from onnxfuse.rules.convolutions import PATCHES
+from onnxfuse.rules.convolutions import IMAGES
 
 PRODUCT = "Reshape Transpose Reshape Transpose Reshape MatMul"
 HEADER = "(float[N,3,8,12] x) => (y)"
@@ -18,7 +18,7 @@ def check(nodes: str, rest: str, header: str = HEADER, **weights: np.ndarray) ->
     """Assert which operators the pass leaves, and that the values stay the same."""
     used = {name: value for name, value in {**WEIGHTS, **weights}.items() if name in nodes}
     before = parse(f"{header} {{ {nodes} }}", **used)
-    after, _ = apply(before, rules_pass("conv_to_matmul", PATCHES))
+    after, _ = apply(before, rules_pass("conv_to_matmul", IMAGES))
     assert ops(after) == rest
     assert_same(before, after, (2, 3, 8, 12), tol=1e-5)
 
