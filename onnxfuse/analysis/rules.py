@@ -40,7 +40,7 @@ Rule = TypeVar("Rule", bound=Callable[..., object])
 
 
 class RuleTable(dict[str, Rule], Generic[Rule]):
-    """Inference rules, by operator name as `op_of` returns it."""
+    """Rules, by operator name as `op_of` returns it."""
 
     def rule(self, *ops: str) -> Callable[[Rule], Rule]:
         """Return a decorator that registers a function as the rule for these operators."""

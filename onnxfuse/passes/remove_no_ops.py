@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 from onnx import TensorProto
 
-from onnxfuse.analysis.rules import has_input
+from onnxfuse.analysis.rules import RuleTable, has_input
 from onnxfuse.analysis.shape_info import CannotInfer, ShapeInfo
 from onnxfuse.analysis.slice_ranges import slice_ranges
 from onnxfuse.ir.attributes import attribute_or_input, int_attribute, number_parameter
@@ -20,6 +20,7 @@ from onnxfuse.passes.graph_pass import graph_pass
 
 RewriteRule: TypeAlias = Callable[[Graph, ShapeInfo, Node], bool]  # a rule returns whether it changed the graph
 
+RULES = RuleTable[RewriteRule]()
 NEUTRAL_SCALARS = {"Mul": 1, "Div": 1, "Add": 0, "Sub": 0}
 SUM_ROUNDING = 1e-6  # of a bias that was dequantized, relative to the largest
 MAX_WEIGHT_RANK = 3  # the highest rank of a tensor that a weight scales or shifts: batch, sequence, features
@@ -55,6 +56,7 @@ def _says_more(shapes: ShapeInfo, output: Tensor, source: Tensor) -> bool:
     return any(isinstance(dim, int) and dim != found for dim, found in zip(declared, known, strict=True))
 
 
+@RULES.rule("Identity")
 def _remove_identity(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     """Remove an Identity, unless it copies a Transpose's result to a graph output, and a Gemm reads this result.
 
@@ -69,11 +71,13 @@ def _remove_identity(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     return not (merged and graph.is_kept(node.outputs[0])) and _remove(graph, shapes, node, source)
 
 
+@RULES.rule("Max", "Mean", "Min", "Sum")
 def _remove_of_one_input(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     """Remove a Concat, Max, Min, Mean or Sum of one tensor."""
     return len(node.inputs) == 1 and len(node.outputs) == 1 and _remove(graph, shapes, node, node.inputs[0])
 
 
+@RULES.rule("Concat")
 def _remove_empty_inputs(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     """Remove empty inputs of a Concat, such as the unrotated part of heads where a rotary embedding rotates all."""
     axis = int_attribute(node, "axis", 1)
@@ -88,11 +92,13 @@ def _remove_empty_inputs(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     return True
 
 
+@RULES.rule("Split")
 def _remove_split(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     """Remove a Split into one part."""
     return len(node.outputs) == 1 and _remove(graph, shapes, node, node.inputs[0])
 
 
+@RULES.rule("Dropout")
 def _remove_dropout(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     """Remove a Dropout without a training flag, or with a false one, whose mask nothing reads."""
     if any(t.outputs or graph.is_kept(t) for t in node.outputs[1:]):
@@ -103,6 +109,7 @@ def _remove_dropout(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     return (flag is None or isinstance(flag, int)) and not flag and _remove(graph, shapes, node, node.inputs[0])
 
 
+@RULES.rule("Cast")
 def _simplify_cast(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     """Remove a Cast to the dtype of its input; make a Cast that reads a lossless Cast read that Cast's input."""
     source, wanted = node.inputs[0], shapes.dtype(node.outputs[0])
@@ -120,6 +127,7 @@ def _simplify_cast(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     return True
 
 
+@RULES.rule("CastLike")
 def _replace_cast_like(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     """Replace a CastLike by a Cast if the dtype that it casts to is known."""
     wanted = shapes.dtype(node.inputs[1])
@@ -131,6 +139,7 @@ def _replace_cast_like(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     return True
 
 
+@RULES.rule("Expand")
 def _remove_if_same_shape(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     """Remove an Expand, a Tile or a forward Slice to the shape of its input."""
     shape = shapes.shape(node.inputs[0])
@@ -138,6 +147,7 @@ def _remove_if_same_shape(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     return is_same and _remove(graph, shapes, node, node.inputs[0])
 
 
+@RULES.rule("Tile")
 def _simplify_tile(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     """Remove a Tile to the shape of its input; write a Tile that repeats only axes of size 1 as an Expand."""
     if _remove_if_same_shape(graph, shapes, node):
@@ -151,6 +161,7 @@ def _simplify_tile(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     return True
 
 
+@RULES.rule("Slice")
 def _remove_slice(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     """Remove a Slice with positive steps that takes all elements, or exactly one input of a Concat."""
     steps = attribute_or_input(graph, node, "steps")
@@ -183,12 +194,14 @@ def _sliced_part(shapes: ShapeInfo, node: Node) -> Tensor | None:
     return None
 
 
+@RULES.rule("Pad")
 def _remove_pad(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     """Remove a Pad that adds nothing."""
     pads = attribute_or_input(graph, node, "pads")
     return isinstance(pads, list) and not any(pads) and _remove(graph, shapes, node, node.inputs[0])
 
 
+@RULES.rule("ReduceL2", "ReduceMean")
 def _name_last_axis(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     """Write the last axis of a reduction as -1, so that two equal reductions of one tensor are merged."""
     rank = shapes.rank(node.inputs[0])
@@ -201,6 +214,7 @@ def _name_last_axis(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     return True
 
 
+@RULES.rule(*NEUTRAL_SCALARS)
 def _simplify_arithmetic(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     changes = _remove_neutral, _flatten_weight, _flatten_scale
     return any(change(graph, shapes, node) for change in changes)
@@ -262,6 +276,7 @@ def _flatten_scale(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     return False
 
 
+@RULES.rule("QuantizeLinear")
 def _write_zero_point(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     """Write the zero point of a QuantizeLinear to int8 that names its dtype, and not the dtype.
 
@@ -280,6 +295,7 @@ def _write_zero_point(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     return True
 
 
+@RULES.rule("Gemm")
 def _simplify_gemm(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     """Give a Gemm a bias of one axis, and no factor; a product of integers only if its bias is a sum of integers.
 
@@ -330,6 +346,7 @@ def _flatten_bias(graph: Graph, node: Node) -> bool:
     return True
 
 
+@RULES.rule("Shape")
 def _read_shape_of_indices(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     """Read the Shape of gathered rows from the indices, if its consumers take only sizes of axes of the indices.
 
@@ -353,26 +370,3 @@ def _axes_read(graph: Graph, node: Node) -> Iterable[int]:
         return [-1]
     axes: list[int] = constant_value(graph, indices).reshape(-1).tolist()
     return axes
-
-
-RULES: dict[str, RewriteRule] = {
-    "Identity": _remove_identity,
-    "Dropout": _remove_dropout,
-    "Cast": _simplify_cast,
-    "CastLike": _replace_cast_like,
-    "Expand": _remove_if_same_shape,
-    "Tile": _simplify_tile,
-    "Slice": _remove_slice,
-    "Pad": _remove_pad,
-    "Concat": _remove_empty_inputs,
-    "Max": _remove_of_one_input,
-    "Min": _remove_of_one_input,
-    "Mean": _remove_of_one_input,
-    "Split": _remove_split,
-    "Sum": _remove_of_one_input,
-    "Gemm": _simplify_gemm,
-    "QuantizeLinear": _write_zero_point,
-    **dict.fromkeys(("ReduceMean", "ReduceL2"), _name_last_axis),
-    "Shape": _read_shape_of_indices,
-    **dict.fromkeys(NEUTRAL_SCALARS, _simplify_arithmetic),
-}
