@@ -9,8 +9,10 @@ from onnxfuse.algebra.sizes import Size
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.dsl.spans import here
 from onnxfuse.dsl.terms import Capture, Term, as_term
-from onnxfuse.ir.graph import Graph
-from onnxfuse.ir.node import Node, Tensor
+from onnxfuse.ir.dtypes import Array
+from onnxfuse.ir.graph import Graph, constant_value
+from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
+from onnxfuse.passes.fold_constants import value_of_constant_node
 
 T = TypeVar("T")
 
@@ -83,6 +85,13 @@ class Call:
         """Return the tensor of an input.  Raises NoSpelling where it is left out."""
         stay_if(not self.has(index), f"it has no input {index}")
         return self.node.inputs[index]
+
+    def constant(self, index: int) -> Array | None:
+        """Return the value of an input that is constant, or the output of a Constant; None where it is computed."""
+        tensor, maker = self.tensor(index), producer(self.tensor(index))
+        if maker is not None and op_of(maker) == "Constant" and id(maker) in self.graph.protos:
+            return value_of_constant_node(self.graph, self.graph.protos[id(maker)][1])
+        return constant_value(self.graph, tensor) if is_constant(tensor) else None
 
     def shape(self, index: int) -> tuple[Size, ...] | None:
         """Return the shape of an input; None where its rank is unknown or the input is left out."""

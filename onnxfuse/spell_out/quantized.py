@@ -16,7 +16,6 @@ from onnxfuse.analysis.rules import RuleTable
 from onnxfuse.dsl.terms import Term
 from onnxfuse.dsl.words import op
 from onnxfuse.ir.dtypes import dtype_name
-from onnxfuse.ir.graph import constant_value
 from onnxfuse.ir.node import consumers, is_constant, op_of
 from onnxfuse.ir.quantizers import is_quantized_twice
 from onnxfuse.spell_out.call import Call, Rule, stay_if
@@ -28,6 +27,7 @@ SOFTMAX_OF_AXIS_SINCE: Final = (
     13  # since this opset a Softmax is along one axis; before, along this axis and all after it
 )
 TWICE: Final = "is quantized, dequantized and quantized again; onnxruntime would merge the two pairs of quantizers"
+LARGEST_SCALE: Final = 2.0**32  # of numbers below 2^40; a sum of 2^31 products of two of them is below 2^111: finite
 QUANTIZERS_WITH_AXES_SINCE: Final = 13
 QUANTIZERS_OF_FLOAT16_SINCE: Final = 19
 DEQUANTIZED: Final = (TensorProto.INT8, TensorProto.UINT8, TensorProto.INT32)  # biases have 32 bits
@@ -117,10 +117,12 @@ def _leaky_relu(call: Call) -> dict[int, Term]:
 @RULES.rule("com.microsoft::QLinearSoftmax")
 def _softmax(call: Call) -> dict[int, Term]:
     """Spell out a Softmax whose 1 / scale is a whole number: onnxruntime's kernel drops the fraction of 1 / scale."""
-    step, rank, axis = call.tensor(3), call.rank(0) or 0, call.attribute("axis", -1)
-    scale = constant_value(call.graph, step).astype(np.float32) if is_constant(step) else np.zeros(1, np.float32)
-    is_whole = bool((scale > 0).all() and (1 / scale % 1 == 0).all())
-    stay_if(not is_whole, f"onnxruntime rounds the scale '{step.name}' to 1 / n, which it is not, or not known to be")
+    scale, rank, axis = call.constant(3), call.rank(0) or 0, call.attribute("axis", -1)
+    is_whole = scale is not None and bool((scale > 0).all() and (1 / scale.astype(np.float32) % 1 == 0).all())
+    stay_if(
+        not is_whole,
+        f"onnxruntime rounds the scale '{call.tensor(3).name}' to 1 / n, which it is not, or not known to be",
+    )
     sides = {opset < SOFTMAX_OF_AXIS_SINCE for opset in (call.graph.opset, call.attribute("opset", 0))}
     other = "its axis is not the last one, and its opset is another one"
     stay_if(axis not in (-1, rank - 1) and len(sides) > 1, other)
@@ -157,8 +159,9 @@ def numbers(call: Call, index: int, axis: int | None = None) -> Term:
     """
     call.may_remain.add("DequantizeLinear")  # regions compute it again for other readers
     scale = call.tensor(index + 1)
-    is_infinite = is_constant(scale) and not np.isfinite(constant_value(call.graph, scale).astype(np.float32)).all()
-    stay_if(is_infinite, f"the scale '{scale.name}' is not finite, so that sums of the numbers may be NaN")
+    held = call.constant(index + 1)
+    is_large = held is not None and not (np.abs(held) <= LARGEST_SCALE).all()
+    stay_if(is_large, f"the scale '{scale.name}' is not finite, or so large that sums of the numbers may be NaN")
     stay_if(is_quantized_twice(call.tensor(index)), f"'{call.tensor(index).name}' {TWICE}")
     along = _along(call, index + 1, axis or 0)
     stay_if(axis is None and bool(along), f"'{scale.name}' has several scales, where onnxruntime takes one")

@@ -139,10 +139,19 @@ def test_a_product_of_integers_may_have_floats_as_its_result(name: str) -> None:
         np.testing.assert_allclose(value, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("scale", ["inf", "-inf", "nan"])
-def test_a_product_with_a_scale_that_is_not_finite_stays(scale: str) -> None:
-    """onnxruntime multiplies the sum of integers by it, and the numbers would be summed to NaN (fuzzer, 1031004763)."""
-    _, found = spelled(with_integers(EXACT["product"].replace("t = {0.013}", f"t = {{{scale}}}")))
-    assert not found.spelled
-    (stays,) = found.stays
-    assert stays.reason.startswith("the scale 't' is not finite")
+@pytest.mark.parametrize(("scale", "stays"), [("inf", True), ("-inf", True), ("nan", True), ("-1e38", True),
+                                              ("5e9", True), ("4e9", False)])  # fmt: skip
+def test_a_product_with_a_scale_that_is_too_large_stays(scale: str, stays: bool) -> None:
+    """onnxruntime multiplies the sum of integers by it, and the numbers would be summed to NaN (fuzzer, 1031004763).
+
+    Numbers of a finite scale may be infinite, too (1050000919).
+    """
+    held = EXACT["product"].replace("t = {0.013}", f"t = {{{scale}}}")
+    node = held.replace(f"float t = {{{scale}}}, ", "").replace(
+        "{ y", f"{{ t = Constant <value = float {{{scale}}}> () y"
+    )
+    for text in (held, node):
+        _, found = spelled(with_integers(text))
+        reasons = [each.reason for each in found.stays]
+        assert bool(found.spelled) is not stays
+        assert reasons == ["the scale 't' is not finite, or so large that sums of the numbers may be NaN"] * stays
