@@ -27,6 +27,7 @@ DTYPES = {
 WORD = re.compile(r"[A-Za-z_]\w*")
 # The input that holds sizes, or steps.
 TARGETS = {"ConstantOfShape": 0, "Expand": 1, "Reshape": 1, "Slice": 4, "Tile": 1}
+RESIZING = ("Resize", "Upsample")
 MAX_SIZE = 2**20  # that inference is asked about
 FIRST_IR_WITH_CONSTANTS = 4  # initializers that are no inputs
 FIRST_IR_WITH_FUNCTIONS = 8
@@ -179,7 +180,7 @@ def types_in_onnxruntime(model: onnx.ModelProto) -> dict[str, onnx.TypeProto]:
 
 def _outputs_in_onnxruntime(model: onnx.ModelProto) -> list[Any]:
     """Return the outputs with the types that onnxruntime infers; none where it refuses the model."""
-    if names_huge_size(model):
+    if names_odd_size(model):
         return []
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
@@ -200,7 +201,7 @@ def types(model: onnx.ModelProto) -> dict[str, onnx.TypeProto]:
 
 def inferred(model: onnx.ModelProto) -> onnx.ModelProto | None:
     """Return the model with the types that onnx infers, in bodies too; None where it refuses the model."""
-    if names_huge_size(model):
+    if names_odd_size(model):
         return None
     try:
         return onnx.shape_inference.infer_shapes(model, data_prop=True)
@@ -216,13 +217,14 @@ def types_in(graph: onnx.GraphProto) -> dict[str, onnx.TypeProto]:
     return found
 
 
-def names_huge_size(model: onnx.ModelProto) -> bool:
-    """Return whether a constant target of a Reshape or the like holds a huge size.
+def names_odd_size(model: onnx.ModelProto) -> bool:
+    """Return whether a constant target of a Reshape or the like holds a huge size, or scales make negative ones.
 
     What is reshaped to that may be taken for a shape.  onnx 1.23 then makes a dimension of each of its elements, be
     they 10^9: Concat and Mul do so where values are propagated, Expand does it below opset 13, also in onnxruntime.
     A Slice of what may be a shape ends the process if its step is 2^31 or more (970012128).  The inputs of functions
-    have the names of the graph's constants (1030023441).
+    have the names of the graph's constants (1030023441).  A backward Slice of a negative size, which onnx infers for a
+    Resize by a negative scale, ends the process, too, in onnxruntime as well (1050004084).
     """
     constants = {t.name: t for t in model.graph.initializer}
     every = list(nodes(model.graph, *model.functions))
@@ -231,5 +233,7 @@ def names_huge_size(model: onnx.ModelProto) -> bool:
             (node.output[0], a.t) for a in node.attribute if node.op_type == "Constant" and a.name == "value"
         )
     targets = {node.input[index] for node in every if (index := TARGETS.get(node.op_type, 9)) < len(node.input)}
-    arrays = [numpy_helper.to_array(constants[name]) for name in targets if name in constants]
-    return any(array.dtype.kind == "i" and (array > MAX_SIZE).any() for array in arrays)
+    scales = {name for node in every if node.op_type in RESIZING for name in node.input[1:]}
+    arrays = [numpy_helper.to_array(constants[name]) for name in targets | scales if name in constants]
+    is_huge = any(array.dtype.kind == "i" and (array > MAX_SIZE).any() for array in arrays)
+    return is_huge or any(array.dtype.kind == "f" and not (array >= 0).all() for array in arrays)

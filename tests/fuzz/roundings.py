@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from drafts import inferred, types_in, types_in_onnxruntime
+from drafts import RESIZING, inferred, types_in, types_in_onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 from sessions import Session
 
@@ -23,7 +23,6 @@ SHAKES, SHAKES_OF_CONVERSIONS = 4, 10  # half precision has larger tails
 ULP = 2.0**-23
 NO_RANDOM_NUMBERS = 22  # the opset from which on onnxruntime 1.32 has no kernel for RandomUniformLike
 ULPS = {TensorProto.FLOAT: ULP, TensorProto.FLOAT16: 2.0**-10}  # onnxruntime multiplies no bfloat16
-RESIZING = ("Resize", "Upsample")
 HALF_ULPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7}  # in these, a model that is converted to them rounds
 ROUNDED_TO_ZERO = 2.0**-25  # by float16, and all smaller numbers
 

@@ -25,6 +25,9 @@ import traceback
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -75,7 +78,7 @@ class Tally:
     def _store(self, said: dict[str, str]) -> None:
         assert self.folder is not None
         stem = f"{said['verdict']}_{said['seed']}"
-        data = base64.b64decode(said.get("model", "")) or _serialized(int(said["seed"]))
+        data = base64.b64decode(said.get("model", "")) or _drawn_elsewhere(int(said["seed"]))
         if data is not None:
             (self.folder / f"{stem}.onnx").write_bytes(data)
         (self.folder / f"{stem}.txt").write_text(
@@ -110,6 +113,13 @@ class Tally:
         if self.slow:
             print(f"judged again: {' '.join(map(str, self.slow))}")
         print(f"failed: {' '.join(each['seed'] for each in self.failures) or 'none'}")
+
+
+def _drawn_elsewhere(seed: int) -> bytes | None:
+    """Draw the model of a case in a process of its own, which that may end too; then return None."""
+    with ProcessPoolExecutor(1) as pool, suppress(BrokenProcessPool):
+        return pool.submit(_serialized, seed).result()
+    return None
 
 
 def _serialized(seed: int) -> bytes | None:

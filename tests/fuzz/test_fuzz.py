@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -541,6 +542,15 @@ def test_onnx_is_not_asked_about_slices_of_large_steps(step: int, is_inferred: b
     assert (inferred(onnx.parser.parse_model(text)) is not None) is is_inferred
 
 
+@pytest.mark.parametrize(("scale", "is_inferred"), [(2.0, True), (-1e-38, False)])
+def test_onnx_is_not_asked_about_slices_of_negative_sizes(scale: float, is_inferred: bool) -> None:
+    """Its inference would end the process (seed 1050004084)."""
+    text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[2,8] x) => (float[m,k] y)
+          <float[2] scales = {{{scale}, {scale}}}, int64[1] one = {{1}}, int64[1] back = {{-1}}> {{
+            r = Resize (x, , scales) y = Slice (r, back, one, one, back) }}"""
+    assert (inferred(onnx.parser.parse_model(text)) is not None) is is_inferred
+
+
 @pytest.mark.parametrize(("opset", "is_excused"), [(10, True), (11, False)])
 def test_onnxruntime_takes_a_slice_of_opset_10_for_its_input(opset: int, is_excused: bool) -> None:
     text = f"""<ir_version: 8, opset_import: ["" : {opset}]> g (float[n, n] x) => (float[n, m] y)
@@ -893,6 +903,16 @@ def test_a_case_whose_drawing_raises_is_a_failure(
     fuzzer.Tally(folder=tmp_path).take(said)
     assert said["sentence"] == "the fuzzer raises IndexError in <lambda>: list index out of range"
     assert [path.name for path in tmp_path.iterdir()] == ["crash_7.txt"]
+
+
+def test_a_case_whose_drawing_ends_its_process_does_not_end_the_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It ends the process that draws it again, to store it, too."""
+    monkeypatch.setattr(fuzz_cases, "case_of", lambda seed: os._exit(6))
+    said = {"seed": "8", "kind": "ended", "options": "", "verdict": "crash", "sentence": "code -6", "text": ""}
+    fuzzer.Tally(folder=tmp_path)._store(said)
+    assert [path.name for path in tmp_path.iterdir()] == ["crash_8.txt"]
 
 
 def test_hostile_versions_of_a_model_without_opsets() -> None:
