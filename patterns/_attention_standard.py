@@ -214,16 +214,11 @@ def _added(queries: Term, rows: tuple[Term, Term], scores: Scores) -> Term:
 def _above_lowest(added: Term, above: float) -> Term:
     """Return the additive mask with `above` in place of lower finite numbers.
 
-    Infinities may stay where `fully_masked` is zero: the operator replaces the resulting NaN probabilities by 0.
+    A sum of two masks that are both the lowest number is -inf, and stays: the row's other keys have all the weight.
     """
     limited = op.Max(added, above)
     finite_alone = op.Where(op.Greater(added, -INFINITY), limited, added)
-    return choose(
-        "fully_masked",
-        softmax=limited,
-        cleared=limited,
-        zero=either(when(limited, FINITE, masks_are_finite), finite_alone),
-    )
+    return either(when(limited, FINITE, masks_are_finite), finite_alone)
 
 
 def _is_swallowing(

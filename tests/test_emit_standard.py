@@ -264,6 +264,26 @@ def test_heads_of_unknown_size_are_not_joined_for_attention() -> None:
     assert [node.op_type for node in standard.graph.node] == ["Transpose", "Transpose", "Attention"]
 
 
+def test_keys_of_two_masks_have_no_weight_beside_keys_of_one() -> None:
+    """The sum of two masks of the lowest number is -inf, and that of one is finite: it has the weight of its row."""
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 18]>
+        main (float[b,2,s,8] q, float[b,2,s,8] k, float[b,2,s,8] v, bool[s,s] past, bool[b,1,1,s] real)
+        => (float[b,2,s,8] y) <float zero = {0}, float lowest = {-3.4028235e38}> {
+          turned = Transpose <perm = [0, 1, 3, 2]> (k)  scores = MatMul (q, turned)
+          causal = Where (past, zero, lowest)  padding = Where (real, zero, lowest)
+          once = Add (scores, causal)  twice = Add (once, padding)  p = Softmax <axis = -1> (twice)  y = MatMul (p, v) }
+        """)
+    standard, _ = onnxfuse.optimize(model, emit="standard", verify=False)
+    assert "Attention" in operators(standard)
+    random, past = np.random.default_rng(0), np.tri(4, dtype=bool)
+    feeds = {name: random.standard_normal((1, 2, 4, 8)).astype(np.float32) for name in "qkv"}
+    for real in ([0, 0, 1, 1], [0, 0, 0, 0], [1, 1, 1, 0]):
+        given = {**feeds, "past": past, "real": np.array(real, bool).reshape(1, 1, 1, 4)}
+        expected, actual = run(model, given)[0], run(standard, given)[0]
+        assert expected is not None and actual is not None
+        assert_close(expected, actual, TensorProto.FLOAT)
+
+
 KEEPS_FIRST_ROW = """<ir_version: 8, opset_import: ["" : 20]>
     main (float[2,3,5,4] x, float[1,4,2] cos, float[1,4,2] sin) => (float[2,3,5,4] y)
     <int64[1] zero = {0}, int64[1] one = {1}, int64[1] two = {2}, int64[1] end = {9223372036854775807},
