@@ -8,7 +8,6 @@ from typing import Final
 from onnxfuse.kernels.attention.cache import NO_TURNS, Cache, access_bytes
 from onnxfuse.kernels.attention.mma import (
     MAX_HEAD_DIM,
-    MMA_ARCH,
     MmaAttentionConfig,
     argument,
     defines,
@@ -18,6 +17,7 @@ from onnxfuse.kernels.attention.mma import (
 )
 from onnxfuse.kernels.attention.problem import Attention
 from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.multiprocessor import MMA_ARCH
 from onnxfuse.kernels.tensors import ABSENT, int32
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Struct, Value
 from onnxfuse.runtime.symint import always, estimate, for_later_plans, gcd, is_symbolic, maximum, minimum

@@ -10,18 +10,17 @@ from typing import Final
 from onnxfuse.kernels.attention.blocks import NEGLIGIBLE
 from onnxfuse.kernels.attention.problem import Attention, ScoreTensor, score_argument
 from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.multiprocessor import MMA_ARCH, REGISTERS
 from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, STORAGE, VECTOR_BYTES, Defines, float32, int32, struct
 from onnxfuse.runtime.plan import Device, Kernel, Launch, Struct
 from onnxfuse.runtime.symint import always, estimate, gcd, is_symbolic
 
-MMA_ARCH: Final = 80  # the first compute capability with bf16 and TF32 products and asynchronous copies
 MAX_HEAD_DIM: Final = 256
 LOG2_E: Final = math.log2(math.e)
 LOWEST: Final = -1.6e38  # lowest score in units of log2(e): LOWEST of attention_mma_tiles.cuh
 MASK_MACROS: Final = {"none": 0, "boolean": 1, "inverted": 2, "additive": 3}
 MASK_STORAGE: Final = {**STORAGE, "bool": "b8"}
 MAX_CONFIGS: Final = 4
-REGISTERS: Final = 65536  # registers per multiprocessor
 CROWDED_REGISTERS: Final = 160  # registers per thread below which queries are read again for each tile of keys
 MIN_SPLIT_KEYS: Final = 1024  # number of keys above which warps share keys only if a key head has at most 64 rows
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
 from onnxfuse.kernels.conv.problem import Conv, three
-from onnxfuse.kernels.conv.representative_sizes import usual
-from onnxfuse.kernels.conv.shared_memory_fit import few_fitting, fitting
+from onnxfuse.kernels.conv.ranking import Limits, Ranking, varied
 from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.multiprocessor import REGISTERS
 from onnxfuse.kernels.tensors import ITEM_BYTES, VECTOR_BYTES
 from onnxfuse.runtime.plan import Device, Kernel, Launch
-from onnxfuse.runtime.symint import best_first, is_symbolic, maximum, minimum
+from onnxfuse.runtime.symint import maximum, minimum
 
 MAX_IMPLEMENTATIONS: Final = 6
 MAX_FEW: Final = 7  # configs offered for a convolution of dynamic sizes
@@ -60,10 +59,6 @@ class DepthwiseConfig:
         """The threads of a block."""
         return self.bx * self.bw * self.bh
 
-    def resembles(self, other: DepthwiseConfig) -> bool:
-        """Return whether both configs loop over rows in the same way, with accesses of the same size."""
-        return (self.vec, self.rolled) == (other.vec, other.rolled)
-
     def padded_taps(self, conv: Conv) -> int:
         """Return the number of taps when each row of the filter is padded to whole pieces."""
         _, _, kw = three(conv.kernel)
@@ -86,16 +81,9 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
     """
     if not is_supported(conv):
         return []
-    found = _few(usual(conv), device) if is_symbolic(conv.n, *conv.sizes) else fitting(configs(conv), conv, device)
-    ordered = best_first(found, lambda config: cost(conv, config, device))
-    chosen = [config for i, config in enumerate(ordered) if sum(map(config.resembles, ordered[:i])) < MAX_RESEMBLING]
-    return [implementation(conv, config, device) for config in chosen[:MAX_IMPLEMENTATIONS]]
-
-
-@functools.lru_cache(maxsize=512)
-def _few(problems: tuple[Conv, ...], device: Device) -> list[DepthwiseConfig]:
-    """Return a few configs for a convolution of dynamic sizes; at least one of them is fast at any size."""
-    return few_fitting(problems, device, configs, cost, MAX_FEW)
+    limits: Limits[DepthwiseConfig] = {lambda config: (config.vec, config.rolled): MAX_RESEMBLING}
+    chosen = varied(RANKING.ranked(conv, device), limits, MAX_IMPLEMENTATIONS)
+    return [implementation(conv, config, device) for config in chosen]
 
 
 def is_supported(conv: Conv) -> bool:
@@ -123,15 +111,15 @@ def implementation(conv: Conv, config: DepthwiseConfig, device: Device) -> Imple
 # ---- configs -----------------------------------------------------------------------------------------------------
 
 
-def configs(conv: Conv) -> list[DepthwiseConfig]:
-    """Return all configs to rank by cost for these sizes."""
+def configs(conv: Conv, device: Device) -> list[DepthwiseConfig]:
+    """Return all configs to rank by cost for these sizes, which fit the device."""
     _, height, width = three(conv.y_sizes)
     found = []
     for vec in access_sizes(conv):
         for tw in sorted({min(tw, width) for tw in (1, 2, 4, 7, 8, 14, 16)}):
             for th in sorted({min(th, height) for th in (1, 2, 4)}):
                 found += [config for config in _strips(conv, vec, tw, th) if config.shared(conv) <= 2 * BLOCK_SHARED]
-    return found or list(_strips(conv, 1, 1, 1))
+    return [config for config in found or _strips(conv, 1, 1, 1) if config.shared(conv) <= device.shared_per_block]
 
 
 def access_sizes(conv: Conv) -> Iterator[int]:
@@ -237,7 +225,8 @@ def cost(conv: Conv, config: DepthwiseConfig, device: Device) -> float:
     widened = reads * config.vec if item == 2 else 0
     instructions = products + 1.3 * reads + widened + taps * max(1, config.vec // 4) + 100
     instructions += 3 * config.th * config.tw * config.vec
-    resident = min(2048 // config.threads, 65536 // (registers(conv, config) * config.threads)) * config.threads / 32
+    fitting = min(2048 // config.threads, REGISTERS // (registers(conv, config) * config.threads))
+    resident = fitting * config.threads / 32
     per_chip = max(1.0, resident) * device.multiprocessors
     waves = warps / per_chip
     several = minimum(1, math.floor(waves))  # 0 for less than one wave, 1 otherwise
@@ -254,3 +243,6 @@ def cost(conv: Conv, config: DepthwiseConfig, device: Device) -> float:
     memory = memory * (NARROW_ACCESS.get(config.vec * item, 1.0) / (MEMORY_BYTES * device.multiprocessors))
     whole: float = sum(part**4 for part in (issue, l1, l2, memory)) ** 0.25
     return whole
+
+
+RANKING: Final = Ranking(configs, cost, MAX_FEW)

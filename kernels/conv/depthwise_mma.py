@@ -9,13 +9,12 @@ from typing import Final
 
 from onnxfuse.kernels.conv import depthwise
 from onnxfuse.kernels.conv.problem import Conv, two
-from onnxfuse.kernels.conv.representative_sizes import usual
-from onnxfuse.kernels.conv.shared_memory_fit import few_fitting, fitting
-from onnxfuse.kernels.conv.stem import MMA_ARCH, RESERVED_BYTES
+from onnxfuse.kernels.conv.ranking import Limits, Ranking, varied
 from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.multiprocessor import MMA_ARCH, REGISTERS, fitting_blocks
 from onnxfuse.kernels.tensors import ITEM_BYTES, VECTOR_BYTES
 from onnxfuse.runtime.plan import Device, Kernel, Launch
-from onnxfuse.runtime.symint import best_first, is_symbolic, maximum, minimum
+from onnxfuse.runtime.symint import maximum, minimum
 
 MAX_IMPLEMENTATIONS: Final = 4
 MAX_FEW: Final = 7  # configs offered for a convolution of dynamic sizes
@@ -32,7 +31,6 @@ TILE_COLUMNS: Final = (8, 16, 32, 56)
 ROW_COLUMNS: Final = (112, 224, 448)  # additional tile widths for images of one row, whose filters are long
 MAX_IDLE: Final = 1.2  # largest ratio of computed to existing rows, columns or groups
 MAX_BLOCKS: Final = 65535  # blocks on the second axis of a grid
-REGISTERS: Final = 65536  # registers per multiprocessor
 RESIDENT: Final = (1536, 16)  # (threads, blocks) that a multiprocessor of every GPU from sm_80 on can hold
 
 # Costs and rates of one multiprocessor of an H200; they order configs well enough on other GPUs.
@@ -75,11 +73,6 @@ class DepthwiseMmaConfig:
         """The number of pairs of strips per tile and group of channels."""
         return (self.tp // self.th * -(-self.tq // 8) + 1) // 2
 
-    def resembles(self, other: DepthwiseMmaConfig) -> bool:
-        """Return whether both configs have equally many buffers, and either the same tiles or equally high strips."""
-        tile = (self.tp, self.tq, self.groups) == (other.tp, other.tq, other.groups)
-        return self.buffers == other.buffers and (tile or self.th == other.th)
-
     def slices(self, conv: Conv) -> int:
         """Return the number of slices of channels; each slice has its own blocks."""
         return -(-conv.c // (CHANNELS * self.groups))
@@ -108,7 +101,7 @@ class DepthwiseMmaConfig:
 
     def resident(self, conv: Conv, device: Device) -> int:
         """Return how many blocks run on a multiprocessor at a time."""
-        by_shared = (device.shared_per_block + RESERVED_BYTES) // (self.shared(conv) + RESERVED_BYTES)
+        by_shared = fitting_blocks(self.shared(conv), device)
         by_registers = most_warps(conv, self.th) // (self.threads // 32)
         most_threads, most_blocks = RESIDENT
         return max(1, min(by_shared, by_registers, most_threads // self.threads, most_blocks))
@@ -126,21 +119,13 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
     """Return the implementations, fastest expected first; none if conv_depthwise_mma.cu does not support `conv`."""
     if not is_supported(conv, device):
         return []
-    found = _few(usual(conv), device) if is_symbolic(conv.n, *conv.sizes) else fitting(configs(conv), conv, device)
-    chosen: list[DepthwiseMmaConfig] = []
-    for config in best_first(found, lambda config: cost(conv, config, device)):
-        alike = sum(config.buffers == other.buffers for other in chosen)
-        if alike < MAX_OF_BUFFERS and not any(map(config.resembles, chosen)):
-            chosen.append(config)
-        if len(chosen) == MAX_IMPLEMENTATIONS:
-            break
+    limits: Limits[DepthwiseMmaConfig] = {
+        lambda config: config.buffers: MAX_OF_BUFFERS,
+        lambda config: (config.buffers, config.th): 1,
+        lambda config: (config.buffers, config.tp, config.tq, config.groups): 1,
+    }
+    chosen = varied(RANKING.ranked(conv, device), limits, MAX_IMPLEMENTATIONS)
     return [implementation(conv, config, device) for config in chosen]
-
-
-@functools.lru_cache(maxsize=512)
-def _few(problems: tuple[Conv, ...], device: Device) -> list[DepthwiseMmaConfig]:
-    """Return a few configs for a convolution of dynamic sizes; at least one of them is fast at any size."""
-    return few_fitting(problems, device, functools.partial(configs, thorough=False), cost, MAX_FEW)
 
 
 def is_supported(conv: Conv, device: Device) -> bool:
@@ -192,7 +177,7 @@ def implementation(conv: Conv, config: DepthwiseMmaConfig, device: Device) -> Im
 # ---- configs -----------------------------------------------------------------------------------------------------
 
 
-def configs(conv: Conv, thorough: bool = True) -> list[DepthwiseMmaConfig]:
+def configs(conv: Conv, device: Device, thorough: bool = True) -> list[DepthwiseMmaConfig]:
     """Return the configs to rank by cost for these sizes; without `thorough`, fewer configs in less time."""
     height, width = two(conv.y_sizes)
     all_groups = conv.c // CHANNELS
@@ -217,7 +202,7 @@ def configs(conv: Conv, thorough: bool = True) -> list[DepthwiseMmaConfig]:
                 for warps_m in rounds
                 if least <= warps_m * count <= min(WARPS[1], most_warps(conv, th))
             ]
-    return found
+    return [config for config in found if config.shared(conv) <= device.shared_per_block]
 
 
 def _fits(rows: int, height: int) -> bool:
@@ -281,3 +266,6 @@ def _tile_cycles(conv: Conv, config: DepthwiseMmaConfig) -> tuple[float, float]:
     operands = conv.c * ITEM_BYTES[conv.dtype] * (conv.n * height * width + conv.pixels * (2 if conv.residual else 1))
     from_memory = operands / (config.tiles(conv) * config.slices(conv))
     return float(sum(part**3 for part in parts) ** (1 / 3)), maximum(moved / L2_BYTES, from_memory / MEMORY_BYTES)
+
+
+RANKING: Final = Ranking(configs, cost, MAX_FEW, functools.partial(configs, thorough=False))

@@ -10,9 +10,10 @@ from typing import Final
 from onnxfuse.kernels.config_subset import covering_subset_of_each, few
 from onnxfuse.kernels.conv import depthwise
 from onnxfuse.kernels.conv.problem import Conv, two
+from onnxfuse.kernels.conv.ranking import varied
 from onnxfuse.kernels.conv.representative_sizes import usual
-from onnxfuse.kernels.conv.stem import RESERVED_BYTES
 from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.multiprocessor import REGISTERS, bytes_of_block
 from onnxfuse.kernels.tensors import ITEM_BYTES, int32
 from onnxfuse.runtime.plan import Device, Kernel, Launch
 from onnxfuse.runtime.symint import best_first, estimate, is_symbolic, maximum, minimum, without_soft_guards
@@ -82,14 +83,11 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
     if not is_supported(conv):
         return []
     found = best_first(_given(conv, device), lambda config: cost(conv, config, device))
-    chosen: list[SlidingConfig] = []
-    for config in found:
-        if not any((config.vec, config.tw) == (other.vec, other.tw) for other in chosen):
-            chosen.append(config)
+    chosen = varied(found, {lambda config: (config.vec, config.tw): 1}, MAX_IMPLEMENTATIONS)
     first = [implementation(conv, config, device) for config in chosen[:1]]
     # Only the first config adds soft guards: conditions on its number of blocks for which it is expected to be fast.
     with without_soft_guards(conv.n, *conv.sizes):
-        return first + [implementation(conv, config, device) for config in chosen[1:MAX_IMPLEMENTATIONS]]
+        return first + [implementation(conv, config, device) for config in chosen[1:]]
 
 
 def is_supported(conv: Conv) -> bool:
@@ -155,8 +153,7 @@ def unused_shared(conv: Conv, config: SlidingConfig, device: Device) -> int:
     share = next((each for each in shares if estimate(blocks) <= each), MAX_SHARE + 1)
     if share > min(MAX_SHARE, _resident(conv, config)):
         return 0
-    too_many = (device.shared_per_block + RESERVED_BYTES) // (share + 1) - RESERVED_BYTES
-    return too_many // SHARED_UNIT * SHARED_UNIT + SHARED_UNIT
+    return bytes_of_block(share + 1, device) // SHARED_UNIT * SHARED_UNIT + SHARED_UNIT
 
 
 def configs(conv: Conv) -> list[SlidingConfig]:
@@ -191,7 +188,7 @@ def registers(conv: Conv, vec: int, tw: int, ahead: int) -> int:
 def _resident(conv: Conv, config: SlidingConfig) -> int:
     """Return how many blocks can be resident on a multiprocessor, limited by registers."""
     held = -(-registers(conv, config.vec, config.tw, config.ahead) // 8) * 8
-    return max(1, min(RESIDENT_WARPS, 65536 // (32 * held)) // -(-config.threads // 32))
+    return max(1, min(RESIDENT_WARPS, REGISTERS // (32 * held)) // -(-config.threads // 32))
 
 
 def cost(conv: Conv, config: SlidingConfig, device: Device) -> float:

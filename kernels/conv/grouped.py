@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from onnxfuse.kernels.conv.problem import Conv, two
-from onnxfuse.kernels.conv.representative_sizes import usual
-from onnxfuse.kernels.conv.shared_memory_fit import few_fitting, fitting
-from onnxfuse.kernels.conv.stem import MMA_ARCH, RESERVED_BYTES
+from onnxfuse.kernels.conv.ranking import Limits, Ranking, varied
 from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.multiprocessor import MMA_ARCH, REGISTERS, fitting_blocks
 from onnxfuse.kernels.tensors import ITEM_BYTES, VECTOR_BYTES
 from onnxfuse.runtime.plan import Device, Kernel, Launch
-from onnxfuse.runtime.symint import best_first, is_symbolic, maximum, minimum
+from onnxfuse.runtime.symint import maximum, minimum
 
 MAX_CHANNELS: Final = 64  # channels and filters per group; larger groups run as separate matrix products
 MAX_IMPLEMENTATIONS: Final = 4
@@ -27,7 +26,6 @@ M_TILES: Final = 2  # M_TILES of conv_grouped.cu: mma tiles of 16 pixels that a 
 TILE_ROWS: Final = (1, 2, 4, 7, 8, 14, 16)
 TILE_COLUMNS: Final = (7, 14, 16, 28, 32, 56)
 ROW_COLUMNS: Final = (112, 256, 512)  # additional tile widths for images of one row
-REGISTERS: Final = 65536  # registers per multiprocessor
 MAX_RESEMBLING: Final = 2  # maximum number of implementations that divide groups in the same way
 
 # Costs and rates of one multiprocessor of an H200.
@@ -57,10 +55,6 @@ class GroupedConfig:
     def threads(self) -> int:
         """The threads of a block."""
         return 32 * self.warps_m * (self.block_groups // self.warp_groups)
-
-    def resembles(self, other: GroupedConfig) -> bool:
-        """Return whether both configs divide the groups among blocks and warps in the same way."""
-        return (self.block_groups, self.warp_groups) == (other.block_groups, other.warp_groups)
 
     def slices(self, conv: Conv) -> int:
         """Return the number of slices of groups; each slice has its own blocks."""
@@ -99,7 +93,7 @@ class GroupedConfig:
 
     def resident(self, conv: Conv, device: Device) -> int:
         """Return how many blocks run on a multiprocessor at a time."""
-        by_shared = (device.shared_per_block + RESERVED_BYTES) // (self.shared(conv) + RESERVED_BYTES)
+        by_shared = fitting_blocks(self.shared(conv), device)
         return max(1, min(by_shared, REGISTERS // (self.threads * self.registers(conv))))
 
     def registers(self, conv: Conv) -> int:
@@ -117,16 +111,9 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
     """Return the implementations, fastest expected first; none if conv_grouped.cu does not support `conv`."""
     if not is_supported(conv, device):
         return []
-    found = _few(usual(conv), device) if is_symbolic(conv.n, *conv.sizes) else fitting(configs(conv), conv, device)
-    ordered = best_first(found, lambda config: cost(conv, config, device))
-    chosen = [config for i, config in enumerate(ordered) if sum(map(config.resembles, ordered[:i])) < MAX_RESEMBLING]
-    return [implementation(conv, config, device) for config in chosen[:MAX_IMPLEMENTATIONS]]
-
-
-@functools.lru_cache(maxsize=512)
-def _few(problems: tuple[Conv, ...], device: Device) -> list[GroupedConfig]:
-    """Return a few configs for a convolution of dynamic sizes; at least one of them is fast at any size."""
-    return few_fitting(problems, device, functools.partial(configs, thorough=False), cost, MAX_FEW)
+    limits: Limits[GroupedConfig] = {lambda config: (config.block_groups, config.warp_groups): MAX_RESEMBLING}
+    chosen = varied(RANKING.ranked(conv, device), limits, MAX_IMPLEMENTATIONS)
+    return [implementation(conv, config, device) for config in chosen]
 
 
 def is_supported(conv: Conv, device: Device) -> bool:
@@ -178,7 +165,7 @@ def implementation(conv: Conv, config: GroupedConfig, device: Device) -> Impleme
     return Implementation(config.name, (launch,))
 
 
-def configs(conv: Conv, thorough: bool = True) -> list[GroupedConfig]:
+def configs(conv: Conv, device: Device, thorough: bool = True) -> list[GroupedConfig]:
     """Return the configs to rank by cost for these sizes; without `thorough`, fewer configs in less time."""
     merged = merged_groups(conv)
     if merged is None:
@@ -199,7 +186,7 @@ def configs(conv: Conv, thorough: bool = True) -> list[GroupedConfig]:
                     if wanted and tp * tq <= 16 * M_TILES * 16:
                         shape = (warps_g * warp_groups, warp_groups, warps // warps_g, tp, tq)
                         found.append(GroupedConfig(merged, *shape))
-    return found
+    return [config for config in found if config.shared(conv) <= device.shared_per_block]
 
 
 def cost(conv: Conv, config: GroupedConfig, device: Device) -> float:
@@ -223,3 +210,6 @@ def cost(conv: Conv, config: GroupedConfig, device: Device) -> float:
     busiest: float = maximum(resident * work, resident * moved, alone)
     whole: float = FIRST_CYCLES + resident * moved + rounds * busiest
     return whole
+
+
+RANKING: Final = Ranking(configs, cost, MAX_FEW, functools.partial(configs, thorough=False))

@@ -14,8 +14,9 @@ from onnxfuse.kernels.conv.problem import Conv, three
 from onnxfuse.kernels.conv.representative_sizes import usual
 from onnxfuse.kernels.epilogue_program import with_program
 from onnxfuse.kernels.gemm.cublaslt import epilogue
-from onnxfuse.kernels.gemm.mma import GROUP_M, MMA_ARCH, RESERVED_BYTES, MmaConfig
+from onnxfuse.kernels.gemm.mma import GROUP_M, MmaConfig
 from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.multiprocessor import MMA_ARCH, fitting_blocks
 from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, VECTOR_BYTES, Defines
 from onnxfuse.runtime.plan import Device, Kernel, Launch, Pointer
 from onnxfuse.runtime.symint import best_first, is_symbolic, maximum
@@ -184,7 +185,7 @@ def cycles(conv: Conv, config: ConvConfig, device: Device) -> float:
 
 def resident_blocks(tile: MmaConfig, shared: int, device: Device) -> int:
     """Return how many blocks with `shared` bytes of shared memory fit on a multiprocessor, at most `min_blocks`."""
-    return max(1, min(tile.min_blocks, (device.shared_per_block + RESERVED_BYTES) // (shared + RESERVED_BYTES)))
+    return max(1, min(tile.min_blocks, fitting_blocks(shared, device)))
 
 
 def copy_bytes(conv: Conv) -> tuple[int, int]:

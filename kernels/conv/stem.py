@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from dataclasses import dataclass, replace
 from typing import Final
 
-from onnxfuse.kernels.config_subset import covering_subset_of_each
 from onnxfuse.kernels.conv.problem import Conv, plain_pads, two
+from onnxfuse.kernels.conv.ranking import Limits, Ranking, few_configs, varied
 from onnxfuse.kernels.conv.representative_sizes import usual
 from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.multiprocessor import MMA_ARCH, REGISTERS, fitting_blocks
 from onnxfuse.kernels.tensors import ITEM_BYTES, VECTOR_BYTES
 from onnxfuse.runtime.plan import Device, Kernel, Launch
-from onnxfuse.runtime.symint import best_first, is_symbolic, maximum, minimum
+from onnxfuse.runtime.symint import is_symbolic, maximum, minimum
 
-MMA_ARCH: Final = 80  # the lowest compute capability with bf16, TF32 and cp.async
 MAX_CHANNELS: Final = 4
 MAX_IMPLEMENTATIONS: Final = 4
 MAX_FEW: Final = 5  # configs for a convolution of dynamic sizes
 MAX_FEW_OF_WIDTH: Final = 3  # configs per copy size, if the width is dynamic
 MAX_HELD: Final = 96  # registers per thread for weights
-REGISTERS: Final = 65536  # registers per multiprocessor
+MIN_BLOCKS: Final = (2, 3, 4, 5)
 MAX_BLOCKS_BEFORE_HOPPER: Final = 3
 MAX_TILES_N: Final = 6  # mma tiles per warp, of 8 filters each
 WARPS: Final = 4
@@ -31,7 +30,6 @@ MAX_IMAGE: Final = 2**31 - 1  # elements of an image of x, and of y
 TILE_PIXELS: Final = (64, 512)  # pixels per block: the fewest and the most
 TILE_COLUMNS: Final = (16, 32, 56, 64, 80, 96, 112, 128)
 ROW_COLUMNS: Final = (256, 512)  # additional tile widths for images of one row
-RESERVED_BYTES: Final = 1024  # bytes of shared memory per block that the system reserves
 
 
 @dataclass(frozen=True)
@@ -76,45 +74,26 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
     if not is_supported(conv, device):
         return []
     conv = plain_pads(conv)
-    if is_symbolic(conv.n, *conv.sizes):
-        given = best_first(_few_of(conv, device), lambda config: cost(conv, config, device))
-        return [implementation(conv, config, device) for config in given]
-    fitting = sorted(_fitting(conv, device), key=lambda config: cost(conv, config, device))
-    chosen: list[StemConfig] = []
-    launched = set()  # (tile, grid): configs that differ only in the register bound count once
-    for config in fitting:  # keep at most MAX_IMPLEMENTATIONS // 2 configs, the best ones, for each register bound
-        alike = sum(other.min_blocks == config.min_blocks for other in chosen)
-        launch = (config.tp, config.tq, grid(conv, config, device))
-        if alike < MAX_IMPLEMENTATIONS // 2 and launch not in launched:
-            chosen.append(config)
-            launched.add(launch)
-    return [implementation(conv, config, device) for config in chosen[:MAX_IMPLEMENTATIONS]]
+    if is_symbolic(conv.sizes[-1]):
+        chosen = RANKING.by_cost(_few_of_width(conv, device), conv, device)
+    elif is_symbolic(conv.n, *conv.sizes):
+        chosen = RANKING.ranked(conv, device)
+    else:  # configs that differ only in the register bound are launched alike, and count once
+        limits: Limits[StemConfig] = {
+            lambda config: config.min_blocks: MAX_IMPLEMENTATIONS // 2,
+            lambda config: (config.tp, config.tq, grid(conv, config, device)): 1,
+        }
+        chosen = varied(RANKING.ranked(conv, device), limits, MAX_IMPLEMENTATIONS)
+    return [implementation(conv, config, device) for config in chosen]
 
 
-def _fitting(conv: Conv, device: Device) -> list[StemConfig]:
-    """Return the configs that fit into registers and shared memory."""
-    fitting = [config for config in configs(conv) if shared(conv, config) <= device.shared_per_block]
-    if not device.has_pdl:  # before Hopper, the compiler uses more registers, and would spill
-        fitting = [config for config in fitting if config.min_blocks <= MAX_BLOCKS_BEFORE_HOPPER]
-    return fitting
-
-
-def _few_of(conv: Conv, device: Device) -> list[StemConfig]:
-    """Return a few configs for a convolution of dynamic sizes; at least one of them is fast at any size."""
-    if not is_symbolic(conv.sizes[-1]):
-        return _few(usual(conv), device, MAX_FEW)
+def _few_of_width(conv: Conv, device: Device) -> list[StemConfig]:
+    """Return a few configs for a convolution of dynamic width; at least one of them is fast at any size."""
     copy, vector, problems = _copy(conv), _vector(conv), []
     for each in usual(conv):  # change the width to one with the same copy size as the width of `conv`
         width = -(-each.sizes[-1] // vector) * vector + copy % vector
         problems.append(replace(each, sizes=(*each.sizes[:-1], width), pads_begin=conv.pads_begin))
-    return _few(tuple(problems), device, MAX_FEW_OF_WIDTH)
-
-
-@functools.lru_cache(maxsize=512)
-def _few(problems: tuple[Conv, ...], device: Device, most: int) -> list[StemConfig]:
-    return covering_subset_of_each(
-        problems, lambda conv: _fitting(conv, device), lambda conv, config: cost(conv, config, device), most
-    )
+    return few_configs(replace(RANKING, most=MAX_FEW_OF_WIDTH), tuple(problems), device)
 
 
 def is_supported(conv: Conv, device: Device) -> bool:
@@ -153,8 +132,7 @@ def implementation(conv: Conv, config: StemConfig, device: Device) -> Implementa
 
 def resident(conv: Conv, config: StemConfig, device: Device) -> int:
     """Return how many blocks can be resident on a multiprocessor."""
-    fitting = (device.shared_per_block + RESERVED_BYTES) // (shared(conv, config) + RESERVED_BYTES)
-    return max(1, min(config.min_blocks, fitting))
+    return max(1, min(config.min_blocks, fitting_blocks(shared(conv, config), device)))
 
 
 def grid(conv: Conv, config: StemConfig, device: Device) -> tuple[int, int, int]:
@@ -252,8 +230,8 @@ def shared(conv: Conv, config: StemConfig) -> int:
 # ---- configs -----------------------------------------------------------------------------------------------------
 
 
-def configs(conv: Conv) -> list[StemConfig]:
-    """Return all configs to rank by cost for these sizes."""
+def configs(conv: Conv, device: Device) -> list[StemConfig]:
+    """Return all configs to rank by cost for these sizes, which fit into registers and shared memory."""
     height, width = two(conv.y_sizes)
     n_tiles = -(-conv.m // 8)
     warps_n = 1 if n_tiles <= 4 else 2
@@ -269,11 +247,13 @@ def configs(conv: Conv) -> list[StemConfig]:
         least, most = TILE_PIXELS
         if tp * tq % (16 * warps_m) or not least <= tp * tq <= most or (tp > height and tp * tq > least):
             continue
-        for min_blocks in (2, 3, 4, 5):
+        for min_blocks in MIN_BLOCKS:
             config = StemConfig(tp, tq, warps_m, warps_n, tiles_n, min_blocks)
             if min_blocks == 2 or _registers(conv, config) <= REGISTERS // (32 * WARPS * min_blocks) // 8 * 8:
                 found.append(config)
-    return found
+    # Before Hopper, the compiler uses more registers, and would spill.
+    most_blocks = max(MIN_BLOCKS) if device.has_pdl else MAX_BLOCKS_BEFORE_HOPPER
+    return [c for c in found if c.min_blocks <= most_blocks and shared(conv, c) <= device.shared_per_block]
 
 
 def cost(conv: Conv, config: StemConfig, device: Device) -> float:
@@ -287,3 +267,6 @@ def cost(conv: Conv, config: StemConfig, device: Device) -> float:
     # 9 % longer with two of them than with three on an H200.
     found: float = shares * busiest * weight * (1 + 1 / minimum(busiest, resident(conv, config, device)))
     return found
+
+
+RANKING: Final = Ranking(configs, cost, MAX_FEW)

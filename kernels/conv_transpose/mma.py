@@ -12,8 +12,9 @@ from onnxfuse.kernels.conv.problem import Conv, three
 from onnxfuse.kernels.conv.representative_sizes import usual
 from onnxfuse.kernels.epilogue_program import with_program
 from onnxfuse.kernels.gemm.cublaslt import epilogue
-from onnxfuse.kernels.gemm.mma import GROUP_M, MMA_ARCH, MmaConfig
+from onnxfuse.kernels.gemm.mma import GROUP_M, MmaConfig
 from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.multiprocessor import MMA_ARCH
 from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, VECTOR_BYTES, Defines
 from onnxfuse.runtime.plan import Device, Kernel, Launch, Pointer
 from onnxfuse.runtime.symint import best_first, is_symbolic, maximum

@@ -9,6 +9,7 @@ from onnxfuse.kernels.epilogue_program import with_program
 from onnxfuse.kernels.gemm.pad import launches, padded, padded_columns, scratch_bytes
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.multiprocessor import bytes_of_block
 from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, Defines, float32, int32
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, TensorMap
 from onnxfuse.runtime.symint import always, best_first, maximum, minimum
@@ -32,7 +33,6 @@ PROGRAM_REGISTERS: Final = 64
 ROW_REGISTERS: Final = 2  # registers per thread for a 2-byte operand with one number per row
 MAX_ACCUMULATORS_OF_THREADS: Final = 128  # maximum accumulators per thread that loads fp32 operands of the epilogue
 GATE_STEP_CYCLES: Final = 80.0  # extra time per stage of k for a gate
-RESERVED_BYTES: Final = 1024  # bytes of shared memory that the runtime reserves per block
 HALF_SHARE: Final = 0.85  # share of a multiprocessor's time that a block's main loop takes, if two blocks run on it
 # Further instructions of the epilogue for an element, if x and w are integers and y too: the exchange of sums, scales,
 # and a quantizer.
@@ -306,9 +306,7 @@ def stage_bytes(config: HopperConfig, gate: bool = False) -> int:
 
 def stages(gemm: Gemm, config: HopperConfig, device: Device) -> int:
     """Return how many stages fit into shared memory."""
-    room = device.shared_per_block
-    if config.half:
-        room = (room + RESERVED_BYTES) // 2 - RESERVED_BYTES
+    room = bytes_of_block(2 if config.half else 1, device)
     each = stage_bytes(config, gemm.gate is not None)
     return min(MAX_STAGES, (room - fixed_bytes(gemm, config)) // each)
 

@@ -10,14 +10,13 @@ from onnxfuse.kernels.epilogue_program import with_program
 from onnxfuse.kernels.gemm.pad import launches, padded, padded_columns, scratch_bytes
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.multiprocessor import MMA_ARCH
 from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, VECTOR_BYTES, Defines, int32
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch
 from onnxfuse.runtime.symint import best_first
 
-MMA_ARCH: Final = 80  # the first compute capability with bf16, TF32 and cp.async
 SUMS_PADDING: Final = 8  # floats of padding per row of sums: SUMS_PITCH - TILE_N of gemm_mma.cuh
 MAX_CHUNKS: Final = {16: 12, 8: 8, 4: 6, 2: 5}  # chunks of 16 bytes that a thread's registers hold, by bytes per copy
-RESERVED_BYTES: Final = 1024  # bytes of shared memory reserved per block
 GROUP_M: Final = 8  # rows of tiles in a group; tiles are computed down the columns of a group
 
 
@@ -75,6 +74,8 @@ GATE_CONFIGS: Final = (
     MmaConfig(32, 32, 128, 6, 2, 1, min_blocks=4),
 )
 GATE_COLUMNS: Final = 64  # columns of y whose computation takes as long as loading x and multiplying it by the gate
+SMALL_TILE: Final = 128 * 64  # elements of y of a tile below which each takes longer
+SMALL_TILE_FACTOR: Final = 1.25
 GATE_TILE: Final = 1500  # elements of y whose computation takes as long as the fixed cost per tile
 
 
@@ -95,7 +96,7 @@ def _configs(gemm: Gemm, device: Device) -> list[MmaConfig]:
         return []
     configs = GATED_CONFIGS if gemm.up else GATE_CONFIGS if gemm.gate else PLAIN_CONFIGS
     fitting = [config for config in configs if config.shared(gemm.weight_count) <= device.shared_per_block]
-    return best_first(fitting, lambda config: (gate_cost if gemm.gate else cost)(gemm, config, device))
+    return best_first(fitting, lambda config: cost(gemm, config, device))
 
 
 def is_supported(gemm: Gemm, device: Device) -> bool:
@@ -104,21 +105,17 @@ def is_supported(gemm: Gemm, device: Device) -> bool:
 
 
 def cost(gemm: Gemm, config: MmaConfig, device: Device) -> float:
-    """Return a relative cost of a config: waves of tiles over the GPU, times the time per tile."""
-    resident = device.multiprocessors * config.min_blocks
-    waves = -(-config.tiles(gemm) // resident)
-    small_tile_penalty = 1.0 if config.tile_m * config.tile_n >= 128 * 64 else 1.25
-    return waves * config.tile_m * config.tile_n * config.min_blocks * small_tile_penalty
+    """Return a relative cost of a config: waves of tiles over the GPU, times the time per tile.
 
-
-def gate_cost(gemm: Gemm, config: MmaConfig, device: Device) -> float:
-    """Return a relative cost of a config for a product whose x is first multiplied by a gate.
-
-    On an H200, for 18 products of EfficientNet-B0 and MobileNetV3 with 32 images, the config with the least cost takes
-    at most 1.02 times as long as the fastest if y has at most 112 columns, and 1.33 times if it has more.
+    With a gate, on an H200, for 18 products of EfficientNet-B0 and MobileNetV3 with 32 images, the config with the
+    least cost takes at most 1.02 times as long as the fastest if y has at most 112 columns, and 1.33 times if more.
     """
     waves = -(-config.tiles(gemm) // (device.multiprocessors * config.min_blocks))
-    return waves * config.min_blocks * (config.tile_m * (config.tile_n + GATE_COLUMNS) + GATE_TILE)
+    elements = config.tile_m * config.tile_n
+    tile = elements * (1.0 if elements >= SMALL_TILE else SMALL_TILE_FACTOR)
+    if gemm.gate:
+        tile = config.tile_m * GATE_COLUMNS + elements + GATE_TILE
+    return waves * config.min_blocks * tile
 
 
 def implementation(gemm: Gemm, config: MmaConfig, device: Device, copied: bool = False) -> Implementation:

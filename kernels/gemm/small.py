@@ -7,9 +7,10 @@ from typing import Final
 
 from onnxfuse.kernels.epilogue_program import with_program
 from onnxfuse.kernels.gemm import mma, stream
-from onnxfuse.kernels.gemm.mma import RESERVED_BYTES, MmaConfig, arguments, row_bytes, shape_defines
+from onnxfuse.kernels.gemm.mma import MmaConfig, arguments, row_bytes, shape_defines
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.multiprocessor import RESERVED_BYTES
 from onnxfuse.kernels.tensors import ITEM_BYTES, VECTOR_BYTES
 from onnxfuse.runtime.plan import Device, Kernel, Launch
 from onnxfuse.runtime.symint import for_later_plans

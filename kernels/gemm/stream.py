@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from onnxfuse.kernels.epilogue_program import with_program
-from onnxfuse.kernels.gemm.mma import RESERVED_BYTES, shape_defines
+from onnxfuse.kernels.gemm.mma import shape_defines
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.multiprocessor import RESERVED_BYTES, fitting_blocks
 from onnxfuse.kernels.tensors import ABSENT, int32
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Struct, TensorMap
 
@@ -115,8 +116,7 @@ def _with_ring(gemm: Gemm, config: StreamConfig, device: Device) -> StreamConfig
 def _in_flight(gemm: Gemm, config: StreamConfig, device: Device) -> int:
     """Return the amount of weights that all resident rings hold, in columns times steps of k."""
     each = min(config.warps * config.stages, -(-_k_steps(gemm) // config.cluster)) * config.tile_n
-    used = config.shared(gemm.weight_count) + RESERVED_BYTES
-    resident = min(2, (device.shared_per_block + RESERVED_BYTES) // used)
+    resident = min(2, fitting_blocks(config.shared(gemm.weight_count), device))
     return min(_block_count(gemm, config), resident * device.multiprocessors) * each
 
 

@@ -15,11 +15,11 @@ from onnxfuse.kernels.gemm.implementations import implementations_if_any as gemm
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation, one_after_the_other
 from onnxfuse.kernels.matmul_nbits.problem import PACKED_ZEROS, Product, Weight, product_of, products_of, unsupported
+from onnxfuse.kernels.multiprocessor import MMA_ARCH, fitting_blocks
 from onnxfuse.kernels.tensors import VECTOR_BYTES
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, TensorSpec
 from onnxfuse.runtime.symint import for_later_plans
 
-MMA_ARCH: Final = 80  # the first compute capability whose mma has bf16 and k of 16
 MAX_ROWS: Final = 64  # maximum rows of x for nbits_mma.cu: with more, weights become numbers, and a Gemm follows
 MAX_DOT_ROWS: Final = 8
 DOT_WARPS: Final = 8
@@ -29,7 +29,6 @@ MAX_WARPS: Final = 16  # of a block of nbits_mma.cu
 WIDE_ROWS: Final = 4  # rows of x from which on wide tiles are faster
 SMALL_TILES: Final = 4  # tiles of 16 columns per multiprocessor: with fewer, a product is small
 MIN_MMA_BLOCK: Final = 32  # minimum weights of a block: nbits_mma.cu adds those of four lanes
-RESERVED_BYTES: Final = 1024  # bytes of shared memory per block that the system reserves
 DEQUANTIZE_THREADS: Final = 256  # THREADS of nbits_dequantize.cu
 MAX_IMPLEMENTATIONS: Final = 8
 
@@ -142,8 +141,7 @@ def _fitted(config: MmaConfig, product: Product, device: Device) -> MmaConfig:
     of_tile = -(-product.k * product.bits // (STAGE_BITS * config.warps))  # stages of a warp
     for depth in range(1, config.depth + 1):
         own = replace(config, depth=depth)
-        room = (device.shared_per_block + RESERVED_BYTES) // (own.shared(product) + RESERVED_BYTES)
-        own = replace(own, resident=max(1, min(config.resident, room)))
+        own = replace(own, resident=max(1, min(config.resident, fitting_blocks(own.shared(product), device))))
         if depth >= of_tile * _rounds(own, product, device):
             break
     return own

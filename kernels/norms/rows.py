@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from onnxfuse.kernels.multiprocessor import REGISTERS
 from onnxfuse.kernels.tensors import (
     ITEM_BYTES,
     STREAMED_FROM_BYTES,
@@ -39,7 +40,6 @@ MAX_BLOCK_VALUES: Final = 20  # values per thread in blocks of 1024 threads, whe
 USUAL_THREADS: Final = 512  # threads per block up to which rows get more threads instead of more values per thread
 RESIDENT_BYTES: Final = 48 << 10  # bytes of rows in flight per multiprocessor, which bounds the registers per thread
 WARP_BLOCK_THREADS: Final = 128  # threads per block if a row has one warp or less
-REGISTERS: Final = 65536  # registers per multiprocessor
 # (registers per thread, registers for data) of persistent grids, whose threads hold their part of a row and load the
 # next row; addresses and sums take the other registers. A warp also holds its weights, a block does not.
 WARP_PERSISTENT_REGISTERS: Final = (128, 72)

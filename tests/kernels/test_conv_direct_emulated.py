@@ -80,14 +80,13 @@ def check_all(case: ConvCase, kind: ModuleType, configs: Sequence[Any], device: 
 @by_parts(PARTS)
 @pytest.mark.parametrize("case", sampled(DEPTHWISE, EVERY), ids=str)
 def test_depthwise(case: ConvCase, part: int, tmp_path: Path) -> None:
-    found = depthwise.configs(case.problem())
+    found = depthwise.configs(case.problem(), H200)
     check_all(case, depthwise, found[:: max(1, len(found) // 3)][:4][part::PARTS], H200, tmp_path)
 
 
 def mma_configs(case: ConvCase, part: int) -> list[depthwise_mma.DepthwiseMmaConfig]:
     """Return a config with one buffer and one with two, others in each part."""
-    conv = case.problem()
-    found = [config for config in depthwise_mma.configs(conv) if config.shared(conv) <= H200.shared_per_block]
+    found = depthwise_mma.configs(case.problem(), H200)
     single, double = ([config for config in found if config.buffers == count] for count in (1, 2))
     return [single[0], double[-1]] if part else [single[len(single) * 2 // 3], double[len(double) // 3]]
 
@@ -122,14 +121,14 @@ def test_depthwise_sliding(index: int, case: ConvCase, part: int, tmp_path: Path
 
 @pytest.mark.parametrize("case", sampled(STEMS, EVERY), ids=str)
 def test_stem(case: ConvCase, tmp_path: Path) -> None:
-    found = stem.configs(case.problem())
+    found = stem.configs(case.problem(), H200)
     two = dataclasses.replace(H200, multiprocessors=2)
     check_all(case, stem, found[:: max(1, len(found) - 1)], two, tmp_path)
 
 
 @pytest.mark.parametrize("case", sampled(GROUPED, EVERY), ids=str)
 def test_grouped(case: ConvCase, tmp_path: Path) -> None:
-    found = grouped.configs(case.problem())
+    found = grouped.configs(case.problem(), H200)
     check_all(case, grouped, found[:: max(1, len(found) - 1)], ONE_MULTIPROCESSOR, tmp_path)
 
 

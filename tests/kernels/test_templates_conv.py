@@ -21,6 +21,7 @@ from template_checks import check_template, concrete_plan, template_of
 from onnxfuse.kernels.conv import depthwise as depthwise_host
 from onnxfuse.kernels.conv import depthwise_mma, depthwise_sliding, grouped, hopper, mma, stem
 from onnxfuse.kernels.conv.problem import Conv, of_fewer_axes
+from onnxfuse.kernels.conv.ranking import few_configs
 from onnxfuse.kernels.conv.representative_sizes import BATCHES
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import Device, Kernel, Launch
@@ -177,7 +178,8 @@ def test_one_of_few_configs_is_good_for_any_batch(kind: str, case: ConvCase) -> 
     """For batches between the usual ones, the best of the few costs little more, by the host's own estimate."""
     host = KINDS[kind]
     usual = tuple(replace(case, n=n).problem() for n in BATCHES)
-    few = host._few(usual, H200, 5) if host is stem else host._few(usual, H200)
+    is_sliding = host is depthwise_sliding  # it has its own way to choose a few, and uses no shared memory
+    few = depthwise_sliding._few(usual, H200) if is_sliding else few_configs(host.RANKING, usual, H200)
     excess = []
     for n in (1, 3, 6, 11, 23, 50, 90, 200):
         conv = replace(case, n=n).problem()
@@ -185,16 +187,9 @@ def test_one_of_few_configs_is_good_for_any_batch(kind: str, case: ConvCase) -> 
         def cost(config: object, conv: Conv = conv) -> float:
             return float(host.cost(conv, config, H200))
 
-        every = [config for config in host.configs(conv) if _fits(kind, conv, config)]
+        every = depthwise_sliding.configs(conv) if is_sliding else host.configs(conv, H200)
         excess.append(_least(few, cost) / _least(every, cost))
     assert len(few) <= 12 and max(excess) <= 1.2 and np.mean(excess) <= 1.08, excess
-
-
-def _fits(kind: str, conv: Conv, config: object) -> bool:
-    if kind == "depthwise_sliding":
-        return True
-    shared = stem.shared(conv, config) if kind == "stem" else config.shared(conv)
-    return bool(shared <= H200.shared_per_block)
 
 
 # ---- the kernels ------------------------------------------------------------------------------------------------
