@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from emulated_build import load
-from emulated_launches import pointers_to, value_of
+from emulated_launches import PARTS, pointers_to, value_of
 
+from onnxfuse.runtime.nvrtc import kernel_text
 from onnxfuse.runtime.plan import Argument, Kernel, Launch, Pointer, TensorMap
 
-KERNELS = Path(__file__).parents[2] / "kernels"
-HEADS = ("elementwise/activations.cuh", "output_position.cuh", "program.cuh", "epilogue.cuh")
+STOOD_IN = ("types.cuh", "hopper.cuh", "multiply_words.cuh")  # headers that hopper_emulated.h replaces
+SHARED = re.compile(r"extern __shared__ __align__\(1024\) (?:unsigned )?char (\w+)\[\];")
 MAX_RANK = 5
-MULTIPLICATION = ("gemm/gemm_hopper.cuh", "gemm/gemm_hopper_gate.cuh")
 # What reads through a null pointer stops, even where the value is not used: a compiler may drop all that follows.
 NULL_POINTERS = ("-fsanitize=null", "-fsanitize-undefined-trap-on-error")
 
@@ -52,25 +52,23 @@ def parameter_of(argument: Argument, addresses: Mapping[Pointer, int]) -> Any:
     return ctypes.create_string_buffer(laid_out, (len(laid_out) + 7) // 8 * 8)  # whole words, as in a launch
 
 
-def compiled(kernel: Kernel, sources: Sequence[str], last: str, folder: Path) -> ctypes.CDLL:
-    """Return the library of a kernel's sources below the epilogue's, followed by the line `last`."""
-    texts = [(KERNELS / name).read_text() for name in HEADS + tuple(sources)]
-    text = re.sub(r"(?m)^#(include|pragma).*$", "", "\n".join(texts))
-    memory = "extern __shared__ __align__(1024) char memory[];"
-    assert memory in text
-    text = text.replace(memory, "char* memory = emulated::here->memory;")
-    text = f'#include "hopper_emulated.h"\n{text}\n{last}\n'
-    return load(text, kernel.defines, NULL_POINTERS, folder / "kernel.cc")
+def run(step: Launch, addresses: Mapping[Pointer, int], folder: Path) -> None:
+    """Run a launch, the blocks of each z of the grid in turn; `addresses` are those of the pointers."""
+    parameters = [parameter_of(each, addresses) for each in step.arguments]
+    grid = (ctypes.c_int * 3)(*step.grid)
+    _library(step.kernel, folder).run(pointers_to(parameters), grid, step.cluster, step.shared)
 
 
-def run(step: Launch, sources: Sequence[str], addresses: Mapping[Pointer, int], folder: Path) -> None:
-    """Run a launch of a kernel with these sources below the epilogue's, the blocks of each z of the grid in turn."""
-    last = (
+def _library(kernel: Kernel, folder: Path) -> ctypes.CDLL:
+    whole = kernel_text(kernel)
+    parts = zip(["", *PARTS.findall(whole)], PARTS.split(whole)[::2], strict=True)
+    text = re.sub(r"(?m)^#pragma.*$", "", "".join(part for name, part in parts if name not in STOOD_IN))
+    text = SHARED.sub(r"char* \1 = emulated::here->memory;", text)
+    text = (
+        f'#include "hopper_emulated.h"\n{text}\n'
         'extern "C" void run(const void* const* arguments, const int* grid, int cluster, int shared_bytes) {\n'
         "    gridDim.z = grid[2];\n    for (int z = 0; z < grid[2]; ++z)\n"
         "        emulated::launch(grid[0], cluster, shared_bytes, [=] {\n            blockIdx.z = z;\n"
-        f"            emulated::call({step.kernel.entry}, arguments);\n        }});\n}}\n"
+        f"            emulated::call({kernel.entry}, arguments);\n        }});\n}}\n"
     )
-    parameters = [parameter_of(each, addresses) for each in step.arguments]
-    grid = (ctypes.c_int * 3)(*step.grid)
-    compiled(step.kernel, sources, last, folder).run(pointers_to(parameters), grid, step.cluster, step.shared)
+    return load(text, kernel.defines, NULL_POINTERS, folder / "kernel.cc")

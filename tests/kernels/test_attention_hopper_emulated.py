@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from emulated_build import load
-from emulated_launches import pointers_to
-from hopper_emulation import KERNELS, NULL_POINTERS, parameter_of
+from hopper_emulation import run
 from sampling import sampled
 
 from onnxfuse.kernels.attention import hopper
@@ -21,15 +17,12 @@ from onnxfuse.kernels.attention.problem import Attention, HeadNumbers, ScoreTens
 from onnxfuse.kernels.head_tensor import HeadTensor
 from onnxfuse.kernels.rotary.rotary import Rotary, RotatedHeads
 from onnxfuse.kernels.tensors import ABSENT
-from onnxfuse.runtime.plan import Kernel, Launch, Pointer, TensorSpec
+from onnxfuse.runtime.plan import Launch, Pointer, TensorSpec
 
 SIZE = 64
 LOWEST = -65504.0
 SLOPE = 0.5
 EPSILON = 1e-6
-PARTS = ("hopper_shape.cuh", "hopper_copies.cuh", "hopper_rotation.cuh", "hopper_scores.cuh", "hopper.cu")
-ATTENTION = tuple(f"attention/attention_{part}" for part in ("score_tensor.cuh", "blocks.cuh", *PARTS))
-MEMORY = "extern __shared__ __align__(1024) unsigned char shared[];"
 
 
 @dataclass(frozen=True)
@@ -107,8 +100,7 @@ def test_matches_float64(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert isinstance(step, Launch)
     addresses = {pointer: arrays[name].ctypes.data for name, pointer in inputs.items()}
     addresses[Pointer("output", 0)] = found.ctypes.data
-    parameters = [parameter_of(each, addresses) for each in step.arguments]
-    library(step.kernel, tmp_path).run(pointers_to(parameters), step.grid[0], step.shared)
+    run(step, addresses, tmp_path)
     weights, values = expected_weights(case, arrays), arrays["v"].astype(np.float64)
     allowed = 2**-10 * (weights @ np.abs(values)) + 1e-4
     assert np.all(np.abs(found - weights @ values) <= allowed)
@@ -199,15 +191,3 @@ def expected_weights(case: Case, arrays: dict[str, np.ndarray]) -> np.ndarray:
         scores = np.where(np.tri(case.length, dtype=bool), scores, scores + LOWEST)
     powers = np.exp(scores - scores.max(-1, keepdims=True))
     return np.asarray(powers / powers.sum(-1, keepdims=True))
-
-
-def library(kernel: Kernel, folder: Path) -> ctypes.CDLL:
-    """Return the kernel's library."""
-    rotation = ("rotary/rotation.cuh",) if "ROTATED" in kernel.defines else ()
-    sources = ("output_position.cuh", "program.cuh", *rotation, *ATTENTION)
-    text = "\n".join((KERNELS / name).read_text() for name in sources)
-    text = re.sub(r"(?m)^#(include|pragma).*$", "", text)
-    assert MEMORY in text
-    text = text.replace(MEMORY, "char* shared = emulated::here->memory;")
-    text = f'#include "hopper_emulated.h"\n{text}\n#include "attention_hopper_emulated.h"\n'
-    return load(text, kernel.defines, NULL_POINTERS, folder / "kernel.cc")

@@ -21,7 +21,6 @@ from onnxfuse.kernels.gemm.hopper import HopperConfig
 from onnxfuse.runtime.plan import Launch, Pointer
 
 SAME = (1, 1, 1, 1)
-SOURCES = ("gemm/gemm_hopper.cuh", "conv/conv_operands.cuh", "conv/conv_hopper_slices.cu")
 
 # Pixels and filters that end inside tiles, and slices of unequal length.
 CASES = [
@@ -43,7 +42,7 @@ def test_slices_add_up_to_the_sums_of_products(case: ConvCase, tile: HopperConfi
     assert way.scratch == (sums[:slices].nbytes,)
     addresses = {Pointer("input", i): each.ctypes.data for i, each in enumerate(arrays.values())}
     addresses[Pointer("scratch", 0)] = sums.ctypes.data
-    run(step, SOURCES, addresses, tmp_path)
+    run(step, addresses, tmp_path)
     alone = replace(case, extra=(), activation="none")
     expected, _ = alone.expect({name: arrays[name] for name in ("x", "w")})
     np.testing.assert_array_equal(sums[:slices].sum(axis=0), expected.reshape(conv.pixels, conv.m))

@@ -21,7 +21,6 @@ from onnxfuse.kernels.gemm.hopper import HopperConfig
 from onnxfuse.runtime.plan import Launch, Pointer
 
 SAME = (1, 1, 1, 1)
-SOURCES = ("gemm/gemm_hopper.cuh", "gemm/gemm_hopper_fragments.cuh")
 
 
 def tf32(*given: object, **named: object) -> ConvCase:
@@ -58,9 +57,7 @@ def test_matches_float64_of_rounded_operands(case: ConvCase, config: HopperConfi
     whole = np.full((case.n + 1, *case.y_sizes, case.m), np.nan, np.float32)  # one image more than y has
     addresses = {Pointer("input", i): each.ctypes.data for i, each in enumerate(arrays.values())}
     addresses[Pointer("output", 0)] = whole.ctypes.data
-    own = f"gemm/gemm_hopper_{'split' if config.split_k > 1 else 'threads'}.cuh"
-    texts = (*SOURCES, own, "conv/conv_operands.cuh", f"conv/{step.kernel.source}.cu")
-    run(step, texts, addresses, tmp_path)
+    run(step, addresses, tmp_path)
     expected, magnitude = case.expect({**arrays, "x": rounded(arrays["x"]), "w": rounded(arrays["w"])})
     y = whole[: case.n].astype(np.float64)
     excess = np.abs(y - expected) - 2e-6 * (magnitude + 1)

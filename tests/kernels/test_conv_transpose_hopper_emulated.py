@@ -14,15 +14,13 @@ import pytest
 from architectures import H200
 from conv_cases import NUMPY
 from conv_transpose_cases import HOPPER, WITH_VECTORS, ConvTransposeCase
-from hopper_emulation import MULTIPLICATION, run
+from hopper_emulation import run
 from sampling import sampled
 
 from onnxfuse.kernels.conv_transpose import hopper
 from onnxfuse.kernels.gemm.hopper import HopperConfig
 from onnxfuse.runtime.plan import Launch, Pointer
 
-SOURCES = (*MULTIPLICATION, "gemm/gemm_hopper_tiles.cuh")
-OWN = ("conv_transpose/conv_transpose_operands.cuh", "conv_transpose/conv_transpose_hopper.cu")
 PINGPONG = HopperConfig(128, 64, pingpong=True)
 CONFIGS = (
     PINGPONG, HopperConfig(128, 128), HopperConfig(256, 128), HopperConfig(192, 192), PINGPONG, PINGPONG, PINGPONG,
@@ -47,7 +45,7 @@ def test_matches_float64(case: ConvTransposeCase, config: HopperConfig, tmp_path
     whole = np.full((case.n + 1, *case.y_sizes, case.m), np.nan, NUMPY[case.dtype])  # one image more than y has
     addresses = {Pointer("input", i): each.ctypes.data for i, each in enumerate(arrays.values())}
     addresses[Pointer("output", 0)] = whole.ctypes.data
-    run(step, (*SOURCES, *OWN), addresses, tmp_path)
+    run(step, addresses, tmp_path)
     expected, magnitude = case.expect(arrays)
     rounding = {"float16": 2**-11, "bfloat16": 2**-8}[case.dtype]
     y = whole[: case.n].astype(np.float64)

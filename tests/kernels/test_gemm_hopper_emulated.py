@@ -6,7 +6,6 @@ reused or read too soon.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 from architectures import H200
-from hopper_emulation import MULTIPLICATION, Map, compiled, map_of
+from hopper_emulation import run
 from sampling import sampled
 
 from onnxfuse.kernels.gemm import hopper
 from onnxfuse.kernels.gemm.hopper import HopperConfig
 from onnxfuse.kernels.gemm.pad import Copy, padded, padded_columns
 from onnxfuse.kernels.gemm.problem import Gemm
-from onnxfuse.runtime.plan import Kernel, Launch, Pointer, Scalar, TensorMap
+from onnxfuse.runtime.plan import Launch, Pointer
 
 NUMPY = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 LINEAR = ("bias", "column_scale", "residual")
@@ -112,13 +111,6 @@ EPILOGUES = [
 ]
 
 
-def library(kernel: Kernel, folder: Path) -> ctypes.CDLL:
-    split = ("gemm/gemm_hopper_fragments.cuh", "gemm/gemm_hopper_split.cuh")
-    tiles = split if "split" in kernel.source else ("gemm/gemm_hopper_tiles.cuh",)
-    sources = (*MULTIPLICATION, *tiles, "gemm/gemm_operands.cuh", f"gemm/{kernel.source}.cu")
-    return compiled(kernel, sources, '#include "gemm_hopper_emulated.h"', folder)
-
-
 def operands(case: Case) -> dict[str, np.ndarray]:
     """Return the operands by name; those of the second and third product end in _2 and _3."""
     random = np.random.default_rng(1)
@@ -159,15 +151,6 @@ def product(case: Case, pointers: dict[str, Pointer], suffix: str, output: int) 
                 residual_first=case.residual_first, **named, **others)  # fmt: skip
 
 
-def prepared(step: Launch, addresses: dict[Pointer, int], order: list[Pointer | None]) -> Any:
-    """Return the tensor maps of the launch, each at the index of its pointer in `order`."""
-    maps = (Map * len(order))()
-    for argument in step.arguments:
-        if isinstance(argument, TensorMap):
-            maps[order.index(argument.pointer)] = map_of(argument, addresses[argument.pointer])
-    return maps
-
-
 def empty(case: Case, shape: tuple[int, int]) -> np.ndarray:
     """Return an array of NaN that begins at a multiple of 16 bytes, or one element after it."""
     count = shape[0] * shape[1]
@@ -193,28 +176,12 @@ def test_matches_float64(case: Case, tmp_path: Path) -> None:
     step = hopper.implementation(gemm, case.config, H200).steps[-1]
     assert isinstance(step, Launch)
     found = [empty(case, (case.m + 1, each.n)) for each in (first, *others)]
-    gemm, copies = padded(gemm, residual=case.config.split_k == 1)
+    _, copies = padded(gemm, residual=case.config.split_k == 1)
     made = {copy.target: copied(copy, list(arrays.values())[copy.source.index]) for copy in copies}
     addresses = {pointer: arrays[name].ctypes.data for name, pointer in pointers.items()}
     addresses |= {pointer: array.ctypes.data for pointer, array in made.items()}
     addresses |= {Pointer("output", i): y.ctypes.data for i, y in enumerate(found)}
-    every: list[Gemm | None] = [gemm, *gemm.grouped, None, None][:3]
-    order = [gemm.x, *(each and each.w for each in every), gemm.up, *(each and each.y for each in every), gemm.residual]
-    order.append(gemm.gate)
-    maps = prepared(step, addresses, order)
-
-    def address(pointer: Pointer | None) -> ctypes.c_void_p:
-        return ctypes.c_void_p(addresses[pointer] if pointer else None)
-
-    biases = (ctypes.c_void_p * 3)(*(address(each and each.bias) for each in every))
-    outputs = (ctypes.c_void_p * 3)(*(address(each and each.y) for each in every))
-    sizes = (ctypes.c_int * 3)(*(each.n if each else 0 for each in every))
-    (group,) = (each.value for each in step.arguments[-3 if gemm.gate else -1 :][:1] if isinstance(each, Scalar))
-    library(step.kernel, tmp_path).run(
-        maps, outputs, address(gemm.residual), biases, address(gemm.extra), address(gemm.column_scale),
-        case.m, sizes, case.k, group, gemm.gate_rows, case.blocks or step.grid[0], step.cluster,
-        step.shared,
-    )  # fmt: skip
+    run(dataclasses.replace(step, grid=(case.blocks or step.grid[0], 1, 1)), addresses, tmp_path)
     rounding = {"float16": 2**-11, "bfloat16": 2**-8}[case.dtype]
     for y, suffix in zip(found, suffixes, strict=True):
         expected = expect(case, arrays, suffix)

@@ -7,15 +7,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import hopper_emulation
 import numpy as np
 import pytest
 from architectures import A100, H200, T4
 from attention_cases import HALF_ULP, NUMPY
 from emulated_build import load
-from emulated_launches import as_c_plus_plus, launch, launcher, pointers_to
+from emulated_launches import as_c_plus_plus, launch, launcher
 from group_query_cases import PASTS, Case, expected
-from hopper_emulation import parameter_of
-from test_attention_hopper_emulated import library as hopper_library
 
 from onnxfuse.kernels.attention import host
 from onnxfuse.runtime.nvrtc import kernel_text
@@ -141,8 +140,7 @@ def check(case: Case, plan: Plan, shared: bool, folder: Path) -> None:
 def run(step: Launch, arrays: dict[Pointer, np.ndarray], folder: Path) -> None:
     if step.kernel.source == "attention_hopper":
         addresses = {each: arrays[each].ctypes.data for each in step.values if isinstance(each, Pointer)}
-        parameters = [parameter_of(each, addresses) for each in step.arguments]
-        hopper_library(step.kernel, folder).run(pointers_to(parameters), step.grid[0], step.shared)
+        hopper_emulation.run(step, addresses, folder)
         return
 
     def address(pointer: Pointer) -> int:

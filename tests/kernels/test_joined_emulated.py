@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import hopper_emulation
 import numpy as np
 import pytest
 from architectures import H200, T4
@@ -14,9 +14,7 @@ from conv_cases import ConvCase
 from conv_emulation import placed
 from conv_mma_emulation import launch
 from conv_transpose_cases import SAME, ConvTransposeCase, depthwise, shuffled
-from emulated_build import load
-from emulated_launches import PARTS, emulate
-from hopper_emulation import Map, map_of
+from emulated_launches import emulate
 from joined_cases import KINDS, Build, JoinedCase, MadeCase, case, conv_case
 from region_drafts import NUMPY, RegionProgram
 from sampling import sampled
@@ -36,8 +34,7 @@ from onnxfuse.kernels.gemm.mma import MmaConfig
 from onnxfuse.kernels.gemm.operands import gemm_of
 from onnxfuse.kernels.gemm.pad import Copy, padded, padded_columns
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.runtime.nvrtc import kernel_text
-from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Pointer, TensorMap, TensorSpec
+from onnxfuse.runtime.plan import Device, FusedNode, Launch, Pointer, TensorSpec
 
 SMALL = [case(kind, lead=lead, n=n, k=19) for kind in KINDS for lead, n in (((2, 3), 21), ((1,), 8))]
 SMALL += [case(kind, lead=(2, 3), n=24, k=19) for kind in ("modulated", "reshaped")]
@@ -108,24 +105,6 @@ HOPPER = [
 ]  # fmt: skip
 
 
-STOOD_IN = ("types.cuh", "hopper.cuh", "multiply_words.cuh")  # headers that hopper_emulated.h replaces
-
-
-def library(kernel: Kernel, pointers: int, folder: Path) -> ctypes.CDLL:
-    """Return the library of a kernel with a program, which takes so many pointers in an array."""
-    whole = kernel_text(kernel)
-    parts = zip(["", *PARTS.findall(whole)], PARTS.split(whole)[::2], strict=True)
-    text = re.sub(r"(?m)^#pragma.*$", "", "".join(t for name, t in parts if name not in STOOD_IN))
-    text = text.replace("extern __shared__ __align__(1024) char memory[];", "char* memory = emulated::here->memory;")
-    declared = re.search(r"(?m)^#define PROGRAM_PARAMETERS (.*)$", text)
-    assert declared is not None
-    kinds = [each.strip().rsplit(" ", 1)[0] for each in declared[1].split(",")[1:]]
-    given = "".join(f", ({kind}) given[{i}]" for i, kind in enumerate(kinds))
-    assert len(kinds) == pointers
-    last = f'#define PROGRAM_GIVEN {given}\n#include "gemm_hopper_emulated.h"\n'
-    return load(f'#include "hopper_emulated.h"\n{text}\n{last}', kernel.defines, [], folder / "kernel.cc")
-
-
 def run(made: MadeCase, config: HopperConfig, blocks: int | None, folder: Path) -> list[np.ndarray]:
     """Run the kernel of a config; return the outputs."""
     node, specs = made.node(), made.specs()
@@ -137,27 +116,13 @@ def run(made: MadeCase, config: HopperConfig, blocks: int | None, folder: Path) 
     gemm = in_epilogue(gemm, program)
     step = hopper.implementation(gemm, config, H200).steps[-1]
     assert isinstance(step, Launch)
-    gemm, copies = padded(gemm, residual=config.split_k == 1)
+    _, copies = padded(gemm, residual=config.split_k == 1)
     arrays = {Pointer("input", i): array for i, array in enumerate(made.arrays)}
     arrays |= {copy.target: copied(copy, arrays[copy.source]) for copy in copies}
     written = [np.zeros((gemm.m + 1, gemm.n), NUMPY[spec.dtype]) for spec in outputs]
     arrays |= {Pointer("output", i): each for i, each in enumerate(written)}
-    order = [gemm.x, gemm.w, None, None, gemm.up, gemm.y, None, None, gemm.residual]
-    maps = (Map * len(order))()
-    for argument in step.arguments:
-        if isinstance(argument, TensorMap):
-            maps[order.index(argument.pointer)] = map_of(argument, arrays[argument.pointer].ctypes.data)
-
-    def address(pointer: Pointer | None) -> ctypes.c_void_p:
-        return ctypes.c_void_p(arrays[pointer].ctypes.data if pointer else None)
-
-    three, pointers = ctypes.c_void_p * 3, [each for each in program.arguments if isinstance(each, Pointer)]
-    assert len(pointers) == len(program.arguments)
-    library(step.kernel, len(pointers), folder).run(
-        maps, three(address(gemm.y)), address(gemm.residual), three(address(gemm.bias)), None, None, gemm.m,
-        (ctypes.c_int * 3)(gemm.n), gemm.k, hopper.group_m(gemm, config), 1, blocks or step.grid[0],
-        step.cluster, step.shared, (ctypes.c_void_p * (1 + len(pointers)))(*map(address, pointers)),
-    )  # fmt: skip
+    addresses = {pointer: array.ctypes.data for pointer, array in arrays.items()}
+    hopper_emulation.run(replace(step, grid=(blocks or step.grid[0], 1, 1)), addresses, folder)
     for each in written:
         assert not each[gemm.m].any(), "written beyond the end"
     return [each[: gemm.m].reshape(spec.shape) for each, spec in zip(written, outputs, strict=True)]

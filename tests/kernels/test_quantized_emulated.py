@@ -2,42 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import replace
 from pathlib import Path
 
+import hopper_emulation
 import numpy as np
 import pytest
 from architectures import H200
 from emulated_launches import launch, library
-from hopper_emulation import Map, compiled, map_of
 from quantized_cases import NUMPY, SAME, Case
 from sampling import sampled
 
 from onnxfuse.kernels.quantized.host import candidates
-from onnxfuse.runtime.plan import Launch, Plan, Pointer, Scalar, TensorMap
+from onnxfuse.runtime.plan import Launch, Plan, Pointer
 
-SOURCES = ("gemm/gemm_hopper.cuh", "gemm/gemm_hopper_fragments.cuh")
-LAST = ("gemm/gemm_hopper_threads.cuh", "gemm/gemm_hopper_integers.cuh")
-OWN = {
-    "quantized_gemm": (*SOURCES, *LAST, "gemm/gemm_operands.cuh", "quantized/quantized_gemm.cu"),
-    "quantized_conv": (
-        SOURCES[0],
-        "quantized/conv_edges.cuh",
-        "conv/conv_operands.cuh",
-        SOURCES[1],
-        *LAST,
-        "quantized/quantized_conv.cu",
-    ),
-}
-RUN = """
-extern "C" void run(const Map* maps, void* const* p, const int* sizes, int grid, int cluster, int shared_bytes) {
-    emulated::launch(grid, cluster, shared_bytes, [=] {
-        KERNEL({maps}, {maps + 1}, (T*)p[0], (const T*)p[1], (const T*)p[2], (const T*)p[3], (const T*)p[4],
-               (const OPERAND*)p[5], (const f32*)p[6], SIZES);
-    });
-}
-"""
+OWN = ("quantized_gemm", "quantized_conv")  # kernels that run by the instructions of Hopper
 CASES = [
     Case(70, 40, 256), Case(140, 72, 144, x_zero=131), Case(33, 35, 272, x_dtype="int8", x_zero=-7, bias=False),
     Case(65, 64, 128, dtype="float16", per_column=False),
@@ -77,17 +56,7 @@ def run(plan: Plan, arrays: list[np.ndarray], y: np.ndarray, folder: Path) -> No
     addresses[Pointer("output", 0)] = y.ctypes.data
     for step in plan.steps:
         assert isinstance(step, Launch)
-        if step.kernel.source in ("quantized_sums", "quantized_columns"):
+        if step.kernel.source in OWN:
+            hopper_emulation.run(step, addresses, folder)
+        else:
             launch(step, library(step.kernel, folder), addresses.__getitem__)
-            continue
-        found = [each for each in step.arguments if isinstance(each, TensorMap)]
-        maps = (Map * len(found))(*(map_of(each, addresses[each.pointer]) for each in found))
-        others = step.arguments[2:9]
-        pointers = (ctypes.c_void_p * 7)(*(addresses[each] if isinstance(each, Pointer) else None for each in others))
-        integers = [each.value for each in step.arguments[9:] if isinstance(each, Scalar)]
-        sizes = (ctypes.c_int * len(integers))(*integers)
-        names = ", ".join(f"sizes[{i}]" for i in range(len(integers)))
-        text = RUN.replace("KERNEL", step.kernel.entry).replace("SIZES", names)
-        compiled(step.kernel, OWN[step.kernel.source], text, folder).run(
-            maps, pointers, sizes, step.grid[0], step.cluster, step.shared
-        )
