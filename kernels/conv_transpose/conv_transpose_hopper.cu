@@ -21,7 +21,6 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
 #endif
     const Weights weights{{&w}, {sizes.columns}};
     const Results results{{&y}, {epilogue.bias}};
-    run_tiles(PhaseOperands{x, w, sizes.rows, sizes.row}, weights, results, residual, epilogue.extra,
-              epilogue.column_scale, epilogue.alpha, epilogue.beta, sizes.positions, ALL_BLOCKS, sizes.group_m,
-              PhasePlace{sizes.row, sizes.box});
+    run_tiles(PhaseOperands{x, w, sizes.rows, sizes.row}, weights, results, residual, epilogue, sizes.positions,
+              ALL_BLOCKS, sizes.group_m, PhasePlace{sizes.row, sizes.box});
 }

@@ -6,13 +6,8 @@
 #include "gemm_hopper_tiles.cuh"
 #include "gemm_operands.cuh"
 
-#if PRODUCTS == 1
-#define EACH_PRODUCT(before, name) before name
-#elif PRODUCTS == 2
-#define EACH_PRODUCT(before, name) before name, before name##_2
-#else
-#define EACH_PRODUCT(before, name) before name, before name##_2, before name##_3
-#endif
+// The bias of each product; hopper.py writes the fields in this order.
+struct Biases { const T EACH_PRODUCT(*, bias); };
 
 extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), BLOCKS_PER_SM)
     gemm_hopper(const __grid_constant__ TensorMap x, EACH_PRODUCT(const __grid_constant__ TensorMap, w),
@@ -23,8 +18,7 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), BLOCKS_PER_S
 #if HAS_RESIDUAL
                 const __grid_constant__ TensorMap residual,
 #endif
-                EACH_PRODUCT(const T*, bias), const T* extra, const T* scale, float alpha, float beta, int m,
-                EACH_PRODUCT(int, n), int k, int group_m GATE_PARAMETERS PROGRAM_PARAMETERS) {
+                EpilogueOperands epilogue, Biases biases, ProductSizes sizes GATE_PARAMETERS PROGRAM_PARAMETERS) {
 #if !GATED
     const TensorMap& up = w;
 #endif
@@ -32,8 +26,8 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), BLOCKS_PER_S
     const TensorMap& residual = x;
 #endif
     const Gate gate{GATE_ARGUMENTS};
-    const Weights weights{{EACH_PRODUCT(&, w)}, {EACH_PRODUCT(, n)}};
-    const Results results{{EACH_PRODUCT(RESULT_REFERENCE, y)}, {EACH_PRODUCT(, bias)}};
-    run_tiles(MatrixOperands{x, weights, up, gate}, weights, results, residual, extra, scale, alpha, beta, m,
-              (k + TILE_K - 1) / TILE_K, group_m, MatrixPlace{}, {PROGRAM_ARGUMENTS}, gate);
+    const Weights weights{{EACH_PRODUCT(&, w)}, {EACH_PRODUCT(, sizes.n)}};
+    const Results results{{EACH_PRODUCT(RESULT_REFERENCE, y)}, {EACH_PRODUCT(, biases.bias)}};
+    run_tiles(MatrixOperands{x, weights, up, gate}, weights, results, residual, epilogue, sizes.m, sizes.blocks(),
+              sizes.group_m, MatrixPlace{}, {PROGRAM_ARGUMENTS}, gate);
 }

@@ -11,14 +11,12 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
 #if GATED
                       const __grid_constant__ TensorMap up,
 #endif
-                      T* y, const T* residual, const T* bias, const T* extra, const T* scale, float alpha, float beta,
-                      int m, int n, int k, int group_m GATE_PARAMETERS PROGRAM_PARAMETERS) {
+                      EpilogueOperands epilogue, ProductSizes sizes GATE_PARAMETERS PROGRAM_PARAMETERS) {
 #if !GATED
     const TensorMap& up = w;
 #endif
     const Gate gate{GATE_ARGUMENTS};
-    const Weights weights{{&w}, {n}};
-    run_split(MatrixOperands{x, weights, up, gate}, weights,
-              {bias, extra, scale, residual, y, alpha, beta, m, n, {PROGRAM_ARGUMENTS}}, (k + TILE_K - 1) / TILE_K,
-              group_m, gate);
+    const Weights weights{{&w}, {sizes.n}};
+    run_split(MatrixOperands{x, weights, up, gate}, weights, {epilogue, sizes.m, sizes.n, {PROGRAM_ARGUMENTS}},
+              sizes.blocks(), sizes.group_m, gate);
 }

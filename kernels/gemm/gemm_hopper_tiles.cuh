@@ -53,11 +53,11 @@ constexpr int BARRIERS_AT = VECTORS_AT + CONSUMERS * VECTORS * TILE_N * 4;
 struct Vectors {
     Pair pairs[VECTORS > 0 ? VECTORS : 1];
 
-    __device__ __forceinline__ void fetch(const T* bias, const T* extra, const T* scale, int column, int n) {
+    __device__ __forceinline__ void fetch(const T* bias, const EpilogueOperands& of, int column, int n) {
         int i = 0;
         if constexpr (HAS_BIAS) pairs[i++] = !OPTIONAL_BIAS || bias ? load_pair(bias + column, n - column) : Pair{};
-        if constexpr (HAS_EXTRA) pairs[i++] = load_pair(extra + column, n - column);
-        if constexpr (HAS_COLUMN_SCALE) pairs[i++] = load_pair(scale + column, n - column);
+        if constexpr (HAS_EXTRA) pairs[i++] = load_pair(of.extra + column, n - column);
+        if constexpr (HAS_COLUMN_SCALE) pairs[i++] = load_pair(of.column_scale + column, n - column);
     }
 
     __device__ __forceinline__ void put(float2* vectors) const {
@@ -150,7 +150,7 @@ struct Output {
 
     // Finishes 16 rows and all columns of a subtile for each warp; `d` and `up` are the thread's accumulators.
     __device__ __forceinline__ void finish_subtile(u32 subtile, const float* d, const float* up, int column,
-                                                   float alpha, float beta, const SubtileLoads& loads) const {
+                                                   const EpilogueOperands& of, const SubtileLoads& loads) const {
         ColumnValues<2> values[SUBTILE_N / 8];
         read_column_values(vectors, column, values);
 #pragma unroll
@@ -171,7 +171,7 @@ struct Output {
             for (int j = 0; j < 2; ++j) {
                 const int at = 4 * (2 * i + j);
                 const float added[4] = {results[j][0], results[j][1], results[j][2], results[j][3]};
-                finish_four(d + at, up + at, values[2 * i + j], alpha, beta, results[j]);
+                finish_four(d + at, up + at, values[2 * i + j], of.alpha, of.beta, results[j]);
                 loads.apply(program, results[j], added, 2 * i + j);
             }
 #pragma unroll
@@ -182,7 +182,7 @@ struct Output {
 
     // Finishes a tile and starts its stores.
     __device__ __forceinline__ void finish(const float (&d)[ATOMS][COLUMNS / 2], Result y, int2 origin, int m, int n,
-                                           float alpha, float beta) {
+                                           const EpilogueOperands& of) {
         SubtileLoads loads[1 + PROGRAM_AHEAD];
         if (PROGRAM_AHEAD) load_program(loads[0], origin, 0, m, n);
         if constexpr (HAS_RESIDUAL && !RESULTS_IN_RING) {
@@ -194,8 +194,7 @@ struct Output {
             const float* sums = &d[i / SUBTILE_COLUMNS][i % SUBTILE_COLUMNS * (SUBTILE_N / 2)];
             load_program(loads[(i + 1) % (1 + PROGRAM_AHEAD)], origin, i + PROGRAM_AHEAD, m, n);
             finish_subtile(subtiles + i * SUBTILE_BYTES, sums, sums + (GATED ? TILE_N / 2 : 0),
-                           i % SUBTILE_COLUMNS * SUBTILE_N + thread % 4 * 2, alpha, beta,
-                           loads[i % (1 + PROGRAM_AHEAD)]);
+                           i % SUBTILE_COLUMNS * SUBTILE_N + thread % 4 * 2, of, loads[i % (1 + PROGRAM_AHEAD)]);
         }
         hopper::store_fence();
         hopper::named_barrier(named, 128);
@@ -256,8 +255,8 @@ struct ResidualInRing {
 template <class Place>
 __device__ __forceinline__ void consume(const Place& place, const Results& results, const TensorMap& residual,
                                         char* memory, Barriers barriers, const Tiles& tiles, const Weights& weights,
-                                        const T* extra, const T* scale, float alpha, float beta, int m, int blocks,
-                                        const Program& program, const Gate& gate) {
+                                        const EpilogueOperands& of, int m, int blocks, const Program& program,
+                                        const Gate& gate) {
     const u32 shared = hopper::shared_address(memory);
     const int consumer = CONSUMERS == 1 ? 0 : warpgroup() - 1, thread = threadIdx.x % 128, lane = thread % 32;
     float2* vectors = reinterpret_cast<float2*>(memory + VECTORS_AT) + consumer * VECTORS * TILE_N / 2;
@@ -296,7 +295,7 @@ __device__ __forceinline__ void consume(const Place& place, const Results& resul
         }
         Vectors fetched;
         if (VECTORS > 0 && thread < TILE_N / 2)
-            fetched.fetch(pick(results.bias, product), extra, scale, place.column(origin.y + 2 * thread),
+            fetched.fetch(pick(results.bias, product), of, place.column(origin.y + 2 * thread),
                           pick(weights.n, product));
         float d[ATOMS][COLUMNS / 2];
         const bool pass_on = tile + tiles.step() < tiles.count();
@@ -313,7 +312,7 @@ __device__ __forceinline__ void consume(const Place& place, const Results& resul
         if (!HAS_RESIDUAL && thread == 0) hopper::store_wait_read<0>();  // until TMA has read the last results
         if (VECTORS > 0 && thread < TILE_N / 2) fetched.put(vectors + thread);
         if (VECTORS > 0 || !HAS_RESIDUAL) hopper::named_barrier(output.named, 128);
-        output.finish(d, pick(results.y, product), origin, m, pick(weights.n, product), alpha, beta);
+        output.finish(d, pick(results.y, product), origin, m, pick(weights.n, product), of);
         if constexpr (RESULTS_IN_RING) {
             if (thread == 0) {
                 hopper::store_wait_read<0>();
@@ -328,9 +327,9 @@ __device__ __forceinline__ void consume(const Place& place, const Results& resul
 // The body of the kernel, which all threads run: y = epilogue(x w) over `blocks` blocks of k.
 template <class Operands, class Place = MatrixPlace>
 __device__ __forceinline__ void run_tiles(Operands operands, const Weights& weights, const Results& results,
-                                          const TensorMap& residual, const T* extra, const T* scale, float alpha,
-                                          float beta, int m, int blocks, int group_m, const Place& place = {},
-                                          const Program& program = {}, const Gate& gate = {}) {
+                                          const TensorMap& residual, const EpilogueOperands& of, int m, int blocks,
+                                          int group_m, const Place& place = {}, const Program& program = {},
+                                          const Gate& gate = {}) {
     extern __shared__ __align__(1024) char memory[];
     const u32 shared = hopper::shared_address(memory);
     const Barriers barriers{shared + BARRIERS_AT};
@@ -357,8 +356,7 @@ __device__ __forceinline__ void run_tiles(Operands operands, const Weights& weig
     } else {
         hopper::take_registers<CONSUMER_REGISTERS>();
         wait_for_predecessor();
-        consume(place, results, residual, memory, barriers, tiles, weights, extra, scale, alpha, beta, m, blocks,
-                program, gate);
+        consume(place, results, residual, memory, barriers, tiles, weights, of, m, blocks, program, gate);
     }
 }
 

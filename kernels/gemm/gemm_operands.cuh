@@ -2,6 +2,15 @@
 #pragma once
 #include "gemm_hopper.cuh"
 
+// A declaration or an expression for each product of the launch.
+#if PRODUCTS == 1
+#define EACH_PRODUCT(before, name) before name
+#elif PRODUCTS == 2
+#define EACH_PRODUCT(before, name) before name, before name##_2
+#else
+#define EACH_PRODUCT(before, name) before name, before name##_2, before name##_3
+#endif
+
 // The gate: as kernel parameters, and as initializers of the members of Gate.
 #if X_GATE
 #define GATE_PARAMETERS , const __grid_constant__ TensorMap factors, int pixels
@@ -12,6 +21,14 @@
 #endif
 
 namespace {
+
+// The sizes of the products, as an argument of kernels; hopper.py writes the fields in this order.
+struct ProductSizes {
+    int m, EACH_PRODUCT(, n), k;
+    int group_m;  // see Tiles
+
+    __device__ __forceinline__ int blocks() const { return (k + TILE_K - 1) / TILE_K; }  // of k
+};
 
 // x and the weights of one product of the launch, for one tile.
 struct MatrixOperands {

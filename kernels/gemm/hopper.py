@@ -10,8 +10,8 @@ from onnxfuse.kernels.gemm.pad import launches, padded, padded_columns, scratch_
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.multiprocessor import bytes_of_block
-from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, Defines, float32, int32
-from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, TensorMap
+from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, Defines, int32
+from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Struct, TensorMap
 from onnxfuse.runtime.symint import always, best_first, maximum, minimum
 
 TILE_K: Final = 64  # 16-bit elements along k per stage: the 128 bytes that TMA swizzles
@@ -363,27 +363,26 @@ def defines(gemm: Gemm, config: HopperConfig, device: Device) -> Defines:
 
 def arguments(gemm: Gemm, config: HopperConfig) -> tuple[Argument, ...]:
     """Return the arguments of the kernel."""
-    n, k = gemm.n, gemm.k
     maps = [
-        tensor_map(gemm, gemm.x, (k, gemm.m), (TILE_K, config.tile_m)),
+        tensor_map(gemm, gemm.x, (gemm.k, gemm.m), (TILE_K, config.tile_m)),
         *(weight_map(each, each.w, config) for each in gemm.products),
         *([weight_map(gemm, gemm.up, config)] if gemm.up else []),
     ]
-    by_threads = stores_by_threads(gemm) or config.split_k > 1
-    results: list[Argument] = [
-        each.y if by_threads else result_map(gemm, config, each.y, each.n) for each in gemm.products
-    ]
-    if config.split_k > 1:
-        results.append(gemm.residual or ABSENT)
-    elif gemm.residual:
-        results.append(result_map(gemm, config, gemm.residual, n))
-    vectors = [*(each.bias or ABSENT for each in gemm.products), gemm.extra or ABSENT, gemm.column_scale or ABSENT]
-    integers = (gemm.m, *(each.n for each in gemm.products), k, group_m(gemm, config))
+    results, biases, by_threads = list[Argument](), list[Argument](), stores_by_threads(gemm)
+    if config.split_k == 1:
+        results += [each.y if by_threads else result_map(gemm, config, each.y, each.n) for each in gemm.products]
+        results += [result_map(gemm, config, gemm.residual, gemm.n)] if gemm.residual else []
+        biases += [Struct(tuple(each.bias or ABSENT for each in gemm.products))]
     gate: list[Argument] = []
     if gemm.gate:
-        factors = tensor_map(gemm, gemm.gate, (k, -(-gemm.m // gemm.gate_rows)), (TILE_K, GATE_IMAGES))
+        factors = tensor_map(gemm, gemm.gate, (gemm.k, -(-gemm.m // gemm.gate_rows)), (TILE_K, GATE_IMAGES))
         gate = [factors, *int32(gemm.gate_rows)]
-    return (*maps, *results, *vectors, *float32(gemm.alpha, gemm.beta), *int32(*integers), *gate)
+    return (*maps, *results, gemm.epilogue_operands, *biases, product_sizes(gemm, config), *gate)
+
+
+def product_sizes(gemm: Gemm, config: HopperConfig) -> Struct:
+    """Return the struct ProductSizes of gemm_operands.cuh."""
+    return Struct(int32(gemm.m, *(each.n for each in gemm.products), gemm.k, group_m(gemm, config)))
 
 
 def weight_map(gemm: Gemm, pointer: Pointer, config: HopperConfig) -> TensorMap:
