@@ -35,13 +35,17 @@ struct Edges {
 };
 #endif
 
-struct IntegerOutput {
-    Epilogue epilogue;
+// What the integers stand for, as an argument of kernels; quantized/hopper.py writes the fields in this order.
+struct IntegerOperands {
     const T *x_scale, *w_scale;
     const OPERAND* x_zero;
     const f32* w_sums;  // the bits of integers
-    Edges edges;
+};
+
+struct IntegerOutput : IntegerOperands {
+    Epilogue epilogue;
     int m, n;
+    Edges edges;
 };
 
 // Two or four neighbouring sums.

@@ -8,6 +8,7 @@
 //   END_D, END_H, END_W    the most taps after x, by axis
 #pragma once
 #include "types.cuh"
+#include "conv_sizes.cuh"
 
 namespace {
 
@@ -35,15 +36,14 @@ using EdgesH = AxisEdges<KERNEL_H, STRIDE_H, PAD_H, DILATION_H, END_H>;
 using EdgesW = AxisEdges<KERNEL_W, STRIDE_W, PAD_W, DILATION_W, END_W>;
 constexpr int EDGE_ROWS = EdgesD::ROWS * EdgesH::ROWS * EdgesW::ROWS;
 
-// The sizes of x, and those of y.
 struct Edges {
-    int x_d, x_h, x_w, y_d, y_h, y_w;
+    Position x, y;  // their sizes
 
     // Returns the row of sums for a pixel of y.
     __device__ __forceinline__ int row(int pixel) const {
-        const int lines = pixel / y_w, planes = lines / y_h;
-        const int d = EdgesD::row(planes % y_d, x_d), h = EdgesH::row(lines - planes * y_h, x_h);
-        return (d * EdgesH::ROWS + h) * EdgesW::ROWS + EdgesW::row(pixel - lines * y_w, x_w);
+        const int lines = pixel / y.w, planes = lines / y.h;
+        const int d = EdgesD::row(planes % y.d, x.d), h = EdgesH::row(lines - planes * y.h, x.h);
+        return (d * EdgesH::ROWS + h) * EdgesW::ROWS + EdgesW::row(pixel - lines * y.w, x.w);
     }
 };
 

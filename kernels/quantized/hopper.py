@@ -8,13 +8,14 @@ from typing import Final
 
 from onnxfuse.algebra.filter_edges import MAX_ROWS, Beyond, most_taps_beyond, row_count
 from onnxfuse.kernels.conv import hopper as conv_hopper
+from onnxfuse.kernels.conv.hopper_slices import pixel_sizes
 from onnxfuse.kernels.conv.problem import Conv, plain_pads, three
 from onnxfuse.kernels.gemm import hopper
 from onnxfuse.kernels.gemm.hopper import HopperConfig
 from onnxfuse.kernels.gemm.problem import Gemm, Integers
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.tensors import ABSENT, INTEGERS, VECTOR_BYTES, Defines
-from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Scalar, TensorMap
+from onnxfuse.kernels.tensors import ABSENT, INTEGERS, VECTOR_BYTES, Defines, int32
+from onnxfuse.runtime.plan import Device, Kernel, Launch, Pointer, Struct, TensorMap
 from onnxfuse.runtime.symint import best_first, is_symbolic
 
 WGMMA_ARCH: Final = 90
@@ -58,9 +59,8 @@ def _is_supported(gemm: Gemm, device: Device) -> bool:
 
 def _product(gemm: Gemm, config: HopperConfig, device: Device) -> Implementation:
     maps = (_matrix(gemm.x, gemm.m, gemm.k, config.tile_m), _matrix(gemm.w, gemm.n, gemm.k, config.tile_n))
-    integers = (gemm.m, gemm.n, gemm.k, hopper.group_m(gemm, config))
     defines = {**hopper.defines(gemm, config, device), **_defines(gemm, edge_rows=1)}
-    given = (*maps, *_pointers(gemm), *(Scalar(value, "int32") for value in integers))
+    given = (*maps, gemm.epilogue_operands, _integer_operands(gemm), hopper.product_sizes(gemm, config))
     launch = hopper.kernel_launch("quantized_gemm", gemm, config, device, defines, given)
     return _after_sums(f"quantized_gemm {config.name}", launch, gemm, ONE_TAP, edge_rows=1)
 
@@ -80,14 +80,14 @@ def convolutions(conv: Conv, device: Device) -> list[Implementation]:
 
 def _convolution(conv: Conv, config: HopperConfig, device: Device) -> Implementation:
     gemm = conv_hopper.gemm_of_blocks(conv)
-    y_sizes, x_sizes = three(conv.y_sizes), three(conv.sizes)
-    integers = (conv.pixels, conv.m, *y_sizes, hopper.group_m(gemm, config), *x_sizes)
     beyond = taps_beyond(conv)
     ends = three(tuple(after for _, after in beyond), missing=0)
     of_filter = {**conv_hopper.of_filter(conv), **{f"END_{axis}": end for axis, end in zip("DHW", ends, strict=True)}}
     defines = {**conv_hopper.defines(conv, config, device), **of_filter, **_defines(gemm, row_count(beyond))}
-    maps = conv_hopper.operand_maps(conv, config)
-    given = (*maps, *_pointers(gemm), *(Scalar(value, "int32") for value in integers))
+    given = (
+        *conv_hopper.operand_maps(conv, config), gemm.epilogue_operands, _integer_operands(gemm),
+        pixel_sizes(gemm, three(conv.y_sizes), config), Struct(int32(*three(conv.sizes))),
+    )  # fmt: skip
     launch = hopper.kernel_launch("quantized_conv", gemm, config, device, defines, given)
     return _after_sums(f"quantized_conv {config.name}", launch, replace(gemm, k=conv.c), of_filter, row_count(beyond))
 
@@ -116,12 +116,11 @@ def _defines(gemm: Gemm, edge_rows: int) -> Defines:
     }  # fmt: skip
 
 
-def _pointers(gemm: Gemm) -> tuple[Argument, ...]:
+def _integer_operands(gemm: Gemm) -> Struct:
+    """Return the struct IntegerOperands of gemm_hopper_integers.cuh."""
     integers = of_integers(gemm)
-    return (
-        gemm.y, gemm.bias or ABSENT, gemm.residual or ABSENT, integers.x_scale, integers.w_scale,
-        integers.x_zero or ABSENT, integers.w_sums or (SUMS if integers.x_zero else ABSENT),
-    )  # fmt: skip
+    sums = integers.w_sums or (SUMS if integers.x_zero else ABSENT)
+    return Struct((integers.x_scale, integers.w_scale, integers.x_zero or ABSENT, sums))
 
 
 def _matrix(pointer: Pointer, rows: int, columns: int, height: int) -> TensorMap:
@@ -136,7 +135,7 @@ def _after_sums(name: str, launch: Launch, gemm: Gemm, of_filter: Defines, edge_
         return Implementation(name, (launch,))
     defines = {**of_filter, "COLUMNS": COLUMNS_OF_SUMS, "WEIGHTS_CONSTANT": int(gemm.weights_constant)}
     kernel = Kernel("quantized_sums", "quantized_sums", defines)
-    given = (gemm.w, SUMS, Scalar(gemm.n, "int32"), Scalar(gemm.k, "int32"))
     grid = (-(-gemm.n // COLUMNS_OF_SUMS), 1, 1)
-    sums = Launch(kernel, grid, (32 * COLUMNS_OF_SUMS, 1, 1), given, pdl=True)
+    block = (32 * COLUMNS_OF_SUMS, 1, 1)
+    sums = Launch(kernel, grid, block, (gemm.w, SUMS, *int32(gemm.n, gemm.k)), pdl=True)
     return Implementation(name, (sums, launch), (4 * gemm.n * edge_rows,))

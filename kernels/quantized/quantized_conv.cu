@@ -13,13 +13,11 @@
 #include "gemm_hopper_integers.cuh"
 
 extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
-    quantized_conv(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, T* y, const T* bias,
-                   const T* residual, const T* x_scale, const T* w_scale, const OPERAND* x_zero, const f32* w_sums,
-                   int pixels, int m, int y_d, int y_h, int y_w, int group_m, int x_d, int x_h,
-                   int x_w PROGRAM_PARAMETERS) {
-    const Weights weights{{&w}, {m}};
-    const Epilogue epilogue{bias, nullptr, nullptr, residual, y, 0.0f, 0.0f, {PROGRAM_ARGUMENTS}};
-    const Edges edges{x_d, x_h, x_w, y_d, y_h, y_w};
-    run_tiles(PixelOperands{x, w, y_d, y_h, y_w}, weights,
-              IntegerOutput{epilogue, x_scale, w_scale, x_zero, w_sums, edges, pixels, m}, ALL_BLOCKS, group_m);
+    quantized_conv(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, EpilogueOperands epilogue,
+                   IntegerOperands integers, PixelSizes sizes, Position x_sizes PROGRAM_PARAMETERS) {
+    const Weights weights{{&w}, {sizes.filters}};
+    const Edges edges{x_sizes, {sizes.d, sizes.h, sizes.w}};
+    run_tiles(PixelOperands{x, w, sizes.d, sizes.h, sizes.w}, weights,
+              IntegerOutput{integers, {epilogue, {PROGRAM_ARGUMENTS}}, sizes.pixels, sizes.filters, edges}, ALL_BLOCKS,
+              sizes.group_m);
 }

@@ -9,11 +9,10 @@
 #include "gemm_operands.cuh"
 
 extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
-    quantized_gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, T* y, const T* bias,
-                   const T* residual, const T* x_scale, const T* w_scale, const OPERAND* x_zero, const f32* w_sums,
-                   int m, int n, int k, int group_m PROGRAM_PARAMETERS) {
-    const Weights weights{{&w}, {n}};
-    const Epilogue epilogue{bias, nullptr, nullptr, residual, y, 0.0f, 0.0f, {PROGRAM_ARGUMENTS}};
+    quantized_gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, EpilogueOperands epilogue,
+                   IntegerOperands integers, ProductSizes sizes PROGRAM_PARAMETERS) {
+    const Weights weights{{&w}, {sizes.n}};
     run_tiles(MatrixOperands{x, weights, w, {}}, weights,
-              IntegerOutput{epilogue, x_scale, w_scale, x_zero, w_sums, {}, m, n}, (k + TILE_K - 1) / TILE_K, group_m);
+              IntegerOutput{integers, {epilogue, {PROGRAM_ARGUMENTS}}, sizes.m, sizes.n}, sizes.blocks(),
+              sizes.group_m);
 }
