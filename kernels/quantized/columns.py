@@ -12,8 +12,8 @@ from onnxfuse.kernels.epilogue_node import moved
 from onnxfuse.kernels.gemm.problem import Integers
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.quantized import hopper
-from onnxfuse.kernels.tensors import ABSENT, INTEGERS, VECTOR_BYTES, Defines
-from onnxfuse.runtime.plan import Device, Kernel, Launch, Pointer, Scalar
+from onnxfuse.kernels.tensors import ABSENT, INTEGERS, VECTOR_BYTES, Defines, int32
+from onnxfuse.runtime.plan import Device, Kernel, Launch, Pointer, Struct
 
 MAX_LENGTH: Final = 752  # taps times channels: 64 rows of so many bytes fill the 48 KiB of static shared memory
 MAX_BYTES: Final = 1 << 30  # of the matrix with a row for each pixel of y
@@ -55,9 +55,7 @@ def _launch(conv: Conv, vectors: int) -> Launch:
         "X_ZERO": int(integers.x_zero is not None), "THREADS": THREADS, "SHARED_PITCH": pitch,
     }  # fmt: skip
     sizes = (conv.pixels, conv.m, *three(conv.sizes), *three(conv.y_sizes))
-    given = (
-        conv.x, integers.x_zero or ABSENT, conv.w, COLUMNS, ROWS, *(Scalar(size, "int32") for size in sizes)
-    )  # fmt: skip
+    given = (conv.x, integers.x_zero or ABSENT, conv.w, COLUMNS, ROWS, Struct(int32(*sizes)))
     blocks = -(-conv.pixels // THREADS) + -(-conv.m * vectors // THREADS)
     kernel = Kernel("quantized_columns", "quantized_columns", defines)
     return Launch(kernel, (blocks, 1, 1), (THREADS, 1, 1), given, pdl=True)

@@ -12,18 +12,23 @@
 //   OPERAND    s8 or u8, the type of x and x_zero       X_ZERO     1: x has a zero point; 0: it is 0
 //   THREADS    threads of a block, and pixels           SHARED_PITCH   words from a row to the next in shared memory
 #include "types.cuh"
+#include "conv_sizes.cuh"
 
 constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W, LENGTH = TAPS * CHANNELS, VECTORS = (LENGTH + 15) / 16;
 static_assert(SHARED_PITCH % 8 == 4 && SHARED_PITCH >= 4 * VECTORS, "vectors of eight threads use different banks");
 
-struct Sizes { int x_d, x_h, x_w, y_d, y_h, y_w; };
+// columns.py writes the fields in this order.
+struct Sizes {
+    int pixels, filters;
+    Position x, y;
+};
 
 // Returns the row of a pixel in words.
 __device__ __forceinline__ void gather(u32* row, const OPERAND* x, u32 zero, int pixel, const Sizes& of) {
-    const int line = pixel / of.y_w, plane = line / of.y_h, image = plane / of.y_d;
-    const int w = (pixel - line * of.y_w) * STRIDE_W - PAD_W, h = (line - plane * of.y_h) * STRIDE_H - PAD_H;
-    const int d = (plane - image * of.y_d) * STRIDE_D - PAD_D;
-    const OPERAND* from = x + size_t(image) * of.x_d * of.x_h * of.x_w * CHANNELS;
+    const int line = pixel / of.y.w, plane = line / of.y.h, image = plane / of.y.d;
+    const int w = (pixel - line * of.y.w) * STRIDE_W - PAD_W, h = (line - plane * of.y.h) * STRIDE_H - PAD_H;
+    const int d = (plane - image * of.y.d) * STRIDE_D - PAD_D;
+    const OPERAND* from = x + size_t(image) * of.x.d * of.x.h * of.x.w * CHANNELS;
 #pragma unroll
     for (int vector = 0; vector < VECTORS; ++vector) {
         u32 words[4] = {};
@@ -33,8 +38,8 @@ __device__ __forceinline__ void gather(u32* row, const OPERAND* x, u32 zero, int
             if (k >= LENGTH) break;
             const int at_w = w + tap % KERNEL_W * DILATION_W, at_h = h + tap / KERNEL_W % KERNEL_H * DILATION_H;
             const int at_d = d + tap / (KERNEL_W * KERNEL_H) * DILATION_D;
-            const bool inside = u32(at_w) < u32(of.x_w) && u32(at_h) < u32(of.x_h) && u32(at_d) < u32(of.x_d);
-            const u32 byte = inside ? u8(from[((at_d * of.x_h + at_h) * of.x_w + at_w) * CHANNELS + k % CHANNELS])
+            const bool inside = u32(at_w) < u32(of.x.w) && u32(at_h) < u32(of.x.h) && u32(at_d) < u32(of.x.d);
+            const u32 byte = inside ? u8(from[((at_d * of.x.h + at_h) * of.x.w + at_w) * CHANNELS + k % CHANNELS])
                                     : zero;
             words[i / 4] |= byte << 8 * (i % 4);
         }
@@ -43,24 +48,22 @@ __device__ __forceinline__ void gather(u32* row, const OPERAND* x, u32 zero, int
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    quantized_columns(const OPERAND* x, const OPERAND* x_zero, const s8* w, uint4* columns, uint4* rows, int pixels,
-                      int filters, int x_d, int x_h, int x_w, int y_d, int y_h, int y_w) {
+    quantized_columns(const OPERAND* x, const OPERAND* x_zero, const s8* w, uint4* columns, uint4* rows, Sizes sizes) {
     __shared__ __align__(16) u32 memory[THREADS * SHARED_PITCH];
     release_successor();
     wait_for_predecessor();
-    const int first = blockIdx.x * THREADS, count = min(pixels - first, THREADS);
+    const int first = blockIdx.x * THREADS, count = min(sizes.pixels - first, THREADS);
     if (count > 0) {
         const u32 zero = X_ZERO ? u8(*x_zero) : 0;
-        gather(memory + threadIdx.x * SHARED_PITCH, x, zero, min(first + int(threadIdx.x), pixels - 1),
-               {x_d, x_h, x_w, y_d, y_h, y_w});
+        gather(memory + threadIdx.x * SHARED_PITCH, x, zero, min(first + int(threadIdx.x), sizes.pixels - 1), sizes);
         __syncthreads();
         for (int i = threadIdx.x; i < count * VECTORS; i += THREADS)
             columns[size_t(first) * VECTORS + i] =
                 *reinterpret_cast<const uint4*>(memory + i / VECTORS * SHARED_PITCH + i % VECTORS * 4);
         return;
     }
-    const int blocks = (pixels + THREADS - 1) / THREADS, at = (blockIdx.x - blocks) * THREADS + threadIdx.x;
-    if (at >= filters * VECTORS) return;
+    const int blocks = (sizes.pixels + THREADS - 1) / THREADS, at = (blockIdx.x - blocks) * THREADS + threadIdx.x;
+    if (at >= sizes.filters * VECTORS) return;
     u32 words[4] = {};
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
