@@ -144,11 +144,15 @@ def defines(conv: Conv, config: HopperConfig, device: Device) -> Defines:
 
 def of_filter(conv: Conv) -> Defines:
     """Return the macros of a filter: its sizes, strides, pads before x and dilations."""
-    by_axis = {
-        "KERNEL": three(conv.kernel), "STRIDE": three(conv.strides), "PAD": three(conv.pads_begin, missing=0),
-        "DILATION": three(conv.dilations),
-    }  # fmt: skip
-    return {f"{name}_{axis}": each for name, of in by_axis.items() for axis, each in zip("DHW", of, strict=True)}
+    return by_axis(
+        KERNEL=three(conv.kernel), STRIDE=three(conv.strides), PAD=three(conv.pads_begin, missing=0),
+        DILATION=three(conv.dilations),
+    )  # fmt: skip
+
+
+def by_axis(**macros: tuple[int, int, int]) -> Defines:
+    """Return macros with one value for each of three spatial axes: NAME_D, NAME_H and NAME_W for each NAME."""
+    return {f"{name}_{axis}": each for name, of in macros.items() for axis, each in zip("DHW", of, strict=True)}
 
 
 def arguments(conv: Conv, config: HopperConfig) -> tuple[Argument, ...]:

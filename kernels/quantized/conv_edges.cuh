@@ -5,7 +5,7 @@
 // first 0 to BEGIN taps, and for each of these counts without the last 0 to END taps. W is the innermost axis.
 //
 // Macros: KERNEL_*, STRIDE_*, PAD_*, DILATION_* of conv_operands.cuh
-//   END_D, END_H, END_W    the most taps after x, by axis
+//   BEGIN_*, END_*    the most taps before x and after it, by axis
 #pragma once
 #include "types.cuh"
 #include "conv_sizes.cuh"
@@ -14,9 +14,8 @@ namespace {
 
 constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W;
 
-template <int KERNEL, int STRIDE, int PAD, int DILATION, int END>
+template <int KERNEL, int STRIDE, int PAD, int DILATION, int BEGIN, int END>
 struct AxisEdges {
-    static constexpr int CUT = PAD > 0 ? (PAD + DILATION - 1) / DILATION : 0, BEGIN = CUT < KERNEL ? CUT : KERNEL;
     static constexpr int ROWS = (BEGIN + 1) * (END + 1);
 
     // Returns the row for an element of y, where x has `size` elements.
@@ -31,9 +30,9 @@ struct AxisEdges {
     }
 };
 
-using EdgesD = AxisEdges<KERNEL_D, STRIDE_D, PAD_D, DILATION_D, END_D>;
-using EdgesH = AxisEdges<KERNEL_H, STRIDE_H, PAD_H, DILATION_H, END_H>;
-using EdgesW = AxisEdges<KERNEL_W, STRIDE_W, PAD_W, DILATION_W, END_W>;
+using EdgesD = AxisEdges<KERNEL_D, STRIDE_D, PAD_D, DILATION_D, BEGIN_D, END_D>;
+using EdgesH = AxisEdges<KERNEL_H, STRIDE_H, PAD_H, DILATION_H, BEGIN_H, END_H>;
+using EdgesW = AxisEdges<KERNEL_W, STRIDE_W, PAD_W, DILATION_W, BEGIN_W, END_W>;
 constexpr int EDGE_ROWS = EdgesD::ROWS * EdgesH::ROWS * EdgesW::ROWS;
 
 struct Edges {

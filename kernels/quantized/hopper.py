@@ -29,7 +29,7 @@ COLUMNS_OF_SUMS: Final = 8  # columns of y per block of quantized_sums.cu
 MAX_TAPS: Final = 1024  # the most taps of a filter whose sums quantized_sums.cu holds in shared memory
 ONE_TAP: Final[Defines] = {  # the macros of conv_edges.cuh for a product of matrices
     f"{name}_{axis}": value
-    for name, value in (("KERNEL", 1), ("STRIDE", 1), ("PAD", 0), ("DILATION", 1), ("END", 0))
+    for name, value in (("KERNEL", 1), ("STRIDE", 1), ("PAD", 0), ("DILATION", 1), ("BEGIN", 0), ("END", 0))
     for axis in "DHW"
 }
 MAX_LENGTH: Final = 2**31 // (255 * 128)  # the most products of x and w whose sum int32 surely holds
@@ -81,8 +81,8 @@ def convolutions(conv: Conv, device: Device) -> list[Implementation]:
 def _convolution(conv: Conv, config: HopperConfig, device: Device) -> Implementation:
     gemm = conv_hopper.gemm_of_blocks(conv)
     beyond = taps_beyond(conv)
-    ends = three(tuple(after for _, after in beyond), missing=0)
-    of_filter = {**conv_hopper.of_filter(conv), **{f"END_{axis}": end for axis, end in zip("DHW", ends, strict=True)}}
+    begins, ends = (three(taps, missing=0) for taps in zip(*beyond, strict=True))
+    of_filter = {**conv_hopper.of_filter(conv), **conv_hopper.by_axis(BEGIN=begins, END=ends)}
     defines = {**conv_hopper.defines(conv, config, device), **of_filter, **_defines(gemm, row_count(beyond))}
     given = (
         *conv_hopper.operand_maps(conv, config), gemm.epilogue_operands, _integer_operands(gemm),
