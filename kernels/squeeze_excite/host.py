@@ -12,18 +12,18 @@ from onnxfuse.kernels.concat_plans import chained
 from onnxfuse.kernels.conv import host as conv
 from onnxfuse.kernels.pooling.global_pools import CLUSTER_ARCH, global_plans
 from onnxfuse.kernels.tensors import (
-    ABSENT,
     ITEM_BYTES,
     STORAGE,
     Defines,
     float32,
     int32,
+    operand_pointer,
     required_spec,
     unsupported_choice,
     unsupported_dtype,
     vector_width,
 )
-from onnxfuse.runtime.plan import Argument, Device, FusedNode, Kernel, Launch, Plan, Pointer, TensorSpec
+from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Struct, TensorSpec
 from onnxfuse.runtime.symint import estimate, expect_equal, maximum
 
 CLUSTER: Final = 8  # blocks per cluster, which computes the gates of IMAGES images
@@ -146,12 +146,8 @@ def in_one_launch(node: FusedNode, inputs: Sequence[TensorSpec], problem: Proble
     shared = 4 * (rows * part * width + IMAGES * (part * width + (CLUSTER + 1) * squeezed))
     if shared > device.shared_per_block:
         return None
-    pointers: list[Argument] = [
-        ABSENT if (index := node.input_index(name)) is None else Pointer("input", index)
-        for name in ("x", "w", "bias", "w_2", "bias_2")
-    ]
     arguments = (
-        *pointers, Pointer("output", 0), *float32(*_parameters(node, ""), *_parameters(node, "_2")),
+        operand_pointer(node, "x"), _operands(node, ""), _operands(node, "_2"), Pointer("output", 0),
         *float32(1 / maximum(problem.pixels, 1)), *int32(problem.images, problem.pixels),
     )  # fmt: skip
     kernel = Kernel("squeeze_excite", "squeeze_excite", defines)
@@ -165,10 +161,12 @@ def _power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def _parameters(node: FusedNode, suffix: str) -> tuple[float, float]:
-    """Return alpha and beta of the activation with this suffix ("" or "_2")."""
+def _operands(node: FusedNode, suffix: str) -> Struct:
+    """Return the struct Product of squeeze_excite.cu for the product with this suffix ("" or "_2")."""
     activation = ACTIVATIONS[node.text(f"activation{suffix}", "none")]
-    return node.number(f"alpha{suffix}", activation.alpha), node.number(f"beta{suffix}", activation.beta)
+    alpha, beta = node.number(f"alpha{suffix}", activation.alpha), node.number(f"beta{suffix}", activation.beta)
+    pointers = operand_pointer(node, f"w{suffix}"), operand_pointer(node, f"bias{suffix}")
+    return Struct((*pointers, *float32(alpha, beta)))
 
 
 def _in_three_steps(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:

@@ -37,6 +37,12 @@ struct Memory {
 };
 extern __shared__ uint4 squeeze_memory[];
 
+// The operands of one of the products: squeeze by w, excite by w_2; host.py writes the fields in this order.
+struct Product {
+    const X_T *w, *bias;
+    float alpha, beta;  // of the activation
+};
+
 // Returns the sum over `LANES_OF` neighbouring lanes to each of them.
 template <int LANES_OF>
 __device__ __forceinline__ float sum_of_lanes(float value) {
@@ -95,8 +101,7 @@ __device__ __forceinline__ void add_pixels(Memory& memory, const X_T* x, int fir
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) CLUSTER_DIMS
-squeeze_excite(const X_T* x, const X_T* w, const X_T* bias, const X_T* w_2, const X_T* bias_2, X_T* gate, float alpha,
-               float beta, float alpha_2, float beta_2, float factor, int images, int pixels) {
+squeeze_excite(const X_T* x, Product squeeze, Product excite, X_T* gate, float factor, int images, int pixels) {
     Memory& memory = *reinterpret_cast<Memory*>(squeeze_memory);
     const int rank = int(cluster_rank()), first_image = int(blockIdx.x) / CLUSTER * IMAGES;
     const int first_vector = rank % CHANNEL_PARTS * PART, vectors = min(PART, VECTORS - first_vector);
@@ -104,9 +109,9 @@ squeeze_excite(const X_T* x, const X_T* w, const X_T* bias, const X_T* w_2, cons
     const int first_result = rank * SHARE, end_result = min(first_result + SHARE, CHANNELS);
     cluster_arrive();
     if constexpr (PREFETCHED) {
-        prefetch_rows(reinterpret_cast<const char*>(w + first_channel), SQUEEZED, vectors * WIDTH * int(sizeof(X_T)),
-                      CHANNELS * int(sizeof(X_T)));
-        prefetch_rows(reinterpret_cast<const char*>(w_2 + first_result * SQUEEZED), 1,
+        prefetch_rows(reinterpret_cast<const char*>(squeeze.w + first_channel), SQUEEZED,
+                      vectors * WIDTH * int(sizeof(X_T)), CHANNELS * int(sizeof(X_T)));
+        prefetch_rows(reinterpret_cast<const char*>(excite.w + first_result * SQUEEZED), 1,
                       (end_result - first_result) * SQUEEZED * int(sizeof(X_T)), 0);
     }
     wait_for_predecessor();
@@ -132,7 +137,7 @@ squeeze_excite(const X_T* x, const X_T* w, const X_T* bias, const X_T* w_2, cons
             const int vector = first + lane;
             if (row >= SQUEEZED || vector >= vectors) continue;
             float weights[WIDTH];
-            unpack(load_cached<WIDTH>(w + row * CHANNELS + first_channel + vector * WIDTH), weights);
+            unpack(load_cached<WIDTH>(squeeze.w + row * CHANNELS + first_channel + vector * WIDTH), weights);
 #pragma unroll
             for (int i = 0; i < IMAGES; ++i)
 #pragma unroll
@@ -153,8 +158,8 @@ squeeze_excite(const X_T* x, const X_T* w, const X_T* bias, const X_T* w_2, cons
         float sum = 0.0f, added[1] = {};
 #pragma unroll
         for (int part = 0; part < CLUSTER; ++part) sum += memory.parts[part][i][row];
-        if constexpr (HAS_BIAS) unpack(load_cached<1>(bias + row), added);
-        memory.squeezed[i][row] = activate::ACTIVATION_1(sum * factor + added[0], alpha, beta);
+        if constexpr (HAS_BIAS) unpack(load_cached<1>(squeeze.bias + row), added);
+        memory.squeezed[i][row] = activate::ACTIVATION_1(sum * factor + added[0], squeeze.alpha, squeeze.beta);
     }
     __syncthreads();
 
@@ -168,7 +173,7 @@ squeeze_excite(const X_T* x, const X_T* w, const X_T* bias, const X_T* w_2, cons
             const int vector = first + lane_2;
             if (row >= end_result || vector >= VECTORS_2) continue;
             float weights[WIDTH_2];
-            unpack(load_cached<WIDTH_2>(w_2 + row * SQUEEZED + vector * WIDTH_2), weights);
+            unpack(load_cached<WIDTH_2>(excite.w + row * SQUEEZED + vector * WIDTH_2), weights);
 #pragma unroll
             for (int i = 0; i < IMAGES; ++i)
 #pragma unroll
@@ -179,8 +184,8 @@ squeeze_excite(const X_T* x, const X_T* w, const X_T* bias, const X_T* w_2, cons
             const float sum = sum_of_lanes<LANES_2>(found[i]);
             if (row >= end_result || lane_2 > 0 || first_image + i >= images) continue;
             float added[1] = {};
-            if constexpr (HAS_BIAS_2) unpack(load_cached<1>(bias_2 + row), added);
-            const float result[1] = {activate::ACTIVATION_2(sum + added[0], alpha_2, beta_2)};
+            if constexpr (HAS_BIAS_2) unpack(load_cached<1>(excite.bias + row), added);
+            const float result[1] = {activate::ACTIVATION_2(sum + added[0], excite.alpha, excite.beta)};
             store<false>(gate + u64(first_image + i) * CHANNELS + row, result);
         }
     }
