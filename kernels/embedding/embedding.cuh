@@ -25,14 +25,13 @@ enum Broadcast { PER_ROW, PER_POSITION, PER_BATCH, PER_ALL };
 
 __device__ __align__(16) char zero_row[ROW * 4];  // zeros of any storage type
 
-// The source of the rows of one addend. Ids below 0 count from the end of the table. An id outside of the table,
-// which ONNX leaves undefined, gives zeros.
+// The source of the rows of one addend, as an argument of kernels; host.py writes the fields in this order. Ids below 0
+// count from the end of the table. An id outside of the table, which ONNX leaves undefined, gives zeros.
 template <class T, class Id, bool GATHERED, int BROADCAST, bool PRESENT = true>
 struct RowSource {
     const T* values;
     const Id* ids;
     long long count;  // rows of the table
-    const T* from;    // the values for the current row
 
     // Returns the id that selects the addend of a (batch, seq) row or, if the addend is a tensor, the index of its row.
     __device__ __forceinline__ long long row_index(long long row, long long seq) const {
@@ -42,10 +41,10 @@ struct RowSource {
         return PRESENT && GATHERED ? ids[row] : row;
     }
 
-    __device__ __forceinline__ void point_at(long long index) {
+    __device__ __forceinline__ const T* row(long long index) const {
         if (GATHERED && index < 0) index += count;
         const bool outside = GATHERED && (index < 0 || index >= count);
-        from = outside ? reinterpret_cast<const T*>(zero_row) : values + index * ROW;
+        return outside ? reinterpret_cast<const T*>(zero_row) : values + index * ROW;
     }
 };
 
@@ -96,27 +95,30 @@ struct EmbeddingNorm : Norm<Statistic, false> {
     Third third;
     float factor;
     long long seq;
+    const TABLE_T* token_row;  // the current rows of the three sources
+    const TYPE_2* second_row;
+    const TYPE_3* third_row;
 
     __device__ __forceinline__ void locate(long long row) {
         const long long one = tokens.row_index(row, seq), two = second.row_index(row, seq);
         const long long three = third.row_index(row, seq);
-        tokens.point_at(one);  // the loads of all ids are in flight before the first id is needed
-        second.point_at(two);
-        third.point_at(three);
+        token_row = tokens.row(one);  // the loads of all ids are in flight before the first id is needed
+        second_row = second.row(two);
+        third_row = third.row(three);
     }
 
     __device__ __forceinline__ Raw fetch(long long, int pack) const {
         Raw raw;
-        raw.One::fetch(tokens.from, pack);
-        raw.Two::fetch(second.from, pack);
-        raw.Three::fetch(third.from, pack);
+        raw.One::fetch(token_row, pack);
+        raw.Two::fetch(second_row, pack);
+        raw.Three::fetch(third_row, pack);
         return raw;
     }
 
     __device__ __forceinline__ void copy_async(Raw& raw, long long, int pack) const {
-        raw.One::copy_async(tokens.from, pack);
-        raw.Two::copy_async(second.from, pack);
-        raw.Three::copy_async(third.from, pack);
+        raw.One::copy_async(token_row, pack);
+        raw.Two::copy_async(second_row, pack);
+        raw.Three::copy_async(third_row, pack);
     }
 
     __device__ __forceinline__ void convert(const Raw& raw, long long row, int pack, float (&values)[WIDTH],

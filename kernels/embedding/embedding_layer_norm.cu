@@ -6,10 +6,8 @@
 #include "rows.cuh"
 #include "embedding.cuh"
 
-ROW_KERNEL embedding_layer_norm(const TABLE_T* table, const IDS_T* ids, long long count, const TYPE_2* second,
-                                const IDS_2_T* ids_2, long long count_2, const TYPE_3* third, const IDS_3_T* ids_3,
-                                long long count_3, const SCALE_T* scale, const BIAS_T* bias, Y_T* y, SUM_T* sum,
-                                float epsilon, long long seq, long long rows) {
-    each_row(EmbeddingNorm<Moments>{{nullptr, nullptr, scale, bias, y, sum, epsilon, STREAMED}, {table, ids, count},
-                                    {second, ids_2, count_2}, {third, ids_3, count_3}, 1.0f, seq}, rows);
+ROW_KERNEL embedding_layer_norm(Tokens tokens, Second second, Third third, const SCALE_T* scale, const BIAS_T* bias,
+                                Y_T* y, SUM_T* sum, float epsilon, long long seq, long long rows) {
+    each_row(EmbeddingNorm<Moments>{{nullptr, nullptr, scale, bias, y, sum, epsilon, STREAMED}, tokens, second, third,
+                                    1.0f, seq}, rows);
 }

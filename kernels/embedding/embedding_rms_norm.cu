@@ -7,8 +7,8 @@
 #include "rows.cuh"
 #include "embedding.cuh"
 
-ROW_KERNEL embedding_rms_norm(const TABLE_T* table, const IDS_T* ids, long long count, const SCALE_T* scale, Y_T* y,
-                              SUM_T* sum, float factor, float epsilon, long long rows) {
-    each_row(EmbeddingNorm<Squares>{{nullptr, nullptr, scale, nullptr, y, sum, epsilon, STREAMED}, {table, ids, count}, {}, {},
+ROW_KERNEL embedding_rms_norm(Tokens tokens, const SCALE_T* scale, Y_T* y, SUM_T* sum, float factor, float epsilon,
+                              long long rows) {
+    each_row(EmbeddingNorm<Squares>{{nullptr, nullptr, scale, nullptr, y, sum, epsilon, STREAMED}, tokens, {}, {},
                                     factor, 1}, rows);
 }

@@ -16,6 +16,7 @@ from onnxfuse.kernels.tensors import (
     Defines,
     all_constant,
     check_element_count,
+    int64,
     known_equal,
     operand_pointer,
     operand_spec,
@@ -23,7 +24,7 @@ from onnxfuse.kernels.tensors import (
     unsupported_dtype,
     vector_width,
 )
-from onnxfuse.runtime.plan import Argument, Device, FusedNode, Plan, Pointer, Scalar, TensorSpec
+from onnxfuse.runtime.plan import Argument, Device, FusedNode, Plan, Pointer, Scalar, Struct, TensorSpec
 from onnxfuse.runtime.symint import expect_equal, is_symbolic
 
 IDS: Final = {"int32": "int32_t", "int64": "int64_t"}  # id types in embedding.cuh, by dtype
@@ -60,9 +61,9 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
 def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
     """Return the plans for these shapes, the expected fastest first.  Raises ValueError if shapes do not fit together.
 
-    Arguments of embedding_layer_norm are (values, ids, number of table rows) for the tokens and for two addends, then
-    scale, bias, y, the sum, epsilon, seq and the number of rows. Arguments of embedding_rms_norm are (values, ids,
-    number of table rows) for the tokens, then scale, y, the sum, the factor, epsilon and the number of rows.
+    Arguments of embedding_layer_norm are the struct RowSource for the tokens and for two addends, then scale, bias, y,
+    the sum, epsilon, seq and the number of rows. Arguments of embedding_rms_norm are RowSource for the tokens, then
+    scale, y, the sum, the factor, epsilon and the number of rows.
     """
     ids, (tokens, *addends) = required_spec(node, inputs, "ids"), _sources(node, inputs)
     length, rows = tokens.values.shape[-1], math.prod(ids.shape)
@@ -194,9 +195,9 @@ def _arguments(node: FusedNode, sources: Sequence[RowSource], outputs: int, ids:
     adds = node.fusion == "embedding_layer_norm"
     read: list[Argument] = []
     for source in sources:
-        count = Scalar(source.values.shape[0] if source.ids else 0, "int64")
-        read += [operand_pointer(node, source.name), operand_pointer(node, source.ids), count]
-    read += [ABSENT] * ((9 if adds else 3) - len(read))
+        count = source.values.shape[0] if source.ids else 0
+        read.append(Struct((operand_pointer(node, source.name), operand_pointer(node, source.ids), *int64(count))))
+    read += [Struct((ABSENT, ABSENT, *int64(0)))] * (3 * adds - len(read))
     weights = [operand_pointer(node, name) for name in (("scale", "bias") if adds else ("scale",))]
     written = [Pointer("output", 0), Pointer("output", 1) if outputs > 1 else ABSENT]
     factor = [] if adds else [Scalar(node.number("factor", 1.0), "float32")]
