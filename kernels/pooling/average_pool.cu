@@ -5,6 +5,7 @@
 // window without an element gives 0.
 #include "pooling.cuh"
 
+// The pooling op of means, as an argument of the kernel; tiles.py writes the fields in this order.
 struct Mean {
     PoolSizes sizes;
     int end_d, end_h, end_w;  // only elements before these indices count
@@ -23,8 +24,4 @@ struct Mean {
     }
 };
 
-POOL_KERNEL average_pool(const T* x, T* y, int depth, int height, int width, int y_depth, int y_height, int y_width,
-                         int pad_d, int pad_h, int pad_w, int end_d, int end_h, int end_w) {
-    const PoolSizes sizes{depth, height, width, y_depth, y_height, y_width, pad_d, pad_h, pad_w};
-    pool(Mean{sizes, end_d, end_h, end_w}, x, y, sizes);
-}
+POOL_KERNEL average_pool(const T* x, T* y, Mean mean) { pool(mean, x, y, mean.sizes); }

@@ -19,8 +19,4 @@ struct LargestOfWindow : Largest {
     }
 };
 
-POOL_KERNEL max_pool(const T* x, T* y, int depth, int height, int width, int y_depth, int y_height, int y_width,
-                     int pad_d, int pad_h, int pad_w) {
-    const PoolSizes sizes{depth, height, width, y_depth, y_height, y_width, pad_d, pad_h, pad_w};
-    pool(LargestOfWindow{{}, sizes}, x, y, sizes);
-}
+POOL_KERNEL max_pool(const T* x, T* y, PoolSizes sizes) { pool(LargestOfWindow{{}, sizes}, x, y, sizes); }

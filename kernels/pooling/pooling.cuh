@@ -30,6 +30,7 @@ static_assert(CHANNELS % WIDTH == 0, "a vector would cross pixels");
 
 #define POOL_KERNEL extern "C" __global__ void __launch_bounds__(LANES_C * LANES_W * LANES_H)
 
+// The sizes of x and y, and the padding, as an argument of kernels; tiles.py writes the fields in this order.
 struct PoolSizes {
     int depth, height, width;        // sizes of x
     int y_depth, y_height, y_width;

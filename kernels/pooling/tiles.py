@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,13 +15,14 @@ from onnxfuse.kernels.tensors import (
     STORAGE,
     STREAMED_FROM_BYTES,
     Defines,
+    int32,
     is_released,
     is_streamed,
     operand_pointer,
     required_spec,
     vector_width,
 )
-from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
+from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Struct, TensorSpec
 from onnxfuse.runtime.symint import estimate, is_symbolic
 
 TILES: Final = ((2, 2), (1, 2), (1, 1))  # (rows, columns) of results per thread
@@ -77,8 +79,7 @@ def window_plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) 
         counted = bool(node.integer("count_include_pad", 0))
         defines["COUNT_PADDING"] = int(counted)
         sizes.append([each.size + each.pad_end * counted for each in (planes, rows, columns)])
-    pointers = (operand_pointer(node, "x"), Pointer("output", 0))
-    arguments = (*pointers, *(Scalar(size, "int32") for each in sizes for size in each))
+    arguments = (operand_pointer(node, "x"), Pointer("output", 0), Struct(int32(*itertools.chain(*sizes))))
     plans = []
     for tiling in tilings(images, channels // width, width * ITEM_BYTES[x.dtype], planes, rows, columns, device):
         blocks = tiling.blocks(images, channels // width, planes, rows, columns)
