@@ -24,7 +24,7 @@ from onnxfuse.kernels.tensors import (
     unsupported_dtype,
     vector_width,
 )
-from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, TensorSpec
+from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Struct, TensorSpec
 from onnxfuse.runtime.symint import estimate, is_symbolic, maximum
 
 LIKE: Final = "like"  # an operand that only provides the sizes of y by its shape, if these are computed in the graph
@@ -101,7 +101,9 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
         "STREAMED": is_streamed([x, y], f"{BLOCKS} > {STREAMED_FROM_BYTES // block_bytes}"),
         "RELEASE": macro(lambda: across * rows <= few_blocks, f"{BLOCKS} <= {few_blocks}", across * rows),
     }  # fmt: skip
-    arguments = (operand_pointer(node, "x"), Pointer("output", 0), *int32(*sizes, *y_sizes), *float32(*scaled))
+    axes = zip(sizes, y_sizes, scaled, strict=True)
+    structs = (Struct((*int32(size, y_size), *float32(scale))) for size, y_size, scale in axes)
+    arguments = (operand_pointer(node, "x"), Pointer("output", 0), *structs)
     kernel = Kernel("resize", "resize", defines)
     launch = Launch(kernel, (rows, across, 1), (threads, 1, 1), arguments, pdl=device.has_pdl)
     return [Plan((y,), (launch,))]

@@ -15,22 +15,27 @@
 
 static_assert(CHANNELS % WIDTH == 0, "a vector would cross pixels");
 
+// A spatial axis, as an argument of the kernel: its sizes in x and in y. host.py writes the fields in this order.
+struct Axis {
+    int size, y_size;
+    float scale;
+};
+
 namespace coordinate {
 
-// Each function maps an index in y to a coordinate in x, along an axis of scale `scale` that has `y_size` elements in y
-// and `size` elements in x.
-__device__ __forceinline__ float asymmetric(float index, float scale, int, int) { return __fdiv_rn(index, scale); }
+// Each function maps an index in y to a coordinate in x.
+__device__ __forceinline__ float asymmetric(float index, const Axis& of) { return __fdiv_rn(index, of.scale); }
 
-__device__ __forceinline__ float half_pixel(float index, float scale, int, int) {
-    return __fadd_rn(__fdiv_rn(__fadd_rn(index, 0.5f), scale), -0.5f);
+__device__ __forceinline__ float half_pixel(float index, const Axis& of) {
+    return __fadd_rn(__fdiv_rn(__fadd_rn(index, 0.5f), of.scale), -0.5f);
 }
 
-__device__ __forceinline__ float pytorch_half_pixel(float index, float scale, int y_size, int) {
-    return y_size > 1 ? half_pixel(index, scale, 0, 0) : 0.0f;
+__device__ __forceinline__ float pytorch_half_pixel(float index, const Axis& of) {
+    return of.y_size > 1 ? half_pixel(index, of) : 0.0f;
 }
 
-__device__ __forceinline__ float align_corners(float index, float, int y_size, int size) {
-    return y_size == 1 ? 0.0f : __fdiv_rn(__fmul_rn(index, float(size) - 1.0f), float(y_size) - 1.0f);
+__device__ __forceinline__ float align_corners(float index, const Axis& of) {
+    return of.y_size == 1 ? 0.0f : __fdiv_rn(__fmul_rn(index, float(of.size) - 1.0f), float(of.y_size) - 1.0f);
 }
 
 }  // namespace coordinate
@@ -47,13 +52,13 @@ __device__ __forceinline__ int round_prefer_floor(float place) {
 
 }  // namespace nearest
 
-__device__ __forceinline__ float place_of(int index, float scale, int y_size, int size) {
-    return scale == 1.0f ? float(index) : coordinate::COORDINATE(float(index), scale, y_size, size);
+__device__ __forceinline__ float place_of(int index, const Axis& of) {
+    return of.scale == 1.0f ? float(index) : coordinate::COORDINATE(float(index), of);
 }
 
-__device__ __forceinline__ int nearest_index(int index, float scale, int y_size, int size) {
-    if (scale == 1.0f) return min(index, size - 1);
-    return min(max(nearest::NEAREST(place_of(index, scale, y_size, size)), 0), size - 1);
+__device__ __forceinline__ int nearest_index(int index, const Axis& of) {
+    if (of.scale == 1.0f) return min(index, of.size - 1);
+    return min(max(nearest::NEAREST(place_of(index, of)), 0), of.size - 1);
 }
 
 // The two elements of an axis between which a coordinate lies, and the weight of the second element.
@@ -61,10 +66,10 @@ struct Between {
     int low, high;
     float weight;
 
-    __device__ __forceinline__ Between(int index, float scale, int y_size, int size) {
-        const float place = fmaxf(0.0f, fminf(place_of(index, scale, y_size, size), float(size - 1)));
-        low = min(int(place), size - 1);
-        high = min(low + 1, size - 1);
+    __device__ __forceinline__ Between(int index, const Axis& of) {
+        const float place = fmaxf(0.0f, fminf(place_of(index, of), float(of.size - 1)));
+        low = min(int(place), of.size - 1);
+        high = min(low + 1, of.size - 1);
         weight = low == high ? 0.0f : place - float(low);
     }
 };
@@ -95,32 +100,32 @@ struct Plane {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-resize(const T* x, T* y, int depth, int height, int width, int y_depth, int y_height, int y_width, float scale_d,
-       float scale_h, float scale_w) {
+resize(const T* x, T* y, const __grid_constant__ Axis depth, const __grid_constant__ Axis height,
+       const __grid_constant__ Axis width) {
     wait_for_predecessor();
-    const unsigned y_slice = blockIdx.x / y_height, image = HAS_DEPTH ? y_slice / y_depth : y_slice;
-    const int y_row = blockIdx.x - y_slice * y_height, at = blockIdx.y * THREADS + threadIdx.x;
-    const int y_plane = HAS_DEPTH ? y_slice - image * y_depth : 0;
+    const unsigned y_slice = blockIdx.x / height.y_size, image = HAS_DEPTH ? y_slice / depth.y_size : y_slice;
+    const int y_row = blockIdx.x - y_slice * height.y_size, at = blockIdx.y * THREADS + threadIdx.x;
+    const int y_plane = HAS_DEPTH ? y_slice - image * depth.y_size : 0;
     const int y_column = at / (CHANNELS / WIDTH), channel = at % (CHANNELS / WIDTH) * WIDTH;
-    if (y_column >= y_width) return;
-    const long long plane = (long long)height * width * CHANNELS;
-    x += (HAS_DEPTH ? (long long)image * depth : image) * plane + channel;
-    y += (long long)blockIdx.x * y_width * CHANNELS + (long long)at * WIDTH;
+    if (y_column >= width.y_size) return;
+    const long long plane = (long long)height.size * width.size * CHANNELS;
+    x += (HAS_DEPTH ? (long long)image * depth.size : image) * plane + channel;
+    y += (long long)blockIdx.x * width.y_size * CHANNELS + (long long)at * WIDTH;
     float results[WIDTH];
     if constexpr (!LINEAR) {
-        if constexpr (HAS_DEPTH) x += nearest_index(y_plane, scale_d, y_depth, depth) * plane;
-        const Pack<T, WIDTH> raw = Plane{x, width}.element(nearest_index(y_row, scale_h, y_height, height),
-                                                           nearest_index(y_column, scale_w, y_width, width));
+        if constexpr (HAS_DEPTH) x += nearest_index(y_plane, depth) * plane;
+        const Pack<T, WIDTH> raw =
+            Plane{x, width.size}.element(nearest_index(y_row, height), nearest_index(y_column, width));
         unpack(raw, results);
     } else {
-        const Between rows(y_row, scale_h, y_height, height), columns(y_column, scale_w, y_width, width);
+        const Between rows(y_row, height), columns(y_column, width);
         if constexpr (!HAS_DEPTH) {
-            Plane{x, width}.interpolate(rows, columns, results);
+            Plane{x, width.size}.interpolate(rows, columns, results);
         } else {
-            const Between planes(y_plane, scale_d, y_depth, depth);
+            const Between planes(y_plane, depth);
             float high[WIDTH];
-            Plane{x + planes.low * plane, width}.interpolate(rows, columns, results);
-            Plane{x + planes.high * plane, width}.interpolate(rows, columns, high);
+            Plane{x + planes.low * plane, width.size}.interpolate(rows, columns, results);
+            Plane{x + planes.high * plane, width.size}.interpolate(rows, columns, high);
 #pragma unroll
             for (int i = 0; i < WIDTH; ++i)
                 results[i] = (1.0f - planes.weight) * results[i] + planes.weight * high[i];
