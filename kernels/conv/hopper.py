@@ -161,7 +161,7 @@ def arguments(conv: Conv, config: HopperConfig) -> tuple[Argument, ...]:
     by_maps = config.split_k == 1 and conv.dtype != "float32"
     results = [hopper.result_map(gemm, config, each, conv.m) for each in (conv.y, conv.residual) if each and by_maps]
     sizes = hopper_slices.pixel_sizes(gemm, three(conv.y_sizes), config)
-    return (*operand_maps(conv, config), *results, conv.epilogue_operands(by_maps=by_maps), sizes)
+    return (*operand_maps(conv, config), *results, conv.epilogue_operands, sizes)
 
 
 def operand_maps(conv: Conv, config: HopperConfig) -> tuple[TensorMap, TensorMap]:

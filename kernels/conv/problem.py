@@ -77,13 +77,13 @@ class Conv:
     def arguments(self) -> tuple[Argument, ...]:
         """The first kernel arguments: x, w, EpilogueOperands of epilogue.cuh, and ConvSizes of conv_sizes.cuh."""
         sizes = (*three(self.sizes), *three(self.y_sizes), *three(self.pads_begin, missing=0))
-        return self.x, self.w, self.epilogue_operands(), Struct(int32(self.n, *sizes))
+        return self.x, self.w, self.epilogue_operands, Struct(int32(self.n, *sizes))
 
-    def epilogue_operands(self, *, by_maps: bool = False) -> Struct:
-        """Return EpilogueOperands of epilogue.cuh; `by_maps`: residual and y are tensor maps in place of addresses."""
-        residual, y = (None, None) if by_maps else (self.residual, self.y)
+    @property
+    def epilogue_operands(self) -> Struct:
+        """EpilogueOperands of epilogue.cuh."""
         vectors = (self.bias, self.extra, self.column_scale)
-        return epilogue_operands(vectors, residual, y, (self.alpha, self.beta))
+        return epilogue_operands(vectors, self.residual, self.y, (self.alpha, self.beta))
 
     @property
     def pixels(self) -> int:

@@ -154,7 +154,7 @@ def arguments(conv: Conv, config: HopperConfig) -> tuple[Argument, ...]:
     results = [result_map(conv, each) for each in (conv.y, conv.residual) if each]
     sizes = Struct(int32(gemm.m, gemm.n, *counts(conv), box(conv), hopper.group_m(gemm, config)))
     maps = (pixel_map(conv, config), weight_map(conv), *results)
-    return (*maps, conv.epilogue_operands(by_maps=True), sizes)
+    return (*maps, conv.epilogue_operands, sizes)
 
 
 def pixel_map(conv: Conv, config: HopperConfig) -> TensorMap:
