@@ -7,6 +7,7 @@ without the operators runs first, and then the plan of a region, a generated ker
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +35,7 @@ REGION: Final = "region"  # the `fusion` of nodes that consist only of a program
 RESULT: Final = "x0"  # the program's name for the product's result; x1, x2, ... are the node's last operands
 MAX_TWO_STEPS: Final = 2  # maximum number of plans that compute the program in a separate launch
 WITH_POINTERS: Final = (Launch, Matmul, Convolution, Matrix, Struct, TensorMap)  # dataclasses that hold pointers
+Supports: TypeAlias = Callable[[FusedNode, Sequence[str], Device], str | None]
 Planner: TypeAlias = Callable[[FusedNode, Sequence[TensorSpec], Device], list[Plan]]
 
 
@@ -88,19 +90,24 @@ def joined(node: FusedNode) -> Joined:
     return Joined(product, behind, outputs)
 
 
-def unsupported(
-    node: FusedNode,
-    dtypes: Sequence[str],
-    device: Device,
-    supports: Callable[[FusedNode, Sequence[str], Device], str | None],
-) -> str | None:
-    """Return why no kernel can run a node, None if one can; `supports` returns the same for the product alone."""
-    try:
-        both = joined(node)
-    except ValueError as error:
-        return str(error)
-    refused = supports(both.product, dtypes[: both.own], device)
-    return refused or region.supports(both.behind, [both.product.output_dtypes[0], *dtypes[both.own :]], device)
+def also_joined(supports: Supports) -> Supports:
+    """Make a host's function `supports` answer for nodes with joined operators too.
+
+    It returns why no kernel can run a node, given the dtypes of the inputs and the device; None if one can.
+    """
+
+    @functools.wraps(supports)
+    def answer(node: FusedNode, dtypes: Sequence[str], device: Device) -> str | None:
+        if not is_joined(node):
+            return supports(node, dtypes, device)
+        try:
+            both = joined(node)
+        except ValueError as error:
+            return str(error)
+        refused = supports(both.product, dtypes[: both.own], device)
+        return refused or region.supports(both.behind, [both.product.output_dtypes[0], *dtypes[both.own :]], device)
+
+    return answer
 
 
 def in_two_steps(both: Joined, inputs: Sequence[TensorSpec], device: Device, plans: Planner) -> list[Plan]:

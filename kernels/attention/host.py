@@ -17,7 +17,7 @@ from onnxfuse.kernels.attention.operands import attention_of, unsupported
 from onnxfuse.kernels.attention.problem import Attention
 from onnxfuse.kernels.attention.with_cache import unsupported_cache, with_cache_candidates
 from onnxfuse.kernels.attention.with_rotary_embedding import rotary_candidates, unsupported_rotary
-from onnxfuse.kernels.epilogue_node import Joined, is_joined
+from onnxfuse.kernels.epilogue_node import Joined, also_joined, is_joined
 from onnxfuse.kernels.epilogue_program import EpilogueProgram, epilogue_program
 from onnxfuse.kernels.tensors import STORAGE
 from onnxfuse.runtime.plan import Device, FusedNode, Launch, Plan, TensorSpec
@@ -27,10 +27,9 @@ from onnxfuse.runtime.symint import for_later_plans
 NUMBERS: Final = {"group_query_attention": ("total_sequence_length",)}
 
 
+@also_joined
 def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
     """Return why no kernel runs this node on this device; None if one does."""
-    if is_joined(node):
-        return epilogue_node.unsupported(node, input_dtypes, device, supports)
     if node.fusion == "attention_with_cache":
         return unsupported_cache(node, input_dtypes)
     if node.fusion == "group_query_attention":

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from onnxfuse.kernels import epilogue_node
 from onnxfuse.kernels.conv import (
     cudnn,
     depthwise,
@@ -22,7 +21,7 @@ from onnxfuse.kernels.conv import (
 from onnxfuse.kernels.conv.operands import conv_of, unsupported
 from onnxfuse.kernels.conv.plans import plans, with_library
 from onnxfuse.kernels.conv.problem import Conv, of_fewer_axes
-from onnxfuse.kernels.epilogue_node import is_joined
+from onnxfuse.kernels.epilogue_node import also_joined, is_joined
 from onnxfuse.kernels.epilogue_program import joined_plans
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import Device, FusedNode, Launch, Matmul, Plan, TensorSpec
@@ -89,11 +88,7 @@ KINDS: Final[tuple[Callable[[Conv, Device], list[Implementation]], ...]] = (
 WITH_PROGRAMS: Final = (_pointwise, hopper.implementations, mma.implementations)
 
 
-def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
-    """Return why no kernel runs this node on this device; None if one does."""
-    if is_joined(node):
-        return epilogue_node.unsupported(node, input_dtypes, device, supports)
-    return unsupported(node, input_dtypes, device)
+supports = also_joined(unsupported)
 
 
 def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onnxfuse.kernels import epilogue_node
 from onnxfuse.kernels.conv import cudnn
 from onnxfuse.kernels.conv.plans import plans, with_library
 from onnxfuse.kernels.conv.problem import Conv
 from onnxfuse.kernels.conv_transpose import depthwise, hopper, mma
 from onnxfuse.kernels.conv_transpose.operands import conv_transpose_of, unsupported
-from onnxfuse.kernels.epilogue_node import is_joined
+from onnxfuse.kernels.epilogue_node import also_joined, is_joined
 from onnxfuse.kernels.epilogue_program import joined_plans
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
 from onnxfuse.runtime.symint import is_symbolic
 
-
-def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
-    """Return why no kernel runs this node on this device; None if one does."""
-    if is_joined(node):
-        return epilogue_node.unsupported(node, input_dtypes, device, supports)
-    return unsupported(node, input_dtypes, device)
+supports = also_joined(unsupported)
 
 
 def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:

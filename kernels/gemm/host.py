@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from onnxfuse.kernels import epilogue_node
-from onnxfuse.kernels.epilogue_node import is_joined
+from onnxfuse.kernels.epilogue_node import also_joined, is_joined
 from onnxfuse.kernels.epilogue_program import joined_plans
 from onnxfuse.kernels.gemm import hopper, small
 from onnxfuse.kernels.gemm.implementations import MAX_IMPLEMENTATIONS, implementations, implementations_if_any
@@ -22,10 +21,9 @@ MAX_GROUPED: Final = 4  # maximum implementations that compute all products in o
 SUFFIXES: Final = ("", "_2", "_3")  # suffixes of the operands and attributes of the first, second and third product
 
 
+@also_joined
 def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
     """Return why no kernel runs this node on this device; None if one does."""
-    if is_joined(node):
-        return epilogue_node.unsupported(node, input_dtypes, device, supports)
     return next((why for product in product_nodes(node) if (why := unsupported(product, input_dtypes, device))), None)
 
 

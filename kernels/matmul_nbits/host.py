@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from onnxfuse.kernels import epilogue_node
 from onnxfuse.kernels.epilogue import epilogue_defines
-from onnxfuse.kernels.epilogue_node import is_joined, moved
+from onnxfuse.kernels.epilogue_node import also_joined, is_joined, moved
 from onnxfuse.kernels.epilogue_program import joined_plans, with_program
 from onnxfuse.kernels.gemm.implementations import implementations_if_any as gemm_implementations
 from onnxfuse.kernels.gemm.problem import Gemm
@@ -69,11 +68,7 @@ def _whole(count: int) -> int:
     return -(-count // 128) * 128
 
 
-def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
-    """Return why no kernel runs this node on this device; None if one does."""
-    if is_joined(node):
-        return epilogue_node.unsupported(node, input_dtypes, device, supports)
-    return unsupported(node, input_dtypes, device)
+supports = also_joined(unsupported)
 
 
 def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from onnxfuse.kernels import epilogue_node
-from onnxfuse.kernels.epilogue_node import Joined, is_joined
+from onnxfuse.kernels.epilogue_node import Joined, also_joined, is_joined
 from onnxfuse.kernels.norms.group_norm import group_norm_plan
 from onnxfuse.kernels.norms.group_norm_nhwc import group_norm_nhwc_plans
 from onnxfuse.kernels.norms.norm import norm_candidates
@@ -19,10 +19,9 @@ GROUP_NORM_ACTIVATIONS: Final = ("none", "silu")
 GROUP_NORM_LAYOUTS: Final = ("nchw", "nhwc")
 
 
+@also_joined
 def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
     """Return why no kernel runs this node on this device; None if one does."""
-    if is_joined(node):
-        return epilogue_node.unsupported(node, input_dtypes, device, supports)
     refusal = unsupported_dtype(node, input_dtypes)
     if refusal is None and node.fusion == "group_norm":
         refusal = unsupported_choice(node, "activation", GROUP_NORM_ACTIVATIONS, "none") or unsupported_choice(

@@ -9,12 +9,11 @@ from typing import Any, Final
 
 from onnxfuse.algebra.filter_edges import row_count
 from onnxfuse.ir.dtypes import DTYPE_NUMBERS
-from onnxfuse.kernels import epilogue_node
 from onnxfuse.kernels.conv import host as conv_host
 from onnxfuse.kernels.conv.matrix import as_gemm
 from onnxfuse.kernels.conv.operands import AUTO_PADS, BF16_ARCH, conv_of
 from onnxfuse.kernels.conv.problem import Conv, of_fewer_axes
-from onnxfuse.kernels.epilogue_node import REGION, is_joined, moved
+from onnxfuse.kernels.epilogue_node import REGION, also_joined, is_joined, moved
 from onnxfuse.kernels.epilogue_program import joined_plans
 from onnxfuse.kernels.gemm.implementations import implementations_if_any
 from onnxfuse.kernels.gemm.operands import gemm_of
@@ -46,10 +45,9 @@ class Numbers:
     bytes: int
 
 
+@also_joined
 def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
     """Return why no kernel runs this node on this device; None if one does."""
-    if is_joined(node):
-        return epilogue_node.unsupported(node, input_dtypes, device, supports)
     given, dtype = dict(zip(node.operands, input_dtypes, strict=True)), node.output_dtypes[0]
     if dtype not in STORAGE:
         return f"{node.fusion}: the output is {dtype}; the kernel takes {', '.join(STORAGE)}"
