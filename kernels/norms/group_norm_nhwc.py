@@ -57,6 +57,18 @@ ROOM_OF_CLUSTERS: Final = 0.75  # share of multiprocessors that larger clusters 
 
 
 @dataclass(frozen=True)
+class Images:
+    """The sizes of channels-last images, and of the groups and the vectors of their channels."""
+
+    images: int
+    pixels: int
+    channels: int
+    group: int  # channels per group
+    width: int  # elements per vector access
+    item_bytes: int
+
+
+@dataclass(frozen=True)
 class GroupTiling:
     """How blocks divide an image among them.
 
@@ -88,18 +100,17 @@ class GroupTiling:
         slots = math.ceil(math.ceil(pixels / self.cluster) / self.lanes_p)
         return slots * self.threads * max(4, self.width * item_bytes)
 
+    def block_bytes(self, x: Images) -> int:
+        """Return the bytes of shared memory of a block that keeps its share of an image's pixels."""
+        return self.memory_bytes(x.group) + self.pixel_bytes(x.pixels, x.item_bytes)
+
 
 @dataclass(frozen=True)
 class GroupNorm:
     """The description of a non-empty channels-last group_norm that the hosts of all its kernels share."""
 
-    images: int
-    pixels: int
-    channels: int
-    group: int  # channels per group
-    width: int  # elements per vector access
+    x: Images
     y: TensorSpec
-    item_bytes: int  # bytes per element of x
     defines: Defines
     operands: tuple[Argument, ...]
     epsilon: Scalar
@@ -149,39 +160,39 @@ def group_norm_nhwc_plans(
         "WEIGHTS_CONSTANT": all_constant([scale, bias]), "ACTIVATION": node.text("activation", "none"),
         "PRECISE": int(y.dtype == "float32"),
     }  # fmt: skip
+    sizes = Images(images, pixels, channels, channels // groups, width, ITEM_BYTES[x.dtype])
     norm = GroupNorm(
-        images, pixels, channels, channels // groups, width, y, ITEM_BYTES[x.dtype], defines,
-        tuple(operand_pointer(node, name) for name in ("x", "scale", "bias")),
+        sizes, y, defines, tuple(operand_pointer(node, name) for name in ("x", "scale", "bias")),
         Scalar(node.number("epsilon", 1e-5), "float32"), outputs, program,
     )  # fmt: skip
     find = tilings_of_any_size if is_symbolic(images, pixels) else one_launch_tilings
-    tilings = find(images, pixels, channels, norm.group, width, norm.item_bytes, device)
+    tilings = find(sizes, device)
     plans = [_one_launch_plan(norm, tiling, device) for tiling in tilings]
-    halved = two_launch_tiling(channels, norm.group, width, norm.item_bytes)
+    halved = two_launch_tiling(sizes)
     chunks = _chunks(norm, halved, device) if halved is not None else 0
     if halved is not None and (not plans or is_symbolic(chunks) or chunks > 1):
-        moved = estimate(images) * estimate(pixels) * (channels * (norm.item_bytes + ITEM_BYTES[y.dtype]))
+        moved = estimate(images) * estimate(pixels) * (channels * (norm.x.item_bytes + ITEM_BYTES[y.dtype]))
         first = not plans or bool(
             TWO_LAUNCHES_US + moved / TWO_LAUNCHES_BYTES_PER_US
-            < _time(tilings[0], estimate(images), estimate(pixels), channels, norm.item_bytes, device)
+            < _time(tilings[0], replace(sizes, images=estimate(images), pixels=estimate(pixels)), device)
         )
         plans.insert(0 if first else len(plans), _two_launch_plan(norm, halved, chunks, device))
     if not plans:
-        raise ValueError(f"group_norm: a group has {norm.group} channels, which are too many for a block")
+        raise ValueError(f"group_norm: a group has {norm.x.group} channels, which are too many for a block")
     return plans
 
 
 def _one_launch_plan(norm: GroupNorm, tiling: GroupTiling, device: Device) -> Plan:
-    memory = tiling.memory_bytes(norm.group)
+    memory = tiling.memory_bytes(norm.x.group)
     kernel = Kernel("group_norm_nhwc", "group_norm_nhwc", {
         **norm.defines, **_constants(tiling), "CLUSTER": tiling.cluster, "MEMORY_BYTES": memory,
         "STREAMED": _streamed(norm, "SUBSETS * CLUSTER"),
     })  # fmt: skip
-    grid = (norm.images * (norm.channels // tiling.subset) * tiling.cluster, 1, 1)
-    arguments = (*norm.operands, norm.target, norm.epsilon, Scalar(norm.pixels, "int32"))
-    kept = tiling.pixel_bytes(norm.pixels, norm.item_bytes)
+    grid = (norm.x.images * (norm.x.channels // tiling.subset) * tiling.cluster, 1, 1)
+    arguments = (*norm.operands, norm.target, norm.epsilon, Scalar(norm.x.pixels, "int32"))
+    kept = tiling.pixel_bytes(norm.x.pixels, norm.x.item_bytes)
     if is_symbolic(kept):
-        kept = _room(tiling, kept, norm.item_bytes, device.shared_per_block - memory)
+        kept = _room(tiling, kept, norm.x.item_bytes, device.shared_per_block - memory)
     pdl = device.has_pdl
     launch = Launch(kernel, grid, (tiling.threads, 1, 1), arguments, memory + kept, tiling.cluster, pdl)
     return Plan(norm.outputs, (norm.with_program(launch),))
@@ -205,18 +216,18 @@ def _room(tiling: GroupTiling, kept: int, item_bytes: int, most: int) -> int:
 
 def _streamed(norm: GroupNorm, blocks_of_image: str) -> int | str:
     """Return the macro STREAMED; for symbolic sizes, an expression over the kernel's pixels and blocks."""
-    pixel_bytes = norm.channels * (norm.item_bytes + ITEM_BYTES[norm.y.dtype])
-    moved = norm.images * norm.pixels * pixel_bytes
+    pixel_bytes = norm.x.channels * (norm.x.item_bytes + ITEM_BYTES[norm.y.dtype])
+    moved = norm.x.images * norm.x.pixels * pixel_bytes
     expression = f"u64(gridDim.x / ({blocks_of_image})) * pixels > {STREAMED_FROM_BYTES // pixel_bytes}"
     return macro(lambda: moved > STREAMED_FROM_BYTES, expression, moved)
 
 
 def _chunks(norm: GroupNorm, tiling: GroupTiling, device: Device) -> int:
     """Return the number of chunks per image; in the first of two launches, each chunk has its own blocks."""
-    wanted = math.ceil(2 * device.multiprocessors / (norm.images * (norm.channels // tiling.subset)))
-    each = maximum(CHUNK_PIXELS, math.ceil(norm.pixels / (tiling.lanes_p * minimum(MAX_CHUNKS, wanted))))
+    wanted = math.ceil(2 * device.multiprocessors / (norm.x.images * (norm.x.channels // tiling.subset)))
+    each = maximum(CHUNK_PIXELS, math.ceil(norm.x.pixels / (tiling.lanes_p * minimum(MAX_CHUNKS, wanted))))
     chunks: int = math.ceil(
-        norm.pixels / (tiling.lanes_p * each)
+        norm.x.pixels / (tiling.lanes_p * each)
     )  # a chunk has at least the pixels that the rows of threads take at a time
     return chunks
 
@@ -224,43 +235,38 @@ def _chunks(norm: GroupNorm, tiling: GroupTiling, device: Device) -> int:
 def _two_launch_plan(norm: GroupNorm, tiling: GroupTiling, chunks: int, device: Device) -> Plan:
     streamed = _streamed(norm, "SUBSETS * chunks")
     constants: Defines = {**norm.defines, **_constants(tiling), "CLUSTER": 1, "STREAMED": streamed}
-    partials, sizes = Pointer("scratch", 0), (Scalar(norm.pixels, "int32"), Scalar(chunks, "int32"))
-    grid = (norm.images * (norm.channels // tiling.subset) * chunks, 1, 1)
+    partials, sizes = Pointer("scratch", 0), (Scalar(norm.x.pixels, "int32"), Scalar(chunks, "int32"))
+    grid = (norm.x.images * (norm.x.channels // tiling.subset) * chunks, 1, 1)
     block, pdl = (tiling.threads, 1, 1), device.has_pdl
     passed = {
         "group_norm_nhwc_statistics": (norm.operands[0], partials, *sizes),
         "group_norm_nhwc_apply": (*norm.operands, partials, norm.target, norm.epsilon, *sizes),
     }
     first, last = (Launch(Kernel(k, k, constants), grid, block, each, pdl=pdl) for k, each in passed.items())
-    return Plan(
-        norm.outputs, (first, norm.with_program(last)), (norm.images * (norm.channels // norm.group) * chunks * 8,)
-    )
+    groups = norm.x.images * (norm.x.channels // norm.x.group)
+    return Plan(norm.outputs, (first, norm.with_program(last)), (groups * chunks * 8,))
 
 
-def one_launch_tilings(
-    images: int, pixels: int, channels: int, group: int, width: int, item_bytes: int, device: Device
-) -> list[GroupTiling]:
+def one_launch_tilings(x: Images, device: Device) -> list[GroupTiling]:
     """Return the tilings whose blocks keep their part of an image in shared memory, fastest expected first."""
     found: dict[GroupTiling, float] = {}
-    for subset in _subsets(channels, group, width):
-        vectors = subset // width
+    for subset in _subsets(x):
+        vectors = subset // x.width
         if vectors > MAX_THREADS:
             continue
         for cluster in CLUSTERS if device.arch >= CLUSTER_ARCH else (1,):
-            rows = math.ceil(pixels / cluster)
-            tiling = GroupTiling(subset, width, min(rows, max(1, THREADS // vectors)), cluster)
-            part = tiling.pixel_bytes(pixels, item_bytes)
-            if (cluster > 1 and rows < 2) or tiling.memory_bytes(group) + part > device.shared_per_block:
-                continue
-            found[tiling] = _time(tiling, images, pixels, channels, item_bytes, device)
+            rows = math.ceil(x.pixels / cluster)
+            tiling = GroupTiling(subset, x.width, min(rows, max(1, THREADS // vectors)), cluster)
+            if (cluster == 1 or rows > 1) and tiling.block_bytes(x) <= device.shared_per_block:
+                found[tiling] = _time(tiling, x, device)
     return sorted(found, key=found.__getitem__)[:MAX_CANDIDATES]
 
 
-def _time(tiling: GroupTiling, images: int, pixels: int, channels: int, item_bytes: int, device: Device) -> float:
+def _time(tiling: GroupTiling, x: Images, device: Device) -> float:
     """Return the expected time of one launch, in microseconds."""
-    rows, bytes_of_pixel = math.ceil(pixels / tiling.cluster), tiling.subset * item_bytes
+    rows, bytes_of_pixel = math.ceil(x.pixels / tiling.cluster), tiling.subset * x.item_bytes
     sectors = bytes_of_pixel + (0 if bytes_of_pixel % SECTOR_BYTES == 0 else SECTOR_BYTES // 2)
-    blocks = images * (channels // tiling.subset) * tiling.cluster
+    blocks = x.images * (x.channels // tiling.subset) * tiling.cluster
     share = 1 if tiling.cluster <= FULL_CLUSTER else ROOM_OF_CLUSTERS
     room = int(device.multiprocessors * share) * max(1, THREADS // tiling.threads)
     busy: float = maximum(
@@ -271,38 +277,30 @@ def _time(tiling: GroupTiling, images: int, pixels: int, channels: int, item_byt
     return busy + BARRIER_US * tiling.cluster
 
 
-def tilings_of_any_size(
-    images: int, pixels: int, channels: int, group: int, width: int, item_bytes: int, device: Device
-) -> list[GroupTiling]:
+def tilings_of_any_size(x: Images, device: Device) -> list[GroupTiling]:
     """Return a list of one tiling, the expected fastest of a few for symbolic sizes; an empty list if none fits."""
-    sizes = (None if is_symbolic(images) else images, None if is_symbolic(pixels) else pixels)
-    fitting = [
-        tiling
-        for tiling in _usual_tilings(*sizes, channels, group, width, item_bytes, device)
-        if estimate(tiling.memory_bytes(group) + tiling.pixel_bytes(pixels, item_bytes)) <= device.shared_per_block
-    ]
-    return best_first(fitting, lambda tiling: _time(tiling, images, pixels, channels, item_bytes, device))[:1]
+    images, pixels = (0 if is_symbolic(size) else size for size in (x.images, x.pixels))
+    usual = _usual_tilings(replace(x, images=images, pixels=pixels), device)
+    fitting = [tiling for tiling in usual if estimate(tiling.block_bytes(x)) <= device.shared_per_block]
+    return best_first(fitting, lambda tiling: _time(tiling, x, device))[:1]
 
 
 @functools.lru_cache(maxsize=1024)
-def _usual_tilings(
-    images: int | None, pixels: int | None, channels: int, group: int, width: int, item_bytes: int, device: Device
-) -> tuple[GroupTiling, ...]:
-    """Return the tilings that are most often the best at the usual sizes; a size of None is unknown.
+def _usual_tilings(x: Images, device: Device) -> tuple[GroupTiling, ...]:
+    """Return the tilings that are most often the best at the usual sizes; a size of 0 is unknown.
 
     If the number of pixels is unknown, blocks have as many rows of threads as for large images.
     """
     counts = Counter[GroupTiling]()
-    for each_images, each_pixels in itertools.product(
-        USUAL_IMAGES if images is None else (images,), USUAL_PIXELS if pixels is None else (pixels,)
-    ):
-        for tiling in one_launch_tilings(each_images, each_pixels, channels, group, width, item_bytes, device)[:1]:
-            lanes = max(1, THREADS // (tiling.subset // width)) if pixels is None else tiling.lanes_p
+    usual = (x.images,) if x.images else USUAL_IMAGES, (x.pixels,) if x.pixels else USUAL_PIXELS
+    for images, pixels in itertools.product(*usual):
+        for tiling in one_launch_tilings(replace(x, images=images, pixels=pixels), device)[:1]:
+            lanes = tiling.lanes_p if x.pixels else max(1, THREADS // (tiling.subset // x.width))
             counts[replace(tiling, lanes_p=lanes)] += 1
     return tuple(tiling for tiling, _ in counts.most_common(MAX_USUAL_TILINGS))
 
 
-def two_launch_tiling(channels: int, group: int, width: int, item_bytes: int) -> GroupTiling | None:
+def two_launch_tiling(x: Images) -> GroupTiling | None:
     """Return the tiling of the two launches; None if a group has more channels than a block has threads for.
 
     A block has as many channels as its threads allow, but at most MAX_MERGED groups of them, because it must read and
@@ -311,22 +309,22 @@ def two_launch_tiling(channels: int, group: int, width: int, item_bytes: int) ->
     """
     fitting = [
         tiling
-        for subset in _subsets(channels, group, width)
-        for tiling in [GroupTiling(subset, width, max(1, THREADS // (subset // width)))]
-        if subset // width <= MAX_THREADS and tiling.group_floats(group) * 4 <= STATIC_BYTES
+        for subset in _subsets(x)
+        for tiling in [GroupTiling(subset, x.width, max(1, THREADS // (subset // x.width)))]
+        if subset // x.width <= MAX_THREADS and tiling.group_floats(x.group) * 4 <= STATIC_BYTES
     ]
-    few = [tiling for tiling in fitting if tiling.subset // group <= MAX_MERGED]
-    lines = [tiling for tiling in fitting if tiling.subset * item_bytes >= LINE_BYTES]
-    if few and few[-1].subset * item_bytes >= LINE_BYTES:
+    few = [tiling for tiling in fitting if tiling.subset // x.group <= MAX_MERGED]
+    lines = [tiling for tiling in fitting if tiling.subset * x.item_bytes >= LINE_BYTES]
+    if few and few[-1].subset * x.item_bytes >= LINE_BYTES:
         return few[-1]
     return lines[0] if lines else fitting[-1] if fitting else None
 
 
-def _subsets(channels: int, group: int, width: int) -> Iterator[int]:
-    """Yield, in ascending order, the divisors of `channels` that are multiples of `group` and of `width`."""
-    least = math.lcm(group, width)
-    for count in range(1, channels // least + 1):
-        if (channels // least) % count == 0 and channels % least == 0:
+def _subsets(x: Images) -> Iterator[int]:
+    """Yield, in ascending order, the divisors of the channels that are multiples of a group and of a vector."""
+    least = math.lcm(x.group, x.width)
+    for count in range(1, x.channels // least + 1):
+        if (x.channels // least) % count == 0 and x.channels % least == 0:
             yield least * count
 
 
