@@ -41,7 +41,7 @@ from onnxfuse.analysis.two_numbers import TwoNumbers, chosen, compared, triangle
 from onnxfuse.errors import ModelError
 from onnxfuse.ir.attributes import int_attribute, perm_of, tensor_attribute
 from onnxfuse.ir.graph import Graph, constant_value
-from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of, producer
+from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of, producer, tensor_before
 
 MAX_INDEX_ELEMENTS = 2**16  # larger integer constants are not read
 MAX_STEP = 64  # the largest step of a constant that counts up
@@ -120,9 +120,8 @@ class IndexAnalysis:
 
     def fill_value(self, tensor: Tensor) -> bool | int | float | None:
         """Return the one number that fills a tensor of any dtype; None if no such number is known."""
-        while (node := producer(tensor)) is not None and op_of(node) in VIEWS:
-            tensor = node.inputs[0]
-        stored = tensor
+        stored = tensor_before(tensor, VIEWS)
+        node = producer(stored)
         if node is not None and op_of(node) == "ConstantOfShape":
             value = tensor_attribute(node, "value")
             if value is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
@@ -71,6 +71,13 @@ def op_of(node: Node) -> str:
 def producer(tensor: Tensor) -> Node | None:
     """Return the node that computes the tensor; None for graph inputs and initializers."""
     return tensor.inputs[0] if tensor.inputs else None
+
+
+def tensor_before(tensor: Tensor, ops: Collection[str]) -> Tensor:
+    """Return the tensor before all nodes with these operators that compute `tensor`, each from its first input."""
+    while (node := producer(tensor)) is not None and op_of(node) in ops:
+        tensor = node.inputs[0]
+    return tensor
 
 
 def consumers(tensor: Tensor) -> list[Node]:

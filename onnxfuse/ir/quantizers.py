@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from onnxfuse.ir.node import Node, Tensor, consumers, producer
+from onnxfuse.ir.node import Node, Tensor, consumers, producer, tensor_before
 
 QUANTIZERS: Final = frozenset({"QuantizeLinear", "DequantizeLinear"})
 PASSING: Final = frozenset({"Identity", "Dropout"})  # onnxruntime removes them
@@ -32,9 +32,7 @@ def joined_quantizers(old: Tensor, new: Tensor) -> Iterator[tuple[Node, Node]]:
 
 def _dequantizer(tensor: Tensor) -> Node | None:
     """Return the DequantizeLinear that computes a tensor."""
-    node = producer(tensor)
-    while node is not None and node.op in PASSING:
-        node = producer(node.inputs[0])
+    node = producer(tensor_before(tensor, PASSING))
     return node if node is not None and node.op == "DequantizeLinear" else None
 
 

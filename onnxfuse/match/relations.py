@@ -13,7 +13,7 @@ from onnxfuse.analysis.index_formulas import AtMostZero
 from onnxfuse.analysis.magnitudes import holds_zero_or_one, is_bounded, is_ordinary
 from onnxfuse.dsl.guards import Relation
 from onnxfuse.ir.graph import constant_value
-from onnxfuse.ir.node import Tensor, is_constant, op_of, producer
+from onnxfuse.ir.node import Tensor, is_constant, op_of, producer, tensor_before
 from onnxfuse.match.context import MatchContext
 
 
@@ -56,8 +56,7 @@ def are_slices_of_one(*values: Tensor, of: Tensor | None = None) -> bool:
 
 def _sliced(value: Tensor) -> Tensor | None:
     """Return the tensor that a value, or the source of its views, is a slice of; None if neither is a slice."""
-    while (node := producer(value)) is not None and op_of(node) in REARRANGING:
-        value = node.inputs[0]
+    node = producer(tensor_before(value, REARRANGING))
     return None if node is None or op_of(node) not in SLICING else node.inputs[0]
 
 

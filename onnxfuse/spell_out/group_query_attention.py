@@ -18,7 +18,7 @@ from onnxfuse.analysis.shape_info import CannotInfer
 from onnxfuse.dsl.terms import Term
 from onnxfuse.dsl.words import op
 from onnxfuse.ir.attributes import tensor_attribute
-from onnxfuse.ir.node import Node, Tensor, op_of, producer
+from onnxfuse.ir.node import Node, Tensor, op_of, producer, tensor_before
 from onnxfuse.patterns._attention import axis_size
 from onnxfuse.spell_out.attention import Heads, after_past, attended, name_keys
 from onnxfuse.spell_out.call import Call, NoSpelling, Rule, known, stay_if
@@ -127,18 +127,8 @@ def _sum_of_axis(call: Call, node: Node, number: Size) -> Size | None:
 
 def _counted_mask(tensor: Tensor) -> Tensor | None:
     """Return the mask whose rows are summed to compute the lengths, as exporters write it; None if there is none."""
-    while (node := producer(tensor)) is not None and op_of(node) in UNIFORM | {"Add", "ReduceSum", "Sub"}:
-        if op_of(node) == "ReduceSum":
-            return _before_casts(node.inputs[0])
-        tensor = node.inputs[0]
-    return None
-
-
-def _before_casts(tensor: Tensor) -> Tensor:
-    """Return the tensor before any Casts."""
-    while (node := producer(tensor)) is not None and op_of(node) == "Cast":
-        tensor = node.inputs[0]
-    return tensor
+    node = producer(tensor_before(tensor, UNIFORM | {"Add", "Sub"}))
+    return tensor_before(node.inputs[0], {"Cast"}) if node is not None and op_of(node) == "ReduceSum" else None
 
 
 def _new_heads(call: Call, size: int) -> tuple[Term, Term, Term]:

@@ -8,7 +8,7 @@ from onnxfuse.algebra.operators import MATRIX_PRODUCTS, VIEWS
 from onnxfuse.analysis.rules import RuleTable
 from onnxfuse.dsl.terms import Term, as_term
 from onnxfuse.dsl.words import cast_like, full, op, rearrange
-from onnxfuse.ir.node import Tensor, op_of, producer
+from onnxfuse.ir.node import Tensor, op_of, producer, tensor_before
 from onnxfuse.patterns._activations import silu
 from onnxfuse.patterns._norms import layer_normalized, rms_normalized
 from onnxfuse.spell_out.call import Call, NoSpelling, Rule, stay_if
@@ -43,9 +43,7 @@ def _sum(call: Call, bias: int) -> Term:
 
 def _is_product(tensor: Tensor) -> bool:
     """Return whether the tensor is the result of a matrix product, perhaps after views."""
-    node = producer(tensor)
-    while node is not None and op_of(node) in VIEWS:
-        node = producer(node.inputs[0])
+    node = producer(tensor_before(tensor, VIEWS))
     return node is not None and op_of(node) in MATRIX_PRODUCTS
 
 
