@@ -30,7 +30,7 @@ from onnxfuse.ir.attributes import ints_attribute
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, consumers, op_of, producer
 from onnxfuse.passes.compose_views import View, farthest_view, write_scalings, write_views, written_from
-from onnxfuse.passes.emit import emit, integers, joined_sizes, sizes_along, write
+from onnxfuse.passes.emit import integers, joined_sizes, sizes_along, write
 from onnxfuse.passes.graph_pass import graph_pass
 from onnxfuse.passes.sizes_of_operands import origin_of_size
 
@@ -166,9 +166,7 @@ class MergedAxes:
                     return None
                 source, axis = origin_of_size(self.shapes, values, self.axis + i)
                 target[at + i] = sizes_along(self.shapes, source, [axis], stem)
-        inputs = [tensor, joined_sizes(self.shapes, target, stem)]
-        expanded = (*full[:at], *wanted, *full[at + 2 :])
-        return emit(self.shapes, "Expand", inputs, stem, expanded, self.shapes.dtype(tensor))
+        return write(self.shapes, "Expand", [tensor, joined_sizes(self.shapes, target, stem)], stem)
 
     def back(self, result: Tensor) -> Tensor | None:
         """Return the result with the merged axes split again; None where V does not have their sizes."""
@@ -196,7 +194,7 @@ class MergedAxes:
             return size if isinstance(size, int) else sizes_along(self.shapes, source, [place], stem)
 
         target = joined_sizes(self.shapes, [size_along(axis) for axis in range(len(self.result))], stem)
-        return emit(self.shapes, "Reshape", [result, target], stem, self.result, self.shapes.dtype(result))
+        return write(self.shapes, "Reshape", [result, target], stem)
 
     def _reshaped(self, tensor: Tensor, wanted: Shape) -> Tensor | None:
         """Return a tensor with the wanted shape; None where a Reshape would need a computed target."""

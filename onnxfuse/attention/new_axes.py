@@ -11,7 +11,7 @@ from onnxfuse.analysis.scores import ELEMENTWISE, is_batched_product, is_of_last
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, consumers, op_of, producer
-from onnxfuse.passes.emit import emit
+from onnxfuse.passes.emit import write
 
 SCORES: Final = ELEMENTWISE | {"Softmax"}  # operators between the two matrix products of an attention
 
@@ -58,8 +58,7 @@ class NewAxes:
         wanted, is_softmax = self.axes.shape(shape), op_of(node) == "Softmax"
         attributes: Mapping[str, AttributeValue] = node.attrs
         attributes = {**attributes, "axis": len(wanted) - 1} if is_softmax else attributes
-        stem, dtype = f"{end.name}_rewritten", self.shapes.dtype(end)
-        made = emit(self.shapes, op_of(node), inputs, stem, wanted, dtype, attributes)
+        made = write(self.shapes, op_of(node), inputs, f"{end.name}_rewritten", attributes)
         if is_softmax:
             self.shapes.graph.scores.begun[made.name] = self.shapes.graph.scores.name(node)
         return made

@@ -19,7 +19,7 @@ from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, op_of, producer
 from onnxfuse.passes.compose_views import View, write_views
-from onnxfuse.passes.emit import emit, integers, joined_sizes, sizes_along, write
+from onnxfuse.passes.emit import integers, joined_sizes, sizes_along, write
 from onnxfuse.passes.graph_pass import graph_pass
 from onnxfuse.passes.sizes_of_operands import origin_of_size
 
@@ -50,7 +50,7 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:
     repeats = [size if size != found else 1 for size, found in zip(expanded, added, strict=True)]
     target = _target(graph, shapes, source, repeats, groups, split)
     if target is not None and expanded != added:
-        mask = emit(shapes, "Expand", [mask, target], stem, expanded, shapes.dtype(source))
+        mask = write(shapes, "Expand", [mask, target], stem)
     regrouped = None if target is None else write_views(shapes, mask, (view,), stem)
     if regrouped is None:
         return False

@@ -29,7 +29,7 @@ from onnxfuse.passes.compose_views import (
     write_views,
     written_from,
 )
-from onnxfuse.passes.emit import emit, integers, joined_sizes, sizes_along, write
+from onnxfuse.passes.emit import integers, joined_sizes, sizes_along, write
 from onnxfuse.passes.fold_shapes import reshape_target
 from onnxfuse.passes.graph_pass import graph_pass
 
@@ -165,8 +165,7 @@ class SplitHeads:
         target = self._computed_target(tensor, stem) if constant is None else integers(self.graph, stem, constant)
         # A 0 in a computed target is a size of 0, and does not copy the input's size.
         attributes = {"allowzero": 1} if constant is None and self.graph.opset >= ALLOWZERO_OPSET else {}
-        dtype = self.shapes.dtype(tensor)
-        return emit(self.shapes, "Reshape", [tensor, target], stem, split, dtype, attributes)
+        return write(self.shapes, "Reshape", [tensor, target], stem, attributes)
 
     def _computed_target(self, tensor: Tensor, stem: str) -> Tensor:
         """Write the target (merged / heads, heads, rows, columns); a -1 would be undetermined beside an empty axis."""

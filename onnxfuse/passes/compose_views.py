@@ -16,7 +16,7 @@ from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import input_index, perm_of
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, consumers, op_of, producer
-from onnxfuse.passes.emit import emit, write
+from onnxfuse.passes.emit import write
 from onnxfuse.passes.empty_views import gives_shape_if_empty
 from onnxfuse.passes.fold_shapes import reshape_target
 from onnxfuse.passes.graph_pass import graph_pass
@@ -291,17 +291,17 @@ def can_write_views(source: Sequence[Size] | None, views: Sequence[View]) -> boo
 def write_views(shapes: ShapeInfo, source: Tensor, views: Sequence[View], stem: str) -> Tensor | None:
     """Apply the views to the source; return None, and write nothing, if a Reshape would need a computed target."""
     forms = _operators(shapes.shape(source), views)
-    tensor, dtype = source, shapes.dtype(source)
+    tensor = source
     if None in forms:
         return None
-    for view, (op, numbers) in zip(views, filter(None, forms), strict=True):
+    for op, numbers in filter(None, forms):
         if op == "Transpose":
-            tensor = emit(shapes, op, [tensor], stem, view.shape, dtype, {"perm": numbers})
+            tensor = write(shapes, op, [tensor], stem, {"perm": numbers})
         elif op != "Reshape" and input_index(op, "axes", shapes.graph.opset) is None:
-            tensor = emit(shapes, op, [tensor], stem, view.shape, dtype, {"axes": numbers})
+            tensor = write(shapes, op, [tensor], stem, {"axes": numbers})
         else:
             stored = shapes.graph.constant(f"{stem}_shape", np.array(numbers, np.int64))
-            tensor = emit(shapes, op, [tensor, stored], stem, view.shape, dtype)
+            tensor = write(shapes, op, [tensor, stored], stem)
     return tensor
 
 

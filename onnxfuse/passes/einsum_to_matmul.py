@@ -25,7 +25,7 @@ from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, op_of
 from onnxfuse.passes.compose_views import View, write_views
-from onnxfuse.passes.emit import emit, write
+from onnxfuse.passes.emit import write
 from onnxfuse.passes.graph_pass import graph_pass
 
 
@@ -149,12 +149,11 @@ def _pairwise(
     (left, right, *others), needed = letters, result + "".join(letters[2:])
     kept = "".join(dict.fromkeys(axis for axis in needed if axis in left + right))
     first = _product(writer, node.inputs[:2], (left, right), (shapes[0], shapes[1]), kept)
-    shape, dtype = writer.shapes.shape(node.outputs[0]), writer.shapes.dtype(node.outputs[0])
-    if first is None or shape is None:
+    if first is None:
         return None
     equation = f"{','.join([kept, *others])}->{result}"
     inputs, attributes = [first, *node.inputs[2:]], {"equation": equation}
-    return emit(writer.shapes, "Einsum", inputs, writer.stem, shape, dtype, attributes)
+    return write(writer.shapes, "Einsum", inputs, writer.stem, attributes)
 
 
 def _product_in_order(

@@ -7,28 +7,11 @@ from itertools import groupby
 
 import numpy as np
 
-from onnxfuse.algebra.sizes import Size
 from onnxfuse.analysis.shape_inference import infer_node
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import input_index
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import AttributeValue, Tensor
-
-
-def emit(
-    shapes: ShapeInfo,
-    op: str,
-    inputs: Sequence[Tensor],
-    stem: str,
-    shape: Sequence[Size] | None,
-    dtype: int,
-    attributes: Mapping[str, AttributeValue] | None = None,
-) -> Tensor:
-    """Append a node with one output; return that output, named `stem` or `stem_2` …, with its type recorded."""
-    output = shapes.graph.variable(stem)
-    shapes.record(output, shape, dtype)
-    shapes.graph.add_node(op, inputs, [output], attributes)
-    return output
 
 
 def write(
@@ -38,7 +21,7 @@ def write(
     stem: str,
     attributes: Mapping[str, AttributeValue] | None = None,
 ) -> Tensor:
-    """Append a node as `emit` does; the type of its output is inferred from its inputs."""
+    """Append a node with one output; return that output, named `stem` or `stem_2` …, with its inferred type."""
     output = shapes.graph.variable(stem)
     infer_node(shapes, shapes.graph.add_node(op, inputs, [output], attributes))
     return output
