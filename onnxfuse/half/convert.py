@@ -26,6 +26,7 @@ from onnxfuse.ir.graphsurgeon import constant_of, copy_of, new_node
 from onnxfuse.ir.node import AttributeValue, Constant, Node, Tensor, is_constant, is_outer, op_of
 from onnxfuse.ir.protos import has_external_data
 from onnxfuse.ir.serde import write_model
+from onnxfuse.passes.emit import write
 from onnxfuse.passes.folded import node_label
 
 FLOAT = TensorProto.FLOAT
@@ -248,17 +249,13 @@ class _Part:
 
         -inf stays as it is, except before opset IS_INF_OPSET.
         """
-        graph, lowest = self.graph, -self.known.precision.largest
-        result = graph.variable(f"{tensor.name}_bounded")
-        if graph.opset < IS_INF_OPSET:
-            graph.add_node("Clip", [tensor], [result], {"min": lowest})
-            return result
-        bound = graph.constant(f"{tensor.name}_lowest", np.array(lowest, np.float32))
-        finite, is_infinite = (graph.variable(f"{tensor.name}_{end}") for end in ("finite", "is_infinite"))
-        graph.add_node("Max", [tensor, bound], [finite])
-        graph.add_node("IsInf", [tensor], [is_infinite])
-        graph.add_node("Where", [is_infinite, tensor, finite], [result])
-        return result
+        shapes, lowest, stem = self.scope.shapes, -self.known.precision.largest, f"{tensor.name}_bounded"
+        if self.graph.opset < IS_INF_OPSET:
+            return write(shapes, "Clip", [tensor], stem, {"min": lowest})
+        bound = self.graph.constant(f"{tensor.name}_lowest", np.array(lowest, np.float32))
+        finite = write(shapes, "Max", [tensor, bound], f"{tensor.name}_finite")
+        is_infinite = write(shapes, "IsInf", [tensor], f"{tensor.name}_is_infinite")
+        return write(shapes, "Where", [is_infinite, tensor, finite], stem)
 
     def _weight(self, tensor: Constant, dtype: int) -> Constant:
         """Return a constant in a dtype; its graph stores one copy for each dtype in which it is read."""

@@ -11,7 +11,6 @@ import onnx
 import onnx.numpy_helper
 
 from onnxfuse.algebra.index_maps import transposed
-from onnxfuse.analysis.shape_inference import infer_node
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.graph import Deferred, Graph, constant_value
@@ -27,6 +26,7 @@ from onnxfuse.layout.axes import (
 )
 from onnxfuse.layout.bodies import channels_last_function
 from onnxfuse.match.diagnostics import node_name
+from onnxfuse.passes.emit import write
 from onnxfuse.passes.folded import node_label
 from onnxfuse.rewrite.replace import Fused, LocalFunctions, attributes_of
 
@@ -118,8 +118,7 @@ class Writer:
         self, op: str, inputs: Sequence[Tensor], stem: str, attributes: Mapping[str, AttributeValue] | None = None
     ) -> Tensor:
         """Add a node, and return its result, with its type and value as far as they are known."""
-        output = self.graph.variable(stem)
-        infer_node(self.shapes, self.graph.add_node(op, inputs, [output], attributes))
+        output = write(self.shapes, op, inputs, stem, attributes)
         self.graph.record_type(output, self.shapes.dtype(output), self.shapes.shape(output))
         return output
 
