@@ -43,12 +43,10 @@ __device__ __forceinline__ unsigned load_elements(const unsigned char* from) {
     else return load_part(reinterpret_cast<const unsigned*>(from)) ^ SIGNS;
 }
 
-// A weight of `columns` columns of y.
 struct Quantized {
     const unsigned char* w;
     const T* scales;
     const void* zeros;
-    int columns;
 
     __device__ __forceinline__ const unsigned char* row(int n) const { return w + (long long)n * W_ROW_BYTES; }
 
@@ -75,20 +73,17 @@ struct Quantized {
 
 // ---- the weights of a launch ---------------------------------------------------------------------------------------
 
-#define PRODUCT_PARAMETERS(number)                                                                                    \
-    const unsigned char *w##number, const T *scales##number, const void *zeros##number, const T *bias##number,        \
-        T *y##number
-#define PRODUCT(number, n) {{w##number, scales##number, zeros##number, n}, bias##number, y##number}
-#if GATED || PRODUCTS == 2
-#define ALL_PARAMETERS PRODUCT_PARAMETERS(), PRODUCT_PARAMETERS(_2)
-#define ALL_PRODUCTS PRODUCT(, GEMM_N), PRODUCT(_2, GEMM_N_2)
-#elif PRODUCTS == 3
-#define ALL_PARAMETERS PRODUCT_PARAMETERS(), PRODUCT_PARAMETERS(_2), PRODUCT_PARAMETERS(_3)
-#define ALL_PRODUCTS PRODUCT(, GEMM_N), PRODUCT(_2, GEMM_N_2), PRODUCT(_3, GEMM_N_3)
+// Returns how many columns y has in the product of a weight of the launch.
+__device__ __forceinline__ constexpr int columns_of(int weight) {
+#if PRODUCTS == 3
+    constexpr int all[] = {GEMM_N, GEMM_N_2, GEMM_N_3};
+#elif PRODUCTS == 2
+    constexpr int all[] = {GEMM_N, GEMM_N_2};
 #else
-#define ALL_PARAMETERS PRODUCT_PARAMETERS()
-#define ALL_PRODUCTS PRODUCT(, GEMM_N)
+    constexpr int all[] = {GEMM_N};
 #endif
+    return all[weight];
+}
 
 // A weight, and the bias and result of its product; those of a gated product belong to its first weight.
 struct ProductOperands {
@@ -97,20 +92,22 @@ struct ProductOperands {
     T* y;
 };
 
+// The weights of a launch, as an argument of kernels; problem.py writes the fields in this order.
+struct Products { ProductOperands of[PRODUCTS * WEIGHTS]; };
+
 // A tile of TILE columns: the first weight of its product, and its first column there. The tiles of a launch are those of
 // the first product, then those of the second.
 template <int TILE>
 struct Tile {
     ProductOperands own;
-    int first;
+    int first, columns = GEMM_N;  // columns: of the product
 
-    template <int COUNT>
-    __device__ __forceinline__ Tile(const ProductOperands (&products)[COUNT], int tile) : own(products[0]) {
+    __device__ __forceinline__ Tile(const Products& products, int tile) : own(products.of[0]) {
 #pragma unroll
         for (int i = 0; i + 1 < PRODUCTS; ++i) {  // selects without an index into registers
-            const int before = (products[i].quantized.columns + TILE - 1) / TILE;
+            const int before = (columns + TILE - 1) / TILE;
             if (tile < before) break;
-            tile -= before, own = products[i + 1];
+            tile -= before, own = products.of[i + 1], columns = columns_of(i + 1);
         }
         first = tile * TILE;
     }

@@ -32,14 +32,14 @@ __device__ __forceinline__ float difference(unsigned word, unsigned zeros, int i
 }
 
 // Adds a lane's part of the products of `rows` rows of x with the weights' columns from `column` on.
-__device__ __forceinline__ void add_units(float (&sums)[ROWS][EACH], const Quantized& quantized, const T* x, int rows,
-                                          int column, int owner) {
-    const int pitch = quantized.columns * BITS / 8;
+__device__ __forceinline__ void add_units(float (&sums)[ROWS][EACH], const Quantized& quantized, int columns,
+                                          const T* x, int rows, int column, int owner) {
+    const int pitch = columns * BITS / 8;
     const unsigned char* from = quantized.w + column * BITS / 8;
 #pragma unroll 1
     for (int unit = owner; unit < UNITS; unit += OWNERS) {
         const int block = unit * UNIT / BLOCK_SIZE;
-        const long long at = (long long)block * quantized.columns + column;  // of the scales and zero points
+        const long long at = (long long)block * columns + column;  // of the scales and zero points
         const T* of_block = quantized.scales + at;
         float scales[EACH], own[ROWS][EACH] = {};
         unsigned zeros = 0;
@@ -86,21 +86,22 @@ __device__ __forceinline__ void add_units(float (&sums)[ROWS][EACH], const Quant
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    nbits_columns(const T* x, ALL_PARAMETERS, const T* residual, int m PROGRAM_PARAMETERS) {
+    nbits_columns(const T* x, const __grid_constant__ Products products, const T* residual,
+                  int m PROGRAM_PARAMETERS) {
     __shared__ __align__(16) float partial[WARPS][ROWS][WEIGHTS * TILE_N];
-    const ProductOperands products[] = {ALL_PRODUCTS};
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int row = blockIdx.y * ROWS, rows = min(m - row, ROWS);
     const Tile<TILE_N> tile(products, blockIdx.x);
     const ProductOperands& own = tile.own;
-    const int first = tile.first, column = min(first + lane % LANES * EACH, own.quantized.columns - EACH);
+    const int first = tile.first, column = min(first + lane % LANES * EACH, tile.columns - EACH);
     release_successor();
     if constexpr (!WEIGHTS_CONSTANT) wait_for_predecessor();
 #pragma unroll
     for (int weight = 0; weight < WEIGHTS; ++weight) {
         float sums[ROWS][EACH] = {};
-        const Quantized& quantized = weight ? products[WEIGHTS - 1].quantized : own.quantized;
-        add_units(sums, quantized, x + (long long)row * K, rows, column, warp * (32 / LANES) + lane / LANES);
+        const Quantized& quantized = weight ? products.of[WEIGHTS - 1].quantized : own.quantized;
+        add_units(sums, quantized, tile.columns, x + (long long)row * K, rows, column,
+                  warp * (32 / LANES) + lane / LANES);
 #pragma unroll
         for (int i = 0; i < ROWS; ++i)
 #pragma unroll
@@ -113,12 +114,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     wait_for_predecessor();
     __syncthreads();
-    const Epilogue epilogue{own.bias, products[WEIGHTS - 1].bias, nullptr, residual, own.y, 0.0f, 0.0f,
+    const Epilogue epilogue{own.bias, products.of[WEIGHTS - 1].bias, nullptr, residual, own.y, 0.0f, 0.0f,
                             {PROGRAM_ARGUMENTS}};
     constexpr int VECTORS = TILE_N / WIDTH;
     for (int at = threadIdx.x; at < rows * VECTORS; at += THREADS) {
         const int i = at / VECTORS, j = at % VECTORS * WIDTH;
-        if (first + j >= own.quantized.columns) continue;
+        if (first + j >= tile.columns) continue;
         float values[WIDTH] = {}, ups[WIDTH] = {};
 #pragma unroll
         for (int v = 0; v < WIDTH; ++v)
@@ -127,6 +128,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 values[v] += partial[other][i][j + v];
                 if constexpr (GATED) ups[v] += partial[other][i][TILE_N + j + v];
             }
-        epilogue.finish(values, ups, (long long)(row + i), first + j, own.quantized.columns);
+        epilogue.finish(values, ups, (long long)(row + i), first + j, tile.columns);
     }
 }

@@ -22,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if constexpr (!WEIGHTS_CONSTANT) wait_for_predecessor();
     if (at >= (long long)ROWS * VECTORS) return;
     const int row = static_cast<int>(at / VECTORS), column = static_cast<int>(at % VECTORS) * WIDTH;
-    const Quantized quantized{w, scales, zeros, N};
+    const Quantized quantized{w, scales, zeros};
     const long long first = (long long)row * ROW_BITS + (long long)column * BITS;
     const int bit = WIDTH * BITS < 8 ? static_cast<int>(first % 8) : 0;  // of the first weight in its byte
     const unsigned char* from = w + first / 8;

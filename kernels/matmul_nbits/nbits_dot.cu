@@ -49,20 +49,20 @@ __device__ __forceinline__ void add_products(float (&own)[ROWS], const Quantized
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    nbits_dot(const T* x, ALL_PARAMETERS, const T* residual, int m PROGRAM_PARAMETERS) {
+    nbits_dot(const T* x, const __grid_constant__ Products products, const T* residual,
+              int m PROGRAM_PARAMETERS) {
     __shared__ __align__(16) float sums[ROWS][WEIGHTS][WARPS];
-    const ProductOperands products[] = {ALL_PRODUCTS};
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int row = blockIdx.y * ROWS, rows = min(m - row, ROWS);
     const Tile<WARPS> tile(products, blockIdx.x);
     const ProductOperands& own = tile.own;
-    const int first = tile.first, columns = own.quantized.columns, column = min(first + warp, columns - 1);
+    const int first = tile.first, columns = tile.columns, column = min(first + warp, columns - 1);
     release_successor();
     if constexpr (!WEIGHTS_CONSTANT) wait_for_predecessor();
 #pragma unroll
     for (int weight = 0; weight < WEIGHTS; ++weight) {
         float added[ROWS] = {};
-        const Quantized& quantized = weight ? products[WEIGHTS - 1].quantized : own.quantized;
+        const Quantized& quantized = weight ? products.of[WEIGHTS - 1].quantized : own.quantized;
         add_products(added, quantized, x + (long long)row * K, rows, column);
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     wait_for_predecessor();
     __syncthreads();
-    const Epilogue epilogue{own.bias, products[WEIGHTS - 1].bias, nullptr, residual, own.y, 0.0f, 0.0f,
+    const Epilogue epilogue{own.bias, products.of[WEIGHTS - 1].bias, nullptr, residual, own.y, 0.0f, 0.0f,
                             {PROGRAM_ARGUMENTS}};
     constexpr int VECTORS = WARPS / WIDTH;
     for (int at = threadIdx.x; at < rows * VECTORS; at += THREADS) {

@@ -142,9 +142,9 @@ struct VectorOfX {
 struct Slot {
     unsigned base;
 
-    // Copies a stage of one of the tile's weights, the rows from `first` on.
-    __device__ __forceinline__ void fill(const Quantized& quantized, int weight, int first, int stage) const {
-        const int block = stage * STAGE_K / BLOCK_SIZE, row = weight * TILE_N, end = quantized.columns;
+    // Copies a stage of one of the tile's weights, the rows from `first` on and before `end`.
+    __device__ __forceinline__ void fill(const Quantized& quantized, int weight, int first, int end, int stage) const {
+        const int block = stage * STAGE_K / BLOCK_SIZE, row = weight * TILE_N;
         copy_rows<STAGE_BYTES, W_ROW_BYTES, true>(base + row * STAGE_BYTES, quantized.w, first, end,
                                                   stage * STAGE_BYTES);
         copy_rows<SCALE_BYTES, BLOCKS_K * 2, false>(base + SCALES_AT + row * SCALE_BYTES, quantized.scales, first, end,
@@ -413,10 +413,10 @@ __device__ __forceinline__ void store_first_x(unsigned slots, const T* x, int ro
 // ---- the kernel ----------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    nbits_mma(const T* x, ALL_PARAMETERS, const T* residual, int m PROGRAM_PARAMETERS) {
+    nbits_mma(const T* x, const __grid_constant__ Products products, const T* residual,
+              int m PROGRAM_PARAMETERS) {
     extern __shared__ __align__(128) char memory[];
     Partial* const partial = reinterpret_cast<Partial*>(memory + WARPS * DEPTH * SLOT_BYTES);
-    const ProductOperands products[] = {ALL_PRODUCTS};
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = blockIdx.y * TILE_M, rows = min(m - row, TILE_M);
     const unsigned slots = shared_address(memory) + warp * DEPTH * SLOT_BYTES;
     x += (long long)row * K;
@@ -425,8 +425,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const auto fill = [&](unsigned slot, Place place) {
         if (place.tile >= TILES) return;
         const Tile<TILE_N> tile(products, place.tile);
-        Slot{slot}.fill(tile.own.quantized, 0, tile.first, place.stage);
-        if constexpr (GATED) Slot{slot}.fill(products[WEIGHTS - 1].quantized, 1, tile.first, place.stage);
+        Slot{slot}.fill(tile.own.quantized, 0, tile.first, tile.columns, place.stage);
+        if constexpr (GATED)
+            Slot{slot}.fill(products.of[WEIGHTS - 1].quantized, 1, tile.first, tile.columns, place.stage);
     };
     const Place first{warp < STAGES ? int(blockIdx.x) : TILES, warp};
     Place ahead = first;
@@ -461,12 +462,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                     sums[n][i / 4][i % 4];
         __syncthreads();
         const Tile<TILE_N> tile(products, at);
-        const Epilogue epilogue{tile.own.bias, products[WEIGHTS - 1].bias, nullptr, residual, tile.own.y, 0.0f, 0.0f,
+        const Epilogue epilogue{tile.own.bias, products.of[WEIGHTS - 1].bias, nullptr, residual, tile.own.y, 0.0f, 0.0f,
                                 {PROGRAM_ARGUMENTS}};
         constexpr int VECTORS = TILE_N / WIDTH;
         for (int i = threadIdx.x; i < rows * VECTORS; i += THREADS) {
             const int own = i / VECTORS, column = i % VECTORS * WIDTH;
-            if (!WHOLE_TILES && tile.first + column >= tile.own.quantized.columns) continue;
+            if (!WHOLE_TILES && tile.first + column >= tile.columns) continue;
             float values[WIDTH] = {}, ups[WIDTH] = {};
 #pragma unroll
             for (int v = 0; v < WIDTH; ++v)
@@ -475,7 +476,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                     values[v] += partial[buffer][other][own][column + v];
                     if constexpr (GATED) ups[v] += partial[buffer][other][own][TILE_N + column + v];
                 }
-            epilogue.finish(values, ups, (long long)(row + own), tile.first + column, tile.own.quantized.columns);
+            epilogue.finish(values, ups, (long long)(row + own), tile.first + column, tile.columns);
         }
     }
 }

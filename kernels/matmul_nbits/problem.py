@@ -20,7 +20,7 @@ from onnxfuse.kernels.tensors import (
     required_spec,
     unsupported_choice,
 )
-from onnxfuse.runtime.plan import Argument, Device, FusedNode, Pointer, Scalar, TensorSpec, Value
+from onnxfuse.runtime.plan import Argument, Device, FusedNode, Pointer, Scalar, Struct, TensorSpec, Value
 
 BITS: Final = {"int4": 4, "uint4": 4, "int8": 8, "uint8": 8}  # of the elements of weights with the layouts kn and nk
 PACKED_BITS: Final = (2, 4, 8)  # of weights with the layout nbits, which are bytes
@@ -133,12 +133,12 @@ class Product:
         results = [self.y, *(Pointer("output", i) for i in range(1, len(self.weights)))]
         if self.is_gated:
             results[1:] = [self.y]
-        weights = tuple(
-            argument
+        fields = tuple(
+            field
             for weight, y in zip(self.weights, results, strict=True)
-            for argument in (weight.w, weight.scales, weight.zero_points, weight.bias or ABSENT, y)
+            for field in (weight.w, weight.scales, weight.zero_points, weight.bias or ABSENT, y)
         )
-        return self.x, *weights, self.residual or ABSENT, Scalar(self.m, "int32")
+        return self.x, Struct(fields), self.residual or ABSENT, Scalar(self.m, "int32")
 
 
 def unsupported(node: FusedNode, dtypes: Sequence[str], device: Device) -> str | None:
