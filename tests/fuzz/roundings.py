@@ -70,16 +70,18 @@ def rounded_otherwise(
 
 
 def _move_weights(model: onnx.ModelProto, numbers: np.random.Generator, ulps: Mapping[int, float]) -> None:
-    """Move weights as a conversion rounds them, each element by itself.
+    """Move weights as a conversion rounds them, each element by itself, or to 0.
 
     Single numbers stay, as exponents are such, and scales of sizes, which moved ones would not fit.
     """
+    half = next(name for name, ulp in HALF_ULPS.items() if ulp == ulps[TensorProto.FLOAT])
     scales = {name for node in nodes(model.graph) if node.op_type in RESIZING for name in node.input[1:]}
     for tensor in tensors(model.graph):
         if tensor.data_type in ulps and tensor.dims and tensor.name not in scales:
             array = numpy_helper.to_array(tensor)
             with np.errstate(all="ignore"):
                 moved = array * (1 + ulps[tensor.data_type] * numbers.uniform(-1, 1, array.shape))
+                moved = np.where((array.astype(half) == 0) & (array.size > 1), array * 0, moved)
                 tensor.CopyFrom(numpy_helper.from_array(np.asarray(moved).astype(array.dtype), tensor.name))
 
 

@@ -687,6 +687,16 @@ def test_weights_that_float16_lacks_may_be_multiplied_by_zero(weight: str, kind:
     assert verdict.kind == kind
 
 
+@pytest.mark.parametrize(("half", "weight", "kind"), [("float16", "1e-45", "same"), ("float16", "1e-7", "wrong"),
+                         ("bfloat16", "1e-45", "same"), ("bfloat16", "1e-30", "wrong")])  # fmt: skip
+def test_weights_that_a_conversion_rounds_to_zero_may_meet_infinity(half: str, weight: str, kind: str) -> None:
+    """Infinity times them is NaN then (seed 1050004301)."""
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[n,2] x) => (float[n,2] y)
+        <float[2] w = {WEIGHT, 1}, float inf = {inf}> { a = Abs (x) i = Max (a, inf) y = Mul (i, w) }"""
+    models = (onnx.parser.parse_model(text.replace("WEIGHT", each)) for each in (weight, "0.0"))
+    assert compare_on(*models, Inputs({"n": 2}, 0), Options(dtype=half)).kind == kind
+
+
 @pytest.mark.parametrize(("iterations", "kind"), [(0, "same"), (1, "idle")])
 def test_a_body_that_never_runs_may_have_no_shape(iterations: int, kind: str) -> None:
     """Seed 1011002817, where the product of x and itself shows how large n is."""
