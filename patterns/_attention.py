@@ -24,6 +24,7 @@ POSITIONS: Final = "batch? 1 queries? keys??"
 BIASED: Final = ("slopes", "position")  # the labels of the choice `bias_kind` that add a bias
 INFINITY: Final = float("inf")
 SWALLOWS_SCORES: Final = -1e30  # in float32, adding a finite score to a value below this does not change the value
+MAX_CAP: Final = 1e9  # kernels and ONNX's Attention multiply products by it, which must stay finite
 LOWEST_FLOAT16: Final = -65504.0
 LOWEST: Final = {"float16": LOWEST_FLOAT16, "bfloat16": -3.3895313892515355e38}  # a Cast turns lower values into -inf
 NO_WEIGHT: Final = "a masked score is -65504 or less, so that its key has no weight beside others; it is {masked_score}"
@@ -193,7 +194,7 @@ def attend(queries: Term, columns: Term, keys: Term, values: Term, scores: Score
     """
     uncapped = scaled(op.MatMul(queries, columns), scores.scale)
     capped = scores.cap * op.Tanh(uncapped)
-    capped = when(capped, "scores are capped by a positive number, not {cap}", lambda cap: cap > 0)
+    capped = when(capped, "scores are capped by a number above 0, up to 1e9, not {cap}", lambda cap: 0 < cap <= MAX_CAP)
     products = choose("capped", none=uncapped, tanh=capped)
     sloped = products + unrounded(shared(scores.slopes * scores.positions))
     biased = choose("bias_kind", slopes=sloped, position=products + scores.bias, none=products)
