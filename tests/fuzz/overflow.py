@@ -15,8 +15,9 @@ import onnx
 import onnx.inliner
 from onnx import AttributeProto, TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
+from onnx.reference.op_run import OpRun
 from onnx.reference.ops import op_batch_normalization, op_conv, op_conv_transpose
-from runtimes import MatMulNBits
+from runtimes import DequantizeLinear, MatMulNBits
 
 from onnxfuse.ir.protos import graphs, tensors
 from onnxfuse.verify.cpu_session import open_session, run
@@ -137,7 +138,21 @@ class BatchNormalization(op_batch_normalization.BatchNormalization_14):  # the e
         return super()._run(*inputs, epsilon=epsilon, momentum=momentum, training_mode=training_mode)
 
 
-OPERATORS = [BatchNormalization, Conv, ConvTranspose, MatMulNBits]  # that onnx's reference lacks, or computes otherwise
+class GroupNormalization(OpRun):  # the evaluator finds it by the name of the operator
+    """The operator with a scale for each group, before opset 21, or for each channel; onnx's reference has none."""
+
+    op_domain = ""
+
+    def _run(self, x: Any, scale: Any, bias: Any, epsilon: Any = None, num_groups: Any = None, **_: Any) -> Any:
+        groups = x.reshape(len(x), num_groups, -1)
+        apart = groups - groups.mean(-1, keepdims=True)
+        normal = apart / np.sqrt((apart**2).mean(-1, keepdims=True) + (1e-5 if epsilon is None else epsilon))
+        parts = normal.reshape(len(x), scale.size, -1)
+        return ((parts * scale[:, None] + bias[:, None]).reshape(x.shape).astype(x.dtype),)
+
+
+# Operators that onnx's reference lacks, or computes otherwise.
+OPERATORS = [BatchNormalization, Conv, ConvTranspose, DequantizeLinear, GroupNormalization, MatMulNBits]
 
 
 def _run(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -50,6 +50,7 @@ from undetermined import (
     adds_zero,
     confuses_optimizations,
     copies_sizes_of_empty_axes,
+    has_huge_scales,
     has_windows_beyond_data,
     joins_unequal_sizes,
     normalizes_other_channels,
@@ -309,6 +310,21 @@ def test_a_false_shape_of_an_output_is_removed_before_bfloat16_is_widened() -> N
     assert verdict.kind == "same", verdict
 
 
+@pytest.mark.parametrize(("rows", "said"), [("x", ""), ("w", "output y is ")])
+def test_shapes_that_were_inferred_from_a_false_one_count_for_no_difference(rows: str, said: str) -> None:
+    """A branch that is not run gives y three axes, or one, as v has none by its declaration (seed 1050010752)."""
+    text = """<ir_version: 4, opset_import: ["" : 8]> g (float[n,2] x) => (VALUE v, float[k] y)
+        <int64 one = {1}, bool go = {1}, bool no = {0}, int64[1] all = {-1}> {
+          v = Loop (one, go, x) <body = b (int64 i, bool p, TYPE s) => (bool q, TYPE t) {
+            q = Identity (p) t = Identity (s) }>
+          w = Abs (x)
+          y = If (no) < then_branch = yes () => (float[] a) { a = Unsqueeze <axes = [0]> (v) },
+                        else_branch = no () => (float[] b) { b = Reshape (READ, all) }> }"""
+    other = text.replace("VALUE", "float[n,2]").replace("TYPE", "float[n,2]").replace("READ", rows)
+    text = text.replace("VALUE", "float").replace("TYPE", "float[]").replace("READ", "x")
+    require_verdict(text, other, {"n": 2}, said)
+
+
 def test_a_false_shape_of_an_output_stays_where_a_scan_needs_it() -> None:
     """The body's row has the shape of v, which nothing but the declaration tells (seed 1030009586)."""
     text = """<ir_version: 8, opset_import: ["" : 17]> g (float[n] x, float[3,1] z) => (float v, float[3] y)
@@ -524,6 +540,52 @@ def test_quantizers_may_move_few_values(quantizers: int, moved: list[int], is_ex
     got = want.copy()
     got[: len(moved)] += np.array(moved, np.uint8)
     assert takes_other_steps(model, want, got, is_optimized=True) is is_excused
+
+
+QUANTIZED_PRODUCT = """<ir_version: 8, opset_import: ["" : 17]>
+    g (float[n,2] x, float t) => (float[n,2] y, float[n,2] z)
+    <float s = {SCALE}, float u = {0.1}, uint8 m = {128}, int8[2,2] k = {1, 2, 3, -4}, int8 o = {0}> {
+      q = QuantizeLinear (x, s, m) d = DequantizeLinear (q, READ, m) w = DequantizeLinear (k, u, o)
+      p = MatMul (d, w) r = QuantizeLinear (p, u, m) y = DequantizeLinear (r, u, m) z = Neg (x) }"""
+
+
+@pytest.mark.parametrize(("scale", "read", "fed", "is_excused"), [
+    ("3e38", "s", 1.0, True), ("1.0", "t", np.inf, True), ("4e9", "s", 1.0, False), ("1.0", "t", 1e9, False),
+    ("1.0", "s", np.inf, False)])  # fmt: skip
+def test_products_of_huge_scales_may_be_infinite(scale: str, read: str, fed: float, is_excused: bool) -> None:
+    model = onnx.parser.parse_model(QUANTIZED_PRODUCT.replace("SCALE", scale).replace("READ", read))
+    assert has_huge_scales(model, {"t": np.array(fed, np.float32)}) is is_excused
+
+
+def test_huge_scales_excuse_no_output_without_them_and_no_kernel_of_the_original() -> None:
+    text = QUANTIZED_PRODUCT.replace("SCALE", "3e38").replace("READ", "s")
+    require_verdict(text, text.replace("Neg (x)", "Abs (x)"), {"n": 3}, "output z is ")
+    require_verdict(text, text.replace("z = Neg", "v = Exp (p) z = Neg").replace("Linear (p, u", "Linear (v, u"),
+                    {"n": 3}, "output y is ")  # fmt: skip
+
+
+@pytest.mark.parametrize(("opset", "scales"), [(18, "float[2] s = {1, 2}, float[2] b = {3, 4}"),
+                         (21, "float[4] s = {1, 1, 2, 2}, float[4] b = {3, 3, 4, 4}")])  # fmt: skip
+def test_norms_of_groups_in_float64_do_not_overflow(opset: int, scales: str) -> None:
+    """onnxruntime has no Conv of float64, and onnx's reference no GroupNormalization (seed 1050006143)."""
+    text = f"""<ir_version: 10, opset_import: ["" : {opset}]> g (float[1,4,1] x) => (float[1,4,1] y)
+        <float[4,1,1] one = {{1, 1, 1, 1}}, {scales}> {{
+          n = GroupNormalization <num_groups = 2, epsilon = 0.0> (x, s, b) y = Conv <group = 4> (n, one) }}"""
+    numbers = np.array([[[1e30], [3e30], [-2e30], [2e30]]], np.float32)
+    found = in_float64(onnx.parser.parse_model(text), {"x": numbers})
+    assert found is not None
+    np.testing.assert_allclose(found["y"].reshape(-1), [2, 4, 2, 6], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("alpha", "said"), [("0.5", ""), ("0.51", ", not ")])
+def test_products_with_dequantized_weights_in_float64_do_not_overflow(alpha: str, said: str) -> None:
+    """onnx's reference has a DequantizeLinear from opset 19 on only (seed 1050011910)."""
+    text = """<ir_version: 8, opset_import: ["" : 15]> g (float[n,2] x) => (float[n,2] y)
+        <int8[2,2] k = {100, 90, 80, 70}, float s = {3e36}, float a = {ALPHA}, int8 o = {0}> {
+          p = Abs (x) w = DequantizeLinear (k, s, o) NODES }"""
+    scaled = text.replace("NODES", "v = Mul (w, a) y = MatMul (p, v)").replace("ALPHA", alpha)
+    require_verdict(text.replace("NODES", "m = MatMul (p, w) y = Mul (m, a)").replace("ALPHA", "0.5"), scaled,
+                    {"n": 20}, said)  # fmt: skip
 
 
 def test_functions_that_call_each_other_have_no_types() -> None:

@@ -14,7 +14,7 @@ from onnx.reference.op_run import OpRun
 from onnx.reference.ops.op_slice import Slice_10
 
 from onnxfuse.ir.execution_order import in_execution_order
-from onnxfuse.ir.extract import extract
+from onnxfuse.ir.extract import ancestors, extract
 from onnxfuse.ir.graph import OPSET_OF_UNCUT_SLICES
 from onnxfuse.ir.protos import OneNode, nodes, opset_of, tensors
 from onnxfuse.ir.slices import SLICE_INPUTS_SINCE
@@ -23,6 +23,8 @@ from onnxfuse.verify.cpu_session import input_of, open_session, run
 SMALL = 1e-3  # a difference
 NORMS_OF_GROUPS = ("InstanceNormalization", "GroupNormalization")
 WINDOWS = ("AveragePool", "LpPool", "MaxPool")
+QUANTIZERS = ("QuantizeLinear", "DequantizeLinear")
+MAX_SCALE = 2.0**32  # products of two are finite, and their quotients by small scales, too
 MAX_OTHER_STEPS = 0.02  # of the values of a tensor
 # Parts of errors from nodes that onnxruntime's optimizations write: of a branch whose quantized weight is outside, of
 # a norm whose data broadcasts to its scale, of a norm that begins with a Cast, of a norm whose parts have readers
@@ -267,21 +269,24 @@ def _values(model: onnx.ModelProto, names: Sequence[str], feeds: Mapping[str, An
         return {}
 
 
-def without_false_shapes(model: onnx.ModelProto, values: Mapping[str, Any]) -> onnx.ModelProto | None:
-    """Return the model without the declared shapes of outputs that have other ranks; None if no output has.
+def without_false_shapes(
+    model: onnx.ModelProto, original: onnx.ModelProto, values: Mapping[str, Any]
+) -> onnx.ModelProto | None:
+    """Return the model without the shapes of outputs that have other ranks than it or its original declares, or None.
 
     onnxruntime takes a declared shape for that of the tensor where it infers none, and may then refuse what reads it,
-    or fold the Shape of an output that the original computes twice (seed 970003954).
+    or fold the Shape of an output that the original computes twice (seed 970003954).  Shapes of outputs that are
+    computed from such an output go as well: onnx inferred them from what was declared (seed 1050010752).
     """
-    declared = {each.name: each.type.tensor_type for each in model.graph.output}
-    false = [name for name, each in declared.items() if name in values and each.HasField("shape")
+    declared = [(each.name, each.type.tensor_type) for part in (model, original) for each in part.graph.output]
+    false = [name for name, each in declared if name in values and each.HasField("shape")
              and len(each.shape.dim) != np.ndim(values[name])]  # fmt: skip
     if not false:
         return None
-    result = onnx.ModelProto()
-    result.CopyFrom(model)
+    result = in_execution_order(model)
     for each in result.graph.output:
-        if each.name in false:
+        made = {name for node in ancestors(result.graph.node, [each.name]) for name in node.output}
+        if each.HasField("type") and not made.isdisjoint(false):
             each.type.tensor_type.ClearField("shape")
     return result
 
@@ -365,6 +370,18 @@ def takes_other_steps(model: onnx.ModelProto, want: Any, got: Any, is_optimized:
     moved = apart[~(apart <= np.abs(want.astype(np.float64)) * SMALL)]
     are_steps = quantizers > 1 or bool(np.allclose(moved, moved[:1], rtol=SMALL))
     return (moved.size <= MAX_OTHER_STEPS * want.size and are_steps) or (is_optimized and _may_merge_pairs(model))
+
+
+def has_huge_scales(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> bool:
+    """Return whether products of scales may be infinite, by which onnxruntime's operators on integers multiply.
+
+    The numbers between the quantizers may be finite, as 0 is with any scale (seed 1050011977), or their sums NaN, where
+    a sum of integers is a number (seed 1050014023).
+    """
+    parts = (model.graph, *model.functions)
+    held = {name: value for part in parts for name, value in _constants(part).items()} | dict(feeds)
+    scales = [held[node.input[1]] for node in nodes(*parts) if node.op_type in QUANTIZERS and node.input[1] in held]
+    return any(not (np.abs(scale.astype(np.float32)) <= MAX_SCALE).all() for scale in scales)
 
 
 def _may_merge_pairs(model: onnx.ModelProto) -> bool:
