@@ -17,6 +17,7 @@ Defines: TypeAlias = dict[str, int | float | str]  # the compile-time constants 
 STORAGE: Final = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}  # the storage types of types.cuh, by dtype
 INTEGERS: Final = {"int8": "s8", "uint8": "u8"}  # and those of integers, which few kernels take
 ITEM_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1}
+BF16_ARCH: Final = 80  # the first compute capability with bf16 in matrix units and conversions
 VECTOR_BYTES: Final = 16  # the widest load or store of a thread on every architecture
 ABSENT: Final = Scalar(0, "int64")  # the argument that a kernel gets in place of an absent operand: a null pointer
 
@@ -38,6 +39,21 @@ def unsupported_dtype(
         if dtype not in supported:
             return f"{node.fusion}: {name} is {dtype}; the kernel takes {', '.join(supported)}"
     return None
+
+
+def mixed_dtypes(node: FusedNode, input_dtypes: Sequence[str]) -> str | None:
+    """Return a message that names an input or output with another dtype than the first input's; None if all agree."""
+    for name, dtype in (*zip(node.operands, input_dtypes, strict=True), ("the output", node.output_dtypes[0])):
+        if dtype != input_dtypes[0]:
+            return f"{node.fusion}: {name} is {dtype}; required {input_dtypes[0]}, as {node.operands[0]}"
+    return None
+
+
+def unsupported_bfloat16(node: FusedNode, name: str, dtype: str, device: Device) -> str | None:
+    """Return a message if the tensor `name` is bfloat16 on a GPU without arithmetic in bfloat16; None if not."""
+    if dtype != "bfloat16" or device.arch >= BF16_ARCH:
+        return None
+    return f"{node.fusion}: {name} is bfloat16, which needs compute capability {BF16_ARCH}; found {device.arch}"
 
 
 def unsupported_choice(node: FusedNode, choice: str, known: Sequence[str], default: str) -> str | None:
@@ -150,6 +166,25 @@ def operand_pointer(node: FusedNode, name: str) -> Value:
     """Return the address of an input as a kernel argument; a null pointer if the node has no such input."""
     index = node.input_index(name)
     return ABSENT if index is None else Pointer("input", index)
+
+
+def required_pointer(node: FusedNode, name: str) -> Pointer:
+    """Return the address of an input.  Raises ValueError if the node has no such input."""
+    index = node.input_index(name)
+    if index is None:
+        raise ValueError(f"{node.label}: operand {name} is missing; present are {', '.join(node.operands)}")
+    return Pointer("input", index)
+
+
+def shaped_pointer(node: FusedNode, inputs: Sequence[TensorSpec], name: str, shape: tuple[int, ...]) -> Pointer | None:
+    """Return the address of an input of this shape; None if the node lacks it.  Raises ValueError for other shapes."""
+    found = operand_spec(node, inputs, name)
+    if found is None:
+        return None
+    equal = [expect_equal(size, other) for size, other in zip(found.shape, shape, strict=False)]
+    if len(found.shape) != len(shape) or not all(equal):
+        raise ValueError(f"{node.label}: {name} has shape {list(found.shape)}; required {list(shape)}")
+    return required_pointer(node, name)
 
 
 def operand_spec(node: FusedNode, inputs: Sequence[TensorSpec], name: str) -> TensorSpec | None:

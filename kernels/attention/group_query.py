@@ -116,7 +116,7 @@ def group_query_candidates(node: FusedNode, inputs: Sequence[TensorSpec], device
         plans += map(in_two_steps, implementations(turned, device))
     if not plans:
         what = f"heads of {sizes.size} elements do not fit into the shared memory of {device.name}"
-        raise ValueError(f"{node.fusion} '{node.name}': {what}")
+        raise ValueError(f"{node.label}: {what}")
     return [of_outputs(node, plan) for plan in plans[:MAX_IMPLEMENTATIONS]]
 
 
@@ -136,7 +136,7 @@ def _sizes(node: FusedNode, inputs: Sequence[TensorSpec]) -> _Sizes:
     past_rows = past.shape[2] if past else 0
     if total > past_rows + new:  # rows between the past and the new rows would have no value
         longest = f"{past_rows} rows of the past and {new} new ones"
-        raise ValueError(f"{node.fusion} '{node.name}': total_sequence_length is {total}; required at most {longest}")
+        raise ValueError(f"{node.label}: total_sequence_length is {total}; required at most {longest}")
     found = _Sizes(batch, new, heads, kv_heads, size, past_rows, total, maximum(total, past_rows), widths)
     rows = (batch, new)
     required = {
@@ -149,9 +149,7 @@ def _sizes(node: FusedNode, inputs: Sequence[TensorSpec]) -> _Sizes:
     for name, shape in required.items():
         spec = operand_spec(node, inputs, name)
         if spec and not (len(spec.shape) == len(shape) and all(map(expect_equal, spec.shape, shape))):
-            raise ValueError(
-                f"{node.fusion} '{node.name}': {name} has shape {list(spec.shape)}; required {list(shape)}"
-            )
+            raise ValueError(f"{node.label}: {name} has shape {list(spec.shape)}; required {list(shape)}")
     return found
 
 
@@ -274,5 +272,5 @@ def _table(node: FusedNode, inputs: Sequence[TensorSpec], sizes: _Sizes) -> tupl
     rows, half = cos.shape
     if sin.shape != cos.shape or not 0 < 2 * half <= sizes.size:
         found = f"cos_cache has shape {list(cos.shape)}, sin_cache {list(sin.shape)}"
-        raise ValueError(f"{node.fusion} '{node.name}': {found}; required (rows, up to {sizes.size // 2}) of both")
+        raise ValueError(f"{node.label}: {found}; required (rows, up to {sizes.size // 2}) of both")
     return rows, half

@@ -15,6 +15,7 @@ from onnxfuse.kernels.tensors import (
     STORAGE,
     differs_along,
     operand_spec,
+    required_pointer,
     required_spec,
     unsupported_choice,
 )
@@ -113,7 +114,9 @@ def attention_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) 
     problem = Attention(
         q.batch, heads, kv_heads, q.length, keys, q.head_dim, v.head_dim, tensors["q"].dtype,
         all(tensor.aligned for tensor in tensors.values()),
-        q.at(_pointer(node, "q"), item), k.at(_pointer(node, "k"), item), v.at(_pointer(node, "v"), item),
+        q.at(required_pointer(node, "q"), item),
+        k.at(required_pointer(node, "k"), item),
+        v.at(required_pointer(node, "v"), item),
         Operand(q.batch, q.length, heads, v.head_dim, strides).at(Pointer("output", 0), out_item),
         scale=node.number("scale", 1 / math.sqrt(max(1, q.head_dim)) if operator else 1.0) * (cap or 1.0),
         mask_kind=kind if kind != "causal" else "boolean" if mask else "none",
@@ -156,10 +159,6 @@ def _mask_kind(node: FusedNode, dtype: str | None) -> MaskKind | Literal["causal
     return "causal" if _is_operator(node) else cast(MaskKind, node.text("mask_kind", "none"))
 
 
-def _pointer(node: FusedNode, name: str) -> Pointer:
-    return Pointer("input", node.operands.index(name))
-
-
 def _heads(node: FusedNode, tensors: dict[str, TensorSpec]) -> tuple[int, int]:
     """Return the number of query heads and key heads: from the attributes if they are static, else from the shapes."""
     counts = {"q": "heads", "k": "kv_heads"}
@@ -177,7 +176,7 @@ def _heads(node: FusedNode, tensors: dict[str, TensorSpec]) -> tuple[int, int]:
     if repeats and k is None and q is not None:
         k = q // repeats
     if q is None or k is None:
-        raise ValueError(f"{_name(node)}: the number of heads is in no attribute and in no shape ({_shapes(tensors)})")
+        raise ValueError(f"{node.label}: the number of heads is in no attribute and in no shape ({_shapes(tensors)})")
     return q, k
 
 
@@ -189,7 +188,7 @@ def _operand(node: FusedNode, name: str, tensor: TensorSpec, heads: int) -> Oper
     layout, shape, offset = _layout(node, name), tensor.shape, 0
     rank = 4 if layout in ("bshd", "bhsd") else 3
     if len(shape) != rank:
-        raise ValueError(f"{_name(node)}: {name} has shape {list(shape)}; required rank {rank} in layout {layout}")
+        raise ValueError(f"{node.label}: {name} has shape {list(shape)}; required rank {rank} in layout {layout}")
     if layout == "bhsd":
         batch, found, length, size = shape
         strides = (found * length * size, size, length * size)
@@ -203,7 +202,7 @@ def _operand(node: FusedNode, name: str, tensor: TensorSpec, heads: int) -> Oper
         found = heads if inside else -1
         strides = (length * width, width, pitch) if layout == "packed" else (width, batch * width, pitch)
     if found != heads:
-        raise ValueError(f"{_name(node)}: {name} has shape {list(shape)} in layout {layout}; required {heads} heads")
+        raise ValueError(f"{node.label}: {name} has shape {list(shape)} in layout {layout}; required {heads} heads")
     return Operand(batch, length, heads, size, strides, offset)
 
 
@@ -229,7 +228,7 @@ def _check(node: FusedNode, tensors: dict[str, TensorSpec], q: Operand, k: Opera
     elif max(q.head_dim, v.head_dim) > MAX_HEAD_DIM:
         wrong = f"heads of {q.head_dim} and {v.head_dim} elements; the kernels take up to {MAX_HEAD_DIM}"
     if wrong:
-        raise ValueError(f"{_name(node)}: {wrong} ({_shapes(tensors)})")
+        raise ValueError(f"{node.label}: {wrong} ({_shapes(tensors)})")
 
 
 def _out_shape(node: FusedNode, out: Operand) -> tuple[tuple[int, ...], tuple[int, int, int]]:
@@ -261,7 +260,7 @@ def score_tensor(
     differs = [differs_along(*pair) for pair in zip(shape, full, strict=True)] if len(shape) == 4 else [None]
     if None in differs:
         raise ValueError(
-            f"{_name(node)}: {name} has shape {list(tensor.shape)}; required one that broadcasts to {list(full)}"
+            f"{node.label}: {name} has shape {list(tensor.shape)}; required one that broadcasts to {list(full)}"
         )
     batch, head, query, key = (math.prod(shape[axis + 1 :]) if differs[axis] else 0 for axis in range(4))
     pointer = Pointer("input", node.operands.index(name))
@@ -274,12 +273,8 @@ def _slopes(node: FusedNode, inputs: Sequence[TensorSpec], heads: int) -> HeadNu
     if tensor is None:
         return None
     if tensor.shape != (heads, 1, 1):
-        raise ValueError(f"{_name(node)}: slopes have shape {list(tensor.shape)}; required {[heads, 1, 1]}")
-    return HeadNumbers(_pointer(node, "slopes"), tensor.dtype)
-
-
-def _name(node: FusedNode) -> str:
-    return f"attention '{node.name}'"
+        raise ValueError(f"{node.label}: slopes have shape {list(tensor.shape)}; required {[heads, 1, 1]}")
+    return HeadNumbers(required_pointer(node, "slopes"), tensor.dtype)
 
 
 def _shapes(tensors: dict[str, TensorSpec]) -> str:

@@ -58,7 +58,7 @@ def with_cache_candidates(node: FusedNode, inputs: Sequence[TensorSpec], device:
             found.append(Implementation(f"attention_append, {each.name}", (*copy, *each.steps), each.scratch))
     if not found:
         sizes = f"heads of {problem.head_dim} and {problem.head_dim_v} elements"
-        raise ValueError(f"{node.fusion} '{node.name}': {sizes} do not fit into the shared memory of {device.name}")
+        raise ValueError(f"{node.label}: {sizes} do not fit into the shared memory of {device.name}")
     plans = (Plan(outputs, each.steps, each.scratch, no_alias) for each in found[:MAX_IMPLEMENTATIONS])
     return [of_outputs(node, each) for each in plans]
 
@@ -95,7 +95,7 @@ def cached_attention(
     if not expect_equal(old[0].batch, q.batch) or sizes[0] != sizes[1]:
         found = f"past caches {[list(past.shape) for past in pasts]}"
         required = f"{new[0].heads} heads of {new[0].head_dim} and {new[1].head_dim} elements in batches of {q.batch}"
-        raise ValueError(f"{node.fusion} '{node.name}': {found}; required {required}")
+        raise ValueError(f"{node.label}: {found}; required {required}")
     presents = [_present(past, ROW_AXIS[_cache_layout(node)], new[0].length) for past in pasts]
     grown = list(inputs)
     for (_, name), present in zip(PASTS, presents, strict=True):

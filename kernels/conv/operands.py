@@ -8,13 +8,20 @@ from typing import Final, NamedTuple
 from onnxfuse.activations import ACTIVATIONS, PRELU
 from onnxfuse.kernels.conv.problem import Conv
 from onnxfuse.kernels.elementwise.elements import activation_parameters
-from onnxfuse.kernels.tensors import operand_spec, required_spec, unsupported_choice, unsupported_dtype
+from onnxfuse.kernels.tensors import (
+    mixed_dtypes,
+    required_pointer,
+    required_spec,
+    shaped_pointer,
+    unsupported_bfloat16,
+    unsupported_choice,
+    unsupported_dtype,
+)
 from onnxfuse.runtime.plan import Device, FusedNode, Pointer, TensorSpec
 from onnxfuse.runtime.symint import expect_equal, maximum
 
 EXPLICIT_PADS: Final = ("NOTSET", "VALID")
 AUTO_PADS: Final = (*EXPLICIT_PADS, "SAME_UPPER", "SAME_LOWER")
-BF16_ARCH: Final = 80  # the lowest compute capability with bf16 tensor cores
 
 
 def unsupported(
@@ -32,22 +39,9 @@ def unsupported(
         or unsupported_choice(node, "residual_position", ("before", "after"), "before")
         or unsupported_choice(node, "activation", (*ACTIVATIONS, PRELU), "none")
         or unsupported_choice(node, "auto_pad", AUTO_PADS, "NOTSET")
-        or _mixed_dtypes(node, input_dtypes)
-        or _dtype_of_device(node, input_dtypes[0], device)
+        or mixed_dtypes(node, input_dtypes)
+        or unsupported_bfloat16(node, "x", input_dtypes[0], device)
     )
-
-
-def _mixed_dtypes(node: FusedNode, input_dtypes: Sequence[str]) -> str | None:
-    for name, dtype in (*zip(node.operands, input_dtypes, strict=True), ("the output", node.output_dtypes[0])):
-        if dtype != input_dtypes[0]:
-            return f"{node.fusion}: {name} is {dtype}; required {input_dtypes[0]}, as {node.operands[0]}"
-    return None
-
-
-def _dtype_of_device(node: FusedNode, dtype: str, device: Device) -> str | None:
-    if dtype != "bfloat16" or device.arch >= BF16_ARCH:
-        return None
-    return f"{node.fusion}: x is bfloat16; convolutions of it need compute capability {BF16_ARCH}, found {device.arch}"
 
 
 def conv_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> tuple[Conv, TensorSpec]:
@@ -56,7 +50,7 @@ def conv_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> tu
     rank = len(x.shape) - 2
     if rank < 1 or len(w.shape) != rank + 2:
         raise ValueError(
-            f"{node_label(node)}: x has shape {list(x.shape)} and w {list(w.shape)}; required one rank, of at least 3"
+            f"{node.label}: x has shape {list(x.shape)} and w {list(w.shape)}; required one rank, of at least 3"
         )
     x_nchw, w_hwio = node.text("x_layout", "nhwc") == "nchw", node.text("w_layout", "ohwi") == "hwio"
     n, c, sizes = (x.shape[0], x.shape[1], x.shape[2:]) if x_nchw else (x.shape[0], x.shape[-1], x.shape[1:-1])
@@ -66,7 +60,7 @@ def conv_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> tu
     group = node.integer("group", 1)
     if group < 1 or m % group or not expect_equal(c, c_of_group * group):
         raise ValueError(
-            f"{node_label(node)}: x has {c} channels, w {c_of_group} for each of {group} groups and {m} filters; "
+            f"{node.label}: x has {c} channels, w {c_of_group} for each of {group} groups and {m} filters; "
             f"required as many channels as all groups have, and as many filters in each group"
         )
     check_kernel_shape(node, kernel)
@@ -108,43 +102,43 @@ def with_operands(
     alpha, beta = activation_parameters(node)
     conv = Conv(
         *geometry, y.dtype, y.aligned,
-        x=_pointer(node, "x"), w=_pointer(node, "w"), y=Pointer("output", 0),
-        bias=_optional_pointer(node, inputs, "bias", (geometry.m,)),
+        x=required_pointer(node, "x"), w=required_pointer(node, "w"), y=Pointer("output", 0),
+        bias=shaped_pointer(node, inputs, "bias", (geometry.m,)),
         slope=_channels(node, inputs, "slope", geometry),
         column_scale=_channels(node, inputs, "column_scale", geometry),
         column_shift=_channels(node, inputs, "column_shift", geometry),
-        residual=_optional_pointer(node, inputs, "residual", y.shape),
+        residual=shaped_pointer(node, inputs, "residual", y.shape),
         residual_first=node.text("residual_position", "before") == "before",
         activation=node.text("activation", "none"), alpha=alpha, beta=beta, x_nchw=x_nchw, w_hwio=w_hwio,
         tf32=device.tf32, weights_constant=required_spec(node, inputs, "w").constant, transposed=transposed,
-        gate=_optional_pointer(node, inputs, "gate", (geometry.n, *[1] * len(geometry.sizes), geometry.c)),
+        gate=shaped_pointer(node, inputs, "gate", (geometry.n, *[1] * len(geometry.sizes), geometry.c)),
     )  # fmt: skip
     _check_vectors(node, conv)
     if conv.gate and not conv.pointwise:
-        raise ValueError(f"{node_label(node)}: x has a gate; required a filter of one tap at every pixel, in one group")
+        raise ValueError(f"{node.label}: x has a gate; required a filter of one tap at every pixel, in one group")
     return conv, y
 
 
 def _check_vectors(node: FusedNode, conv: Conv) -> None:
     """Raise ValueError for combinations of channel vectors that no epilogue supports."""
     if (conv.activation == PRELU) != (conv.slope is not None):
-        raise ValueError(f"{node_label(node)}: activation is {conv.activation}; required a slope for prelu alone")
+        raise ValueError(f"{node.label}: activation is {conv.activation}; required a slope for prelu alone")
     if conv.slope and conv.column_shift:
-        raise ValueError(f"{node_label(node)}: slope and column_shift are present; required at most one of them")
+        raise ValueError(f"{node.label}: slope and column_shift are present; required at most one of them")
 
 
 def check_kernel_shape(node: FusedNode, kernel: tuple[int, ...]) -> None:
     """Raise ValueError if `kernel` differs from the node's attribute kernel_shape."""
     declared = node.attributes.get("kernel_shape", list(kernel))
     if declared != list(kernel):
-        raise ValueError(f"{node_label(node)}: w has taps {list(kernel)}; required kernel_shape, which is {declared}")
+        raise ValueError(f"{node.label}: w has taps {list(kernel)}; required kernel_shape, which is {declared}")
 
 
 def per_axis(node: FusedNode, attribute: str, rank: int) -> tuple[int, ...]:
     """Return an attribute that has one positive value per spatial axis; ones if it is absent."""
     values = node.attributes.get(attribute, [1] * rank)
     if not isinstance(values, list) or len(values) != rank or any(value < 1 for value in values):
-        raise ValueError(f"{node_label(node)}: {attribute} is {values}; required {rank} positive integers")
+        raise ValueError(f"{node.label}: {attribute} is {values}; required {rank} positive integers")
     return tuple(map(int, values))
 
 
@@ -154,7 +148,7 @@ def explicit_pads(node: FusedNode, rank: int) -> tuple[tuple[int, ...], tuple[in
         return (0,) * rank, (0,) * rank
     pads = node.attributes.get("pads", [0] * 2 * rank)
     if not isinstance(pads, list) or len(pads) != 2 * rank or any(pad < 0 for pad in pads):
-        raise ValueError(f"{node_label(node)}: pads are {pads}; required {2 * rank} integers of at least 0")
+        raise ValueError(f"{node.label}: pads are {pads}; required {2 * rank} integers of at least 0")
     return tuple(map(int, pads[:rank])), tuple(map(int, pads[rank:]))
 
 
@@ -177,31 +171,6 @@ def _pads(
     return (less, more) if auto_pad == "SAME_UPPER" else (more, less)
 
 
-def _pointer(node: FusedNode, name: str) -> Pointer:
-    """Return the pointer to an operand, which the node must have."""
-    index = node.input_index(name)
-    assert index is not None
-    return Pointer("input", index)
-
-
-def _optional_pointer(
-    node: FusedNode, inputs: Sequence[TensorSpec], name: str, shape: tuple[int, ...]
-) -> Pointer | None:
-    """Return the pointer to an operand of shape `shape`; None if absent.  Raises ValueError for another shape."""
-    found, index = operand_spec(node, inputs, name), node.input_index(name)
-    if found is None or index is None:
-        return None
-    equal = [expect_equal(size, other) for size, other in zip(found.shape, shape, strict=False)]
-    if len(found.shape) != len(shape) or not all(equal):
-        raise ValueError(f"{node_label(node)}: {name} has shape {list(found.shape)}; required {list(shape)}")
-    return Pointer("input", index)
-
-
 def _channels(node: FusedNode, inputs: Sequence[TensorSpec], name: str, geometry: Geometry) -> Pointer | None:
     """Return the pointer to an operand with one number per channel, which has the shape (m, 1, ...); None if absent."""
-    return _optional_pointer(node, inputs, name, (geometry.m, *[1] * len(geometry.sizes)))
-
-
-def node_label(node: FusedNode) -> str:
-    """Return the name of a node for error messages."""
-    return f"{node.fusion} '{node.name}'"
+    return shaped_pointer(node, inputs, name, (geometry.m, *[1] * len(geometry.sizes)))

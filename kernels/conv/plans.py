@@ -21,7 +21,7 @@ def plans(
         return [Plan((y,), ())]
     found = implementations()
     if not found:
-        raise ValueError(f"{node.fusion} '{node.name}': no kernel takes {conv}")
+        raise ValueError(f"{node.label}: no kernel takes {conv}")
     return [Plan((y,), each.steps, each.scratch) for each in found]
 
 

@@ -11,7 +11,6 @@ from onnxfuse.kernels.conv.operands import (
     Geometry,
     check_kernel_shape,
     explicit_pads,
-    node_label,
     per_axis,
     with_operands,
 )
@@ -42,7 +41,7 @@ def conv_transpose_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Dev
     rank = len(x.shape) - 2
     if not 1 <= rank <= MAX_DIMS or len(w.shape) != rank + 2:
         raise ValueError(
-            f"{node_label(node)}: x has shape {list(x.shape)} and w {list(w.shape)}; required one rank, of 3 to "
+            f"{node.label}: x has shape {list(x.shape)} and w {list(w.shape)}; required one rank, of 3 to "
             f"{MAX_DIMS + 2}"
         )
     w_hwoi = node.text("w_layout", "ihwo") == "hwoi"
@@ -52,11 +51,11 @@ def conv_transpose_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Dev
     )
     if group < 1 or channels % group or not expect_equal(c, channels):
         raise ValueError(
-            f"{node_label(node)}: x has {c} channels, w {channels}; required as many, in {group} groups of equal size"
+            f"{node.label}: x has {c} channels, w {channels}; required as many, in {group} groups of equal size"
         )
     if w_hwoi and (filters != 1 or group != channels):
         raise ValueError(
-            f"{node_label(node)}: w is hwoi with {filters} filters for each of {group} groups of {channels} channels; "
+            f"{node.label}: w is hwoi with {filters} filters for each of {group} groups of {channels} channels; "
             f"required one channel and one filter for each group"
         )
     check_kernel_shape(node, kernel)
@@ -108,5 +107,5 @@ def _integers(node: FusedNode, attribute: str, rank: int) -> list[int]:
     """Return an attribute with one value of at least 0 per spatial axis; an empty list if it is absent."""
     values = node.attributes.get(attribute, [])
     if not isinstance(values, list) or len(values) not in (0, rank) or any(value < 0 for value in values):
-        raise ValueError(f"{node_label(node)}: {attribute} is {values}; required {rank} integers of at least 0")
+        raise ValueError(f"{node.label}: {attribute} is {values}; required {rank} integers of at least 0")
     return [int(value) for value in values]

@@ -17,7 +17,9 @@ from onnxfuse.kernels.tensors import (
     Defines,
     operand_pointer,
     operand_spec,
+    required_pointer,
     required_spec,
+    unsupported_bfloat16,
     unsupported_choice,
 )
 from onnxfuse.runtime.plan import Argument, Device, FusedNode, Pointer, Scalar, Struct, TensorSpec, Value
@@ -27,7 +29,6 @@ PACKED_BITS: Final = (2, 4, 8)  # of weights with the layout nbits, which are by
 LAYOUTS: Final = ("nbits", "kn", "nk")
 MIN_BLOCK: Final = 16
 PACKED_ZEROS, TYPED_ZEROS = 1, 2  # values of the macro ZEROS
-BF16_ARCH: Final = 80  # the first compute capability with conversions of bf16
 WEIGHTS: Final = ("w", "w_2", "w_3", "up")
 
 
@@ -147,8 +148,8 @@ def unsupported(node: FusedNode, dtypes: Sequence[str], device: Device) -> str |
     dtype, block_size = given["x"], node.integer("block_size")
     if dtype not in STORAGE:
         return f"{node.fusion}: x is {dtype}; the kernel takes {', '.join(STORAGE)}"
-    if dtype == "bfloat16" and device.arch < BF16_ARCH:
-        return f"{node.fusion}: x is bfloat16, which needs compute capability {BF16_ARCH}; found {device.arch}"
+    if refused := unsupported_bfloat16(node, "x", dtype, device):
+        return refused
     for name, found in (*given.items(), *((f"output {i}", each) for i, each in enumerate(node.output_dtypes))):
         if name not in WEIGHTS and "zero_points" not in name and found != dtype:
             return f"{node.fusion}: {name} is {found}; required {dtype}, as x"
@@ -189,7 +190,7 @@ def products_of(node: FusedNode, inputs: Sequence[TensorSpec]) -> tuple[Product,
     names = [name for name in WEIGHTS if node.input_index(name) is not None]
     layout, k = _layout(node), node.integer("k")
     if not x.shape or x.shape[-1] != k:
-        raise ValueError(f"{_name(node)}: x has shape {list(x.shape)}; required {k} as the last size")
+        raise ValueError(f"{node.label}: x has shape {list(x.shape)}; required {k} as the last size")
     sizes = node.integer("bits", 4) if layout == "nbits" else BITS[first.dtype], node.integer("block_size")
     weights = tuple(_weight(node, inputs, name, k, sizes) for name in names)
     stored = [s for s, operand in zip(inputs, node.operands, strict=True) if operand != "x" and "bias" not in operand]
@@ -197,7 +198,7 @@ def products_of(node: FusedNode, inputs: Sequence[TensorSpec]) -> tuple[Product,
     product = Product(
         math.prod(x.shape[:-1]), k, weights, layout, *sizes,
         is_signed=layout != "nbits" and first.dtype.startswith("int"), dtype=x.dtype, aligned=aligned,
-        weights_constant=all(spec.constant for spec in stored), x=_pointer(node, "x"), y=Pointer("output", 0),
+        weights_constant=all(spec.constant for spec in stored), x=required_pointer(node, "x"), y=Pointer("output", 0),
         is_gated="up" in names, activation=node.text("activation", "none"),
     )  # fmt: skip
     return product, tuple(TensorSpec((*x.shape[:-1], each.weights[0].n), x.dtype, aligned) for each in product.parts)
@@ -218,12 +219,12 @@ def _weight(node: FusedNode, inputs: Sequence[TensorSpec], name: str, k: int, si
     ):
         spec = operand_spec(node, inputs, operand)
         if spec is not None and math.prod(spec.shape) != count:
-            raise ValueError(f"{_name(node)}: {operand} has shape {list(spec.shape)}; required {count} elements")
+            raise ValueError(f"{node.label}: {operand} has shape {list(spec.shape)}; required {count} elements")
     return Weight(
-        n, _pointer(node, name), _pointer(node, _of_weight(name, "scales")),
+        n, required_pointer(node, name), required_pointer(node, _of_weight(name, "scales")),
         operand_pointer(node, _of_weight(name, "zero_points")),
         0 if zeros is None else PACKED_ZEROS if packed_zeros else TYPED_ZEROS,
-        None if bias is None else _pointer(node, _of_weight(name, "bias")),
+        None if bias is None else required_pointer(node, _of_weight(name, "bias")),
     )  # fmt: skip
 
 
@@ -234,14 +235,3 @@ def _of_weight(weight: str, operand: str) -> str:
 
 def _layout(node: FusedNode) -> str:
     return node.text("weight_layout", "nbits")
-
-
-def _pointer(node: FusedNode, name: str) -> Pointer:
-    index = node.input_index(name)
-    if index is None:
-        raise ValueError(f"{_name(node)}: operand {name} is missing; present are {', '.join(node.operands)}")
-    return Pointer("input", index)
-
-
-def _name(node: FusedNode) -> str:
-    return f"{node.fusion} '{node.name}'"

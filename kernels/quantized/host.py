@@ -11,7 +11,7 @@ from onnxfuse.algebra.filter_edges import row_count
 from onnxfuse.ir.dtypes import DTYPE_NUMBERS
 from onnxfuse.kernels.conv import host as conv_host
 from onnxfuse.kernels.conv.matrix import as_gemm
-from onnxfuse.kernels.conv.operands import AUTO_PADS, BF16_ARCH, conv_of
+from onnxfuse.kernels.conv.operands import AUTO_PADS, conv_of
 from onnxfuse.kernels.conv.problem import Conv, of_fewer_axes
 from onnxfuse.kernels.epilogue_node import REGION, also_joined, is_joined, moved
 from onnxfuse.kernels.epilogue_program import joined_plans
@@ -28,6 +28,7 @@ from onnxfuse.kernels.tensors import (
     element_count,
     operand_spec,
     required_spec,
+    unsupported_bfloat16,
     unsupported_choice,
 )
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, Pointer, Step, TensorSpec
@@ -51,8 +52,8 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
     given, dtype = dict(zip(node.operands, input_dtypes, strict=True)), node.output_dtypes[0]
     if dtype not in STORAGE:
         return f"{node.fusion}: the output is {dtype}; the kernel takes {', '.join(STORAGE)}"
-    if dtype == "bfloat16" and device.arch < BF16_ARCH:
-        return f"{node.fusion}: the output is bfloat16, which needs compute capability {BF16_ARCH}; found {device.arch}"
+    if refused := unsupported_bfloat16(node, "the output", dtype, device):
+        return refused
     for name, found in given.items():
         of = next((each for each in ("x", "w") if name in (each, f"{each}_zero_point")), None)
         required = "int32" if name == "w_sums" else dtype
@@ -97,7 +98,7 @@ def problem_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
         spec = operand_spec(node, inputs, name)
         if spec is not None and element_count(spec) not in allowed:
             raise ValueError(
-                f"{node.fusion} '{node.name}': {name} has shape {list(spec.shape)}; "
+                f"{node.label}: {name} has shape {list(spec.shape)}; "
                 f"required {' or '.join(map(str, dict.fromkeys(allowed)))} elements"
             )
     pointers = {name: Pointer("input", i) for i, name in enumerate(node.operands)}

@@ -90,6 +90,11 @@ class FusedNode:
         dtypes = tuple(map(dtype_name, attributes["output_types"]))
         return cls(attributes["fusion"], name, tuple(attributes["operands"].split()), own, dtypes)
 
+    @property
+    def label(self) -> str:
+        """The fusion and the name, for error messages."""
+        return f"{self.fusion} '{self.name}'"
+
     def input_index(self, operand: str) -> int | None:
         """Return the index of an operand among the inputs; None if it is absent."""
         return self.operands.index(operand) if operand in self.operands else None

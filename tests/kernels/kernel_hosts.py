@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from onnxfuse.kernels.gemm.operands import BF16_ARCH
+from onnxfuse.kernels.tensors import BF16_ARCH
 from onnxfuse.runtime.hosts import Host, find_host
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
 

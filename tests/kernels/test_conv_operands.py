@@ -213,7 +213,7 @@ def test_other_and_mixed_dtypes_are_refused(dtypes: tuple[str, str], y: str, sen
 def test_bfloat16_needs_matrix_units_that_have_it() -> None:
     fused, dtypes = node(dtype="bfloat16"), ("bfloat16", "bfloat16")
     assert unsupported(fused, dtypes, T4) == (
-        "conv_bias_activation: x is bfloat16; convolutions of it need compute capability 80, found 75"
+        "conv_bias_activation: x is bfloat16, which needs compute capability 80; found 75"
     )
     assert unsupported(fused, dtypes, A100) is None
     for dtype in ("float16", "float32"):

@@ -259,4 +259,4 @@ def test_bf16_needs_its_matrix_units() -> None:
     fused = node("gemm_bias_activation", "x w", "bfloat16")
     assert host.supports(fused, ["bfloat16"] * 2, OF_ARCH[80]) is None
     refusal = host.supports(fused, ["bfloat16"] * 2, OF_ARCH[75])
-    assert refusal == "gemm_bias_activation: x is bfloat16; products of it need compute capability 80, found 75"
+    assert refusal == "gemm_bias_activation: x is bfloat16, which needs compute capability 80; found 75"

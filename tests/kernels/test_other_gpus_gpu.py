@@ -33,7 +33,7 @@ import test_kernels_elements_gpu as elements
 import test_kernels_gpu as norms
 from other_gpus import OTHER_GPUS, nodes, plans, sources
 
-from onnxfuse.kernels.gemm.operands import BF16_ARCH
+from onnxfuse.kernels.tensors import BF16_ARCH
 from onnxfuse.runtime import cuda_driver
 from onnxfuse.runtime.plan import Device
 
