@@ -108,11 +108,11 @@ class _Part:
                 is_half = io == "half" and self.scope.is_real(tensor) and tensor.name not in graph.fixed_names
                 self.dtypes[tensor.name] = self.half if is_half else shapes.dtype(tensor)
         for value in graph.model.graph.output:
-            dtype = value.type.tensor_type.elem_type or shapes.infos.dtype(value.name)
+            output = self.scope.tensors.get(value.name)
+            dtype = value.type.tensor_type.elem_type or (shapes.dtype(output) if output else 0)
             self.outputs[value.name] = self.half if io == "half" and dtype in REAL else dtype
-            constant = self.scope.tensors.get(value.name)
-            if is_constant(constant) and dtype in REAL:
-                self._weight(constant, self.outputs[value.name])
+            if is_constant(output) and dtype in REAL:
+                self._weight(output, self.outputs[value.name])
         nodes, graph.linked.nodes = graph.nodes, []  # nodes are appended again below, together with Casts
         for node in nodes:
             self._convert(node)

@@ -153,6 +153,14 @@ def test_weights_that_are_outputs_have_the_dtype_of_outputs(io: Literal["float32
     assert [value.dtype for value in run(model, x=np.ones((2, 8), wanted))] == [wanted] * 3
 
 
+def test_an_output_without_a_type_keeps_its_dtype() -> None:
+    """onnx infers no type of GroupNormalization in opset 18, where it is deprecated; onnxfuse does."""
+    text = """main (float[n,4,6] x) => (y)
+        <float[2] s, float[2] b> { y = GroupNormalization <num_groups = 2> (x, s, b) }"""
+    model, _ = optimize(parse(text, 18), dtype="float16", verify=False)
+    assert run(model, x=np.ones((1, 4, 6), np.float32))[0].dtype == np.float32
+
+
 def test_integers_positions_and_their_angles_stay() -> None:
     """A position above 2,048 is no float16; the table of a rotary embedding is, once it is computed."""
     text = """
