@@ -6,7 +6,7 @@ from pathlib import Path
 
 import onnx
 
-from onnxfuse.ir.load import external_range
+from onnxfuse.ir.external_data import external_range
 from onnxfuse.ir.protos import external_tensors, tensors
 from onnxfuse.ir.validate import size_of
 

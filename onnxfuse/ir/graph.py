@@ -11,12 +11,13 @@ from typing import Final
 import numpy as np
 import onnx
 import onnx.numpy_helper
-from onnx import external_data_helper
+from onnx.external_data_helper import uses_external_data
 
 from onnxfuse.errors import ModelError
 from onnxfuse.ir import graphsurgeon
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.execution_order import execution_order, is_in_order, outer_reads
+from onnxfuse.ir.external_data import with_values
 from onnxfuse.ir.node import AttributeValue, Constant, Node, Tensor, consumers, has_subgraph, is_constant, op_of
 from onnxfuse.ir.protos import subgraphs
 from onnxfuse.ir.quantizers import joined_quantizers
@@ -332,11 +333,8 @@ def array_of(folder: Path | None, proto: onnx.TensorProto | onnx.SparseTensorPro
         dense = np.zeros(tuple(proto.dims), values.dtype)
         dense[np.unravel_index(indices, dense.shape) if indices.ndim == 1 else tuple(indices.T)] = values
         return dense
-    if external_data_helper.uses_external_data(proto):
+    if uses_external_data(proto):
         if folder is None:
             raise ModelError(f"constant '{name or proto.name}' lies in an external file; give the model as a path")
-        loaded = onnx.TensorProto()
-        loaded.CopyFrom(proto)
-        external_data_helper.load_external_data_for_tensor(loaded, str(folder))
-        proto = loaded
+        proto = with_values(proto, folder)
     return onnx.numpy_helper.to_array(proto)

@@ -16,6 +16,7 @@ from onnxfuse.errors import ModelError
 from onnxfuse.ir.attributes import schema
 from onnxfuse.ir.domain import ORT_DOMAIN
 from onnxfuse.ir.execution_order import in_execution_order, reads
+from onnxfuse.ir.external_data import external_range, shortened, state_range
 from onnxfuse.ir.inline_functions import check_expanded
 from onnxfuse.ir.invented_operators import without_invented_operators
 from onnxfuse.ir.ort_attributes import wrong_attribute
@@ -28,7 +29,7 @@ from onnxfuse.ir.protos import (
     replace_tensors,
     subgraphs,
 )
-from onnxfuse.ir.validate import label, size_of, validate
+from onnxfuse.ir.validate import label, validate
 
 SUPPORTED_OPSETS = range(7, 25)
 SUPPORTED_TEXT = f"{SUPPORTED_OPSETS[0]} to {SUPPORTED_OPSETS[-1]}"
@@ -118,7 +119,7 @@ def _check(model: onnx.ModelProto, folder: Path | None, name: str) -> None:
     check_expanded(model, name)
     _check_names(model.graph, {}, frozenset(), name)
     for tensor in external_tensors(model):
-        _state_range(tensor, *external_range(tensor, folder)[1:])
+        state_range(tensor, *external_range(tensor, folder)[1:])
     _check_operators(model, name)
     outline = replace_tensors(model, _without_values)
     _hide_from_checker(outline)
@@ -204,7 +205,7 @@ def _read(path: Path) -> bytes:
         raise ModelError(f"'{path}' cannot be read: no permission; change it with chmod +r") from error
     except (OSError, ValueError) as error:  # the name is too long, or has a zero byte
         reason = getattr(error, "strerror", None) or error
-        raise ModelError(f"'{_shortened(str(path))}' cannot be read: {reason}; expected an ONNX file") from error
+        raise ModelError(f"'{shortened(str(path))}' cannot be read: {reason}; expected an ONNX file") from error
 
 
 def _parse(data: bytes, name: str) -> onnx.ModelProto:
@@ -292,61 +293,6 @@ def _exists(file: Path) -> bool:
         return file.exists()
     except (OSError, ValueError):
         return False
-
-
-def external_range(tensor: onnx.TensorProto, folder: Path | None) -> tuple[Path, int, int]:
-    """Return (file, offset, length) of an external tensor.  Raises ModelError unless the file contains that range."""
-    what = f"the external data of tensor '{tensor.name}'"
-    if folder is None:
-        raise ModelError(f"{what} lies in a file; give the model as a path, so that the file can be found")
-    fields = {e.key: e.value for e in tensor.external_data}
-    location = fields.get("location", "")
-    try:
-        path, status = _external_file(what, folder, location)
-    # The name is too long or has a zero byte, or links form a cycle.
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ModelError(f"{what} is at {_shortened(location)!r}, which cannot be a file: {reason}; export the model "
-                         "again") from error  # fmt: skip
-    size = size_of(tensor)
-    try:
-        offset, length = int(fields.get("offset", 0)), int(fields.get("length", size))
-    except ValueError as error:
-        raise ModelError(f"{what} has an offset or a length that is no number; export the model again") from error
-    if offset < 0 or length != size:
-        raise ModelError(f"{what} has offset {offset} and {length} bytes; its dtype and shape require {size} bytes")
-    if status.st_size < offset + size:
-        raise ModelError(
-            f"{what} is too short: '{path}' has {status.st_size:,} bytes, {offset + size:,} are needed; "
-            "copy or export it again"
-        )
-    return path, offset, size
-
-
-def _state_range(tensor: onnx.TensorProto, offset: int, length: int) -> None:
-    """Write offset and length of external data into the tensor: without a length, onnx reads to the end of the file."""
-    kept = [(each.key, each.value) for each in tensor.external_data if each.key not in ("offset", "length")]
-    del tensor.external_data[:]
-    for key, value in (*kept, ("offset", str(offset)), ("length", str(length))):
-        tensor.external_data.add(key=key, value=value)
-
-
-def _external_file(what: str, folder: Path, location: str) -> tuple[Path, os.stat_result]:
-    """Return an external file and its status.  Raises ModelError unless it is a plain file in the model's folder."""
-    path = folder / location
-    inside = not Path(location).is_absolute() and ".." not in Path(location).parts
-    if not (inside and path.parent.resolve().is_relative_to(folder.resolve())):
-        raise ModelError(f"{what} is at '{location}', outside the model's folder; move it beside the model")
-    if not path.exists():
-        raise ModelError(f"{what} is missing: '{path}' does not exist; copy it there, or export the model again")
-    status = path.lstat()
-    if path.is_symlink() or not path.is_file() or status.st_nlink > 1:  # onnx refuses to read such files
-        raise ModelError(f"{what}, '{path}', is a link or no plain file; replace it by a copy (cp --dereference)")
-    return path, status
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:40]}...{text[-10:]}"
 
 
 def _without_values(tensor: onnx.TensorProto) -> onnx.TensorProto:

@@ -18,7 +18,8 @@ from google.protobuf.message import EncodeError
 from onnx.external_data_helper import uses_external_data
 
 from onnxfuse.errors import ModelError
-from onnxfuse.ir.load import EXTERNAL_THRESHOLD, PROTOBUF_LIMIT, external_range, read
+from onnxfuse.ir.external_data import external_range
+from onnxfuse.ir.load import EXTERNAL_THRESHOLD, PROTOBUF_LIMIT, read
 from onnxfuse.ir.plain_files import create, temporary
 from onnxfuse.ir.protos import external_locations, external_tensors, has_external_data, replace_tensors
 from onnxfuse.ir.validate import size_of

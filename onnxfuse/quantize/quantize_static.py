@@ -16,6 +16,8 @@ from onnx import TensorProto
 
 from onnxfuse.errors import ModelError, first_line
 from onnxfuse.ir.dtypes import Array, dtype_name
+from onnxfuse.ir.external_data import with_values
+from onnxfuse.ir.protos import external_tensors
 from onnxfuse.ir.validate import size_of
 from onnxfuse.quantize.library import logging_unchanged, quantizer
 from onnxfuse.quantize.result import QuantizedModel, WeightsResult
@@ -60,7 +62,8 @@ def quantize_static(
         raise NothingToQuantizeError(name, "Conv, Gemm or MatMul", WeightsResult(INT8, 0, 0, readers.told(), 0, 0))
     before = sum(size_of(readers.weights[each]) for each in set(chosen.values()))
     all_before = sum(map(size_of, named.graph.initializer))
-    onnx.load_external_data_for_model(named, str(folder or ""))
+    for tensor in external_tensors(named):
+        tensor.CopyFrom(with_values(tensor, folder))
     library = quantizer("quantize")
     try:
         made = _by_library(library, named, samples, list(chosen))

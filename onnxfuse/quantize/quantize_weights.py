@@ -16,6 +16,7 @@ from onnx import TensorProto, helper
 
 from onnxfuse.ir.domain import ORT_DOMAIN
 from onnxfuse.ir.dtypes import Array
+from onnxfuse.ir.graph import array_of
 from onnxfuse.ir.protos import defined_names, graphs, nodes, without_initializers
 from onnxfuse.ir.validate import size_of
 from onnxfuse.quantize.library import quantizer
@@ -112,7 +113,7 @@ class _Quantizing:
     def _packed(self, name: str, weight: TensorProto) -> list[str]:
         """Return the names of a weight's packed numbers and scales, which become initializers."""
         if name not in self.quantized:
-            values = onnx.numpy_helper.to_array(weight, base_dir=str(self.folder or ""))
+            values = array_of(self.folder, weight)
             made = self._by_library(values.T if name in self._readers.turned else values)
             self.bytes_before += size_of(weight)
             for tensor, end in zip(made, ("Q", "scales"), strict=True):

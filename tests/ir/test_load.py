@@ -360,6 +360,26 @@ def test_external_data_may_be_followed_by_more(tmp_path: Path, offset: int | Non
     assert [one.node for one in report.folded] == ["e"]
 
 
+@pytest.mark.parametrize(
+    ("file", "odd"),
+    [
+        ("..\\w.bin", external("..\\w.bin")),
+        ("w.bin", with_field(external("w.bin"), "checksum", "none")),
+        ("w.bin", with_field(external("w.bin"), "another", "tool")),
+        ("w.bin", with_field(external("/etc/hostname"), "location", "w.bin")),  # the last one counts
+    ],
+)
+def test_external_data_with_odd_names_and_fields(tmp_path: Path, file: str, odd: onnx.ModelProto) -> None:
+    """onnx's own reader refuses such a name and warns of other fields; onnxruntime refuses some fields."""
+    (tmp_path / file).write_bytes(WEIGHT.tobytes())
+    odd.graph.node[0].output[0] = "z"
+    odd.graph.node.append(onnx.helper.make_node("Sigmoid", ["z"], ["y"]))
+    (tmp_path / "m.onnx").write_bytes(odd.SerializeToString())
+    _, report = optimize(tmp_path / "m.onnx")
+    assert report.fused
+    assert report.verified.status == "verified", report.verified.reason
+
+
 def test_external_data_needs_a_path() -> None:
     assert "give the model as a path" in sentence(external("w.bin"))
     assert "give the model as a path" in sentence(external("w.bin").SerializeToString())
