@@ -155,8 +155,6 @@ def _can(scope: Scope, known: Known, node: Node) -> bool:
     Only the inputs and outputs whose dtype may change are considered; if there are none, nothing is required.  If the
     dtype of input 0 may change, the operator must accept half precision at input 0.
     """
-    if op_of(node) in READS_ANY:
-        return True
     inputs = half_inputs(op_of(node), len(node.inputs), scope.graph.opset, known.precision)
     outputs = half_outputs(node, scope.graph.opset, known.precision)
     reads = [k for k, tensor in enumerate(node.inputs) if scope.is_real(tensor)]

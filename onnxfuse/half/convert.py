@@ -145,12 +145,13 @@ class _Part:
         reads, writes = scope.real_inputs(node), scope.real_outputs(node)
         wide = self.choice.is_wide(node)
         keeps = wide and (keeps_dtypes(op) or bool(scope.untyped(node)))
-        inputs = frozenset[int]() if wide else half_inputs(op, len(node.inputs), opset, precision)
+        takes = half_inputs(op, len(node.inputs), opset, precision)
+        inputs = frozenset[int]() if wide else takes
         outputs = frozenset[int]() if wide else half_outputs(node, opset, precision)
         for k, tensor in enumerate(node.inputs):
             if not scope.is_real(tensor):
                 continue
-            if op in READS_ANY and not is_constant(tensor):
+            if op in READS_ANY and k in takes and not is_constant(tensor):
                 node.inputs[k] = self._source(tensor)
             else:
                 dtype = self.half if k in inputs else scope.shapes.dtype(tensor) if keeps else FLOAT

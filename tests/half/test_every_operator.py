@@ -61,9 +61,15 @@ def models(op: str) -> Iterator[tuple[onnx.ModelProto, dict[str, Any]]]:
             yield model, feeds
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def in_half(value: Any) -> Any:
+    """Return an array of float32 in float16, and anything else as it is."""
+    with np.errstate(over="ignore"):
+        return value.astype(np.float16) if getattr(value, "dtype", None) == np.float32 else value
+
+
+@pytest.mark.parametrize(("dtype", "io"), [("float16", "float32"), ("float16", "half"), ("bfloat16", "float32")])
 @pytest.mark.parametrize("op", sorted(filter(reads_float32, {s.name for s in onnx.defs.get_all_schemas()} - LEFT_OUT)))
-def test_converted(op: str, dtype: Literal["float16", "bfloat16"]) -> None:
+def test_converted(op: str, dtype: Literal["float16", "bfloat16"], io: Literal["float32", "half"]) -> None:
     found = list(models(op))
     assert found or op in NOT_IN_FLOAT32
     for model, feeds in found:
@@ -71,12 +77,14 @@ def test_converted(op: str, dtype: Literal["float16", "bfloat16"]) -> None:
             with pytest.raises(onnxfuse.UsageError, match=f"onnxruntime has no kernel for {op} from opset 22 on; or a"):
                 onnxfuse.optimize(model, dtype=dtype, verify=False)
             continue
-        made, _ = onnxfuse.optimize(model, dtype=dtype, inputs=feeds, verify=False, timeout=None)
-        new, old = run(made, feeds), run(model, feeds)
+        given = {name: in_half(x) if io == "half" else x for name, x in feeds.items()}
+        made, _ = onnxfuse.optimize(model, dtype=dtype, io=io, inputs=feeds, verify=False, timeout=None)
+        new, old = run(made, given), run(model, feeds)
         if isinstance(new, str):
             assert dtype == "bfloat16" and LACKS_KERNEL in new, new
         elif op not in DISCONTINUOUS:
             for one, other in zip(old, new, strict=True):
                 if isinstance(one, np.ndarray) and one.dtype == np.float32:
+                    one = in_half(one).astype(np.float32) if io == "half" else one
                     largest = np.abs(one[np.isfinite(one)]).max(initial=1e-3)
                     np.testing.assert_allclose(other, one, rtol=0, atol=0.02 * largest)
