@@ -102,4 +102,7 @@ def _text(folder: Path | None) -> str | None:
 def run(session: Session, feeds: Mapping[str, Array]) -> dict[str, object]:
     """Return the outputs by name.  Raises VerificationError and OnnxruntimeFailure as `open_session` does."""
     with _failures():
-        return session.run(feeds) if isinstance(session, WorkerSession) else ort_session.run(session, feeds)
+        if isinstance(session, WorkerSession):
+            return session.run(feeds)
+        # onnxruntime computes the statistics of a BatchNormalization that trains in the arrays that it is given.
+        return ort_session.run(session, {name: value.copy() for name, value in feeds.items()})

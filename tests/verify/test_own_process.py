@@ -266,3 +266,15 @@ def test_a_large_model_is_written_once_for_sessions_with_and_without_optimizatio
             assert path.exists()
         del prepared
         assert not path.exists()
+
+
+def test_inputs_of_the_caller_are_not_written_to() -> None:
+    """onnxruntime computes the statistics of training in place of those that it reads."""
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17]>
+        g (float[n,3,4] x, float[3] scale, float[3] bias, float[3] mean, float[3] variance)
+        => (float[n,3,4] y, float[3] new_mean, float[3] new_variance)
+        { y, new_mean, new_variance = BatchNormalization <training_mode = 1> (x, scale, bias, mean, variance) }""")
+    given = {name: np.ones(3, np.float32) for name in ("scale", "bias", "mean", "variance")}
+    given["x"] = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    optimize(model, dtype="float16", inputs=given, timeout=None)
+    assert (given["mean"] == 1).all() and (given["variance"] == 1).all()
