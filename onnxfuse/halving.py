@@ -37,6 +37,7 @@ from onnxfuse.ir.file_bytes import weight_bytes
 from onnxfuse.ir.protos import ONNX_DOMAINS, nodes, opset_of
 from onnxfuse.ir.serde import write_model
 from onnxfuse.steps import LeftOut, attempt
+from onnxfuse.verify.accepted import with_dtypes
 from onnxfuse.verify.compare import compare_with
 from onnxfuse.verify.cpu_session import open_session, run
 from onnxfuse.verify.difference import compare_output
@@ -253,7 +254,7 @@ class Halving:
         """Return inputs in the dtypes that the converted model takes."""
         assert self.converted is not None
         dtypes = {each.name: each.dtype for each in model_inputs(self.converted.model)}
-        return {name: value.astype(dtypes.get(name, value.dtype)) for name, value in feeds.items()}
+        return with_dtypes(feeds, dtypes)
 
     # --- errors ----------------------------------------------------------------------------------------------
 

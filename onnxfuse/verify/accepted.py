@@ -85,4 +85,5 @@ def with_dtypes(arrays: Mapping[str, T], dtypes: Mapping[str, np.dtype[Any]]) ->
         is_float = isinstance(value, np.ndarray) and value.dtype.name in FLOAT_NAMES
         return value.astype(dtype) if is_float and dtype is not None and dtype.name in FLOAT_NAMES else value
 
-    return {name: cast(name, value) for name, value in arrays.items()}
+    with np.errstate(over="ignore"):  # numbers beyond the range of half precision become infinite
+        return {name: cast(name, value) for name, value in arrays.items()}
