@@ -42,6 +42,7 @@ from onnxfuse.passes.folded import STORED, node_label
 from onnxfuse.pipeline import LATE_PASSES, PIPELINE
 from onnxfuse.regions.assign import RegionResult, assign_regions
 from onnxfuse.regions.joining import Joining
+from onnxfuse.regions.prologue_fusion import fuse_prologues
 from onnxfuse.report.traffic import Traffic, estimate_traffic
 from onnxfuse.rewrite.apply_rules import near_misses
 from onnxfuse.rewrite.make_keys_row_major import make_keys_row_major
@@ -520,6 +521,10 @@ def form_regions(work: Work) -> None:
             fusing = replace(fusing, remaining=fusing.remaining.difference(*(one.replaces for one in rest)))
         after = work.traffic()
     records = {one.node: one for one in (*known, *made.fused)}
+    if work.settings.regions:
+        with step(REGIONS):
+            records |= {one.node: one for one in fuse_prologues(work.joining, records)}
+        records = {one.node: one for one in _standing(graph, records.values())}
     fusing = replace(fusing, fused=tuple(records.values()))
     left = work.found.left
     if work.settings.operators != "standard":  # other runtimes have no operators of com.microsoft, and no regions

@@ -8,6 +8,7 @@ from onnxfuse.patterns._quantized_linear import EXAMPLE, Quantized, quantized_li
 @fusion(
     out="... n",
     epilogue=True,
+    prologue=True,
     example={**EXAMPLE, "up_scales": "n blocks", "up_zero_points": "n zeros"},
 )
 def gated_matmul_nbits(

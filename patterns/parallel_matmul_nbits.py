@@ -8,7 +8,7 @@ OTHERS = {
 }
 
 
-@fusion(out=("... n", "... n_2", "... n_3"), example={**EXAMPLE, **OTHERS})
+@fusion(out=("... n", "... n_2", "... n_3"), prologue=True, example={**EXAMPLE, **OTHERS})
 def parallel_matmul_nbits(
     x: Term = tensor("... k"),
     w: Term = weight(),

@@ -13,8 +13,17 @@ from onnxfuse.kernels.epilogue_program import joined_plans, with_program
 from onnxfuse.kernels.gemm.implementations import implementations_if_any as gemm_implementations
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation, one_after_the_other
-from onnxfuse.kernels.matmul_nbits.problem import PACKED_ZEROS, Product, Weight, product_of, products_of, unsupported
+from onnxfuse.kernels.matmul_nbits.problem import (
+    PACKED_ZEROS,
+    Norm,
+    Product,
+    Weight,
+    product_of,
+    products_of,
+    unsupported,
+)
 from onnxfuse.kernels.multiprocessor import MMA_ARCH, fitting_blocks
+from onnxfuse.kernels.norms.norm import norm_candidates
 from onnxfuse.kernels.tensors import VECTOR_BYTES
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, TensorSpec
 from onnxfuse.runtime.symint import for_later_plans
@@ -28,6 +37,8 @@ MAX_WARPS: Final = 16  # of a block of nbits_mma.cu
 WIDE_ROWS: Final = 4  # rows of x from which on wide tiles are faster
 SMALL_TILES: Final = 4  # tiles of 16 columns per multiprocessor: with fewer, a product is small
 MIN_MMA_BLOCK: Final = 32  # minimum weights of a block: nbits_mma.cu adds those of four lanes
+NORM_WIDTH: Final = 8  # elements of x in an access of a norm in nbits_mma.cu
+MAX_NORM_VECTORS: Final = 4  # of a thread, which stay in registers
 DEQUANTIZE_THREADS: Final = 256  # THREADS of nbits_dequantize.cu
 MAX_IMPLEMENTATIONS: Final = 8
 
@@ -49,18 +60,23 @@ class MmaConfig:
 
     @property
     def is_staged(self) -> bool:
-        """Whether a stage has its elements of x."""
+        """Whether shared memory has the elements of x."""
         return self.tile_m <= STAGED_ROWS
+
+    def normalizes(self, product: Product) -> bool:
+        """Return whether the threads of a block can hold its rows of x, to normalize them."""
+        return self.tile_m * -(-product.k // (NORM_WIDTH * 32 * self.warps)) <= MAX_NORM_VECTORS
 
     def shared(self, product: Product) -> int:
         """Return the bytes of shared memory of a block: the stages of its warps, and two buffers of their sums."""
         rows, stage_k = self.tile_n * (2 if product.is_gated else 1), STAGE_BITS // product.bits
         blocks = max(1, stage_k // product.block_size)
         zeros = (0, max(1, blocks * product.bits // 8), 2 * blocks)[product.weights[0].zeros]
-        pitch = 2 * stage_k + (0 if self.tile_m == 1 else 64)
-        x = self.tile_m * pitch if self.is_staged else 0
-        stage = _whole(rows * (STAGE_BITS // 8 + 2 * blocks + zeros)) + _whole(x)
-        return self.warps * (self.depth * stage + 2 * 4 * max(8, self.tile_m) * (rows + 4))
+        stages = -(-product.k // stage_k) if product.norm else 1  # of x in shared memory at a time
+        x = self.tile_m * (2 * stage_k * stages + (0 if self.tile_m == 1 else 64)) if self.is_staged else 0
+        of_warp, of_block = (0, _whole(x)) if product.norm else (_whole(x), 0)
+        stage = _whole(rows * (STAGE_BITS // 8 + 2 * blocks + zeros)) + of_warp
+        return self.warps * (self.depth * stage + 2 * 4 * max(8, self.tile_m) * (rows + 4)) + of_block
 
 
 def _whole(count: int) -> int:
@@ -89,6 +105,8 @@ def implementations(product: Product, device: Device) -> list[Implementation]:
     """
     few = _of_few_rows(product, device) if len({weight.zeros for weight in product.weights}) == 1 else []
     with for_later_plans(product.m if few else 0):
+        if product.norm:
+            return [*few, *_after_norm(product, product.norm, device)][:MAX_IMPLEMENTATIONS]
         of_parts = [_dequantized(each, device) for each in product.parts if each.weights[0].n]
         many = one_after_the_other(of_parts) if all(of_parts) else []
     if not few and not many and product.program is None:
@@ -96,15 +114,35 @@ def implementations(product: Product, device: Device) -> list[Implementation]:
     return [*few, *many][:MAX_IMPLEMENTATIONS]
 
 
+def _after_norm(product: Product, norm: Norm, device: Device) -> list[Implementation]:
+    """Return the ways that run the norm first, and then the product of its result, which is in scratch memory."""
+    plan, *_ = norm_candidates(norm.node, norm.inputs, device)
+
+    def after(way: Implementation) -> Implementation:
+        result = Pointer("scratch", len(way.scratch))
+        results = {Pointer("output", 0): result, Pointer("output", 1): norm.sum or result}
+        before = (moved(step, lambda old: results.get(old, old)) for step in plan.steps)
+
+        def of_product(old: Pointer) -> Pointer:
+            return replace(result, offset=old.offset) if replace(old, offset=0) == product.x else old
+
+        steps = (*before, *(moved(step, of_product) for step in way.steps))
+        return Implementation(f"norm, {way.name}", steps, (*way.scratch, product.m * product.k * product.item))
+
+    return list(map(after, implementations(replace(product, norm=None), device)))
+
+
 def _of_few_rows(product: Product, device: Device) -> list[Implementation]:
     """Return the ways that read the weights as they are, in one launch; none for more rows than these pay for."""
     if product.row_bits % 8 or (product.layout == "kn" and any(each.n * product.bits % 8 for each in product.weights)):
         return []
-    if product.layout == "kn":
-        return [_columns(product, device)] if product.m <= MAX_DOT_ROWS else []
-    if _takes_mma(product, device) and product.m <= MAX_ROWS:
-        return [_mma(product, config, device) for config in _mma_configs(product, device)]
-    return [_dot(product, device)] if product.m <= MAX_DOT_ROWS else []
+    takes_mma = product.layout != "kn" and _takes_mma(product, device)
+    if takes_mma and product.m <= (STAGED_ROWS if product.norm else MAX_ROWS):
+        configs = [each for each in _mma_configs(product, device) if not product.norm or each.normalizes(product)]
+        return [_mma(product, config, device) for config in configs]
+    if product.norm or product.m > MAX_DOT_ROWS:
+        return []
+    return [_columns(product, device) if product.layout == "kn" else _dot(product, device)]
 
 
 def _takes_mma(product: Product, device: Device) -> bool:
@@ -174,9 +212,10 @@ def _shapes(product: Product, tile_m: int, device: Device) -> list[tuple[int, in
 
 
 def _mma(product: Product, config: MmaConfig, device: Device) -> Implementation:
+    staged = config.is_staged and product.norm is None
     defines = {
-        **product.defines(), "TILE_M": config.tile_m, "TILE_N": config.tile_n, "WARPS": config.warps,
-        "DEPTH": config.depth, "STAGED_X": int(config.is_staged), "MIN_BLOCKS": config.resident,
+        "NORM": 0, **product.defines(), "TILE_M": config.tile_m, "TILE_N": config.tile_n, "WARPS": config.warps,
+        "DEPTH": config.depth, "STAGED_X": int(staged), "MIN_BLOCKS": config.resident,
         "SHARED_BYTES": config.shared(product),
         "WIDTH": math.gcd(_width(product, config.tile_n), max(2, config.tile_m // 4)),
     }  # fmt: skip

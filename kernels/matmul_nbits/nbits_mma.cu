@@ -18,7 +18,8 @@
 // Macros:
 //   TILE_M   rows of x: 1, 2, 4 or a multiple of 8    TILE_N   columns of y, a multiple of 16
 //   WARPS, DEPTH   as above
-//   STAGED_X   1: a stage has its elements of x, and TILE_M is at most 8; 0: x is read from L1
+//   STAGED_X   1: a stage has its elements of x, and TILE_M is at most 8; 0: x is read from L1, or is normalized
+//   NORM       1: the rows of x are normalized first (nbits_norm.cuh), and are kept in shared memory
 //   MIN_BLOCKS   blocks that should fit on a multiprocessor
 //   SHARED_BYTES   the dynamic shared memory of a block
 //   WIDTH    elements of an access to y, the residual and the column vectors; divides n and TILE_N
@@ -63,10 +64,18 @@ static_assert(BLOCK_SIZE >= 32, "mma adds 16 of k, of four lanes");
 static_assert(N % WIDTH == 0 && TILE_N % WIDTH == 0, "vectors end with a tile");
 static_assert(K % 8 == 0 && W_ROW_BYTES % 16 == 0, "rows are whole accesses");
 static_assert(ZEROS != 1 || ZERO_BITS % 8 == 0, "see above");
-static_assert(!STAGED_X || TILE_M <= 8, "lanes take the elements of eight rows");
+static_assert(!STAGED_X && !NORM || TILE_M <= 8, "lanes take the elements of eight rows");
+static_assert(!STAGED_X || !NORM, "normalized rows are not in stages");
 
 using Partial = float[WARPS][8 * MMA_M][PITCH];  // the sums of a tile, of each warp
-static_assert(WARPS * DEPTH * SLOT_BYTES + 2 * sizeof(Partial) == SHARED_BYTES, "the host knows this layout");
+#if NORM
+#include "nbits_norm.cuh"
+#else
+#define NORM_PARAMETERS
+constexpr int NORM_PITCH = 0, NORM_BYTES = 0;
+#endif
+static_assert(WARPS * DEPTH * SLOT_BYTES + 2 * sizeof(Partial) + NORM_BYTES == SHARED_BYTES,
+              "the host knows this layout");
 
 // ---- copies to shared memory ---------------------------------------------------------------------------------------
 
@@ -277,9 +286,9 @@ __device__ __forceinline__ void numbers(const unsigned (&words)[BITS / 4], const
 struct Elements {
     unsigned pairs[4];
 
-    // Takes them from a slot's copy of x.
-    __device__ __forceinline__ void load(const Slot& slot, int row, int chunk) {
-        const unsigned from = slot.base + X_AT + row * X_PITCH + threadIdx.x % 4 * (BITS == 4 ? 16 : 8);
+    // Takes them from shared memory, in which a stage of the row begins at `row`.
+    __device__ __forceinline__ void load(unsigned row, int chunk) {
+        const unsigned from = row + threadIdx.x % 4 * (BITS == 4 ? 16 : 8);
         unsigned words[4];
         if constexpr (BITS == 4) {
             load_words(from + chunk * 64, words);
@@ -320,10 +329,10 @@ struct Elements {
 
 using Sums = float[MMA_N][MMA_M][4];
 
-// Adds the products of a stage. A tile has `rows` rows of x. Lanes of further rows read one of these again, and their sums
-// are not used.
-__device__ __forceinline__ void multiply_stage(Sums& sums, const Slot& slot, const T* x, int rows, int stage,
-                                               const Masks& masks) {
+// Adds the products of a stage. A tile has `rows` rows of x, which are in shared memory at `normalized` if a norm wrote
+// them there. Lanes of further rows read one of these again, and their sums are not used.
+__device__ __forceinline__ void multiply_stage(Sums& sums, const Slot& slot, unsigned normalized, const T* x, int rows,
+                                               int stage, const Masks& masks) {
     const T* row_of[MMA_M];
     const int group = threadIdx.x % 32 / 4;
 #pragma unroll
@@ -331,6 +340,8 @@ __device__ __forceinline__ void multiply_stage(Sums& sums, const Slot& slot, con
         row_of[m] = x + (min(m * 8 + group, rows - 1) * K + stage * STAGE_K);
         asm volatile("" : "+l"(row_of[m]));  // the chunks then differ by constants, which instructions hold
     }
+    const unsigned row_in_shared = NORM ? normalized + stage * 2 * STAGE_K + group % TILE_M * NORM_PITCH
+                                        : slot.base + X_AT + group % TILE_M * X_PITCH;
     Sums block_sums = {};
 #pragma unroll
     for (int chunk = 0; chunk < CHUNKS; ++chunk) {
@@ -338,7 +349,7 @@ __device__ __forceinline__ void multiply_stage(Sums& sums, const Slot& slot, con
         Elements elements[MMA_M];
 #pragma unroll
         for (int m = 0; m < MMA_M; ++m)
-            if constexpr (STAGED_X) elements[m].load(slot, group % TILE_M, chunk);
+            if constexpr (STAGED_X || NORM) elements[m].load(row_in_shared, chunk);
             else elements[m].load(row_of[m] + chunk * 32, left);
 #pragma unroll
         for (int n = 0; n < MMA_N; ++n) {
@@ -414,12 +425,13 @@ __device__ __forceinline__ void store_first_x(unsigned slots, const T* x, int ro
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     nbits_mma(const T* x, const __grid_constant__ Products products, const T* residual,
-              int m PROGRAM_PARAMETERS) {
+              int m NORM_PARAMETERS PROGRAM_PARAMETERS) {
     extern __shared__ __align__(128) char memory[];
     Partial* const partial = reinterpret_cast<Partial*>(memory + WARPS * DEPTH * SLOT_BYTES);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = blockIdx.y * TILE_M, rows = min(m - row, TILE_M);
     const unsigned slots = shared_address(memory) + warp * DEPTH * SLOT_BYTES;
-    x += (long long)row * K;
+    const unsigned normalized = shared_address(memory) + WARPS * DEPTH * SLOT_BYTES + 2 * sizeof(Partial);
+    if constexpr (!NORM) x += (long long)row * K;
     release_successor();
 
     const auto fill = [&](unsigned slot, Place place) {
@@ -434,8 +446,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     if constexpr (!WEIGHTS_CONSTANT) wait_for_predecessor();
 #pragma unroll
     for (int i = 0; i < DEPTH; ++i, ahead.step()) fill(slots + i * SLOT_BYTES, ahead), commit_copies();
+#if NORM
+    NormalizedRows of_norm;
+    of_norm.load_scales(norm);
+#endif
     if constexpr (WEIGHTS_CONSTANT) wait_for_predecessor();
     if constexpr (STAGED_X) store_first_x(slots, x, rows, first);
+#if NORM
+    of_norm.normalize(normalized, partial[0][0][0], x, norm, row, rows);
+#endif
 
     const Masks masks(m);
     int slot = 0, buffer = 0;
@@ -447,7 +466,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             const unsigned read = slots + slot * SLOT_BYTES;
             wait_for_groups<DEPTH - 1>();
             __syncwarp();
-            multiply_stage(sums, Slot{read}, x, rows, stage, masks);
+            multiply_stage(sums, Slot{read}, normalized, x, rows, stage, masks);
             __syncwarp();
             fill(read, ahead);
             if (STAGED_X && ahead.tile < TILES) Slot{read}.fill_x(x, rows, ahead.stage);

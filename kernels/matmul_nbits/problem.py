@@ -8,8 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from onnxfuse.activations import ACTIVATIONS
+from onnxfuse.ir.domain import OF_NORM
 from onnxfuse.kernels.epilogue import epilogue_defines
 from onnxfuse.kernels.epilogue_program import EpilogueProgram
+from onnxfuse.kernels.norms import host as norms
+from onnxfuse.kernels.prologue_node import norm_of
 from onnxfuse.kernels.tensors import (
     ABSENT,
     ITEM_BYTES,
@@ -45,10 +48,33 @@ class Weight:
 
 
 @dataclass(frozen=True)
+class Norm:
+    """The RMSNorm of x, or of x + added, whose result a product multiplies; `sum` is a further result."""
+
+    node: FusedNode
+    inputs: tuple[TensorSpec, ...]
+    added: Pointer | None
+    scale: Pointer
+    sum: Pointer | None
+
+    def defines(self) -> Defines:
+        """Return the macros of nbits_mma.cu."""
+        scale = required_spec(self.node, self.inputs, "scale")
+        return {"NORM": 1, "NORM_ADDS": int(self.added is not None), "NORM_SCALE_T": STORAGE[scale.dtype]}
+
+    @property
+    def argument(self) -> Struct:
+        """The struct Norm of nbits_mma.cu."""
+        epsilon = Scalar(self.node.number("epsilon", 1e-5), "float32")
+        return Struct((self.added or ABSENT, self.scale, self.sum or ABSENT, epsilon))
+
+
+@dataclass(frozen=True)
 class Product:
     """Products of one x, which is m x k, with one weight, or with two or three, whose results are further outputs.
 
     The result of a gated product is activation(x w + bias) * (x up + up_bias), where `up` is its second weight.
+    With a `norm`, the products are those of its result, and `x` is its operand.
     """
 
     m: int
@@ -68,6 +94,7 @@ class Product:
     residual: Pointer | None = None
     residual_first: bool = False
     program: EpilogueProgram | None = None  # operators that follow; not with several results
+    norm: Norm | None = None
 
     @property
     def rows(self) -> int:
@@ -127,7 +154,8 @@ class Product:
             residual_first=self.residual_first, optional_bias=count > 1,
         )  # fmt: skip
         launch = {"W_ROW_BYTES": self.row_bits // 8, "PRODUCTS": count}
-        return {**epilogue, **self.weight_defines(self.weights[0]), **further, **launch}
+        norm = self.norm.defines() if self.norm else {}
+        return {**epilogue, **self.weight_defines(self.weights[0]), **further, **launch, **norm}
 
     def arguments(self) -> tuple[Argument, ...]:
         """Return the arguments of nbits_mma.cu, nbits_dot.cu and nbits_columns.cu."""
@@ -139,13 +167,16 @@ class Product:
             for weight, y in zip(self.weights, results, strict=True)
             for field in (weight.w, weight.scales, weight.zero_points, weight.bias or ABSENT, y)
         )
-        return self.x, Struct(fields), self.residual or ABSENT, Scalar(self.m, "int32")
+        norm = (self.norm.argument,) if self.norm else ()
+        return self.x, Struct(fields), self.residual or ABSENT, Scalar(self.m, "int32"), *norm
 
 
 def unsupported(node: FusedNode, dtypes: Sequence[str], device: Device) -> str | None:
     """Return why no kernel computes this product on this device; None if one does."""
     given = dict(zip(node.operands, dtypes, strict=True))
     dtype, block_size = given["x"], node.integer("block_size")
+    norm = norm_of(node)
+    of_norm = {name: given.pop(OF_NORM + name) for name in norm.operands if name != "x"} if norm else {}
     if dtype not in STORAGE:
         return f"{node.fusion}: x is {dtype}; the kernel takes {', '.join(STORAGE)}"
     if refused := unsupported_bfloat16(node, "x", dtype, device):
@@ -156,7 +187,8 @@ def unsupported(node: FusedNode, dtypes: Sequence[str], device: Device) -> str |
     if block_size < MIN_BLOCK or block_size & (block_size - 1):
         return f"{node.fusion}: its blocks have {block_size} elements; required a power of two from {MIN_BLOCK} on"
     return (
-        unsupported_choice(node, "weight_layout", LAYOUTS, "nbits")
+        (norms.supports(norm, [dtype, *of_norm.values()], device) if norm else None)
+        or unsupported_choice(node, "weight_layout", LAYOUTS, "nbits")
         or unsupported_choice(node, "activation", tuple(ACTIVATIONS), "none")
         or _unsupported_weights(node, given)
     )
@@ -193,7 +225,11 @@ def products_of(node: FusedNode, inputs: Sequence[TensorSpec]) -> tuple[Product,
         raise ValueError(f"{node.label}: x has shape {list(x.shape)}; required {k} as the last size")
     sizes = node.integer("bits", 4) if layout == "nbits" else BITS[first.dtype], node.integer("block_size")
     weights = tuple(_weight(node, inputs, name, k, sizes) for name in names)
-    stored = [s for s, operand in zip(inputs, node.operands, strict=True) if operand != "x" and "bias" not in operand]
+    norm = norm_of(node)
+    stored = [
+        s for s, operand in zip(inputs, node.operands, strict=True)
+        if operand not in ("x", f"{OF_NORM}residual") and "bias" not in operand
+    ]  # fmt: skip
     aligned = all(spec.aligned for spec in inputs)
     product = Product(
         math.prod(x.shape[:-1]), k, weights, layout, *sizes,
@@ -201,7 +237,16 @@ def products_of(node: FusedNode, inputs: Sequence[TensorSpec]) -> tuple[Product,
         weights_constant=all(spec.constant for spec in stored), x=required_pointer(node, "x"), y=Pointer("output", 0),
         is_gated="up" in names, activation=node.text("activation", "none"),
     )  # fmt: skip
-    return product, tuple(TensorSpec((*x.shape[:-1], each.weights[0].n), x.dtype, aligned) for each in product.parts)
+    outputs = [TensorSpec((*x.shape[:-1], each.weights[0].n), x.dtype, aligned) for each in product.parts]
+    if norm is None:
+        return product, tuple(outputs)
+    sums = [TensorSpec(x.shape, dtype, aligned) for dtype in norm.output_dtypes[1:]]
+    before = Norm(
+        norm, tuple(inputs[: len(norm.operands)]),
+        required_pointer(node, f"{OF_NORM}residual") if "residual" in norm.operands else None,
+        required_pointer(node, f"{OF_NORM}scale"), Pointer("output", len(outputs)) if sums else None,
+    )  # fmt: skip
+    return replace(product, norm=before), (*outputs, *sums)
 
 
 def _weight(node: FusedNode, inputs: Sequence[TensorSpec], name: str, k: int, sizes: tuple[int, int]) -> Weight:

@@ -47,6 +47,7 @@ class Fusion:
     last: bool = False
     channels_last: tuple[str, ...] = ()
     epilogue: bool | Literal["nhwc"] = False
+    prologue: bool = False
 
     def __repr__(self) -> str:  # terms share subterms, so the default repr would grow exponentially
         return f"Fusion({self.name})"
@@ -97,6 +98,7 @@ def fusion(
     last: bool = False,
     channels_last: Sequence[str] = (),
     epilogue: bool | Literal["nhwc"] = False,
+    prologue: bool = False,
     example: Mapping[str, ExampleValue] | None = None,
 ) -> Callable[[Body], Fusion]:
     """Declare a fusion.
@@ -113,6 +115,9 @@ def fusion(
             node lists them in the attribute `program`.  It reads their other operands, or the tensors that these are
             views of, after its own operands, and computes their results in place of its first output.  "nhwc":
             operators join only channels-last nodes
+    prologue  whether an RMSNorm that computes the first operand, `x`, may join the fused node, with `--epilogues`, if
+            nothing else reads its result.  The node says which norm in the attribute `prologue`, and reads the norm's
+            operands in place of `x` (see kernels/prologue_node.py)
     example  shapes of operands that neither `dims` nor a rearrange() gives, or names of their axes, and values for
             attributes, for generated models: {"x": (2, 4, 6, 6), "w": (6, 4, 3, 3), "scales": "n blocks",
             "strides": [2, 1]}
@@ -145,6 +150,7 @@ def fusion(
             function.__name__, inspect.getdoc(function) or "", captures, outputs, names, tuple(guards), casts,
             inspect.getsource(function), span, _checked_example(example or {}, captures, span), last,
             _checked_images(channels_last, captures, len(outputs), span), epilogue,
+            prologue,
         )  # fmt: skip
 
     return declare

@@ -13,6 +13,8 @@ DOMAIN: str = "onnxfuse"
 DOMAIN_VERSION: int = 1
 UNVERSIONED: Final = 1000  # the version that onnxruntime writes for every domain that is registered in its process
 ORT_DOMAIN: Final = "com.microsoft"  # the domain of onnxruntime's own operators
+PROLOGUE: Final = "prologue"  # the attribute of fused nodes that says which norm has joined them
+OF_NORM: Final = "norm_"  # begins the names of such a norm's operands, except x
 TEXTS: Final = frozenset({"fusion", "operands"})  # string attributes of every fused node
 
 

@@ -11,7 +11,7 @@ import onnx
 from onnxfuse.algebra.sizes import Shape, product
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.dtypes import dtype_name
-from onnxfuse.ir.node import AttributeValue, Node, Tensor, consumers, op_of, producer
+from onnxfuse.ir.node import Node, Tensor, consumers, op_of, producer
 from onnxfuse.match import Match
 from onnxfuse.region_operators import ELEMENTWISE, PRODUCTS, VIEWS
 from onnxfuse.regions.cluster import MAX_OPERANDS, MAX_OUTPUTS, Cluster, Clusters
@@ -19,7 +19,15 @@ from onnxfuse.regions.joining import Joining
 from onnxfuse.regions.steps import Step
 from onnxfuse.regions.write import body, measured_besides, order_by_reading, program
 from onnxfuse.rewrite.chain_bodies import chained
-from onnxfuse.rewrite.replace import FunctionCall, Fused, LocalFunctions, attributes_of, labels, put_call
+from onnxfuse.rewrite.replace import (
+    FunctionCall,
+    Fused,
+    LocalFunctions,
+    attributes_of,
+    labels,
+    own_attributes,
+    put_call,
+)
 
 
 @dataclass(frozen=True)
@@ -236,10 +244,7 @@ def write_epilogue_fusion(
     kept = {result.name: result} if is_read_elsewhere or graph.is_kept(result) else {}
     joined = replace(cluster, operands={result.name: result, **others}, outputs={**cluster.outputs, **kept})
     inputs, outputs = [*maker.inputs, *others.values()], [*joined.outputs.values(), *maker.outputs[1:]]
-    own: dict[str, AttributeValue] = {
-        **{name: maker.attrs[name] for name in str(maker.attrs["attributes"]).split()},
-        "program": program(shapes, joined, clusters.forms),
-    }
+    own = {**own_attributes(maker), "program": program(shapes, joined, clusters.forms)}
     operands = [str(maker.attrs["operands"]), *(f"x{i + 1}" for i in range(len(others)))]
     attributes = attributes_of(shapes, record.fusion, operands, outputs, own)
     before = bodies[maker.op]

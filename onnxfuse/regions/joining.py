@@ -55,6 +55,14 @@ class Joining:
         """Return whether operators may join a fused node as its epilogue."""
         return self.epilogues.get(str(node.attrs["fusion"]), False) in (True, node.attrs.get("layout"))
 
+    def takes_prologue(self, node: Node) -> bool:
+        """Return whether a norm may join a fused node."""
+        return node.domain == DOMAIN and str(node.attrs["fusion"]) in self._prologues
+
+    @cached_property
+    def _prologues(self) -> set[str]:
+        return {fusion.name for fusion in self.fusions if fusion.prologue}
+
     def is_norm(self, node: Node) -> bool:
         """Return whether a node is a fused norm, which operators may join, and which may become part of a region."""
         fusion = str(node.attrs["fusion"]) if node.domain == DOMAIN else ""

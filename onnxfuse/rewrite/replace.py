@@ -205,6 +205,11 @@ def attributes_of(
     }
 
 
+def own_attributes(node: Node) -> dict[str, AttributeValue]:
+    """Return the attributes of a fused node that other fused nodes need not have."""
+    return {name: node.attrs[name] for name in str(node.attrs["attributes"]).split()}
+
+
 def _operators(functions: LocalFunctions, match: Match) -> OperatorSet:
     """Return the set of operators that the body of a match may have."""
     replaces_contrib = any(node.name in functions.contrib for node in match.nodes)

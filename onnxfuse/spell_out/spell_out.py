@@ -174,9 +174,11 @@ def _nearest_miss(names: Set[str], missed: Iterable[Miss]) -> str:
 def in_terms_of_model(fused: Iterable[Fused], spelled: Iterable[Spelled]) -> tuple[Fused, ...]:
     """Return the fused nodes, which name spelled-out operators instead of the nodes that replaced these operators."""
     operators = {name: one.node for one in spelled for name in one.made}
-    return tuple(
-        replace(one, replaces=tuple(dict.fromkeys(operators.get(name, name) for name in one.replaces))) for one in fused
-    )
+
+    def of_model(names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(operators.get(name, name) for name in names))
+
+    return tuple(replace(one, replaces=of_model(one.replaces), joined=of_model(one.joined)) for one in fused)
 
 
 # --- writing -------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,6 +12,7 @@ import onnx
 from onnx import helper
 
 from onnxfuse.activations import ACTIVATIONS
+from onnxfuse.ir.domain import OF_NORM, PROLOGUE
 from onnxfuse.ir.dtypes import DTYPE_NUMBERS
 from onnxfuse.runtime.plan import FusedNode, TensorSpec
 
@@ -18,6 +20,7 @@ Arrays = dict[str, np.ndarray]
 Result = tuple[np.ndarray, np.ndarray]  # in float64, and the error of rounded weights in units in the last place
 NUMPY = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 ULP = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-20}  # of a weight; sums in float32 are less exact
+EPSILON = 1e-5  # of norms
 LOWEST = {"int4": -8, "int8": -128}  # of the dtypes whose elements are signed
 
 
@@ -30,6 +33,7 @@ class Case:
     gate    the activation of a gated product, which has a second weight
     others  the columns of one or two further products of x
     size    the factor of all elements of x
+    norm    the norm that has joined the product: rms_norm, or add_rms_norm, whose sum is the last result
     """
 
     m: int
@@ -45,12 +49,13 @@ class Case:
     gate: str = ""
     others: tuple[int, ...] = ()
     size: float = 1.0
+    norm: str = ""
 
     def __str__(self) -> str:
         parts = [f"{self.m}x{self.n}x{self.k}", self.dtype, f"{self.bits}b{self.block_size}", self.zeros]
         parts += [] if self.layout == "nbits" else [self.layout, self.stored]
         parts += ["bias"] if self.bias else []
-        parts += [self.gate, *map(str, self.others), *([] if self.size == 1 else [f"times {self.size}"])]
+        parts += [self.gate, *map(str, self.others), *([] if self.size == 1 else [f"times {self.size}"]), self.norm]
         return " ".join(filter(None, parts))
 
     @property
@@ -71,13 +76,22 @@ class Case:
         attributes |= {name.replace("w", "n"): n for name, n in self.weights.items() if name != "up"}
         attributes |= {"bits": self.bits} if self.layout == "nbits" else {}
         attributes |= {"activation": self.gate} if self.gate else {}
-        outputs = (self.dtype,) * (1 + len(self.others))
+        outputs = (self.dtype,) * (1 + len(self.others) + (self.norm == "add_rms_norm"))
+        if self.norm:
+            operands = [name.removeprefix(OF_NORM) for name in self.arrays() if name == "x" or name.startswith(OF_NORM)]
+            dtypes = [self.dtype] * (len(operands) - 1)
+            norm = {"fusion": self.norm, "operands": operands, "attributes": {"epsilon": EPSILON}, "dtypes": dtypes}
+            attributes[PROLOGUE] = json.dumps(norm)
         return FusedNode(fusion, "product", tuple(self.arrays()), attributes, outputs)
 
     def arrays(self, seed: int = 0) -> Arrays:
         """Return the operands by name; packed elements are bytes, and scales are of both signs."""
         random = np.random.default_rng(seed)
         arrays = {"x": self.size * random.standard_normal((self.m, self.k))}
+        if self.norm:
+            of_norm = {"residual": random.standard_normal((self.m, self.k))} if self.norm == "add_rms_norm" else {}
+            of_norm["scale"] = random.uniform(0.5, 1.5, self.k)
+            arrays |= {OF_NORM + name: array for name, array in of_norm.items()}
         for name, n in self.weights.items():
             of = named(name)
             arrays[name] = self._packed(random, (n, self.blocks * self.block_size if self.is_padded else self.k))
@@ -118,7 +132,7 @@ class Case:
         """Return the shapes and dtypes of the operands, which are all constants but x."""
         dtypes = {name: self.stored if a.dtype == np.uint8 else self.dtype for name, a in self.arrays().items()}
         return [
-            TensorSpec(self.shape(name), dtype, aligned, constant=aligned and name != "x")
+            TensorSpec(self.shape(name), dtype, aligned, constant=aligned and name not in ("x", f"{OF_NORM}residual"))
             for name, dtype in dtypes.items()
         ]
 
@@ -154,12 +168,21 @@ class Case:
         A weight is rounded once, or twice if zero points are fractions, by at most half a unit: each moves y by up to
         that part of a term, in any direction.  The second array has five deviations of the sum.
         """
-        x = arrays["x"].astype(np.float64)
+        x, roundings = self.sum(arrays), 2 if self.zeros == "typed" else 1
+        if self.norm:  # which is rounded, too
+            x = x / np.sqrt((x**2).mean(-1, keepdims=True) + EPSILON) * arrays[f"{OF_NORM}scale"].astype(np.float64)
+            roundings += 1
         for name in self.weights:
             numbers, bias = self.numbers(arrays, name), arrays.get(named(name)("bias"))
-            noise = 1.5 * (2 if self.zeros == "typed" else 1) * np.sqrt(x**2 @ (numbers**2).T)
+            noise = 1.5 * roundings * np.sqrt(x**2 @ (numbers**2).T)
             y: np.ndarray = x @ numbers.T
             yield (y if bias is None else y + bias.astype(np.float64)), noise
+
+    def sum(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Return x, or the sum that a norm normalizes, in float64."""
+        added = arrays.get(f"{OF_NORM}residual")
+        x = arrays["x"].astype(np.float64)
+        return x if added is None else x + added.astype(np.float64)
 
 
 def stored_arrays(case: Case) -> Arrays:
@@ -171,6 +194,8 @@ def check_within(case: Case, stored: Mapping[str, np.ndarray], found: Sequence[n
     """Fail unless results are as close to float64 as rounded weights, or a rounded gate, explain."""
     products = list(case.expected(stored))
     results = [gated(case.gate, *products)] if case.gate else products
+    if case.norm == "add_rms_norm":
+        results.append((case.sum(stored), np.zeros(())))
     for y, (expected, noise) in zip(found, results, strict=True):
         errors, allowed = np.abs(y.astype(np.float64) - expected), ULP[case.dtype] * (np.abs(expected) + noise)
         if not errors.size:
@@ -277,7 +302,18 @@ PARALLEL = [
     )
     for others in ((32,), (16, 72))
 ]  # fmt: skip
-CASES = [*OF_OPERATOR, *OF_STANDARD_OPERATORS, *GATED, *PARALLEL]
+NORMALIZED = [
+    replace(case, norm=norm)
+    for case in (
+        Case(1, 64, 512, zeros="packed", bias=True), Case(3, 40, 264, bits=8), Case(2, 64, 256, "bfloat16", size=200.0),
+        Case(8, 64, 256, gate="silu"), Case(1, 64, 2048, others=(32, 16), zeros="packed"), Case(0, 64, 256),
+        Case(12, 100, 256, bits=8), Case(100, 64, 256, gate="silu"), Case(3, 40, 99, "float32", others=(8,)),
+        Case(2, 64, 512, layout="nk", stored="int4"), Case(2, 64, 512, layout="kn", stored="uint4"),
+        Case(1, 4096, 4096), Case(4, 96, 2080, zeros="typed"),
+    )
+    for norm in ("rms_norm", "add_rms_norm")
+]  # fmt: skip
+CASES = [*OF_OPERATOR, *OF_STANDARD_OPERATORS, *GATED, *PARALLEL, *NORMALIZED]
 # Whole models: bits and layouts, gates and several products.
 IN_MODELS = [
     *(Case(5, 64, 200, bits=bits, block_size=block, zeros=zeros, bias=True) for bits in (2, 4, 8)

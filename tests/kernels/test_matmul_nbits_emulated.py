@@ -13,7 +13,7 @@ from conv_emulation import placed
 from conv_mma_emulation import launch as launch_mma
 from conv_mma_emulation import text_of
 from emulated_launches import emulate
-from nbits_cases import CASES, NUMPY, Case, check_within, stored_arrays
+from nbits_cases import CASES, NORMALIZED, NUMPY, Case, check_within, stored_arrays
 from sampling import sampled
 
 from onnxfuse.kernels.matmul_nbits.host import candidates
@@ -41,6 +41,8 @@ WITH_MMA = [
     Case(2, 72, 544, gate="silu", bias=True), Case(9, 24, 256, "bfloat16", 8, gate="gelu", zeros="packed"),
     Case(3, 40, 320, others=(8, 56), zeros="packed"), Case(20, 40, 520, zeros="typed", gate="silu"),
     Case(7, 200, 520, zeros="packed"), Case(8, 200, 264, bits=8), Case(1, 24, 4128, zeros="packed"),
+    *(each for each in NORMALIZED if 0 < each.m <= 8 and each.k < 2080 and (each.dtype, each.layout) in (
+        ("float16", "nbits"), ("float16", "nk"), ("bfloat16", "nbits"))),
 ]  # fmt: skip
 SMALL = [replace(case, k=min(case.k, 1000), n=min(case.n, 160)) for case in CASES if case.m]
 

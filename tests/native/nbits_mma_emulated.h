@@ -40,3 +40,10 @@ inline unsigned fused(unsigned a, unsigned b, unsigned c) {
 }
 
 inline unsigned masked_or(unsigned bits, unsigned mask, unsigned lead) { return bits & mask | lead; }
+
+inline float __shfl_xor_sync(unsigned, float value, int mask) {
+    const u32 own = __float_as_uint(value);
+    const u32 other = emulated::exchange(&own, 1)[threadIdx.x % 32 ^ mask][0];
+    emulated::finish_exchange();
+    return __uint_as_float(other);
+}

@@ -1,0 +1,133 @@
+"""Test which norms join the product that reads their result, what the file then says, and that it computes the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import onnx
+import pytest
+from architectures import DEVICES, H200
+from case_documents import with_weights
+from kernel_hosts import host_of, require_support
+
+from onnxfuse import optimize, unfuse
+from onnxfuse.fuse_model import Regions
+from onnxfuse.runtime.fused_calls import read_calls
+from onnxfuse.runtime.plan import Device, Launch, TensorSpec
+
+NORM = "n = SimplifiedLayerNormalization <axis = -1, epsilon = 0.00001, stash_type = 1> ({x}, g)"
+PRODUCT = "y{i} = com.microsoft.MatMulNBits <K = 64, N = {n}, bits = 4, block_size = 32> ({x}, w{i}, s{i})"
+SUM = "sum = Add (x, r)"
+QKV = [PRODUCT.format(i=i, n=n, x="n") for i, n in ((1, 64), (2, 16), (3, 16))]
+GATE = [*(PRODUCT.format(i=i, n=64, x="n") for i in (1, 2)), "s = Sigmoid (y1) a = Mul (y1, s) y = Mul (a, y2)"]
+
+
+def model_of(*nodes: str, outputs: str = "float16[rows, n] y1", dtype: str = "float16") -> onnx.ModelProto:
+    """Return a model of these nodes with weights."""
+    kind = dtype.replace("float32", "float")
+    weights = "".join(f", uint8[{n}, 2, 16] w{i}, {kind}[{n}, 2] s{i}" for i, n in ((1, 64), (2, 64), (3, 16)))
+    if "y2 = com.microsoft.MatMulNBits <K = 64, N = 16" in "".join(nodes):
+        weights = weights.replace("[64, 2, 16] w2", "[16, 2, 16] w2").replace("[64, 2] s2", "[16, 2] s2")
+    text = f"""<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>
+        main ({kind}[rows, 64] x, {kind}[rows, 64] r) => ({outputs.replace("float16", kind)})
+        <{kind}[64] g{weights}> {{ {" ".join(nodes)} }}"""
+    model = with_weights(onnx.parser.parse_model(text))
+    used = {name for node in model.graph.node for name in node.input}
+    kept = [each for each in model.graph.initializer if each.name in used]
+    del model.graph.initializer[:]
+    model.graph.initializer.extend(kept)
+    return model
+
+
+def fused_of(model: onnx.ModelProto, regions: Regions = True) -> list[tuple[str, list[str], int]]:
+    """Return the fusion, operands and number of outputs of each fused node; the model computes what it did."""
+    result, report = optimize(model, regions=regions)
+    assert report.verified.passed, report.verified
+    return [(call.node.fusion, list(call.node.operands), len(call.node.output_dtypes)) for call in read_calls(result)]
+
+
+ONE = [NORM.format(x="x"), PRODUCT.format(i=1, n=64, x="n")]
+OF_SUM = [SUM, NORM.format(x="sum"), PRODUCT.format(i=1, n=64, x="n")]
+WITH_SUM = "float16[rows, 64] y1, float16[rows, 64] sum"
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize(
+    ("nodes", "outputs", "fused"),
+    [
+        (ONE, "float16[rows, 64] y1", ("matmul_nbits", ["x", "norm_scale", "w", "scales"], 1)),
+        (OF_SUM, WITH_SUM, ("matmul_nbits", ["x", "norm_residual", "norm_scale", "w", "scales"], 2)),
+        ([NORM.format(x="x"), *GATE], "float16[rows, 64] y",
+         ("gated_matmul_nbits", ["x", "norm_scale", "w", "scales", "up", "up_scales"], 1)),
+        ([SUM, NORM.format(x="sum"), *QKV],
+         "float16[rows, 64] y1, float16[rows, 16] y2, float16[rows, 16] y3, float16[rows, 64] sum",
+         ("parallel_matmul_nbits", ["x", "norm_residual", "norm_scale", "w", "scales", "w_2", "scales_2", "w_3",
+                                    "scales_3"], 4)),
+    ],
+    ids=["one product", "the sum is read", "a gate", "three products"],
+)  # fmt: skip
+def test_a_norm_joins_the_product_that_alone_reads_it(
+    nodes: list[str], outputs: str, fused: tuple[str, list[str], int], dtype: str
+) -> None:
+    assert fused_of(model_of(*nodes, outputs=outputs, dtype=dtype)) == [fused]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "outputs"),
+    [
+        (OF_SUM, "float16[rows, 64] y1, float16[rows, 64] n"),
+        ([*OF_SUM, "z = Neg (n)"], "float16[rows, 64] y1, float16[rows, 64] z"),
+        ([*OF_SUM, "z = Tanh (y1)"], "float16[rows, 64] z"),
+        (["n = LayerNormalization <axis = -1> (x, g)", PRODUCT.format(i=1, n=64, x="n")], "float16[rows, 64] y1"),
+    ],
+    ids=["a graph output", "read elsewhere", "operators follow the product", "another norm"],
+)
+def test_other_norms_stay_apart(nodes: list[str], outputs: str) -> None:
+    found = fused_of(model_of(*nodes, outputs=outputs))
+    assert all("norm_scale" not in operands for _, operands, _ in found)
+    assert any(fusion.endswith("_norm") for fusion, *_ in found)
+
+
+def test_it_stays_apart_without_epilogues() -> None:
+    found = fused_of(model_of(*OF_SUM, outputs=WITH_SUM), regions="apart")
+    assert [fusion for fusion, *_ in found] == ["add_rms_norm", "matmul_nbits"]
+
+
+def test_the_report_names_all_nodes_and_the_body_unfuses() -> None:
+    original = model_of(*OF_SUM, outputs=WITH_SUM)
+    result, report = optimize(original)
+    (one,) = report.fused
+    assert set(one.replaces) == {"sum", "n", "y1"} and not one.joined
+    unfused, _ = unfuse(result)
+    assert not any(node.domain == "onnxfuse" for node in unfused.graph.node)
+    again, _ = optimize(unfused)
+    assert [call.node.fusion for call in read_calls(again)] == ["matmul_nbits"]
+
+
+def _plans(rows: int, device: Device) -> Iterator[list[str]]:
+    result, _ = optimize(model_of(*OF_SUM, outputs=WITH_SUM), verify=False)
+    (call,) = read_calls(result)
+    shapes = {"w": (64, 2, 16), "scales": (64, 2), "norm_scale": (64,)}
+    specs = [
+        TensorSpec(shapes.get(name, (rows, 64)), dtype, constant=name in shapes)
+        for name, dtype in zip(call.node.operands, call.dtypes, strict=True)
+    ]
+    host = host_of(call.node.fusion)
+    require_support(host, call.node, list(call.dtypes), device)
+    for plan in host.candidates(call.node, specs, device):
+        assert [spec.shape for spec in plan.outputs] == [(rows, 64), (rows, 64)]
+        yield [step.kernel.source if isinstance(step, Launch) else "product" for step in plan.steps]
+
+
+def test_few_rows_are_normalized_by_the_product_and_many_before_it() -> None:
+    few, many = list(_plans(1, H200)), list(_plans(300, H200))
+    assert few[0] == ["nbits_mma"]
+    assert all(sources[0] == "add_rms_norm" for sources in many)
+    assert Counter(sources[0] for sources in few)["add_rms_norm"], "there is a plan to compare with"
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
+def test_every_gpu_has_a_plan(device: Device) -> None:
+    many = (9, 64, 65) if device.arch >= 80 else ()  # with older GPUs, products of many rows need cuBLASLt
+    assert all(list(_plans(rows, device)) for rows in (1, 3, 8, *many))
