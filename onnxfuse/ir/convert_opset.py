@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Final
 
 import onnx
 import onnx.helper
@@ -21,18 +20,16 @@ from onnxfuse.ir.inline_functions import inline_functions
 from onnxfuse.ir.opset_adapters import ADAPTERS, LACKING, NEUTRAL_DEFAULTS, Place, Refused, Surroundings
 from onnxfuse.ir.protos import (
     ONNX_DOMAINS,
+    drop_constant_inputs,
     graphs,
     import_opset,
     nodes,
     opset_of,
-    overridable_initializers,
     subgraphs,
     tensors,
     without_initializers,
 )
 from onnxfuse.ir.validate import DTYPE_ATTRIBUTES, label
-
-OLDEST_IR_VERSION: Final = 4  # before this version, initializers must also be graph inputs
 
 
 def convert_opset(model: onnx.ModelProto, opset: int, *, has_to_run: bool = True) -> onnx.ModelProto:
@@ -47,7 +44,7 @@ def convert_opset(model: onnx.ModelProto, opset: int, *, has_to_run: bool = True
         return model
     source = inline_functions(model).model
     result = without_initializers(source)
-    _drop_constant_inputs(result, source)
+    drop_constant_inputs(result, {tensor.name for tensor in source.graph.initializer})
     parts = [(result.graph, source), *((each, _as_model(each)) for each in result.functions)]
     for part, model_of_part in parts:
         around = Surroundings(model_of_part, opset, LACKING if has_to_run else {})
@@ -94,18 +91,6 @@ def _as_model(function: onnx.FunctionProto) -> onnx.ModelProto:
     )
     graph = onnx.GraphProto(node=function.node, input=inputs, output=outputs)
     return onnx.ModelProto(opset_import=function.opset_import, graph=graph)
-
-
-def _drop_constant_inputs(model: onnx.ModelProto, source: onnx.ModelProto) -> None:
-    """Remove the initializers that no caller can override from the inputs of a model; raise its IR version to 4."""
-    constants = {tensor.name for tensor in source.graph.initializer} - overridable_initializers(source)
-    inputs = [each for each in model.graph.input if each.name not in constants]
-    del model.graph.input[:]
-    model.graph.input.extend(inputs)
-    model.ir_version = max(model.ir_version, OLDEST_IR_VERSION)
-
-
-# --- raise the opset ---------------------------------------------------------------------------------------------
 
 
 def _raise_nodes(part: onnx.GraphProto | onnx.FunctionProto, opset: int, around: Surroundings) -> None:

@@ -6,10 +6,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar
 
+import numpy as np
 import onnx
+import onnx.numpy_helper
 from onnx.external_data_helper import uses_external_data
 
 from onnxfuse.algebra.operators import CONTROL_FLOW
+from onnxfuse.ir.dtypes import Array
 
 ONNX_DOMAINS: Final = ("", "ai.onnx")
 
@@ -138,6 +141,26 @@ def overridable_initializers(model: onnx.ModelProto) -> set[str]:
     """Return the initializers that a caller may override: since IR version 4, those that are also graph inputs."""
     inputs = {value.name for value in model.graph.input}
     return {t.name for t in model.graph.initializer if t.name in inputs} if model.ir_version >= 4 else set()
+
+
+def drop_constant_inputs(model: onnx.ModelProto, constants: set[str]) -> None:
+    """Remove initializers from the graph inputs of a model before IR version 4, and set its version to 4.
+
+    Before version 4, every initializer is also an input.  Since version 4, callers may override those that are inputs.
+    """
+    if model.ir_version < 4:
+        inputs = [i for i in model.graph.input if i.name not in constants]
+        del model.graph.input[:]
+        model.graph.input.extend(inputs)
+        model.ir_version = 4
+
+
+def stored_integers(tensor: onnx.TensorProto | None) -> Array:
+    """Return the values of an integer tensor that is stored in the model; an empty array for others."""
+    integers = (onnx.TensorProto.INT64, onnx.TensorProto.INT32)
+    if tensor is None or tensor.data_type not in integers or uses_external_data(tensor):
+        return np.zeros(0, np.int64)
+    return onnx.numpy_helper.to_array(tensor)
 
 
 def copy_without(message: Message, *fields: str) -> Message:

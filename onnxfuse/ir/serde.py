@@ -17,7 +17,7 @@ from onnxfuse.ir.domain import DOMAIN, DOMAIN_VERSION, check_version, is_whole
 from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.graphsurgeon import export_node, link, share_constant, share_value, stored_value
 from onnxfuse.ir.node import Constant, Node, OuterVariable, is_constant
-from onnxfuse.ir.protos import copy_without, graphs, opset_of, overridable_initializers
+from onnxfuse.ir.protos import copy_without, drop_constant_inputs, graphs, opset_of, overridable_initializers
 
 # In a graph, nodes of our domain that are not fused have this domain instead.  They are written in our domain again.
 FOREIGN = f"not {DOMAIN}"
@@ -101,7 +101,7 @@ def write_model(graph: Graph) -> onnx.ModelProto:
     for note in source.quantization_annotation:
         if note.tensor_name in alive:
             result.quantization_annotation.append(note)
-    _drop_constant_inputs(model, {t.name for t in source.initializer})
+    drop_constant_inputs(model, {t.name for t in source.initializer})
     _declare_functions(model)
     return model
 
@@ -158,18 +158,6 @@ def _declare_functions(model: onnx.ModelProto) -> None:
         imported = model.opset_import.add(domain=DOMAIN)
     imported.version = DOMAIN_VERSION
     model.ir_version = max(model.ir_version, 8)
-
-
-def _drop_constant_inputs(model: onnx.ModelProto, constants: set[str]) -> None:
-    """Remove initializers from the graph inputs of a model before IR version 4, and set its version to 4.
-
-    Before version 4, every initializer is also an input.  Since version 4, callers may override those that are inputs.
-    """
-    if model.ir_version < 4:
-        inputs = [i for i in model.graph.input if i.name not in constants]
-        del model.graph.input[:]
-        model.graph.input.extend(inputs)
-        model.ir_version = 4
 
 
 def node_proto(graph: Graph, node: Node) -> onnx.NodeProto:

@@ -11,9 +11,8 @@ from typing import Final
 
 import onnx
 import onnx.numpy_helper
-from onnx.external_data_helper import uses_external_data
 
-from onnxfuse.ir.protos import ONNX_DOMAINS, graphs, nodes
+from onnxfuse.ir.protos import ONNX_DOMAINS, graphs, nodes, stored_integers
 
 # Exporters write this number (tf2onnx) or the largest int32 or int64 as the end of a slice up to the last element.
 TO_THE_END: Final = 10**9
@@ -71,13 +70,7 @@ def _constants(model: onnx.ModelProto) -> Iterator[tuple[str, Iterable[int]]]:
     """Yield the name and the numbers of each integer constant in the graph, its subgraphs and the functions."""
     for part in graphs(model.graph, *model.functions):
         for tensor in part.initializer if isinstance(part, onnx.GraphProto) else ():
-            yield tensor.name, _integers(tensor)
+            yield tensor.name, stored_integers(tensor).ravel().tolist()
         for node in part.node:
             for attribute in node.attribute if node.op_type == "Constant" else ():
-                yield node.output[0], (*_integers(attribute.t), *attribute.ints, attribute.i)
-
-
-def _integers(tensor: onnx.TensorProto) -> list[int]:
-    if tensor.data_type not in (onnx.TensorProto.INT32, onnx.TensorProto.INT64) or uses_external_data(tensor):
-        return []
-    return [int(number) for number in onnx.numpy_helper.to_array(tensor).flat]
+                yield node.output[0], (*stored_integers(attribute.t).ravel().tolist(), *attribute.ints, attribute.i)

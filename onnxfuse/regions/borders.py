@@ -9,8 +9,8 @@ A cluster is a group of nodes that will become one region.  Only clusters of one
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass
 from typing import Final
 
 from onnxfuse.algebra.operators import FREE
@@ -18,7 +18,6 @@ from onnxfuse.ir.node import Node, Tensor, op_of, producer
 from onnxfuse.passes.folded import node_label
 from onnxfuse.regions.cluster import LAUNCH_BYTES, Cluster, Clusters
 from onnxfuse.regions.pointwise import POINTWISE
-from onnxfuse.regions.steps import Step
 
 MAX_MOVED: Final = 8  # maximum number of operators moved to the readers of a tensor
 MAX_READERS: Final = 4  # maximum number of regions that receive the moved operators
@@ -205,10 +204,5 @@ def _copies(clusters: Clusters, reader: Cluster, nodes: Sequence[Node]) -> list[
         if node in copies or any(tensor.name in renamed for tensor in node.inputs):
             for i, tensor in enumerate(node.inputs):
                 node.inputs[i] = renamed.get(tensor.name, tensor)
-            forms[node] = tuple(_renamed(step, names) for step in forms[node])
+            forms[node] = tuple(step.renamed(names) for step in forms[node])
     return list(made.values())
-
-
-def _renamed(step: Step, names: Mapping[str, str]) -> Step:
-    inputs, outputs = (tuple(names.get(name, name) for name in part) for part in (step.inputs, step.outputs))
-    return replace(step, inputs=inputs, outputs=outputs)

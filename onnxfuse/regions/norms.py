@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Final
 
 from onnx import TensorProto
@@ -105,7 +104,7 @@ def with_moved_norm(clusters: Clusters, cluster: Cluster, joining: Joining) -> t
         return cluster, []
     names = {norm.outputs[0].name: norm.inputs[0].name, output.name: MOVED}
     for node in cluster.nodes:
-        clusters.forms[node] = tuple(_renamed(step, names) for step in clusters.forms[node])
+        clusters.forms[node] = tuple(step.renamed(names) for step in clusters.forms[node])
     clusters.forms[last] += steps
     clusters.forms[norm] = ()
     clusters.add(norm)
@@ -128,11 +127,6 @@ def _moved_norm(clusters: Clusters, cluster: Cluster, joining: Joining) -> Node 
     moves_rows = all(_moves_rows(clusters.shapes, node, clusters.forms[node]) for node in cluster.nodes)
     repeats_rows = clusters.count(output) > clusters.count(result)
     return norm if has_one_operand and is_read_here and moves_rows and not repeats_rows else None
-
-
-def _renamed(step: Step, names: Mapping[str, str]) -> Step:
-    read, made = (tuple(names.get(name, name) for name in side) for side in (step.inputs, step.outputs))
-    return replace(step, inputs=read, outputs=made)
 
 
 def _moves_rows(shapes: ShapeInfo, node: Node, steps: Iterable[Step]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
 
 from onnx import TensorProto
@@ -59,6 +59,11 @@ class Step:
             perm: list[int] = self.attributes["perm"]  # type: ignore[assignment]
             return perm[-1] == len(perm) - 1
         return self.op != "GatherElements"
+
+    def renamed(self, names: Mapping[str, str]) -> Step:
+        """Return the step with other names of tensors; those that `names` lacks stay."""
+        inputs, outputs = (tuple(names.get(name, name) for name in part) for part in (self.inputs, self.outputs))
+        return replace(self, inputs=inputs, outputs=outputs)
 
 
 @dataclass

@@ -11,11 +11,10 @@ import onnx
 import onnx.inliner
 import onnx.numpy_helper
 from onnx import TensorProto
-from onnx.external_data_helper import uses_external_data
 
 from onnxfuse.algebra.operators import COMPARISONS, ORDERINGS, VIEWS
-from onnxfuse.ir.dtypes import FLOATS, Array
-from onnxfuse.ir.protos import nodes
+from onnxfuse.ir.dtypes import FLOATS
+from onnxfuse.ir.protos import nodes, stored_integers
 
 REORDERING_OPS: Final = VIEWS | {"Cast", "Clip", "Gather", "Slice"}
 # Operators after which a length is still a length, such as a number of frames computed from a number of samples.
@@ -256,13 +255,13 @@ def _compares_with_range(node: onnx.NodeProto, index: int, links: Links) -> bool
 
 def _counts(constant: TensorProto | None) -> bool:
     """Return whether a constant is 0, 1, 2, ... along its last axis."""
-    values = _integers(constant)
+    values = stored_integers(constant)
     return values.ndim > 0 and values.shape[-1] > 1 and bool((values == range(values.shape[-1])).all())
 
 
 def _constant(name: str, links: Links) -> int:
     """Return the value of a constant of one integer; 0 for anything else."""
-    values = _integers(links.constants.get(name))
+    values = stored_integers(links.constants.get(name))
     return int(values.reshape(-1)[0]) if values.size == 1 else 0
 
 
@@ -277,14 +276,6 @@ def _tensor_of_constant(node: onnx.NodeProto) -> TensorProto | None:
         if attribute.name == "value_ints":
             return onnx.numpy_helper.from_array(np.asarray(attribute.ints, np.int64))
     return None
-
-
-def _integers(constant: TensorProto | None) -> Array:
-    """Return the values of an integer constant that is stored in the model; an empty array for others."""
-    integer = constant is not None and constant.data_type in (TensorProto.INT64, TensorProto.INT32)
-    if constant is None or not integer or uses_external_data(constant):
-        return np.zeros(0, np.int64)
-    return onnx.numpy_helper.to_array(constant)
 
 
 def _without_weights(model: onnx.ModelProto) -> onnx.GraphProto:
