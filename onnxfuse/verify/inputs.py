@@ -6,7 +6,6 @@ import difflib
 import math
 import os
 import re
-import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -136,7 +135,9 @@ def _read_arrays(path: str | os.PathLike[str]) -> dict[str, Array]:
             return {name: content[name] for name in content.files}
     except FileNotFoundError as error:
         raise UsageError(f"'{path}' does not exist; expected an .npz file with one array per model input") from error
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except UsageError:
+        raise
+    except Exception as error:  # numpy, zipfile and zlib raise many, such as MemoryError for a shape that is too large
         why = first_line(error)
         raise UsageError(f"'{path}' is no .npz file of plain arrays: {why}; write it with np.savez") from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import zipfile
 from pathlib import Path
 
 import ml_dtypes
@@ -436,8 +437,15 @@ def test_files_that_hold_no_inputs(tmp_path: Path) -> None:
     (tmp_path / "cut.npz").write_bytes(b"PK\x03\x04 cut")
     os.mkfifo(tmp_path / "pipe.npz")
     np.savez(tmp_path / "code.npz", ids=np.array([print], object), hidden_states=GOOD["hidden_states"])
+    header = np.lib.format.magic(1, 0) + (118).to_bytes(2, "little")
+    for name, shape in (("huge.npz", "(1000000000000,)"), ("deep.npz", "(" * 30 + "4,")):
+        described = f"{{'descr': '<f8', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
+        with zipfile.ZipFile(tmp_path / name, "w") as archive:
+            archive.writestr("ids.npy", header + described.encode())
     for name, expected in (
         ("none.npz", "does not exist"),
+        ("huge.npz", "is no .npz file of plain arrays: Unable to allocate"),
+        ("deep.npz", "is no .npz file of plain arrays"),
         ("one.npy", "holds one array without a name"),
         ("text.npz", "is no .npz file"),
         ("empty.npz", "is no .npz file"),
