@@ -853,7 +853,7 @@ def test_the_program(block: Path, tmp_path: Path) -> None:
     assert program("optimize", block).returncode == USAGE
 
 
-@pytest.mark.parametrize("target", ["w.onnx", "w.json", "plan.json"])
+@pytest.mark.parametrize("target", ["w.onnx", "w.json", "plan.json", "times.json", "times.html"])
 def test_the_weights_of_the_source_are_never_written_over(target: str, tmp_path: Path) -> None:
     """A model may name any file of its folder as that of its weights."""
     weights = np.arange(4, dtype=np.float32)
@@ -870,10 +870,29 @@ def test_the_weights_of_the_source_are_never_written_over(target: str, tmp_path:
         "w.onnx": ["optimize", str(model), str(data)],
         "w.json": ["optimize", str(model), str(tmp_path / "o.onnx"), "--report", str(data)],
         "plan.json": ["plan", str(model), "-o", str(data)],
+        "times.json": ["bench", str(model), "--json", str(data)],
+        "times.html": ["bench", str(model), "--chart", str(data)],
     }[target]
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 2 and "holds weights of the model to read" in result.output
     assert data.read_bytes() == weights.tobytes()
+
+
+def test_a_report_replaces_no_model(block: Path, tmp_path: Path) -> None:
+    source = block.rename(tmp_path / "model.json")
+    content = source.read_bytes()
+    target = tmp_path / "out.json"
+    for command, sentence in (
+        (["optimize", source, target, "--report", source], f"'{source}' is the model to read; give another name"),
+        (
+            ["optimize", source, target, "--report", target],
+            f"'{target}' is the model to write; give the report another name",
+        ),
+        (["bench", source, "--json", source], f"'{source}' is the model to read; give another name"),
+    ):
+        result = run(*command)
+        assert (result.exit_code, error_line(result)) == (USAGE, sentence)
+    assert source.read_bytes() == content and not target.exists()
 
 
 @pytest.mark.parametrize("option", ["--tolerance", "--timeout", "--max-error"])

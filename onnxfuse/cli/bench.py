@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from onnxfuse.cli.options import examples, file_path, given_inputs, run_options, use_kernels
+from onnxfuse.cli.options import checked_target, examples, file_path, given_inputs, run_options, use_kernels
 from onnxfuse.cli.terminal import console, shown_progress
 
 if TYPE_CHECKING:
@@ -65,13 +65,13 @@ def bench_command(
     """
     from onnxfuse.bench import chart
     from onnxfuse.bench.bench import BenchSettings, bench
-    from onnxfuse.ir.save import check_target
     from onnxfuse.tuning.bound_session import default_provider
 
     if chart_file:
         chart.check_name(chart_file)
     for file in filter(None, (json_file, chart_file)):
-        check_target(file)
+        for each in (model, *against):
+            checked_target(each, file)
     provider = provider or default_provider()
     use_kernels(kernels, provider)
     inputs = given_inputs(npz, model) or {}

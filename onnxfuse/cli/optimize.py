@@ -12,7 +12,6 @@ import click
 
 from onnxfuse.cli.options import (
     EXIT_CODES,
-    check_is_not_data,
     checked_target,
     examples,
     file_path,
@@ -208,7 +207,9 @@ def _optimize_file(
 
     target = None if target is None else checked_target(source, target, overwrite)
     if report:
-        check_is_not_data(source, report)
+        checked_target(source, report)
+        if target and report.resolve() == target.resolve():
+            raise UsageError(f"'{report}' is the model to write; give the report another name")
     inputs = given_inputs(npz, source)
     with shown_progress() as progress:
         optimized, result = optimize(source, inputs=inputs, progress=progress, **options)

@@ -147,22 +147,16 @@ def checked_target(source: Path, target: Path, overwrite: bool | None = None) ->
 
     overwrite  whether the target may be `source` itself; None for a command without that option
     """
+    from onnxfuse.ir.load import external_files
     from onnxfuse.ir.save import check_target
 
     check_target(target)
-    check_is_not_data(source, target)
+    if target.exists() and any(target.samefile(data) for data in external_files(source)):
+        raise UsageError(f"'{target}' holds weights of the model to read; give another name")
     if target.exists() and source.exists() and target.samefile(source) and not overwrite:
         hint = "" if overwrite is None else ", or --overwrite to replace it"
         raise UsageError(f"'{target}' is the model to read; give another name{hint}")
     return target
-
-
-def check_is_not_data(source: Path, target: Path) -> None:
-    """Raise UsageError if the target is a file that holds external weights of `source`."""
-    from onnxfuse.ir.load import external_files
-
-    if target.exists() and any(target.samefile(data) for data in external_files(source)):
-        raise UsageError(f"'{target}' holds weights of the model to read; give another name")
 
 
 def given_inputs(npz: Path | None, model: Path) -> dict[str, Array] | None:
