@@ -7,6 +7,8 @@ from drafts import FLOATS, Draft
 from draws import with_specials
 from onnx import TensorProto, numpy_helper
 
+from onnxfuse.ir.protos import OneNode, nodes
+
 INTEGERS = (TensorProto.INT32, TensorProto.INT64, TensorProto.INT8, TensorProto.UINT8)
 MAX_CHANGED = 2  # constants of a graph
 
@@ -17,7 +19,8 @@ def put_special_values(draft: Draft) -> None:
     numbers = np.random.default_rng(random.randrange(2**32))
     held = list(draft.weights)
     held += [a.t for n in draft.nodes for a in n.attribute if n.op_type == "Constant" and a.name == "value"]
-    targets = {name for node in draft.nodes if node.op_type == "Loop" for name in node.input[:1]}  # iterations
+    every = nodes(OneNode(tuple(draft.nodes)))  # Loops in branches, too, which would not end (seed 1050017576)
+    targets = {name for node in every if node.op_type == "Loop" for name in node.input[:1]}  # iterations
     floats = [t for t in held if t.data_type in FLOATS]
     integers = [t for t in held if t.data_type in INTEGERS and t.name not in targets]
     for _ in range(random.randint(0, MAX_CHANGED)):

@@ -26,7 +26,7 @@ from fuzz_cases import case_of, draw_case
 from hostile import wrong_versions
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from inner_graphs import into_branch
+from inner_graphs import into_branch, into_loop
 from judge import (
     LOST_VALUE,
     SECONDS,
@@ -42,9 +42,11 @@ from judge import (
 )
 from mutants import MUTATIONS, differs, mutant_of
 from overflow import allow_exact, in_float64
+from random_graphs import random_graph
 from reduction import reduced
 from roundings import ULP, nudged, rounded_otherwise
 from sessions import Session, outputs_of
+from special_constants import put_special_values
 from spelled_graphs import spelled_graph
 from undetermined import (
     adds_zero,
@@ -61,6 +63,7 @@ from undetermined import (
 )
 
 from onnxfuse import optimize
+from onnxfuse.ir.protos import OneNode, nodes
 from onnxfuse.verify import own_process
 
 CASES, SHARES, MUTANTS = 120, 6, 15
@@ -985,6 +988,23 @@ def test_a_case_whose_drawing_ends_its_process_does_not_end_the_run(
     said = {"seed": "8", "kind": "ended", "options": "", "verdict": "crash", "sentence": "code -6", "text": ""}
     fuzzer.Tally(folder=tmp_path)._store(said)
     assert [path.name for path in tmp_path.iterdir()] == ["crash_8.txt"]
+
+
+def test_the_iterations_of_a_loop_in_a_branch_are_no_special_value() -> None:
+    """Seed 1050017576, in which both branches would run 2^63 - 1 times."""
+    found = []
+    for seed in range(40):
+        draft = random_graph(Random(seed), 4)
+        draft.random = Random(seed)
+        into_loop(draft)
+        into_branch(draft)
+        for _ in range(8):
+            put_special_values(draft)
+        held = {node.output[0]: node.attribute[0].t for node in draft.nodes if node.op_type == "Constant"}
+        held |= {tensor.name: tensor for tensor in draft.weights}  # others lie in the branch
+        loops = [node for node in nodes(OneNode(tuple(draft.nodes))) if node.op_type == "Loop"]
+        found += [int(onnx.numpy_helper.to_array(held[n.input[0]])) for n in loops if n.input[0] in held]
+    assert set(found) == {1, 2}
 
 
 def test_hostile_versions_of_a_model_without_opsets() -> None:
