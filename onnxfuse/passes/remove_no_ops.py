@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -311,15 +311,26 @@ def _adds_sums(graph: Graph, node: Node) -> bool:
         maker = producer(tensor)
         if maker is None or op_of(maker) != "DequantizeLinear" or not is_constant(scale := maker.inputs[1]):
             return True
-        step = step * constant_value(graph, scale)
+        factor = constant_value(graph, scale)
+        if max(step.ndim, factor.ndim) > 1 or not _fit(step.shape, factor.shape):
+            return True  # onnxruntime makes no QGemm of blocks, or of scales for rows
+        step = step * factor
     if not has_input(node, 2):
         return True
     bias, maker = node.inputs[2], producer(node.inputs[2])
     if maker is not None and op_of(maker) == "DequantizeLinear" and is_constant(scale := maker.inputs[1]):
-        return np.allclose(constant_value(graph, scale), step, SUM_ROUNDING, 0)
+        factor = constant_value(graph, scale)
+        return not _fit(step.shape, factor.shape) or np.allclose(factor, step, SUM_ROUNDING, 0)
+    if is_constant(bias) and not _fit(step.shape, bias.shape):
+        return True
     with np.errstate(all="ignore"):
         sums = constant_value(graph, bias) / step if is_constant(bias) else np.full((), np.nan)
     return bool(np.abs(sums - np.rint(sums)).max(initial=0.0) <= SUM_ROUNDING * (1 + np.abs(sums).max(initial=0.0)))
+
+
+def _fit(step: Sequence[int], other: Sequence[int]) -> bool:
+    """Return whether a scale, or one for each column, broadcasts to the last axis of another shape."""
+    return 1 in (math.prod(step), *other[-1:]) or not other or tuple(step) == tuple(other[-1:])
 
 
 def _fold_factor(graph: Graph, node: Node) -> bool:

@@ -144,6 +144,25 @@ def test_no_ops_keep_quantizers_of_two_scales_apart(between: str, stays: str, sc
         assert same in ([True, True], [False, False])
 
 
+@pytest.mark.parametrize("bias", ["float[4] c = {1, 2, 3, 4}", "float[1,4] c = {1, 2, 3, 4}", "float[1] c = {1}"])
+@pytest.mark.parametrize(
+    ("scales", "axis"),
+    [("float[4,2] t = {1, 2, 3, 4, 5, 6, 7, 8}", "axis = 1, block_size = 4"),
+     ("float[8] t = {1, 2, 3, 4, 5, 6, 7, 8}", "axis = 1")],
+)  # fmt: skip
+def test_gemms_of_weights_with_scales_of_other_shapes(scales: str, axis: str, bias: str) -> None:
+    """Scales of blocks and of rows do not broadcast to the bias (fuzzer, 1050027337)."""
+    model = onnx.parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["" : 21]> g (uint8[n,8] x) => (float[n,4] y)
+        <int8[4,8] w = {{{", ".join(map(str, range(-16, 16)))}}}, float s = {{0.5}}, uint8 z = {{3}},
+         {scales}, {bias}> {{
+          a = DequantizeLinear (x, s, z) b = DequantizeLinear <{axis}> (w, t)
+          y = Gemm <alpha = 0.5, transB = 1> (a, b, c) }}"""
+    )
+    _, report = optimize(model)
+    assert report.verified.status == "verified" and not report.left_out
+
+
 @pytest.mark.parametrize(
     ("shape", "flat"),
     [((1, 8), (8,)), ((1, 1, 8), (8,)), ((5, 8), (5, 8)), ((1, 5, 1), (1, 5, 1)), ((1, 1, 1, 8), (1, 1, 1, 8))],
