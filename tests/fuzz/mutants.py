@@ -19,7 +19,7 @@ from random import Random
 from typing import Any
 
 TESTS = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(TESTS.parent), *(str(TESTS / folder) for folder in ("fuzz", "patterns"))]
+sys.path[:0] = [str(TESTS.parent), *(str(TESTS / folder) for folder in ("", "fuzz", "patterns"))]
 
 import numpy as np  # noqa: E402
 import onnx  # noqa: E402

@@ -19,6 +19,7 @@ from onnx.reference.op_run import OpRun
 from onnx.reference.ops import op_batch_normalization, op_conv, op_conv_transpose
 from runtimes import DequantizeLinear, MatMulNBits
 
+from onnxfuse.ir.execution_order import in_execution_order
 from onnxfuse.ir.protos import graphs, tensors
 from onnxfuse.verify.cpu_session import open_session, run
 
@@ -138,6 +139,15 @@ class BatchNormalization(op_batch_normalization.BatchNormalization_14):  # the e
         return super()._run(*inputs, epsilon=epsilon, momentum=momentum, training_mode=training_mode)
 
 
+class GlobalMaxPool(OpRun):  # the evaluator finds it by the name of the operator
+    """The operator as onnxruntime computes it, which passes over NaN; onnx's reference gives NaN."""
+
+    op_domain = ""
+
+    def _run(self, x: Any) -> Any:
+        return (np.fmax.reduce(x, axis=tuple(range(2, x.ndim)), keepdims=True),)
+
+
 class GroupNormalization(OpRun):  # the evaluator finds it by the name of the operator
     """The operator with a scale for each group, before opset 21, or for each channel; onnx's reference has none."""
 
@@ -152,7 +162,9 @@ class GroupNormalization(OpRun):  # the evaluator finds it by the name of the op
 
 
 # Operators that onnx's reference lacks, or computes otherwise.
-OPERATORS = [BatchNormalization, Conv, ConvTranspose, DequantizeLinear, GroupNormalization, MatMulNBits]
+OPERATORS = [
+    BatchNormalization, Conv, ConvTranspose, DequantizeLinear, GlobalMaxPool, GroupNormalization, MatMulNBits,
+]  # fmt: skip
 
 
 def _run(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -163,7 +175,7 @@ def _run(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> dict[str, Any] | N
         pass
     try:
         with np.errstate(all="ignore"):
-            results = ReferenceEvaluator(model, new_ops=OPERATORS).run(None, dict(feeds))
+            results = ReferenceEvaluator(in_execution_order(model), new_ops=OPERATORS).run(None, dict(feeds))
     except Exception:  # whatever NumPy raises
         return None
     return dict(zip([o.name for o in model.graph.output], results, strict=True))

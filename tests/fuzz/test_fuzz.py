@@ -580,6 +580,19 @@ def test_norms_of_groups_in_float64_do_not_overflow(opset: int, scales: str) -> 
     np.testing.assert_allclose(found["y"].reshape(-1), [2, 4, 2, 6], rtol=1e-6)
 
 
+def test_branches_in_float64_may_read_what_a_later_node_computes() -> None:
+    """It has a GlobalMaxPool in onnx's reference alone, and passes over NaN as in onnxruntime (seed 1050029967)."""
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,1,n] x, bool c) => (float[] y) {
+        y = If (c) <then_branch = a () => (float[] s) { s = Mul (m, m) },
+                    else_branch = b () => (float[] t) { t = Neg (m) }>
+        m = GlobalMaxPool (x) }"""
+    found = in_float64(
+        onnx.parser.parse_model(text), {"x": np.array([[[1e30, np.nan]]], np.float32), "c": np.array(True)}
+    )
+    assert found is not None
+    np.testing.assert_allclose(found["y"], [[[1e60]]], rtol=1e-6)
+
+
 @pytest.mark.parametrize(("alpha", "said"), [("0.5", ""), ("0.51", ", not ")])
 def test_products_with_dequantized_weights_in_float64_do_not_overflow(alpha: str, said: str) -> None:
     """onnx's reference has a DequantizeLinear from opset 19 on only (seed 1050011910)."""
