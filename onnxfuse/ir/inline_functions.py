@@ -15,6 +15,7 @@ import onnx.inliner
 from onnxfuse.errors import ModelError
 from onnxfuse.ir.domain import DOMAIN, ORT_DOMAIN, is_fused
 from onnxfuse.ir.protos import (
+    ONNX_DOMAINS,
     NodeContainer,
     copy_without,
     import_opset,
@@ -30,8 +31,8 @@ MAX_NODES_INLINED: Final = 100_000  # optimizing this many nodes takes about a m
 # Limit of the nodes after all calls are expanded; onnx's shape inference takes 33 us per node.
 MAX_NODES_EXPANDED: Final = 1_000_000
 MAX_DEPTH: Final = 30  # limit of nested subgraphs; each takes 3 of the 100 message levels that protobuf reads
-# Functions in these domains may have a kernel in onnxruntime.
-KERNEL_DOMAINS: Final = frozenset({DOMAIN, ORT_DOMAIN})
+# In these domains, onnxruntime takes its own operator of a name, if it has one, and not the model's function.
+KERNEL_DOMAINS: Final = frozenset({DOMAIN, ORT_DOMAIN, "ai.onnx.ml", *ONNX_DOMAINS})
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,16 @@ def test_overloads() -> None:
     assert [node.op_type for node in inline_functions(model).model.graph.node] == ["Neg", "Abs"]
 
 
+def test_functions_named_as_operators_of_onnx_are_not_called() -> None:
+    """onnxruntime runs its own operator of that name."""
+    model = parse("""g (float[2] x) => (float[2] y) { a = my.f (x)  y = Relu (a) }
+        <domain: "my", opset_import: ["" : 17]> f (v) => (u) { u = Sigmoid (v) }
+        <domain: "", opset_import: ["" : 17]> Relu (v) => (u) { u = Neg (v) }
+        <domain: "", opset_import: ["" : 17]> Sigmoid (v) => (u) { u = Neg (v) }""")
+    x = np.array([-1, 2], np.float32)
+    np.testing.assert_allclose(run(optimize(model, verify=False)[0], {"x": x})[0], 1 / (1 + np.exp(-x)), rtol=1e-6)
+
+
 def test_functions_that_stay_keep_those_that_they_call() -> None:
     model = parse("""g (float[2] x) => (float[2] y) { a = com.microsoft.kernel (x)  y = my.inner (a) }
         <domain: "com.microsoft", opset_import: ["" : 17, "my" : 1]> kernel (v) => (u) { u = my.inner (v) }
