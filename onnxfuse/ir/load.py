@@ -68,9 +68,28 @@ def load(source: str | os.PathLike[str] | bytes | onnx.ModelProto) -> tuple[onnx
     else:
         model, folder, name = read(source), Path(source).parent, f"'{Path(source)}'"
     validate(model, name)
+    model = _in_short_domain(model)
     model = in_execution_order(without_invented_operators(_without_references(model, name), name))
     _check(model, folder, name)
     return model, folder
+
+
+def _in_short_domain(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return the model with nodes of "ai.onnx" in the domain "", its other name: onnx's checker tells the two apart."""
+    long = "ai.onnx"
+    if all(node.domain != long for node in nodes(model.graph, *model.functions)):
+        return model
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    for node in nodes(copy.graph, *copy.functions):
+        node.domain = "" if node.domain == long else node.domain
+    for part in (copy, *copy.functions):
+        imported = {each.domain: each.version for each in part.opset_import}
+        if long in imported:
+            imported.setdefault("", imported.pop(long))
+        del part.opset_import[:]
+        part.opset_import.extend(onnx.helper.make_opsetid(domain, version) for domain, version in imported.items())
+    return copy
 
 
 def _without_references(model: onnx.ModelProto, name: str) -> onnx.ModelProto:

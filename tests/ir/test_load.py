@@ -380,6 +380,17 @@ def test_external_data_with_odd_names_and_fields(tmp_path: Path, file: str, odd:
     assert report.verified.status == "verified", report.verified.reason
 
 
+@pytest.mark.parametrize("imported", [("",), ("ai.onnx",), ("", "ai.onnx")])
+def test_nodes_of_the_long_name_of_onnx_s_domain(imported: tuple[str, ...]) -> None:
+    given = model(f"{HEAD} g (float[2] x) => (float[2] y) {{ z = Sigmoid(x)  y = Mul(x, z) }}")
+    given.graph.node[0].domain = "ai.onnx"
+    del given.opset_import[:]
+    given.opset_import.extend(onnx.helper.make_opsetid(domain, 17) for domain in imported)
+    _, report = optimize(given)
+    assert report.fused
+    assert report.verified.status == "verified", report.verified.reason
+
+
 def test_external_data_needs_a_path() -> None:
     assert "give the model as a path" in sentence(external("w.bin"))
     assert "give the model as a path" in sentence(external("w.bin").SerializeToString())
