@@ -78,10 +78,10 @@ def _read_elsewhere(graph: Graph, shapes: ShapeInfo, origins: Origins, shape: No
     for reader, picked in readers:
         if picked is not None:
             indices, rank = picked
-            made = _written(graph, shapes, tensor, [found[i] for i in indices], reader.outputs[0], rank, of_scores)
+            made = _written(shapes, tensor, [found[i] for i in indices], reader.outputs[0], rank, of_scores)
             count += made is not None and graph.replace(reader.outputs[0], made)
     if graph.is_kept(whole) or any(picked is None for _, picked in readers):
-        made = _written(graph, shapes, tensor, found, whole, 1, of_scores)
+        made = _written(shapes, tensor, found, whole, 1, of_scores)
         count += made is not None and graph.replace(whole, made)
     return count
 
@@ -102,7 +102,7 @@ def _picked(graph: Graph, reader: Node, count: int) -> tuple[list[int], int] | N
 
 
 def _written(
-    graph: Graph, shapes: ShapeInfo, tensor: Tensor, picked: Sequence[Origin], sizes: Tensor, rank: int, of_scores: bool
+    shapes: ShapeInfo, tensor: Tensor, picked: Sequence[Origin], sizes: Tensor, rank: int, of_scores: bool
 ) -> Tensor | None:
     """Return sizes as a tensor of rank 0 or 1; None if `tensor` itself, or several tensors, would have to be read.
 
@@ -115,10 +115,10 @@ def _written(
     sources = [run[0][0] for run in runs if not isinstance(run[0], int)]
     if not sources or any(source is tensor for source in sources) or (len(runs) > 1 and not of_scores):
         return None
-    if replaces_shape and not of_scores and not _is_range(graph, shapes, runs[0]):
+    if replaces_shape and not of_scores and not _is_range(shapes, runs[0]):
         return None  # this would add a Gather to the graph
     stem = f"{sizes.name}_of_operand"
-    parts = [_run(graph, shapes, run, stem, rank) for run in runs]
+    parts = [_run(shapes, run, stem, rank) for run in runs]
     return parts[0] if len(parts) == 1 else write(shapes, "Concat", parts, stem, {"axis": 0})
 
 
@@ -139,29 +139,29 @@ def _of_one_tensor(shapes: ShapeInfo, picked: Sequence[Origin]) -> Sequence[Orig
     return [(source, axis) for axis in range(len(shape))] if is_whole else picked
 
 
-def _run(graph: Graph, shapes: ShapeInfo, run: Sequence[Origin], stem: str, rank: int) -> Tensor:
+def _run(shapes: ShapeInfo, run: Sequence[Origin], stem: str, rank: int) -> Tensor:
     """Return a tensor of sizes that are all numbers, or all axes of one tensor."""
     numbers = [each for each in run if isinstance(each, int)]
     if numbers:
-        return integers(graph, f"{stem}_numbers", numbers)
+        return integers(shapes.graph, f"{stem}_numbers", numbers)
     (source, *_), axes = zip(*(each for each in run if not isinstance(each, int)), strict=True)
     count = shapes.rank(source) or 0
     is_whole = [*axes] == [*range(count)]
-    if rank == 1 and not is_whole and _is_range(graph, shapes, run):
+    if rank == 1 and not is_whole and _is_range(shapes, run):
         return write(shapes, "Shape", [source], stem, {"start": axes[0], "end": axes[-1] + 1})
     whole = write(shapes, "Shape", [source], f"{stem}_shape")
     if rank == 1 and is_whole:
         return whole
-    index = graph.constant(f"{stem}_axis", np.array(axes, np.int64) if rank else np.array(axes[0], np.int64))
+    index = shapes.graph.constant(f"{stem}_axis", np.array(axes, np.int64) if rank else np.array(axes[0], np.int64))
     return write(shapes, "Gather", [whole, index], stem, {"axis": 0})
 
 
-def _is_range(graph: Graph, shapes: ShapeInfo, run: Sequence[Origin]) -> bool:
+def _is_range(shapes: ShapeInfo, run: Sequence[Origin]) -> bool:
     """Return whether one Shape gives the sizes: they are a whole shape, or adjacent axes that a Shape can select."""
     found = [each for each in run if not isinstance(each, int)]
     axes = [axis for _, axis in found]
     is_whole = axes == [*range(shapes.rank(found[0][0]) or 0)]
-    return is_whole or (graph.opset >= RANGE_OPSET and axes == [*range(axes[0], axes[0] + len(axes))])
+    return is_whole or (shapes.graph.opset >= RANGE_OPSET and axes == [*range(axes[0], axes[0] + len(axes))])
 
 
 @dataclass
