@@ -34,6 +34,25 @@ def standardized(rows: Term, axes: list[int], epsilon: Term) -> Term:
     return centred / op.Sqrt(op.ReduceMean(centred**2, axes=axes) + epsilon)
 
 
+def standardized_groups(x: Term, epsilon: Term) -> Term:
+    """Return x with the mean and the variance of each group of channels removed."""
+    rows = rearrange(x, "n (groups size) ... -> n groups (size ...)")
+    ones, zeros = full(1, "groups"), full(0, "groups")
+    normalized_rows = either(
+        op.InstanceNormalization(rows, ones, zeros, epsilon=epsilon), standardized(rows, [-1], epsilon)
+    )
+    split = rearrange(x, "n (groups size) ... -> n groups size ...")
+    return either(
+        rearrange(normalized_rows, "n groups (size ...) -> n (groups size) ..."),
+        op.Reshape(normalized_rows, op.Shape(x)),
+        *(
+            of_rank(rank, rearrange(standardized(split, axes, epsilon), "n groups size ... -> n (groups size) ..."))
+            for rank in RANKS[1:]
+            if (axes := list(range(2, rank + 1)))
+        ),
+    )
+
+
 def per_channel(value: Term, to: str = "") -> Term:
     """Return a weight per channel, in a shape that broadcasts to x; with `to`, it is rearranged to these axes."""
     layouts = [(rank, first + "channels" + " 1" * (rank - 2)) for rank in RANKS for first in ("", "1 ")]
@@ -61,21 +80,7 @@ def group_norm(
         "an InstanceNorm has as many groups as channels",
         lambda scale_layout, channels, groups: "instances" not in scale_layout or channels == groups,
     )
-    rows = rearrange(x, "n (groups size) ... -> n groups (size ...)")
-    ones, zeros = full(1, "groups"), full(0, "groups")
-    normalized_rows = either(
-        op.InstanceNormalization(rows, ones, zeros, epsilon=epsilon), standardized(rows, [-1], epsilon)
-    )
-    split = rearrange(x, "n (groups size) ... -> n groups size ...")
-    spatial = either(
-        rearrange(normalized_rows, "n groups (size ...) -> n (groups size) ..."),
-        op.Reshape(normalized_rows, op.Shape(x)),
-        *(
-            of_rank(rank, rearrange(standardized(split, axes, epsilon), "n groups size ... -> n (groups size) ..."))
-            for rank in RANKS[1:]
-            if (axes := list(range(2, rank + 1)))
-        ),
-    )
+    spatial = standardized_groups(x, epsilon)
 
     def group_operator(scale: Term, bias: Term) -> Term:
         node = op.GroupNormalization(x, scale, bias, num_groups=size("groups"), epsilon=epsilon)
