@@ -1,23 +1,25 @@
-// The epilogue of gemm_hopper_threads.cuh for products of integers: by row, in the words of epilogue.cuh.
+// The epilogue of gemm_hopper_threads.cuh for products of integers, in the way "by row" of epilogue.cuh.
 //
 //   acc = (sum - x_zero * w_sums[row, column]) * x_scale * w_scale[column]
 //
-// x stands for (x - x_zero) * x_scale, w for w * w_scale, and sum is that of x w. w_sums[0, column] is the sum of the
-// column of w. A convolution reads zeros in its padding, where x stands for 0: its sums are those of the taps inside x,
-// one row for each range of them (conv_edges.cuh).
+// `sum` is the sum of the products of the integers x and w. An integer x represents the number (x - x_zero) * x_scale,
+// and an integer w represents w * w_scale. For a matrix product, w_sums[0, column] is the sum of the column of w. A
+// convolution reads zeros in its padding, and taps there must not count. So w_sums has a row for each possible range of
+// taps inside x (conv_edges.cuh), with the sums of w over these taps.
 //
-// Four lanes hold eight columns of a row in wgmma's layout, two each. They exchange the sums of 32 columns through
-// shared memory, so that each finishes eight neighbouring ones; the integers that they mostly store then fill a sector
-// of L2.
-// After the barriers, which have BARRIER_BYTES, each warp has EXCHANGE_BYTES for 16 rows of 32 sums.
+// In wgmma's layout, four lanes hold eight columns of a row, two columns each. The lanes exchange the sums of 32
+// columns through shared memory, so that each lane finishes eight neighbouring columns. If y is stored as integers, as
+// it mostly is, the four lanes then store a whole sector of L2. In shared memory, BARRIER_BYTES of barriers come first,
+// and then EXCHANGE_BYTES for each warp: 16 rows of 32 sums.
 //
 // Macros, besides those of gemm_hopper.cuh:
-//   BARRIER_BYTES, EXCHANGE_PITCH    as the host counts them; the second is in sums, from a row to the next
-//   WIDTH      columns that are finished together: 8, 4, 2 or 1; they divide n
+//   BARRIER_BYTES    bytes of shared memory for mbarriers
+//   EXCHANGE_PITCH   sums from the start of a row to the start of the next, where a warp exchanges sums
+//   WIDTH      columns that a thread finishes at a time: 8, 4, 2 or 1; divides n
 //   W_SCALES   1: w_scale has one number per column; 0: one number
 //   OPERAND    s8 or u8, the type of x and of x_zero
-//   X_ZERO     1: x has a zero point, and w_sums the numbers above; 0: it is 0
-//   EDGES      1: taps may lie outside x, and conv_edges.cuh has the struct Edges, which tells the row of sums; else 0
+//   X_ZERO     1: x has a zero point, and there are w_sums; 0: the zero point is 0
+//   EDGES      1: taps may lie outside x, and Edges of conv_edges.cuh returns a pixel's row of w_sums; else 0
 #pragma once
 #include "gemm_hopper_threads.cuh"
 
@@ -35,11 +37,11 @@ struct Edges {
 };
 #endif
 
-// What the integers stand for, as an argument of kernels; quantized/hopper.py writes the fields in this order.
+// Scales and zero points of the integers, as a kernel argument; quantized/hopper.py writes the fields in this order.
 struct IntegerOperands {
     const T *x_scale, *w_scale;
     const OPERAND* x_zero;
-    const f32* w_sums;  // the bits of integers
+    const f32* w_sums;  // int32 numbers, loaded as f32 bits
 };
 
 struct IntegerOutput : IntegerOperands {
@@ -57,7 +59,7 @@ struct alignas(16) FourSums { int at[4]; };
 __device__ __forceinline__ void exchange(char* memory, const int* d, int (&sums)[2][8]) {
     const int lane = threadIdx.x % 32, row = lane / 4 * EXCHANGE_PITCH;
     int* base = reinterpret_cast<int*>(memory) + row;
-    __syncwarp();  // all lanes have read the sums before
+    __syncwarp();  // all lanes have read the previous sums
 #pragma unroll
     for (int i = 0; i < 2; ++i)
 #pragma unroll
@@ -76,14 +78,14 @@ __device__ __forceinline__ void exchange(char* memory, const int* d, int (&sums)
         }
 }
 
-constexpr int ROWS_OF_SUMS = EDGES ? 2 : 1;  // of the two rows of a thread
+constexpr int ROWS_OF_SUMS = EDGES ? 2 : 1;  // rows of w_sums for the two rows of a thread
 
-// The parts of WIDTH columns that few rows share.
+// The scales and the w_sums of WIDTH columns, for the two rows of a thread.
 struct IntegerColumns {
     float scale[WIDTH];
     Pack<f32, WIDTH> sums[ROWS_OF_SUMS];
 
-    // `rows` are the rows of w_sums.
+    // `rows` are the rows of w_sums for the thread's two rows.
     __device__ __forceinline__ void load(const IntegerOutput& of, float x_scale, const int (&rows)[2], int column) {
         if constexpr (W_SCALES) unpack(load_cached<WIDTH>(of.w_scale + column), scale);
         else scale[0] = ColumnVectors::value(of.w_scale);
@@ -94,7 +96,7 @@ struct IntegerColumns {
 #pragma unroll
         for (int i = WIDTH - 1; i >= 0; --i) scale[i] = x_scale * scale[W_SCALES ? i : 0];
     }
-    // Returns the number that the sum of a column stands for, in the first or the second row of the thread.
+    // Converts the sum of column i to a number, in the thread's first or second row.
     __device__ __forceinline__ float number(int sum, int x_zero, int row, int i) const {
         if constexpr (X_ZERO) sum -= x_zero * int(sums[EDGES ? row : 0].words[i]);
         return float(sum) * scale[i];
@@ -108,8 +110,8 @@ struct GroupOperands {
     IntegerColumns columns[PARTS];
     bool inside[PARTS][2];
 
-    // `of_rows` is what the program reads for each row, and `rows` are those of w_sums. Nothing is read of elements
-    // outside y.
+    // `of_rows` holds the operands that the program reads once per row, and `rows` the rows of w_sums. Operands of
+    // elements outside y are not read.
     __device__ __forceinline__ void load(const IntegerOutput& of, const Program::OfRow (&of_rows)[2], float x_scale,
                                          const int (&rows)[2], int first, int column) {
 #pragma unroll
@@ -130,7 +132,7 @@ struct GroupOperands {
             }
         }
     }
-    // Finishes eight sums of each row.
+    // Finishes eight columns of both rows and stores them.
     __device__ __forceinline__ void finish(const IntegerOutput& of, const int (&sums)[2][8], int x_zero, int first,
                                            int column) const {
 #pragma unroll
@@ -141,14 +143,14 @@ struct GroupOperands {
 #pragma unroll
                 for (int j = 0; j < WIDTH; ++j) acc[j] = columns[part].number(sums[i][part * WIDTH + j], x_zero, i, j);
                 const long long at = (long long)(first + 8 * i) * of.n + column + part * WIDTH;
-                of.epilogue.finish<false>(at, loads[part][i], acc, acc, inside[part][i]);  // one acc is for gates
+                of.epilogue.finish<false>(at, loads[part][i], acc, acc, inside[part][i]);  // the second is for gates
             }
     }
 };
 
 // Finishes the 64 rows of an atom; `origin` is its first row and column. Operands are loaded before the exchange. Rows
-// and columns that are not in y are computed from operands of others, but not stored: without branches, numbers that
-// depend on scales of the program alone are computed once.
+// and columns outside y are computed from operands of other elements, but are not stored. This needs no branches, so
+// numbers that depend only on scales of the program are computed once.
 __device__ __forceinline__ void finish_atom(const int (&d)[COLUMNS / 2], int2 origin, const IntegerOutput& of) {
     extern __shared__ __align__(1024) char memory[];
     char* own_memory = memory + EXCHANGE_AT + (threadIdx.x / 32 - 4) * EXCHANGE_BYTES;  // the producers are 4 warps
@@ -161,7 +163,7 @@ __device__ __forceinline__ void finish_atom(const int (&d)[COLUMNS / 2], int2 or
 #pragma unroll
     for (int row = 0; row < 2; ++row) of.epilogue.program.load(of_rows[row], min(first + 8 * row, of.m - 1), true);
     constexpr int GROUPS = TILE_N / 32,
-                  AHEAD = WIDTH == 8;  // operands are loaded a group ahead, if registers hold them
+                  AHEAD = WIDTH == 8;  // whether operands are loaded one group ahead, for which registers suffice
     GroupOperands operands[1 + AHEAD];
     const int column = origin.y + thread % 4 * 8;
 #pragma unroll

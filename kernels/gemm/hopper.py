@@ -34,14 +34,14 @@ ROW_REGISTERS: Final = 2  # registers per thread for a 2-byte operand with one n
 MAX_ACCUMULATORS_OF_THREADS: Final = 128  # maximum accumulators per thread that loads fp32 operands of the epilogue
 GATE_STEP_CYCLES: Final = 80.0  # extra time per stage of k for a gate
 HALF_SHARE: Final = 0.85  # share of a multiprocessor's time that a block's main loop takes, if two blocks run on it
-# Further instructions of the epilogue for an element, if x and w are integers and y too: the exchange of sums, scales,
-# and a quantizer.
+# Additional instructions per element in the epilogue of integers, if y is stored as integers too: for the exchange of
+# sums, the scales, and the quantizer.
 INTEGER_INSTRUCTIONS: Final = 12
-EXCHANGE_PITCH: Final = 40  # sums of integers from a row to the next, in memory through which a warp exchanges 16 rows
+EXCHANGE_PITCH: Final = 40  # sums per row, with padding, in the memory through which a warp exchanges int32 sums
 START_CYCLES: Final = 2000.0  # from a block's start on a multiprocessor to its first products
 L2_BYTES: Final = 3950  # bytes per cycle that all multiprocessors together read from L2
-ALONE_SHARE: Final = 0.15  # weight of a product's latency in its cost for a shared GPU
-PENALTY: Final = 1e9  # clock cycles, more than any product takes: excludes clusters that wait for other clusters to end
+ALONE_SHARE: Final = 0.15  # weight of the product's own latency in `shared_cycles`
+PENALTY: Final = 1e9  # clock cycles, more than any product takes: excludes configs whose clusters wait for others
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ GATE_CONFIGS: Final = (
     MmaConfig(32, 32, 128, 6, 2, 1, min_blocks=4),
 )
 GATE_COLUMNS: Final = 64  # columns of y whose computation takes as long as loading x and multiplying it by the gate
-SMALL_TILE: Final = 128 * 64  # elements of y of a tile below which each takes longer
+SMALL_TILE: Final = 128 * 64  # elements of y per tile; with fewer, each element takes SMALL_TILE_FACTOR times as long
 SMALL_TILE_FACTOR: Final = 1.25
 GATE_TILE: Final = 1500  # elements of y whose computation takes as long as the fixed cost per tile
 

@@ -1,4 +1,8 @@
-"""The plans of matrix products with quantized weights: few rows from the weights as they are, many from numbers."""
+"""The plans of matrix products with quantized weights.
+
+For few rows of x, a kernel multiplies by the quantized weights as they are stored.  For many rows, a first launch
+writes the weights as numbers of x's dtype, and a Gemm follows.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +32,17 @@ from onnxfuse.kernels.tensors import VECTOR_BYTES
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, TensorSpec
 from onnxfuse.runtime.symint import for_later_plans
 
-MAX_ROWS: Final = 64  # maximum rows of x for nbits_mma.cu: with more, weights become numbers, and a Gemm follows
+MAX_ROWS: Final = 64  # maximum rows of x for nbits_mma.cu: with more, weights are dequantized, and a Gemm follows
 MAX_DOT_ROWS: Final = 8
 DOT_WARPS: Final = 8
 STAGE_BITS: Final = 1024  # bits of a row of weights in a stage of nbits_mma.cu
-STAGED_ROWS: Final = 8  # maximum rows of x in stages of nbits_mma.cu; with more, it reads x from L1
-MAX_WARPS: Final = 16  # of a block of nbits_mma.cu
-WIDE_ROWS: Final = 4  # rows of x from which on wide tiles are faster
+STAGED_ROWS: Final = 8  # maximum rows of x that nbits_mma.cu copies to shared memory; with more, it reads x from L1
+MAX_WARPS: Final = 16  # maximum warps per block of nbits_mma.cu
+WIDE_ROWS: Final = 4  # rows of x from which on tiles of 32 columns are faster
 SMALL_TILES: Final = 4  # tiles of 16 columns per multiprocessor: with fewer, a product is small
-MIN_MMA_BLOCK: Final = 32  # minimum weights of a block: nbits_mma.cu adds those of four lanes
-NORM_WIDTH: Final = 8  # elements of x in an access of a norm in nbits_mma.cu
-MAX_NORM_VECTORS: Final = 4  # of a thread, which stay in registers
+MIN_MMA_BLOCK: Final = 32  # minimum block size for nbits_mma.cu, where four lanes share 32 weights with one scale
+NORM_WIDTH: Final = 8  # elements of x per access, where nbits_mma.cu computes a norm of x
+MAX_NORM_VECTORS: Final = 4  # maximum vectors of x that a thread keeps in registers for a norm
 DEQUANTIZE_THREADS: Final = 256  # THREADS of nbits_dequantize.cu
 MAX_IMPLEMENTATIONS: Final = 8
 
@@ -60,7 +64,7 @@ class MmaConfig:
 
     @property
     def is_staged(self) -> bool:
-        """Whether shared memory has the elements of x."""
+        """Whether shared memory holds the elements of x that a block multiplies."""
         return self.tile_m <= STAGED_ROWS
 
     def normalizes(self, product: Product) -> bool:
@@ -72,7 +76,7 @@ class MmaConfig:
         rows, stage_k = self.tile_n * (2 if product.is_gated else 1), STAGE_BITS // product.bits
         blocks = max(1, stage_k // product.block_size)
         zeros = (0, max(1, blocks * product.bits // 8), 2 * blocks)[product.weights[0].zeros]
-        stages = -(-product.k // stage_k) if product.norm else 1  # of x in shared memory at a time
+        stages = -(-product.k // stage_k) if product.norm else 1  # stages whose x is in shared memory
         x = self.tile_m * (2 * stage_k * stages + (0 if self.tile_m == 1 else 64)) if self.is_staged else 0
         of_warp, of_block = (0, _whole(x)) if product.norm else (_whole(x), 0)
         stage = _whole(rows * (STAGE_BITS // 8 + 2 * blocks + zeros)) + of_warp
@@ -80,7 +84,7 @@ class MmaConfig:
 
 
 def _whole(count: int) -> int:
-    """Return the bytes of a part of a stage with those up to the next part, which begins at a multiple of 128."""
+    """Round the bytes of a part of a stage up to a multiple of 128, where the next part begins."""
     return -(-count // 128) * 128
 
 
@@ -98,10 +102,10 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
 
 
 def implementations(product: Product, device: Device) -> list[Implementation]:
-    """Return the ways to run a product with at least one element, the expected fastest first.
+    """Return the implementations of a product with at least one element, the expected fastest first.
 
-    This is the one place that decides which kernels run how many rows, and in which order they are tried.  Without a
-    way, the result is empty if operators follow the product; else ValueError is raised.
+    This is the one place that decides which kernels run how many rows, and in which order they are tried.  If
+    no kernel runs the product, the result is empty where operators follow it; otherwise ValueError is raised.
     """
     few = _of_few_rows(product, device) if len({weight.zeros for weight in product.weights}) == 1 else []
     with for_later_plans(product.m if few else 0):
@@ -115,7 +119,7 @@ def implementations(product: Product, device: Device) -> list[Implementation]:
 
 
 def _after_norm(product: Product, norm: Norm, device: Device) -> list[Implementation]:
-    """Return the ways that run the norm first, and then the product of its result, which is in scratch memory."""
+    """Return implementations that first write the norm to scratch memory, and then multiply it by the weights."""
     plan, *_ = norm_candidates(norm.node, norm.inputs, device)
 
     def after(way: Implementation) -> Implementation:
@@ -133,7 +137,7 @@ def _after_norm(product: Product, norm: Norm, device: Device) -> list[Implementa
 
 
 def _of_few_rows(product: Product, device: Device) -> list[Implementation]:
-    """Return the ways that read the weights as they are, in one launch; none for more rows than these pay for."""
+    """Return the implementations that read the quantized weights in one launch; none if x has too many rows."""
     if product.row_bits % 8 or (product.layout == "kn" and any(each.n * product.bits % 8 for each in product.weights)):
         return []
     takes_mma = product.layout != "kn" and _takes_mma(product, device)
@@ -153,7 +157,7 @@ def _takes_mma(product: Product, device: Device) -> bool:
 
 
 def _mma_configs(product: Product, device: Device) -> list[MmaConfig]:
-    """Return configs of nbits_mma.cu, the expected fastest first, of fewer warps if none of them fits the device."""
+    """Return configs of nbits_mma.cu, the expected fastest first; with fewer warps if no other config fits."""
     tile_m = next((count for count in (1, 2, 4, 8, 16) if product.m <= count), 32)
     stages, shapes = -(-product.k * product.bits // STAGE_BITS), _shapes(product, tile_m, device)
     for limit in (MAX_WARPS, 8, 4, 2, 1):
@@ -169,9 +173,9 @@ def _mma_configs(product: Product, device: Device) -> list[MmaConfig]:
 def _fitted(config: MmaConfig, product: Product, device: Device) -> MmaConfig:
     """Return the config with no more stages in flight than a warp has, and no more blocks than a multiprocessor holds.
 
-    The memory of stages that no warp needs holds blocks of the next kernel.
+    The shared memory that this saves is free for blocks of the next kernel.
     """
-    of_tile = -(-product.k * product.bits // (STAGE_BITS * config.warps))  # stages of a warp
+    of_tile = -(-product.k * product.bits // (STAGE_BITS * config.warps))  # stages of a warp per tile
     for depth in range(1, config.depth + 1):
         own = replace(config, depth=depth)
         own = replace(own, resident=max(1, min(config.resident, fitting_blocks(own.shared(product), device))))
@@ -190,9 +194,10 @@ def _shapes(product: Product, tile_m: int, device: Device) -> list[tuple[int, in
 
     With few tiles for each multiprocessor, many warps share a tile's k.  With many tiles, more blocks of fewer warps
     hide more of each other's latency: on an H200, a product of 1x4096x4096 with 4 bits took 4.9 us in the first way and
-    6.6 in the second, one of 1x28672x4096 22.0 and 18.8.  In the first way four blocks of eight warps fit, of which two
-    may be the next product's, which fetch its weights.  Weights of 8 bits take half the instructions for each byte, so
-    that copies in flight count more than blocks.  From four rows of x on, wide tiles read x less often.
+    6.6 us in the second; a product of 1x28672x4096 took 22.0 us in the first way and 18.8 us in the second.  In the
+    first way, a multiprocessor holds four blocks of eight warps.  Two of them may belong to the next product, and fetch
+    its weights.  Weights of 8 bits take half as many instructions per byte, so copies in flight matter more than the
+    number of blocks.  From four rows of x on, tiles of 32 columns read x less often.
     """
     is_small = _tiles(product, 16) < SMALL_TILES * device.multiprocessors
     if tile_m > STAGED_ROWS:
@@ -202,7 +207,7 @@ def _shapes(product: Product, tile_m: int, device: Device) -> list[tuple[int, in
         return [*few, *many] if is_small and product.m <= tile_m else [*many, *few]
     few, many = [(16, 8, 3, 4), (16, 8, 4, 2), (32, 8, 2, 2)], [(32, 4, 2, 4), (16, 8, 2, 4), (16, 4, 2, 6)]
     is_deep = product.k * product.bits >= MAX_WARPS * STAGE_BITS and tile_m < WIDE_ROWS
-    # Where a multiprocessor has one block, it has as many warps as two others.
+    # If each multiprocessor gets at most one tile, one block has as many warps as two blocks of other configs.
     alone = [(16, MAX_WARPS, 2, 2)] if is_deep and _tiles(product, 16) <= device.multiprocessors else []
     if product.bits == 8:
         return [*alone, few[1], few[0], *many]
@@ -245,7 +250,7 @@ def _columns(product: Product, device: Device) -> Implementation:
     is_whole = product.aligned and all(weight.n * product.bits % 32 == 0 for weight in product.weights)
     word = 4 if is_whole else 1
     each = word * 8 // product.bits
-    # 32 bytes of a row of w are one access to memory; half of them leave more blocks for small products.
+    # Eight lanes read 32 bytes of a row of w, a whole sector.  Small products get four lanes, for twice as many blocks.
     lanes = 8 if _tiles(product, 8 * each) >= device.multiprocessors else 4
     x_vector = math.gcd(8, product.k, VECTOR_BYTES // product.item) if product.aligned else 1
     defines = {
@@ -261,19 +266,19 @@ def _columns(product: Product, device: Device) -> Implementation:
 
 
 def _tiles(product: Product, columns: int) -> int:
-    """Return how many tiles of so many columns the products of one launch have."""
+    """Return how many tiles of `columns` columns the products of one launch have together."""
     results = product.weights[:1] if product.is_gated else product.weights
     return sum(-(-weight.n // columns) for weight in results)
 
 
 def _width(product: Product, columns: int) -> int:
-    """Return the elements of an access to y if a block has so many columns."""
+    """Return the elements per access to y if a block has `columns` columns."""
     widest = math.gcd(columns, VECTOR_BYTES // product.item, *(weight.n for weight in product.weights))
     return widest if product.aligned else 1
 
 
 def _dequantized(product: Product, device: Device) -> list[Implementation]:
-    """Return the product of a Gemm, after launches that write each weight to scratch memory as numbers."""
+    """Return implementations as a Gemm, after launches that write each weight to scratch memory as numbers."""
     numbers = {weight.w: Pointer("scratch", i) for i, weight in enumerate(product.weights)}
     before = tuple(_dequantize(product, weight, numbers[weight.w], device) for weight in product.weights)
 

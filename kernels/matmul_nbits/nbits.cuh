@@ -13,7 +13,7 @@
 //   W_ROW_BYTES      bytes of a row of w
 //   ZERO_BITS        bits of a row of packed zero points
 //   SIGNED           1: elements and packed zero points are signed
-//   ZEROS            the zero points: 0, none, and each counts as ZERO; 1, packed like the weights; 2, of type T
+//   ZEROS            0: no zero points, each counts as ZERO; 1: packed like the weights; 2: zero points of type T
 //   PRODUCTS         products of one x in this launch, 1 to 3; 1 if GATED, for which the second weight is `up`
 //   WEIGHTS_CONSTANT 1: no kernel writes weights, scales and zero points, so that they are read before the predecessor
 //                    ends
@@ -25,8 +25,8 @@ constexpr int N = GEMM_N, K = GEMM_K;
 constexpr int BLOCKS_K = (K + BLOCK_SIZE - 1) / BLOCK_SIZE;
 constexpr int MIDDLE = 1 << (BITS - 1), QUANT_MASK = (1 << BITS) - 1;
 constexpr int SIGN = SIGNED ? MIDDLE : 0;
-constexpr unsigned SIGNS = 0xffffffffu / QUANT_MASK * SIGN;  // of all elements of a word
-constexpr int WEIGHTS = GATED ? 2 : 1;  // per product
+constexpr unsigned SIGNS = 0xffffffffu / QUANT_MASK * SIGN;  // SIGN in every element of a word
+constexpr int WEIGHTS = GATED ? 2 : 1;  // weights per product
 static_assert(!GATED || PRODUCTS == 1, "a gate has two products of its own");
 
 // Returns a part of a weight, through the read-only path if no kernel writes the weight.
@@ -36,7 +36,7 @@ __device__ __forceinline__ V load_part(const V* from) {
     else return *from;
 }
 
-// Returns BYTES bytes of elements, without the sign.
+// Returns BYTES bytes of elements; signed elements become unsigned ones that are MIDDLE larger.
 template <int BYTES>
 __device__ __forceinline__ unsigned load_elements(const unsigned char* from) {
     if constexpr (BYTES == 1) return load_part(from) ^ (SIGNS & 255u);
@@ -56,7 +56,7 @@ struct Quantized {
         return value[0];
     }
 
-    // A packed zero point, or ZERO.
+    // Returns a packed zero point; ZERO if there is none.
     __device__ __forceinline__ int zero(int n, int block) const {
         if constexpr (ZEROS == 0) return ZERO;
         const long long bit = (long long)n * ZERO_BITS + block * BITS;
@@ -95,16 +95,16 @@ struct ProductOperands {
 // The weights of a launch, as an argument of kernels; problem.py writes the fields in this order.
 struct Products { ProductOperands of[PRODUCTS * WEIGHTS]; };
 
-// A tile of TILE columns: the first weight of its product, and its first column there. The tiles of a launch are those of
-// the first product, then those of the second.
+// A tile of TILE columns: the first weight of the tile's product, and the tile's first column in this product. The
+// tiles of the second product come after those of the first.
 template <int TILE>
 struct Tile {
     ProductOperands own;
-    int first, columns = GEMM_N;  // columns: of the product
+    int first, columns = GEMM_N;  // columns: all columns of the product
 
     __device__ __forceinline__ Tile(const Products& products, int tile) : own(products.of[0]) {
 #pragma unroll
-        for (int i = 0; i + 1 < PRODUCTS; ++i) {  // selects without an index into registers
+        for (int i = 0; i + 1 < PRODUCTS; ++i) {  // comparisons, because registers have no run-time index
             const int before = (columns + TILE - 1) / TILE;
             if (tile < before) break;
             tile -= before, own = products.of[i + 1], columns = columns_of(i + 1);

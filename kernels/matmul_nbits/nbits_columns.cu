@@ -3,7 +3,7 @@
 //   y = x w + bias, where nbits.cuh defines w; a gated product has a second weight
 //
 // The time is that of reading the weights once. A lane has the EACH neighbouring columns of a word of w; LANES lanes
-// share a row of w, and all other lanes and warps of the block divide k in units of rows that have one scale. The sums
+// share a row of w, and all other lanes and warps of the block divide k in units, the rows of one block. The sums
 // meet in shared memory, and all threads run the epilogue (epilogue.cuh) by row.
 //
 // Macros:
@@ -15,7 +15,7 @@
 #include "nbits.cuh"
 
 constexpr int THREADS = 32 * WARPS, EACH = WORD * 8 / BITS, TILE_N = LANES * EACH;
-constexpr int UNIT = BLOCK_SIZE < 32 ? BLOCK_SIZE : 32;  // rows of w
+constexpr int UNIT = BLOCK_SIZE < 32 ? BLOCK_SIZE : 32;  // rows of w in a unit, at most a block of k
 constexpr int UNITS = (K + UNIT - 1) / UNIT, OWNERS = WARPS * (32 / LANES);
 constexpr int STEP = 8;  // rows of w that a lane loads before it multiplies any
 constexpr int SCALE_VECTOR = WORD == 1 ? 1 : EACH < 16 / int(sizeof(T)) ? EACH : 16 / int(sizeof(T));
@@ -23,8 +23,9 @@ static_assert(ZEROS < 2, "DequantizeLinear has zero points of the weights' type"
 static_assert(N % WIDTH == 0 && TILE_N % WIDTH == 0, "vectors end with a block's columns");
 static_assert(UNIT % STEP == 0 && STEP % X_VECTOR == 0 && K % X_VECTOR == 0, "vectors of x end with steps and with k");
 
-// Element `index` of a word minus that of a word of zero points, or minus ZERO, exactly: the mantissa of 2^23 counts
-// ones.
+// Returns element `index` of a word minus the same element of a word of zero points, or minus ZERO. The last bit of the
+// mantissa of 2^23 counts 1, so that the bits 2^23 | q are the number 2^23 + q, and the difference of two such is
+// exact.
 __device__ __forceinline__ float difference(unsigned word, unsigned zeros, int index) {
     constexpr unsigned LEAD_OF_ONES = 0x4b000000u;  // 2^23
     const unsigned zero = ZEROS == 0 ? ZERO : zeros >> (index * BITS) & QUANT_MASK;
@@ -39,7 +40,7 @@ __device__ __forceinline__ void add_units(float (&sums)[ROWS][EACH], const Quant
 #pragma unroll 1
     for (int unit = owner; unit < UNITS; unit += OWNERS) {
         const int block = unit * UNIT / BLOCK_SIZE;
-        const long long at = (long long)block * columns + column;  // of the scales and zero points
+        const long long at = (long long)block * columns + column;  // index of the first scale and zero point
         const T* of_block = quantized.scales + at;
         float scales[EACH], own[ROWS][EACH] = {};
         unsigned zeros = 0;

@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int row = static_cast<int>(at / VECTORS), column = static_cast<int>(at % VECTORS) * WIDTH;
     const Quantized quantized{w, scales, zeros};
     const long long first = (long long)row * ROW_BITS + (long long)column * BITS;
-    const int bit = WIDTH * BITS < 8 ? static_cast<int>(first % 8) : 0;  // of the first weight in its byte
+    const int bit = WIDTH * BITS < 8 ? static_cast<int>(first % 8) : 0;  // position of the first weight in its byte
     const unsigned char* from = w + first / 8;
     unsigned words[WORDS];
 #pragma unroll
@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
     for (int i = 0; i < WIDTH; ++i) {
         if (COLUMNS_FIRST || i == 0) {
-            // The scales of k x n weights lie as if there were one row, whose blocks are all columns of all blocks.
+            // Scales of k x n weights are (BLOCKS_K, n). They are read here as a single row of BLOCKS_K * n blocks.
             const int block = COLUMNS_FIRST ? row / BLOCK_SIZE * N + column + i : column / BLOCK_SIZE;
             scale = quantized.scale(COLUMNS_FIRST ? 0 : row, block);
             zero = quantized.zero_value(COLUMNS_FIRST ? 0 : row, block);
@@ -42,6 +42,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const unsigned q = words[i * BITS / WORD_BITS] >> (bit + i * BITS % WORD_BITS) & QUANT_MASK;
         values[i] = (static_cast<float>(q ^ SIGN) - zero) * scale;
     }
-    wait_for_predecessor();  // which may still read the scratch memory that this overwrites
+    wait_for_predecessor();  // it may still read the scratch memory that the store overwrites
     store<false>(result + (long long)row * COLUMNS + column, values);
 }

@@ -30,18 +30,18 @@
 constexpr int THREADS = 32 * WARPS;
 constexpr int EACH_N = TILE_N / 16;  // mma tiles of one weight
 constexpr int MMA_N = EACH_N * WEIGHTS, MMA_M = (TILE_M + 7) / 8;
-constexpr int ROWS = 16 * MMA_N;  // of weights in a stage
+constexpr int ROWS = 16 * MMA_N;  // rows of weights in a stage
 constexpr int STAGE_BYTES = 128, STAGE_K = STAGE_BYTES * 8 / BITS;
-constexpr int STAGES = (K + STAGE_K - 1) / STAGE_K;  // without the elements after k of a row of whole blocks
+constexpr int STAGES = (K + STAGE_K - 1) / STAGE_K;  // per row of w, without the padding after k
 constexpr int CHUNKS = STAGE_K / 32, CHUNKS_OF_BLOCK = BLOCK_SIZE / 32;
-constexpr int BLOCKS = BLOCK_SIZE < STAGE_K ? STAGE_K / BLOCK_SIZE : 1;  // of k in a stage; each has a scale
+constexpr int BLOCKS = BLOCK_SIZE < STAGE_K ? STAGE_K / BLOCK_SIZE : 1;  // blocks of k in a stage; each has a scale
 constexpr int SCALE_BYTES = BLOCKS * 2;
 constexpr int PACKED_BYTES = BLOCKS * BITS < 8 ? 1 : BLOCKS * BITS / 8;
 constexpr int ZERO_BYTES = ZEROS == 0 ? 0 : ZEROS == 1 ? PACKED_BYTES : SCALE_BYTES;
-constexpr int SCALES_AT = ROWS * STAGE_BYTES, ZEROS_AT = SCALES_AT + ROWS * SCALE_BYTES;  // in a stage
+constexpr int SCALES_AT = ROWS * STAGE_BYTES, ZEROS_AT = SCALES_AT + ROWS * SCALE_BYTES;  // offsets in a stage
 constexpr int X_AT = (ZEROS_AT + ROWS * ZERO_BYTES + 127) / 128 * 128;
 constexpr int X_PITCH = 2 * STAGE_K + (TILE_M == 1 ? 0 : 64);  // two rows fall into different banks
-constexpr int X_PARTS = STAGE_K / 8, X_VECTORS = (TILE_M * X_PARTS + 31) / 32;  // of a row and of a lane in a stage
+constexpr int X_PARTS = STAGE_K / 8, X_VECTORS = (TILE_M * X_PARTS + 31) / 32;  // vectors of x per row, and per lane
 constexpr int AT_ONCE = STAGED_X && DEPTH * X_VECTORS > 16 ? 16 / X_VECTORS : DEPTH;  // stages whose x is in registers
 constexpr int SLOT_BYTES = (X_AT + (STAGED_X ? TILE_M * X_PITCH : 0) + 127) / 128 * 128;
 constexpr int PITCH = ROWS + 4;  // floats of a row of sums: stores of a warp fall into different banks
@@ -67,7 +67,7 @@ static_assert(ZEROS != 1 || ZERO_BITS % 8 == 0, "see above");
 static_assert(!STAGED_X && !NORM || TILE_M <= 8, "lanes take the elements of eight rows");
 static_assert(!STAGED_X || !NORM, "normalized rows are not in stages");
 
-using Partial = float[WARPS][8 * MMA_M][PITCH];  // the sums of a tile, of each warp
+using Partial = float[WARPS][8 * MMA_M][PITCH];  // each warp's sums of a tile
 #if NORM
 #include "nbits_norm.cuh"
 #else
@@ -103,9 +103,9 @@ __device__ __forceinline__ unsigned load_shared(unsigned from) {
     return bits;
 }
 
-// Copies BYTES bytes, from `offset` on, of TILE_N rows of ROW_PITCH bytes from row `first` on; rows after the last, the
-// one before `end`, are copies of it, and bytes after a row's end are zeros. With SWIZZLED, the 16-byte chunks of a row
-// are permuted.
+// Copies BYTES bytes, from `offset` on, of each of TILE_N rows. The rows have ROW_PITCH bytes and begin with row
+// `first`. From row `end` on, row `end` - 1 is copied instead, and bytes after a row's end are zeros. With SWIZZLED,
+// the 16-byte chunks of a row are permuted.
 template <int BYTES, int ROW_PITCH, bool SWIZZLED>
 __device__ __forceinline__ void copy_rows(unsigned to, const void* base, int first, int end, int offset) {
     constexpr int ACCESS = access_bytes(BYTES, ROW_PITCH), PARTS = BYTES / ACCESS, STEP = 32 / PARTS;
@@ -135,7 +135,7 @@ __device__ __forceinline__ void copy_rows(unsigned to, const void* base, int fir
 // One of a lane's vectors of x in a stage; elements after a row's end are zeros.
 struct VectorOfX {
     long long from;
-    unsigned to;  // in a slot
+    unsigned to;  // offset in a Slot
     bool exists, inside;
 
     __device__ __forceinline__ VectorOfX(int i, int rows, int stage) {
@@ -146,12 +146,12 @@ struct VectorOfX {
     }
 };
 
-// One of a warp's stages in shared memory: rows of weights, then of scales, of zero points and of x. `base` is a multiple
-// of 128.
+// A buffer in shared memory for one of a warp's stages: rows of weights, then rows of scales, of zero points and of x.
+// Its address `base` is a multiple of 128.
 struct Slot {
     unsigned base;
 
-    // Copies a stage of one of the tile's weights, the rows from `first` on and before `end`.
+    // Copies a stage of number `weight` of the tile's weights: the rows from `first` up to, but without, `end`.
     __device__ __forceinline__ void fill(const Quantized& quantized, int weight, int first, int end, int stage) const {
         const int block = stage * STAGE_K / BLOCK_SIZE, row = weight * TILE_N;
         copy_rows<STAGE_BYTES, W_ROW_BYTES, true>(base + row * STAGE_BYTES, quantized.w, first, end,
@@ -175,10 +175,10 @@ struct Slot {
         }
     }
 
-    // This lane's word of a chunk of 16 bytes in its row of the eight rows number `eight`.
+    // Returns this lane's word of a 16-byte chunk. The lane's row is one of the eight rows that begin at 8 * `eight`.
     __device__ __forceinline__ unsigned word(int eight, int chunk) const {
         const unsigned group = threadIdx.x % 32 / 4, first = base + group * (STAGE_BYTES + 16) + threadIdx.x % 4 * 4;
-        return load_word((first ^ chunk * 16) + eight * 8 * STAGE_BYTES);  // as swizzled_offset
+        return load_word((first ^ chunk * 16) + eight * 8 * STAGE_BYTES);  // swizzled as by swizzled_offset
     }
 
     __device__ __forceinline__ static int row_of_lane(int eight) { return eight * 8 + threadIdx.x % 32 / 4; }
@@ -189,7 +189,7 @@ struct Slot {
         return both[0];
     }
 
-    __device__ __forceinline__ unsigned zero(int eight, int block, int stage) const {  // packed, or the bits of a T
+    __device__ __forceinline__ unsigned zero(int eight, int block, int stage) const {  // an integer, or the bits of a T
         if constexpr (ZEROS == 0) return ZERO;
         const unsigned from = base + ZEROS_AT + row_of_lane(eight) * ZERO_BYTES;
         if constexpr (ZEROS == 2) return load_shared<2>(from + block * 2);
@@ -211,7 +211,7 @@ __device__ __forceinline__ unsigned difference(f16, unsigned a, unsigned b) {
     asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
     return d;
 }
-__device__ __forceinline__ unsigned fused(unsigned a, unsigned b, unsigned c) {  // a b + c of pairs of bf16
+__device__ __forceinline__ unsigned fused(unsigned a, unsigned b, unsigned c) {  // a * b + c for pairs of bf16
     unsigned d;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
     return d;
@@ -220,12 +220,13 @@ __device__ __forceinline__ unsigned difference(bf16, unsigned a, unsigned b) {  
     return fused(b, 0xbf80bf80u, a);
 }
 
-// The numbers LEAD + q have the bits LEAD | q, where q counts the last bits of the mantissa, and NEAR + q have
-// NEAR | 16 q.
+// Bit operations make a number of a weight q: the last bit of LEAD's mantissa counts 1, so that the bits LEAD | q are
+// the number LEAD + q. In NEAR, this bit counts 1 / 16, so that NEAR | 16 q is NEAR + q.
 constexpr unsigned LEAD = HALF ? 0x64006400u : 0x43004300u;  // 1024, or 128
 constexpr unsigned NEAR = 0x54005400u;                       // 64, in fp16
 
-// The numbers that are subtracted from the pairs of a block: the zero point with LEAD and with NEAR.
+// The numbers that are subtracted from pairs of a block's weights: LEAD or NEAR plus the zero point, or, if that sum is
+// not exact, first LEAD or NEAR and then `zero`.
 struct Offsets {
     unsigned lead, near, zero;
 
@@ -241,8 +242,9 @@ struct Offsets {
     }
 };
 
-// Masks of weights in both halves of a word: an instruction has room for one constant only. `m`, which is not negative,
-// keeps the compiler from writing the masks into a register for each instruction.
+// Masks that select a weight in each half of a word. They stay in registers, because an instruction has room for one
+// constant only. As `m` is not negative, m >> 31 is 0; the compiler does not know this, so it cannot make the masks
+// again for each instruction.
 struct Masks {
     unsigned low, high;
 
@@ -255,8 +257,8 @@ __device__ __forceinline__ unsigned masked_or(unsigned bits, unsigned mask, unsi
     return d;
 }
 
-// The numbers of the eight weights of a lane in 32 of k, as pairs. Of 4 bits: (0, 4), (1, 5), (2, 6), (3, 7); of 8 bits:
-// (0, 1), (2, 3) of each of two words.
+// Converts a lane's eight weights, of 32 elements along k, to pairs of numbers. With 4 bits, the pairs are the weights
+// (0, 4), (1, 5), (2, 6), (3, 7) of a word; with 8 bits, (0, 1) and (2, 3) of each of two words.
 __device__ __forceinline__ void numbers(const unsigned (&words)[BITS / 4], const Masks& masks, const Offsets& offsets,
                                         unsigned (&to)[4]) {
 #pragma unroll
@@ -269,7 +271,7 @@ __device__ __forceinline__ void numbers(const unsigned (&words)[BITS / 4], const
             to[i] = difference(T(), masked_or(words[0] >> 4 * i, masks.low, LEAD), offsets.lead);
         } else if constexpr (HALF) {
             to[i] = difference(T(), select(words[i / 2], LEAD, i % 2 ? 0x5352 : 0x5150), offsets.lead);
-        } else {  // 16 (high bits) + (low bits - zero), all exact in 8 bits of mantissa
+        } else {  // 16 * high + (low - zero) of the halves of a byte: exact in 8 bits of mantissa
             const unsigned bytes = select(words[i / 2], 0u, i % 2 ? 0x4342 : 0x4140);
             const unsigned high = difference(T(), masked_or(bytes >> 4, masks.low, LEAD), LEAD);
             unsigned low = difference(T(), masked_or(bytes, masks.low, LEAD), LEAD);
@@ -280,13 +282,13 @@ __device__ __forceinline__ void numbers(const unsigned (&words)[BITS / 4], const
     }
 }
 
-// ---- 32 of k -------------------------------------------------------------------------------------------------------
+// ---- products ------------------------------------------------------------------------------------------------------
 
-// A lane's eight elements of x in 32 of k, of one row, in pairs as those of `numbers`.
+// A lane's eight elements of a row of x, of 32 elements along k, in the pairs of `numbers`.
 struct Elements {
     unsigned pairs[4];
 
-    // Takes them from shared memory, in which a stage of the row begins at `row`.
+    // Loads the elements from shared memory, where a stage of the row begins at `row`.
     __device__ __forceinline__ void load(unsigned row, int chunk) {
         const unsigned from = row + threadIdx.x % 4 * (BITS == 4 ? 16 : 8);
         unsigned words[4];
@@ -303,7 +305,7 @@ struct Elements {
         take(words);
     }
 
-    // Takes them from memory: `x` points to the row's first element of these 32, and `count` elements are left in the row.
+    // Loads the elements from memory. `x` points to the first of the 32; from there on, the row has `count` elements.
     __device__ __forceinline__ void load(const T* x, int count) {
         const int part = threadIdx.x % 4;
         if constexpr (BITS == 4) {
@@ -329,8 +331,8 @@ struct Elements {
 
 using Sums = float[MMA_N][MMA_M][4];
 
-// Adds the products of a stage. A tile has `rows` rows of x, which are in shared memory at `normalized` if a norm wrote
-// them there. Lanes of further rows read one of these again, and their sums are not used.
+// Adds the products of a stage to the sums. A tile has `rows` rows of x; with NORM, they are in shared memory at
+// `normalized`. Lanes of further rows read one of these rows again, and their sums are not used.
 __device__ __forceinline__ void multiply_stage(Sums& sums, const Slot& slot, unsigned normalized, const T* x, int rows,
                                                int stage, const Masks& masks) {
     const T* row_of[MMA_M];
@@ -338,7 +340,7 @@ __device__ __forceinline__ void multiply_stage(Sums& sums, const Slot& slot, uns
 #pragma unroll
     for (int m = 0; m < MMA_M; ++m) {
         row_of[m] = x + (min(m * 8 + group, rows - 1) * K + stage * STAGE_K);
-        asm volatile("" : "+l"(row_of[m]));  // the chunks then differ by constants, which instructions hold
+        asm volatile("" : "+l"(row_of[m]));  // addresses of chunks then differ by constants, which loads contain
     }
     const unsigned row_in_shared = NORM ? normalized + stage * 2 * STAGE_K + group % TILE_M * NORM_PITCH
                                         : slot.base + X_AT + group % TILE_M * X_PITCH;
@@ -388,7 +390,8 @@ __device__ __forceinline__ void multiply_stage(Sums& sums, const Slot& slot, uns
 
 // ---- the first stages ----------------------------------------------------------------------------------------------
 
-// The warp's stages follow each other from tile to tile.
+// The position of a stage: its tile, and its number in the tile. A warp goes on from a tile's last stage to the next
+// tile.
 struct Place {
     int tile, stage;
 
@@ -398,8 +401,9 @@ struct Place {
     }
 };
 
-// Writes the x of a warp's first DEPTH stages, from `place` on, through registers. As groups of copies arrive in order, a
-// copy of x would arrive only after the weights of all these stages, which are copied before the predecessor ends.
+// Writes the x of a warp's first DEPTH stages, from `place` on, to shared memory through registers. Asynchronous copies
+// arrive in the order in which they start. So a copy of x would arrive only after the weights of all these stages,
+// whose copies start before the predecessor ends.
 __device__ __forceinline__ void store_first_x(unsigned slots, const T* x, int rows, Place place) {
 #pragma unroll
     for (int i = 0; i < DEPTH; i += AT_ONCE) {
@@ -476,7 +480,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
         for (int n = 0; n < MMA_N; ++n)
 #pragma unroll
-            for (int i = 0; i < MMA_M * 4; i += TILE_M == 1 ? 2 : 1)  // sums of odd rows of x are then never computed
+            for (int i = 0; i < MMA_M * 4; i += TILE_M == 1 ? 2 : 1)  // sums of odd rows are then never computed
                 partial[buffer][warp][i / 4 * 8 + lane % 4 * 2 + i % 2][n * 16 + lane / 4 + i % 4 / 2 * 8] =
                     sums[n][i / 4][i % 4];
         __syncthreads();

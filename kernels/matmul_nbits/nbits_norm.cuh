@@ -1,5 +1,5 @@
-// The rows of x of a block of nbits_mma.cu, normalized: y = v / sqrt(mean(v^2) + epsilon) * scale, where v is x, or
-// x + added, as norms/norm.cuh has it. Each block normalizes its rows once, while its first weights arrive.
+// Normalizes the rows of x of a block of nbits_mma.cu: y = v / sqrt(mean(v^2) + epsilon) * scale, where v is x or x +
+// added, as in norms/norm.cuh. Each block normalizes its rows once, while its first weights arrive.
 //
 // Macros:
 //   NORM_ADDS      1: v is x + added
@@ -7,13 +7,13 @@
 //   and those of nbits_mma.cu
 #pragma once
 
-constexpr int NORM_VECTORS = (K / 8 + THREADS - 1) / THREADS;  // of a row of x and of a thread
+constexpr int NORM_VECTORS = (K / 8 + THREADS - 1) / THREADS;  // vectors of a row of x per thread
 constexpr int NORM_PITCH = 2 * STAGE_K * STAGES + (TILE_M == 1 ? 0 : 64);  // two rows fall into different banks
 constexpr int NORM_BYTES = (TILE_M * NORM_PITCH + 127) / 128 * 128;
 
 #define NORM_PARAMETERS , Norm norm
 
-// The operands of an RMSNorm of x, or of x + added; `sum` is where that sum is written, unless it is null.
+// The operands of an RMSNorm of x, or of x + added. That sum is written to `sum`, unless `sum` is null.
 struct Norm {
     const T* added;
     const NORM_SCALE_T* scale;
@@ -33,7 +33,7 @@ struct NormalizedRows {
     }
 
     // Writes `rows` rows to shared memory at `to`, with zeros after each row up to a whole stage. `sums` has room for
-    // TILE_M numbers of each warp.
+    // TILE_M floats per warp.
     __device__ __forceinline__ void normalize(unsigned to, float* sums, const T* x, const Norm& norm, long long first,
                                           int rows) const {
         float values[TILE_M][NORM_VECTORS][8] = {}, squares[TILE_M] = {};

@@ -27,8 +27,8 @@ from onnxfuse.kernels.tensors import (
 )
 from onnxfuse.runtime.plan import Argument, Device, FusedNode, Pointer, Scalar, Struct, TensorSpec, Value
 
-BITS: Final = {"int4": 4, "uint4": 4, "int8": 8, "uint8": 8}  # of the elements of weights with the layouts kn and nk
-PACKED_BITS: Final = (2, 4, 8)  # of weights with the layout nbits, which are bytes
+BITS: Final = {"int4": 4, "uint4": 4, "int8": 8, "uint8": 8}  # bits of a weight in the layouts kn and nk, by dtype
+PACKED_BITS: Final = (2, 4, 8)  # bits of a weight in the layout nbits, which packs weights into bytes
 LAYOUTS: Final = ("nbits", "kn", "nk")
 MIN_BLOCK: Final = 16
 PACKED_ZEROS, TYPED_ZEROS = 1, 2  # values of the macro ZEROS
@@ -49,7 +49,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Norm:
-    """The RMSNorm of x, or of x + added, whose result a product multiplies; `sum` is a further result."""
+    """An RMSNorm of x, or of x + added, whose result the weights multiply; `sum` points to the output x + added."""
 
     node: FusedNode
     inputs: tuple[TensorSpec, ...]
@@ -71,10 +71,10 @@ class Norm:
 
 @dataclass(frozen=True)
 class Product:
-    """Products of one x, which is m x k, with one weight, or with two or three, whose results are further outputs.
+    """Products of one x, which is m x k, with one to three weights; each product is an output.
 
     The result of a gated product is activation(x w + bias) * (x up + up_bias), where `up` is its second weight.
-    With a `norm`, the products are those of its result, and `x` is its operand.
+    With a `norm`, the weights multiply the norm's result, and `x` is the norm's operand.
     """
 
     m: int
@@ -84,16 +84,16 @@ class Product:
     bits: int
     block_size: int
     is_signed: bool  # elements and packed zero points are signed
-    dtype: str  # of x, the scales, the bias and y
+    dtype: str  # dtype of x, the scales, the bias and y
     aligned: bool  # every pointer is a multiple of 16 bytes
-    weights_constant: bool  # no kernel writes the weights, so that they are read before the predecessor has ended
+    weights_constant: bool  # no kernel writes the weights, so they may be read before the previous kernel ends
     x: Pointer
     y: Pointer
     is_gated: bool = False
     activation: str = "none"
     residual: Pointer | None = None
     residual_first: bool = False
-    program: EpilogueProgram | None = None  # operators that follow; not with several results
+    program: EpilogueProgram | None = None  # operators fused after the product; not with several results
     norm: Norm | None = None
 
     @property
@@ -108,25 +108,25 @@ class Product:
 
     @property
     def blocks(self) -> int:
-        """The blocks of a column."""
+        """The number of blocks along k."""
         return -(-self.k // self.block_size)
 
     @property
     def row_bits(self) -> int:
-        """The bits of a row of a weight: its k elements, with whole blocks in the layout nbits, or a row of kn."""
+        """The bits of a row of w: n elements in the layout kn, else k elements, in nbits filled up to whole blocks."""
         if self.layout == "kn":
             return self.weights[0].n * self.bits
         return (self.blocks * self.block_size if self.layout == "nbits" else self.k) * self.bits
 
     @property
     def zero_bits(self) -> int:
-        """The bits of a row of packed zero points: whole bytes in the layout nbits."""
+        """The bits of the packed zero points of a column of y, in the layout nbits filled up to whole bytes."""
         bits = self.blocks * self.bits
         return -(-bits // 8) * 8 if self.layout == "nbits" else bits
 
     @property
     def parts(self) -> list[Product]:
-        """The products, each by itself."""
+        """One Product for each output; a gated product stays one."""
         if self.is_gated:
             return [self]
         results = (self.y, *(Pointer("output", i) for i in range(1, len(self.weights))))
@@ -144,7 +144,7 @@ class Product:
         }  # fmt: skip
 
     def defines(self) -> Defines:
-        """Return the macros of nbits.cuh for all weights in one launch, whose zero points are of one kind."""
+        """Return the macros of nbits.cuh for all weights in one launch; their zero points must be of one kind."""
         further = {f"GEMM_N_{i}": weight.n for i, weight in enumerate(self.weights[1:], 2)}
         count = 1 if self.is_gated else len(self.weights)
         biases = [weight.bias is not None for weight in self.weights]
@@ -250,7 +250,7 @@ def products_of(node: FusedNode, inputs: Sequence[TensorSpec]) -> tuple[Product,
 
 
 def _weight(node: FusedNode, inputs: Sequence[TensorSpec], name: str, k: int, sizes: tuple[int, int]) -> Weight:
-    """Return a weight of `sizes`, its bits and block size.  Raises ValueError if shapes do not fit."""
+    """Return a weight; `sizes` are its bits per element and its block size.  Raises ValueError if shapes do not fit."""
     (bits, block_size), layout = sizes, _layout(node)
     n, blocks = node.integer(name.replace("w", "n").replace("up", "n")), -(-k // block_size)
     is_packed = layout == "nbits"

@@ -15,14 +15,14 @@ from onnxfuse.kernels.quantized import hopper
 from onnxfuse.kernels.tensors import ABSENT, INTEGERS, VECTOR_BYTES, Defines, int32
 from onnxfuse.runtime.plan import Device, Kernel, Launch, Pointer, Struct
 
-MAX_LENGTH: Final = 752  # taps times channels: 64 rows of so many bytes fill the 48 KiB of static shared memory
-MAX_BYTES: Final = 1 << 30  # of the matrix with a row for each pixel of y
-THREADS: Final = 64  # of a block; each gathers a row
-COLUMNS, ROWS = Pointer("scratch", 0), Pointer("scratch", 1)  # where quantized_columns.cu writes
+MAX_LENGTH: Final = 752  # maximum of taps times channels: 64 rows of this many bytes fill 48 KiB of shared memory
+MAX_BYTES: Final = 1 << 30  # maximum size of the matrix that has a row for each pixel of y
+THREADS: Final = 64  # threads per block; each gathers a row
+COLUMNS, ROWS = Pointer("scratch", 0), Pointer("scratch", 1)  # the matrices that quantized_columns.cu writes
 
 
 def implementations(conv: Conv, device: Device) -> list[Implementation]:
-    """Return the implementations after a launch that writes x and w as matrices; none if unsupported."""
+    """Return implementations that first write x and w as matrices and then multiply these; none if unsupported."""
     length = conv.taps * conv.c
     vectors = -(-length // VECTOR_BYTES)
     row = vectors * VECTOR_BYTES

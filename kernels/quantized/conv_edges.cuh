@@ -1,11 +1,11 @@
 // The taps of a filter that lie inside x, for gemm_hopper_integers.cuh.
 //
-// Along an axis, the taps that lie before x and those that lie after it are none, or the first and the last few. So
-// the taps inside x are one of few ranges, and each range has a row of sums. The ranges of an axis are those without the
-// first 0 to BEGIN taps, and for each of these counts without the last 0 to END taps. W is the innermost axis.
+// Along an axis, the padding may hide the first 0 to BEGIN taps of the filter, and the last 0 to END taps. Each pair of
+// these two counts is a range of taps inside x, and each combination of ranges along all axes has a row of sums. The
+// count of hidden last taps varies fastest, and W is the innermost axis.
 //
 // Macros: KERNEL_*, STRIDE_*, PAD_*, DILATION_* of conv_operands.cuh
-//   BEGIN_*, END_*    the most taps before x and after it, by axis
+//   BEGIN_*, END_*    the largest number of taps before x, and after it, by axis
 #pragma once
 #include "types.cuh"
 #include "conv_sizes.cuh"
@@ -18,7 +18,7 @@ template <int KERNEL, int STRIDE, int PAD, int DILATION, int BEGIN, int END>
 struct AxisEdges {
     static constexpr int ROWS = (BEGIN + 1) * (END + 1);
 
-    // Returns the row for an element of y, where x has `size` elements.
+    // Returns the row of sums for element `at` of y along this axis, where x has `size` elements.
     static __device__ __forceinline__ int row(int at, int size) {
         const int first = at * STRIDE - PAD, beyond = first + (KERNEL - 1) * DILATION - size;
         const int before = first < 0 ? min((-first + DILATION - 1) / DILATION, BEGIN) : 0;
@@ -36,7 +36,7 @@ using EdgesW = AxisEdges<KERNEL_W, STRIDE_W, PAD_W, DILATION_W, BEGIN_W, END_W>;
 constexpr int EDGE_ROWS = EdgesD::ROWS * EdgesH::ROWS * EdgesW::ROWS;
 
 struct Edges {
-    Position x, y;  // their sizes
+    Position x, y;  // sizes of x and y
 
     // Returns the row of sums for a pixel of y.
     __device__ __forceinline__ int row(int pixel) const {
@@ -46,7 +46,7 @@ struct Edges {
     }
 };
 
-// Returns the sum over the taps of a row, of the sums of each tap.
+// Returns the sum of `of_taps`, the sums of single taps, over the taps that belong to a row of sums.
 __device__ __forceinline__ int sum_of_row(const int* of_taps, int row) {
     const int lines = row / EdgesW::ROWS, w = row % EdgesW::ROWS, h = lines % EdgesH::ROWS, d = lines / EdgesH::ROWS;
     int sum = 0;

@@ -19,20 +19,21 @@ from onnxfuse.runtime.plan import Device, Kernel, Launch, Pointer, Struct, Tenso
 from onnxfuse.runtime.symint import best_first, is_symbolic
 
 WGMMA_ARCH: Final = 90
-# Consumers that take turns are faster than ones that share a tile, except with few tiles. On an H200, a shared 128x256
-# takes 124, 805 and 938 us for 4096x4096x4096, 4096x7168x16384 and 8192x8192x8192, and 128x128 in turns 106, 677 and
-# 734; but a shared 128x192 takes 18.0 for 4096x768x3072, less than three others.
+# Consumers with tiles of their own (pingpong) are faster than consumers that share a tile, except with few tiles. On an
+# H200, 4096x4096x4096, 4096x7168x16384 and 8192x8192x8192 take 106, 677 and 734 us with own tiles of 128x128, and 124,
+# 805 and 938 us with a shared tile of 128x256. But 4096x768x3072 takes 18.0 us with a shared tile of 128x192, less than
+# with three other configs.
 CONFIGS: Final = (*(each for each in hopper.CONFIGS if each.pingpong), HopperConfig(128, 192))
-SUMS: Final = Pointer("scratch", 0)  # where quantized_sums.cu writes
+SUMS: Final = Pointer("scratch", 0)  # the sums that quantized_sums.cu writes
 MAX_WIDTH: Final = 8  # columns of y that a thread finishes together
 COLUMNS_OF_SUMS: Final = 8  # columns of y per block of quantized_sums.cu
-MAX_TAPS: Final = 1024  # the most taps of a filter whose sums quantized_sums.cu holds in shared memory
+MAX_TAPS: Final = 1024  # maximum taps of a filter: quantized_sums.cu holds their sums in shared memory
 ONE_TAP: Final[Defines] = {  # the macros of conv_edges.cuh for a product of matrices
     f"{name}_{axis}": value
     for name, value in (("KERNEL", 1), ("STRIDE", 1), ("PAD", 0), ("DILATION", 1), ("BEGIN", 0), ("END", 0))
     for axis in "DHW"
 }
-MAX_LENGTH: Final = 2**31 // (255 * 128)  # the most products of x and w whose sum int32 surely holds
+MAX_LENGTH: Final = 2**31 // (255 * 128)  # maximum number of products of x and w whose sum always fits int32
 
 
 def products(gemm: Gemm, device: Device) -> list[Implementation]:
@@ -93,14 +94,14 @@ def _convolution(conv: Conv, config: HopperConfig, device: Device) -> Implementa
 
 
 def taps_beyond(conv: Conv) -> Beyond:
-    """Return the most taps that lie before and after x; with auto_pad and dynamic sizes, all but one after it."""
+    """Return, by axis, the most taps before and after x; with auto_pad and dynamic sizes, all but one after x."""
     reach = [(taps - 1) * dilation for taps, dilation in zip(conv.kernel, conv.dilations, strict=True)]
     ends = [far if is_symbolic(pad) else pad for pad, far in zip(conv.pads_end, reach, strict=True)]
     return most_taps_beyond(conv.kernel, conv.dilations, conv.pads_begin, ends)
 
 
 def of_integers(problem: Gemm | Conv) -> Integers:
-    """Return what the operands of a problem of integers stand for."""
+    """Return the scales and zero points of a problem whose x and w are integers."""
     assert problem.integers is not None
     return problem.integers
 
@@ -129,7 +130,7 @@ def _matrix(pointer: Pointer, rows: int, columns: int, height: int) -> TensorMap
 
 
 def _after_sums(name: str, launch: Launch, gemm: Gemm, of_filter: Defines, edge_rows: int) -> Implementation:
-    """Return a launch, after one that writes the sums of weights if the launch needs them and the node lacks them."""
+    """Return the launch; if it needs sums of weights that no operand holds, quantized_sums.cu runs first."""
     integers = of_integers(gemm)
     if integers.x_zero is None or integers.w_sums:
         return Implementation(name, (launch,))

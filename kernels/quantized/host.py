@@ -1,4 +1,4 @@
-"""The plans of products and convolutions of integers: as integers, or as the numbers that they stand for."""
+"""The plans of products and convolutions of integers: kernels multiply the integers, or their dequantized numbers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MAX_IMPLEMENTATIONS: Final = 6
 
 @dataclass(frozen=True)
 class Numbers:
-    """The launches that write the numbers of an operand to scratch memory."""
+    """The launches that dequantize an operand to scratch memory, and the bytes of the result."""
 
     steps: tuple[Step, ...]
     bytes: int
@@ -85,7 +85,7 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
 
 def problem_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> tuple[Gemm | Conv, TensorSpec]:
     """Return the product or the convolution of a node, and its output.  Raises ValueError if shapes do not fit."""
-    typed = [replace(spec, dtype=node.output_dtypes[0]) for spec in inputs]  # of the numbers
+    typed = [replace(spec, dtype=node.output_dtypes[0]) for spec in inputs]  # as if dequantized
     problem, y = conv_of(node, typed, device) if node.fusion == CONV else gemm_of(node, typed, device)
     x, w = required_spec(node, inputs, "x"), required_spec(node, inputs, "w")
     count, scales = y.shape[-1], element_count(required_spec(node, inputs, "w_scale"))
@@ -110,12 +110,12 @@ def problem_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
 
 
 def _numbers(node: FusedNode, inputs: Sequence[TensorSpec], name: str, device: Device) -> Numbers:
-    """Return the launches that write the numbers of an operand, x or w, to scratch memory."""
+    """Return the launches that dequantize an operand, x or w, to scratch memory."""
     indices = [
         index for each in (name, f"{name}_scale", f"{name}_zero_point") if (index := node.input_index(each)) is not None
     ]
     value, scale, *zero = (inputs[i] for i in indices)
-    is_first = node.fusion == CONV or node.text("weight_layout", "kn") == "nk"  # the columns of y are w's first axis
+    is_first = node.fusion == CONV or node.text("weight_layout", "kn") == "nk"  # w's first axis is the columns of y
     count = element_count(scale)
     of_scale = () if count == 1 else (count, *[1] * (len(value.shape) - 1)) if is_first else (count,)
     specs = [value, *(replace(each, shape=of_scale) for each in (scale, *zero))]
@@ -128,7 +128,7 @@ def _numbers(node: FusedNode, inputs: Sequence[TensorSpec], name: str, device: D
     program = json.dumps({"ops": ops, "outputs": ["v0"], "dtypes": dtypes}, separators=(",", ":"))
     numbers = FusedNode(REGION, node.name, tuple(operands), {"program": program}, (scale.dtype,))
     (plan,) = region.candidates(numbers, specs, device)
-    assert not plan.scratch  # one launch per output
+    assert not plan.scratch  # a region of elementwise operators needs none
 
     def of_node(pointer: Pointer) -> Pointer:
         if pointer.kind == "input":
@@ -140,7 +140,7 @@ def _numbers(node: FusedNode, inputs: Sequence[TensorSpec], name: str, device: D
 
 
 def implementations(problem: Gemm | Conv, numbers: Sequence[Numbers], device: Device) -> list[Implementation]:
-    """Return the ways to run a product with at least one element: of integers first, then of the numbers of x and w."""
+    """Return the implementations for a y that is not empty: on integers first, then on dequantized x and w."""
     integers = _of_integers(problem, device)
     with for_later_plans(problem.rows if integers else 0):
         others = _of_numbers(problem, numbers, device)
@@ -158,7 +158,7 @@ def _of_integers(problem: Gemm | Conv, device: Device) -> list[Implementation]:
 
 
 def _of_numbers(problem: Gemm | Conv, numbers: Sequence[Numbers], device: Device) -> list[Implementation]:
-    """Return the implementations of numbers, after launches that write those of x and w to scratch memory."""
+    """Return the implementations that first dequantize x and w to scratch memory."""
     plain = replace(problem, integers=None, weights_constant=False)
     written = {plain.x: Pointer("scratch", 0), plain.w: Pointer("scratch", 1)}
     if isinstance(plain, Gemm):

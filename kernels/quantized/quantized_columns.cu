@@ -1,5 +1,5 @@
-// The operands of a convolution of integers as matrices, for quantized_gemm.cu: the taps of each pixel of y as a row,
-// and the weights with rows of the same length.
+// Writes the operands of a convolution of integers as matrices, for quantized_gemm.cu: a row for each pixel of y with
+// the elements of x at all taps, and the weights in rows of the same length.
 //
 // columns is (pixels, ROW) of bytes: element k is x at tap k / CHANNELS and channel k % CHANNELS, and x_zero where the
 // tap is outside x. rows is (filters, ROW). ROW is LENGTH = taps * CHANNELS, rounded up to 16; the elements after
@@ -17,13 +17,13 @@
 constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W, LENGTH = TAPS * CHANNELS, VECTORS = (LENGTH + 15) / 16;
 static_assert(SHARED_PITCH % 8 == 4 && SHARED_PITCH >= 4 * VECTORS, "vectors of eight threads use different banks");
 
-// columns.py writes the fields in this order.
+// The sizes, as an argument of the kernel; columns.py writes the fields in this order.
 struct Sizes {
     int pixels, filters;
     Position x, y;
 };
 
-// Returns the row of a pixel in words.
+// Writes the row of a pixel of y to `row`.
 __device__ __forceinline__ void gather(u32* row, const OPERAND* x, u32 zero, int pixel, const Sizes& of) {
     const int line = pixel / of.y.w, plane = line / of.y.h, image = plane / of.y.d;
     const int w = (pixel - line * of.y.w) * STRIDE_W - PAD_W, h = (line - plane * of.y.h) * STRIDE_H - PAD_H;

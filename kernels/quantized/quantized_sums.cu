@@ -1,14 +1,14 @@
-// The sums of weights that correct products of integers for a zero point of x: see gemm_hopper_integers.cuh.
+// Writes the sums of weights that gemm_hopper_integers.cuh multiplies by the zero point of x.
 //
-// w is (columns, TAPS, k) of s8, and sums is (EDGE_ROWS, columns): row Edges::row() is that of the taps inside x. A
-// product of matrices has one tap and one row. A warp computes a column. Rows of k are multiples of 16 bytes.
+// w is (columns, TAPS, k) of s8, and sums is (EDGE_ROWS, columns): row Edges::row() has the sums over the taps inside
+// x. A product of matrices has one tap and one row. A warp computes a column. Rows of k are multiples of 16 bytes.
 //
 // Macros: COLUMNS: warps of a block; WEIGHTS_CONSTANT: 1 if no kernel writes w, else 0; those of conv_edges.cuh
 #include "conv_edges.cuh"
 
 extern "C" __global__ void __launch_bounds__(32 * COLUMNS) quantized_sums(const s8* w, int* sums, int columns, int k) {
     __shared__ int taps_of_warps[COLUMNS][TAPS];
-    release_successor();  // the product loads its first weights meanwhile
+    release_successor();  // so the kernel of the product already loads its first weights
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = blockIdx.x * COLUMNS + warp;
     int* of_taps = taps_of_warps[warp];
     if constexpr (!WEIGHTS_CONSTANT) wait_for_predecessor();
@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(32 * COLUMNS) quantized_sums(const 
         if (lane == 0) of_taps[tap] = sum;
     }
     __syncthreads();
-    wait_for_predecessor();  // which may still read `sums`
+    wait_for_predecessor();  // it may still read `sums`
     for (int row = lane; column < columns && row < EDGE_ROWS; row += 32)
         sums[size_t(row) * columns + column] = sum_of_row(of_taps, row);
 }

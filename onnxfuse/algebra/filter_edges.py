@@ -1,9 +1,10 @@
-"""The taps of a filter that lie inside the image: one row of sums for each range of them.
+"""Sums of a filter's weights over the taps that lie inside the image, for each range of such taps.
 
-A product of integers whose image has a zero point subtracts the zero point times the sum of the weights.  A convolution
-reads zeros in its padding, so that this sum is over the taps inside the image.  Along an axis, the taps before it and
-those after it are none, or the first and the last few.  The rows are those of all pairs of these counts: with the
-count after the image in the inner loop, and the axes as in the filter, the innermost last.
+If an image of integers has a zero point, a product subtracts the zero point times the sum of the weights.  A
+convolution reads zeros in its padding, so its sum must only count the taps inside the image.  Along an axis, the
+padding hides some of the first taps and some of the last taps.  Each pair of these two counts is a range; each
+combination of ranges along all axes has a row of sums.  The count of hidden last taps varies fastest, and the last axis
+of the filter is the innermost one.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-MAX_ROWS: Final = 1024  # of sums; a filter of 11x11 with 5 pads on each side has 1,296
-Beyond: TypeAlias = tuple[tuple[int, int], ...]  # by axis, the most taps before the image and after it
+MAX_ROWS: Final = 1024  # maximum rows of sums; a filter of 11x11 with 5 pads on each side has 1,296
+Beyond: TypeAlias = tuple[tuple[int, int], ...]  # by axis: maximum number of taps before the image, and after it
 
 
 def most_taps_beyond(
     kernel: Sequence[int], dilations: Sequence[int], pads_begin: Sequence[int], pads_end: Sequence[int]
 ) -> Beyond:
-    """Return the most taps that lie before the image and after it, by axis."""
+    """Return, by axis, the largest numbers of taps that lie before the image and after it."""
     axes = zip(kernel, dilations, zip(pads_begin, pads_end, strict=True), strict=True)
     return tuple(
         (min(taps, -(-max(begin, 0) // dilation)), min(taps, -(-max(end, 0) // dilation)))
@@ -33,12 +34,12 @@ def most_taps_beyond(
 
 
 def row_count(beyond: Beyond) -> int:
-    """Return the number of rows."""
+    """Return the number of rows of sums."""
     return math.prod((before + 1) * (after + 1) for before, after in beyond)
 
 
 def sums_inside(weights: npt.NDArray[np.int8], beyond: Beyond) -> npt.NDArray[np.int32]:
-    """Return the sums of weights (n, *kernel, channels) of integers over channels and taps: int32 (rows, n)."""
+    """Return the sums of integer weights (n, *kernel, channels) over channels and taps, by row: int32 (rows, n)."""
     of_taps = weights.sum(axis=-1, dtype=np.int32)
     is_inside = (
         np.array([

@@ -20,15 +20,15 @@ from onnxfuse.layout.fusions import QUANTIZED_CONVOLUTION, QUANTIZED_PRODUCT
 from onnxfuse.rewrite.replace import FunctionCall, Fused, LocalFunctions, drop_functions, put_call
 
 TURNED: Final[Perm] = (1, 0)
-SUMS: Final = "w_sums"  # the operand
+SUMS: Final = "w_sums"  # name of the operand that holds the sums of weights
 
 
 def store_rows(shapes: ShapeInfo, recorded: Collection[Fused]) -> dict[str, tuple[str, Perm]]:
     """Store the weights of products of integers as (n, k), so that integers that kernels add are adjacent.
 
     Nodes with records in `recorded` change, unless something else reads their weight.  Returns the name of each new
-    weight with the weight that it is a Transpose of, and the perm.  The body turns the weight back, which onnxruntime
-    computes when it loads the model.
+    weight with the weight that it is a Transpose of, and the perm.  The body transposes the weight back, which
+    onnxruntime computes when it loads the model.
     """
     graph, names = shapes.graph, {one.node for one in recorded}
     found = [node for node in graph.nodes if node.name in names and _has_columns(node)]
@@ -60,9 +60,9 @@ def store_rows(shapes: ShapeInfo, recorded: Collection[Fused]) -> dict[str, tupl
 def store_sums(shapes: ShapeInfo) -> None:
     """Store the sums of weights that kernels multiply by the zero point of x, as an operand that no body reads.
 
-    Kernels compute them in each run where they are not stored: of weights that are not constants, and of convolutions
-    with auto_pad.  Weights of uint8 or with zero points, groups, and convolutions of more than MAX_ROWS ranges of taps
-    become numbers, which need no sums.
+    The sums are not stored if the weights are not constant, or if a convolution has auto_pad: kernels then compute the
+    sums in each run.  Sums are not needed where kernels dequantize the operands instead of multiplying integers: for
+    uint8 weights, weights with zero points, convolutions with groups, and those with more than MAX_ROWS rows of sums.
     """
     graph = shapes.graph
     found = {node: summed for node in graph.nodes if (summed := _summed(node)) is not None}
@@ -88,7 +88,7 @@ def store_sums(shapes: ShapeInfo) -> None:
 
 
 def _summed(node: Node) -> tuple[Constant, Beyond] | None:
-    """Return the weights of a node, if their sums can be stored, and the most taps beyond x; a matrix has none."""
+    """Return a node's weights and the taps that may lie outside x; None if the sums of weights cannot be stored."""
     fusion = str_attribute(node, "fusion", "") if node.domain == DOMAIN else ""
     if fusion not in (QUANTIZED_PRODUCT, QUANTIZED_CONVOLUTION):
         return None
