@@ -1,5 +1,5 @@
-// A growing cache of keys or values, as an argument of attention_append.cu and attention_with_cache.cu, and the part of
-// one head. T is the element type.
+// A growing cache of keys or values: of all heads, as an argument of attention_append.cu and attention_with_cache.cu,
+// and of one head. T is the element type.
 #pragma once
 #include "types.cuh"
 #include "head_tensor.cuh"
@@ -18,7 +18,7 @@ struct Cache {
     int rows;                              // rows of the past
     bool in_place;                         // the present is the same memory as the past
 
-    // `to` is the present cache, which may be an operand of the attention: of const elements.
+    // `to` is the present cache. Its elements are const if it is also an operand of the attention.
     template <class E>
     __device__ __forceinline__ Cache(const CacheRows& of, const HeadTensor<E>& to, int batch, int head, int rows,
                                      bool in_place)

@@ -2,8 +2,9 @@
 #pragma once
 #include "attention_hopper_shape.cuh"
 
-// The kinds of a mask's tiles, from the flags of attention_blocks.cu, 2 bits per warpgroup: 0: all keys are hidden, 2:
-// none is, 3: some are, 1: the mask adds numbers. The lanes of the warp load the flags of 32 tiles at once.
+// The kinds of a mask's tiles, from the flags of attention_blocks.cu, 2 bits per warpgroup. 0: all keys are hidden; 1:
+// the mask adds numbers; 2: no key is hidden; 3: some keys are hidden. The lanes of the warp load the flags of 32 tiles
+// at once.
 struct Flags {
     const unsigned char* flags;  // flags of the block's first 64 rows
     int step;                    // distance to the flags of the next 64 rows
@@ -137,8 +138,8 @@ struct Producer {
     }
 };
 
-// Copies those of the first `tiles` tiles that count. If a row then needs a second pass, copies all of the first `all`
-// tiles. `leader`: whether this lane issues the copies.
+// Copies the tiles that count among the first `tiles` tiles. If a row then needs a second pass, copies all of the first
+// `all` tiles. `leader`: whether this lane issues the copies.
 template <class Mask>
 __device__ __forceinline__ void produce(Producer& producer, Mask& mask, int tiles, int all, bool leader) {
     u32 bits[BIT_WORDS] = {};

@@ -168,7 +168,7 @@ struct ScoreMod {
     const Rows<Bias> bias;
     const int group, column;        // the warpgroup, and the thread's first column in a tile
     const int limit[2], unlimited;  // number of keys that each row sees, and that all rows see
-    const int window, windowed;     // with WINDOW: each row sees so many keys; all rows see the keys from `windowed` on
+    const int window, windowed;     // with WINDOW: keys that a row sees; the first key that all rows see
     const int first_tile;           // the first tile of the block
     const float reciprocal_limit;   // 1 / cap
     float masked = minus_infinity();
@@ -462,7 +462,7 @@ struct Softmax {
     }
 
     // Returns the sum of the row's weights, added up over all lanes that share the row. With SINKS, the weight of the
-    // head's sink, a score whose value is 0, is one of them.
+    // head's sink is added, a score with a value of zeros.
     __device__ __forceinline__ float total(int r, float sink) const {
         const float pair = sum[r] + __shfl_xor_sync(0xffffffffu, sum[r], 1);
         const float all = pair + __shfl_xor_sync(0xffffffffu, pair, 2);

@@ -32,7 +32,7 @@
 //   ADD_MASKED_SCORE               the masked score is added to scores instead of replacing them
 //   LENGTHS                        1: each batch element has a length of its own
 //   WINDOW                         1: a query sees only the last `window` keys of those up to the diagonal
-//   SINKS                          1: each row has one more score, its head's sink of type SINK_T, whose value is 0
+//   SINKS                          1: each row has one more score, its head's sink (SINK_T), with a value of zeros
 //   ZERO_MASKED_ROWS               rows without a key are 0, else NaN
 //   SECOND_PASS, SECOND_PASS_BELOW see attention_mma.cu
 //   SCALE_IN_EXPONENT              scores are scaled when they are exponentiated; then the scale must be positive, and

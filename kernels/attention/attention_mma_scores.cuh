@@ -81,7 +81,7 @@ struct Scores {
     // A row sees the keys before its limit. With ADD_MASKED_SCORE, `masked` is added to the scores of the other keys.
     int limits[M_TILES][2];
     int last;       // the limit of the warp's last row; 0 if the warp has no rows
-    int unlimited;  // every row of the block sees the keys from `windowed` up to, but without, this one
+    int unlimited;  // all rows of the block see the keys before this one; with WINDOW, from key `windowed` on
     int windowed;
 #if MASK
     ScoreElements<MASK_T, MASK_BY_ROW> mask;

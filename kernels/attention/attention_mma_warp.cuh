@@ -20,7 +20,7 @@ struct WarpState {
         }
     }
 
-    // Gives each row of the block that `at` describes the score of its head's sink, whose value is 0.
+    // Starts the softmax of each row of block `at` with the sink of the row's head, a score with a value of zeros.
     __device__ __forceinline__ void begin_with_sinks(const Problem& p, const WorkTile& at) {
         if constexpr (SINKS) {
             if (n > 0) return;  // one of the warps that share a row's keys has the sink

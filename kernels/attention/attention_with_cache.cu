@@ -56,7 +56,7 @@ struct CachedTiles : Tiles {
 
     __device__ __forceinline__ void load_queries(u32 tile) const {
         Tiles::load_queries(tile);
-        if (TURNS) commit();  // so that they are there before the first tile
+        if (TURNS) commit();  // so that the queries arrive before the first tile
     }
 
     __device__ __forceinline__ void prepare_queries(u32 tile) const {
@@ -154,7 +154,7 @@ struct CachedTiles : Tiles {
 };
 
 // Brings the first tiles of a block's part of the past to the L2 cache while the predecessor runs. The lengths may not
-// be written yet, so that they only say which rows are worth it.
+// be written yet, but they only decide which rows are prefetched.
 __device__ __forceinline__ void prefetch_past(const Problem& p, const CacheRows& keys, const CacheRows& values,
                                               int past, int plane, int split, int splits) {
 #if __CUDA_ARCH__ >= 900

@@ -24,7 +24,7 @@ class Turns:
     cos: Value
     sin: Value
     positions: Value  # int64 of (batch, new rows); if absent, a row's position is its row in the cache
-    scales: tuple[Value, Value]  # of the norms of queries and keys
+    scales: tuple[Value, Value]  # scales of the norms of queries and of keys
     epsilons: tuple[float, float]
     table_rows: int
     half: int  # columns of the tables: half of the rotated elements

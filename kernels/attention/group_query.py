@@ -41,8 +41,8 @@ INTEGERS: Final = {"seqlens_k": "int32", "total_sequence_length": "int32", "posi
 QUERIES: Final = Pointer("scratch", -1)  # prepared queries; `_shifted` makes them the first buffer
 THREADS: Final = 128
 ACCESSES: Final = 4  # vectors that a thread copies at once
-FILLING_BLOCKS: Final = 4  # blocks per multiprocessor that copy the past, at most
-EPSILON: Final = 1e-6  # of the norms of queries and keys, without an attribute
+FILLING_BLOCKS: Final = 4  # maximum blocks per multiprocessor that copy the past
+EPSILON: Final = 1e-6  # default epsilon of the norms of queries and keys
 
 
 def unsupported_group_query(node: FusedNode, input_dtypes: Sequence[str]) -> str | None:
@@ -71,9 +71,9 @@ class _Sizes:
     kv_heads: int
     size: int
     past_rows: int
-    total: int  # the largest length
-    rows: int  # of the present caches
-    widths: tuple[int, int, int]  # of rows of queries, keys and values
+    total: int  # the largest number of keys of a sequence
+    rows: int  # rows of the present caches
+    widths: tuple[int, int, int]  # strides between rows of queries, of keys and of values
 
     def cache(self, index: int) -> HeadTensor:
         """Return the present cache that is output `index`."""
@@ -154,7 +154,7 @@ def _sizes(node: FusedNode, inputs: Sequence[TensorSpec]) -> _Sizes:
 
 
 def _no_alias(node: FusedNode, sizes: _Sizes) -> tuple[NoAlias, ...]:
-    """Return the constraints that no cache overlaps another, but a past may be its own present if they are as long."""
+    """Return the constraints that no caches overlap, except a past and its own present with equally many rows."""
     # For dynamic sizes, this is an expression with the value 1 or 0, which adds no guard to the plan.
     same = cast(bool, 1 // (1 + sizes.rows - sizes.past_rows))
     pasts = [(i, node.input_index(name)) for i, name in enumerate(("past_key", "past_value"), 1)]
@@ -167,7 +167,7 @@ def _no_alias(node: FusedNode, sizes: _Sizes) -> tuple[NoAlias, ...]:
 
 def _new_rows(node: FusedNode, sizes: _Sizes, item: int) -> tuple[HeadTensor, HeadTensor, HeadTensor]:
     """Return the queries, keys and values of this step: slices of packed rows, or operands of their own."""
-    before = {"query": 0, "key": sizes.heads, "value": sizes.heads + sizes.kv_heads}  # heads before its first
+    before = {"query": 0, "key": sizes.heads, "value": sizes.heads + sizes.kv_heads}  # heads before each in packed rows
     is_packed = "key" not in node.operands
     found = []
     for (name, heads_before), width in zip(before.items(), sizes.widths, strict=True):
@@ -187,7 +187,7 @@ def _attention(node: FusedNode, inputs: Sequence[TensorSpec], sizes: _Sizes, dev
     aligned = all(spec.aligned for name, spec in zip(node.operands, inputs, strict=True) if name not in INTEGERS)
     window = node.integer("local_window_size", -1)
     bias = operand_spec(node, inputs, "attention_bias")
-    keys = sizes.rows if bias is None else sizes.total  # a bias has no columns for further rows of a buffer
+    keys = sizes.rows if bias is None else sizes.total  # a bias has no columns for the rows of the cache after `total`
     sinks = None
     if "head_sink" in node.operands or node.integer("smooth_softmax", 0) == 1:
         sinks = HeadNumbers(operand_pointer(node, "head_sink"), query.dtype)
@@ -252,7 +252,7 @@ def _turns(node: FusedNode, inputs: Sequence[TensorSpec], sizes: _Sizes) -> Turn
 def _cache(node: FusedNode, sizes: _Sizes, turns: Turns, item: int) -> Cache:
     """Return how the decode kernel fills the present caches."""
     _, k, v = _new_rows(node, sizes, item)
-    past_k, past_v, head = k, v, sizes.past_rows * sizes.size  # without a past, no row of it is read
+    past_k, past_v, head = k, v, sizes.past_rows * sizes.size  # without a past cache, these are not read
     if "past_key" in node.operands:
         pointers = (Pointer("input", node.operands.index(name)) for name in ("past_key", "past_value"))
         past_k, past_v = (HeadTensor(each, sizes.kv_heads * head, head, sizes.size) for each in pointers)
@@ -261,7 +261,7 @@ def _cache(node: FusedNode, sizes: _Sizes, turns: Turns, item: int) -> Cache:
 
 
 def _table(node: FusedNode, inputs: Sequence[TensorSpec], sizes: _Sizes) -> tuple[int, int]:
-    """Return the rows of the tables, and their columns: half of the rotated elements.  0 and 0 without rotation.
+    """Return the rows and columns of the tables, half of the rotated elements; (0, 0) without a rotation.
 
     Raises ValueError if the tables do not fit.
     """

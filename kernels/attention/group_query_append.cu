@@ -22,7 +22,7 @@ constexpr int BLOCK_VECTORS = THREADS * ACCESSES;
 static_assert(!NORM || (LANES <= 32 && (LANES & (LANES - 1)) == 0), "a head's threads are lanes of a warp");
 
 struct Lengths {
-    int past, end;  // rows before the new rows, and up to their end
+    int past, end;  // index of the first new row, and of the row after the last one
 
     __device__ __forceinline__ Lengths(const int* lengths, int batch, int added, int rows)
         : past(max(0, max(0, min(rows - 1, lengths[batch]) + 1) - added)), end(min(rows, past + added)) {}
@@ -35,12 +35,12 @@ struct Sizes {
     int past_rows, rows;  // rows of the past caches and of the present ones
     int new_blocks;       // blocks that have new rows
 };
-struct CacheMemory {  // of keys or of values, contiguous (batch, KV_HEADS, rows, SIZE)
+struct CacheMemory {  // caches of keys or of values: contiguous (batch, KV_HEADS, rows, SIZE)
     const X_T* past;
     X_T* present;
 };
 
-// Fills the rows of a present cache that are not new: the part of block `block` of `blocks`.
+// Fills the rows of a present cache that are not new; `blocks` blocks share the work, and this is number `block`.
 __device__ __forceinline__ void fill(CacheMemory cache, const int* lengths, Sizes sizes, int block, int blocks) {
     const bool in_place = cache.past == cache.present;
     if (in_place && CLEARED == 0) return;

@@ -78,8 +78,8 @@ class Attention:
       of replacing them.
     - With `lengths`, an int32 per element of the batch, only the first lengths[b] + 1 keys of batch element b exist,
       and the last query sees the last of them, unless there are more queries than keys: then `causal` is 0.
-    - With `window`, a query sees only so many keys, the last of those that `causal` leaves.
-    - With `sinks`, each row has one more score, the number of its head, whose value is 0.
+    - With `window`, a query sees only the last `window` of the keys that `causal` leaves.
+    - With `sinks`, each row has one more score, its head's number, with a value of zeros.
     - A row whose scores are all -inf gives 0 if `zero_masked_rows`, else NaN.
     """
 
