@@ -77,7 +77,7 @@ def joined(writer: ValueWriter, operation: Operation, name: str, place: Place) -
 
 
 def _moved(writer: ValueWriter, name: str, place: Place) -> Moved | None:
-    """Return from where a value is loaded, if operators only move it; None if an operator computes it."""
+    """Return the operand and the address from which operators only move a value; None if an operator computes it."""
     operation = writer.program.producers.get(name)
     if operation is None:
         return name, flat(place, writer.shapes.of[name])
@@ -114,7 +114,10 @@ def _loaded(writer: ValueWriter, choice: Choice) -> Reference:
 
 
 def _address(writer: ValueWriter, choice: Choice, in_lane: bool) -> str:
-    """Return the address in the part that has the index; if addresses differ by an integer, only that is selected."""
+    """Return the address in the part that contains the index.
+
+    If the parts' addresses differ only by constants, the code selects the constant, not the whole address.
+    """
     (operand, first), *others = choice.loads()
     if any(each[0] != operand or each[1].terms != first.terms for each in others):
         return _chosen(writer, choice, lambda load: writer.address(*load, in_lane), in_lane)

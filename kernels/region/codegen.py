@@ -350,7 +350,7 @@ class Writer:
         return self.value(x, (*place[:axis], Index(0, ((atom, 1),)), *place[end:]))
 
     def _variables_of(self, name: str, place: Place) -> frozenset[str]:
-        """Return the variables on which a value's element at `place` depends, by addresses of loads and by branches."""
+        """Return the variables of `place` that occur in addresses or conditions of the code for a value's element."""
         key = (name, place)
         if key not in self.dependencies:
             draft = Writer(self.program, self.shapes, Arguments(self.shapes.sizes, False), False, {})

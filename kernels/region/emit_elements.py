@@ -129,7 +129,10 @@ class ElementsText:
         return trial.writer
 
     def _read_ahead(self, repeated: Variable, value: str) -> dict[tuple[str, Place], str]:
-        """Write the loads of vectors at all values of a variable first, so that all are in flight together."""
+        """Write the loads of the vectors at all values of `repeated`, before anything is computed; return their arrays.
+
+        All loads are then in flight together.
+        """
         writer = self.writer
         found = {
             (operand, place): writer.new_name(f"{operand}_")

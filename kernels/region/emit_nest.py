@@ -297,7 +297,7 @@ class NestText:
         return MAX_INSTRUCTIONS // (3 * max(1, self.instructions))
 
     def _batches(self, name: str, start: str, step: str, head: str, count: str) -> Iterator[None]:
-        """Write a loop over whole batches of rounds, and a last batch in which threads skip rounds beyond the end.
+        """Write a loop over batches of rounds, and after it a last batch in which threads skip rounds beyond the end.
 
         A batch first loads the vectors of all its rounds.
         """

@@ -57,8 +57,8 @@ class Lanes:
     def step_of(self, address: Index) -> int:
         """Return how many neighbouring elements share an address, if a vector has at most two addresses; else 0.
 
-        An example is a column that is broadcast along rows, if vectors cross rows: its address depends only on
-        quotients by multiples of a row's length.
+        An example is a column that is broadcast along rows, in a nest whose vectors may cross the end of a row: the
+        column's address depends on the row number, a quotient by the row's length.
         """
         divisors = None if self.scattered or self.rest else self._divisors(address)
         step = min(divisors, default=0) if divisors else 0

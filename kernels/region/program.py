@@ -66,13 +66,13 @@ class Program:
     def rounded(self) -> frozenset[str]:
         """The 16-bit float values that kernels round to their dtype, as the model does.
 
-        They are the values of `read_by_steps`, except results of operators that only move rounded values.
+        These are the 16-bit values of `read_by_steps`; results of operators that only move values are rounded already.
         """
         halves = {name for name in self.read_by_steps if self.dtypes[name] in HALVES}
         return frozenset(halves - {name for each in self.operations if each.name in EXACT for name in each.outputs})
 
     def inexact_after(self, result: str) -> frozenset[str]:
-        """Return the values that inherit errors of a result whose last bits are arbitrary; no quantizer's results."""
+        """Return the values that depend on `result`, whose last bits are arbitrary, except through a QuantizeLinear."""
         found = {result}
         for each in self.operations:
             if each.name != "QuantizeLinear" and found & set(each.inputs):

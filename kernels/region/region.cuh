@@ -195,7 +195,7 @@ __device__ __forceinline__ int smaller(int a, int b) {
 __device__ __forceinline__ float product(float a, float b) { return __fmul_rn(a, b); }
 __device__ __forceinline__ double product(double a, double b) { return __dmul_rn(a, b); }
 
-// Approximations within 2 units in the last place. They take 3 to 4 instructions, a correctly rounded result
+// Approximations within 2 units in the last place. They take 3 to 4 instructions; a correctly rounded result takes
 // about 12 and a branch. Inputs of discontinuous operators are correctly rounded instead.
 __device__ __forceinline__ float quotient(float a, float b) {
 #if __CUDA_ARCH__ >= 750
@@ -306,7 +306,7 @@ __device__ __forceinline__ float sine(Angle x) {
 }
 __device__ __forceinline__ float cosine(Angle x) { return sine({x.rest, x.quarters + 1}); }
 
-// The product, of subnormal numbers too.
+// The product, without flushing subnormal numbers to 0.
 __device__ __forceinline__ float full_product(float a, float b) {
 #if __CUDA_ARCH__ >= 750
     float y;
@@ -317,7 +317,7 @@ __device__ __forceinline__ float full_product(float a, float b) {
 #endif
 }
 
-// The quotient rounded to nearest even, of subnormal numbers too.
+// The quotient rounded to nearest even, without flushing subnormal numbers to 0.
 __device__ __forceinline__ float exact_quotient(float a, float b) {
 #if __CUDA_ARCH__ >= 750
     float y;
@@ -328,7 +328,7 @@ __device__ __forceinline__ float exact_quotient(float a, float b) {
 #endif
 }
 
-// A sum of this number and a small x has the nearest integer of x in its last bits: 1.5 * 2^23.
+// 1.5 * 2^23: the last bits of ROUNDER + x, for a small x, are the integer nearest to x.
 constexpr float ROUNDER = 12582912.0f;
 
 template <class T>
@@ -336,19 +336,19 @@ __device__ __forceinline__ T integer_in(float sum_with_rounder, int zero) {
     return T(int(__float_as_uint(sum_with_rounder)) + zero);
 }
 
-// The lowest integer of 8 bits of a type.
+// The lowest number of an 8-bit integer type.
 template <class T>
 __device__ __forceinline__ constexpr int lowest() { return T(-1) < T(0) ? -128 : 0; }
 
-// The integer of 8 bits that is nearest to x + zero, as QuantizeLinear has it: ties go to the even x, and NaN becomes
-// the lowest integer, as on onnxruntime's CPU provider.
+// Quantizes x: returns the 8-bit integer that is nearest to x + zero. As for QuantizeLinear, ties of x are rounded to
+// even; as on onnxruntime's CPU provider, NaN becomes the lowest integer.
 template <class T>
 __device__ __forceinline__ T quantized(float x, int zero) {
     const int low = lowest<T>() - zero;
     return integer_in<T>(fminf(fmaxf(x, float(low)), float(low + 255)) + ROUNDER, zero);
 }
 
-// The reciprocal with an error of 1 unit in the last place; 0 of infinity.
+// The reciprocal with an error of 1 unit in the last place; 0 for infinity.
 __device__ __forceinline__ float approximate_inverse(float x) {
 #if __CUDA_ARCH__ >= 750
     float y;
@@ -359,10 +359,10 @@ __device__ __forceinline__ float approximate_inverse(float x) {
 #endif
 }
 
-// The same of a quotient. If CORRECT, the quotient is rounded correctly: an approximate reciprocal, which is computed
+// Quantizes a / scale. If CORRECT, the quotient is rounded correctly: an approximate reciprocal, which is computed
 // once for a scale, and two steps of Newton's method leave an error of 2^-46 before the last rounding. Otherwise the
 // quotient is within 2 units in the last place. Scales near the ends of float's range are moved to its middle; a scale
-// of 0 counts as the smallest number. Quotients of an infinite scale are products with 0, which are NaN of infinity.
+// of 0 counts as the smallest number. Quotients by an infinite scale are products with 0, so infinity becomes NaN.
 template <class T, bool CORRECT>
 __device__ __forceinline__ T quantized(float a, float scale, int zero) {
     constexpr float UPWARD = 1329227995784915872903807060280344576.0f, SMALLEST = 1.4e-45f;  // 2^120, 2^-149
@@ -370,7 +370,7 @@ __device__ __forceinline__ T quantized(float a, float scale, int zero) {
     const bool is_finite = size <= 3.4028234e38f;
     const float factor = is_finite ? moved : approximate_inverse(scale);
     const float b = is_finite ? full_product(__float_as_uint(scale) << 1 ? scale : SMALLEST, factor) : 1.0f;
-    const int lowest_quotient = lowest<T>() - zero;  // numbers up to a quarter beyond are rounded to it
+    const int lowest_quotient = lowest<T>() - zero;  // quotients down to a quarter below it are rounded to it
     const float low = (float(lowest_quotient) - 0.25f) * b, high = (float(lowest_quotient + 255) + 0.25f) * b;
     a = fminf(fmaxf(full_product(a, factor), fminf(low, high)), fmaxf(low, high));
     const float inverse = approximate_inverse(b);

@@ -1,4 +1,4 @@
-"""Read integers past a DequantizeLinear and a QuantizeLinear that give them back, so that kernels compute neither.
+"""Remove a DequantizeLinear and the QuantizeLinear after it that gives back the same integers.
 
 Quantizers write such pairs around operators that only move elements, such as Reshape and Transpose.
 """
@@ -17,9 +17,9 @@ MAX_SCALES: Final[Mapping[str, float]] = {"float32": 1e36, "float16": 128.0}
 
 
 def without_round_trips(program: Program) -> Program:
-    """Return a program in which each QuantizeLinear that gives back integers moves these integers instead.
+    """Return a program in which an Identity of the integers replaces each QuantizeLinear that gives them back.
 
-    The operators that move elements between the DequantizeLinear and the QuantizeLinear are repeated for the integers.
+    Operators that move elements between the DequantizeLinear and the QuantizeLinear are copied, to move the integers.
     """
     made, dtypes = list[Operation](), dict(program.dtypes)
     for operation in program.operations:

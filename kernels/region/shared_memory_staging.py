@@ -17,7 +17,7 @@ from onnxfuse.region_operators import ELEMENTWISE
 def staged_values(nest: Nest, across: Variable, program: Program, shapes: Shapes) -> list[tuple[str, Place]]:
     """Return the values, with places, that a tile computes along `across` and keeps in shared memory.
 
-    They are those values, nearest to the outputs, whose computation loads no operand along the last variable.
+    These are the values nearest to the outputs whose computation loads no operand along the last variable.
     """
     found: dict[tuple[str, Place], None] = {}
     for name in nest.outputs:

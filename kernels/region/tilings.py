@@ -121,7 +121,7 @@ class Rows(Tiling):
 
     lanes: int = 0  # lanes of a warp that compute a row together; 0 if a block does
     widths: Mapping[str, int] = field(default_factory=dict)  # by list: elements per vector
-    shifted: Mapping[str, Lanes] = field(default_factory=dict)  # by list: lanes of shifted vectors
+    shifted: Mapping[str, Lanes] = field(default_factory=dict)  # by list: the Lanes of its shifted vectors
     memory: int = 0  # bytes of shared memory for operands of the row that several loops read
 
 
@@ -354,7 +354,7 @@ def fastest_variables(nest: Nest, region: Region, stored: StoredByKey) -> Nest:
         own, lanes, repeats = _best_lanes(each, region)
         short = interleaved(each)
         if short and short.name == repeats[0]:
-            order = 1  # preferred to a nest with one variable of equal cost, because it takes fewer instructions
+            order = 1  # preferred to a nest with one variable if costs are equal: it takes fewer instructions
         else:
             order = 0 if each is nest and repeats == ONCE else 2 if repeats == ONCE else 3
         return own / (CHEAPER if lanes.scattered else 1), order

@@ -20,7 +20,7 @@ ACCUMULATOR_BYTES: Final = 8  # estimate per stored accumulator
 
 @dataclass(frozen=True)
 class Access:
-    """An operand and an address at which it is read; or "" and the address at which the outputs are stored."""
+    """An address at which an operand is read, or at which the outputs are stored: then `operand` is ""."""
 
     operand: str
     address: Index
