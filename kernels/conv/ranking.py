@@ -15,7 +15,7 @@ from onnxfuse.runtime.plan import Device
 from onnxfuse.runtime.symint import best_first, is_symbolic
 
 Config = TypeVar("Config")
-# By a function that returns a key of a config: how many configs may have the same key.
+# Maps a function that returns a key of a config to the number of configs that may have the same key.
 Limits: TypeAlias = Mapping[Callable[[Config], Hashable], int]
 
 
@@ -26,7 +26,7 @@ class Ranking(Generic[Config]):
     configs  returns the configs that fit a device, for sizes that are numbers
     cost     estimates the time of a launch; sizes may be symbolic
     most     the largest number of configs for dynamic sizes
-    quick    returns the configs from which these are taken, if `configs` takes too long
+    quick    returns fewer configs than `configs`, in less time; used for dynamic sizes if present
     """
 
     configs: Callable[[Conv, Device], Sequence[Config]]
