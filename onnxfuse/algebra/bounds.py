@@ -101,7 +101,7 @@ def _bound_of_quotients(size: Dim, substitutions: int) -> int | None:
     if not quotients:
         return None
     factor = math.lcm(*(number for _, number in quotients.values()))
-    total: Size = 0  # a size without these `quotients` that is at most `factor * size`
+    total: Size = 0  # a lower bound of `factor * size`, without the `quotients`
     for monomial, coefficient in size.terms:
         if len(monomial) == 1 and monomial[0] in quotients:
             a, number = quotients[monomial[0]]

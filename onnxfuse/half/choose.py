@@ -227,7 +227,7 @@ def _inside(scope: Scope, known: Known) -> dict[str, Unit]:
 
 
 def _of_integers(scope: Scope, known: Known) -> Iterator[Node]:
-    """Yield the nodes of products and convolutions of integers, and those that compute their scales alone."""
+    """Yield the nodes of products and convolutions of integers, and nodes whose results only these nodes read."""
     units = [unit for unit in known.units if unit.fusion in QUANTIZED]
     members = {node: None for unit in units for node in _members(scope, unit)}
     yield from members

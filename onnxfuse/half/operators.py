@@ -63,7 +63,7 @@ ELEMENTWISE: Final = frozenset({
 })  # fmt: skip
 FILLS: Final = frozenset({"Cast", "Constant", "ConstantOfShape"})  # operators with an attribute for the output dtype
 BROADCAST_MAX_OPSET: Final = 8  # the first opset whose Max and Min take operands of different shapes
-READS_ANY: Final = frozenset({"Cast", "Shape", "Size", "IsNaN", "IsInf"})  # a result that no dtype changes
+READS_ANY: Final = frozenset({"Cast", "Shape", "Size", "IsNaN", "IsInf"})  # results do not depend on the input's dtype
 
 
 def combines(node: Node) -> bool:

@@ -15,7 +15,7 @@ from onnxfuse.ir.protos import copy_without
 from onnxfuse.verify.cpu_session import open_session, run
 
 MAX_COMPARED_AT_ONCE: Final = 64  # number of tensors compared in one run
-# Divided by a node's index + 1, this is the error of a node whose values are not finite: more than all other errors.
+# A node whose values are not finite gets the error FIRST_INFINITE / (index of the node + 1), above all other errors.
 FIRST_INFINITE: Final = 1e300
 AMPLIFIED: Final = 4.0  # a node amplifies an error if its own error exceeds this many times its inputs' error
 Model = tuple[onnx.ModelProto, Path | None]

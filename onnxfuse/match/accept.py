@@ -68,7 +68,7 @@ def _outputs(m: MatchContext, root: Tensor, state: State) -> tuple[Tensor, ...] 
 
 
 def _found(term: Term, state: State) -> Tensor | None:
-    """Return the tensor of an output of the fusion; None if the model lacks it."""
+    """Return the tensor that matched an output of the fusion; None if the model has no such tensor."""
     if not isinstance(term, Output):
         return state.terms.get(id(term))
     node = producer(state.terms[id(term.inner)])

@@ -108,7 +108,7 @@ class MatchContext(ABC):
         """Return the tensor before the Casts that the fusion absorbs, and these Casts.
 
         For an operand, only Casts to float32 are absorbed: other Casts round the operand to the dtype that the kernel
-        reads.  Where a term occurs several times in a pattern, Casts of one tensor count as one value of the term.
+        reads.  If a term occurs several times in a pattern, it may match several Casts of one tensor.
         """
         casts = []
         while self.casts and (node := self.float_cast(tensor)):

@@ -69,9 +69,9 @@ def _without_remarks(term: Term) -> Term:
 
 
 def _factors(terms: Sequence[Term]) -> Iterator[Term]:
-    """Yield the terms inside scaled() that a Mul or Div by a number may compute, because scaled() collects factors.
+    """Yield the terms inside scaled() that may match a Mul or Div by a number: scaled() collects such factors.
 
-    The search begins at the operands of the scaled operator, and stops at the operators before them.
+    These are the operands of the scaled operator, and their parts up to the next operator.
     """
     work = [part for term in terms if isinstance(term, Scaled) for part in term.inner.unwrapped.parts]
     while work:

@@ -38,7 +38,7 @@ def may_be(endings: Sequence[Ending], tensor: Tensor) -> bool:
 
 
 def _reads(inputs: Sequence[Tensor], part: Sequence[Ending], between: Set[str], depth: int) -> bool:
-    """Return whether `part` may compute one of `inputs`, perhaps with some of the operators `between` after it."""
+    """Return whether one of `inputs` may end in one of the ways `part`, perhaps followed by operators in `between`."""
     for tensor in inputs:
         if may_be(part, tensor):
             return True

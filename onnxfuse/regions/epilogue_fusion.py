@@ -107,8 +107,8 @@ def _join(
     """Return how a part of a cluster can join the node that computes `result`.
 
     Returns None if no part can join, or if the part would read at least as many bytes from the rest of the cluster as
-    the result has.  `results` has the names of all results of nodes that the cluster could join.  What a norm
-    dequantizes does not join, because a region of both reads integers.
+    the result has.  `results` has the names of all results of nodes that the cluster could join.  A
+    DequantizeLinear that only norms read does not join: a region of it and a norm reads integers.
     """
     part = _readers(cluster, result)
     if not all(_keeps_order(step) for node in part for step in clusters.forms[node]):
@@ -120,7 +120,7 @@ def _join(
 
 
 def _is_read_by_norms(clusters: Clusters, node: Node, joining: Joining) -> bool:
-    """Return whether a node is a DequantizeLinear whose result only norms read, which may be in regions."""
+    """Return whether a node is a DequantizeLinear whose result only norms that may be in regions read."""
     if op_of(node) != "DequantizeLinear" or clusters.graph.is_kept(node.outputs[0]):
         return False
     return all(map(joining.is_norm, consumers(node.outputs[0])))
@@ -129,9 +129,9 @@ def _is_read_by_norms(clusters: Clusters, node: Node, joining: Joining) -> bool:
 def _join_up_to_quantizers(
     clusters: Clusters, cluster: Cluster, result: Tensor, results: Collection[str], joining: Joining
 ) -> Join | None:
-    """Return how operators that give the rest of a cluster nothing but integers can join the node of `result`.
+    """Return how the operators of a cluster up to its QuantizeLinears can join the node that computes `result`.
 
-    The rest of the cluster, which cannot join the node, then reads fewer bytes.  It computes no operand of operators
+    The rest of the cluster then reads integers, which are fewer bytes.  It must not compute an operand of the operators
     that join.
     """
     staying = set[Node]()
@@ -147,9 +147,9 @@ def _join_up_to_quantizers(
 
 
 def _up_to_quantizers(clusters: Clusters, cluster: Cluster, result: Tensor, staying: Collection[Node]) -> set[Node]:
-    """Return the nodes of a cluster, except `staying`, that give others only the integers of a QuantizeLinear.
+    """Return the nodes of a cluster, except `staying`, from which other nodes read only results of QuantizeLinears.
 
-    They depend on `result`, and keep the order of elements.
+    The returned nodes depend on `result`, and keep the order of its elements.
     """
     found, readers = set[Node](), _readers(cluster, result)
     for node in (node for node in cluster.nodes if node in readers):
@@ -176,10 +176,10 @@ def _readers(cluster: Cluster, result: Tensor) -> set[Node]:
 def _join_part(
     clusters: Clusters, cluster: Cluster, result: Tensor, part: set[Node], results: Collection[str]
 ) -> Join | None:
-    """Return how operators that depend on `result`, and those that compute their other operands, can join its node.
+    """Return how the operators `part`, and those that compute their other operands, can join the node of `result`.
 
-    The QuantizeLinear of another one of the `results` does not join: it can join the node of that result, which then
-    writes integers.
+    A QuantizeLinear that reads another one of `results` does not join here: it can join the node of that other result,
+    which then writes integers.
     """
     graph, shapes, forms = clusters.graph, clusters.shapes, clusters.forms
     outputs = [t for node in part for t in node.outputs if graph.is_kept(t) or not part.issuperset(consumers(t))]

@@ -98,8 +98,8 @@ class Joining:
     def leaves_to_regions(self, match: Match) -> bool:
         """Return whether a match, such as a softmax, waits for regions, because all its nodes may be in one.
 
-        Fused alone, the match would read or write a tensor in memory that one kernel of the match and its neighbours
-        keeps in registers.  No region consists of one match alone: the pattern fuses what no region took.
+        A kernel of the match alone would read or write a tensor in memory that a region of the match and its neighbours
+        keeps in registers.  A region never consists of one match alone; the pattern fuses matches that no region took.
         """
         with step(REGIONS):
             nodes = _nodes_up_to_operands(match)

@@ -49,8 +49,8 @@ def normal_form(shapes: ShapeInfo, node: Node) -> tuple[Step, ...] | str:
 def _is_computed_in_every_run(steps: Steps) -> bool:
     """Return whether onnxruntime does not fold a node of constants, and kernels of regions can compute it.
 
-    It has no kernel to fold a Tile in half precision, and keeps each DequantizeLinear for its integer operators.  What
-    a DequantizeLinear makes of weights of products stays a node of its own.
+    onnxruntime has no kernel to fold a Tile in half precision, and it does not fold a DequantizeLinear.  But a
+    DequantizeLinear that a product reads, as its weights, stays a node of its own.
     """
     if op_of(steps.node) == "DequantizeLinear":
         return all(op_of(reader) in (*POINTWISE, *GATHERS) for reader in consumers(steps.node.outputs[0]))

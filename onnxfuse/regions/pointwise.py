@@ -132,10 +132,10 @@ def _quantizing(s: Steps, integers: int, **attributes: str) -> None:
 
 
 def _quantize(s: Steps) -> None:
-    """Write a QuantizeLinear, whose quotient is rounded to the dtype `precision`.
+    """Write a QuantizeLinear; the step's attribute `precision` is the dtype to which kernels round the quotient.
 
-    onnxruntime rounds the quotient to float32, and from opset 23 on, as ONNX has it, to the dtype of the scale or to
-    the one that the attribute `precision` names.
+    Before opset 23, onnxruntime rounds the quotient to float32.  From opset 23 on, it follows ONNX, and rounds the
+    quotient to the dtype that the node's attribute `precision` names, by default to the dtype of the scale.
     """
     if dtype_name(s.out_dtype) not in QUANTIZED:
         raise StaysOut(f"it gives {dtype_name(s.out_dtype)}; kernels quantize to {' and '.join(QUANTIZED)}")
