@@ -1,7 +1,7 @@
-"""The differences that `optimize` accepted between a model and the one that it wrote, which keeps them as metadata.
+"""The differences that `optimize` accepted between a model and its original, stored in the model's metadata.
 
-Half precision, ONNX's own operators and a requested tolerance allow differences that no dtype shows.  `onnxfuse verify`
-and `onnxfuse bench` judge such a model beside its original by what `optimize` accepted.
+Conversions to half precision, ONNX's own operators and a requested tolerance allow larger differences than the dtypes
+of outputs do.  `onnxfuse verify` and `onnxfuse bench` read from the metadata which differences `optimize` accepted.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from onnxfuse.ir.dtypes import FLOAT_NAMES
 
 T = TypeVar("T")
 KEY: Final = "onnxfuse.accepted"
-MAX_BYTES: Final = 1 << 20  # of metadata that is read
+MAX_BYTES: Final = 1 << 20  # longer metadata is ignored
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """What was accepted of a model: the largest relative errors of its outputs, and which results may differ in kind.
+    """Accepted differences: the largest relative errors of outputs, and the results that need not be compared.
 
     `set_by` says what set the tolerances.  If the model was converted to half precision (`is_converted`), its inputs
     and outputs may have other floating-point dtypes, and exact results that follow from half precision are not
@@ -42,7 +42,7 @@ NOTHING_ACCEPTED: Final = Accepted()
 
 
 def state_accepted(model: onnx.ModelProto, original: onnx.ModelProto, accepted: Accepted) -> None:
-    """Write into a model's metadata what was accepted of it beside `original`."""
+    """Write the accepted differences between a model and `original` into the model's metadata."""
     kept = [each for each in model.metadata_props if each.key != KEY]
     del model.metadata_props[:]
     model.metadata_props.extend(kept)
@@ -51,9 +51,9 @@ def state_accepted(model: onnx.ModelProto, original: onnx.ModelProto, accepted: 
 
 
 def accepted_of(model: onnx.ModelProto, original: onnx.ModelProto) -> Accepted:
-    """Return what a model's metadata say was accepted of it beside `original`; nothing if they are of another original.
+    """Return the accepted differences in a model's metadata; none if the metadata name another original.
 
-    Metadata that `state_accepted` cannot have written count as none.
+    Metadata that `state_accepted` cannot have written are ignored.
     """
     text = next((each.value for each in model.metadata_props if each.key == KEY), "")
     if not text or len(text) > MAX_BYTES:
@@ -68,7 +68,7 @@ def accepted_of(model: onnx.ModelProto, original: onnx.ModelProto) -> Accepted:
 
 
 def _is_valid(data: dict[str, Any]) -> bool:
-    """Return whether JSON values are the fields of `Accepted`."""
+    """Return whether `data` has the fields of `Accepted`, with valid values."""
     if data.keys() != asdict(NOTHING_ACCEPTED).keys() or not isinstance(data["tolerances"], dict):
         return False
     numbers = data["tolerances"].values()

@@ -105,10 +105,10 @@ def compare(
     precision is judged by the original evaluated in float32 (see `difference.TOLERANCES`).  A bfloat16 model that the
     CPU provider cannot run is compared in float32.  `inputs` are used in place of generated inputs, and `shapes` sets
     the sizes of generated ones, as "input:8x512".  `folder` is where the external data of a ModelProto lies; for
-    `optimized` it is by default the folder of `original`.  A model whose metadata say what `optimize` accepted beside
-    `original`, as after a conversion to half precision, is judged by that.  `progress` is called with one line before
-    each step.  Raises UsageError for inputs or shapes that the model does not take, ModelError if `original` cannot be
-    read.
+    `optimized` it is by default the folder of `original`.  If the metadata of `optimized` list differences that
+    `optimize` accepted, as after a conversion to half precision, these are allowed.  `progress` is called with one line
+    before each step.  Raises UsageError for inputs or shapes that the model does not take, ModelError if `original`
+    cannot be read.
     """
     before, folder = _open(original, folder)
     accepted = _accepted(before, optimized)

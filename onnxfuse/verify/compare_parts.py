@@ -381,7 +381,7 @@ class _Check:
         )
 
     def _are_ties(self) -> bool:
-        """Return whether integers differ by one step of a quantizer alone, where it rounds ties but for rounding."""
+        """Return whether integers only differ by one step of a quantizer, where the number to round is nearly a tie."""
         model, half = self.sessions.model, self.sessions.half
         quantizer = source_quantizer(model, self.name)
         if quantizer is None:

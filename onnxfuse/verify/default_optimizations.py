@@ -20,8 +20,8 @@ from onnxfuse.verify.reference import Reference
 def with_default_optimizations(reference: Reference, optimized: Prepared) -> tuple[str, tuple[str, ...]]:
     """Return the fault of the optimized model in the first run ("" for none), and notes on the original.
 
-    Nothing is compared if the original was not run like that, or if the models ran only in float32, because
-    onnxruntime's CPU provider lacks bfloat16 kernels.
+    Nothing is compared if the original was not run with the optimizations, or if the models ran only in float32,
+    because onnxruntime's CPU provider lacks bfloat16 kernels.
     """
     if reference.in_float32 or not reference.optimized:
         return "", ()

@@ -46,7 +46,8 @@ class OutputDifference:
     `max_rel` is relative to the output's largest magnitude, mask values such as -3.4e38 aside.  For an output that is
     computed in or from half precision, or by products in TF32, it is the error against the original evaluated in
     float32, and `original_rel` is the original's own error against that evaluation.  For other outputs, `original_rel`
-    is None.  `note` says which share of integers is one step of a quantizer off, if the output passes so.  `set_by`
+    is None.  If an output passes although some integers are one step of a quantizer off, `note` says
+    which share of them.  `set_by`
     says which noise or error of the original, or which request, set the tolerance; it is "" if the dtype did.
     """
 

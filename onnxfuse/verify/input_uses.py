@@ -56,11 +56,15 @@ QUERY, PAST_KEY = 0, 3  # inputs of GroupQueryAttention
 class Use:
     """How a model uses the values of an integer input.
 
-    "row": they index a table of `number` rows.  "mask": they are compared, or cast to floats.  "length": they count
-    elements along an axis.  "size": they are the size of a result, or a step.  "equal": the model compares them with
-    the constant `number`, such as a sampling rate.  "keys": they are the number of old and new keys of a
-    GroupQueryAttention plus `number`; the sizes of `axes` add up to the number of keys.  "ones": they are a mask with
-    as many ones as there are keys.
+    kind "row"     the values index a table of `number` rows
+    kind "mask"    the values are compared, or cast to floats
+    kind "length"  the values count elements along an axis
+    kind "size"    the values are the size of a result, or a step
+    kind "equal"   the model compares the values with the constant `number`, such as a sampling rate
+    kind "keys"    the values are the number of past and new keys of a GroupQueryAttention, plus `number`
+    kind "ones"    the values are a mask with as many ones as a GroupQueryAttention has past and new keys
+
+    For the last two, the sizes of `axes` add up to the number of keys.
     """
 
     kind: Literal["row", "mask", "length", "size", "equal", "keys", "ones"]

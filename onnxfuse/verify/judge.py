@@ -89,7 +89,7 @@ def _allow_noise(
 
 
 def _find_ties(reference: Reference, results: Results, errors: Sequence[OutputDifference]) -> dict[str, str]:
-    """Return the outputs of indices that differ only where scores are equal but for rounding, each with a reason."""
+    """Return the outputs of indices that differ only where two scores are nearly equal, each with a reason."""
     found: dict[str, str] = {}
     for error in errors:
         node = None if error.passed or error.tolerance else source_of_indices(reference.original, error.name)
@@ -104,9 +104,9 @@ def _find_ties(reference: Reference, results: Results, errors: Sequence[OutputDi
 
 
 def _allow_steps(reference: Reference, results: Results, error: OutputDifference) -> OutputDifference:
-    """Return the difference of integers as passed, with a note, if a quantizer rounds ties differently, and no others.
+    """Return the difference of integers, marked as passed if only ties of a quantizer are rounded differently.
 
-    An integer is then one step off, where the number that is rounded is a tie but for rounding.
+    Each integer that differs is then one step off, and the number that the quantizer rounds there is nearly a tie.
     """
     quantizer = None if error.passed or error.tolerance else source_quantizer(reference.original, error.name)
     if quantizer is None:

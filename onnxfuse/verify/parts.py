@@ -163,7 +163,7 @@ class Part:
 
     @cached_property
     def repeated(self) -> dict[str, str]:
-        """By operand name: how the operand's columns repeat, where the fused node's body relies on that."""
+        """Maps operand names to how the operand's columns repeat; only operands for which the body relies on this."""
         attributes = {each.name: each.s.decode() for each in self.fused.attribute if each.s}
         named = self._named_inputs.items()
         return {name: attributes[f"{word}{COLUMNS}"] for word, name in named if f"{word}{COLUMNS}" in attributes}

@@ -18,7 +18,7 @@ FOLLOWED_OPS: Final = REGROUPING | {"Identity"}  # operators through which integ
 
 @dataclass(frozen=True)
 class Quantizer:
-    """A QuantizeLinear: the names of its inputs, "" for a zero point that it lacks, and the axis of several scales."""
+    """A QuantizeLinear: its inputs by name ("" for an absent zero point), and the axis along which scales differ."""
 
     x: str
     scale: str
@@ -33,11 +33,11 @@ class Quantizer:
     def share_moved(
         self, values: Mapping[str, object], old: object, new: object, tolerances: Mapping[str, float], half: str
     ) -> float:
-        """Return the share of elements that differ; infinity if any of them differs by more than a tie explains.
+        """Return the share of integers that differ; infinity if any of them differs although x is not nearly a tie.
 
-        `values` are the inputs of the quantizer, by name.  Two integers are such a tie if they are neighbours, and x is
-        no further from the middle between them than the tolerance of its dtype, or of the half precision in which it is
-        computed, times its magnitude plus its root mean square.
+        `values` are the inputs of the quantizer, by name.  x is nearly a tie of two integers if they are neighbours and
+        x is close to the middle between them.  The allowed distance is the sum of the magnitude of x and the root mean
+        square of all x, times the tolerance of x's dtype, or of the half precision in which x is computed.
         """
         given = np.asarray(values[self.x])
         x, scale = given.astype(np.float64), np.asarray(values[self.scale]).astype(np.float64)
