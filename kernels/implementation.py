@@ -23,9 +23,10 @@ class Implementation:
 
 
 def one_after_the_other(lists: Sequence[Sequence[Implementation]]) -> list[Implementation]:
-    """Return sequences of launches of several problems: all by their first implementations, all by their second, ...
+    """Return implementations that compute several problems in turn; `lists` has the implementations of each problem.
 
-    The problems use the same scratch memory.  Without a problem, the result is one sequence of no launches.
+    Result number i runs implementation i of each problem, or its last one if it has fewer.  The problems share scratch
+    memory.  If `lists` is empty, the only result has no steps.
     """
     sequences = []
     for i in range(max(map(len, lists), default=1)):

@@ -1,8 +1,8 @@
-"""Nodes that a norm has joined: the attribute `prologue` says which norm gives the product its rows of x.
+"""Products into which a norm of x was fused: the attribute `prologue` describes the norm, which is computed first.
 
-The node's first operands are those of the norm: x, and the norm's others by the names `norm_residual` and `norm_scale`.
-Its last result is the norm's sum, if the norm has one.  A kernel normalizes the rows itself, or the plan of the norm
-runs first.
+The node's first operands are those of the norm: x, `norm_residual` if the norm adds a residual, and `norm_scale`.  If
+the norm outputs its sum, the sum is the node's last output.  Either the product's kernel normalizes the rows of x, or
+the plan of the norm runs first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from onnxfuse.runtime.plan import FusedNode
 
 
 def norm_of(node: FusedNode) -> FusedNode | None:
-    """Return the norm that has joined a node; None without one.  Raises ValueError if its attribute is malformed."""
+    """Return the norm that was fused into a node, or None.  Raises ValueError if the attribute is malformed."""
     if PROLOGUE not in node.attributes:
         return None
     try:

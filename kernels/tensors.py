@@ -15,7 +15,7 @@ from onnxfuse.runtime.symint import always, expect_equal, gcd, is_symbolic
 Defines: TypeAlias = dict[str, int | float | str]  # the compile-time constants (macros) of a kernel
 
 STORAGE: Final = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}  # the storage types of types.cuh, by dtype
-INTEGERS: Final = {"int8": "s8", "uint8": "u8"}  # and those of integers, which few kernels take
+INTEGERS: Final = {"int8": "s8", "uint8": "u8"}  # the storage types of integers, which few kernels take
 ITEM_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1}
 BF16_ARCH: Final = 80  # the first compute capability with bf16 in matrix units and conversions
 VECTOR_BYTES: Final = 16  # the widest load or store of a thread on every architecture
@@ -79,12 +79,12 @@ def vector_width(tensors: Sequence[TensorSpec], *extents: int, weights: Sequence
 
 
 def known_equal(first: Sequence[int], second: Sequence[int]) -> bool:
-    """Return whether two shapes are equal for all sizes of dynamic dims; the plan is not restricted to some sizes."""
+    """Return whether two shapes are equal for all sizes of dynamic dims; this adds no guard to the plan."""
     return list(map(repr, first)) == list(map(repr, second))  # the repr of a symbolic dim is its expression
 
 
 def differs_along(found: int, wanted: int) -> bool | None:
-    """Return whether an operand's values differ along an axis of `wanted` elements, of which the operand has `found`.
+    """Compare the size of an operand along an axis, `found`, with the size that is `wanted` there.
 
     Returns True if the two sizes are equal, False if the operand's only element is broadcast, None if neither holds.
     For equal dynamic sizes, the result is True even if both are 1, because any stride is right for one element.

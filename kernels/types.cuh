@@ -8,7 +8,7 @@ struct f32 { unsigned bits; };
 struct f16 { unsigned short bits; };
 struct bf16 { unsigned short bits; };
 
-// Integers of 8 bits are types of storage too; what is stored is rounded to the nearest one.
+// Integers of 8 bits are storage types, too; a number is stored as the nearest integer.
 using s8 = signed char;
 using u8 = unsigned char;
 using u32 = unsigned;
