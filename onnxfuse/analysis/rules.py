@@ -25,7 +25,7 @@ class _Known(Protocol):
         """Record an error; see `ShapeInfo.note`."""
 
 
-# By operator on integers of 8 bits: its tensors among its inputs; the others are scales and zero points.
+# By operator on 8-bit integers: the indices of the inputs that are tensors; other inputs are scales and zero points.
 QUANTIZED_OPERANDS: Final[Mapping[str, Sequence[int]]] = {
     **dict.fromkeys(
         ("QLinearMatMul", "QLinearConv", "com.microsoft::QGemm", "com.microsoft::QLinearAdd",
@@ -72,7 +72,7 @@ def has_input(node: Node, index: int) -> bool:
 
 
 def operands_of(node: Node) -> Sequence[int]:
-    """Return the indices of a node's inputs without scales and zero points."""
+    """Return the indices of a node's inputs, except those of scales and zero points of quantized tensors."""
     if op_of(node) == "com.microsoft::QLinearConcat":
         return range(2, len(node.inputs), 3)
     return QUANTIZED_OPERANDS.get(op_of(node)) or range(len(node.inputs))

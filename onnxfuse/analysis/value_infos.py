@@ -19,7 +19,7 @@ MAX_COPIED_BYTES = 1024  # onnx's shape inference reads only small constants, so
 EXPAND_BOUNDED_SINCE = 13  # before this opset, onnx makes a dimension per element of a target, even for 10^9 elements
 INVENTED: Final = re.compile(r"unk__\d+")  # names that inferences give to unknown sizes
 BRANCHES_JOINED_SINCE = 11  # before this opset, onnx's inference may use the shape of only one branch of an If
-SCALARS_JOINED_SINCE = 13  # before this opset, it does so if that shape has no axes
+SCALARS_JOINED_SINCE = 13  # before this opset, an If's inferred shape may be wrong if it has no axes
 ONNX_FAILURES = (
     onnx.shape_inference.InferenceError, onnx.checker.ValidationError, ValueError, RuntimeError, TypeError,
 )  # fmt: skip
@@ -100,9 +100,9 @@ def _inferred(model: onnx.ModelProto) -> onnx.GraphProto:
 def _hide_wrong_results(model: onnx.ModelProto, inferred: onnx.GraphProto) -> bool:
     """Replace outputs that onnx infers wrongly by inputs without a shape; return whether any was replaced.
 
-    For Ifs before opset 11, onnx infers the shape of one branch if it does not know the shape of the other, and before
-    opset 13 if that shape has no axes.  For a sequence that a Loop carries, it infers the elements' shape from the
-    first iteration's sequence.
+    Before opset 11, onnx infers for an If the shape of one branch if it does not know the shape of the other.  Before
+    opset 13, the shape that it infers for an If may be wrong if that shape has no axes.  For a sequence that a Loop
+    carries, it infers the elements' shape from the first iteration's sequence.
     """
     opset = opset_of(model)
     is_old = opset < SCALARS_JOINED_SINCE

@@ -13,7 +13,7 @@ from onnxfuse.patterns._quantized_linear import require_blocks
 
 
 def _gated(w: Term, packed: Term, products: Sequence[Term]) -> Rules:
-    """Yield the gates of the halves of a product, and those of two products that compute the halves."""
+    """Yield (gate and up as halves of one product, gate and up as two products) for either order of the halves."""
     require("{columns} columns are two times {n}", lambda columns, n: columns == 2 * n)
     require("nothing else reads the weight", lambda w, is_read_once: is_read_once(w))
     halves = [_half(packed, i, axis=-1) for i in (0, 1)]
@@ -29,7 +29,7 @@ def _half(value: Term, index: int, axis: int = 0) -> Term:
 
 
 def _by_columns(value: Term) -> Term:
-    """Return scales or zero points with the columns as first axis; older quantizers store one axis."""
+    """Return scales or zero points with the columns as first axis; older quantizers store them as one axis."""
     return op.Reshape(value, shape=[size("columns"), -1])
 
 

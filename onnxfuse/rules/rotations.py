@@ -34,8 +34,8 @@ TWO: Final = "{size} elements are {pairs} pairs", lambda size, pairs: pairs is N
 def _table(name: str, plain: Term, rows: Term, middle: Term) -> tuple[Term, Term]:
     """Return a table of a rotation, and the same table as patterns match it; the choice `<name>_axes` is its shape.
 
-    A table of three axes loses the axis of size 1 before its rows.  If this axis comes after its rows, because heads
-    are not transposed yet, the table gets another axis for the batch.
+    A table (1, rows, size) loses its first axis.  A table (rows, 1, size), whose axis of size 1 is that of heads which
+    are not transposed yet, gets an axis for the batch.
     """
     axes = f"{name}_axes"
     return (
@@ -114,7 +114,7 @@ def signed_table(
 
 @rewrite(out=HEADS)
 def cast_before_turned(x: Term = tensor(HEADS)) -> Rules:
-    """Where turned(x) is cast to float32, x is cast before it is turned."""
+    """If turned(x) is cast to float32, x is cast before it is turned."""
     require(*AXES_ARE_INPUTS)
     require(*TWO)
     require("x is not wider", lambda dtypes: dtypes["x"] in ("float32", "float16", "bfloat16"))
@@ -136,9 +136,10 @@ def table_of_turned(
     factor: Term = tensor(TABLE),
     rest: Term = tensor(HEADS),
 ) -> Rules:
-    """A turned tensor is written as `-b, a` times one table, and is added.
+    """Every form of the second product of a rotation is written as `+ turned(x) * table`, where turned(x) is `-b, a`.
 
-    Where a model has `b, -a`, or subtracts the turned tensor, the table is negated.  Two tables are multiplied first.
+    If a model joins `b, -a` instead, or subtracts the product, the table is negated.  If a model multiplies turned(x)
+    by two tables, the tables are multiplied with each other first.
     """
     require(*AXES_ARE_INPUTS)
     require(*TWO)
@@ -167,7 +168,7 @@ def table_of_x(
     scale: Term = tensor(TABLE),
     more: Term = tensor(TABLE, optional=True),
 ) -> Rules:
-    """Where x is multiplied by several tables, such as cos and the scale of xPos, the tables are multiplied first."""
+    """If x is multiplied by several tables, such as cos and the scale of xPos, the tables are multiplied first."""
     require(*AXES_ARE_INPUTS)
     require(*TWO)
     require(*OF_X)
@@ -190,7 +191,7 @@ def tables_of_three_axes(
     cos_middle: Term = tensor(MIDDLE, optional=True),
     sin_middle: Term = tensor(MIDDLE, optional=True),
 ) -> Rules:
-    """Tables of three axes get two axes or four."""
+    """Tables of three axes get the two or four axes that patterns match: see `_table`."""
     require(*AXES_ARE_INPUTS)
     require(*TWO)
     require(*OF_X)

@@ -11,7 +11,7 @@ from onnxfuse.dsl.words import attribute, known, op, rearrange, tensor, weight
 
 
 def _of_rows(rows: Term, x: Term, kn: Term, nk: Term, beta: Term) -> Iterator[tuple[Term, Term]]:
-    """Yield the products of flattened rows with a weight, each with the product of x, the rows as they are."""
+    """Yield (product of the flattened `rows` with a weight, product of the unflattened x with the weight)."""
     require("the bias of a Gemm is optional", lambda opset: opset >= 11)
     yield op.MatMul(rows, kn), op.MatMul(x, kn)
     yield op.Gemm(rows, kn, beta=beta), op.MatMul(x, kn)

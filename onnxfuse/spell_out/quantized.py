@@ -1,7 +1,7 @@
-"""Spelling rules of operators on integers of 8 bits, as onnxruntime's quantizer writes them in its format QOperator.
+"""Spelling rules of operators on 8-bit integers, which onnxruntime's quantizer writes in its format QOperator.
 
-Each computes as the operator of numbers does between DequantizeLinears and a QuantizeLinear.  onnxruntime finds that
-operator again where no kernel runs a fused node.
+A spelling is the operator on floats, with DequantizeLinears before it and a QuantizeLinear after it.  Where no kernel
+runs a fused node, onnxruntime fuses these nodes to the operator on integers again.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from onnxfuse.spell_out.call import Call, Rule, stay_if
 from onnxfuse.spell_out.products import window_attributes
 
 RULES = RuleTable[Rule]()
-OF_INTEGERS: Final = ("QLinearMatMul", "QLinearConv", "com.microsoft::QGemm")  # their input 3 is the weight
+OF_INTEGERS: Final = ("QLinearMatMul", "QLinearConv", "com.microsoft::QGemm")  # operators whose input 3 is the weight
 SOFTMAX_OF_AXIS_SINCE: Final = (
-    13  # since this opset a Softmax is along one axis; before, along this axis and all after it
+    13  # from this opset on, Softmax reduces one axis; before it, this axis and all axes after it
 )
 TWICE: Final = "is quantized, dequantized and quantized again; onnxruntime would merge the two pairs of quantizers"
-LARGEST_SCALE: Final = 2.0**32  # of numbers below 2^40; a sum of 2^31 products of two of them is below 2^111: finite
+LARGEST_SCALE: Final = 2.0**32  # dequantized numbers are then below 2^40, so sums of 2^31 products stay finite
 QUANTIZERS_WITH_AXES_SINCE: Final = 13
 QUANTIZERS_OF_FLOAT16_SINCE: Final = 19
-DEQUANTIZED: Final = (TensorProto.INT8, TensorProto.UINT8, TensorProto.INT32)  # biases have 32 bits
+DEQUANTIZED: Final = (TensorProto.INT8, TensorProto.UINT8, TensorProto.INT32)  # dtypes; int32 is for biases
 GEMM_ATTRIBUTES: Final[Mapping[str, float]] = {"alpha": 1.0, "transA": 0, "transB": 0}
 
 
@@ -39,7 +39,7 @@ GEMM_ATTRIBUTES: Final[Mapping[str, float]] = {"alpha": 1.0, "transA": 0, "trans
 
 @RULES.rule("QLinearMatMul")
 def _product(call: Call) -> dict[int, Term]:
-    """Spell out a product; one of two computed tensors, as in attention, is a MatMul of floats between regions."""
+    """Spell out a product.  If both operands are computed, as in attention, the MatMul on floats may stay unfused."""
     if not is_constant(call.tensor(3)):
         call.may_remain.add("MatMul")
     return quantized(call, op.MatMul(numbers(call, 0), numbers(call, 3, axis=-1)), 6)
@@ -53,7 +53,7 @@ def _conv(call: Call) -> dict[int, Term]:
 
 @RULES.rule("com.microsoft::QGemm")
 def _gemm(call: Call) -> dict[int, Term]:
-    """Spell out a product of matrices, whose result is integers if it has a scale."""
+    """Spell out a Gemm; its result is quantized if the node has a scale for it, and is float otherwise."""
     attributes = {name: call.attribute(name, default) for name, default in GEMM_ATTRIBUTES.items()}
     bias = _bias(call, 6, (call.rank(6) or 1) - 1, attributes["alpha"])
     product = op.Gemm(numbers(call, 0), numbers(call, 3, axis=int(not attributes["transB"])), bias, **attributes)
@@ -61,7 +61,7 @@ def _gemm(call: Call) -> dict[int, Term]:
 
 
 def _bias(call: Call, index: int, axis: int, alpha: float) -> Term | None:
-    """Return a bias as numbers.  Its scale is the product of the other scales; several of these lie along `axis`."""
+    """Return the dequantized bias; its scale is the product of both operands' scales, by channel along `axis`."""
     if not call.has(index):
         return None
     scale = op.Mul(call.input(1), call.input(4))
@@ -73,7 +73,7 @@ def _bias(call: Call, index: int, axis: int, alpha: float) -> Term | None:
 
 @RULES.rule("com.microsoft::DequantizeLinear")
 def _dequantize(call: Call) -> dict[int, Term]:
-    """Write ONNX's operator, which has float16 as a result in fewer opsets, and integers of 16 bits as operands."""
+    """Write ONNX's DequantizeLinear, where kernels support the integers, and the opset has the scale's dtype."""
     stay_if(call.dtype(0) not in DEQUANTIZED, f"it dequantizes {dtype_name(call.dtype(0))}; kernels take 8 bits")
     _require_float32(call)
     return {0: numbers(call, 0, axis=call.attribute("axis", 1))}
@@ -153,11 +153,11 @@ def _average_pool(call: Call) -> dict[int, Term]:
 
 
 def numbers(call: Call, index: int, axis: int | None = None) -> Term:
-    """Return the numbers that integers stand for; their scale and zero point are the next two inputs.
+    """Return the dequantized input `index`; its scale and zero point are the next two inputs.
 
-    Several scales lie along `axis`; without an axis, an operator with several scales stays.
+    If there are several scales, they differ along `axis`; if `axis` is None, an operator with several scales stays.
     """
-    call.may_remain.add("DequantizeLinear")  # regions compute it again for other readers
+    call.may_remain.add("DequantizeLinear")  # each region that reads it has a copy
     scale = call.tensor(index + 1)
     held = call.constant(index + 1)
     is_large = held is not None and not (np.abs(held) <= LARGEST_SCALE).all()
@@ -179,13 +179,13 @@ def _along(call: Call, scale: int, axis: int) -> dict[str, Any]:
 
 
 def in_region(call: Call, value: Term, scale: int) -> dict[int, Term]:
-    """Return the integers of an operator that needs to be fused, but only by a region."""
+    """Return `value` quantized; the spelling counts as fused only if regions take it."""
     call.of_regions = True
     return quantized(call, value, scale)
 
 
 def quantized(call: Call, value: Term, scale: int, **along: Any) -> dict[int, Term]:
-    """Return numbers as integers, with the scale and the zero point at the inputs `scale` and the next one."""
+    """Return `value` quantized by the scale at the input with index `scale`, and the zero point at the next input."""
     stay_if(not call.has(scale + 1), "its result has no zero point")
     readers = [again for each in consumers(call.node.outputs[0]) for again in consumers(each.outputs[0])]
     for again in readers:
