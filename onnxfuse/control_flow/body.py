@@ -105,7 +105,8 @@ def _record_inputs(body: Body, written: onnx.GraphProto) -> None:
 def _declare_results(body: Body, written: onnx.GraphProto) -> None:
     """Declare the known shapes of a Scan's results, which onnxruntime requires.
 
-    It infers them of an If, but not of a Loop in the branch to which an If of a known condition gives way.
+    onnxruntime infers shapes of an If's results, but not of a Loop's, if the Loop comes from the branch of an If whose
+    condition is known.
     """
     if op_of(body.node) != "Scan":
         return

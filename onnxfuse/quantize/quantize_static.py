@@ -1,7 +1,7 @@
 """Quantize weights and activations by onnxruntime's quantize_static, with the ranges that tensors have on samples.
 
-The outputs of products and convolutions stay floats, because what follows them joins their kernels: only tensors that
-another product or convolution reads are quantized, after biases and activations.
+The outputs of products and convolutions stay floats, because the operators after them are fused into their kernels.
+Only tensors that another product or convolution reads are quantized: after the biases and activations.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 INT8: Final = "int8"
 OPERATORS: Final = ("Conv", "Gemm", "MatMul")
-OLDEST_OPSET: Final = 13  # the first in which DequantizeLinear has one scale per channel
+OLDEST_OPSET: Final = 13  # the first opset in which DequantizeLinear may have one scale per channel
 OPTIMISTIC: Final = "these errors are those of samples that gave the ranges; other inputs may be off by more"
 MAX_SAMPLES_COMPARED: Final = 8  # samples on which errors are measured; all samples give ranges
 
@@ -47,10 +47,10 @@ class _Samples:
 def quantize_static(
     model: onnx.ModelProto, folder: Path | None, samples: Sequence[Mapping[str, Array]], name: str
 ) -> QuantizedModel:
-    """Quantize the weights of a float32 model's convolutions and products to int8, and what they read to uint8.
+    """Quantize the weights of a float32 model's convolutions and products to int8, and their other inputs to uint8.
 
-    Weights have one scale per channel, and no zero points; activations have one of each.  `model`, called `name`, is of
-    opset 13 or later, and is not changed; nor is what its branches and bodies compute.
+    Weights have one scale per channel, and no zero points; activations have one scale and one zero point.  `model`,
+    called `name` in messages, has opset 13 or later, and is not changed.  Nodes in branches and bodies stay floats.
 
     Raises NothingToQuantizeError if there is no such weight, MissingPackageError without onnxruntime, and ModelError if
     the quantizer raises.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 BITS: Final[Mapping[str, int]] = {"int4": 4, "int8": 8}
-BLOCK_SIZE: Final = 32  # elements along K that share a scale, as onnxruntime-genai's builder has them
+BLOCK_SIZE: Final = 32  # elements along K that share a scale, as in onnxruntime-genai's builder
 QUANTIZABLE: Final = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16}
 
 
@@ -141,7 +141,7 @@ class _Quantizing:
         return name
 
     def told(self) -> WeightsResult:
-        """Return the facts about the quantized weights."""
+        """Return the facts about the quantized weights for the report."""
         after = sum(map(size_of, self.tensors))
         return WeightsResult(self.dtype, BLOCK_SIZE, self.count, self._readers.told(), self.bytes_before, after)
 

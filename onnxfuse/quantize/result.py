@@ -10,7 +10,7 @@ import onnx
 
 from onnxfuse.printing import Line, bytes_text, counted, escape, finite
 
-MAX_ERRORS_SHOWN: Final = 5  # outputs in the terminal, those with the largest errors
+MAX_ERRORS_SHOWN: Final = 5  # maximum number of outputs in the terminal; those with the largest errors are shown
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class StayingWeights:
 
 @dataclass(frozen=True)
 class WeightsResult:
-    """A model with quantized weights: how many nodes have them, which nodes with weights stay, and the errors.
+    """The facts about quantized weights: how many nodes have them, which nodes with weights stay, and the errors.
 
     `block_size` is 0 for weights with one scale per channel.  `activations` is the dtype to which the tensors that
     these nodes read are quantized; "" for floats.  `bytes_before` and `bytes_after` count the bytes of the weights
-    that were quantized.  Where nothing was measured, `errors` is empty, and `note` says why; else `note` may say on
-    which inputs the errors were measured.
+    that were quantized.  If no errors were measured, `errors` is empty, and `note` says why; otherwise `note` may
+    say on which inputs they were measured.
     """
 
     dtype: str
@@ -72,12 +72,12 @@ class WeightsResult:
 
 @dataclass(frozen=True)
 class BesideReference:
-    """The errors of a quantized model's outputs beside a float model's: of the model as it came, and optimized.
+    """The errors of a quantized model against a float model: of the model as given, and of the optimized model.
 
     Where nothing was measured, both are empty, and `note` says why.
     """
 
-    name: str  # of the float model
+    name: str  # name of the float model
     before: tuple[OutputError, ...] = ()
     after: tuple[OutputError, ...] = ()
     note: str = ""
@@ -124,7 +124,7 @@ def weights_lines(weights: WeightsResult | None) -> Iterator[Line]:
 
 
 def reference_lines(beside: BesideReference | None) -> Iterator[Line]:
-    """Yield the lines of a report about a model beside a float model; none if there is none."""
+    """Yield the lines of a report about the errors against a float model; none if no float model was given."""
     if beside is None:
         return
     yield Line(f"Beside '{escape(beside.name)}', off by this share of the largest value, as it came and optimized")

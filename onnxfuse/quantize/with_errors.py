@@ -22,9 +22,9 @@ def with_errors(
     quantized: WeightsResult, original: Stored, written: onnx.ModelProto, samples: Sequence[Mapping[str, Array]],
     shapes: Sequence[str], tell: Progress,
 ) -> WeightsResult:  # fmt: skip
-    """Return the facts with the largest errors of the written model's outputs beside the float model.
+    """Return `quantized` with the largest errors of the written model's outputs against the float model.
 
-    samples  sets of inputs; those that a set does not have are drawn
+    samples  sets of inputs; inputs that a set lacks are random
     """
     found = _errors(original, [(written, original[1])], samples, shapes, tell)
     if isinstance(found, str):
@@ -36,9 +36,9 @@ def beside_reference(
     name: str, reference: Stored, models: tuple[Stored, Stored], given: Mapping[str, Array], shapes: Sequence[str],
     tell: Progress,
 ) -> BesideReference:  # fmt: skip
-    """Return the errors of a quantized model's outputs, as it came and optimized, beside a float model's.
+    """Return the errors of a quantized model's outputs against a float model, as given and after optimization.
 
-    given  inputs; others are drawn
+    given  some of the inputs; the others are random
     """
     found = _errors(reference, models, [given], shapes, tell)
     if isinstance(found, str):
@@ -51,7 +51,7 @@ def _errors(
     reference: Stored, models: Sequence[Stored], samples: Sequence[Mapping[str, Array]], shapes: Sequence[str],
     tell: Progress,
 ) -> list[tuple[OutputError, ...]] | str:  # fmt: skip
-    """Return the largest errors of each model's outputs beside the reference, or why there are none."""
+    """Return the largest errors of each model's outputs against the reference, or why none were measured."""
     found: list[dict[str, list[OutputDifference]]] = [{} for _ in models]
     try:
         for sample in samples:

@@ -173,12 +173,11 @@ def _longest_run(labels: Array, reads: Sequence[Sequence[int]], start: int, end:
 
 
 def _exact_run(labels: Array, reads: Sequence[Sequence[int]], run: _Run, end: int) -> _Run | None:
-    """Return the run, shifted so that few values enter a copy.
+    """Return the run, perhaps shifted to start at a later node, so that few values enter a copy.
 
-    Returns None if at no shift the corresponding nodes of all copies read corresponding nodes.
-
-    The repeated labels may go on after the last copy, so the first copy may also start at a later node.  Of the shifts
-    with the most copies, the one is chosen with which the fewest values enter a copy.
+    A shift is possible because the repeated labels may go on after the last copy.  All copies must be linked alike:
+    corresponding nodes read corresponding nodes.  Of the shifts with the most copies, the one is chosen at which the
+    fewest values enter a copy.  Returns None if the copies are linked alike at no shift.
     """
     period = run.period
     last = run.start + run.copies * period

@@ -38,7 +38,7 @@ def operator_table(operators: Sequence[OperatorCount], everything: bool) -> Tabl
 
 
 def estimate_line(assumed: Mapping[str, int], has_bodies: bool) -> Line:
-    """Return a line on the sizes that the estimates of launches and memory traffic assume, and on what they are of."""
+    """Return a line on the dim sizes and the graph that estimates of launches and memory traffic are for."""
     sizes = ", ".join(f"{escape(short(name))} = {size}" for name, size in assumed.items())
     of_main = " of the main graph" if has_bodies else ""
     return Line(f"[dim]Launches and traffic{of_main} are estimated{f', for {sizes}' if sizes else ''}.[/]")

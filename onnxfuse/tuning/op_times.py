@@ -42,7 +42,7 @@ Attribute = int | float | str | list[int] | list[float] | list[str]
 class OpTime:
     """The time of one operator at one combination of shapes, in seconds per node, and the bytes that it has to move."""
 
-    fusion: str  # or the ONNX operator of an unfused node
+    fusion: str  # the fusion; for an unfused node, its ONNX operator
     nodes: tuple[str, ...]
     shapes: tuple[str, ...]  # shapes of the inputs, such as "4096x768 float16"
     attributes: Mapping[str, Attribute]

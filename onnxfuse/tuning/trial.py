@@ -212,7 +212,7 @@ class GpuTrial:
         return self._sets[:count]
 
     def _swapped(self, memory: Buffers) -> Buffers:
-        """Return the buffers for every second run, whose inputs are outputs of the run before where their types fit."""
+        """Return the buffers of every second run: its inputs are outputs of the previous run, where types fit."""
         inputs, outputs = map(list, memory)
         for output, source in self._chained:
             inputs[source], outputs[output] = outputs[output], inputs[source]
@@ -286,7 +286,7 @@ def _chained(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Ite
 
 
 def _terms(constant: TensorSpec) -> int:
-    """Return how many products with elements of a constant matrix or filter a sum has at most; 1 for vectors.
+    """Return how many products are summed for a result if the constant is a matrix or filter; 1 for vectors.
 
     The largest axis of a filter is taken as its output channels.  That is right where a run reads the previous run's
     output, because there are then as many output channels as input channels, or one filter for each channel.
