@@ -259,7 +259,7 @@ def farthest_view(shapes: ShapeInfo, tensor: Tensor, last: View) -> tuple[Tensor
 def sources_of(shapes: ShapeInfo, tensor: Tensor) -> Iterator[tuple[Tensor, Shape, tuple[View, ...], list[Node]]]:
     """Yield the tensors from which views and products with a number compute a tensor, the farthest first.
 
-    Each comes with its shape, with these views, and with these products.  Tensors of unknown shape are left out.
+    Each is yielded with its shape, its views and its products.  Tensors of unknown shape are left out.
     """
     chain = _scaled_chain_to(shapes, tensor)
     for start, first in enumerate(chain):

@@ -1,9 +1,9 @@
-"""Compute weights of norms and convolutions, and biases, that a model stores quantized, or quantizes and dequantizes.
+"""Compute QuantizeLinears of constants ahead of time, and DequantizeLinears of biases and of some weights.
 
-Weights of convolutions are computed only where nothing but weights is quantized: a model with quantized activations
+Weights of convolutions are dequantized only where nothing but weights is quantized: a model with quantized activations
 runs in integers, and onnxruntime finds its integer operators by the DequantizeLinears of the weights.  Weights that
-such a model quantizes when it runs, as models for TensorRT do, are stored as integers.  No norm runs in integers, and
-onnxruntime quantizes biases again.
+such a model quantizes when it runs, as models for TensorRT do, are stored as integers.  Weights of norms are always
+dequantized, because no norm runs in integers.  Biases are dequantized too, because onnxruntime quantizes them again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ IN_INTEGERS: Final = ("DynamicQuantize", "QLinear", "ConvInteger", "MatMulIntege
 INTEGERS: Final = ("int8", "uint8", "int32")
 FLOATS: Final = ("float32", "float16")
 FIRST_WITH_FLOAT_BIASES: Final = 11  # the first opset with the Round by which onnxruntime quantizes biases
-SAME_SCALE: Final = 1e-6  # relative difference of scales that are equal but for rounding
+SAME_SCALE: Final = 1e-6  # the largest relative difference of two scales that count as equal
 FIRST_WITH_PRECISION: Final = 23  # the opset in which QuantizeLinear has an attribute `precision`
 NORMS: Final = frozenset(f"{kind}Normalization" for kind in ("Batch", "Group", "Instance", "Layer", "RMS"))
 # Operators through which quantized weights may pass on their way to a Conv.
@@ -37,9 +37,9 @@ VIEWS: Final = frozenset({"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Ident
 
 @graph_pass()
 def fold_quantized_weights(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
-    """Turn QuantizeLinears of constants, and DequantizeLinears of biases or of certain weights, into initializers.
+    """Replace QuantizeLinears of constants, and DequantizeLinears of biases and of some weights, by initializers.
 
-    These weights are read by nothing but norms or convolutions.
+    A weight is dequantized only if nothing but norms or convolutions reads it.
     """
     found = [node for node in graph.nodes if op_of(node) in QUANTIZERS]
     folded = [each for node in filter(_is_of_constants, found) for each in _folded(graph, node, _quantized)]
@@ -63,7 +63,7 @@ def _folded(graph: Graph, node: Node, compute: Callable[[Graph, Node], Array | N
 
 
 def _has_fused_quantizers(graph: Graph) -> bool:
-    """Return whether fused nodes, in a model that was optimized before, quantize what they compute."""
+    """Return whether fused nodes contain quantizers; only a model that was optimized before has fused nodes."""
     return any(node.op_type.endswith("QuantizeLinear") for body in graph.functions for node in body.node)
 
 
@@ -73,9 +73,10 @@ def _is_of_constants(node: Node) -> bool:
 
 
 def _is_bias(graph: Graph, node: Node) -> bool:
-    """Return whether a node dequantizes a bias whose scale is the product of the scales of what is multiplied.
+    """Return whether a node dequantizes a bias whose scale is the product of the scales of both operands.
 
-    onnxruntime quantizes such a bias again, exactly; with another scale it would round it, and in old opsets it fails.
+    onnxruntime quantizes such a bias again without loss.  It would round a bias with another scale, and it fails in
+    opsets before FIRST_WITH_FLOAT_BIASES.
     """
     (bias,), scale = node.outputs, _constant(graph, node, 1)
     if not is_constant(node.inputs[0]) or node.inputs[0].dtype != np.int32 or scale is None or graph.is_kept(bias):
@@ -85,7 +86,7 @@ def _is_bias(graph: Graph, node: Node) -> bool:
 
 
 def _has_scale(graph: Graph, reader: Node, bias: Tensor, scale: Array) -> bool:
-    """Return whether a product or convolution adds a bias, and reads numbers whose scales multiply to `scale`."""
+    """Return whether a product or convolution adds the bias, and the scales of its operands multiply to `scale`."""
     if op_of(reader) not in (*CONVOLUTIONS, "Gemm") or not reader.inputs[2:] or reader.inputs[2] is not bias:
         return False
     makers = [producer(tensor) for tensor in reader.inputs[:2]]
@@ -113,7 +114,10 @@ def _are_weights(graph: Graph, tensor: Tensor, readers: Set[str]) -> bool:
 
 
 def _dequantized(graph: Graph, node: Node) -> Array | None:
-    """Return onnxruntime's result for a DequantizeLinear of constant `INTEGERS`; None for other nodes, or blocks."""
+    """Return onnxruntime's result for a DequantizeLinear of constant `INTEGERS`.
+
+    Returns None for other nodes, and for scales of blocks.
+    """
     values = _constant(graph, node, 0)
     if op_of(node) != "DequantizeLinear" or values is None or values.dtype.name not in INTEGERS:
         return None

@@ -1,6 +1,6 @@
-"""Let a MaxPool compute integers, where it is between a DequantizeLinear and the QuantizeLinear that undoes it.
+"""Pool the integers where a MaxPool is between a DequantizeLinear and the QuantizeLinear that undoes it.
 
-The largest number is that of the largest integer, so that the results are equal.
+The results are equal, because the scale is positive: the largest integer is the one with the largest dequantized value.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from onnxfuse.ir.node import Node, op_of, producer
 from onnxfuse.passes.graph_pass import graph_pass
 
 INTEGERS: Final = (TensorProto.INT8, TensorProto.UINT8)
-# By dtype: the scales with which no integer is lost.
+# By the dtype of the scale: limits between which every integer that is dequantized and quantized again is unchanged.
 SCALES: Final[Mapping[int, tuple[float, float]]] = {
     TensorProto.FLOAT: (1e-30, 1e36),
     TensorProto.FLOAT16: (1e-7, 128.0),
@@ -26,7 +26,7 @@ SCALES: Final[Mapping[int, tuple[float, float]]] = {
 
 @graph_pass(opset=12)  # the first opset whose MaxPool takes integers
 def pool_integers(graph: Graph, shapes: ShapeInfo) -> int:
-    """Write each MaxPool of dequantized integers that are quantized again as a MaxPool of the integers."""
+    """Replace each MaxPool of dequantized integers, if its result is quantized again, by a MaxPool of the integers."""
     count = 0
     for node in [each for each in graph.nodes if op_of(each) == "QuantizeLinear"]:
         pool = producer(node.inputs[0])
@@ -41,7 +41,7 @@ def pool_integers(graph: Graph, shapes: ShapeInfo) -> int:
 
 
 def _undoes(graph: Graph, shapes: ShapeInfo, quantize: Node, dequantize: Node) -> bool:
-    """Return whether two quantizers have the same zero point, and the same scale, which is positive and ordinary."""
+    """Return whether two quantizers have one zero point and one scale, which is within the limits of `SCALES`."""
     if len(quantize.inputs) != 3 or {*quantize.attrs, *dequantize.attrs} - {"axis"}:
         return False
     dtype, scale = shapes.dtype(quantize.outputs[0]), quantize.inputs[1]

@@ -22,7 +22,7 @@ RewriteRule: TypeAlias = Callable[[Graph, ShapeInfo, Node], bool]  # a rule retu
 
 RULES = RuleTable[RewriteRule]()
 NEUTRAL_SCALARS = {"Mul": 1, "Div": 1, "Add": 0, "Sub": 0}
-SUM_ROUNDING = 1e-6  # of a bias that was dequantized, relative to the largest
+SUM_ROUNDING = 1e-6  # how far a bias, divided by the scale of a product, may be from integers (relative to the largest)
 MAX_WEIGHT_RANK = 3  # the highest rank of a tensor that a weight scales or shifts: batch, sequence, features
 
 
@@ -255,9 +255,10 @@ def _flatten_weight(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 
 
 def _flatten_scale(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
-    """Drop first axes of size 1 of a constant that multiplies a number, if all that the product scales has these axes.
+    """Drop first axes of size 1 of a constant that multiplies a scalar, if their product only scales other tensors.
 
-    So quantizers write the product of two scales, by which sums of integers are multiplied.
+    These tensors must have at least as many axes as the constant.  Quantizers write such a product of two scales, and
+    multiply sums of integers by it.
     """
     (product,) = node.outputs
     scaled = [tensor for reader in product.outputs for tensor in reader.inputs if tensor is not product]
@@ -278,11 +279,11 @@ def _flatten_scale(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 
 @RULES.rule("QuantizeLinear")
 def _write_zero_point(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
-    """Write the zero point of a QuantizeLinear to int8 that names its dtype, and not the dtype.
+    """Give a QuantizeLinear to int8 a zero point of int8 in place of the attribute `output_dtype`.
 
-    onnxruntime's optimizations replace it and the DequantizeLinears and operator before it by a QLinear operator, whose
-    result is uint8 where the zero point is left out.  Others make quantizers of uint8 of those of int8, and leave the
-    attribute `output_dtype`.  onnxruntime then refuses the model.
+    onnxruntime's optimizations replace a QuantizeLinear, with the operator and the DequantizeLinears before it, by a
+    QLinear operator, whose result is uint8 if the zero point is left out.  Other optimizations turn quantizers to int8
+    into quantizers to uint8, but leave `output_dtype` unchanged.  onnxruntime then refuses the model.
     """
     shape = shapes.shape(node.inputs[1])
     sizes = [size for size in shape or () if isinstance(size, int)]
@@ -297,15 +298,16 @@ def _write_zero_point(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 
 @RULES.rule("Gemm")
 def _simplify_gemm(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
-    """Give a Gemm a bias of one axis, and no factor; a product of integers only if its bias is a sum of integers.
+    """Reshape the bias of a Gemm to one axis, and fold the factor `alpha` into the scale of its weight.
 
-    onnxruntime's optimizations would round any other bias, once they make a QGemm of the product.
+    If a Gemm multiplies dequantized integers, its bias must be a multiple of the scale of the product: onnxruntime's
+    optimizations would round any other bias when they make a QGemm of the product.
     """
     return _adds_sums(graph, node) and (_flatten_bias(graph, node) or _fold_factor(graph, node))
 
 
 def _adds_sums(graph: Graph, node: Node) -> bool:
-    """Return whether the bias of a product of integers, if it is one, is a multiple of the scale of the sums."""
+    """Return whether the bias is a multiple of the scale of the product, or no dequantized integers are multiplied."""
     step: Array = np.full((), number_parameter(graph, node, "alpha"))
     for tensor in node.inputs[:2]:
         maker = producer(tensor)
@@ -334,7 +336,7 @@ def _fit(step: Sequence[int], other: Sequence[int]) -> bool:
 
 
 def _fold_factor(graph: Graph, node: Node) -> bool:
-    """Multiply the scale of a weight that is dequantized, instead of its product, by the factor of a Gemm."""
+    """Multiply the scale of a dequantized weight by the factor `alpha` of its Gemm, and set `alpha` to 1."""
     weight, factor = node.inputs[1], number_parameter(graph, node, "alpha")
     maker = producer(weight) if graph.sole_consumer(weight) else None
     if maker is None or op_of(maker) != "DequantizeLinear" or not 0 < factor < math.inf or factor == 1:
