@@ -179,7 +179,7 @@ class Chosen:
 
 
 def _with_nodes(kept: Mapping[str, Collection[str]], matches: Iterable[Fused]) -> dict[str, frozenset[str]]:
-    """Return the node labels in `kept`, by body, plus the labels of the nodes that the matches replace."""
+    """Return `kept` (node labels by body) with the labels of the nodes that the matches replace added."""
     found = {where: set(labels) for where, labels in kept.items()}
     for one in matches:
         found.setdefault(one.where, set()).update(one.replaces)

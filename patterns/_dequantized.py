@@ -8,14 +8,14 @@ FLOAT: Final = 1  # ONNX's number of float32
 
 
 def dequantized(x: Term, scale: Term, zero_point: Term) -> Term:
-    """Return the numbers of a computed tensor with one scale; other nodes may read them too."""
+    """Dequantize a computed tensor with one scale; other nodes may read the result too."""
     return shared(op.DequantizeLinear(x, scale, or_zeros(zero_point, x)))
 
 
 def dequantized_weight(w: Term, scale: Term, zero_point: Term, axis: int) -> Term:
-    """Return the numbers of a weight with one scale, or with `scales` of them along an axis.
+    """Dequantize a weight with one scale, or with `scales` scales along an axis.
 
-    Other nodes may read the numbers, such as the embedding that shares the weight of the last product.
+    Other nodes may read the result, such as the embedding that shares the weight of the last product.
     """
     operands = w, scale, or_zeros(zero_point, w)
     of_one_scale = when(
@@ -37,7 +37,7 @@ def both_scales(x_scale: Term, w_scale: Term) -> Term:
 
 
 def require_eight_bits() -> None:
-    """Require integers that kernels multiply."""
+    """Require x and w of 8 bits: the kernels multiply no other integers."""
     require(
         "x and w have 8 bits; found {dtypes}",
         lambda dtypes: {dtypes["x"], dtypes["w"]} <= {"int8", "uint8"},

@@ -10,7 +10,7 @@ EXAMPLE: Final[Mapping[str, int | str]] = {"bits": 4, "block_size": 16, "scales"
 
 
 class Quantized(NamedTuple):
-    """A weight, its scales and zero points, and what MatMulNBits says of it; all of a fusion have the same blocks."""
+    """A weight, its scales and zero points, and attributes of MatMulNBits; all of a fusion have the same blocks."""
 
     w: Term
     scales: Term
@@ -21,7 +21,9 @@ class Quantized(NamedTuple):
 
 
 def quantized_linear(x: Term, weight: Quantized, bias: Term, number: str = "") -> Term:
-    """Return x w + bias, or x w, for a w of 2, 4 or 8 bits, in one of three layouts, which the attribute tells.
+    """Return x w + bias, or x w, for a w of 2, 4 or 8 bits that is stored in one of three layouts.
+
+    The attribute `weight_layout` names the layout:
 
     nbits  as com.microsoft's MatMulNBits stores it: (n, blocks, bytes)
     kn, nk  the operand of a DequantizeLinear by blocks of k: (k, n) or (n, k)
@@ -41,9 +43,9 @@ def quantized_linear(x: Term, weight: Quantized, bias: Term, number: str = "") -
 
 
 def _dequantized(weight: Quantized, first: str, second: str, axis: int) -> Term:
-    """Return the weight as numbers; `first` and `second` are the names of its axes.
+    """Dequantize the weight; `first` and `second` are the names of its axes.
 
-    Other nodes may read the numbers, such as the embedding that shares the weight of the last product.
+    Other nodes may read the result, such as the embedding that shares the weight of the last product.
     """
     axes, blocks = f"{first} {second}", f"{first} {second}".replace("k", "blocks")
     w, scales, zero_points = (
@@ -59,7 +61,7 @@ def _dequantized(weight: Quantized, first: str, second: str, axis: int) -> Term:
 
 
 def require_blocks() -> None:
-    """Require blocks along k, of a size and of bits that kernels and onnxruntime have."""
+    """Require blocks along k whose size and bits both kernels and onnxruntime support."""
     require("weights have 2, 4 or 8 bits; bits is {bits}", lambda bits: bits in (None, 2, 4, 8))
     require(
         "a block has a power of two of elements, and at least 16; block_size is {block_size}",

@@ -62,7 +62,7 @@ def _product_with_values(graph: Graph, softmax: Node) -> Node | None:
 
 
 def _is_part(shapes: ShapeInfo, scores: Shape, tensor: Tensor, node: Node) -> bool:
-    """Return whether a node computes scores; where their axes are merged, it must read nothing else but numbers."""
+    """Return whether a node computes scores; where their axes are merged, operands have one shape or are scalars."""
     shape, operands = shapes.shape(tensor), [shapes.shape(each) or () for each in node.inputs if each.name]
     if shape is None or (product(shape), shape[-1]) != (product(scores), scores[-1]):
         return False
@@ -71,9 +71,9 @@ def _is_part(shapes: ShapeInfo, scores: Shape, tensor: Tensor, node: Node) -> bo
 
 
 def _heads(shapes: ShapeInfo, scores: Shape, node: Node) -> Shape | None:
-    """Return the axes that the heads of a product get, those of its right operand first; None if queries differ in it.
+    """Return the axes that the heads of a product get: (heads,) or (key heads, group).
 
-    The left operand must have all rows of the product.
+    Returns None if the right operand is not the same for all queries, or if the left lacks rows of the product.
     """
     left, right, out = (shapes.shape(each) for each in (*node.inputs, node.outputs[0]))
     if left is None or right is None or out is None or left[:-1] != out[:-1] or len(right) != len(out):
@@ -122,7 +122,7 @@ class HeadsFirst:
     def back(self, result: Tensor, rows: Shape) -> Tensor | None:
         """Return the result of the attention as (batch, queries, heads * size)."""
         count, shape = len(self.heads), self.shapes.shape(result)
-        assert shape is not None  # which `shape` has given it
+        assert shape is not None  # the method `shape` computed it
         order = (0, count + 1, *range(1, count + 1), count + 2)
         return self._viewed(result, View(order, tuple(shape[axis] for axis in order)), View(None, rows))
 

@@ -13,8 +13,8 @@ DOMAIN: str = "onnxfuse"
 DOMAIN_VERSION: int = 1
 UNVERSIONED: Final = 1000  # the version that onnxruntime writes for every domain that is registered in its process
 ORT_DOMAIN: Final = "com.microsoft"  # the domain of onnxruntime's own operators
-PROLOGUE: Final = "prologue"  # the attribute of fused nodes that says which norm has joined them
-OF_NORM: Final = "norm_"  # begins the names of such a norm's operands, except x
+PROLOGUE: Final = "prologue"  # the attribute of a fused node that names the norm that was fused into it
+OF_NORM: Final = "norm_"  # the prefix of the names of this norm's operands, except x
 TEXTS: Final = frozenset({"fusion", "operands"})  # string attributes of every fused node
 
 
@@ -38,7 +38,7 @@ def is_whole(node: onnx.NodeProto, body: onnx.FunctionProto | None) -> bool:
 def check_version(model: onnx.ModelProto) -> None:
     """Raise ModelError for a model whose operators of onnxfuse have a newer version than DOMAIN_VERSION.
 
-    A model without fused nodes may import any version, and every model the version that onnxruntime writes.
+    A model without fused nodes may import any version, and any model may import UNVERSIONED.
     """
     has_fused = any(map(is_fused, nodes(model.graph, *model.functions)))
     for opset in model.opset_import if has_fused else ():

@@ -147,7 +147,10 @@ class Graph:
         return len(node.inputs) == len(other.inputs) and all(a == b is not None for a, b in numbers)
 
     def joins_quantizers(self, old: Tensor, new: Tensor) -> bool:
-        """Return whether quantizers of two scales meet if `new` replaces `old`: onnxruntime would merge their pairs."""
+        """Return whether a QuantizeLinear would read a DequantizeLinear with another scale if `new` replaced `old`.
+
+        onnxruntime would give both the same scale.
+        """
         return not all(self.have_one_scale(*pair) for pair in joined_quantizers(old, new))
 
     def unique_name(self, stem: str) -> str:
@@ -234,7 +237,8 @@ class Graph:
         """Replace `old` by `new` in the inputs of all nodes.
 
         If `old` must keep its name, the node that computes `new` computes `old` instead.  If both must keep their
-        names, or no node computes `new`, nothing changes, and False is returned; so it is where quantizers would meet.
+        names, or no node computes `new`, nothing changes, and False is returned.  The same holds if the replacement
+        would join quantizers (see `joins_quantizers`).
         """
         if self.joins_quantizers(old, new):
             return False

@@ -1,6 +1,7 @@
 """Quantizers that onnxruntime would merge: a QuantizeLinear that reads the result of a DequantizeLinear.
 
-onnxruntime 1.32 makes one pair of two such pairs, with one scale for both, and so leaves out the second rounding.
+onnxruntime 1.32 merges two successive pairs of a QuantizeLinear and a DequantizeLinear into one pair with one scale,
+and so omits the second rounding.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Final
 from onnxfuse.ir.node import Node, Tensor, consumers, producer, tensor_before
 
 QUANTIZERS: Final = frozenset({"QuantizeLinear", "DequantizeLinear"})
-PASSING: Final = frozenset({"Identity", "Dropout"})  # onnxruntime removes them
+PASSING: Final = frozenset({"Identity", "Dropout"})  # operators that onnxruntime removes
 
 
 def is_quantized_twice(tensor: Tensor) -> bool:
@@ -21,12 +22,12 @@ def is_quantized_twice(tensor: Tensor) -> bool:
 
 
 def joined_quantizers(old: Tensor, new: Tensor) -> Iterator[tuple[Node, Node]]:
-    """Yield each DequantizeLinear and QuantizeLinear that meet only if `new` replaces `old`."""
+    """Yield each DequantizeLinear with each QuantizeLinear that reads its result only once `new` replaces `old`."""
     dequantizer = _dequantizer(new)
     if dequantizer is None:
         return
     replaced = producer(old)
-    if replaced is None or replaced.op not in (*PASSING, "DequantizeLinear"):  # else they meet without it
+    if replaced is None or replaced.op not in (*PASSING, "DequantizeLinear"):  # else it reads it already
         yield from ((dequantizer, quantizer) for quantizer in _quantizers(old))
 
 

@@ -109,7 +109,7 @@ def write_model(graph: Graph) -> onnx.ModelProto:
 def _write_initializers(graph: Graph, result: onnx.GraphProto, alive: Collection[str]) -> set[str]:
     """Write the initializers that are still read: unchanged ones as they were, new ones from their values.
 
-    A large new constant afterwards refers to the written bytes, so that memory holds its value once.
+    Afterwards, a large new constant refers to the bytes that were written, so that memory holds its value only once.
     """
     source = graph.model.graph
     known = {t.name: t for t in source.initializer}

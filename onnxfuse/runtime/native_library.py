@@ -28,7 +28,7 @@ CUDA_GRAPH: Final = 16
 ALL_KERNELS: Final = 32  # a flag of requests, not of sessions
 SHARED: Final = 64  # a flag of sessions: aim="throughput"
 PACKAGE: Final = Path(__file__).parent
-LIBRARY_NAME: Final = "libonnxfuse.so"  # of copies, for processes without Python
+LIBRARY_NAME: Final = "libonnxfuse.so"  # the name of copies for processes without Python
 HINT: Final = "install a C++17 compiler and run `python -m onnxfuse.runtime.build_native`"
 
 

@@ -34,7 +34,7 @@ class Trace:
     """The comparisons that a host (the module that makes plans) makes while it plans for sizes equal to the hints."""
 
     expressions: Expressions
-    hard: dict[int, bool] = field(default_factory=dict)  # conditions of the plan: expressions, and the required answers
+    hard: dict[int, bool] = field(default_factory=dict)  # conditions of the plan: comparison -> required answer
     soft: dict[int, bool] = field(default_factory=dict)
     later: dict[int, bool] = field(default_factory=dict)  # conditions only of the plans after the first
     fixed: dict[str, int] = field(default_factory=dict)  # where a size was used as a plain integer, and its value
