@@ -270,7 +270,7 @@ class _Text:
     def _reads(self) -> list[tuple[str, Place]]:
         """Return each operand with each place at which it is read.
 
-        The product's result is among the operands if it is read at another place than the computed element's.
+        The product's result counts as an operand only if it is read at another place than that of the computed element.
         """
         draft = self._writer(Arguments(self.shapes.sizes, False))
         for name in self.both.outputs:

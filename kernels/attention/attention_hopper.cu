@@ -35,7 +35,7 @@
 //   CAUSAL, SOFTCAP, BIAS     1: the attention has a diagonal, a cap, a bias
 //   LENGTHS                   1: each batch element has a length of its own; then there is no mask or bias
 //   WINDOW                    1: a query sees only the last keys up to the diagonal
-//   SINKS                     1: each row has one more score, its head's sink of type SINK_T, with a value of zeros
+//   SINKS                     1: each row has one more score, the sink of its head (type SINK_T), whose value is zeros
 //   ZERO_MASKED_ROWS          1: rows without a key are 0; 0: they are NaN
 //   BIAS 2         the bias of a head is its slope, of type SLOPE_T, times the elements
 //   MASK   0 none, 1 boolean (INVERTED: false counts), 2 additive (elements up to NEGLIGIBLE are skipped at first)

@@ -1,4 +1,4 @@
-// The epilogue of gemm_hopper_threads.cuh for products of integers, in the way "by row" of epilogue.cuh.
+// The epilogue of gemm_hopper_threads.cuh for products of integers, called "by row" (see epilogue.cuh).
 //
 //   acc = (sum - x_zero * w_sums[row, column]) * x_scale * w_scale[column]
 //

@@ -3,7 +3,7 @@
 // Each of the SPLIT_K blocks sums over a slice of k, with the producer and the multiplication of gemm_hopper.cuh. Then
 // each finishes an equal part of the columns. Every consumer thread sends its accumulators of the other parts to the
 // shared memory of the blocks that finish them. After a barrier of the cluster, each block adds the received sums to
-// its own accumulators in a fixed order. Then it applies the epilogue, in the way "by fragment" of epilogue.cuh:
+// its own accumulators in a fixed order. Then it applies the epilogue, "by fragment" (see epilogue.cuh):
 // threads load the column vectors and the residual before the exchange, and store y.
 //
 // Macros: those of gemm_hopper.cuh; not PINGPONG. Every block has at least one step of k.

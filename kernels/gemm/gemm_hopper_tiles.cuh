@@ -6,8 +6,8 @@
 //      if TILE_N is not a multiple of 64).
 //   2. After the multiplication it stores the column vectors in shared memory. Each thread reads the values for the
 //      columns of its accumulators from there.
-//   3. It applies the epilogue, in the way "by fragment" of epilogue.cuh. It reads the residual by ldmatrix and writes
-//      the result in its place by stmatrix. TMA stores the subtiles, except elements outside y, while the next tile is
+//   3. It applies the epilogue "by fragment" (see epilogue.cuh). It reads the residual by ldmatrix, and writes y
+//      in its place by stmatrix. TMA stores the subtiles, except elements outside y, while the next tile is
 //      multiplied.
 // With RESULTS_IN_RING, the producer loads the residual into the stage after the tile's last one; y replaces it there.
 // With STORE_BY_THREADS, step 3 ends with stores by threads, row by row in words, because rows of y are not aligned.

@@ -11,7 +11,7 @@
 //   2. Each warp overwrites its ring with its sums, and all threads add the sums of all warps.
 //   3. CLUSTER blocks share a tile, each with a slice of k. Each block finishes TILE_N / CLUSTER columns. It gets the
 //      other blocks' sums of these columns by st.async, and an mbarrier counts the bytes that arrive.
-//   4. All threads run the epilogue, in the way "by row" of epilogue.cuh.
+//   4. All threads run the epilogue, "by row" (see epilogue.cuh).
 //
 // 1x4096x4096 in fp16 takes 8.5 us on an H200 (n x k; 9.0 as k x n), and 10.6 without programmatic dependent launch.
 // The 33.5 MB of w take 8.0 us at the rate of a long copy. A kernel that only reads them takes 7.4 us, and 9.3 us

@@ -2,7 +2,7 @@
 //
 //   weight(n, k) = (q(n, k) - zero(n, k / BLOCK_SIZE)) * scale(n, k / BLOCK_SIZE)
 //
-// Bytes hold elements with the lowest bits first. A column n of y has one row of w, of W_ROW_BYTES, and BLOCKS_K scales;
+// Bytes hold elements with the lowest bits first. Column n of y has one row of w, of W_ROW_BYTES, and BLOCKS_K scales;
 // a row of packed zero points has ZERO_BITS bits. Elements of signed integers are read as unsigned ones that are MIDDLE
 // larger, and so are their zero points.
 //
@@ -73,7 +73,7 @@ struct Quantized {
 
 // ---- the weights of a launch ---------------------------------------------------------------------------------------
 
-// Returns how many columns y has in the product of a weight of the launch.
+// Returns the number of columns of y in the product with weight `weight` of the launch.
 __device__ __forceinline__ constexpr int columns_of(int weight) {
 #if PRODUCTS == 3
     constexpr int all[] = {GEMM_N, GEMM_N_2, GEMM_N_3};

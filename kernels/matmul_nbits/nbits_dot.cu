@@ -2,8 +2,8 @@
 //
 //   y = x w^T + bias, where nbits.cuh defines w; a gated product has a second weight
 //
-// A warp computes one column of y: its lanes take words of the column's weights in turn, and add up by shuffles. The
-// block then has WARPS columns of ROWS rows, and all threads run the epilogue (epilogue.cuh).
+// A warp computes one column of y: its lanes read words of the column's weights in turn, and add their sums by
+// shuffles. A block thus computes WARPS columns of ROWS rows, and all its threads run the epilogue (epilogue.cuh).
 //
 // Macros:
 //   ROWS, WARPS   as above
