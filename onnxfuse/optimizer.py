@@ -184,7 +184,7 @@ def _check_reference(reference: object, converted: str | None, verify: bool) -> 
 def _beside(
     reference: str | os.PathLike[str] | bytes | onnx.ModelProto, job: _Job, path: str | None
 ) -> tuple[onnx.ModelProto, Report]:
-    """Return the optimized model and its report, with the errors of both models beside the reference."""
+    """Return the optimized model and its report, with the errors of both models relative to the reference."""
     float_model = _reference(reference, job)
     made, report = _optimize(job, path)
     name = str(reference) if isinstance(reference, str | os.PathLike) else "the reference"
@@ -358,7 +358,7 @@ def _optimize(job: _Job, path: str | None) -> tuple[onnx.ModelProto, Report]:
 
 
 def _accepted(job: _Job, found: _Found) -> Accepted:
-    """Return what was accepted of the model beside the original, apart from the tolerances that dtypes have."""
+    """Return the differences from the original that were accepted, without the default tolerances of dtypes."""
     if found.half is not None:
         allowed = {name: value for name, value in found.half.tolerances.items() if math.isfinite(value)}
         return Accepted(allowed, f"the error that was allowed for {found.half.dtype}", True, job.is_standard)

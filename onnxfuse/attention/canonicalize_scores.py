@@ -339,7 +339,7 @@ class _Writer:
         return self._where(mask, self._constant(f"{stem}_zero", 0.0) if addend is None else addend, stem)
 
     def _where(self, mask: Mask, value: Tensor, stem: str) -> Tensor:
-        """Return a value that is replaced by the mask's number where the mask hides scores."""
+        """Write a Where that selects `mask.number` where the mask hides scores, and `value` elsewhere."""
         number = self._constant(f"{stem}_number", mask.number)
         branches = [number, value] if mask.inverted else [value, number]
         return write(self.shapes, "Where", [mask.condition, *branches], stem)

@@ -75,7 +75,7 @@ def optimize_folder(
     Kernels are compiled for the models that run on CUDA; their configuration then names onnxfuse's library.  Returns
     each model's name, report and kernels.  Raises UsageError for a folder without models or without weights to
     quantize, and for a target that exists or contains the folder; ModelError for names that lead outside the folder,
-    and for what `optimize` refuses; OnnxfuseError if writing fails.
+    and for models that `optimize` refuses; OnnxfuseError if writing fails.
     """
     source, out = Path(folder), None if target is None else Path(target)
     found = read_folder(source)

@@ -1,7 +1,7 @@
 """Say how onnxruntime's CUDA provider runs the quantized operators of a model, and attention with a cache.
 
-Of quantizers it also says whether onnxfuse makes one kernel of them and the operators beside them, or a product or
-convolution of their integers.
+It also says whether onnxfuse fuses quantizers with the operators before and after them into one kernel, or computes a
+product or convolution of their integers.
 The sentences follow the sources of onnxruntime 1.30 (contrib_ops/cuda/quantization and contrib_ops/cuda/bert).
 """
 
@@ -79,7 +79,7 @@ def _name(node: Node) -> str:
 
 
 def _taken(shapes: ShapeInfo, node: Node) -> str:
-    """Return what onnxfuse makes of a node, or of the quantizers and the operator that it is written as."""
+    """Return how onnxfuse fuses a node, or the quantizers and the operator that spell it; "" if it does not."""
     if _is_multiplied(node):
         return MULTIPLIED
     if op_of(node) == "QLinearMatMul":

@@ -201,7 +201,7 @@ class Matcher(MatchContext):
         inside = matcher.match(tensor, state._replace(factor=None))  # factors inside a part do not scale the whole
         return (after._replace(factor=state.factor) for after in inside)
 
-    # --- outputs beside the first --------------------------------------------------------------------------------
+    # --- outputs after the first ---------------------------------------------------------------------------------
 
     def _with_side_outputs(self, root: Tensor, state: State, index: int = 0) -> Iterator[State]:
         """Yield the state with the side outputs that are found: outputs outside of the first output's subgraph.

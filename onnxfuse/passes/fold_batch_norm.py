@@ -1,4 +1,4 @@
-"""Fold BatchNormalization, and constant scales and biases per channel, into the weights of a linear node beside them.
+"""Fold BatchNormalization, and constant scales and biases per channel, into the weights of an adjacent linear node.
 
 Conv, ConvTranspose, Gemm and MatMul are linear.  So a step `y = x * scale + shift` per channel after such a node can be
 folded into the node's weights.  A step before the node can be folded, too, unless the node pads its input.  The

@@ -114,7 +114,7 @@ class Report:
     folder: Path | None = None  # the folder of the model's external data until it is saved
     left_out: tuple[LeftOut, ...] = ()  # steps that raised an exception and were left out, with tracebacks
     weights: WeightsResult | None = None  # the result of quantizing weights
-    reference: BesideReference | None = None  # the errors beside a float model that was given
+    reference: BesideReference | None = None  # the errors relative to a given float model
 
     @property
     def counts(self) -> dict[str, int]:

@@ -240,7 +240,7 @@ def sum_of_joined(
     cos: Term = tensor(HALF_TABLE),
     sin: Term = tensor(HALF_TABLE),
 ) -> Rules:
-    """Where the products of both halves are joined before they are added, the halves are added first."""
+    """A sum of two Concats, of products with cos and of products with sin, becomes a Concat of two sums."""
     require(*AXES_ARE_INPUTS)
     require(*OF_ONE)
     require("cos and sin are tables", lambda a, cos, sin, is_table: is_table(cos, a) and is_table(sin, a))

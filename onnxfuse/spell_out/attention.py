@@ -31,7 +31,7 @@ LOWEST: Final[Mapping[int, float]] = {  # by dtype: the number that is added to 
 
 @dataclass(frozen=True)
 class Heads:
-    """Queries, keys and values as (batch, heads, rows, size), and what the softmax needs besides masks and biases."""
+    """Queries, keys and values as (batch, heads, rows, size), and softmax parameters besides masks and biases."""
 
     queries: Term
     keys: Term

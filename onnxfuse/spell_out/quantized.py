@@ -179,7 +179,7 @@ def _along(call: Call, scale: int, axis: int) -> dict[str, Any]:
 
 
 def in_region(call: Call, value: Term, scale: int) -> dict[int, Term]:
-    """Return `value` quantized; the spelling counts as fused only if regions take it."""
+    """Return `value` quantized, for a spelling that counts as fused only if a region takes it."""
     call.of_regions = True
     return quantized(call, value, scale)
 

@@ -1,4 +1,4 @@
-"""Find out whether indices differ only because two scores are equal but for rounding, as in a tie of an ArgMax."""
+"""Find out whether indices differ only because two scores differ by rounding, as in a tie of an ArgMax."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def source_of_indices(model: onnx.ModelProto, output: str) -> onnx.NodeProto | N
 def are_ties(
     node: onnx.NodeProto, scores: Sequence[object], old: Sequence[object], new: Sequence[object], half: str = ""
 ) -> bool:
-    """Return whether the scores at the old and the new indices of every run are equal but for rounding.
+    """Return whether the scores at the old and the new indices of every run differ by no more than rounding.
 
     `half` is the half precision that scores are computed in or from, "" for none.
     """
