@@ -60,6 +60,7 @@ from undetermined import (
     reuses_memory_of_a_slice,
     scales_zero_by_infinity,
     takes_other_steps,
+    without_false_shapes,
 )
 
 from onnxfuse import optimize
@@ -326,6 +327,10 @@ def test_shapes_that_were_inferred_from_a_false_one_count_for_no_difference(rows
     other = text.replace("VALUE", "float[n,2]").replace("TYPE", "float[n,2]").replace("READ", rows)
     text = text.replace("VALUE", "float").replace("TYPE", "float[]").replace("READ", "x")
     require_verdict(text, other, {"n": 2}, said)
+    model = onnx.parser.parse_model(text)
+    settled = without_false_shapes(model, model, {"v": np.ones((2, 2)), "y": np.ones(4)})
+    given, left = ([o.type.tensor_type.HasField("shape") for o in each.graph.output] for each in (model, settled))
+    assert (given, left) == ([True, True], [False, False])
 
 
 def test_a_false_shape_of_an_output_stays_where_a_scan_needs_it() -> None:
@@ -337,6 +342,11 @@ def test_a_false_shape_of_an_output_stays_where_a_scan_needs_it() -> None:
           y = Scan <num_scan_inputs = 1, body = rows (float[] r) => (float[] e) { e = OP (v) }> (z) }"""
     require_verdict(text.replace("OP", "Exp"), text.replace("OP", "Exp"), {"n": 1}, "")
     require_verdict(text.replace("OP", "Exp"), text.replace("OP", "Tanh"), {"n": 1}, "output y is ")
+    right = text.replace("float v, float[3] y", "float[n] v, float[3,n] y").replace("float[] e", "float[n] e")
+    right = right.replace("float[] s", "float[n] s").replace("float[] t", "float[n] t")
+    require_verdict(text.replace("OP", "Exp"), right.replace("OP", "Exp"), {"n": 1}, "")  # seed 1050046254
+    require_verdict(text.replace("OP", "Exp"), right.replace("OP", "Tanh"), {"n": 1}, "output y is ")
+    require_verdict(right.replace("OP", "Exp"), text.replace("OP", "Exp"), {"n": 1}, "output y is float32[3], not ")
 
 
 TWO_SIZES = """<ir_version: 8, opset_import: ["" : 15]> g (float[n,1,m] x) => (float[n,m] y) <int64[1] axis = {1}> {

@@ -12,6 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 from onnx.reference.ops.op_slice import Slice_10
+from sessions import Session, outputs_of
 
 from onnxfuse.ir.execution_order import in_execution_order
 from onnxfuse.ir.extract import ancestors, extract
@@ -283,12 +284,25 @@ def without_false_shapes(
              and len(each.shape.dim) != np.ndim(values[name])]  # fmt: skip
     if not false:
         return None
-    result = in_execution_order(model)
+    result = onnx.ModelProto()
+    result.CopyFrom(in_execution_order(model))
     for each in result.graph.output:
         made = {name for node in ancestors(result.graph.node, [each.name]) for name in node.output}
         if each.HasField("type") and not made.isdisjoint(false):
             each.type.tensor_type.ClearField("shape")
     return result
+
+
+def scans_rows_of_false_shapes(model: onnx.ModelProto, values: Mapping[str, Any], feeds: Mapping[str, Any]) -> bool:
+    """Return whether a Scan takes the shape of its rows from a false declaration of an output.
+
+    onnxruntime makes the result by that shape, and runs the model where the rows have as many elements (1050046254).
+    """
+    settled = without_false_shapes(model, model, values)
+    session = Session(settled) if settled else None
+    if session is None or outputs_of(session, feeds):
+        return False
+    return "Subgraph must have the shape set for all outputs" in session.error
 
 
 def _constants(graph: onnx.GraphProto | onnx.FunctionProto) -> dict[str, Any]:
