@@ -92,7 +92,8 @@ def nodes(*parts: NodeContainer) -> Iterator[onnx.NodeProto]:
     for part in parts:
         for node in part.node:
             yield node
-            yield from nodes(*subgraphs(node))
+            if inner := [*subgraphs(node)]:
+                yield from nodes(*inner)
 
 
 def count_nodes(*parts: NodeContainer) -> int:
@@ -113,7 +114,8 @@ def graphs(*parts: Part) -> Iterator[Part | onnx.GraphProto]:
     for part in parts:
         yield part
         for node in part.node:
-            yield from graphs(*subgraphs(node))
+            if inner := [*subgraphs(node)]:
+                yield from graphs(*inner)
 
 
 def tensors(*parts: NodeContainer) -> Iterator[onnx.TensorProto]:
