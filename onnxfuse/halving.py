@@ -41,7 +41,7 @@ from onnxfuse.verify.accepted import with_dtypes
 from onnxfuse.verify.compare import compare_with
 from onnxfuse.verify.cpu_session import open_session, run
 from onnxfuse.verify.difference import compare_output
-from onnxfuse.verify.inputs import model_inputs
+from onnxfuse.verify.inputs import input_dtypes
 from onnxfuse.verify.reference import Reference, run_original
 from onnxfuse.verify.requested_shapes import draws
 from onnxfuse.verify.rounded_results import model_that_rounds
@@ -253,8 +253,7 @@ class Halving:
     def feeds(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """Return inputs in the dtypes that the converted model takes."""
         assert self.converted is not None
-        dtypes = {each.name: each.dtype for each in model_inputs(self.converted.model)}
-        return with_dtypes(feeds, dtypes)
+        return with_dtypes(feeds, input_dtypes(self.converted.model))
 
     # --- errors ----------------------------------------------------------------------------------------------
 

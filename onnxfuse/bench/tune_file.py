@@ -28,7 +28,7 @@ from onnxfuse.tuning.bound_session import Provider, TimedModel
 from onnxfuse.tuning.dispatch import shapes_text
 from onnxfuse.tuning.tune import ORIGINAL, ModelTimes, Tuning, check_kernels_run, tune
 from onnxfuse.verify.inputs import model_inputs
-from onnxfuse.verify.requested_shapes import feeds_of_known_sizes
+from onnxfuse.verify.requested_shapes import feeds_of_known_sizes, with_known_ranks
 from onnxfuse.verify.shape_ranges import is_range, parse_ranges, spread
 
 if TYPE_CHECKING:  # target.py must not be imported before session.py, which reports a missing onnxruntime
@@ -77,7 +77,7 @@ def _spread(model: onnx.ModelProto, shapes: Sequence[str]) -> list[Sequence[str]
     """Return the shapes to measure at, the largest first: the given ones, or sizes spread over their ranges."""
     if not is_range(shapes):
         return [shapes]
-    wanted = model_inputs(model)
+    wanted = model_inputs(with_known_ranks(model, shapes))
     return list(spread(parse_ranges(shapes, wanted), wanted))
 
 

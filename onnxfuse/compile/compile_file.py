@@ -33,6 +33,7 @@ from onnxfuse.tuning import cache
 from onnxfuse.tuning.autotune import MeasuredVerdicts
 from onnxfuse.tuning.dispatch import PLAIN, cached_preferences, model_subject
 from onnxfuse.verify.inputs import model_inputs
+from onnxfuse.verify.requested_shapes import with_known_ranks
 from onnxfuse.verify.shape_ranges import Range, parse_ranges, ranges_of_dims
 
 Progress = Callable[[str, int, int], None]
@@ -122,7 +123,7 @@ def compile_file(
     calls = read_calls(model)
     if not calls:
         raise UsageError(f"'{path}' has no fused nodes; run `onnxfuse optimize` first")
-    wanted = model_inputs(model) if settings.shapes else []
+    wanted = model_inputs(with_known_ranks(model, settings.shapes)) if settings.shapes else []
     ranges = ranges_of_dims(parse_ranges(settings.shapes, wanted), wanted)
     task = _Task(model, calls, settings, ranges, progress)
     found = [_plan(task, device) for device in _devices(settings)]

@@ -20,7 +20,7 @@ from onnxfuse.verify.accepted import NOTHING_ACCEPTED, Accepted, accepted_of, wi
 from onnxfuse.verify.cpu_session import Prepared, open_session, prepare
 from onnxfuse.verify.default_optimizations import with_default_optimizations
 from onnxfuse.verify.difference import OutputDifference
-from onnxfuse.verify.inputs import model_inputs
+from onnxfuse.verify.inputs import input_dtypes
 from onnxfuse.verify.judge import differences
 from onnxfuse.verify.observed import NotCompared
 from onnxfuse.verify.own_process import OnnxruntimeFailure, TimeLimitExceeded
@@ -165,7 +165,7 @@ def _compare(reference: Reference, optimized: Source) -> Verification:
 def _other_inputs(reference: Reference, optimized: onnx.ModelProto) -> str:
     """Return which inputs of the optimized model the original lacks; "" if it has all of them."""
     known = reference.runs[0].feeds
-    if not (others := [each.name for each in model_inputs(optimized) if each.name not in known]):
+    if not (others := [name for name in input_dtypes(optimized) if name not in known]):
         return ""
     have, lacking = (", ".join(f"'{name}'" for name in names) or "none" for names in (known, others))
     return f"the optimized model has inputs that the original lacks: {lacking}; those of the original are: {have}"
@@ -242,7 +242,7 @@ def _outputs_of(model: Prepared, reference: Reference) -> tuple[list[dict[str, o
     """Return the outputs of all usual runs, and for each run at sizes 0 and 1 its outputs or onnxruntime's error."""
     session = open_session(model, optimize=False)
 
-    dtypes = {each.name: each.dtype for each in model_inputs(model.model)} if reference.accepted.is_converted else {}
+    dtypes = input_dtypes(model.model) if reference.accepted.is_converted else {}
 
     def outputs(each: Run) -> dict[str, object]:
         found = reference.run(session, with_dtypes(each.feeds, dtypes))

@@ -61,17 +61,51 @@ class Input:
 
 
 def model_inputs(model: onnx.ModelProto) -> list[Input]:
-    """Return the graph inputs that a caller must pass."""
+    """Return the graph inputs that a caller must pass.  Raises VerificationError if one has no known rank or dtype."""
+    return [_input(value) for value in _passed(model)]
+
+
+def with_ranks(model: onnx.ModelProto, ranks: Mapping[str, int]) -> onnx.ModelProto:
+    """Return the model, or a copy in which inputs of unknown rank, by name, have as many unnamed dims as `ranks` says.
+
+    Every size is allowed for these dims.
+    """
+    if not any(value.name in ranks and _is_unranked(value) for value in model.graph.input):
+        return model
+    result = onnx.ModelProto()
+    result.CopyFrom(model)
+    for value in result.graph.input:
+        if value.name in ranks and _is_unranked(value):
+            shape = value.type.tensor_type.shape
+            shape.SetInParent()  # a scalar has a shape, too
+            for _ in range(ranks[value.name]):
+                shape.dim.add()
+    return result
+
+
+def _is_unranked(value: onnx.ValueInfoProto) -> bool:
+    return value.type.HasField("tensor_type") and not value.type.tensor_type.HasField("shape")
+
+
+def input_dtypes(model: onnx.ModelProto) -> dict[str, np.dtype[Any]]:
+    """Return the dtype of each tensor, by name, that a caller must pass; its rank may be unknown."""
+    values = ((value.name, value.type.tensor_type.elem_type) for value in _passed(model))
+    return {name: np.dtype(onnx.helper.tensor_dtype_to_np_dtype(dtype)) for name, dtype in values if dtype}
+
+
+def _passed(model: onnx.ModelProto) -> Iterator[onnx.ValueInfoProto]:
     weights = {t.name for t in model.graph.initializer} | {t.values.name for t in model.graph.sparse_initializer}
-    return [_input(value) for value in model.graph.input if value.name not in weights]
+    return (value for value in model.graph.input if value.name not in weights)
 
 
 def _input(value: onnx.ValueInfoProto) -> Input:
-    tensor = value.type.tensor_type
-    if not tensor.HasField("shape"):
-        kind = value.type.WhichOneof("value") or "no type"
-        what = "a tensor of unknown rank" if kind == "tensor_type" else f"no tensor but {kind.removesuffix('_type')}"
-        raise VerificationError(f"input '{value.name}' is {what}; values can be made for tensors of known rank only")
+    tensor, kind = value.type.tensor_type, value.type.WhichOneof("value") or "no type"
+    if kind != "tensor_type":
+        found = f"input '{value.name}' is no tensor but {kind.removesuffix('_type')}"
+        raise VerificationError(f"{found}; values can be made for tensors only")
+    if _is_unranked(value):
+        found = f"input '{value.name}' is a tensor of unknown rank"
+        raise VerificationError(f"{found}; give its values or its shape: --input x.npz, --shape {value.name}:8x512")
     if not tensor.elem_type:
         raise VerificationError(f"input '{value.name}' has no element type; no values can be made for it")
     dims: list[int | str] = []
@@ -84,9 +118,8 @@ def _input(value: onnx.ValueInfoProto) -> Input:
 
 def load_inputs(path: str | os.PathLike[str], model: onnx.ModelProto) -> dict[str, Array]:
     """Return every input of the model from an .npz file.  Raises UsageError if the file does not fit the model."""
-    wanted = model_inputs(model)
-    arrays = _named_arrays(f"'{path}'", _read_arrays(path), wanted)
-    check_inputs(arrays, wanted)
+    arrays = _named_arrays(f"'{path}'", _read_arrays(path), model)
+    check_inputs(arrays, _inputs_like(arrays, model))
     return arrays
 
 
@@ -95,15 +128,15 @@ def load_samples(
 ) -> list[dict[str, Array]]:
     """Return the samples, each a set of inputs, in an .npz file or in arrays by input name.
 
-    Each array has one more axis than the input, the first, which counts samples; or all arrays together are one sample.
-    Raises UsageError if the arrays do not fit the model.
+    Each array has one more axis than the input, the first, which counts samples; or all arrays together are one sample,
+    which they are not if each input has an unknown rank.  Raises UsageError if the arrays do not fit the model.
     """
-    wanted = model_inputs(model)
     given, where = (source, "the data") if isinstance(source, Mapping) else (_read_arrays(source), f"'{source}'")
-    arrays = _named_arrays(where, given, wanted)
+    arrays = _named_arrays(where, given, model)
+    wanted = _inputs_like(arrays, model, 1)
     _check_names(arrays, wanted)
     if not wanted or any(arrays[each.name].ndim != len(each.dims) + 1 for each in wanted):
-        check_inputs(arrays, wanted)
+        check_inputs(arrays, _inputs_like(given, model))
         return [arrays]
     counts = {name: len(value) for name, value in arrays.items()}
     if len({*counts.values()}) > 1 or 0 in counts.values():
@@ -114,14 +147,19 @@ def load_samples(
     return samples
 
 
-def _named_arrays(where: str, arrays: Mapping[str, Array], wanted: Sequence[Input]) -> dict[str, Array]:
+def _inputs_like(arrays: Mapping[str, Array], model: onnx.ModelProto, more: int = 0) -> list[Input]:
+    """Return the inputs of a model; those of unknown rank have the rank of their array, which has `more` axes more."""
+    return model_inputs(with_ranks(model, {name: max(0, value.ndim - more) for name, value in arrays.items()}))
+
+
+def _named_arrays(where: str, arrays: Mapping[str, Array], model: onnx.ModelProto) -> dict[str, Array]:
     """Return arrays with the dtypes of the model.  Raises UsageError if an input has none."""
     found = dict(arrays)
-    for each in wanted:
-        if each.name not in found:
-            raise UsageError(f"{where} has no input '{each.name}'{_similar(each.name, list(found))}")
-        if each.dtype == ml_dtypes.bfloat16 and found[each.name].dtype == np.dtype("V2"):  # bfloat16 in .npz files
-            found[each.name] = found[each.name].view(ml_dtypes.bfloat16)
+    for name, dtype in input_dtypes(model).items():
+        if name not in found:
+            raise UsageError(f"{where} has no input '{name}'{_similar(name, list(found))}")
+        if dtype == ml_dtypes.bfloat16 and found[name].dtype == np.dtype("V2"):  # bfloat16 in .npz files
+            found[name] = found[name].view(ml_dtypes.bfloat16)
     return found
 
 

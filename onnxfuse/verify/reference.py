@@ -36,7 +36,7 @@ from onnxfuse.verify.mask_rows import mask_inputs, with_mask_rows
 from onnxfuse.verify.observed import REDRAWS, inverted_flags, redrawn, what_hides
 from onnxfuse.verify.own_process import OnnxruntimeCrash, OnnxruntimeFailure, current_worker
 from onnxfuse.verify.random_nodes import random_outputs
-from onnxfuse.verify.requested_shapes import Draw, describe_failures, draws, edge_draws
+from onnxfuse.verify.requested_shapes import Draw, describe_failures, draws, edge_draws, with_known_ranks
 from onnxfuse.verify.widen import arrays_to_float32, half_precision_of, half_precision_tensors, model_to_float32
 
 if TYPE_CHECKING:
@@ -164,9 +164,10 @@ def run_original(
     -65504 are rounded, and onnxruntime rounds scores only where it removes no pair of Casts.  Raises VerificationError
     if the original runs at no sizes.
     """
-    check_inputs(given, model_inputs(model))
+    ranked = with_known_ranks(model, shapes, given)
+    check_inputs(given, model_inputs(ranked))
     half, random = half_precision_of(model), random_outputs(model, given)
-    original = _Original(model, folder, given, shapes, random, extremes, extremes and half != "float16")
+    original = _Original(ranked, folder, given, shapes, random, extremes, extremes and half != "float16")
     tensors = half_precision_tensors(model) if half else set()
     try:
         prepared = prepare(model, folder)
@@ -221,7 +222,10 @@ def _hidden_outputs(runs: Sequence[Run], random: Collection[str]) -> dict[str, s
 
 @dataclass(frozen=True)
 class _Original:
-    """The original, the arguments of `run_original`, and the outputs that depend on random numbers."""
+    """The original, the arguments of `run_original`, and the outputs that depend on random numbers.
+
+    Inputs of the model have the ranks that arguments give.
+    """
 
     model: onnx.ModelProto
     folder: Path | None

@@ -15,7 +15,16 @@ import onnx
 from onnxfuse.errors import UsageError, first_line
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.verify.input_uses import integer_uses
-from onnxfuse.verify.inputs import Input, check_inputs, edge_sizes, generate_inputs, model_inputs, sizes_to_try
+from onnxfuse.verify.inputs import (
+    Input,
+    check_inputs,
+    edge_sizes,
+    generate_inputs,
+    input_dtypes,
+    model_inputs,
+    sizes_to_try,
+    with_ranks,
+)
 from onnxfuse.verify.required_sizes import Required, required_sizes
 
 GIVE_INPUTS = "give inputs or sizes that the model accepts: --input x.npz, --shape input:8x512"
@@ -55,6 +64,7 @@ def _fitting(
 
     Raises UsageError for shapes that the model does not accept or that do not fit into memory.
     """
+    model = with_known_ranks(model, shapes, given)
     required = required_sizes(model, model_inputs(model))
     wanted = required.inputs
     check_inputs(given, wanted)
@@ -69,6 +79,16 @@ def _fitting(
     return required, {**empty, **given}, lambda sizes: generate_inputs(wanted, sizes, uses, given, requested)
 
 
+def with_known_ranks(
+    model: onnx.ModelProto, shapes: Sequence[str], given: Mapping[str, Array] | None = None
+) -> onnx.ModelProto:
+    """Return the model, or a copy in which inputs of unknown rank have the rank of a given array or requested shape."""
+    names = list(input_dtypes(model))
+    texts = [text if ":" in text or len(names) != 1 else f"{names[0]}:{text}" for text in shapes]
+    ranks = {name: dims.count("x") + 1 for name, _, dims in (text.rpartition(":") for text in texts)}
+    return with_ranks(model, ranks | {name: value.ndim for name, value in (given or {}).items()})
+
+
 def feeds_to_try(
     model: onnx.ModelProto, shapes: Sequence[str], given: Mapping[str, Array]
 ) -> Iterator[dict[str, Array]]:
@@ -76,7 +96,8 @@ def feeds_to_try(
 
     Raises UsageError for shapes that the model does not accept or that do not fit into memory.
     """
-    _check_names({name: value.shape for name, value in given.items()}, model_inputs(model))
+    wanted = model_inputs(with_known_ranks(model, shapes, given))
+    _check_names({name: value.shape for name, value in given.items()}, wanted)
     for draw in draws(model, shapes, given):
         with _usage_error_for_sizes():
             feeds = draw.make()

@@ -16,9 +16,10 @@ import pytest
 from onnx import TensorProto
 
 from onnxfuse.errors import UsageError
+from onnxfuse.optimizer import optimize
 from onnxfuse.verify.compare import compare
 from onnxfuse.verify.input_uses import Use, integer_uses
-from onnxfuse.verify.inputs import load_inputs
+from onnxfuse.verify.inputs import load_inputs, load_samples
 from onnxfuse.verify.mask_rows import mask_inputs, with_mask_rows
 from onnxfuse.verify.reference import run_original
 
@@ -428,6 +429,33 @@ def test_inputs_that_do_not_fit(tmp_path: Path, change: dict[str, np.ndarray | N
     with pytest.raises(UsageError) as caught:
         load_inputs(tmp_path / "x.npz", TWO)
     assert expected in str(caught.value) and "\n" not in str(caught.value)
+
+
+UNRANKED = model("(float[] x, float[b, 4] z) => (float[] y)", "a = Exp(x)  y = Mul(a, z)")
+
+
+def test_arrays_give_unknown_ranks(tmp_path: Path) -> None:
+    """The ranks serve the run, the samples and half precision; a file without the input is told by name."""
+    arrays = {"x": np.ones((3, 1), np.float32), "z": np.arange(12, dtype=np.float32).reshape(3, 4)}
+    np.savez(tmp_path / "x.npz", **arrays)
+    loaded = load_inputs(tmp_path / "x.npz", UNRANKED)
+    assert compare(UNRANKED, UNRANKED, inputs=loaded).passed is True
+    assert [each["x"].shape for each in load_samples(arrays, UNRANKED)] == [(3, 1)]
+    many = {name: np.stack([value, value]) for name, value in arrays.items()}
+    assert [each["x"].shape for each in load_samples(many, UNRANKED)] == [(3, 1), (3, 1)]
+    _, report = optimize(UNRANKED, dtype="float16", inputs=loaded)
+    assert report.verified.passed is True and report.half is not None and report.half.errors
+    np.savez(tmp_path / "z.npz", z=arrays["z"])
+    with pytest.raises(UsageError, match="has no input 'x'"):
+        load_inputs(tmp_path / "z.npz", UNRANKED)
+
+
+def test_requested_shapes_give_unknown_ranks() -> None:
+    """One array is given and the other drawn; without a shape the refusal says what to give."""
+    drawn = compare(UNRANKED, UNRANKED, shapes=["x:3x4"], inputs={"z": np.ones((3, 4), np.float32)})
+    assert drawn.passed is True and not drawn.sizes[0].keys() - {"x[0]", "x[1]", "b"}
+    refused = compare(UNRANKED, UNRANKED)
+    assert refused.passed is None and "'x' is a tensor of unknown rank; give" in refused.reason
 
 
 def test_files_that_hold_no_inputs(tmp_path: Path) -> None:
