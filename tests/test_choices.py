@@ -118,7 +118,7 @@ def test_matches_of_bodies_with_equal_names_are_switched_apart(tmp_path: Path) -
 
 
 def test_an_operator_of_another_tool_stays_whole(tmp_path: Path) -> None:
-    """It is spelled out to be fused; with its match off it stands there as in the original."""
+    """Such an operator is spelled out to be fused; if its match is off, the model has it as in the original."""
     model = parse("g (float[2,4,8] x) => (float[2,4,8] y) <float[8] b> { [gelu] y = com.microsoft.BiasGelu (x, b) }")
     model.opset_import.add(domain="com.microsoft", version=1)
     onnx.save(model, tmp_path / "m.onnx")

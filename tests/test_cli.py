@@ -79,7 +79,7 @@ def test_optimize_writes_the_model_and_prints_the_report(block: Path, tmp_path: 
 
 
 def test_a_model_may_be_optimized_in_place(block: Path, tmp_path: Path) -> None:
-    """It has to be asked for, whatever name of the file is given."""
+    """This needs --overwrite, also if the target is another path to the same file."""
     before = block.read_bytes()
     (tmp_path / "link.onnx").symlink_to(block)
     for target in (block, tmp_path / "." / block.name, tmp_path / "link.onnx"):

@@ -565,7 +565,7 @@ def test_the_public_names_exist() -> None:
 
 @pytest.mark.parametrize("name", ["llama_kvcache_sdpa_dynamo_fp16", "llama_kvcache_sdpa_ts_fp32"])
 def test_a_step_of_fixed_sizes_is_fused_as_one_of_any_sizes(name: str) -> None:
-    """The tables of rotary embedding of such a model are constants of one position."""
+    """With fixed sizes, the tables of rotary embedding are constants for one position."""
     model = load_exported(f"{name}.onnx")
     _, of_any = optimize(model)
     model.graph.ClearField("value_info")

@@ -121,7 +121,7 @@ def test_the_plain_data_is_as_documented(report: Report) -> None:
 def test_what_is_reported(report: Report) -> None:
     data = report.to_json()
     assert data["counts"] == {"conv_bias_activation": 1, "gemm_bias_activation": 1, "softmax": 1}
-    # The five operators of h, 6 floats: five values are neither written nor read, h a second time, and numbers are not.
+    # Five operators join h (6 floats): five values are neither written nor read, h is not read again, nor are scalars.
     saved = 4 * (2 * 5 * 6 + 6 + 3)
     assert data["regions"] == {"nodes": 0, "replaced": 0, "joined": 5, "bytes_saved": saved, "launches_saved": 5}
     assert {"what": "batch_norm", "node": "norm", "into": "conv"} in data["folded"]

@@ -36,7 +36,7 @@ def warm() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_calls_of_functions(name: str) -> None:
-    """They are few for each node, and twice the nodes take hardly more than twice the calls."""
+    """A node takes few calls, and twice the nodes take hardly more than twice the calls."""
     assert_calls_grow_with_nodes(name, COUNTED)
 
 

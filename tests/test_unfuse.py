@@ -60,7 +60,7 @@ def test_bodies_of_onnxruntime_s_operators(name: str) -> None:
 
 
 def test_transposes_of_channels_last_nodes_cancel() -> None:
-    """None is left of a model whose images all are channels-last: its input is read as it is."""
+    """A model whose images all are channels-last has no Transpose left: its input is read as it is."""
     original = load_exported("resnet50_dynamo_fp32.onnx")
     plain, report = unfused(original, layout="nhwc")
     assert report.layout.nodes > 50

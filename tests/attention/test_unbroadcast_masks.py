@@ -195,7 +195,7 @@ def test_a_gather_that_no_runtime_computes_stays() -> None:
 
 
 def test_one_element_becomes_a_scalar() -> None:
-    """Its Reshape reads a shape of no sizes, which is of int64 as any other."""
+    """The Reshape to a scalar reads an empty shape, which has to be int64 like any other."""
     nodes = "scalar = Gather<axis=0>(count, zero) row = Reshape(scalar, column) last = Squeeze(row, i0) "
     used = {name: CONSTANTS[name] for name in ("zero", "one", "column", "i0")}
     before = parse(f"(int64[1] count) => (y) {{ {nodes} y = Range(zero, last, one) }}", **used)

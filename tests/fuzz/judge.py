@@ -98,7 +98,7 @@ class Verdict:
 
 
 class Hang(BaseException):
-    """A call took too long.  It is no Exception, as verification goes on with other inputs after any of those."""
+    """A call took too long.  It is no Exception, because verification catches those and goes on with other inputs."""
 
 
 @contextmanager
@@ -356,8 +356,8 @@ class Original:
         self.is_widened = False  # whether the optimized model runs in float32 in the place of bfloat16
         own = half_precision_of(model)
         self.half = options.dtype or half or own
-        self.rounds_to = options.dtype or half  # what a float32 result may be rounded to
-        is_all_half = bool(self.rounds_to)  # else that holds of what is computed in half precision, or from it
+        self.rounds_to = options.dtype or half  # the dtype to which float32 results may be rounded
+        is_all_half = bool(self.rounds_to)  # else only tensors computed in or from half precision
         self.in_half = {o.name for o in model.graph.output} if is_all_half else half_precision_tensors(model)
         self.on_purpose = bool(own) and not is_all_half and rounds_on_purpose(model)
         self._wide: Session | None = None

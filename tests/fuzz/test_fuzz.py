@@ -422,7 +422,7 @@ def test_what_onnxruntime_does_not_write_counts_for_no_difference(start: str, ro
 def test_what_onnxruntime_accepts_for_a_size_that_a_slice_has_not_is_no_difference(
     end: int, rows: int, runs: bool, relies: bool
 ) -> None:
-    """It infers no rows for s, which has two, so that it accepts the sum with no rows in the branch that is not run."""
+    """onnxruntime infers no rows for s, which has two, so it accepts the sum without rows in the branch not run."""
     text = """<ir_version: 8, opset_import: ["" : 17]> g (float[8,n] x) => (float[] y)
         <int64[1] start = {3}, int64[1] end = {END}, int64[1] axis = {0}, int64[1] back = {-2}, bool c = {1}> {
           s = Slice (x, start, end, axis, back)  shape = Constant <value = int64[2] {ROWS, 1}> ()
@@ -435,7 +435,7 @@ def test_what_onnxruntime_accepts_for_a_size_that_a_slice_has_not_is_no_differen
 
 @pytest.mark.parametrize(("value", "kind"), [("0.5", "same"), ("0.25", "wrong")])
 def test_a_value_that_onnxruntime_loses_without_its_optimizations_counts_with_them(value: str, kind: str) -> None:
-    """It loses what a branch reads behind two Casts of an initializer (seed 111009850)."""
+    """onnxruntime loses a value that a branch reads after two Casts of an initializer (seed 111009850)."""
     text = """<ir_version: 9, opset_import: ["" : 20]> g () => (float y) <float a = {1.0}, float half = {VALUE}> {
           c = Constant <value = bool {1}> () START b = Cast <to = 1> (s) d = Cast <to = 1> (b)
           y = If (c) < then_branch = yes () => (float e) { e = Identity (d) },
@@ -591,7 +591,7 @@ def test_norms_of_groups_in_float64_do_not_overflow(opset: int, scales: str) -> 
 
 
 def test_branches_in_float64_may_read_what_a_later_node_computes() -> None:
-    """It has a GlobalMaxPool in onnx's reference alone, and passes over NaN as in onnxruntime (seed 1050029967)."""
+    """A float64 GlobalMaxPool runs only in onnx's reference, and skips NaN as in onnxruntime (seed 1050029967)."""
     text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,1,n] x, bool c) => (float[] y) {
         y = If (c) <then_branch = a () => (float[] s) { s = Mul (m, m) },
                     else_branch = b () => (float[] t) { t = Neg (m) }>
@@ -623,7 +623,7 @@ def test_functions_that_call_each_other_have_no_types() -> None:
 
 @pytest.mark.parametrize(("step", "is_inferred"), [(2, True), (2**31, False)])
 def test_onnx_is_not_asked_about_slices_of_large_steps(step: int, is_inferred: bool) -> None:
-    """Its propagation of values would end the process."""
+    """onnx's propagation of values would end the process."""
     text = f"""<ir_version: 8, opset_import: ["" : 16]> g () => (float[n] y)
           <float[2] a = {{1, 2}}, int64[1] zero = {{0}}, int64[1] two = {{2}}, int64[1] step = {{{step}}}> {{
             b = Add (a, a) y = Slice (b, zero, two, zero, step) }}"""
@@ -632,7 +632,7 @@ def test_onnx_is_not_asked_about_slices_of_large_steps(step: int, is_inferred: b
 
 @pytest.mark.parametrize(("scale", "is_inferred"), [(2.0, True), (-1e-38, False)])
 def test_onnx_is_not_asked_about_slices_of_negative_sizes(scale: float, is_inferred: bool) -> None:
-    """Its inference would end the process (seed 1050004084)."""
+    """onnx's shape inference would end the process (seed 1050004084)."""
     text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[2,8] x) => (float[m,k] y)
           <float[2] scales = {{{scale}, {scale}}}, int64[1] one = {{1}}, int64[1] back = {{-1}}> {{
             r = Resize (x, , scales) y = Slice (r, back, one, one, back) }}"""
@@ -666,7 +666,7 @@ ROUNDED = "o = Div (x, s) r = Round (o) i = Clip (r, low, high) z = Mul (i, s)" 
 def test_what_onnxruntime_drops_of_the_original_without_unused_nodes_is_no_difference(
     right: str, other: str, said: str
 ) -> None:
-    """It makes one quantizer of two where nothing else reads the result of the first (seed 101012042)."""
+    """onnxruntime merges two quantizers if nothing else reads the result of the first (seed 101012042)."""
     text = """<ir_version: 9, opset_import: ["" : 19]> g (float[n,8] x) => (float[n,8] y, float[n,8] z)
         <float s = {0.4}, float t = {0.3}, uint8 m = {128}, float low = {-128}, float high = {127}> {
           q = QuantizeLinear (x, s, m) d = DequantizeLinear (q, s, m) NODES
@@ -994,7 +994,7 @@ def test_cases_that_end_their_process_or_do_not_end(monkeypatch: pytest.MonkeyPa
 def test_a_case_whose_drawing_raises_is_a_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """It is stored without a model, and the run goes on."""
+    """The case is stored without a model, and the run goes on."""
     monkeypatch.setattr(fuzz_cases, "case_of", lambda seed: [][seed])
     fuzzer._judge_one(7)
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -1006,7 +1006,7 @@ def test_a_case_whose_drawing_raises_is_a_failure(
 def test_a_case_whose_drawing_ends_its_process_does_not_end_the_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It ends the process that draws it again, to store it, too."""
+    """The case also ends the process that draws it again in order to store it."""
     monkeypatch.setattr(fuzz_cases, "case_of", lambda seed: os._exit(6))
     said = {"seed": "8", "kind": "ended", "options": "", "verdict": "crash", "sentence": "code -6", "text": ""}
     fuzzer.Tally(folder=tmp_path)._store(said)

@@ -21,7 +21,7 @@ from onnxfuse.ir.protos import OneNode, nodes, opset_of, tensors
 from onnxfuse.ir.slices import SLICE_INPUTS_SINCE
 from onnxfuse.verify.cpu_session import input_of, open_session, run
 
-SMALL = 1e-3  # a difference
+SMALL = 1e-3  # the largest relative difference that counts as small
 NORMS_OF_GROUPS = ("InstanceNormalization", "GroupNormalization")
 WINDOWS = ("AveragePool", "LpPool", "MaxPool")
 QUANTIZERS = ("QuantizeLinear", "DequantizeLinear")

@@ -30,7 +30,7 @@ LEFT_OUT = {
     "Bernoulli", "Multinomial", "Optional", "OptionalGetElement", "OptionalHasElement", "RandomNormalLike",
     "RandomUniformLike", "SequenceConstruct", "SequenceInsert", "SequenceMap",
 }  # fmt: skip
-NOT_IN_FLOAT32 = {"CumSum", "Einsum", "Equal", "EyeLike", "Loop", "NonZero", "Trilu"}  # the cases of onnx for these
+NOT_IN_FLOAT32 = {"CumSum", "Einsum", "Equal", "EyeLike", "Loop", "NonZero", "Trilu"}  # their test cases in onnx
 
 
 def reads_float32(op: str) -> bool:

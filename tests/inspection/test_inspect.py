@@ -130,7 +130,7 @@ def test_what_hurts(sick: Path) -> None:
 
 
 def test_what_it_prints(sick: Path) -> None:
-    """It fits a terminal of 80 columns, and ends with the verdict and what to do next."""
+    """The text fits a terminal of 80 columns, and ends with the verdict and the next step."""
     result = CliRunner().invoke(main, ["inspect", str(sick)])
     lines = [line.rstrip() for line in result.output.splitlines()]
     assert result.exit_code == 0 and max(map(len, lines)) <= 80

@@ -76,7 +76,7 @@ def run(
 ) -> list[np.ndarray]:
     """Plan, compile and launch a node, check that nothing around the outputs is written, and return the outputs.
 
-    Vectors are planned for as a model's constants, but where nothing is aligned.
+    If `aligned` is true, the plan takes vectors for constants of the model.
     """
     host = host_of(fusion)
     node = FusedNode(fusion, fusion, tuple(inputs), attributes, tuple(outputs))

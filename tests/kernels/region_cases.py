@@ -279,7 +279,7 @@ def masked_softmax(program: RegionProgram, x: str, mask: str) -> str:
 
 
 def chained_reductions(program: RegionProgram, x: str) -> str:
-    """Reductions over the middle axis, of which each reads what the others leave."""
+    """Reductions over the middle axis in a chain: each result is subtracted from x before the next reduction."""
     for op in ("ReduceMean", "ReduceMax", "ReduceMin", "ReduceL2", "ReduceL1", "ReduceLogSumExp", "ReduceMean"):
         x = program.op("Sub", x, program.op(op, x, axes=[1], keepdims=1))
     return x

@@ -212,7 +212,7 @@ def cast(draft: Draft, x: Value) -> None:
 
 
 def step(draft: Draft, x: Value) -> None:
-    """Add an operator that is not continuous behind Casts, of what roundings alone make another number than `x`."""
+    """Add an operator that is not continuous, after Casts; it reads a value that differs from `x` only by rounding."""
     if x.dtype not in REALS or not x.exact:
         return
     third = float(np.asarray(1 / 3, NUMPY[x.dtype]))
@@ -289,7 +289,7 @@ def view(draft: Draft, x: Value) -> None:
 
 
 def _reshape(chance: random.Random, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return another shape of as many elements, and how a Reshape may say it."""
+    """Return another shape with as many elements, and a target from which a Reshape computes it."""
     target: list[int] = []
     for dim in shape:
         divisors = _divisors(dim)

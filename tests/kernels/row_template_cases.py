@@ -176,7 +176,7 @@ def _rotary_behind_one(a: Arrays) -> list[np.ndarray]:
 
 
 def _rotary_of_neighbours(a: Arrays, layout: str) -> list[np.ndarray]:
-    """Return rows first, by tables that have an axis of size 1 for heads behind their rows."""
+    """Rotate adjacent pairs; return rows before heads.  The tables have an axis of one head after their rows."""
     x = a["x"]
     if layout == "packed":
         x = x.reshape(*x.shape[:2], -1, a["cos"].shape[-1])
@@ -186,7 +186,7 @@ def _rotary_of_neighbours(a: Arrays, layout: str) -> list[np.ndarray]:
 
 
 def _rotary_of_complex(a: Arrays, layout: str, form: str) -> list[np.ndarray]:
-    """Return heads first, by tables of a column for each pair."""
+    """Rotate pairs as complex numbers; return heads before rows.  The tables have one column per pair."""
     x = a["x"]
     if layout == "packed":
         x = x.reshape(*x.shape[:2], -1, 2 * a["cos"].shape[-1])

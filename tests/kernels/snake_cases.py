@@ -37,7 +37,7 @@ class Snake:
         )
 
     def arrays(self, factor: float = 1.0) -> dict[str, np.ndarray]:
-        """Return random operands: x as large as 2, gain 1/2 to 2, alpha so many times `factor`; some are negative."""
+        """Return random operands: x is about 2; gain and alpha / factor are ±1/2 to ±2."""
         random = np.random.default_rng(sum(self.shape))
         x = random.standard_normal(self.shape) * 2
         if self.layout == "nhwc":

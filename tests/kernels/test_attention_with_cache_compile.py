@@ -124,7 +124,7 @@ def strides(x: np.ndarray, layout: str) -> tuple[int, int, int]:
 @pytest.mark.parametrize("outputs", [1, 2])
 @pytest.mark.parametrize(("past", "new"), [(600, 1), (100, 80), (0, 5)])
 def test_caches_that_are_no_outputs_lie_in_scratch_memory(past: int, new: int, outputs: int) -> None:
-    """Of a decoder whose caches nobody reads."""
+    """These are nodes of a decoder whose present caches nothing reads."""
     whole = cached(past, new, heads=4, kv_heads=2, batch=3)
     each = dataclasses.replace(whole, outputs=outputs)
     assert host.supports(each.node(), [spec.dtype for spec in each.specs()], H200) is None

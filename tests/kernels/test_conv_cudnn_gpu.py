@@ -31,7 +31,7 @@ Array = np.ndarray[Any, Any]
 
 SUMS = 2.0**-20  # error of float32 sums in any order, relative to the sum of the terms' magnitudes
 SUMS_TF32 = 2.0**-10
-# Of sums in float32, tensor cores of 16 bits drop bits below the largest of a few products.
+# In float32 sums of 16-bit products, tensor cores drop bits that are low relative to the largest of a few products.
 SUMS_OF = {"float32": SUMS, "float16": 2.0**-18, "bfloat16": 2.0**-18}
 BIAS, RESIDUAL = Pointer("input", 2), Pointer("input", 3)
 

@@ -87,7 +87,7 @@ def test_launches_fit_the_device(device: Device) -> None:
 
 
 def test_a_filter_as_large_as_its_stride_is_one_product() -> None:
-    """Its columns are those of all phases; with padding, or pixels that the filter does not reach, it is several."""
+    """The product has the columns of all phases; padding, or pixels beyond the filter, require several products."""
     conv = shuffled(2, 32, 24, (9, 7), (2, 3)).problem()
     assert (mma.is_shuffled(conv), mma.phases(conv), mma.columns(conv), mma.positions(conv)) == (True, 1, 144, 126)
     for other in (

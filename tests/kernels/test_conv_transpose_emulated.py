@@ -79,7 +79,7 @@ def test_products_of_phases(index: int, run: Run, tmp_path: Path) -> None:
     ("index", "case"), [*sampled(enumerate(DEPTHWISE), 2), *sampled(enumerate(WITH_VECTORS["depthwise"]), 3)], ids=str
 )
 def test_depthwise(index: int, case: ConvTransposeCase, tmp_path: Path) -> None:
-    """Of the vectors, the widest and the narrowest in turns."""
+    """The cases take the widest and the narrowest vectors in turns."""
     conv = case.problem()
     assert depthwise.implementations(conv, H200)
     way = depthwise.implementation(conv, depthwise.widths(conv)[-(index % 2)], H200)

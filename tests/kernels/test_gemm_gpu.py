@@ -52,7 +52,7 @@ EPILOGUES = [(), ("bias",), ("column_scale",), ("residual",), ("bias", "residual
 # The error of sums in fp32, relative to the sum of their terms' magnitudes: a product of fp16 or bf16 is exact, one of
 # TF32 has two rounded operands.
 SUMS = {"float32": 1e-6, "float16": 1e-6, "bfloat16": 1e-6, "tf32": 2.0**-10}
-ACTIVATION_16 = 2.5e-5  # relative, of an activation for 16-bit results: gelu_16, which a residual may cancel
+ACTIVATION_16 = 2.5e-5  # relative error of gelu_16, an activation for 16-bit results; a residual may cancel it
 
 
 @dataclass(frozen=True)

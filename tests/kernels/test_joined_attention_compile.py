@@ -20,7 +20,7 @@ from template_checks import template_of, with_dynamic_dims
 
 from onnxfuse.runtime.plan import Device, Kernel, Launch, Plan
 
-PARTS = 40  # of the kernels for an H200, of which one is compiled in a plain run
+PARTS = 40  # a plain run compiles one of so many parts of the kernels for an H200
 
 
 def cases() -> Iterator[JoinedCase]:

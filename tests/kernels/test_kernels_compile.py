@@ -138,7 +138,7 @@ def test_compiles_without_spills(device: Device, part: int) -> None:
 
 
 def test_what_sources_tell_apart() -> None:
-    """Of the architectures with the same instructions, kernels are compiled for one; see `to_compile`."""
+    """Kernels are compiled for one of the architectures that have the same instructions; see `to_compile`."""
     files = [path for folder in onnxfuse.kernels.__path__ for path in Path(folder).rglob("*.cu*")]
     assert len(files) > 40
     found = {text for path in files for text in re.findall(r"__CUDA_ARCH__[^\n)&|]*", path.read_text(encoding="utf-8"))}

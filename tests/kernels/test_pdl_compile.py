@@ -32,7 +32,7 @@ def cases(device: Device) -> Iterator[tuple[str, FusedNode, Sequence[TensorSpec]
 
 @functools.cache
 def launches(device: Device) -> dict[str, dict[str, Launch]]:
-    """Those of every candidate, by node and by what is compiled."""
+    """Return the launches of every candidate, by node and by compiled source."""
     found: dict[str, dict[str, Launch]] = {}
     for name, node, inputs in cases(device):
         for plan in find_host(node.fusion).candidates(node, inputs, device):

@@ -92,7 +92,7 @@ def behind(plan: Plan, inputs: Sequence[TensorSpec], arrays: Sequence[np.ndarray
         own.run(read.places, written.places, scratch.data.ptr, stream.ptr)
 
     read.fill(arrays)
-    written.data.fill(UNWRITTEN)  # and the bytes between outputs stay so
+    written.data.fill(UNWRITTEN)  # the bytes between outputs have to stay so
     cupy.cuda.runtime.deviceSynchronize()
     start()
     stream.synchronize()

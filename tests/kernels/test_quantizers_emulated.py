@@ -108,7 +108,7 @@ def round_trip(scale: float, dtype: str, integer: str) -> RegionProgram:
 
 @pytest.mark.parametrize("integer", ["int8", "uint8"])
 def test_integers_are_read_past_quantizers_that_give_them_back(integer: str, tmp_path: Path) -> None:
-    """Not where a scale is 0, overflows, or is of bfloat16, whose products may be a step off."""
+    """This does not apply to scales that are 0, overflow, or are bfloat16, whose products may be a step off."""
     scales = [(each, "float32") for each in (0.1, -3.0, 1e-20, 1e35, 0.0, 3e38)]
     scales += [(each, "float16") for each in (0.1, 2.0**-24, 1000.0)] + [(0.3, "bfloat16")]
     programs = [round_trip(float(np.asarray(each, NUMPY[dtype])), dtype, integer) for each, dtype in scales]

@@ -165,7 +165,7 @@ def test_a_cache_of_any_length(device: Device, name: str) -> None:
 
 
 def test_a_past_and_its_present_in_one_buffer(device: Device) -> None:
-    """Of one element in the batch rows keep their offsets; of more they do not, which the plan finds out by itself."""
+    """With a batch of one, rows keep their offsets; with a larger batch they do not, and the plan finds that out."""
     each = STEPS["rows keep their offsets"]
     each = dataclasses.replace(each, case=dataclasses.replace(each.case, batch=BATCH))
     dynamic = with_dynamic_dims(each.specs(), BATCH, PAST, PAST + 1)

@@ -46,7 +46,7 @@ def test_regions_take_what_is_beside_elementwise_operators(body: str) -> None:
 
 
 def test_a_channel_shuffle_is_one_region() -> None:
-    """Of ShuffleNet: two images are joined, their channels are interleaved, and the result is halved again."""
+    """As in ShuffleNet, two images are joined, their channels are interleaved, and the result is halved again."""
     body = (
         HALVES
         + """e = Conv <pads = [1,1,1,1]> (c, k2) f = Concat <axis = 1> (e, d)

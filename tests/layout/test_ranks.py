@@ -100,7 +100,7 @@ def test_operators_inside_a_region(name: str, axes: int, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("axes", AXES)
 def test_weights(axes: int) -> None:
-    """Those of depthwise convolutions have the channels last, all others the channels of a group."""
+    """Weights of depthwise convolutions have all channels last, and other weights the channels of a group."""
     ones = ",".join(["1"] * axes)
     spatial, taps = ",".join(NAMES[-axes:]), ",".join("543"[:axes])
     text = f"""(float[n,8,{spatial}] x) => (float[n,6,{spatial}] y)
@@ -151,7 +151,7 @@ def test_images_of_two_ranks_are_two_regions() -> None:
 
 
 def test_the_encoder_of_wav2vec() -> None:
-    """Its waveform is read as it is; the Transposes around its norms vanish, and that in front of the layers."""
+    """The waveform is read as it is; the Transposes around the norms and before the layers vanish."""
     model = network("wav2vec")
     result = converted(model, "auto")
     found = operators(result)

@@ -141,7 +141,7 @@ def test_a_wrong_fusion_is_taken_back(tmp_path: Path) -> None:
 
 
 def test_operators_that_are_wrong_channels_last_are_found_by_the_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are no parts, so that the layout as a whole is taken back."""
+    """Such operators are not compared as parts, so the layout as a whole is taken back."""
     import onnxfuse.layout.neutral_rules as neutral
 
     monkeypatch.setattr(neutral, "last_axis", lambda axis, rank: axis % rank)

@@ -443,7 +443,7 @@ def roundings(unfused: Unfused) -> Iterator[Mutation]:
 
 
 def _rounded(unfused: Unfused, name: str, nodes: Sequence[str], half: int) -> Mutant:
-    """Let these nodes read a value as float32 that was rounded to another dtype."""
+    """Make these nodes read, in float32, a value that was rounded to another dtype."""
     model = _copy(unfused)
     casts = [
         helper.make_node("Cast", [name], ["rounded"], "round", to=half),

@@ -240,7 +240,7 @@ def test_where_group_query_attention_is_not_exact(spelling: Spelling, operator: 
 
 @pytest.mark.parametrize(("cap", "operator"), [(0.0, MULTI_HEAD), (2.0, GROUPED)])
 def test_the_causal_operator_of_grouped_heads(cap: float, operator: str) -> None:
-    """It is causal by its attribute, or by a mask that is a constant triangle."""
+    """The operator is causal by its attribute, or by a mask that is a constant triangle."""
     by_attribute = f"y = Attention <is_causal = 1, softcap = {cap}> (q, k, v)"
     flags = ", ".join(str(int(key <= row)) for row in range(6) for key in range(6))
     by_mask = f"""numbers = Constant <value = int32[6,6] {{{flags}}}> ()

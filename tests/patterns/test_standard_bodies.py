@@ -200,7 +200,7 @@ def test_the_operator_stays_what_it_is(form: dict[str, float]) -> None:
 
 
 def test_a_causal_operator_under_a_mask_that_is_causal_too() -> None:
-    """Its attribute counts keys from the first one, and its mask from the last."""
+    """The operator's attribute counts keys from the first one, and the mask counts them from the last."""
     sizes = SIZES | {"queries": 4, "repeats": 1}
     chosen = {"form": "causal_operator", "q_layout": "bhsd", "k_layout": "bhsd", "v_layout": "bhsd"}
     spelling = replace(causal(chosen, sizes, TensorProto.FLOAT, is_causal=1), opset=23)

@@ -94,7 +94,7 @@ def test_no_half_written_file_stays(
 
 
 def test_a_text_is_compiled_in_place_of_a_file(compiled: list[tuple[Kernel, int]]) -> None:
-    """Its headers are onnxfuse's, each of them once; kernels of different texts are different kernels."""
+    """The compiled text has each header of onnxfuse once; kernels of different texts are different kernels."""
     text = '#include "types.cuh"\n#include "types.cuh"\nextern "C" __global__ void made() {{ {} }}\n'
     first, second = (Kernel("made", "made", text=text.format(body)) for body in ("", "wait_for_predecessor();"))
     whole = kernel_text(first)

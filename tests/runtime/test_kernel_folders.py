@@ -200,7 +200,7 @@ HOSTS = {
 
 @pytest.mark.parametrize(("host", "sentence"), HOSTS.values(), ids=HOSTS)
 def test_a_broken_host(site: Path, gpu: Stage, host: str | None, sentence: str) -> None:
-    """It is an error where a model has a node of the family."""
+    """A broken host is an error only where a model has a node of its family."""
     package(site, "late", {name: text for name, text in {**FAMILY, "host.py": host}.items() if text is not None})
     assert find_host("softmax") is not None
     with pytest.raises(KernelError) as caught:

@@ -355,7 +355,7 @@ def test_a_malformed_convolution_is_refused(gpu: Stage, message: str) -> None:
 
 
 def test_every_word_of_a_convolution_is_required(gpu: Stage) -> None:
-    """A question that ends early, or has an odd size, is refused; none crashes."""
+    """A request that ends early, or has an odd size, is refused without a crash."""
     data = convolution_bytes(replaced(SHAPES["2-D"], bias=BIAS, residual=RESIDUAL, engine=(41, 2, 2)))
     library = run_plan.cudnn()
     for size in range(0, len(data), 8):

@@ -202,7 +202,7 @@ def test_templates_of_another_setting_are_not_taken(gpu: Stage, saved: Path) -> 
 
 
 def test_a_template_also_takes_inputs_of_which_more_is_known(saved: Path) -> None:
-    """Those that are aligned or constant; the opposite would be wrong, because kernels rely on it."""
+    """A template takes constant inputs where it requires none, but not the reverse, because kernels rely on it."""
     words = read_plan_file(saved).templates[0].words
     x, b = pattern()
     constant = (x, dataclasses.replace(b, constant=True))

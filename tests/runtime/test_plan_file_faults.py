@@ -130,7 +130,7 @@ def test_one_file_is_written_by_many_at_once(saved: Path) -> None:
 
 
 def test_a_file_whose_code_does_not_load_is_not_used(gpu: Stage, saved: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its nodes are planned instead."""
+    """The nodes of such a file are planned by the session instead."""
 
     def change(each: SavedTemplate) -> SavedTemplate:
         return dataclasses.replace(each, kernels=tuple(dataclasses.replace(k, cubin=b"no cubin") for k in each.kernels))

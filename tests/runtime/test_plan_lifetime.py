@@ -102,7 +102,7 @@ def test_kernels_stay_loaded_as_long_as_the_node(gpu: Stage, monkeypatch: pytest
 def test_code_is_loaded_and_unloaded_while_another_thread_captures_a_graph(
     gpu: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the driver refuses the call, and the other thread's capture fails."""
+    """If this were not handled, the driver would refuse the call, and the other thread's capture would fail."""
 
     def load(kernel: Kernel, ordinal: int) -> LoadedKernel:
         module, function = native.load_function(gpu.library, ordinal, b"fake:cubin", kernel.entry)

@@ -236,7 +236,7 @@ def test_a_malformed_struct_is_refused(gpu: Stage, monkeypatch: pytest.MonkeyPat
 
 
 def test_shared_memory_is_asked_for_beside_what_kernels_have_statically(gpu: Stage) -> None:
-    """Kernels may use 48 KB of static and dynamic memory without an attribute; the stand-in's have 1 KB static."""
+    """Kernels may use 48 KB of static and dynamic memory without an attribute; the stand-in has 1 KB of static."""
     for shared in (100, 47 * 1024, 47 * 1024 + 1, 48 * 1024, 100 * 1024):
         step = Launch(Kernel("none", "noop"), (1, 1, 1), (32, 1, 1), (), shared)
         ready_plan(Plan((TensorSpec((1,), "float32"),), (step,)), (), provider=CPU).run([], [0])

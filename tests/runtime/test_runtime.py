@@ -65,7 +65,7 @@ def test_a_kernel_runs_in_place_of_the_body_and_is_planned_when_the_session_is_m
 
 
 def test_a_number_in_host_memory_determines_shapes(gpu: Stage) -> None:
-    """Its value counts as a dynamic dim, so that one template serves all values."""
+    """The number counts as a dynamic dim, so that one template serves all its values."""
     run, before = session(model(ROWS)), gpu.launches()
     for n, count in (5, 3), (5, 4), (5, 3), (6, 6):
         given = {**feed(n, 4), "count": np.array(count, np.int32)}

@@ -106,7 +106,7 @@ def test_options_can_be_registered_with_a_file(gpu: Stage, path: Path) -> None:
 def test_nodes_of_a_model_that_has_changed_are_planned(
     gpu: Stage, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Those that are as before have the file's plans; a session that starts slowly says why."""
+    """Unchanged nodes use the file's plans; the session warns why it starts slowly."""
     path.write_bytes(model(TWO))
     run = open_(path)
     check(run)
@@ -119,7 +119,7 @@ def test_nodes_of_a_model_that_has_changed_are_planned(
 def test_a_file_that_was_overwritten_is_no_longer_used(
     gpu: Stage, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nor is what it held before, of which earlier sessions keep what they have."""
+    """Its earlier content is not used either; only earlier sessions keep the plans that they have."""
     first, plans = open_(path), Path(f"{path}.plans")
     plans.write_bytes(b"none")
     for source, arguments in ((path, {}), (path.read_bytes(), {})):
@@ -137,7 +137,7 @@ def test_a_file_that_was_overwritten_is_no_longer_used(
 def test_a_session_of_another_aim_does_not_use_a_file(
     gpu: Stage, path: Path, caplog: pytest.LogCaptureFixture, made_for: Aim, other: Aim
 ) -> None:
-    """Neither the one that names it, nor, after a session that has loaded it, one that names none."""
+    """Such a session ignores the file whether it names it, or another session has loaded it before."""
     plans = path.with_name("other.plans")
     Path(f"{path}.plans").unlink()
     compile_file(path, plans, CompileSettings(provider=CPU, aim=made_for))
@@ -211,7 +211,7 @@ def refused(*_: object) -> NoReturn:
 
 
 def test_nothing_is_imported_to_compile(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither CuPy, nor NVRTC, nor the kernels' hosts, where nothing was measured."""
+    """A session imports neither CuPy nor NVRTC nor hosts of kernels if all templates are in a file."""
     for name in "cupy", "cuda.bindings.nvrtc", "cupy_backends.cuda.libs.nvrtc":
         monkeypatch.setitem(sys.modules, name, None)  # importing it fails
     nvrtc._nvrtc.cache_clear()

@@ -139,7 +139,7 @@ def constant_bias(source: bytes) -> bytes:
 def test_a_plan_for_constants_starts_no_kernel_early_where_there_are_none(
     gpu: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kernel reads what it takes for constant while the kernel in front of it runs."""
+    """A kernel that starts early reads its constant operands while the kernel before it still runs."""
     host = gpu.kernels("shift")
     good = host.candidates
 

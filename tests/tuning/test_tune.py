@@ -56,12 +56,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Stage:
 def how_it_runs(bound: Any) -> tuple[str, ...]:
     try:
         return tuple(run.how for run in explain_session(bound.session))
-    except UsageError:  # made without onnxfuse
+    except UsageError:  # a session that onnxfuse did not make
         return ("body",)
 
 
 class Clock:
-    """Pretends the times: microseconds of a node as (kernel, body), and of the whole model by how its nodes run."""
+    """A stand-in for measurements: microseconds of a node as (kernel, body), and of the model by how its nodes run."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, nodes: Mapping[str, tuple[float, float]],

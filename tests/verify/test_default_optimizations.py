@@ -87,7 +87,7 @@ def test_what_onnxruntime_breaks_in_the_optimized_model_alone_fails() -> None:
 
 
 def test_what_onnxruntime_changes_in_the_optimized_model_alone_fails() -> None:
-    """The factor of the original is an input, so that it is no part of the filters."""
+    """The factor of the original is an input, so onnxruntime cannot fold it into the filters."""
     text = CONV_TIMES_INFINITY.replace(" x)", " x, float infinity)").replace(" <float infinity = {inf}>", "")
     source = model(text, w=filters())
     constant = model(text.replace("(c, infinity)", "(c, k)").replace("<>", "<float k = {inf}>"), w=filters())

@@ -262,7 +262,7 @@ def test_steps_of_a_quantizer_at_ties_are_told() -> None:
 
 
 def decoder(branch: str, flag: str) -> onnx.ModelProto:
-    """Return a model whose flag chooses between a branch and another one, as merged decoders have it."""
+    """Return a model whose flag chooses between two branches, as in merged decoders; one computes `branch`."""
     return parse(
         f"(float[b, 8] x, {flag} use_cache) => (float[b, 8] y)",
         f"""shape = Constant<value_ints = [1]>()  flag = Reshape(use_cache, shape)

@@ -442,7 +442,7 @@ def test_the_bias_of_a_quantized_product_has_its_shape() -> None:
 
 
 def test_weights_that_are_no_arrays_of_onnxruntime_are_compared() -> None:
-    """It takes float8 numbers as initializers, and not as inputs."""
+    """onnxruntime accepts float8 tensors as initializers, but not as inputs."""
     model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 21]> g (float[n, 32] x) => (float[n, 4] y)
         { numbers = DequantizeLinear<axis = 0, block_size = 16>(w, scales)  y = MatMul(x, numbers) }""")
     codes = np.arange(128, dtype=np.uint8)
