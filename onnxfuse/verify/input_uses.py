@@ -1,10 +1,10 @@
-"""Find out how a model uses the values of its inputs: as indices of table rows, as masks, lengths or sizes."""
+"""Find out how a model uses the values of its inputs: as indices of table rows, as masks, lengths, sizes or bounds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, TypeAlias
 
 import numpy as np
 import onnx
@@ -24,6 +24,7 @@ ARITHMETIC_OPS: Final = {
 AFTER_SUMS: Final = {"Div", "Max", "Min", "Mul", "Where"}  # may lie between the Add of a mask and the Softmax
 LOGICAL_OPS: Final = {*COMPARISONS, "And", "Not", "Or"}
 COUNTING_OPS: Final = {"CumSum", "NonZero", "Range"}  # old exporters spell Range as NonZero of ones
+Bound: TypeAlias = Literal["low", "high"]
 INTEGERS: Final = {
     TensorProto.INT8, TensorProto.INT16, TensorProto.INT32, TensorProto.INT64,
     TensorProto.UINT8, TensorProto.UINT16, TensorProto.UINT32, TensorProto.UINT64,
@@ -50,11 +51,15 @@ TABLES: Final = {
 # the longest sequence.
 KEY_COUNTS: Final = {("GroupQueryAttention", 5): -1, ("GroupQueryAttention", 6): 0}
 QUERY, PAST_KEY = 0, 3  # inputs of GroupQueryAttention
+BOUND_INPUTS: Final[Mapping[tuple[str, int], Bound]] = {("Clip", 1): "low", ("Clip", 2): "high"}
+# Operators that bound a tensor by a tensor of one element, whichever input that is.
+BOUNDING_OPS: Final[Mapping[str, Bound]] = {"Max": "low", "Min": "high"}
+OPPOSITE: Final[Mapping[Bound, Bound]] = {"low": "high", "high": "low"}
 
 
 @dataclass(frozen=True)
 class Use:
-    """How a model uses the values of an integer input.
+    """How a model uses the values of an input; one that is not of integers has kind "low" or "high".
 
     kind "row"     the values index a table of `number` rows
     kind "mask"    the values are compared, or cast to floats
@@ -63,11 +68,13 @@ class Use:
     kind "equal"   the model compares the values with the constant `number`, such as a sampling rate
     kind "keys"    the values are the number of past and new keys of a GroupQueryAttention, plus `number`
     kind "ones"    the values are a mask with as many ones as a GroupQueryAttention has past and new keys
+    kind "low"     the values are the lower bound to which a tensor is clipped
+    kind "high"    the values are the upper bound to which a tensor is clipped
 
-    For the last two, the sizes of `axes` add up to the number of keys.
+    For "keys" and "ones", the sizes of `axes` add up to the number of keys.
     """
 
-    kind: Literal["row", "mask", "length", "size", "equal", "keys", "ones"]
+    kind: Literal["row", "mask", "length", "size", "equal", "keys", "ones", "low", "high"]
     number: int = 0
     axes: tuple[tuple[str, int], ...] = ()  # (name of an input of the model, axis)
 
@@ -92,6 +99,38 @@ def integer_uses(model: onnx.ModelProto) -> dict[str, Use]:
     inputs = [v for v in model.graph.input if v.type.tensor_type.elem_type in INTEGERS]
     found = {value.name: _use(value, links) for value in inputs if value.name not in links.constants}
     return {name: use for name, use in found.items() if use is not None}
+
+
+def bound_uses(model: onnx.ModelProto) -> dict[str, Use]:
+    """Return the uses "low" and "high" of inputs by name.
+
+    Clip reads bounds.  Of Max and Min, an input of one element is the bound, unless the others are such inputs or
+    constants.  Between the input and these operators, only views, Casts and Negs may lie.
+    """
+    links = links_of(model)
+    values = [value for value in model.graph.input if value.name not in links.constants]
+    single = {v.name for v in values if all(dim.dim_value == 1 for dim in v.type.tensor_type.shape.dim)}
+    constants = {name for name, node in links.producers.items() if node.op_type == "Constant"} | links.constants.keys()
+    found = ((value.name, next(_bounds(value.name, links, single, constants), None)) for value in values)
+    return {name: Use(bound) for name, bound in found if bound is not None}
+
+
+def _bounds(name: str, links: Links, single: Set[str], constants: Set[str]) -> Iterator[Bound]:
+    """Yield how nodes use a tensor as a bound.
+
+    single     the inputs of one element, and the views of them that lie between the input and the tensor
+    constants  the tensors that are constants
+    """
+    for node, index in links.consumers.get(name, ()):
+        others = {*node.input} - {name}
+        if (node.op_type, index) in BOUND_INPUTS:
+            yield BOUND_INPUTS[node.op_type, index]
+        elif node.op_type in BOUNDING_OPS and name in single and others.isdisjoint(single | constants):
+            yield BOUNDING_OPS[node.op_type]
+        elif index == 0 and (node.op_type in VIEWS or node.op_type in ("Cast", "Neg")):
+            made = {node.output[0]} if name in single else set()
+            found = _bounds(node.output[0], links, single | made, constants)
+            yield from (OPPOSITE[each] for each in found) if node.op_type == "Neg" else found
 
 
 def added_to_scores(model: onnx.ModelProto) -> set[str]:

@@ -48,6 +48,8 @@ SLASH = r"(?<!/)/(?!/)"  # a division, which exporters write as // too
 # Words in the names of inputs that hold lengths, and of inputs that hold the size of an image.
 LENGTH_WORDS = frozenset({"len", "lens", "length", "lengths", "seqlen", "seqlens"})
 SIZE_WORDS = frozenset({"shape", "size", "sizes"})
+# Bounds to which a model clips: a third of the random floats lies outside of them.  Random integers are 0 or 1.
+BOUNDS = {"low": -1, "high": 1}
 SMALL_SIZE = 2  # the value of an input that holds a size about which nothing else is known
 
 
@@ -363,6 +365,8 @@ def _generate_input(
         return np.ones(shape, each.dtype)
     if kind == "size":
         return np.full(shape, SMALL_SIZE).astype(each.dtype)
+    if kind in BOUNDS and each.dtype.kind != "b":
+        return np.full(shape, max(BOUNDS[kind], 0) if each.dtype.kind == "u" else BOUNDS[kind]).astype(each.dtype)
     return _noise(each, shape, use.number if use and kind == "row" else 0)
 
 

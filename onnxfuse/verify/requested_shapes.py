@@ -14,7 +14,7 @@ import onnx
 
 from onnxfuse.errors import UsageError, first_line
 from onnxfuse.ir.dtypes import Array
-from onnxfuse.verify.input_uses import integer_uses
+from onnxfuse.verify.input_uses import bound_uses, integer_uses
 from onnxfuse.verify.inputs import (
     Input,
     check_inputs,
@@ -75,7 +75,7 @@ def _fitting(
     check_inputs(empty, wanted)
     if requested:  # without requested shapes, arrays that seem inconsistent may still fit the model
         _check_names(requested | {name: value.shape for name, value in given.items()}, wanted)
-    uses = integer_uses(model)
+    uses = bound_uses(model) | integer_uses(model)
     return required, {**empty, **given}, lambda sizes: generate_inputs(wanted, sizes, uses, given, requested)
 
 

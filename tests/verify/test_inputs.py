@@ -18,7 +18,7 @@ from onnx import TensorProto
 from onnxfuse.errors import UsageError
 from onnxfuse.optimizer import optimize
 from onnxfuse.verify.compare import compare
-from onnxfuse.verify.input_uses import Use, integer_uses
+from onnxfuse.verify.input_uses import Use, bound_uses, integer_uses
 from onnxfuse.verify.inputs import load_inputs, load_samples
 from onnxfuse.verify.mask_rows import mask_inputs, with_mask_rows
 from onnxfuse.verify.reference import run_original
@@ -209,6 +209,30 @@ def test_positions_and_other_integers() -> None:
         assert (feed["position_ids"] == np.arange(feed["n"].shape[1])).all()
         assert set(feed["n"].ravel()) <= {0, 1}
         assert feed["flag"][0] and feed["flag"].dtype == bool
+
+
+BOUNDED = {
+    "clip": ("float[b, d] x, float low, float high", "y = Clip(x, low, high)", "low high"),
+    "half": ("float[b, d] x, float16 low, float16[1] high",
+             "a = Cast<to = 1>(low)  c = Cast<to = 1>(high)  s = Squeeze(c)  y = Clip(x, a, s)", "low high"),
+    "negated": ("float[b, d] x, float high", "low = Neg(high)  y = Clip(x, low, high)", "high"),
+    "max_of_min": ("float[b, d] x, float[1, 1] low, float high", "m = Min(x, high)  y = Max(low, m)", "low high"),
+    "integers": ("int32[b, d] x, uint8 low, int32 high",
+                 "a = Cast<to = 6>(low)  c = Clip(x, a, high)  y = Cast<to = 1>(c)", "low high"),
+    "constant": ("float[b, d] z, float[1] n",
+                 "e = Constant<value_float = 0.0>()  m = Max(n, e)  y = Add(z, m)", ""),
+    "singles": ("float[b, d] z, float[1] n, float m", "l = Max(n, m)  y = Add(z, l)", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_bounds_leave_numbers_between_them(name: str) -> None:
+    """Max and Min of a number and a constant, or of two numbers, have no bounds."""
+    signature, body, found = BOUNDED[name]
+    source, values = model(f"({signature}) => (float[b, d] y)", body), {"low": (-1, 0), "high": (1, 1)}
+    assert bound_uses(source) == {each: Use(each) for each in found.split()}
+    assert all(feeds(source)[0][each].item() in values[each] for each in found.split())
+    assert compare(source, source).passed is True
 
 
 def test_quantized_inputs_take_all_values() -> None:
