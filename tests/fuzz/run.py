@@ -36,6 +36,7 @@ TESTS = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(TESTS.parent), *(str(TESTS / folder) for folder in ("", "fuzz", "patterns"))]
 MAX_SECONDS = 90.0  # of one case, or of its reduction; then its process is ended
 MAX_BYTES = 6 * 2**30  # that a process may take, so that no case takes the memory of the others
+LACKS_MEMORY = "std::bad_alloc"
 MAX_RESIDENT = 2 * 2**30  # bytes; a process that has grown more is followed by a fresh one
 MAX_TEXT = 20_000  # characters of a failing model that are printed
 WORKER = [__file__, "--worker"]
@@ -161,8 +162,10 @@ SEEN: Counter[str] = Counter()  # failures of this process, by their cause
 
 def _judge_one(seed: int) -> None:
     from fuzz_cases import case_of
-    from judge import Verdict
+    from judge import SECONDS, Verdict
     from reduction import reduced, text
+
+    from onnxfuse.verify.own_process import own_process
 
     print(json.dumps({"begins": seed}), flush=True)
     started = time.monotonic()
@@ -170,8 +173,9 @@ def _judge_one(seed: int) -> None:
     try:
         case = case_of(seed)
         verdict = case.verdict()
-        if verdict.kind == "hang":  # on a busy machine every call may be slow once
-            verdict = case.verdict()
+        if verdict.kind == "hang" or LACKS_MEMORY in verdict.sentence:  # every call may be slow once, or lack memory
+            with own_process(SECONDS):  # which models before this one may have taken
+                verdict = case.verdict()
     except Exception as error:  # a fault of the fuzzer, which must not end the run
         last = traceback.extract_tb(error.__traceback__)[-1]
         verdict = Verdict("crash", f"the fuzzer raises {type(error).__name__} in {last.name}: {str(error)[:200]}")

@@ -22,7 +22,7 @@ import run as fuzzer
 from changes import duplicate
 from drafts import inferred, shape_at, types
 from draws import draws
-from fuzz_cases import case_of, draw_case
+from fuzz_cases import FuzzCase, case_of, draw_case
 from hostile import wrong_versions
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -989,6 +989,26 @@ def test_cases_that_end_their_process_or_do_not_end(monkeypatch: pytest.MonkeyPa
     assert ([each["seed"] for each in tally.failures], tally.slow) == (["2", "3", "5"], [3, 4])
     row = tally.table()[-1]
     assert (row["cases"], row["wrong"], row["hangs and crashes"], row["same"]) == (6, 1, 2, 3)
+
+
+@pytest.mark.parametrize(("often", "kind"), [(1, "same"), (2, "unrunnable")])
+def test_a_case_that_lacks_memory_is_judged_again_in_a_fresh_process(
+    often: int, kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a model in a process that had run thousands did (seed 1050026361)."""
+    workers = []
+
+    def verdict(case: FuzzCase) -> Verdict:
+        workers.append(own_process.current_worker())
+        lacks = len(workers) <= often
+        return Verdict("unrunnable", "std::bad_alloc (at x float32[3])") if lacks else Verdict("same")
+
+    monkeypatch.setattr(FuzzCase, "verdict", verdict)
+    monkeypatch.setattr(fuzzer, "MAX_REDUCED", 0)
+    fuzzer._judge_one(7)
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (said["verdict"], said["failed"]) == (kind, kind != "same")
+    assert len({id(worker) for worker in workers}) == 2
 
 
 def test_a_case_whose_drawing_raises_is_a_failure(
