@@ -278,6 +278,7 @@ def test_saved_plans_need_no_planning(steps: int, tmp_path: Path, monkeypatch: p
 
 
 def test_sessions_come_and_go_without_a_leak() -> None:
+    """Other processes may allocate on the same GPU, but not each time."""
     import cupy
 
     def free_after(count: int) -> int:
@@ -285,5 +286,9 @@ def test_sessions_come_and_go_without_a_leak() -> None:
             session(model(steps=2)).run(None, feed(64))
         return int(cupy.cuda.runtime.memGetInfo()[0])
 
-    free = [free_after(5), *(free_after(100) for _ in range(3))]
-    assert min(before - after for before, after in pairwise(free)) < 32 << 20, "or others allocated all the time"
+    free = free_after(5)
+    for _ in range(8):
+        before, free = free, free_after(100)
+        if before - free < 32 << 20:
+            return
+    pytest.fail("each 100 sessions keep 32 MiB or more")
