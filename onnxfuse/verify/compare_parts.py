@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -29,7 +30,7 @@ from onnxfuse.verify.difference import (
     type_and_shape,
     with_numbers_for_nan,
 )
-from onnxfuse.verify.drawn_operands import LEAVE_NOTHING, Feeds, draws, operands_by_shape
+from onnxfuse.verify.drawn_operands import LEAVE_NOTHING, ONES, Feeds, draws, operands_by_shape
 from onnxfuse.verify.noise import move_by_one_ulp
 from onnxfuse.verify.own_process import OnnxruntimeFailure
 from onnxfuse.verify.parts import Part, UnfusedGraph
@@ -109,9 +110,9 @@ def compare_parts(
     for i, part in enumerate(parts):
         progress(i, len(parts))
         try:
-            given = operands_by_shape(unfused, part) if feeds is None else _given(unfused, part, values)
-            tried = draws(unfused, part, given, runs=feeds is not None)
-            fault = _compare_part(unfused, optimized, part, given, tried, numbers_for_nan)
+            compare = partial(_compare_part, unfused, optimized, part, numbers_for_nan)
+            drawn = feeds is None
+            fault = _drawn_fault(unfused, part, compare) if drawn else compare(_given(unfused, part, values), True)
         except VerificationError as error:
             unseen.append(PartFinding(part, str(error)))
         except Exception as error:  # such as a lack of memory for the compared values
@@ -175,16 +176,30 @@ def _model_of_run(unfused: UnfusedGraph, wanted: Sequence[str]) -> onnx.ModelPro
     return model
 
 
+def _drawn_fault(unfused: UnfusedGraph, part: Part, compare: Callable[[Feeds, bool], str]) -> str:
+    """Return how a fused node differs on drawn values, at sizes of 1 if nothing can be compared at other sizes.
+
+    A branch may run at sizes of 1 alone.  Raises VerificationError as `_compare_part` does.
+    """
+    try:
+        return compare(operands_by_shape(unfused, part), False)
+    except VerificationError:
+        with suppress(VerificationError):
+            return compare(operands_by_shape(unfused, part, ONES), False)
+        raise
+
+
 def _compare_part(
     unfused: UnfusedGraph,
     optimized: onnx.ModelProto,
     part: Part,
-    given: Feeds,
-    tried: Iterable[tuple[str, Feeds]],
     numbers_for_nan: bool,
+    given: Feeds,
+    runs: bool,
 ) -> str:
-    """Return how a fused node differs from the nodes that it replaced on the values to try; "" where it does not.
+    """Return how a fused node differs from the nodes that it replaced; "" where it does not.
 
+    The values are drawn at the sizes of `given`, which also are tried if a run computed them.
     Raises VerificationError, which says why, where nothing could be compared.
     """
     try:
@@ -193,7 +208,7 @@ def _compare_part(
         return f"onnxruntime refuses its body: {first_line(error)}"
     reason = "its output was NaN, infinite, empty or masked on all values"
     compared = False
-    for what, feeds in tried:
+    for what, feeds in draws(unfused, part, given, runs=runs):
         try:
             expected = run(sessions.replaced, sessions.feeds(feeds))
         except OnnxruntimeFailure as error:

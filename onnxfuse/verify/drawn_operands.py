@@ -31,12 +31,14 @@ LEAVE_NOTHING: Final = "masks that leave nothing"
 
 # Sizes for symbolic dims, assigned in the order of their names; all differ, so that exchanged dims are noticed.
 SYMBOL_SIZES: Final = (2, 3, 5, 7, 4, 6, 9, 11)
+ONES: Final = (1,)
 MAX_ELEMENTS: Final = 2**28  # elements of a drawn tensor; a larger shape is wrong, or would take too long
 
 
-def operands_by_shape(unfused: UnfusedGraph, part: Part) -> Feeds:
+def operands_by_shape(unfused: UnfusedGraph, part: Part, lengths: tuple[int, ...] = SYMBOL_SIZES) -> Feeds:
     """Return random values for a fused node's operands, by their dtypes and symbolic shapes, if the model does not run.
 
+    `lengths` are the sizes of symbolic dims in the order of the dims' names, repeated where there are more dims.
     Integers are 0 or 1, which are valid indices of nearly any table.  Raises VerificationError where a shape is unknown
     or too large.  Also raises it where the replaced nodes read a tensor that is neither an operand nor a constant: that
     tensor may be computed from an operand, and independent random values would contradict each other.
@@ -47,7 +49,7 @@ def operands_by_shape(unfused: UnfusedGraph, part: Part) -> Feeds:
     names = list(dict.fromkeys((*part.operands, *part.leaves)))
     shapes = {name: unfused.types[name][1] for name in names}
     words = sorted({word for shape in shapes.values() for size in shape or () for word in symbols(size)})
-    sizes = {word: SYMBOL_SIZES[i % len(SYMBOL_SIZES)] for i, word in enumerate(words)}
+    sizes = {word: lengths[i % len(lengths)] for i, word in enumerate(words)}
     made: Feeds = {}
     for name, shape in shapes.items():
         dtype = unfused.types[name][0]

@@ -366,7 +366,12 @@ def test_constants_in_another_layout_are_constants_of_the_part() -> None:
     assert (report.verified.status, report.verified.equal_parts) == ("verified", len(report.fused))
 
 
-def by_hand(unfused: str, fused_nodes: str, body: str, replaced: list[str]) -> PartsVerification:
+X = {"x": np.ones((2, 4), np.float32)}
+
+
+def by_hand(
+    unfused: str, fused_nodes: str, body: str, replaced: list[str], feeds: dict[str, np.ndarray] | None = X
+) -> PartsVerification:
     """Compare one fused node "n" of a model that is written by hand."""
     result = fuse_model(parse(unfused), None, Settings([], keep_unfused=True))
     assert result.unfused is not None
@@ -375,7 +380,7 @@ def by_hand(unfused: str, fused_nodes: str, body: str, replaced: list[str]) -> P
         f'<ir_version: 9, opset_import: ["" : 17, "{DOMAIN}" : 1]> {signature} {{ {fused_nodes} }} {body}'
     )
     parts = distinct_parts(result.unfused, optimized, {"n": replaced}, ORIGINALS)
-    return compare_parts(result.unfused, optimized, parts, {"x": np.ones((2, 4), np.float32)})
+    return compare_parts(result.unfused, optimized, parts, feeds)
 
 
 ORIGINALS = {"a/nhwc": ("a", (1, 0))}
@@ -402,6 +407,21 @@ def test_an_operand_that_a_replaced_node_computes_too() -> None:
         ["p", "y"],
     )
     assert not found.wrong and not found.not_compared and len(found.equal) == 1
+
+
+@pytest.mark.parametrize(("operator", "is_wrong"), [("Exp", False), ("Abs", True)])
+def test_nodes_that_run_at_sizes_of_1_alone_are_compared(operator: str, is_wrong: bool) -> None:
+    """Such nodes are those of a branch for one sequence, which does not run at the sizes that are drawn first."""
+    found = by_hand(
+        "g (float[n, 4] x) => (float[4] y) { z = Constant <value = int64[1] {0}> ()  q = Squeeze (x, z)  y = Exp (q) }",
+        f"[n] y = {DOMAIN}.first (x)",
+        f"""<domain: "{DOMAIN}", opset_import: ["" : 17]> first (p) => (r)
+        {{ z = Constant <value = int64[1] {{0}}> ()  q = Squeeze (p, z)  r = {operator} (q) }}""",
+        ["q", "y"],
+        None,
+    )
+    assert (len(found.wrong), len(found.equal), found.not_compared) == (is_wrong, not is_wrong, ())
+    assert not is_wrong or found.wrong[0].reason.startswith("on drawn values its output 'y' is ")
 
 
 MIXED_DTYPES = WRONG_RELU.format(wrong="op.Where(op.Equal(op.Size(x), 8), x, op.Relu(x))")
