@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import onnx
 
-from onnxfuse.errors import ModelError, UsageError
+from onnxfuse.errors import ModelError, UsageError, shortened
 from onnxfuse.fuse_model import FusedModel, Settings
 from onnxfuse.ir.digest import graph_digest
 from onnxfuse.ir.plain_files import read_plain, write_whole
@@ -30,7 +30,7 @@ FORMAT: Final = "onnxfuse-plan"
 VERSION: Final = 1
 ADVICE: Final = "make it again with `onnxfuse plan`"
 MAX_BYTES: Final = 2**28  # per file; the file of a model with 100,000 nodes has about 10 MB
-MAX_COMPARED: Final = 200  # characters of a name compared with others; the time grows with the product of lengths
+MAX_NAME: Final = 200  # characters of a name that are compared with others and shown; comparing longer ones takes time
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,8 @@ def read_choices(path: Path, model: onnx.ModelProto) -> Choices:
     choices = _parsed(path, data)
     if choices.digest != graph_digest(model):
         raise UsageError(
-            f"the plan '{path}' was made for another model, '{choices.model}': the digest of its nodes differs; "
-            f"{ADVICE} for this one"
+            f"the plan '{path}' was made for another model, '{shortened(choices.model, MAX_NAME)}': "
+            f"the digest of its nodes differs; {ADVICE} for this one"
         )
     return choices
 
@@ -108,7 +108,7 @@ def _parsed(path: Path, data: Any) -> Choices:
         raise _not_a_plan(path, f'it lacks "format": "{FORMAT}"')
     version, model, listed = data.get("version"), data.get("model"), data.get("matches")
     if version != VERSION:
-        found = f"version {version}" if isinstance(version, int) else "no version"
+        found = f"version {shortened(str(version))}" if isinstance(version, int) else "no version"
         raise _not_a_plan(path, f"it has {found}; this onnxfuse reads {VERSION}")
     if not (isinstance(model, dict) and isinstance(model.get("digest"), str)):
         raise _not_a_plan(path, '"model" lacks the "digest"')
@@ -118,7 +118,7 @@ def _parsed(path: Path, data: Any) -> Choices:
     seen: set[str] = set()
     for one in matches:
         if one.name in seen:
-            raise _not_a_plan(path, f"it lists '{one.name}' twice")
+            raise _not_a_plan(path, f"it lists '{shortened(one.name, MAX_NAME)}' twice")
         seen.add(one.name)
     name = model.get("name")
     return Choices(name if isinstance(name, str) else "", model["digest"], matches)
@@ -164,11 +164,12 @@ class Chosen:
         """Raise UsageError if the file names a match that no run found."""
         unknown = [one.name for one in self.choices.matches if one.name not in self.seen]
         if unknown:
-            near = get_close_matches(unknown[0][:MAX_COMPARED], self.seen, 1)
-            hint = f"did you mean '{near[0]}'? " if near else ""
+            near = get_close_matches(unknown[0][:MAX_NAME], self.seen, 1)
+            hint = f"did you mean '{shortened(near[0], MAX_NAME)}'? " if near else ""
             more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
             raise UsageError(
-                f"the plan names '{unknown[0]}'{more}, which this model does not have with these options; {hint}"
+                f"the plan names '{shortened(unknown[0], MAX_NAME)}'{more}, "
+                f"which this model does not have with these options; {hint}"
                 f"give the options that the plan was made with, or {ADVICE}"
             )
 

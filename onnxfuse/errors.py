@@ -23,6 +23,11 @@ def printable(text: str, keep: str = "") -> str:
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
+def shortened(text: str, most: int = 60) -> str:
+    """Return a text of more than about `most` characters with dots in place of its middle."""
+    return text if len(text) <= most else f"{text[: most - 20]}...{text[-10:]}"
+
+
 class OnnxfuseError(Exception):
     """An error that the user can act on.  Its text is one line: the finding, the requirement, and the remedy."""
 

@@ -152,6 +152,9 @@ def test_with_standard_operators(tmp_path: Path) -> None:
     assert "Attention" not in fused_nodes(optimize(path, emit="standard", plan=plan, verify=False)[0])
 
 
+LONG = "softmax:" + "y" * 100_000
+
+
 def changed(data: dict[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
     return {**data, **change}
 
@@ -183,6 +186,23 @@ def test_a_plan_that_does_not_fit(change: Mapping[str, Any], sentence: str, bloc
     with pytest.raises(UsageError) as error:
         optimize(block, plan=plan)
     assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": 10**4000},
+        {"model": {"name": LONG, "digest": "0" * 64}},
+        {"matches": [{"name": LONG, "fusion": "softmax", "nodes": [], "apply": True}] * 2},
+        {"matches": [{"name": LONG, "fusion": "softmax", "nodes": [], "apply": True}]},
+    ],
+)
+def test_long_names_of_a_plan_are_cut(change: Mapping[str, Any], block: Path) -> None:
+    plan = switched(block, lambda name: False)
+    plan.write_text(json.dumps(changed(json.loads(plan.read_text(encoding="utf-8")), change)), encoding="utf-8")
+    with pytest.raises(UsageError) as error:
+        optimize(block, plan=plan)
+    assert "..." in str(error.value) and len(str(error.value)) < 500 + len(str(plan))
 
 
 def test_a_file_that_is_none(block: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import onnx
 
-from onnxfuse.errors import ModelError
+from onnxfuse.errors import ModelError, shortened
 from onnxfuse.ir.validate import size_of
 
 
@@ -79,8 +79,3 @@ def _external_file(what: str, folder: Path, location: str) -> tuple[Path, os.sta
     if path.is_symlink() or not path.is_file() or status.st_nlink > 1:  # onnx refuses to read such files
         raise ModelError(f"{what}, '{path}', is a link or no plain file; replace it by a copy (cp --dereference)")
     return path, status
-
-
-def shortened(text: str) -> str:
-    """Return a long text with dots in place of its middle."""
-    return text if len(text) <= 60 else f"{text[:40]}...{text[-10:]}"

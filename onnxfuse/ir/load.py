@@ -12,11 +12,11 @@ import onnx.checker
 from google.protobuf.message import DecodeError
 from onnx.external_data_helper import uses_external_data
 
-from onnxfuse.errors import ModelError
+from onnxfuse.errors import ModelError, shortened
 from onnxfuse.ir.attributes import schema
 from onnxfuse.ir.domain import ORT_DOMAIN
 from onnxfuse.ir.execution_order import in_execution_order, reads
-from onnxfuse.ir.external_data import external_range, shortened, state_range
+from onnxfuse.ir.external_data import external_range, state_range
 from onnxfuse.ir.inline_functions import check_expanded
 from onnxfuse.ir.invented_operators import without_invented_operators
 from onnxfuse.ir.ort_attributes import wrong_attribute
