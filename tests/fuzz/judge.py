@@ -49,10 +49,12 @@ from undetermined import (
     normalizes_nothing,
     normalizes_other_channels,
     outputs_of_attention,
+    overflows_int32,
     relies_on_empty_slices,
     reuses_memory_of_a_slice,
     scales_zero_by_infinity,
     scans_rows_of_false_shapes,
+    sums_infinity,
     takes_other_steps,
     without_false_shapes,
 )
@@ -341,6 +343,8 @@ def _compare_outputs(
             or (other.is_optimized and has_huge_scales(original._part(name), given))
             or normalizes_few_elements(model, optimized, given, value, found[name])
             or scales_zero_by_infinity(model, optimized, value, found[name])
+            or sums_infinity(original._part(name), value, found[name])
+            or overflows_int32(original._part(name))
             or adds_zero(model, value, found[name])
         )
         if reason and not is_excused:

@@ -96,7 +96,7 @@ def _shake(
     for node in present:
         moves = []
         for index, name in enumerate(node.output):
-            is_like_input = name not in known and node.domain and node.op_type != "QuantizeLinear"  # others' in a body
+            is_like_input = name not in known and node.domain and "Linear" not in node.op_type  # others' in a body
             typed = node.input[0] if is_like_input else name
             dtype = known[typed].tensor_type.elem_type if typed in known else TensorProto.UNDEFINED
             if name and dtype in dtypes and node.op_type != "Constant":  # an exponent of 2.0000002 makes NaN

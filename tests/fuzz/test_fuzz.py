@@ -56,9 +56,11 @@ from undetermined import (
     has_windows_beyond_data,
     joins_unequal_sizes,
     normalizes_other_channels,
+    overflows_int32,
     relies_on_empty_slices,
     reuses_memory_of_a_slice,
     scales_zero_by_infinity,
+    sums_infinity,
     takes_other_steps,
     without_false_shapes,
 )
@@ -388,6 +390,13 @@ def test_unequal_sizes_are_found_after_operators_of_onnxruntime() -> None:
     )
     for rows, is_unequal in ((1, False), (2, True)):
         assert joins_unequal_sizes(model, ["y"], {"x": np.ones((rows, 2), np.float32)}) is is_unequal
+    quantized = onnx.parser.parse_model(
+        """<ir_version: 8, opset_import: ["" : 13]> g (uint8[n,2] x) => (float[n,4] y)
+           <float s = {0.5}, uint8 z = {0}, int64[1] zero = {0}, int64[1] one = {1}> {
+             a = DequantizeLinear (x, s, z) b = Slice (a, zero, one) y = Concat <axis = 1> (a, b) }"""
+    )
+    for rows, is_unequal in ((1, False), (2, True)):  # seed 1060003256
+        assert joins_unequal_sizes(quantized, ["y"], {"x": np.ones((rows, 2), np.uint8)}) is is_unequal
     scan = """<ir_version: 8, opset_import: ["" : 17]>
         g (float[n,2] x, float[a] k) => (float z, float[n,2] w, float[n,2] y) <int64 zero = {0}> {
           z = Neg (k) s = SequenceConstruct (x) w = SequenceAt (s, zero)
@@ -614,6 +623,39 @@ def test_products_with_dequantized_weights_in_float64_do_not_overflow(alpha: str
                     {"n": 20}, said)  # fmt: skip
 
 
+@pytest.mark.parametrize(("weights", "found", "is_excused"), [
+    ("inf, 3e38", [np.nan, 1], True), ("inf, 3e38", [0, 1], False), ("inf, 3e38", [np.nan, 2], False),
+    ("inf, 3.0", [np.nan, 1], False), ("1.0, 3e38", [np.nan, 1], False)])  # fmt: skip
+def test_sums_of_infinite_and_large_terms_may_be_nan(weights: str, found: list[float], is_excused: bool) -> None:
+    text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[n,2] x) => (float[n,1] y)
+        <float[2,1] w = {{{weights}}}> {{ y = MatMul (x, w) }}"""
+    want = np.array([np.inf, 1], np.float32)
+    assert sums_infinity(onnx.parser.parse_model(text), want, np.array(found, np.float32)) is is_excused
+
+
+@pytest.mark.parametrize("op", ["QLinearAdd", "QLinearMul"])
+@pytest.mark.parametrize(("scale", "is_excused"), [("1e9", True), ("1e4", False)])
+def test_sums_of_integers_that_int32_has_no_room_for(op: str, scale: str, is_excused: bool) -> None:
+    text = f"""<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]> g (int8[n] x) => (int8[n] y)
+        <float a = {{{scale}}}, float b = {{0.02}}, int8 z = {{0}}> {{
+          y = com.microsoft.{op} (x, a, z, x, b, z, b, z) }}"""
+    model = onnx.parser.parse_model(text)
+    assert overflows_int32(model) is is_excused
+    found = outputs_of(Session(model), {"x": np.array([127], np.int8)})
+    assert found and found["y"].tolist() == [-128 if is_excused else 127]
+
+
+@pytest.mark.parametrize(("step", "is_excused"), [(0.5, True), (0.6, False), (1.0, False)])
+def test_one_value_of_a_few_may_be_at_the_next_step_with_optimizations(step: float, is_excused: bool) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[n] x) => (float[n] y)
+        <float s = {0.5}, uint8 z = {0}> { q = QuantizeLinear (x, s, z) y = DequantizeLinear (q, s, z) }"""
+    model, want = onnx.parser.parse_model(text), np.array([1, 2, 3, 4], np.float32)
+    for count, may_be in ((1, is_excused), (2, False)):
+        got = want + np.float32(step) * (np.arange(4) < count).astype(np.float32)
+        assert takes_other_steps(model, want, got, is_optimized=True) is may_be
+        assert not takes_other_steps(model, want, got, is_optimized=False)
+
+
 def test_functions_that_call_each_other_have_no_types() -> None:
     text = """<ir_version: 8, opset_import: ["" : 17, "f" : 1]> g (float[2] x) => (float[2] y) { y = f.a (x) }
           <domain: "f", opset_import: ["" : 17, "f" : 1]> a (x) => (y) { y = f.b (x) }
@@ -834,13 +876,14 @@ def test_results_of_functions_and_of_nodes_in_another_order_are_moved_too() -> N
     assert all(each.mean() > 0.9 for each in moved)
 
 
-@pytest.mark.parametrize("domain", ["", "com.microsoft."])
-def test_results_beside_and_after_operators_of_onnxruntime_are_moved(domain: str) -> None:
-    """onnx gives Gelu and what follows it no types, and a quantizer's result, an integer, stays (seed 1040000058)."""
+@pytest.mark.parametrize("quantizer", [
+    "q = QuantizeLinear (x, s, z)", "q = com.microsoft.QuantizeLinear (x, s, z)",
+    "o = QuantizeLinear (x, s, z) q = com.microsoft.QLinearConcat <axis = 0> (s, z, o, s, z)"])  # fmt: skip
+def test_results_beside_and_after_operators_of_onnxruntime_are_moved(quantizer: str) -> None:
+    """onnx gives Gelu and what follows it no types, and integers stay (seeds 1040000058 and 1060011991)."""
     model = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]>
         g (float[64] x) => (float[64] y, float[64] d) <float s = {{0.5}}, uint8 z = {{0}}> {{
-          a = com.microsoft.Gelu (x) y = Neg (a)
-          q = {domain}QuantizeLinear (x, s, z) d = {domain}DequantizeLinear (q, s, z) }}""")
+          a = com.microsoft.Gelu (x) y = Neg (a) {quantizer} d = DequantizeLinear (q, s, z) }}""")
     ones = {"x": np.ones(64, np.float32)}
     exact = outputs_of(Session(model), ones)
     for shaken in rounded_otherwise(model, 1, [onnx.TensorProto.FLOAT]):
