@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -25,24 +26,11 @@ PRIMITIVES: Final = 13  # the last opset without composite operators
 NO_OPERATOR: Final = "ONNX has no operator for it"
 
 
-def in_newest_opset(model: onnx.ModelProto, fuse: Callable[[onnx.ModelProto], FusedModel]) -> onnx.ModelProto:
-    """Return a model converted to opset NEWEST; unchanged if that fails and no operator to be written needs it.
-
-    fuse  fuses a model so that the bodies of fused nodes, which are ONNX functions, have standard operators
-
-    Raises ModelError if a node cannot be converted, and an operator to be written needs a newer opset than the model's.
-    """
-    try:
-        return convert_opset(model, NEWEST)
-    except ModelError as error:
-        advice = "leave emit standard out, or export the model without this operator"
-        refusal = ModelError(f"{error}; {advice}")
-    try:
-        raised = convert_opset(model, NEWEST, has_to_run=False)
-    except ModelError:
-        raise refusal from None
-    if needs_newer_opset(fuse(raised), opset_of(model)):
-        raise refusal
+def in_newest_opset(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a model converted to the newest opset, up to NEWEST, in which onnxruntime runs all of its nodes."""
+    for opset in range(NEWEST, opset_of(model), -1):
+        with suppress(ModelError):
+            return convert_opset(model, opset)
     return model
 
 
@@ -71,18 +59,18 @@ def what_was_written(result: FusedModel) -> Standard:
 
 def _written(result: FusedModel) -> Iterator[WrittenAs]:
     bodies = {each.name: each for each in result.model.functions if each.domain == DOMAIN}
+    opset = result.graph.opset
+    lacking = NO_OPERATOR if opset >= NEWEST else f"{NO_OPERATOR} in opset {opset}"
     called = {node.name: bodies[node.op_type] for node in nodes(result.model.graph) if is_fused(node)}
     for fused in result.fused:
         if fused.node not in called:  # no node reads its result any more
             continue
         body = called[fused.node]
         ops = tuple(
-            node.op_type
-            for node in body.node
-            if len(body.node) == 1 or _stands_for_several(node.op_type, result.graph.opset)
+            node.op_type for node in body.node if len(body.node) == 1 or _stands_for_several(node.op_type, opset)
         )
         refused = next((each.value for each in body.metadata_props if each.key == REFUSED), "")
-        yield WrittenAs(fused.fusion, fused.node, fused.where, ops, refused or ("" if ops else NO_OPERATOR))
+        yield WrittenAs(fused.fusion, fused.node, fused.where, ops, refused or ("" if ops else lacking))
 
 
 @functools.cache

@@ -124,9 +124,9 @@ def optimize(
     progress  called with the stage, the amount of it that is done, and the total amount
 
     Returns the model, whose fused nodes call model-local functions, and the report.  Raises ModelError for a model that
-    cannot be read, or written in opset 24 for emit="standard"; UsageError for an unknown fusion, a plan of another
-    model or inputs that do not fit; VerificationError if the models differ, and no fusion or folding is the cause, or
-    `max_error` is exceeded.
+    cannot be read, or that changes in a newer opset that emit="standard" requires; UsageError for an unknown fusion, a
+    plan of another model or inputs that do not fit; VerificationError if the models differ, and no fusion or folding is
+    the cause, or `max_error` is exceeded.
     """
     only, half = list(only), request(None if dtype == INT8 else dtype, io, max_error)
     path = str(model) if isinstance(model, str | os.PathLike) else None
@@ -372,7 +372,7 @@ def _fuse_standard(job: _Job, source: onnx.ModelProto) -> _Found:
     def fuse(model: onnx.ModelProto) -> FusedModel:
         return fuse_model(model, job.folder, job.settings, job.timer)
 
-    newest = in_newest_opset(source, fuse)
+    newest = in_newest_opset(source)
     try:
         found = _fuse_source(job, newest)
         if not opset_of(found.model.written) > job.opset > 0 or needs_newer_opset(found.model, job.opset):

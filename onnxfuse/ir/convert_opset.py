@@ -32,12 +32,12 @@ from onnxfuse.ir.protos import (
 from onnxfuse.ir.validate import DTYPE_ATTRIBUTES, label
 
 
-def convert_opset(model: onnx.ModelProto, opset: int, *, has_to_run: bool = True) -> onnx.ModelProto:
+def convert_opset(model: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     """Return a model converted to a newer opset; `model` is not changed.  Functions are inlined where possible.
 
     A model that has this opset, a newer one or none at all is returned as it is.  Raises ModelError, which names the
-    node, if a node cannot be expressed in the newer opset.  With `has_to_run`, it also raises ModelError if onnxruntime
-    has no kernel for the converted node.  The caller has to set the IR version by `state_ir_version`.
+    node, if a node cannot be expressed in the newer opset, or if onnxruntime has no kernel for the converted node.  The
+    caller has to set the IR version by `state_ir_version`.
     """
     old = opset_of(model)
     if old == 0 or old >= opset:
@@ -47,7 +47,7 @@ def convert_opset(model: onnx.ModelProto, opset: int, *, has_to_run: bool = True
     drop_constant_inputs(result, {tensor.name for tensor in source.graph.initializer})
     parts = [(result.graph, source), *((each, _as_model(each)) for each in result.functions)]
     for part, model_of_part in parts:
-        around = Surroundings(model_of_part, opset, LACKING if has_to_run else {})
+        around = Surroundings(model_of_part, opset)
         try:
             _raise_nodes(part, opset_of(model_of_part), around)
         except Refused as error:
@@ -123,7 +123,7 @@ def _raised(node: onnx.NodeProto, opset: int, around: Surroundings) -> list[onnx
 
 def _adapt(place: Place, version: int) -> None:
     op = place.node.op_type
-    if place.around.lacking.get(op) == version:
+    if LACKING.get(op) == version:
         raise Refused(f"onnxruntime has no kernel for {op} from opset {version} on")
     if (op, version) in ADAPTERS:
         ADAPTERS[op, version](place)

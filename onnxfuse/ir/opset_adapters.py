@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -55,7 +55,6 @@ class Surroundings:
 
     model: onnx.ModelProto  # the model before its conversion
     opset: int  # the opset to convert to
-    lacking: Mapping[str, int]  # operator -> the opset from which on it is refused
     enlarging: set[str] = field(default_factory=set)  # outputs of Resizes that were Upsamples
     with_empty: set[str] = field(default_factory=set)  # outputs of Reshapes whose target may contain a 0
 
