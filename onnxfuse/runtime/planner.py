@@ -274,12 +274,12 @@ class Planner:
     def _template_of_files(self, situation: Situation, inputs: Sequence[TensorSpec]) -> GivenTemplate | None:
         for source in reversed(self.plan_files.values()):
             given = source.find(situation, inputs)
-            if given and not self._is_measured_since(situation, given):
+            if given and not self._is_measured_at_other_sizes(situation, given):
                 return given
         return None
 
-    def _is_measured_since(self, situation: Situation, given: GivenTemplate) -> bool:
-        """Return whether plans were measured on this machine at sizes that the plan file was not tuned for."""
+    def _is_measured_at_other_sizes(self, situation: Situation, given: GivenTemplate) -> bool:
+        """Return whether this machine has measured plans at sizes for which the plan file was not tuned."""
         if not (situation.verdicts and self.verdicts):
             return False
         measured = self.verdicts.inputs_measured(situation, given.inputs)
