@@ -14,7 +14,7 @@ import numpy as np
 Config = TypeVar("Config")
 Problem = TypeVar("Problem")
 
-SLACK: Final = 0.02  # the best chosen config may cost this share more than the best of all configs
+SLACK: Final = 0.02  # the best chosen config costs at most this share more than the best of all configs
 MAX_OF_PROBLEM: Final = 12  # how many of a problem's best configs become candidates for all problems
 
 

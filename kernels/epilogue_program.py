@@ -149,7 +149,7 @@ def with_program(
 
 
 def in_epilogue(problem: Problem, program: EpilogueProgram) -> Problem:
-    """Return a product with a program in its epilogue; the kernel may load an operand of the program as residual."""
+    """Return a product with a program in its epilogue; the kernel can load an operand of the program as residual."""
     given = {"residual": program.residual, "residual_first": False} if program.residual else {}
     return replace(problem, y=program.y, program=program, **given)  # type: ignore[type-var]
 

@@ -30,7 +30,7 @@ class FusedNode:
 
     def is_named(self, message: str) -> bool:
         """Return whether a message of onnxruntime names the node or its function."""
-        # Node names end with the name of a fusion, so one name may be the end of another: search for whole names.
+        # Node names end with the name of a fusion, so one name can be the end of another: search for whole names.
         names = self.fused.node, self.function
         return any(re.search(rf"(?<![\w/]){re.escape(name)}(?!\w)", message) for name in names)
 

@@ -378,7 +378,7 @@ class Work:
 
     @property
     def selection(self) -> Selection:
-        """Which matches may be fused."""
+        """The settings that say which matches are allowed to be fused."""
         return Selection(self.settings.operators, self.found.spelling.contrib, self.settings.exclude, self.keep)
 
     def traffic(self) -> Traffic:

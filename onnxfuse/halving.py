@@ -376,7 +376,7 @@ class Halving:
         return self._distances([run(session, each) for each in feeds])
 
     def _distances(self, results: Sequence[Mapping[str, object]]) -> dict[str, float]:
-        """Return each floating-point output's largest error; `results` may hold the runs of several models in a row."""
+        """Return each floating-point output's largest error; `results` can hold the runs of several models in a row."""
         assert self.reference is not None
         runs = self.reference.runs
         exact = [{**each.outputs, **each.float32_outputs} for each in runs]
@@ -444,7 +444,7 @@ def _unexplained(tried: Mapping[int, HalfResult]) -> str:
 
 
 def _first_opset(node: onnx.NodeProto, opset: int, precision: Precision) -> int:
-    """Return the first opset from `opset` on in which a node's first input may have the dtype; `opset` if none."""
+    """Return the first opset, from `opset` on, in which a node's first input can have the dtype; `opset` if none."""
     if node.domain not in ONNX_DOMAINS or node.op_type in STAY:
         return opset
     opsets, count = (opset, *(newer for newer in RAISED_OPSETS if newer > opset)), len(node.input)

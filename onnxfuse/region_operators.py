@@ -1,4 +1,4 @@
-"""The operators and dtypes that programs of regions may have, and for which kernels can be generated.
+"""The operators and dtypes that programs of regions can have, and for which kernels can be generated.
 
 A region is a fused node made of connected operators that no pattern names.  Its program lists these operators.
 """
@@ -61,7 +61,7 @@ EXACT: Final = frozenset(
 def dtypes_of(operator: str) -> tuple[str, ...]:
     """Return the dtypes that region programs allow for an operator's first input; none for any other operator.
 
-    Region programs may also contain a Constant.  It has no input, so callers treat it separately.
+    Region programs can also contain a Constant.  It has no input, so callers treat it separately.
     """
     if operator in ACTIVATION_OF:
         return FLOATS[:-1]

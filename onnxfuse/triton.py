@@ -142,7 +142,7 @@ def _write(
     copies        files to copy, each with its name in the folder
     with_weights  a model to copy together with its external weights
 
-    Raises UsageError if `folder` exists and is not a model, or a model that may not be replaced; OnnxfuseError if
+    Raises UsageError if `folder` exists and is not a model, or a model that must not be replaced; OnnxfuseError if
     writing fails.
     """
     try:

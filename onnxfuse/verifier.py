@@ -40,7 +40,7 @@ class Verifier:
     shapes: Sequence[str] = ()
     tolerance: float | None = None
     is_converted: bool = False  # whether the optimized models are in half precision
-    # Whether the optimized models may contain ONNX's Attention, which gives 0 for some NaN of the original.
+    # Whether ONNX's Attention is allowed in the optimized models; it gives 0 for some NaN of the original.
     is_standard: bool = False
     equal_parts: set[str] = field(default_factory=set)  # keys of the parts that were found equal
     raised: list[LeftOut] = field(default_factory=list)  # steps of the verification that raised
@@ -90,13 +90,13 @@ class Verifier:
         if self._inside is None or self._inside[0] is not result:
             try:
                 feeds: Feeds | None = self.reference().runs[0].feeds
-            except VerificationError:  # a part of the graph may still run
+            except VerificationError:  # a part of the graph can still run
                 feeds = None
             self._inside = result, list(self._graphs(result, feeds))
         return self._inside[1]
 
     def _graphs(self, result: FusedModel, feeds: Feeds | None) -> Iterator[tuple[FusedModel, Feeds | None]]:
-        """Yield a graph and its bodies, each with inputs on which it may run."""
+        """Yield a graph and its bodies, each with inputs to try to run it on."""
         yield result, feeds
         assert result.unfused is not None
         bodies = [one for one in result.bodies if one.fused.fused or any(e.folded for _, e in one.fused.everywhere())]

@@ -100,7 +100,7 @@ def attention_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) 
     y = TensorSpec(shape, node.output_dtypes[0], tensors["q"].aligned)
     operator = _is_operator(node)
     mask = operand_spec(node, inputs, "mask")
-    # The mask of ONNX's Attention operator may be shorter than the keys; the keys beyond its end do not count.
+    # The mask of ONNX's Attention operator can be shorter than the keys; the keys beyond its end do not count.
     kind = _mask_kind(node, mask.dtype if mask else None)
     keys = k.length
     if operator and mask and mask.shape and kind != "causal" and not expect_equal(mask.shape[-1], keys):

@@ -109,10 +109,10 @@ class Attention:
     sinks: HeadNumbers | None = None
     softcap: float = 0.0  # softcap(s) = softcap * tanh(s / softcap); 0: no cap
     zero_masked_rows: bool = False
-    tf32: bool = False  # float32 operands may be rounded to TF32
+    tf32: bool = False  # the kernel is allowed to round float32 operands to TF32
     out_dtype: str = ""
     program: EpilogueProgram | None = None  # elementwise operators applied to the results before they are stored
-    rotation: Rotary | None = None  # the rotation that produces q and k; a kernel may rotate q itself
+    rotation: Rotary | None = None  # the rotation that produces q and k; some kernels rotate q themselves
 
     def with_program(self, launch: Launch) -> Launch:
         """Return the launch that stores the results, extended by `program`."""
@@ -120,7 +120,7 @@ class Attention:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """The sizes that may be dynamic dims."""
+        """The sizes that can be dynamic dims."""
         return self.batch, self.queries, self.keys
 
     @property

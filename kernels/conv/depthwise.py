@@ -165,7 +165,7 @@ def _columns(conv: Conv, tw: int, piece: int) -> int:
 
 
 def _used_columns(conv: Conv, tw: int, piece: int) -> int:
-    """Return how many of the `_columns` a strip reads; strides and dilations may skip some."""
+    """Return how many of the `_columns` a strip reads; strides and dilations can skip some."""
     (_, _, sw), (_, _, dw) = three(conv.strides), three(conv.dilations)
     return len({t * sw + s * dw for t in range(tw) for s in range(piece)})
 

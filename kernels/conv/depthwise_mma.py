@@ -231,7 +231,7 @@ def cost(conv: Conv, config: DepthwiseMmaConfig, device: Device) -> float:
     compute = compute * (several + (1 - several) * idle)
     compute = compute * maximum(1.0, MIN_WARPS / (busy * config.threads / 32))
     both = (compute**3 + load**3) ** (1 / 3)
-    if config.buffers == 1:  # blocks may load at the same time or in turns: take the mean
+    if config.buffers == 1:  # blocks load at once or in turns, which is unknown: take the mean
         share = -(-tiles // device.multiprocessors)
         in_step = -(-share // busy) * (LOAD_CYCLES + busy * load + maximum(alone, busy * compute))
         apart = (in_step + LOAD_CYCLES + maximum(alone, share * both)) / 2

@@ -34,7 +34,7 @@ RESIDENT_WARPS: Final = 64  # warps per multiprocessor, if registers suffice
 
 MAX_SHARE: Final = 8  # blocks per multiprocessor up to which `unused_shared` evens out their number
 SHARES: Final = (1, 2, 4)  # numbers of blocks per multiprocessor that plans for dynamic sizes distinguish
-WIDTHS: Final = (4, 8, 16)  # widths of y that dynamic plans distinguish: no strip may be wider than y
+WIDTHS: Final = (4, 8, 16)  # widths of y that dynamic plans distinguish: no strip must be wider than y
 MAX_FEW_KERNELS: Final = 5  # kernels for dynamic sizes
 MAX_FEW: Final = 8  # configs for dynamic sizes: a kernel with several numbers of rows per strip has a config for each
 SHARED_UNIT: Final = 128  # bytes: the allocation unit of a block's shared memory
@@ -209,7 +209,7 @@ def cost(conv: Conv, config: SlidingConfig, device: Device) -> float:
     at_a_time = minimum(resident, math.ceil(share))
     several = minimum(1, waves - 1)  # 0 for one wave, 1 for two or more
     rounds = (1 - several) * 1.0 + several * (share + 0.5 * (waves * resident - share)) / at_a_time
-    # Warps per scheduler; a multiprocessor has four schedulers. Blocks of fewer than four warps may all use the same
+    # Warps per scheduler; a multiprocessor has four schedulers. Blocks of fewer than four warps can all use the same
     # schedulers: the estimate is the mean of this case and an even distribution. On an H200, 192 blocks of two warps
     # take 8.6 us, and 384 blocks of four warps with as much work take 5.5.
     busy = (math.ceil(at_a_time * warps / 4) + at_a_time * math.ceil(warps / 4)) / 2

@@ -56,7 +56,7 @@ class Conv:
     beta: float = 0.0
     x_nchw: bool = False
     w_hwio: bool = False
-    tf32: bool = False  # float32 operands may be rounded to TF32
+    tf32: bool = False  # the kernel is allowed to round float32 operands to TF32
     weights_constant: bool = False  # w is a constant of the model, which no kernel writes
     transposed: bool = False
     program: EpilogueProgram | None = None  # elementwise operators applied to y before it is stored

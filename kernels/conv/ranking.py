@@ -15,7 +15,7 @@ from onnxfuse.runtime.plan import Device
 from onnxfuse.runtime.symint import best_first, is_symbolic
 
 Config = TypeVar("Config")
-# Maps a function that returns a key of a config to the number of configs that may have the same key.
+# Maps a function that returns a key of a config to the maximum number of configs with the same key.
 Limits: TypeAlias = Mapping[Callable[[Config], Hashable], int]
 
 

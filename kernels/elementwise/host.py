@@ -60,7 +60,7 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
 
 
 def _gated_plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> Plan:
-    """Return the plan of gated_activation; gate and up may each be a slice of the rows of an operand."""
+    """Return the plan of gated_activation; gate and up can each be a slice of the rows of an operand."""
     operands = {name: required_spec(node, inputs, name) for name in ("gate", "up")}
     shapes = {name: _sliced_shape(node, name, tensor) for name, tensor in operands.items()}
     if shapes["gate"] != shapes["up"]:

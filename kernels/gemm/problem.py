@@ -57,8 +57,8 @@ class Gemm:
     activation: str = "none"  # a name of onnxfuse.activations.ACTIVATIONS
     alpha: float = 0.0
     beta: float = 0.0
-    tf32: bool = False  # float32 operands may be rounded to TF32
-    weights_constant: bool = False  # no kernel writes w and up, so they may be read before the previous kernel ends
+    tf32: bool = False  # the kernel is allowed to round float32 operands to TF32
+    weights_constant: bool = False  # no kernel writes w and up, so they can be read before the previous kernel ends
     program: EpilogueProgram | None = None  # operators fused after the product; not for grouped products
     gate: Pointer | None = None  # k factors per `gate_rows` rows of x
     gate_rows: int = 1

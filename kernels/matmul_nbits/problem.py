@@ -86,7 +86,7 @@ class Product:
     is_signed: bool  # elements and packed zero points are signed
     dtype: str  # dtype of x, the scales, the bias and y
     aligned: bool  # every pointer is a multiple of 16 bytes
-    weights_constant: bool  # no kernel writes the weights, so they may be read before the previous kernel ends
+    weights_constant: bool  # no kernel writes the weights, so they can be read before the previous kernel ends
     x: Pointer
     y: Pointer
     is_gated: bool = False

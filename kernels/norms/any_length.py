@@ -53,7 +53,7 @@ def short_rows(length: int, width: int, device: Device, item_bytes: Sequence[int
 
 
 def long_rows(length: int, width: int, device: Device, item_bytes: Sequence[int]) -> RowTiling:
-    """Return the tiling for rows that may be long and mostly have whole vectors, such as an image's pixels."""
+    """Return the tiling for rows that can be long and mostly have whole vectors, such as an image's pixels."""
     if width == 1:
         return _row_read_twice(width, 1)
     if _within(length, WARP_ROW):

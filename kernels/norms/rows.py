@@ -322,7 +322,7 @@ def row_launch(
     """
     groups, max_blocks = _ceil_div(rows, tiling.rows_per_block), min(tiling.max_blocks, MAX_GRID // tiling.cluster)
     many, constant = tiling.width * tiling.chunks > MAX_PREFETCH_VALUES, bool(defines["WEIGHTS_CONSTANT"])
-    prefetch = tiling.prefetch_weights and (constant or not many)  # early weight loads may spill
+    prefetch = tiling.prefetch_weights and (constant or not many)  # early weight loads can spill registers
     further = tiling.max_blocks < MAX_GRID if is_symbolic(rows) else groups > max_blocks
     if is_symbolic(rows) and not further and groups > max_blocks:
         raise ValueError(f"{kernel}: {rows} rows are more than a launch has blocks for")

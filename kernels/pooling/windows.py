@@ -57,7 +57,7 @@ def unsupported_window(node: FusedNode) -> str | None:
 
 
 def _unsupported_padding(node: FusedNode, kernel: Sequence[int]) -> str | None:
-    """Return why the kernel does not support the padding that auto_pad may need; None if it does.
+    """Return why the kernel does not support the padding that auto_pad could need; None if it does.
 
     That padding is negative if the stride exceeds the window.  Negative padding at the end of x would exclude elements
     from a mean, which the kernel does not support.

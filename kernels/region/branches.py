@@ -141,7 +141,7 @@ def _chosen(writer: ValueWriter, moved: Moved, text_of: Callable[[Load], str], i
 
 
 def _parts(writer: ValueWriter, operation: Operation, place: Place) -> list[Part]:
-    """Return the inputs that may hold the element at `place`, each with its begin and its end along the axis."""
+    """Return the inputs that can hold the element at `place`, each with its begin and its end along the axis."""
     axis, parts = axis_of(operation), list[Part]()
     begin: Size = 0
     for each in operation.inputs:

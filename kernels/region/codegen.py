@@ -169,7 +169,7 @@ class Writer:
     def declare(
         self, kind: str, value: str, varies: bool, masked: bool = False, name: str = "", note: str = ""
     ) -> Reference:
-        """Declare a variable with a value, an expression that may depend on lane j, and append `note` as a comment."""
+        """Declare a variable with a value, an expression that can depend on lane j, and append `note` as a comment."""
         name, comment = name or self.new_name(), f"  // {note}" if note else ""
         self.instructions += INSTRUCTIONS.get(note, OTHER_INSTRUCTIONS) * (self.lanes.width if varies else 1)
         if varies:
@@ -304,7 +304,7 @@ class Writer:
         if operation.name in OF_ANGLES and NUMBER[dtypes[0]] == "float":
             given = [self._angle(given[0])]
         lanes = [each.lane for each in given]
-        if masked and operation.name in ("Div", "Mod") and target not in FLOATS:  # masked lanes may divide by 0
+        if masked and operation.name in ("Div", "Mod") and target not in FLOATS:  # masked lanes can divide by 0
             lanes[1] = f"({self.masks[-1]}[j] ? {lanes[1]} : 1)"
         text = self.rounded(name, expression(operation, lanes, dtypes, target, nearest))
         varies = any(each.varies for each in given) or masked

@@ -35,7 +35,7 @@ class StoreText:
         self.write_all(found, condition)
 
     def write_release(self) -> None:
-        """Write the instruction that lets the next kernel start, if it may start before the stores."""
+        """Write the instruction that lets the next kernel start, if it is allowed to start before the stores."""
         if self.release != "0":
             self.writer.line(f"{'' if self.release == '1' else f'if {self.release} '}release_successor();")
 

@@ -147,7 +147,7 @@ def _shape_of_rows(region: Region, rows: Nest, other: Nest) -> Shape | None:
 
 
 def _stored_nest(region: Region, keys: Keys, found: StoredByKey) -> Nest:
-    """Return the nest that computes and stores reductions; some may be computed from others of the same nest."""
+    """Return the nest that computes and stores reductions; some can be computed from others of the same nest."""
     others = {key: each for key, each in found.items() if key not in keys or len(keys) == 1}
     made = make_stored_nest(region.program, region.shapes, [found[key] for key in keys], others)
     return _arranged(region, made, found)

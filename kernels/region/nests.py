@@ -50,7 +50,7 @@ class Nest:
     shape: Shape
     lists: Mapping[str, tuple[Variable, ...]]
     places: Mapping[str, Index]
-    levels: tuple[tuple[Instance, ...], ...] = ()  # reductions with one result per row; each may read earlier levels
+    levels: tuple[tuple[Instance, ...], ...] = ()  # reductions with one result per row; each can read earlier levels
     accesses: tuple[tuple[str, Index], ...] = ()  # operands that are read, with their addresses; "" means the outputs
     bounds: tuple[tuple[Index, Size], ...] = ()  # indices, each with a size that it is compared with
     row_outputs: Mapping[str, Shape] = field(default_factory=dict)  # outputs with one element per row

@@ -49,7 +49,7 @@ SELU: Final = (1.67326319217681884765625, 1.05070102214813232421875)  # ONNX's d
 
 
 def literal(value: Any, dtype: str) -> str:
-    """Return a constant of a dtype in C++; infinities and NaN may be given as strings."""
+    """Return a constant of a dtype in C++; infinities and NaN can be given as strings."""
     if dtype == "bool":
         return "true" if value else "false"
     if dtype not in FLOATS:

@@ -54,7 +54,7 @@ class Program:
 
     @functools.cached_property
     def read_by_steps(self) -> frozenset[str]:
-        """The values on which results of discontinuous operators depend: the last bit of these values may matter."""
+        """The values on which results of discontinuous operators depend: the last bit of these values can matter."""
         found: set[str] = set()
         for each in reversed(self.operations):
             is_cut = each.name == "Cast" and self.dtypes[each.outputs[0]] not in FLOATS

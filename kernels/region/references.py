@@ -39,7 +39,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Within:
-    """A bound that the generated code may assume: `begin` <= index < `end`."""
+    """A bound that the generated code can assume: `begin` <= index < `end`."""
 
     index: Index
     begin: Size
@@ -81,7 +81,7 @@ class ValueWriter(Protocol):
     def declare(
         self, kind: str, value: str, varies: bool, masked: bool = False, name: str = "", note: str = ""
     ) -> Reference:
-        """Declare a variable with a value, an expression that may depend on lane j."""
+        """Declare a variable with a value, an expression that can depend on lane j."""
 
     def new_name(self, begin: str = "t") -> str:
         """Return an unused name that starts with `begin`."""

@@ -64,7 +64,7 @@ MANY_BLOCKS: Final = 2  # wanted blocks of columns per multiprocessor; vectors a
 MIN_SHARED_ELEMENTS: Final = 32  # elements per row from which on several threads share a row in the tiling Columns
 MIN_SHARES: Final = 4  # blocks per row: fewer do not pay for the extra launch that merges their results
 MIN_NARROW_SHARES: Final = (
-    2  # replaces MIN_SHARES if rows are read by single elements: the launch that reads the result may use vectors
+    2  # replaces MIN_SHARES if rows are read by single elements: the launch that reads the result can use vectors
 )
 MIN_DIVIDED_ROUNDS: Final = 32  # vectors per thread: with fewer, one block reduces the whole row
 MAX_CHAIN: Final = 3  # reductions of dynamic length that need one another: with more, blocks do not share rows
@@ -273,7 +273,7 @@ def _columns(nest: Nest, name: str, region: Region) -> Columns:
 
 
 def _may_share(nest: Nest, length: int) -> bool:
-    """Return whether blocks may share rows of this length.
+    """Return whether blocks can share rows of this length.
 
     If the length is dynamic, a template, which has the plans for all sizes, needs more kernels: two for each reduction
     that reads results of other reductions.  Rows that are counted by two dynamic dims are rarely so few that blocks

@@ -236,7 +236,7 @@ def _extreme(op: str, sizes: Iterable[Size], beats: Callable[[Size, Size], bool]
 def _monomial_bounds(monomial: Monomial) -> SizeBounds:
     """Return the bounds of a product of symbols.
 
-    If no symbol may be negative, the bounds are the products of the symbols' bounds; otherwise only the bounds of a
+    If no symbol can be negative, the bounds are the products of the symbols' bounds; otherwise only the bounds of a
     single symbol are known.
     """
     low, high = 1, 1
@@ -253,7 +253,7 @@ def _monomial_bounds(monomial: Monomial) -> SizeBounds:
 
 def _symbol_bounds(name: str) -> SizeBounds:
     if not isinstance(name, NonPolynomial):
-        return None if name.startswith(TOO_LARGE) else 0, None  # a symbol for a too large expression may be negative
+        return None if name.startswith(TOO_LARGE) else 0, None  # a symbol for a too large expression can be negative
     lows, highs = [lower_bound(arg) for arg in name.args], [upper_bound(arg) for arg in name.args]
     known_lows, known_highs = [x for x in lows if x is not None], [x for x in highs if x is not None]
     if name.op == "Max":

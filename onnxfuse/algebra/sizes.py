@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TypeAlias, Union
 
 UNKNOWN = "?"  # first character of symbols for unknown sizes
-TOO_LARGE = f"{UNKNOWN}x"  # prefix of symbols for expressions beyond the limits below; such a symbol may be negative
+TOO_LARGE = f"{UNKNOWN}x"  # prefix of symbols for expressions beyond the limits below; such a symbol can be negative
 MAX_DEGREE, MAX_TERMS, MAX_COEFFICIENT = 16, 64, 2**63 - 1  # limits of a polynomial
 MAX_TEXT = 512  # maximum number of characters of an expression that is not a polynomial
 

@@ -152,7 +152,7 @@ class IndexAnalysis:
     def element(self, tensor: Tensor, indices: Sequence[Index]) -> GatheredElement | None:
         """Return the element of a tensor at `indices`; for a result of views, return the element of the views' source.
 
-        None where an index may be negative.
+        None if an index could be negative.
         """
         if any((low := bounds(index)[0]) is None or low < 0 for index in indices):
             return None  # a negative index would count from the end

@@ -78,7 +78,7 @@ def _dtype_source(op: str, opset: int, index: int) -> _Source:
     if not found.outputs:
         return _Source()
     formal_output = found.outputs[min(index, len(found.outputs) - 1)]
-    if not formal_output.is_homogeneous:  # a Loop's outputs may have different dtypes
+    if not formal_output.is_homogeneous:  # a Loop's outputs can have different dtypes
         return _Source()
     kind = formal_output.type_str
     allowed = next((c.allowed_type_strs for c in found.type_constraints if c.type_param_str == kind), [kind])

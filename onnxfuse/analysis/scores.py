@@ -21,7 +21,7 @@ HEADS_AXIS: Final = -3
 
 
 def softmaxes_of_attention(graph: Graph) -> list[Node]:
-    """Return the Softmaxes that may become parts of an attention: those whose scores may be rewritten."""
+    """Return the Softmaxes that can become parts of an attention, because their scores can be rewritten."""
     return [
         node for node in graph.nodes if op_of(node) == "Softmax" and graph.scores.name(node) not in graph.scores.stay
     ]
@@ -38,7 +38,7 @@ def nodes_before(tensor: Tensor, through: Collection[str] = ELEMENTWISE, steps: 
 
 
 def is_computed_from_product(tensor: Tensor, through: Collection[str] = ELEMENTWISE) -> bool:
-    """Return whether a tensor is a product of two computed tensors; the operators `through` may follow the product."""
+    """Return whether a tensor is a product of two computed tensors, directly or after operators in `through`."""
     return any(
         op_of(node) == "MatMul" and not any(map(is_constant, node.inputs)) for node in nodes_before(tensor, through)
     )
@@ -100,7 +100,7 @@ def is_product_of_slopes(shapes: ShapeInfo, bias: Tensor) -> bool:
 
 
 def is_factored_bias(shapes: ShapeInfo, node: Node) -> bool:
-    """Return whether a node computes a bias, slopes times positions, that is added to scores which may be rewritten.
+    """Return whether a node computes a bias, slopes times positions, that is added to rewritable scores.
 
     If a Cast follows the product of slopes and positions, the result is true for both the Mul and the Cast.
     """

@@ -1,9 +1,9 @@
 """Shape inference: visit the nodes in order, and record the shapes and values that the rules infer for their outputs.
 
 A shape comes from the rules of `shape_rules` and `value_rules`, else from onnx's inference of the single node, else
-from onnx's inference of the whole model.  The shapes that the exporter recorded may belong to other inputs than the
-model has now.  They are used only for operators outside the ONNX domain that have no rule, and not at all if any
-record contradicts an inferred shape, or if the model has a Slice whose size runtimes disagree about.
+from onnx's inference of the whole model.  The exporter may have recorded shapes for inputs of other sizes than the
+model has now.  Its records are used only for operators outside the ONNX domain that have no rule.  They are not used at
+all if any of them contradicts an inferred shape, or if runtimes disagree about the size of a Slice in the model.
 
 Operators also constrain the sizes of their inputs.  A table of 512 positions, sliced to [:seq], has Min(512, seq) rows;
 if it is added to an input of seq tokens, the Add can run only where Min(512, seq) equals seq.  A Conv can run only on
@@ -33,7 +33,7 @@ from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, op_of
 from onnxfuse.ir.serde import read_graph
 
-MAX_ROUNDS = 4  # maximum number of inference rounds; each may find new constraints on sizes
+MAX_ROUNDS = 4  # maximum number of inference rounds; each can find new constraints on sizes
 
 
 def read_and_infer(model: onnx.ModelProto, folder: Path | None) -> ShapeInfo:

@@ -18,8 +18,8 @@ from onnxfuse.ir.slices import hide_ends
 MAX_COPIED_BYTES = 1024  # onnx's shape inference reads only small constants, so it gets a model without larger ones
 EXPAND_BOUNDED_SINCE = 13  # before this opset, onnx makes a dimension per element of a target, even for 10^9 elements
 INVENTED: Final = re.compile(r"unk__\d+")  # names that inferences give to unknown sizes
-BRANCHES_JOINED_SINCE = 11  # before this opset, onnx's inference may use the shape of only one branch of an If
-SCALARS_JOINED_SINCE = 13  # before this opset, an If's inferred shape may be wrong if it has no axes
+BRANCHES_JOINED_SINCE = 11  # before this opset, onnx's inference can use the shape of only one branch of an If
+SCALARS_JOINED_SINCE = 13  # before this opset, an If's inferred shape can be wrong if it has no axes
 ONNX_FAILURES = (
     onnx.shape_inference.InferenceError, onnx.checker.ValidationError, ValueError, RuntimeError, TypeError,
 )  # fmt: skip
@@ -30,9 +30,9 @@ RecordedSize: TypeAlias = "Size | str | None"
 class ValueInfos:
     """Dtypes and shapes, by tensor name.
 
-    Shapes are inferred from the shapes of the graph's inputs.  Shapes that the model records for other tensors may
-    belong to other inputs than the model has now, so they are kept separately.  Recorded dtypes are trusted: runtimes
-    refuse wrong ones.
+    Shapes are inferred from the shapes of the graph's inputs.  Shapes that the model records for other tensors are kept
+    separately, because they may have been recorded for inputs of other sizes than the model has now.  Recorded dtypes
+    are trusted: runtimes refuse wrong ones.
     """
 
     def __init__(self, model: onnx.ModelProto) -> None:
@@ -100,8 +100,8 @@ def _inferred(model: onnx.ModelProto) -> onnx.GraphProto:
 def _hide_wrong_results(model: onnx.ModelProto, inferred: onnx.GraphProto) -> bool:
     """Replace outputs that onnx infers wrongly by inputs without a shape; return whether any was replaced.
 
-    Before opset 11, onnx infers for an If the shape of one branch if it does not know the shape of the other.  Before
-    opset 13, the shape that it infers for an If may be wrong if that shape has no axes.  For a sequence that a Loop
+    Before opset 11, onnx gives an If the shape of one branch if it does not know the shape of the other.  Before
+    opset 13, the shape that it infers for an If can be wrong if that shape has no axes.  For a sequence that a Loop
     carries, it infers the elements' shape from the first iteration's sequence.
     """
     opset = opset_of(model)

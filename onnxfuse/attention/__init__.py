@@ -29,7 +29,7 @@ ATTENTION: tuple[Pass, ...] = (
     extract_alibi,  # biases are separate addends by then
     unbroadcast_masks,  # last, because it follows the index arithmetic of masks through constants and views
 )
-# The passes that rewrite scores; they may change the results where a masked score is not finite.
+# The passes that rewrite scores; they can change the results where a masked score is not finite.
 SCORE_PASSES = frozenset({"canonicalize_scores", "extract_alibi", "write_masked_sums"})
 
 __all__ = ["ATTENTION", "SCORE_PASSES", "add_heads_axis"]

@@ -46,7 +46,7 @@ from onnxfuse.patterns._attention import SWALLOWS_SCORES
 
 MAX_ADDENDS: Final = 2  # maximum number of tensors that a fused attention adds to scores
 QUERIES_AXIS: Final = -2
-# By operator: pairs of input indices.  The first input may be scores; the second is added, multiplied or filled in.
+# By operator: pairs of input indices.  The first input can be scores; the second is added, multiplied or filled in.
 OPERANDS: Final = {
     "Add": ((0, 1), (1, 0)), "Sub": ((0, 1),), "Mul": ((0, 1), (1, 0)), "Div": ((0, 1),), "Where": ((1, 2), (2, 1)),
 }  # fmt: skip

@@ -87,7 +87,7 @@ def _heads(shapes: ShapeInfo, scores: Shape, node: Node) -> Shape | None:
 
 @dataclass(frozen=True)
 class HeadsFirst:
-    """Gives tensors of an attention the axes (batch, heads, queries, columns); heads may be two axes."""
+    """Gives tensors of an attention the axes (batch, heads, queries, columns); the heads can be two axes."""
 
     shapes: ShapeInfo
     scores: Shape  # (batch, queries, heads, keys)

@@ -67,7 +67,7 @@ class NewAxes:
 def nodes_from_product(tensor: Tensor, is_part: Callable[[Tensor, Node], bool]) -> dict[int, Node]:
     """Return the nodes that compute a tensor from a product, by the ids of their outputs; empty without a product.
 
-    `is_part` is called with a tensor and its producer, and decides whether the producer may be one of these nodes.
+    `is_part` is called with a tensor and its producer, and decides whether the producer can be one of these nodes.
     """
     found: dict[int, Node | None] = {}
 

@@ -94,7 +94,8 @@ class SplitHeads:
     def are_read_by(self, chain: Sequence[Node]) -> bool:
         """Return whether `nodes` include a MatMul, and only `nodes`, `chain` and Shape nodes read what comes after it.
 
-        Others may read a bias or mask, such as a Cast that all layers share: it is also written with three axes then.
+        A bias or mask can have other readers, such as a Cast that all layers share: it is then also written with three
+        axes.
         """
         source = chain[0].inputs[0]
         products = nodes_from_product(source, lambda tensor, _: id(tensor) in self.nodes)
@@ -157,7 +158,7 @@ class SplitHeads:
         return write_scalings(self.shapes, made, scalings)
 
     def _reshaped(self, tensor: Tensor) -> Tensor:
-        """Write a Reshape of a tensor whose target may be computed."""
+        """Write a Reshape of a tensor; the target of the Reshape can be computed at run time."""
         shape = self.shapes.shape(tensor)
         assert shape is not None
         split, stem = self.shape(shape), f"{tensor.name}_heads"

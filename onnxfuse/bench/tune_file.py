@@ -41,7 +41,7 @@ GIVE_SIZES: Final = "--shape input:8x512, or inputs: --input x.npz"
 class TuneSettings:
     """The inputs, provider and fusions that a model is tuned with.
 
-    Shapes may be ranges, as "input:1..8x1..512".  The whole model is then timed at the largest
+    Shapes can be ranges, as "input:1..8x1..512".  The whole model is then timed at the largest
     sizes, and the plans of its kernels also at the powers of two between the bounds.
     """
 

@@ -118,7 +118,7 @@ def _declare_results(body: Body, written: onnx.GraphProto) -> None:
 
 
 class _Surroundings:
-    """A graph, with the tensors and constants, by name, that its bodies may read."""
+    """A graph, with the tensors and constants that its bodies can read, by name."""
 
     def __init__(self, graph: Graph, shapes: ShapeInfo) -> None:
         self.graph, self.shapes = graph, shapes

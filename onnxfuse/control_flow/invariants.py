@@ -16,7 +16,7 @@ from onnxfuse.ir.node import Node, Tensor, has_subgraph, op_of, producer
 from onnxfuse.ir.protos import ONNX_DOMAINS, graphs, nodes
 from onnxfuse.passes.folded import Folded, node_label
 
-FIRST_LOOP_OF_NOTHING: Final = 11  # the first opset in which a Loop may have no carried values
+FIRST_LOOP_OF_NOTHING: Final = 11  # the first opset in which a Loop can have no carried values
 
 
 def read_invariants_outside(graph: Graph) -> list[Folded]:

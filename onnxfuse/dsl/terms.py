@@ -79,7 +79,7 @@ class Matching(Protocol[TensorT, StateT]):
         ...
 
     def fitting(self, term: Alternatives, tensor: TensorT) -> Sequence[int]:
-        """Return the indices of the options whose last operator may be the one that computes the tensor."""
+        """Return the indices of the options that can end with the operator that computes the tensor."""
         ...
 
     def holds(self, guard: Guard, state: StateT, term: Term | None = None) -> bool:
@@ -118,7 +118,7 @@ class Matching(Protocol[TensorT, StateT]):
         ...
 
     def match_scaled(self, term: Term, inner: Term, scale: Capture, tensor: TensorT, state: StateT) -> Iterator[StateT]:
-        """Match `inner` times a scalar; the model may apply factors of the scalar anywhere in the expression."""
+        """Match `inner` times a scalar; the model can apply factors of the scalar anywhere in the expression."""
         ...
 
     def match_full(self, term: Term, value: Number, dims: str, tensor: TensorT, state: StateT) -> Iterator[StateT]:
@@ -150,7 +150,7 @@ class Writing(Protocol):
 
     @property
     def operators(self) -> OperatorSet:
-        """Which operators the body may have."""
+        """The set of operators that are allowed in the body."""
         ...
 
     def refuse(self, term: Term) -> None:
@@ -237,7 +237,7 @@ class Writing(Protocol):
 
 
 class Ending(NamedTuple):
-    """How a term may be computed: one of `ops` reads all of `parts`, directly or through the operators `between`."""
+    """One way to compute a term: one of `ops` reads all of `parts`, directly or through the operators `between`."""
 
     ops: frozenset[str]
     parts: tuple[tuple[tuple[Ending, ...], slice], ...] = ()  # per computed part: its endings and possible inputs
@@ -713,7 +713,7 @@ class _Associative(Term):
 
     @property
     def has_number(self) -> bool:
-        """Whether one of the values is a number; then a Sub in a sum, or a Div in a product, may apply it."""
+        """Whether one of the values is a number; then a Sub in a sum, or a Div in a product, can apply it."""
         return any(isinstance(t, Constant) or (isinstance(t, Capture) and t.kind == "scalar") for t in self.terms)
 
     @functools.cached_property

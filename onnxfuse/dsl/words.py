@@ -289,7 +289,7 @@ def packed_slice(value: Term, name: str) -> Term:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Scaled(Term):
-    """A value times a scalar; the model may apply factors of the scalar anywhere in the (bi)linear expression."""
+    """A value times a scalar; the model can apply factors of the scalar anywhere in the (bi)linear expression."""
 
     inner: Term
     scale: Capture
@@ -310,7 +310,7 @@ class Scaled(Term):
 
 
 def scaled(value: Term, scale: Term) -> Term:
-    """Return `value * scale`; the model may apply factors of `scale` before or after a MatMul and rearrangements."""
+    """Return `value * scale`; the model can apply factors of `scale` before or after a MatMul and rearrangements."""
     if not isinstance(scale, Capture) or scale.kind != "scalar":
         raise PatternError(f"{here()}: scaled() needs a scalar parameter as its second argument")
     return Scaled(inner=value, scale=scale, span=here())
@@ -443,7 +443,7 @@ def or_zeros(operand: Term, like: Term, dims: str | None = None) -> Term:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Shared(Wrapper):
-    """A value that nodes outside the fusion may read; the nodes that compute it stay in the graph."""
+    """A value that nodes outside the fusion are allowed to read; the nodes that compute it stay in the graph."""
 
     def match(self, m: Matching[TensorT, StateT], tensor: TensorT, state: StateT) -> Iterator[StateT]:
         for after in m.match(self.inner, tensor, state):
@@ -497,7 +497,7 @@ class Unrounded(Wrapper):
 
 
 def unrounded(value: Term) -> Term:
-    """Return a value that no Cast to float32 may compute: the model may have rounded the Cast's input on purpose."""
+    """Return a value that must not come from a Cast to float32: models may have rounded its input on purpose."""
     return Unrounded(inner=value, span=here())
 
 

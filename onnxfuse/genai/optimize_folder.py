@@ -106,7 +106,7 @@ def optimize_folder(
 
 
 def _check_target(source: Path, target: Path, overwrite: bool) -> None:
-    """Raise UsageError if the folder to write is not apart from the one to read, or may not be replaced."""
+    """Raise UsageError if the folder to write contains the one to read or lies in it, or must not be replaced."""
     first, second = source.resolve(), target.resolve()
     if first.is_relative_to(second) or second.is_relative_to(first):
         raise UsageError(f"'{target}' and '{source}', the folder to read, contain each other; give another folder")

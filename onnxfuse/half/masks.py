@@ -9,7 +9,7 @@ from onnxfuse.algebra.operators import MOVES
 from onnxfuse.half.scope import Scope
 from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of
 
-# Operators that may lie between a mask and its softmax.
+# Operators that can lie between a mask and its softmax.
 ON_THE_WAY: Final = MOVES | {
     "Add", "And", "Cast", "Clip", "ConstantOfShape", "Max", "Min", "Mul", "Neg", "Not", "Or", "Sub", "Sum", "Where",
 }  # fmt: skip

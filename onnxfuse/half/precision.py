@@ -11,12 +11,12 @@ from onnx import TensorProto
 
 from onnxfuse.ir.dtypes import Array
 
-REAL: Final = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16})  # dtypes that may change
+REAL: Final = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16})  # dtypes that can change
 
 
 @dataclass(frozen=True)
 class Precision:
-    """A half precision: its range, and the loss that a weight may have."""
+    """A half-precision dtype: its range, and the loss that is accepted for a weight."""
 
     name: str  # the name, as in --dtype
     number: int  # its number in onnx.TensorProto.DataType

@@ -44,7 +44,7 @@ class Scope:
         return found
 
     def is_real(self, tensor: Tensor) -> bool:
-        """Return whether a tensor's dtype may change."""
+        """Return whether the conversion can change a tensor's dtype."""
         return bool(tensor.name) and self.shapes.dtype(tensor) in REAL
 
     def untyped(self, node: Node) -> str:
@@ -53,15 +53,15 @@ class Scope:
         return next((each.name for each in tensors if each.name and not self.shapes.dtype(each)), "")
 
     def real_inputs(self, node: Node) -> list[Tensor]:
-        """Return the tensors that a node reads whose dtype may change."""
+        """Return those inputs of a node whose dtype the conversion can change."""
         return list(filter(self.is_real, node.inputs))
 
     def real_outputs(self, node: Node) -> list[Tensor]:
-        """Return the tensors that a node writes whose dtype may change."""
+        """Return those outputs of a node whose dtype the conversion can change."""
         return list(filter(self.is_real, node.outputs))
 
     def computes(self, node: Node) -> bool:
-        """Return whether a node reads or writes a tensor whose dtype may change."""
+        """Return whether a node has an input or output whose dtype the conversion can change."""
         return any(map(self.is_real, (*node.inputs, *node.outputs)))
 
     def behind(self, tensors: Iterable[Tensor], through: Callable[[Node], bool]) -> Iterator[Node]:

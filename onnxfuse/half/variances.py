@@ -1,7 +1,7 @@
-"""Find variances that are written as mean(x²) - mean(x)²: half precision may lose all bits of such a difference.
+"""Find variances that are written as mean(x²) - mean(x)²: half precision can lose all bits of such a difference.
 
 Flax writes all its norms that way.  If the mean is large compared with the deviation, the two means agree in most of
-their bits.  If it is 45 times as large, none of 11 bits is left, and the difference may become negative.
+their bits.  If it is 45 times as large, none of 11 bits is left, and the difference can become negative.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _squared(scope: Scope, node: Node) -> Tensor | None:
 def _behind_mean(scope: Scope, tensor: Tensor) -> tuple[Sequence[Node], Tensor]:
     """Return the nodes that compute a mean, and the tensor that they average; no nodes if `tensor` is not a mean.
 
-    The mean may be scaled, or may pass through views.
+    The mean can be scaled or go through views.
     """
     members = list(_chain(scope, tensor))
     last = max((k for k, node in enumerate(members) if node.op in MEANS), default=-1)

@@ -24,7 +24,7 @@ from onnxfuse.ir.node import Constant
 from onnxfuse.verify.noise import move_by_rounding
 
 DATA_FILE: Final = "weights.data"
-MAX_PARAMETER: Final = 8  # elements; smaller constants may be parameters, such as the scales of a Resize
+MAX_PARAMETER: Final = 8  # elements; smaller constants can be parameters, such as the scales of a Resize
 CHECKED_AT_ONCE: Final = 2**22  # elements of a weight per step: copies of a whole weight would be large
 
 
@@ -50,7 +50,8 @@ class Weights:
     def loss(self, graph: Graph, tensor: Constant, clamp: bool = False) -> str:
         """Return why a weight must stay as it is, as the end of a sentence; "" where half precision holds it.
 
-        In masks and bounds (`clamp`), numbers beyond the range may become the largest or lowest number of the range.
+        In masks and bounds (`clamp`), numbers beyond the range are allowed to become the largest or lowest number of
+        the range.
         """
         if constant_dtype(tensor) != onnx.TensorProto.FLOAT:
             return ""

@@ -20,7 +20,7 @@ from onnxfuse.ir.node import Node, Tensor, consumers, has_subgraph, is_constant,
 from onnxfuse.ir.protos import ONNX_DOMAINS
 from onnxfuse.regions.host import HOST_INPUTS, SEEDS
 
-SMALL: Final = 100  # a constant may be read on the host if it has at most this many elements
+SMALL: Final = 100  # maximum number of elements of a constant that onnxruntime can read on the host
 # Inputs that CUDA kernels read on the host besides those in HOST_INPUTS: axes, limits, ratios, flags, lengths.
 MORE_HOST_INPUTS: Final[Mapping[str, range]] = {
     **{f"Reduce{name}": range(1, 2) for name in ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "Sum",

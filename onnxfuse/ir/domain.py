@@ -38,7 +38,7 @@ def is_whole(node: onnx.NodeProto, body: onnx.FunctionProto | None) -> bool:
 def check_version(model: onnx.ModelProto) -> None:
     """Raise ModelError for a model whose operators of onnxfuse have a newer version than DOMAIN_VERSION.
 
-    A model without fused nodes may import any version, and any model may import UNVERSIONED.
+    A model without fused nodes is allowed to import any version, and any model is allowed to import UNVERSIONED.
     """
     has_fused = any(map(is_fused, nodes(model.graph, *model.functions)))
     for opset in model.opset_import if has_fused else ():

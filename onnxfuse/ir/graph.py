@@ -77,7 +77,7 @@ class Graph:
     model: onnx.ModelProto
     folder: Path | None
     opset: int
-    # Tensors that keep their names and values, such as initializers that a caller may override.
+    # Tensors that keep their names and values, such as initializers that a caller can override.
     fixed_names: frozenset[str]
     outputs: frozenset[str]  # names of the graph's outputs
     functions: list[onnx.FunctionProto]
@@ -123,7 +123,7 @@ class Graph:
         return name in self.captured or name in self.fixed_names
 
     def must_be_computed(self, tensor: Tensor) -> bool:
-        """Return whether a tensor must not become an initializer; a tensor that only subgraphs read may become one."""
+        """Return whether a tensor must not become an initializer; a tensor that only subgraphs read can become one."""
         return tensor.name in self.outputs or tensor.name in self.fixed_names
 
     def sole_consumer(self, tensor: Tensor) -> Node | None:

@@ -100,7 +100,7 @@ def copy_of(constant: Constant, name: str) -> Constant:
 
 
 def stored_value(constant: Constant) -> Array | onnx.TensorProto | onnx.SparseTensorProto:
-    """Return a constant's value: an array, or the message that was read, whose data may be in another file."""
+    """Return a constant's value: an array, or the message that was read; the message's data can be in another file."""
     stored = constant._values  # type: ignore[attr-defined]
     return stored if isinstance(stored, np.ndarray) else stored.tensor
 

@@ -29,7 +29,7 @@ from onnxfuse.ir.protos import graphs, nodes, overridable_initializers, without_
 from onnxfuse.ir.slices import hide_ends
 
 MAX_READ: Final = 64  # maximum number of elements of constants that adapters read, such as the scales of all axes
-SINCE_OPTIONAL_ROI: Final = 13  # the first opset in which a Resize by scales may omit the region input
+SINCE_OPTIONAL_ROI: Final = 13  # the first opset in which a Resize by scales can omit the region input
 
 # Attributes that a newer version adds; their defaults keep the older version's meaning.
 NEUTRAL_DEFAULTS: Final = frozenset({
@@ -56,7 +56,7 @@ class Surroundings:
     model: onnx.ModelProto  # the model before its conversion
     opset: int  # the opset to convert to
     enlarging: set[str] = field(default_factory=set)  # outputs of Resizes that were Upsamples
-    with_empty: set[str] = field(default_factory=set)  # outputs of Reshapes whose target may contain a 0
+    with_empty: set[str] = field(default_factory=set)  # outputs of Reshapes with a target that can contain a 0
 
     @cached_property
     def defined(self) -> Counter[str]:
@@ -105,7 +105,7 @@ class Surroundings:
             if each.name not in given
         )
         hide_ends(light)
-        with suppress(Exception):  # inference may raise any error; then only recorded types are used
+        with suppress(Exception):  # inference can raise any error; then only recorded types are used
             light = onnx.shape_inference.infer_shapes(light)
         values = [each for part in graphs(light.graph) for each in (*part.input, *part.output, *part.value_info)]
         return {each.name: each.type for each in values if self.defined[each.name] == 1}

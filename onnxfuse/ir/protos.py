@@ -140,7 +140,7 @@ def has_external_data(model: onnx.ModelProto) -> bool:
 
 
 def overridable_initializers(model: onnx.ModelProto) -> set[str]:
-    """Return the initializers that a caller may override: since IR version 4, those that are also graph inputs."""
+    """Return the initializers that a caller can override: since IR version 4, those that are also graph inputs."""
     inputs = {value.name for value in model.graph.input}
     return {t.name for t in model.graph.initializer if t.name in inputs} if model.ir_version >= 4 else set()
 
@@ -148,7 +148,7 @@ def overridable_initializers(model: onnx.ModelProto) -> set[str]:
 def drop_constant_inputs(model: onnx.ModelProto, constants: set[str]) -> None:
     """Remove initializers from the graph inputs of a model before IR version 4, and set its version to 4.
 
-    Before version 4, every initializer is also an input.  Since version 4, callers may override those that are inputs.
+    Before version 4, every initializer is also an input.  Since version 4, callers can override those that are inputs.
     """
     if model.ir_version < 4:
         inputs = [i for i in model.graph.input if i.name not in constants]

@@ -86,7 +86,7 @@ def assign_layouts(
     one number per channel) is fused with such an Add, too, and with the activation after it.  A pointwise convolution
     is fused with the gate that it reads.  `recorded` holds the records of the existing fused nodes.
 
-    Nodes in `graph.deferred`, which regions may still take, have records, too; `write_deferred` makes them fused nodes.
+    Nodes in `graph.deferred`, which regions can still take, have records, too; `write_deferred` makes them fused nodes.
     """
     if options.layout == "nchw":
         return LayoutResult()
@@ -158,9 +158,9 @@ def _answer(model: Model, node: Node, kept: Collection[str]) -> Conversion | str
 def _compose(graph: Graph, shapes: ShapeInfo, writer: Writer, known: Collection[str]) -> None:
     """Merge Transposes at borders with views of the model, so that both vanish.
 
-    A fused node or an Add may then read or compute another tensor with the same values; `writer.originals` maps this
-    tensor to the one that it replaces.  An input is not recorded if it is in `known`, the names of the tensors that
-    existed before any node became channels-last.
+    A fused node or an Add can then read or compute another tensor with the same values; `writer.originals`
+    maps this tensor to the one that it replaces.  An input is not recorded if it is in `known`, the names of the
+    tensors that existed before any node became channels-last.
     """
     calls = [node for node in graph.nodes if node.domain == DOMAIN or node in graph.deferred or op_of(node) == "Add"]
     before = [([t.name for t in node.inputs], [t.name for t in node.outputs]) for node in calls]

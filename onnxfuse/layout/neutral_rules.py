@@ -57,7 +57,7 @@ def second_is_read(model: Model, node: Node) -> str:
 def has_several_scales(model: Model, node: Node) -> str:
     """Return why a node with several quantization scales stays channels-first; else "".
 
-    The scales may belong to channels.
+    The scales could belong to channels.
     """
     of_one = (is_constant(tensor) and math.prod(tensor.shape) == 1 for tensor in node.inputs[1:] if tensor.name)
     return "" if all(of_one) else "it has more than one scale"
@@ -160,7 +160,7 @@ def _with_axes(model: Model, node: Node, axes: Sequence[int], computes: tuple[in
     index = input_index(op_of(node), "axes", model.graph.opset)
     if index is None:
         return same_operator(node, attributes={"axes": new}, computes=computes)
-    axes_operand = stored(f"{node.outputs[0].name}/axes", np.array(new, np.int64))  # a Slice may have no axes input
+    axes_operand = stored(f"{node.outputs[0].name}/axes", np.array(new, np.int64))  # a Slice can lack the axes input
     return same_operator(node, operands={index: axes_operand}, computes=computes)
 
 

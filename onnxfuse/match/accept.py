@@ -132,7 +132,7 @@ def _dtype_name(m: MatchContext, tensor: Tensor) -> str:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a match may not be replaced, and a hint for the user."""
+    """Why a match must not be replaced, and a hint for the user."""
 
     sentence: str
     hint: str = "let nothing else read the value, or take it off the graph's outputs"
@@ -141,7 +141,7 @@ class Refusal:
 def refusal(
     graph: Graph, nodes: Sequence[Node], outputs: Sequence[Tensor], operands: Mapping[str, Tensor]
 ) -> Refusal | None:
-    """Return why `nodes` may not become one node that reads `operands` and computes `outputs`; None if they may."""
+    """Return why `nodes` must not become one node that reads `operands` and computes `outputs`; None if they can."""
     inside, read = {id(n) for n in nodes}, {id(t) for t in operands.values()}
     found = (
         _read_outside(graph, nodes, inside, outputs, read)

@@ -26,7 +26,7 @@ class NearestMiss:
 
     def __init__(self, fusion: Fusion) -> None:
         self.fusion = fusion
-        self._refused = False  # the whole pattern matched in some way, but it may not be replaced
+        self._refused = False  # an attempt matched the whole pattern, but the match must not be replaced
         self._best: tuple[tuple[int, int, bool], Callable[[], str], Span, State, str] | None = None
         self._sizes: dict[tuple[tuple[str, str], ...], int] = {}
 

@@ -15,7 +15,7 @@ from onnxfuse.dsl.words import Scaled
 from onnxfuse.errors import PatternError
 from onnxfuse.match.side_outputs import SideOutput, side_outputs
 
-MAX_FUSIONS: Final = 256  # a bound on the cache, because a process may read folders of patterns again and again
+MAX_FUSIONS: Final = 256  # a bound on the cache, because a process can read folders of patterns again and again
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class FusionTerms:
 
     visible: Mapping[int, Term]  # each term without the wrappers that matching ignores
     repeated: Set[int]  # terms that occur several times, or are outputs: each must be one tensor
-    root_ops: Mapping[int, frozenset[str] | None]  # the operators that may compute a term; None: any operator
+    root_ops: Mapping[int, frozenset[str] | None]  # the operators that can compute a term; None: any operator
     fusion_root_ops: frozenset[str]  # operators of the first output, and Cast if the fusion absorbs Casts
     side_outputs: tuple[SideOutput, ...]
     views_of_operands: Set[int]  # terms that are an operand, or only views of one
@@ -32,7 +32,7 @@ class FusionTerms:
 
 @functools.lru_cache(maxsize=MAX_FUSIONS)
 def fusion_terms(fusion: Fusion) -> FusionTerms:
-    """Return the facts about a fusion.  Raises PatternError if its first output may be an operand itself."""
+    """Return the facts about a fusion.  Raises PatternError if its first output can be an operand itself."""
     terms = list(walk(*fusion.outputs))
     root_ops = {id(term): term.root_ops for term in terms}
     for term in _factors(terms):
@@ -69,7 +69,7 @@ def _without_remarks(term: Term) -> Term:
 
 
 def _factors(terms: Sequence[Term]) -> Iterator[Term]:
-    """Yield the terms inside scaled() that may match a Mul or Div by a number: scaled() collects such factors.
+    """Yield the terms inside scaled() that can match a Mul or Div by a number: scaled() collects such factors.
 
     These are the operands of the scaled operator, and their parts up to the next operator.
     """

@@ -188,7 +188,7 @@ class Matcher(MatchContext):
         return match_rearrange(self, self._view_sources, term, tensor, state)
 
     def match_scaled(self, term: Term, inner: Term, scale: Capture, tensor: Tensor, state: State) -> Iterator[State]:
-        """Match `inner` times a scalar whose factors may be at several nodes."""
+        """Match `inner` times a scalar; the factors of the scalar can be at several nodes."""
         return match_scaled(self, term, inner, scale, tensor, state)
 
     def match_associative(self, term: Sum | Product, tensor: Tensor, state: State) -> Iterator[State]:

@@ -15,7 +15,7 @@ from onnxfuse.match.state import Dims
 
 
 class Token(NamedTuple):
-    """The name of an axis, whether it may broadcast, and whether its size is not compared if it is symbolic."""
+    """The name of an axis, whether it can broadcast, and whether its size is not compared if it is symbolic."""
 
     name: str
     may_broadcast: bool
@@ -45,7 +45,7 @@ def unify(
 ) -> Dims | None:
     """Return `known` and the sizes that `shape` gives the names in `spec`; None if `shape` contradicts one of them.
 
-    `is_part(a, b)` returns whether a size a, of an axis that may broadcast, is 1 or b.
+    `is_part(a, b)` returns whether a size a, of an axis that can broadcast, is 1 or b.
     """
     head, dots, tail = _parsed(spec)
     dims = dict(known)
@@ -89,13 +89,13 @@ def axes_of(side: str) -> list[list[str]]:
 
 @functools.cache  # called at every failure to rearrange
 def has_axes_of(side: str, rank: int) -> bool:
-    """Return whether one side of an arrangement may describe a tensor of `rank` axes."""
+    """Return whether one side of an arrangement can describe a tensor of `rank` axes."""
     axes = axes_of(side)
     return len(axes) - 1 <= rank if ["..."] in axes else len(axes) == rank
 
 
 def arranged_axes_fit(side: str, shape: Sequence[Size], known: Dims) -> bool:
-    """Return whether one side of an arrangement may describe a shape, judged by the names whose sizes are known."""
+    """Return whether one side of an arrangement can describe a shape, judged by the names whose sizes are known."""
     axes = axes_of(side)
     if not has_axes_of(side, len(shape)):
         return False
@@ -114,7 +114,7 @@ def size_of(names: Sequence[str], known: Dims) -> Size | None:
 
 
 def with_sizes(size: Dim, known: Dims) -> Any:
-    """Return an attribute's size with known sizes substituted; a single name may stand for any attribute value."""
+    """Return an attribute's size with known sizes substituted; a single name can stand for any attribute value."""
     name = name_of(size)
     return substituted(size, known) if name is None else known[name]
 

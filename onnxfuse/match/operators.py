@@ -1,4 +1,4 @@
-"""Match an operator with a node: its inputs, and its attributes, which may be inputs in the model's opset."""
+"""Match an operator with a node: its inputs, and its attributes, which are inputs in some opsets."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class _Rounding:
     def _is_cast_on(self, tensor: Tensor, *, computed: bool) -> bool:
         """Return whether another Cast inside the match changes the dtype of the tensor again.
 
-        Only views may be between the tensor and that Cast; with `computed`, any operators may be.
+        Only views are allowed between the tensor and that Cast; with `computed`, any operators are.
         """
         seen, work = set[int](), [tensor]
         while work:

@@ -14,7 +14,7 @@ MAX_DEPTH: Final = 4  # how many operators of a sum, a product or a chain of vie
 
 
 def may_occur(fusion: Fusion, present: Set[str]) -> bool:
-    """Return whether a graph with the operators `present` may have a match.
+    """Return whether a graph with the operators `present` can have a match.
 
     At least one operator of each set in the `needed_ops` of the fusion's first output must be present.
     """
@@ -22,7 +22,7 @@ def may_occur(fusion: Fusion, present: Set[str]) -> bool:
 
 
 def may_be(endings: Sequence[Ending], tensor: Tensor) -> bool:
-    """Return whether a tensor may be computed in one of the ways `endings`, judged by the operators that compute it."""
+    """Return whether one of `endings` can be the way that a tensor is computed, judged by its operators."""
     if not tensor.inputs:
         return False
     node = tensor.inputs[0]
@@ -61,7 +61,7 @@ class Prefilter:
         self._fitting: dict[tuple[int, str], Sequence[int]] = {}
 
     def root_ops(self, term: Term) -> frozenset[str] | None:
-        """Return the operators that can compute a term of this fusion; None if any operator may compute it."""
+        """Return the operators that can compute a term of this fusion; None if any operator can compute it."""
         return self._root_ops[id(term)]
 
     def fits(self, term: Term, tensor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""The functions of tensors that the conditions of patterns may call."""
+"""The functions of tensors that the conditions of patterns can call."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def is_multiple(value: Tensor, of: Tensor) -> bool:
 
 
 def share_symbols(left: Size, right: Size) -> bool:
-    """Return whether two dims share a symbol, so that they may be equal, as s and the size min(512, s) of a slice."""
+    """Return whether two dims share a symbol, so that they can be equal, like s and the size min(512, s) of a slice."""
     return not {*symbols(left)}.isdisjoint(symbols(right))
 
 
@@ -87,7 +87,7 @@ def is_read_once(m: MatchContext, value: Tensor) -> bool:
 
 
 def relations(m: MatchContext) -> Mapping[str, Relation]:
-    """Return the functions that conditions may call, by name."""
+    """Return the functions that conditions can call, by name."""
     return {
         "is_multiple": is_multiple,
         "share_symbols": share_symbols,

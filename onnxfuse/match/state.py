@@ -60,7 +60,7 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class Match:
-    """A subgraph that the fusion may replace."""
+    """A subgraph that the fusion can replace."""
 
     fusion: Fusion
     outputs: tuple[Tensor, ...]

@@ -43,8 +43,8 @@ class ViewSources:
     def of(self, tensor: Tensor, *, scaling: bool, slicing: bool) -> Sequence[ViewSource]:
         """Return the tensor itself and the tensors that it is a view of, nearest first.
 
-        With `scaling`, the nodes between the tensor and a source may also multiply by numbers; with `slicing`, they
-        may also take slices.
+        With `scaling`, the nodes between the tensor and a source can also multiply by numbers; with `slicing`, they can
+        also take slices.
         """
         key = id(tensor), scaling, slicing
         known = self._known.get(key)

@@ -84,7 +84,7 @@ def shorter_chain(source: tuple[Size, ...], chain: tuple[View, ...]) -> tuple[Vi
 
 
 def _shorter_chains(source: tuple[Size, ...], chain: tuple[View, ...], removed: int) -> list[tuple[View, ...]]:
-    """Return chains that may replace `chain`, shortest first.
+    """Return chains that can replace `chain`, shortest first.
 
     They have fewer views than `removed`, the number of nodes that the replacement removes.
     """
@@ -92,7 +92,7 @@ def _shorter_chains(source: tuple[Size, ...], chain: tuple[View, ...], removed: 
     return [
         candidate
         for candidate in equivalent_chains(source, chain)
-        # A Transpose of more axes than before may be slower.
+        # A Transpose of more axes than before can be slower.
         if len(candidate) < removed and all(len(view.perm or ()) <= max_rank for view in candidate)
     ]
 

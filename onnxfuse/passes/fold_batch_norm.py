@@ -178,7 +178,7 @@ def _step_before(graph: Graph, shapes: ShapeInfo, tensor: Tensor, channels: Chan
     step = next((step for step in readings if step is not None), None)
     if step is None or _is_batch_norm(step):
         return step
-    shape = shapes.shape(step.source)  # broadcasting with the constant may add channels or axes
+    shape = shapes.shape(step.source)  # broadcasting with the constant can add channels or axes
     return step if shape is not None and shape == shapes.shape(tensor) else None
 
 

@@ -25,9 +25,9 @@ from onnxfuse.ir.slices import is_ambiguous_end
 from onnxfuse.passes.folded import STORED, Folded, node_label
 from onnxfuse.passes.graph_pass import graph_pass
 
-MAX_GROWTH_BYTES = 64 * 1024  # constants up to this size may be added to the file, or stored twice
+MAX_GROWTH_BYTES = 64 * 1024  # constants up to this size are allowed to be added to the file, or stored twice
 # Matrix products take time in every run, so folding them is worth a larger file.
-MAX_PRODUCTS_GROWTH = 0.1  # total bytes that folded products may add, relative to the constants that nodes read
+MAX_PRODUCTS_GROWTH = 0.1  # maximum bytes that folded products add in total, relative to the constants that nodes read
 MOVING = MOVES - {"Pad"} | {"Shape", "Size", "Where"}  # operators that only move or repeat elements
 # Operators that are deterministic and the same in every runtime.  Quantization is not among them, because it tells the
 # runtime to compute in integers.
@@ -180,8 +180,8 @@ def _groups(nodes: Sequence[Node]) -> list[list[Node]]:
 def _is_no_larger(graph: Graph, shapes: ShapeInfo, group: Sequence[Node]) -> bool:
     """Return whether folding a group of nodes does not make the file larger.
 
-    The results that other nodes read replace the constants that only the group reads.  No result, not even an
-    intermediate one, may have more bytes than these constants together.
+    The results that other nodes read replace the constants that only the group reads.  Every result, even an
+    intermediate one, must have at most as many bytes as these constants together.
     """
     own = {id(node) for node in group}
     read = {id(t): t for node in group for t in node.inputs if is_constant(t)}.values()

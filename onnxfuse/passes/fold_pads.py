@@ -137,7 +137,7 @@ def _window(graph: Graph, pad: Node, node: Node, transpose: Node | None, sizes: 
 def _pads_whole_windows(pool: Node, pads: Sequence[int]) -> bool:
     """Return whether every window of a pool covers an element of its image, as runtimes require.
 
-    With ceil_mode, a window may begin after the end of the image, so that the number of windows depends on the pads.
+    With ceil_mode, a window can begin after the end of the image, so that the number of windows depends on the pads.
     """
     kernel = ints_attribute(pool, "kernel_shape", [])
     has_indices = any(tensor.name for tensor in pool.outputs[1:])

@@ -31,7 +31,7 @@ FIRST_WITH_FLOAT_BIASES: Final = 11  # the first opset with the Round by which o
 SAME_SCALE: Final = 1e-6  # the largest relative difference of two scales that count as equal
 FIRST_WITH_PRECISION: Final = 23  # the opset in which QuantizeLinear has an attribute `precision`
 NORMS: Final = frozenset(f"{kind}Normalization" for kind in ("Batch", "Group", "Instance", "Layer", "RMS"))
-# Operators through which quantized weights may pass on their way to a Conv.
+# Operators through which quantized weights can pass on their way to a Conv.
 VIEWS: Final = frozenset({"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Identity", "Cast"})
 
 

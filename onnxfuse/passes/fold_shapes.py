@@ -78,7 +78,7 @@ def _constant_reshape_target(graph: Graph, shapes: ShapeInfo, node: Node, wanted
     if -1 in wanted and not tells_empty_axes(node, wanted, source):
         if allows_zero:
             return None
-        result = wanted  # if an axis is empty, -1 may become another size than inferred
+        result = wanted  # if an axis is empty, -1 can become another size than inferred
     # A known size replaces -1, because -1 is undetermined in an empty tensor.
     pairs = zip(wanted, result, strict=True)
     sizes = [known if size == -1 and known and isinstance(known, int) else size for size, known in pairs]

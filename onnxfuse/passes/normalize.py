@@ -11,7 +11,7 @@ from onnxfuse.passes.eliminate_common_subexpressions import eliminate_common_sub
 from onnxfuse.passes.remove_no_ops import remove_no_ops
 
 MAX_NORMALIZE_ROUNDS = 10
-FIRST_FLATTEN_FROM_END = 11  # the first opset in which the axis of Flatten may be negative
+FIRST_FLATTEN_FROM_END = 11  # the first opset in which the axis of Flatten can be negative
 
 
 def normalize(graph: Graph, shapes: ShapeInfo) -> int:

@@ -22,7 +22,7 @@ RewriteRule: TypeAlias = Callable[[Graph, ShapeInfo, Node], bool]  # a rule retu
 
 RULES = RuleTable[RewriteRule]()
 NEUTRAL_SCALARS = {"Mul": 1, "Div": 1, "Add": 0, "Sub": 0}
-SUM_ROUNDING = 1e-6  # how far a bias, divided by the scale of a product, may be from integers (relative to the largest)
+SUM_ROUNDING = 1e-6  # maximum distance of a bias / scale of a product from integers, relative to the largest
 MAX_WEIGHT_RANK = 3  # the highest rank of a tensor that a weight scales or shifts: batch, sequence, features
 
 
@@ -378,7 +378,7 @@ def _read_shape_of_indices(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 
 
 def _axes_read(graph: Graph, node: Node) -> Iterable[int]:
-    """Return the indices of the sizes that a consumer of a Shape takes; [-1] if it may take any size."""
+    """Return the indices of the sizes that a consumer of a Shape takes; [-1] if it could take any size."""
     if op_of(node) != "Gather" or not is_constant(indices := node.inputs[1]):
         return [-1]
     axes: list[int] = constant_value(graph, indices).reshape(-1).tolist()

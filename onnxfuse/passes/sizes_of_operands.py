@@ -26,7 +26,7 @@ from onnxfuse.ir.node import Node, Tensor, consumers, is_constant, op_of, produc
 from onnxfuse.passes.emit import integers, write
 from onnxfuse.passes.graph_pass import graph_pass
 
-RANGE_OPSET: Final = 15  # from this opset on, Shape may give the sizes of some axes only
+RANGE_OPSET: Final = 15  # from this opset on, Shape can give the sizes of some axes only
 MIN_RANK: Final = 3  # lowest rank of scores
 # Operators in whose results each axis has its index in the input, and most axes have their size in the input.
 KEEPING_ORDER: Final = frozenset({"Concat", "Pad", "Slice", "Split"})
@@ -50,7 +50,7 @@ def sizes_of_operands(graph: Graph, shapes: ShapeInfo) -> int:
 
 
 def _is_inside(node: Node | None) -> bool:
-    """Return whether the node's result may be inside a fusion."""
+    """Return whether the node's result can be inside a fusion."""
     return node is not None and (op_of(node) in ("Concat", "MatMul") or op_of(node) in BROADCASTING | SAME_SHAPE)
 
 
@@ -106,7 +106,7 @@ def _written(
 ) -> Tensor | None:
     """Return sizes as a tensor of rank 0 or 1; None if `tensor` itself, or several tensors, would have to be read.
 
-    With `of_scores`, several tensors may be read, and a Shape may become a Shape and a Gather.
+    With `of_scores`, several tensors are allowed to be read, and a Shape can become a Shape and a Gather.
     """
     maker = producer(sizes)
     replaces_shape = maker is not None and op_of(maker) == "Shape"
@@ -199,7 +199,7 @@ class Origins:
 
 
 def _candidates(shapes: ShapeInfo, node: Node, axis: int, rank: int) -> Iterator[tuple[Tensor, int]]:
-    """Yield operands and their axes that may give an axis of the result its size.
+    """Yield operands and their axes that could give an axis of the result its size.
 
     The caller takes the first axis whose size is equal.  `rank` is the rank of the result.  If an operand lacks the
     axis, the yielded index is out of range.

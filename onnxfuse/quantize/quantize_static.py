@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 INT8: Final = "int8"
 OPERATORS: Final = ("Conv", "Gemm", "MatMul")
-OLDEST_OPSET: Final = 13  # the first opset in which DequantizeLinear may have one scale per channel
+OLDEST_OPSET: Final = 13  # the first opset in which DequantizeLinear can have one scale per channel
 OPTIMISTIC: Final = "these errors are those of samples that gave the ranges; other inputs may be off by more"
 MAX_SAMPLES_COMPARED: Final = 8  # samples on which errors are measured; all samples give ranges
 

@@ -33,7 +33,7 @@ class RegionResult:
 def assign_regions(joining: Joining, fused: Collection[Fused] = ()) -> RegionResult:
     """Replace the regions of a sorted graph by fused nodes, or fuse them into existing fused nodes; return the records.
 
-    `joining` holds the graph, and says which fused nodes operators may join.  `fused` holds the records of existing
+    `joining` holds the graph, and says which fused nodes operators can join.  `fused` holds the records of existing
     fused nodes, and of operators that become fused nodes if no region takes them.
     """
     graph = joining.graph
@@ -97,7 +97,7 @@ def _with_norms(
 
 
 def _is_made(clusters: Clusters, join: Join, records: dict[str, Fused], joining: Joining) -> bool:
-    """Return whether the cluster of a planned join may join the fused node.
+    """Return whether the cluster of a planned join is allowed to join the fused node.
 
     If the join has a match, the match is first replaced by a fused node, whose record is added to `records`.
     """

@@ -106,8 +106,8 @@ def _best_move(clusters: Clusters, border: Border) -> Move | None:
 def _ends(clusters: Clusters, border: Border) -> Iterator[list[Node]]:
     """Yield growing groups of the last operators before a border's tensor.
 
-    Each group adds one operator to the group before it: among the producers that may move, the one of the largest
-    tensor that the group reads.
+    Each group adds one operator to the group before it: among the producers that are allowed to move, the one of the
+    largest tensor that the group reads.
     """
     found = [border.tensor.inputs[0]]
     while len(found) <= MAX_MOVED:
@@ -122,7 +122,7 @@ def _ends(clusters: Clusters, border: Border) -> Iterator[list[Node]]:
 
 
 def _moves(clusters: Clusters, border: Border, node: Node) -> bool:
-    """Return whether a node may move: it is in the border's own cluster, and is elementwise or moves no element."""
+    """Return whether a node can move: it is in the border's own cluster, and is elementwise or moves no element."""
     return clusters.of.get(node) is border.own and (node.op in POINTWISE or op_of(node) in FREE)
 
 

@@ -42,7 +42,7 @@ class Cluster:
     cost: float  # estimated time, as the number of bytes that an H200 could move in this time
     is_free: bool  # True if none of the operators takes time at run time
     rows: Rows | None  # the shape and the axes that the reductions reduce; None without reductions
-    repeats: bool  # True if a value may be computed more than once per element
+    repeats: bool  # True if a value can be computed more than once per element
     # Position among the clusters of its level (see `order.levels`); each cluster follows the clusters that it reads.
     place: int = 0
 
@@ -51,7 +51,7 @@ class Cluster:
 class Clusters:
     """Creates, merges and splits clusters of a graph's nodes.
 
-    `forms` maps each node that may be in a region to its steps, the operators of a region's program that compute it.
+    `forms` maps each node that can be in a region to its steps, the operators of a region's program that compute it.
     `level` maps each node to its level, as `levels` returns it; only clusters of one level are merged.  `reasons` maps
     the label of a node to the reason why it stays separate.  `of` maps a node to its cluster.  `copies` are nodes that
     were copied into other clusters; until the regions are written, they have the labels of the originals.

@@ -48,12 +48,12 @@ def find_epilogue_fusion(
 ) -> Join | None:
     """Return how a cluster can join a fused node; None if it cannot.
 
-    `joining` says which fused nodes operators may join, and `taken` has the names of results that other clusters join.
+    `joining` says which fused nodes operators can join, and `taken` has the names of results that other clusters join.
     Operators of the cluster that depend on the fused node's result must be elementwise or only regroup axes, and their
     outputs must have the rows of this result (see `_has_rows_of`).  Operators of the cluster that compute the other
     operands of these operators join as well, if they are elementwise or views and nothing else reads them.
 
-    The fused node's result may also be read elsewhere, or be a graph output; then the joined node still computes it.
+    The fused node's result can also be read elsewhere, or be a graph output; then the joined node still computes it.
     """
     if cluster.is_free:
         return None
@@ -120,7 +120,7 @@ def _join(
 
 
 def _is_read_by_norms(clusters: Clusters, node: Node, joining: Joining) -> bool:
-    """Return whether a node is a DequantizeLinear whose result only norms that may be in regions read."""
+    """Return whether a node is a DequantizeLinear, and all readers of its result are norms that can be in regions."""
     if op_of(node) != "DequantizeLinear" or clusters.graph.is_kept(node.outputs[0]):
         return False
     return all(map(joining.is_norm, consumers(node.outputs[0])))

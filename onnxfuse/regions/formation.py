@@ -24,7 +24,7 @@ from onnxfuse.regions.steps import Step
 
 
 def form_regions(shapes: ShapeInfo, keep: Set[str] = frozenset()) -> tuple[Clusters, list[Cluster]]:
-    """Return the regions of a sorted graph, and then the clusters too small for one, which may still join a fused node.
+    """Return the regions of a sorted graph, and then the clusters too small for one, which can still join a fused node.
 
     Regions, and small clusters, are in execution order of their first nodes.  The result also has the object that holds
     all clusters, for further merging.  `keep` holds the labels of nodes that must be in no region.

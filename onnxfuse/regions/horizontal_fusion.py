@@ -33,7 +33,7 @@ class Group:
         self.operands.update(cluster.operands)
 
     def takes(self, cluster: Cluster) -> bool:
-        """Return whether another cluster may join the group.
+        """Return whether another cluster is allowed to join the group.
 
         With the cluster, the group must be small enough for one region, and its reductions must be over the same rows.
         """
@@ -96,7 +96,7 @@ def _groups(clusters: Clusters, in_order: Sequence[Cluster], small: Collection[C
 
 
 def _latest_steps(clusters: Clusters, in_order: Sequence[Cluster]) -> dict[Cluster, int]:
-    """Return the highest step that each cluster can have, if no step may exceed the number of clusters."""
+    """Return the highest step that each cluster can have, if no step exceeds the number of clusters."""
     found = dict[Cluster, int]()
     for cluster in reversed(in_order):
         behind = (found[each] - 1 for each in readers_of(clusters, cluster))

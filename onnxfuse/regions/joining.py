@@ -1,4 +1,4 @@
-"""The fused nodes that operators may join, and the matches that depend on what operators join or regions take."""
+"""The fused nodes that operators can join, and the matches that depend on what operators join or regions take."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ NORMS: Final = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
 
 @dataclass
 class Joining:
-    """Decides which fused nodes elementwise operators may join, and fuses matches that pay only with such operators.
+    """Decides which fused nodes elementwise operators can join, and fuses matches that pay only with such operators.
 
-    Operators may join a node of one of `fusions` if the fusion's declaration allows it.  `exclude` holds pairs.
+    Operators can join a node of one of `fusions` if the fusion's declaration allows it.  `exclude` holds pairs.
     (fusion, first output) is a match that stays unfused, and (REGION, first output) a region that is not formed.
     (fusion of a node, first output of operators) means that the operators must not join the node.  `keep` holds the
     labels of nodes that must be in no match and no region, and `spelled` those of nodes that replace an operator of
@@ -48,15 +48,15 @@ class Joining:
         return {fusion.name: fusion.epilogue for fusion in self.fusions if fusion.epilogue}
 
     def may_be_region(self, outputs: Iterable[str]) -> bool:
-        """Return whether nodes with these outputs may be a region; `exclude` names a region by its first output."""
+        """Return whether nodes with these outputs can be a region; `exclude` names a region by its first output."""
         return (REGION, next(iter(outputs))) not in self.exclude
 
     def takes_epilogue(self, node: Node) -> bool:
-        """Return whether operators may join a fused node as its epilogue."""
+        """Return whether operators can join a fused node as its epilogue."""
         return self.epilogues.get(str(node.attrs["fusion"]), False) in (True, node.attrs.get("layout"))
 
     def takes_prologue(self, node: Node) -> bool:
-        """Return whether a norm may join a fused node."""
+        """Return whether a norm can join a fused node."""
         return node.domain == DOMAIN and str(node.attrs["fusion"]) in self._prologues
 
     @cached_property
@@ -64,7 +64,7 @@ class Joining:
         return {fusion.name for fusion in self.fusions if fusion.prologue}
 
     def is_norm(self, node: Node) -> bool:
-        """Return whether a node is a fused norm, which operators may join, and which may become part of a region."""
+        """Return whether a node is a fused norm; operators can join such a norm, and it can become part of a region."""
         fusion = str(node.attrs["fusion"]) if node.domain == DOMAIN else ""
         return fusion in NORMS and fusion in self.epilogues
 
@@ -96,7 +96,7 @@ class Joining:
         return found if isinstance(found, Fused) else None
 
     def leaves_to_regions(self, match: Match) -> bool:
-        """Return whether a match, such as a softmax, waits for regions, because all its nodes may be in one.
+        """Return whether a match, such as a softmax, waits for regions, because all its nodes can be in one.
 
         A kernel of the match alone would read or write a tensor in memory that a region of the match and its neighbours
         keeps in registers.  A region never consists of one match alone; the pattern fuses matches that no region took.

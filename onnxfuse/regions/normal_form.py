@@ -60,7 +60,7 @@ def _is_computed_in_every_run(steps: Steps) -> bool:
 def _require_declared(steps: Steps) -> None:
     """Raise StaysOut if ONNX does not declare the node's dtypes for the operator at the model's opset.
 
-    Such a node may run in the main graph, if onnxruntime has a kernel, but function bodies are checked strictly.
+    Such a node can run in the main graph, if onnxruntime has a kernel, but function bodies are checked strictly.
     """
     node, opset = steps.node, steps.shapes.graph.opset
     inputs, outputs = _declared_types(op_of(node), opset)
@@ -75,7 +75,7 @@ def _require_declared(steps: Steps) -> None:
 
 @functools.cache
 def _declared_types(op: str, opset: int) -> tuple[tuple[frozenset[str], ...], tuple[frozenset[str], ...]]:
-    """Return the types that the inputs and outputs of an operator may have.  Raises StaysOut if the opset lacks it."""
+    """Return the types that the inputs and outputs of an operator can have.  Raises StaysOut if the opset lacks it."""
     found = schema(op, opset)
     if found is None:
         raise StaysOut(f"opset {opset} does not have it")

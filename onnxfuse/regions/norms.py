@@ -27,7 +27,7 @@ def with_norms(
 ) -> tuple[Cluster, list[Node]]:
     """Merge a cluster with the fused norms that read its results, where that pays; return it and the merged norms.
 
-    `joining` says which fused nodes operators may join.  `joins` holds the planned joins of operators with fused nodes,
+    `joining` says which fused nodes operators can join.  `joins` holds the planned joins of operators with fused nodes,
     by the name of the result that the operators read.  Operators that were to join such a norm become part of the
     cluster too.
     """

@@ -19,7 +19,7 @@ Neighbours: TypeAlias = Callable[[Cluster], Iterable[Cluster]]
 
 
 def levels(graph: Graph, members: Collection[Node]) -> dict[Node, int]:
-    """Return the level of each node of a sorted graph; `members` holds the nodes that may be in regions.
+    """Return the level of each node of a sorted graph; `members` holds the nodes that can be in regions.
 
     A node's level is at least the level of every node that it depends on.  A nonmember's level is greater than the
     level of each member that it depends on.  So no path between two members of one level passes through a nonmember.

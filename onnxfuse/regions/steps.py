@@ -27,7 +27,7 @@ from onnxfuse.regions.computed import (
     tensors_in,
 )
 
-Value: TypeAlias = "int | float | str | list[Any]"  # value of a step's attribute; a list may hold expressions
+Value: TypeAlias = "int | float | str | list[Any]"  # value of a step's attribute; a list can hold expressions
 MAX_RANK: Final = 8
 
 
@@ -40,7 +40,7 @@ class Step:
     """An operator of a region's program.  One step or several compute a node of the graph.
 
     Inputs and outputs are names of the graph's tensors, or `#0`, `#1`, ... for values between the steps of a node.  The
-    last inputs may be tensors whose elements are not read, because only their dims occur in the step's attributes.
+    last inputs can be tensors of which only the dims are read: these dims occur in the step's attributes.
     """
 
     op: str

@@ -40,7 +40,7 @@ def rules_pass(name: str, rules: Sequence[Rewrite], of: Set[str] | None = None) 
 
 
 def near_misses(graph: Graph, shapes: ShapeInfo, rules: Sequence[Rewrite]) -> list[Miss]:
-    """Return the misses of rules in a sorted graph: why each does not match at nodes where its left side may end."""
+    """Return the misses of rules in a sorted graph: why each does not match at nodes where its left side can end."""
     tried = (matcher.at(node.outputs[0]) for node, _, matcher in _candidates(graph, shapes, rules))
     return [found for found in tried if isinstance(found, Miss)]
 
@@ -54,7 +54,7 @@ def _apply_rules(graph: Graph, shapes: ShapeInfo, rules: Sequence[Rewrite]) -> i
 
 
 def _candidates(graph: Graph, shapes: ShapeInfo, rules: Sequence[Rewrite]) -> Iterator[tuple[Node, Rewrite, Matcher]]:
-    """Yield nodes, from outputs to inputs, with each rule whose left side may end there, until the node is replaced."""
+    """Yield nodes, from outputs to inputs, with each rule whose left side can end there, until the node is replaced."""
     by_root: dict[str, list[tuple[Rewrite, Matcher]]] = defaultdict(list)
     for rule in rules:
         if may_occur(rule.left, graph.operators):

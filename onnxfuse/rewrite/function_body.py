@@ -129,7 +129,7 @@ class BodyBuilder:
 
     @property
     def operators(self) -> OperatorSet:
-        """The set of operators that the body may have."""
+        """The set of operators that are allowed in the body."""
         return self.variant.operators
 
     def refuse(self, term: Term) -> None:

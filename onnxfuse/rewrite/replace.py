@@ -67,8 +67,8 @@ def labels(node: Node, records: Mapping[str, Fused]) -> tuple[str, ...]:
 class LocalFunctions:
     """The bodies that the model's fused nodes call; equal bodies are one function.
 
-    `operators` is the set of operators that bodies may have.  With "onnx", a body may also have operators of
-    com.microsoft if it replaces a node that `contrib` names: a model with such operators needs onnxruntime already.
+    `operators` is the set of operators that are allowed in bodies.  With "onnx", operators of com.microsoft are also
+    allowed in a body if it replaces a node that `contrib` names: a model with such operators needs onnxruntime already.
     """
 
     graph: Graph
@@ -211,7 +211,7 @@ def own_attributes(node: Node) -> dict[str, AttributeValue]:
 
 
 def _operators(functions: LocalFunctions, match: Match) -> OperatorSet:
-    """Return the set of operators that the body of a match may have."""
+    """Return the set of operators that are allowed in the body of a match."""
     replaces_contrib = any(node.name in functions.contrib for node in match.nodes)
     return "ort" if functions.operators == "onnx" and replaces_contrib else functions.operators
 

@@ -98,9 +98,9 @@ def leave_none(match: Match) -> bool:
 
 @dataclass(frozen=True)
 class Selection:
-    """Which matches may be replaced, and the operators of the bodies.
+    """Which matches are allowed to be replaced, and which operators the bodies can have.
 
-    operators  the set of operators that bodies may have
+    operators  the set of operators that are allowed in bodies
     contrib    names of nodes that a body may replace with operators of com.microsoft, whatever `operators` says
     exclude    matches that are not replaced, as pairs of the fusion's name and the first output's name
     keep       labels of nodes that no match may contain
@@ -168,7 +168,7 @@ class _Candidate:
 def _by_root(
     graph: Graph, shapes: ShapeInfo, fusions: Sequence[Fusion], selection: Selection
 ) -> Mapping[str, Sequence[_Candidate]]:
-    """Return the matchers of the fusions that may occur, by the operators that the fusions can end with."""
+    """Return the matchers of the fusions that can occur, by the operators that the fusions can end with."""
     by_root: dict[str, list[_Candidate]] = defaultdict(list)
     present = {op_of(node) for node in graph.nodes}
     for fusion in fusions:
@@ -236,7 +236,7 @@ class _Sweep:
 
 
 def _is_intact(graph: Graph, match: Match) -> bool:
-    """Return whether a match is still possible; other matches may have been replaced since it was found."""
+    """Return whether a match is still possible after the replacement of other matches."""
     return all(n.outputs for n in match.nodes) and not refusal(graph, match.nodes, match.outputs, match.operands)
 
 

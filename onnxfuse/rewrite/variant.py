@@ -25,7 +25,7 @@ class Variant:
     values: Mapping[str, object] = field(default_factory=dict)
     dims: Dims = field(default_factory=dict)
     choices: Mapping[str, str] = field(default_factory=dict)
-    operators: OperatorSet = "onnx"  # operators that the body may have
+    operators: OperatorSet = "onnx"  # operators that are allowed in the body
     in_float32: bool = False  # whether operands in half precision are cast to float32 first
 
     def key(self) -> Hashable:
@@ -44,7 +44,7 @@ class Variant:
 
     @functools.cached_property
     def _known(self) -> Mapping[str, object]:
-        """The values that conditions may use, by name."""
+        """The values that conditions can use, by name."""
         known: dict[str, object] = {**dict.fromkeys(self.dtypes, True), **self.dims, **self.values, **self.choices}
         known |= {"dtype": self._name(self.out[0]), "rank": self.rank, "opset": self.opset}
         return known | {"dtypes": {name: self._name(dtype) for name, dtype in self.dtypes.items()}}

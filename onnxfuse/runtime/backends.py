@@ -15,7 +15,7 @@ CUDA: Final = "CUDAExecutionProvider"
 
 @dataclass(frozen=True)
 class Backend:
-    """The functions that compile, load and time kernels for one execution provider; any thread may call them."""
+    """The functions that compile, load and time kernels for one execution provider; any thread can call them."""
 
     no_gpu: Callable[[], str | None]  # why kernels cannot run here; None if they can
     unavailable: Callable[[], str | None]  # why kernels cannot be compiled here; None if they can

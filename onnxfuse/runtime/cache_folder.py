@@ -82,7 +82,7 @@ def _named_folder() -> Path | None:
 
 
 def warn_once(message: str) -> None:
-    """Log a warning unless it was logged before, because each of a model's hundreds of nodes may cause it."""
+    """Log a warning unless it was logged before, because each of a model's hundreds of nodes can cause it."""
     if message not in _warned:
         _warned.add(message)
         log.warning(message)

@@ -32,7 +32,7 @@ _lock: Final = threading.Lock()
 def register_operators(
     options: ort.SessionOptions, target: Target | NoTarget, calls: Sequence[Call], bodies: set[str], choice: PlanChoice
 ) -> None:
-    """Register the functions that `calls` name as operators of the target's provider; any thread may call this.
+    """Register the functions that `calls` name as operators of the target's provider; any thread can call this.
 
     bodies  functions that must not be registered, because their nodes run as bodies: as the model's ONNX functions
     choice  which of a kernel's candidate plans runs

@@ -200,7 +200,7 @@ Value: TypeAlias = Pointer | Scalar
 class Struct:
     """A struct that is passed by value.
 
-    The fields are laid out as in C: in order, each at a multiple of its size.  A kernel that changes no field may take
+    The fields are laid out as in C: in order, each at a multiple of its size.  A kernel that changes no field can take
     it as `const __grid_constant__`; which way gives the fewer instructions differs.
     """
 

@@ -69,7 +69,7 @@ class _SessionNode:
 
 
 class Planner:
-    """The templates of all sessions' nodes, the plan files that they may come from, and the measurements to use."""
+    """The templates of all sessions' nodes, the plan files that they can come from, and the measurements to use."""
 
     def __init__(self) -> None:
         """Start without nodes, plan files and measurements."""
@@ -346,7 +346,7 @@ class Planner:
     ) -> bool:
         """Add the plan that was measured to be the fastest at these sizes; return False if none is known.
 
-        measure  whether the plans may be measured now; other nodes can be planned meanwhile
+        measure  whether measuring the plans now is allowed; other nodes can be planned meanwhile
 
         Raises the host's errors.
         """

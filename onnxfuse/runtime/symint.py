@@ -25,7 +25,7 @@ from typing import Any, Final, TypeVar, cast
 from onnxfuse.runtime.expressions import Expressions, Op, float_bits, real_bits
 
 T = TypeVar("T")
-SLACK: Final = 0.03  # the fraction by which a choice may cost more than the best one, because estimates are inexact
+SLACK: Final = 0.03  # maximum fraction by which a choice costs more than the best one; estimates are inexact
 _HERE: Final = Path(__file__).name
 
 

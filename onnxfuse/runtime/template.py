@@ -31,7 +31,7 @@ MAX_ALL_VARIANTS: Final = 96
 # is at most MAX_MEAN_LOSS, both by estimate.
 MAX_LOSS: Final = 0.03
 MAX_MEAN_LOSS: Final = 0.001
-MAX_LOSS_ELSEWHERE: Final = 1.0  # a plan may be slower by this fraction at samples that do not count in the choice
+MAX_LOSS_ELSEWHERE: Final = 1.0  # maximum loss of a plan, as MAX_LOSS, at samples that do not count in the choice
 MAX_TUNED_DISTANCE: Final = 1.0  # a measured plan is preferred within this distance of its sizes: a factor of two
 
 
@@ -115,7 +115,7 @@ def size_count(inputs: Sequence[TensorSpec]) -> int:
 
 
 def with_sizes(inputs: Sequence[TensorSpec], sizes: Sequence[int]) -> tuple[TensorSpec, ...]:
-    """Return the inputs with these sizes, which may be symbolic, in place of the dynamic dims."""
+    """Return the inputs with `sizes` in place of the dynamic dims; the sizes can be symbolic."""
     return tuple(replace(i, shape=tuple(sizes[-1 - dim] if dim < 0 else dim for dim in i.shape)) for i in inputs)
 
 

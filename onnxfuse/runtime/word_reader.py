@@ -1,4 +1,4 @@
-"""Read 64-bit words and strings in order, each checked against the values that it may have."""
+"""Read 64-bit words and strings in order, each checked against the values that are allowed for it."""
 
 from __future__ import annotations
 

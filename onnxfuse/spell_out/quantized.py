@@ -39,7 +39,7 @@ GEMM_ATTRIBUTES: Final[Mapping[str, float]] = {"alpha": 1.0, "transA": 0, "trans
 
 @RULES.rule("QLinearMatMul")
 def _product(call: Call) -> dict[int, Term]:
-    """Spell out a product.  If both operands are computed, as in attention, the MatMul on floats may stay unfused."""
+    """Spell out a product.  If operand 2 is computed, as in attention, the MatMul of floats need not be fused."""
     if not is_constant(call.tensor(3)):
         call.may_remain.add("MatMul")
     return quantized(call, op.MatMul(numbers(call, 0), numbers(call, 3, axis=-1)), 6)

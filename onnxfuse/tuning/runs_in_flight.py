@@ -34,7 +34,7 @@ def at_once(work: Callable[[], T]) -> T:
 
 
 class RunsInFlight:
-    """The runs of some sessions that have begun and not ended; any thread may call its methods."""
+    """The runs of some sessions that have begun and not ended; any thread can call its methods."""
 
     def __init__(self, goes_on: Callable[[], bool]) -> None:
         """Count no runs yet; `goes_on` says whether waiting still makes sense."""

@@ -29,7 +29,7 @@ RANDOM_VALUES: Final = 1_000_003  # a prime number, so that no two rows of a mat
 NUMPY_DTYPES: Final[dict[str, Any]] = {"bfloat16": ml_dtypes.bfloat16}  # dtypes whose names NumPy does not know
 CAPTURE_MODE_RELAXED: Final = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
-# By dtype, how far an element may be off, relative to its value plus the root mean square of all elements. The narrow
+# By dtype, the maximum error of an element, relative to its value plus the root mean square of all elements. The narrow
 # formats allow for some roundings of intermediate values, the wide ones for sums in another order. TF32 rounds operands
 # to the eleven significant bits that float16 has.
 TOLERANCE: Final = {"float64": 1e-9, "float32": 1e-4, "float16": 8e-3, "bfloat16": 6e-2}
@@ -175,7 +175,7 @@ class GpuTrial:
     # --- memory ----------------------------------------------------------------------------------------------------
 
     def _limit(self) -> int:
-        """Return the bytes that a trial may allocate."""
+        """Return the maximum bytes that a trial is allowed to allocate."""
         with self._on_device():
             return min(MAX_SCRATCH_BYTES, int(self._cupy.cuda.runtime.memGetInfo()[0]) // 2)
 

@@ -113,7 +113,7 @@ def _window_counts(node: Node, spatial: Shape, kernel: Sequence[Size]) -> list[S
 def _ceil_mode_count(size: Size, extent: Size, stride: int, before: int, after: int) -> Size | None:
     """Return the number of windows with `ceil_mode`; None if unknown.
 
-    The last window may start in the image or in the padding before it, but not in the padding after it.
+    The last window can start in the image or in the padding before it, but must not start in the padding after it.
     """
     count = (size + before + after - extent + stride - 1) // stride + 1
     if isinstance(count, int) and isinstance(size, int):
