@@ -99,7 +99,11 @@ def _compare_with(compare: Compare, result: FusedModel, kept: Collection[FusedNo
 
 
 def _partly_fused(result: FusedModel, where: str, kept: dict[str, set[str]], around: frozenset[str]) -> onnx.GraphProto:
-    """Return a graph, and its bodies, with only the `kept` fused nodes."""
+    """Return the fused model's graph, in which only the `kept` fused nodes are left; the others are unfused.
+
+    The same is done in the bodies of If, Loop and Scan.  `kept` holds the names of nodes by graph, and `where` names
+    this graph.
+    """
     assert result.unfused is not None
     graph = onnx.GraphProto()
     graph.CopyFrom(result.model.graph)

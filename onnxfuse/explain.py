@@ -26,12 +26,13 @@ CONVOLUTIONS: Final = ("conv_bias_activation", "conv_transpose_bias_activation")
 
 
 def explanations(result: FusedModel, fusion: str | None = None, node: str | None = None) -> list[str]:
-    """Return why a fusion does not apply, or why a node is not fused: one text per reason, the nearest misses first.
+    """Return why a fusion does not apply, or why a node is not fused: one text per reason.
 
-    If `fusion` is the name of a rewrite rule, a line about the nodes that the rule replaced precedes the misses.
+    Near misses come last, the nearest first.  If `fusion` is the name of a rewrite rule, a line before them names the
+    nodes that the rule replaced.
 
-    `result` must have been made with regions.  If neither a fusion nor a node is named, only the misses worth reading
-    are returned.
+    `result` must have been made with regions.  If neither a fusion nor a node is named, the near misses are only those
+    that `FusedModel.near` returns.
     """
     found = [f"Left out: {one}\n" for one in result.left_out]
     if fusion == REGION or (node and not fusion):

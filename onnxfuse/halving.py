@@ -182,7 +182,8 @@ class Halving:
             return None
         with self.timer.stage("verify"):
             try:
-                # No extreme inputs: float16 rounds the scores of fully masked rows, whose results therefore differ.
+                # No extreme inputs: float16 rounds the scores of fully masked rows, so the results of these rows
+                # differ.
                 inputs = self.inputs or {}
                 return run_original(self.original, self.folder, inputs, self._tell, self.shapes, extremes=False)
             except VerificationError:
@@ -452,7 +453,7 @@ def _first_opset(node: onnx.NodeProto, opset: int, precision: Precision) -> int:
 
 
 def model_to_float32_exactly(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a model whose half-precision parts are evaluated in float32; the model itself where it has none."""
+    """Return a model whose half-precision parts are evaluated in float32; the model itself if it has no such parts."""
     return model_to_float32(model) if half_precision_of(model) else model
 
 

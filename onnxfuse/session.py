@@ -127,7 +127,10 @@ def open_session(
     settings: SessionSettings,
     **arguments: object,
 ) -> ort.InferenceSession:
-    """Open a session like `InferenceSession`."""
+    """Open a session in which fused nodes run as `settings` says; the other arguments are those of `InferenceSession`.
+
+    Raises ModelError if the file is written to while it is loaded.
+    """
     options = sess_options if sess_options is not None else ort.SessionOptions()
     source = path_or_bytes if isinstance(path_or_bytes, bytes) else Path(path_or_bytes)
     path = source if isinstance(source, Path) else None

@@ -28,7 +28,8 @@
 //   MASK_T, BIAS_T                 element types
 //   MASK_BY_ROW, BIAS_BY_ROW       1: the rows of a block read different elements
 //   MASK_PAIRS, BIAS_PAIRS         1: one access may read two keys; may be an expression over the parameters `p`
-//   CAUSAL, SOFTCAP                1: the attention has a diagonal, a cap
+//   CAUSAL                         1: a query sees no key after its diagonal
+//   SOFTCAP                        1: scores are capped softly (softcapped())
 //   ADD_MASKED_SCORE               the masked score is added to scores instead of replacing them
 //   LENGTHS                        1: each batch element has a length of its own
 //   WINDOW                         1: a query sees only the last `window` keys of those up to the diagonal

@@ -62,7 +62,11 @@ def is_supported(gemm: Gemm, device: Device) -> bool:
 
 
 def fits(gemm: Gemm, config: StreamConfig, device: Device) -> bool:
-    """Return whether sums fit into registers, a warp's sums into its stages, and all stages into shared memory."""
+    """Return whether a config's tiles fit into the device.
+
+    The sums of a warp must fit into its registers, and later into the shared memory of its stages, where warps add
+    them. The stages of all warps must fit into the shared memory of a block.
+    """
     weights = gemm.weight_count
     sums = weights * config.tile_m * config.tile_n
     ring = config.stages * (config.tile_m + weights * config.tile_n) * ROW_BYTES

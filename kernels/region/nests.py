@@ -92,9 +92,9 @@ class Nest:
         return name, tuple(NOTHING if dim == 1 else self.places[f"o{next(own)}"] for dim in extents)
 
     def list_of(self, extents: Sequence[Size]) -> str:
-        """Return the name of the list whose variables count reduced axes of these extents.
+        """Return the name of the list of loop variables that run over reduced axes of these extents.
 
-        The list is ELEMENTS if the axes of a row have the same extents.
+        It is ELEMENTS if the axes along the elements of a row have exactly these extents; axes of size 1 do not count.
         """
         dims = [dim for dim in extents if dim != 1]
         if dims and dims == [self.shape[axis] for axis in self.element_axes() if self.shape[axis] != 1]:

@@ -213,9 +213,10 @@ def _row_memory(nest: Nest, name: str, width: int, is_shifted: bool, region: Reg
 
 
 def _shifted(nest: Nest, name: str, region: Region) -> Lanes | None:
-    """Return lanes of shifted vectors along rows: where a row is not aligned, vectors begin after its first elements.
+    """Return lanes that access rows by shifted vectors; None if that is not possible.
 
-    All accesses along the rows must have the same misalignment; otherwise the result is None.
+    If a row does not begin at an aligned address, its first vector begins at the row's first aligned element.  All
+    accesses along the rows must have the same misalignment.
     """
     variables = nest.lists[name]
     if len(variables) != 1 or (number_of(variables[0].extent) or 0) < MIN_SHIFTED:

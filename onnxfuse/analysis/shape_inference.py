@@ -1,4 +1,4 @@
-"""Shape inference: visit the nodes in order, and record the shapes and values that the rules infer for their outputs.
+"""Shape inference: visit the nodes in order, infer the shapes and values of their outputs by rules, and record them.
 
 A shape comes from the rules of `shape_rules` and `value_rules`, else from onnx's inference of the single node, else
 from onnx's inference of the whole model.  The exporter may have recorded shapes for inputs of other sizes than the

@@ -106,7 +106,7 @@ class Scores:
 
 @graph_pass(opset=9)  # from this opset on, Where broadcasts
 def canonicalize_scores(graph: Graph, shapes: ShapeInfo) -> int:
-    """Rewrite the scores whose order patterns do not match.  Returns the number of rewritten scores."""
+    """Rewrite scores that are computed in an order that no pattern matches.  Returns the number of rewritten scores."""
     analysis = cache(partial(IndexAnalysis, graph, shapes))  # computed on demand, because few models need it
     count = 0
     for node in softmaxes_of_attention(graph):
@@ -201,7 +201,7 @@ def _selected(graph: Graph, product: Node | None, numbers: Tensor) -> tuple[Tens
 
 
 def _masked_bias(graph: Graph, shapes: ShapeInfo, tensor: Tensor) -> tuple[Addend, Mask] | None:
-    """Return the bias and the mask if a tensor is a bias whose hidden elements a Where replaces by a number.
+    """Return the bias and the mask if a tensor is a Where that replaces the hidden elements of a bias by a number.
 
     The bias must have an axis for heads, the mask must have none, and the number must swallow scores.  The bias must be
     the same for all queries: with any other bias, a kernel reads the result of the Where faster than bias and mask.

@@ -57,7 +57,7 @@ def _rewrite_all(graph: Graph, shapes: ShapeInfo, has_rank: Callable[[int], bool
 
 
 def _rewrite(graph: Graph, shapes: ShapeInfo, last: Node, axes_of: AxesOf) -> bool:
-    """Rewrite the attention that ends in a product with new axes; return whether that was possible."""
+    """Add or merge axes in the attention that ends in the product `last`; return whether that was possible."""
     end = last.outputs[0]
     shape, inside = shapes.shape(end), attention_before(graph, shapes, last)
     if shape is None or inside is None:

@@ -54,7 +54,7 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, softmax: Node) -> bool:
 
 
 def _product_with_values(graph: Graph, softmax: Node) -> Node | None:
-    """Return the product whose left operand are the probabilities of a Softmax, which nothing else reads."""
+    """Return the product that alone reads a Softmax's probabilities, as its left operand; None if there is none."""
     tensor = softmax.outputs[0]
     while (reader := graph.sole_consumer(tensor)) is not None and op_of(reader) in AFTER_SOFTMAX:
         tensor = reader.outputs[0]

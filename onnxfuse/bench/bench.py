@@ -178,7 +178,7 @@ def _timed(
     first: BoundSession,
     runs: int | None,
 ) -> tuple[tuple[Contender, ...], Mapping[tuple[str, Mode], BoundSession]]:
-    """Time models, the first of which is the original, and compare their outputs.
+    """Time models, and compare their outputs; the first model is the original.
 
     Returns the results, and the sessions of the models that run.
     """

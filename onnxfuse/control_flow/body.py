@@ -208,7 +208,7 @@ def _where(node: Node, attribute: str) -> str:
 def _model(
     model: onnx.ModelProto, graph: onnx.GraphProto, scope: OuterScope, read: Collection[str], begun: Collection[str]
 ) -> onnx.ModelProto:
-    """Return a body as a model, whose inputs are the body's own, followed by the tensors that it captures.
+    """Return a body as a model; the model's inputs are the body's own, followed by the tensors that the body captures.
 
     The carried inputs, `begun`, get no shape.  Their initial shapes, and the shapes that onnx would infer from these,
     may hold in the first iteration only.

@@ -166,7 +166,7 @@ def _fused(
 
 
 def _require_quantized(source: Path, made: Sequence[OptimizedModel]) -> None:
-    """Raise UsageError if weights were to be quantized, and no model has any."""
+    """Raise UsageError if weights were to be quantized, but no weight of any model was."""
     if all(each.report.weights is not None and not each.report.weights.nodes for each in made):
         raise UsageError(f"no model of '{source}' has a MatMul whose weight can be quantized")
 

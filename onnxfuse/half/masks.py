@@ -32,7 +32,7 @@ def masked_inputs(node: Node) -> list[Tensor]:
 
 
 def adding_masks(scope: Scope, is_lowest: Callable[[Tensor], bool], is_wide: Callable[[Node], bool]) -> Iterator[Node]:
-    """Yield the softmaxes and attentions in half precision whose masks are added to scores, not put in their place.
+    """Yield the softmaxes and attentions in half precision that add masks to scores, instead of replacing the scores.
 
     In a fully masked row, the sum of score and mask still depends on the score in float16; in float32, the sum is the
     mask's number.

@@ -39,7 +39,7 @@ class ScratchFolder:
 
 @dataclass
 class Weights:
-    """Converts the weights of a model, whose external data lies in `folder`, to half precision."""
+    """Converts the weights of a model to half precision; the model's external data lies in `folder`."""
 
     folder: Path | None
     precision: Precision

@@ -234,7 +234,7 @@ def _precision(graph: Graph, shapes: ShapeInfo, placed: Placement, weights: Mapp
 
 
 def _wide_masks(model: onnx.ModelProto, inputs: Sequence[Value]) -> Iterator[Finding]:
-    """Yield the inputs that are masks of 64-bit integers, without those whose ones are counted only."""
+    """Yield the inputs that are masks of 64-bit integers, except masks that are read only to count their ones."""
     names = [one.name for one in inputs if one.dtype == "int64" and "mask" in one.name.lower()]
     uses = integer_uses(model) if names else {}
     names = [name for name in names if name not in uses or uses[name].kind != "ones"]

@@ -67,7 +67,7 @@ class Deferred:
 
 @dataclass
 class Graph:
-    """A model's main graph or a subgraph, whose nodes are rewritten in place.
+    """A model's main graph, or a subgraph; passes rewrite its nodes in place.
 
     Its own subgraphs stay inside the messages (NodeProtos) of their nodes.  `functions`, `bodies` and `names` belong to
     the whole model and are shared by all of its graphs.
@@ -216,7 +216,7 @@ class Graph:
             self.recorded_types[tensor.name] = onnx.helper.make_tensor_value_info(tensor.name, dtype, known)
 
     def _dim_param(self, size: object) -> str | None:
-        """Return the name of a size for a recorded type; None for an unknown size, whose text contains "?".
+        """Return the name of a size for a recorded type; None for an unknown size (its text contains "?").
 
         Also None in the opset in which onnx's inference gives a Slice the named sizes of its input.  With names,
         onnxruntime would assume that two Slices of a tensor are equally large, and fail where one reuses the other's

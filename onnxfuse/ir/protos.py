@@ -172,7 +172,7 @@ def copy_without(message: Message, *fields: str) -> Message:
 
 
 def without_initializers(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a copy of a model without the dense initializers of its main graph, whose values are not read."""
+    """Return a copy of a model without the dense initializers of its main graph; their values are not read."""
     copy = copy_without(model, "graph")
     copy.graph.CopyFrom(copy_without(model.graph, "initializer"))
     return copy

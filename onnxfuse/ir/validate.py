@@ -212,7 +212,7 @@ def _check_sizes(node: onnx.NodeProto, ranks: Mapping[str, int]) -> None:
 
 
 def _check_constant(node: onnx.NodeProto) -> None:
-    """Raise ModelError unless a Constant has exactly one value, whose type fits the attribute's name."""
+    """Raise ModelError unless a Constant has exactly one value, of a type that fits the attribute's name."""
     given = [a for a in node.attribute if a.name in CONSTANT_VALUES]
     if len(given) != 1:
         found = " and ".join(a.name for a in given) or "none"
@@ -242,7 +242,7 @@ def _is_decodable(model: onnx.ModelProto) -> bool:
 
 @functools.cache
 def _strict_model() -> type[Message]:
-    """Return a class for ONNX models in proto3 syntax, whose parser refuses strings that are not UTF-8."""
+    """Return a class for ONNX models in proto3 syntax; its parser refuses strings that are not UTF-8."""
     file = descriptor_pb2.FileDescriptorProto()
     onnx.ModelProto.DESCRIPTOR.file.CopyToProto(file)
     file.syntax = "proto3"

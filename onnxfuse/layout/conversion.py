@@ -131,7 +131,7 @@ def fused_node(node: Node, call: ImageCall) -> Conversion:
 
 
 def body_of(model: Model, node: Node, operands: Mapping[str, Tensor]) -> onnx.FunctionProto | str:
-    """Return a body with this node and its constants, whose inputs are `operands`; or why that is not possible."""
+    """Return a body with this node, its constants, and the inputs `operands`; or why that is not possible."""
     names = {tensor.name: name for name, tensor in operands.items()}
     if len(names) < len(operands):
         return "it reads one tensor twice"

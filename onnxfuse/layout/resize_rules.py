@@ -165,7 +165,7 @@ def _sizes(before: Shape, after: Shape, factors: tuple[Size | None, ...], is_con
 
 
 def _empty(writer: Writer, sizes: Tensor, places: Mapping[int, int], dtype: int) -> Tensor:
-    """Return a tensor without elements whose shape is (0, *spatial), with the Resize's spatial sizes."""
+    """Return an empty tensor of shape (0, *spatial); the spatial sizes are those of the Resize."""
     graph, spatial = writer.graph, [place for axis, place in sorted(places.items()) if axis > 1]
     target = in_order(writer, sizes, [None, *spatial])
     empty = graph.constant(f"{sizes.name}/none", np.zeros(0, helper.tensor_dtype_to_np_dtype(dtype)))

@@ -118,7 +118,7 @@ def _reduced(model: Model, node: Node, fusion: str) -> Conversion | str | None:
 
 
 def batch_norm(model: Model, node: Node) -> Conversion | str:
-    """Return the conversion of a BatchNormalization that could not be folded to a batch_norm_activation."""
+    """Return the conversion to a batch_norm_activation, for a BatchNormalization that could not be folded."""
     if not image_rank(model.shapes, node.inputs[0]) or model.shapes.dtype(node.inputs[0]) not in FUSIBLE_FLOATS:
         return NOT_AN_IMAGE
     if len(node.outputs) > 1 or int_attribute(node, "training_mode", 0):
@@ -145,7 +145,7 @@ def mul(model: Model, node: Node) -> Conversion | str | None:
 def _fused(
     model: Model, node: Node, fusion: str, operands: Mapping[str, Tensor], attributes: Mapping[str, AttributeValue]
 ) -> Conversion | str:
-    """Return the conversion to a node of this fusion, whose body is the operator."""
+    """Return the conversion to a node of this fusion; the node's body is the operator."""
     body, is_gate = body_of(model, node, operands), fusion == GATE
     if isinstance(body, str):
         return body

@@ -20,7 +20,7 @@ MAX_TABLE_SIZE = 2**20  # elements of a table that is compared by value: 8192 ro
 
 @graph_pass()
 def eliminate_common_subexpressions(graph: Graph, shapes: ShapeInfo) -> int:
-    """Merge equal nodes and tables of a sorted graph; return how many were removed."""
+    """Merge equal nodes and equal constant tables of a sorted graph; return how many nodes and tables were removed."""
     first: dict[Hashable, Node] = {}  # first node by coarse key; few nodes share such a key, and exact keys are costly
     exact: dict[Hashable, Node] = {}  # first node by exact key, which only nodes that share a coarse key have
     has_exact: set[Node] = set()

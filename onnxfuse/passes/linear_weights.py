@@ -55,7 +55,7 @@ def output_channels(graph: Graph, shapes: ShapeInfo, node: Node) -> Channels:
 
 
 def input_channels(graph: Graph, shapes: ShapeInfo, node: Node) -> Channels | None:
-    """Return the channels that the node sums over; None for a transposed input, whose channels are on axis 0."""
+    """Return the channels that the node sums over; None for a transposed input, because its channels are on axis 0."""
     shape = weight_of(node).shape
     count = shape[1] * _groups(graph, node) if _is_output_first(node) else shape[0]
     if op_of(node) == "MatMul":

@@ -100,7 +100,7 @@ def _remove_split(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 
 @RULES.rule("Dropout")
 def _remove_dropout(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
-    """Remove a Dropout without a training flag, or with a false one, whose mask nothing reads."""
+    """Remove a Dropout if nothing reads its mask, and its training flag is absent or false."""
     if any(t.outputs or graph.is_kept(t) for t in node.outputs[1:]):
         return False
     if graph.opset < 7:

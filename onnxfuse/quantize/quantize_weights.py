@@ -1,4 +1,4 @@
-"""Replace MatMuls by MatMulNBits, whose weights onnxruntime's MatMulNBitsQuantizer quantizes, one at a time.
+"""Replace MatMuls by MatMulNBits; onnxruntime's MatMulNBitsQuantizer quantizes their weights, one at a time.
 
 Each weight goes through the quantizer in a model of its own, so that no more than one is in memory as floats.
 """
@@ -93,7 +93,7 @@ class _Quantizing:
         self._names = {name for part in graphs(self.model.graph) for name in defined_names(part)}
 
     def replaced(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
-        """Return a MatMulNBits for a node whose weight can be quantized; else the node, whose reason is counted."""
+        """Return a MatMulNBits for a node whose weight can be quantized; else count the reason, and return the node."""
         name = self._readers.weight_to_quantize(node, _why_not)
         if not name:
             return [node]

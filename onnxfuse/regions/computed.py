@@ -31,7 +31,7 @@ MAX_FOLLOWED: Final = 24  # maximum number of nodes followed from a parameter ba
 
 @dataclass(frozen=True)
 class ComputedInput:
-    """An input of a node, whose elements are sizes; the region's function computes this input from dims itself."""
+    """An input of a node that holds sizes; the region's function computes this input itself, from dims."""
 
     name: str
     dtype: int

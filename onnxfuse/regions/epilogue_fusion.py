@@ -88,7 +88,7 @@ def find_epilogue_fusion(
 
 
 def _closes_no_cycle(clusters: Clusters, maker: Node, cluster: Cluster) -> bool:
-    """Return whether joining a cluster with `maker`, whose result it reads, cannot close a cycle.
+    """Return whether a cluster can join `maker`, the node whose result it reads, without closing a cycle.
 
     No cycle is possible if `maker` has one result, and only the cluster reads it.  Otherwise, the producers of all
     other operands of the cluster must be of a lower level than `maker`.  Then no combination of joins closes a cycle.

@@ -124,7 +124,7 @@ def _per_channel(s: Steps, index: int) -> str:
 
 
 def _quantizing(s: Steps, integers: int, **attributes: str) -> None:
-    """Write a QuantizeLinear or DequantizeLinear, whose zero point has the dtype `integers`."""
+    """Write a QuantizeLinear or DequantizeLinear with a zero point of dtype `integers`."""
     if size := s.integer("block_size", 0):
         raise StaysOut(f"its scales are given per block of {size}; required is one for all, or one per channel")
     zero = _per_channel(s, 2) if s.has(2) else s.number(0, integers)

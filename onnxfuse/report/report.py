@@ -54,7 +54,7 @@ QUANTIZED: Final = (  # prefixes of the names of operators on quantized tensors
 
 @dataclass(frozen=True)
 class Dropped:
-    """A step whose result was wrong, so that it was undone: a fusion, the layout, a pass, or a folding; and the reason.
+    """A step that was undone because its result was wrong (a fusion, the layout, a pass or a folding), and the reason.
 
     `node` is "" if the step was undone for all nodes.
     """

@@ -192,9 +192,9 @@ class BodyBuilder:
         return size
 
     def full(self, value: Number, dims: str) -> Array:
-        """Return an array in which all elements are `value`; its shape is the sizes of `dims` that are numbers.
+        """Return an array in which all elements are `value`; `dims` names its axes, separated by spaces.
 
-        An axis `name?` is left out if the variant has no such size.
+        An axis of symbolic size is dropped.  So is an axis `name?` if the variant has no dimension of this name.
         """
         names = [name.rstrip("?") for name in dims.split() if not name.endswith("?") or name[:-1] in self.variant.dims]
         sizes = [self.size(name) for name in names]

@@ -64,9 +64,9 @@ def attended(call: Call, heads: Heads, bias: int, mask: int | None = None) -> Te
 def _masks(call: Call, heads: Heads, columns: Term, kept: Term | None) -> list[Term]:
     """Return the terms that masks add to scores; `kept` is true for keys that padding does not hide.
 
-    Usually each mask is a term of its own, which adds a number to the scores of the keys that it hides.  If the number
-    of the padding is nearly as low as that of the causal mask, only the causal mask's number is added where both masks
-    hide a key: there is one mask if the numbers are equal, else a Where that selects one of the numbers.
+    Usually each mask is a term of its own: it adds a number to the scores of the keys that it hides.  If the padding's
+    number is nearly as low as the causal mask's, a key that both masks hide gets the causal mask's number alone.  Both
+    masks are then one term: one mask if the numbers are equal, else a Where that selects a number.
     """
     number = call.attribute("mask_filter_value", MASK_FILTER)
     hidden = [] if kept is None else [cast_like(op.Where(kept, 0.0, number), like=heads.keys)]

@@ -90,7 +90,7 @@ class SpelledOut:
 
     @property
     def of_patterns(self) -> tuple[Spelled, ...]:
-        """The operators whose spellings patterns take."""
+        """The operators that were spelled out so that patterns, not regions, can match the result."""
         return tuple(one for one in self.spelled if not one.of_regions)
 
 

@@ -18,10 +18,10 @@ from onnxfuse.verify.reference import Reference
 
 
 def with_default_optimizations(reference: Reference, optimized: Prepared) -> tuple[str, tuple[str, ...]]:
-    """Return the fault of the optimized model in the first run ("" for none), and notes on the original.
+    """Return the optimized model's fault in the first run ("" for none), and notes on the original.
 
-    Nothing is compared if the original was not run with the optimizations, or if the models ran only in float32,
-    because onnxruntime's CPU provider lacks bfloat16 kernels.
+    Nothing is compared if the original was not run with the optimizations.  Nothing is compared either if onnxruntime's
+    CPU provider lacks bfloat16 kernels, so that the models ran only in float32.
     """
     if reference.in_float32 or not reference.optimized:
         return "", ()
