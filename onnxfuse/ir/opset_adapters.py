@@ -377,6 +377,8 @@ def _scale_of_groups(place: Place) -> None:
     one, flat = (place.constant(np.array([n], np.int64), what) for n, what in ((1, "one"), (-1, "flat")))
     shape = place.compute("Concat", [one, count], "shape", axis=0)
     for index, what in ((1, "scale"), (2, "bias")):
+        if place.around.rank(node.input[index]) not in (None, 1):
+            raise Refused(f"its {what}, '{node.input[index]}', does not have one axis")
         column = place.compute("Unsqueeze", [node.input[index], one], f"{what}_column")
         repeated = place.compute("Expand", [column, shape], f"{what}_repeated")
         node.input[index] = place.compute("Reshape", [repeated, flat], what)

@@ -211,6 +211,7 @@ def test_operators_that_onnxruntime_has_before_onnx(line: str) -> None:
         (10, "y, mask = Dropout (x)", "its mask is read"),
         (10, "y = Resize (x, w)", "its scales, 'w', are not constant, and mode nearest rounds by them"),
         (8, "y = MeanVarianceNormalization <across_channels = 1> (x)", "it has the attribute 'across_channels'"),
+        (18, "y = GroupNormalization <num_groups = 2> (x, w, x)", "its bias, 'x', does not have one axis"),
         (10, "u = Unknown (x); y = Clip <max = 1.0> (u)", "the dtype of 'u' is not known"),
     ],
 )
