@@ -50,6 +50,7 @@ from undetermined import (
     normalizes_other_channels,
     outputs_of_attention,
     overflows_int32,
+    pools_nothing,
     relies_on_empty_slices,
     reuses_memory_of_a_slice,
     scales_zero_by_infinity,
@@ -315,6 +316,7 @@ def _compare_outputs(
             or has_windows_beyond_data(model, given)
             or normalizes_other_channels(model, given, other.error)
             or never_runs(model, given, other.error)
+            or pools_nothing(model, given, other.error)
             or REDUCES_SCALAR in other.error
             or (original.options.emit == "standard" and computes_nothing(optimized, other.error, feeds, expected))
         )

@@ -57,6 +57,7 @@ from undetermined import (
     joins_unequal_sizes,
     normalizes_other_channels,
     overflows_int32,
+    pools_nothing,
     relies_on_empty_slices,
     reuses_memory_of_a_slice,
     scales_zero_by_infinity,
@@ -654,6 +655,29 @@ def test_one_value_of_a_few_may_be_at_the_next_step_with_optimizations(step: flo
         got = want + np.float32(step) * (np.arange(4) < count).astype(np.float32)
         assert takes_other_steps(model, want, got, is_optimized=True) is may_be
         assert not takes_other_steps(model, want, got, is_optimized=False)
+
+
+@pytest.mark.parametrize(("pool", "channels", "is_excused"), [
+    ("com.microsoft.QLinearGlobalAveragePool (x, s, z, s, z)", 0, True),
+    ("com.microsoft.QLinearGlobalAveragePool (x, s, z, s, z)", 1, False), ("Identity (x)", 0, False)])  # fmt: skip
+def test_pools_of_integers_of_no_channels(pool: str, channels: int, is_excused: bool) -> None:
+    """Seed 1062003219."""
+    text = f"""<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]> g (uint8[1,n,2,2] x) => (uint8[1,n,k,k] y)
+        <float s = {{0.5}}, uint8 z = {{0}}> {{ y = {pool} }}"""
+    model, feeds = onnx.parser.parse_model(text), {"x": np.ones((1, channels, 2, 2), np.uint8)}
+    assert pools_nothing(model, feeds, "pool_attributes.h:124 onnxruntime::PoolAttributes::SetOutputSize") is is_excused
+    assert not pools_nothing(model, feeds, "another error")
+
+
+@pytest.mark.parametrize(("how", "is_excused"), [("axis = 0, block_size = 2", True), ("axis = 1", False)])
+def test_onnxruntime_takes_scales_of_blocks_for_scales_of_columns(how: str, is_excused: bool) -> None:
+    """Seed 1062003722."""
+    model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["" : 21]> g (float[n,4] x) => (float[n,2] y)
+        <int8[4,2] k = {{1, 2, 3, 4, 5, 6, 7, 8}}, float[2,2] s = {{1, 2, 3, 4}}> {{
+          w = DequantizeLinear <{how}> (k, s) y = MatMul (x, w) }}""")
+    error = "Non-zero status code returned while running MatMulIntegerToFloat node. Name:'m'"
+    assert confuses_optimizations(model, {}, error) is is_excused
+    assert not confuses_optimizations(model, {}, "another error")
 
 
 def test_functions_that_call_each_other_have_no_types() -> None:

@@ -40,6 +40,7 @@ ERRORS_OF_REWRITES = (
     "is not a graph input, initializer, or output of a previous node",
     "Product cannot be 0 in combination with -1",
     "output_dtype INT8 does not match y_zero_point type UINT8",
+    "No Op registered for Round with domain_version of 10",  # by which it quantizes the bias of a product
 )
 # The error of inference at a node that kernels run: a reduction of a scalar, along any axis.
 REDUCES_SCALAR = "axis must be in [-rank, rank-1]. Input rank was 0"
@@ -157,9 +158,12 @@ def confuses_optimizations(optimized: onnx.ModelProto, feeds: Mapping[str, Any],
     is constant or the Shape of a tensor that it knows to be empty (seed 1010018022).  Its ReshapeFusion writes -1 for a
     size that is computed, which Reshape refuses beside the size of an empty axis.  Its MatmulTransposeFusion crashes in
     float16 where a Transpose moves the first axis.  Its MatMulScaleFusion divides the product by 0 in place of the
-    operand, whose elements would be infinite (seed 1030048497).
+    operand, whose elements would be infinite (seed 1030048497).  It makes a MatMulIntegerToFloat, which takes scales of
+    columns alone, of a weight with scales of blocks (seed 1062003722).
     """
     if any(part in error for part in ERRORS_OF_REWRITES):
+        return True
+    if "while running MatMulIntegerToFloat node" in error and has_scales_of_blocks(optimized):
         return True
     has_nothing = any(np.size(each) == 0 for each in feeds.values())
     every = list(nodes(optimized.graph, *optimized.functions))
@@ -185,6 +189,18 @@ def confuses_optimizations(optimized: onnx.ModelProto, feeds: Mapping[str, Any],
         return False
 
     return any(map(is_confusing, every))
+
+
+def has_scales_of_blocks(model: onnx.ModelProto) -> bool:
+    """Return whether a DequantizeLinear has a scale for each block."""
+    every = nodes(model.graph, *model.functions)
+    return any(a.name == "block_size" and a.i for node in every if "Dequantize" in node.op_type for a in node.attribute)
+
+
+def pools_nothing(model: onnx.ModelProto, feeds: Mapping[str, Any], error: str) -> bool:
+    """Return whether onnxruntime refuses a pool of no channels, and the model has one of integers, which it runs."""
+    is_pool = any(node.op_type.startswith("QLinear") and node.op_type.endswith("Pool") for node in nodes(model.graph))
+    return is_pool and "PoolAttributes::SetOutputSize" in error and any(np.size(each) == 0 for each in feeds.values())
 
 
 def hides_nan(model: onnx.ModelProto) -> bool:
