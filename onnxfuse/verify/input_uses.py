@@ -36,11 +36,12 @@ LENGTH_INPUTS: Final = {
     ("Attention", 6), ("Div", 1), ("GRU", 4), ("LSTM", 4), ("Mod", 1), ("OneHot", 1), ("RNN", 4), ("Range", 1),
     ("ReverseSequence", 1), ("Slice", 2),
 }  # fmt: skip
-# Pairs of an operator and the index of its input that holds small positive numbers: sizes of a result, or steps.
+# Pairs of an operator and the index of its input that holds small positive numbers: sizes of a result, steps, or
+# numbers of iterations.
 SIZE_INPUTS: Final = {
     ("BlackmanWindow", 0), ("CenterCropPad", 1), ("ConstantOfShape", 0), ("DFT", 1), ("Expand", 1),
-    ("HammingWindow", 0), ("HannWindow", 0), ("Range", 0), ("Range", 2), ("Reshape", 1), ("Resize", 3), ("STFT", 1),
-    ("STFT", 3), ("Slice", 1), ("Slice", 4), ("Split", 1), ("Tile", 1), ("TopK", 1),
+    ("HammingWindow", 0), ("HannWindow", 0), ("Loop", 0), ("Range", 0), ("Range", 2), ("Reshape", 1), ("Resize", 3),
+    ("STFT", 1), ("STFT", 3), ("Slice", 1), ("Slice", 4), ("Split", 1), ("Tile", 1), ("TopK", 1),
 }  # fmt: skip
 # By operator and index of the input that holds row numbers: the index of the input that holds the table.
 TABLES: Final = {
@@ -99,6 +100,21 @@ def integer_uses(model: onnx.ModelProto) -> dict[str, Use]:
     inputs = [v for v in model.graph.input if v.type.tensor_type.elem_type in INTEGERS]
     found = {value.name: _use(value, links) for value in inputs if value.name not in links.constants}
     return {name: use for name, use in found.items() if use is not None}
+
+
+def trip_counts(model: onnx.ModelProto) -> set[str]:
+    """Return the inputs, by name, that a Loop reads as its number of iterations, maybe after views and Casts."""
+    links = links_of(model)
+    return {value.name for value in model.graph.input if _counts_trips(value.name, links)}
+
+
+def _counts_trips(name: str, links: Links) -> bool:
+    readers = links.consumers.get(name, ())
+    return any(index == 0 and node.op_type == "Loop" for node, index in readers) or any(
+        _counts_trips(node.output[0], links)
+        for node, index in readers
+        if index == 0 and (node.op_type in VIEWS or node.op_type == "Cast")
+    )
 
 
 def bound_uses(model: onnx.ModelProto) -> dict[str, Use]:

@@ -30,6 +30,7 @@ from onnxfuse.verify.difference import (
     with_numbers_for_nan,
     worst,
 )
+from onnxfuse.verify.input_uses import trip_counts
 from onnxfuse.verify.inputs import check_inputs, model_inputs
 from onnxfuse.verify.larger_inputs import depends_on, largest_first
 from onnxfuse.verify.mask_rows import mask_inputs, with_mask_rows
@@ -282,14 +283,14 @@ class _Original:
             add(f" on {kind} values", first.sizes, first.feeds | feeds)
 
     def _at_edges(self, runs: Sequence[Run], run_at: RunAt, tell: Progress) -> Iterator[Run]:
-        """Yield the runs at sizes 0 and 1 that the model accepts; stop after MAX_SECONDS_AT_EDGES.
+        """Yield the runs at sizes 0 and 1, and without iterations, that the model accepts, for MAX_SECONDS_AT_EDGES.
 
         If models run in this process, size 0 is skipped: some kernels of onnxruntime divide by it, which would crash
         this process.
         """
         done = [each.sizes for each in runs]
         started = time.monotonic()
-        for draw in edge_draws(self.model, self.shapes, self.given, done[0]):
+        for draw in (*self._without_iterations(runs[0]), *edge_draws(self.model, self.shapes, self.given, done[0])):
             if draw.sizes in done or (0 in draw.sizes.values() and current_worker() is None):
                 continue
             if time.monotonic() - started > MAX_SECONDS_AT_EDGES:
@@ -301,6 +302,12 @@ class _Original:
                 break
             except Exception:  # where the original fails, there is nothing to compare with
                 continue
+
+    def _without_iterations(self, usual: Run) -> Iterator[Draw]:
+        """Yield the usual inputs with all numbers of iterations 0; nothing if no drawn input is such a number."""
+        drawn = trip_counts(self.model) & usual.feeds.keys() - self.given.keys()
+        if none := {name: np.zeros_like(usual.feeds[name]) for name in sorted(drawn)}:
+            yield Draw(usual.sizes | dict.fromkeys(none, 0), lambda: usual.feeds | none)
 
     def _may_show_more(self, runs: Sequence[Run]) -> bool:
         """Return whether an output that these runs cannot compare depends on inputs that can get new random values."""
