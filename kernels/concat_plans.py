@@ -11,7 +11,7 @@ from onnxfuse.runtime.plan import Plan, Pointer
 
 
 def chained(first: Plan, second: Plan, of_first: Sequence[int], of_second: Sequence[int | None]) -> Plan:
-    """Return one plan that runs `first`, which has one output, and then `second`, whose outputs are the whole plan's.
+    """Return one plan that runs `first`, which has one output, and then `second`; the outputs are those of `second`.
 
     Input i of `first` is the whole plan's input number `of_first[i]`. Input i of `second` is the whole plan's input
     number `of_second[i]`, or the output of `first` if `of_second[i]` is None.

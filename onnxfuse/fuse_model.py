@@ -203,8 +203,8 @@ class FusedModel:
     def fused(self) -> tuple[Fused, ...]:
         """The records of all fused nodes, including nodes in bodies.
 
-        If a node computes a channels-last tensor, its record names the original model's tensor instead, of which the
-        channels-last tensor is a Transpose.
+        If a node computes a channels-last tensor, its record names the original model's tensor instead; the
+        channels-last tensor is a Transpose of it.
         """
         return tuple(
             replace(one, where=where, output=each.layout.original(one.output))

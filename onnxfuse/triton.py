@@ -1,4 +1,4 @@
-"""Write model repositories for Triton Inference Server, whose onnxruntime backend runs fused nodes as kernels.
+"""Write model repositories for Triton Inference Server: its onnxruntime backend runs fused nodes as kernels.
 
 A repository has a folder for each model:
 

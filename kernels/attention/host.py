@@ -23,7 +23,7 @@ from onnxfuse.kernels.tensors import STORAGE
 from onnxfuse.runtime.plan import Device, FusedNode, Launch, Plan, TensorSpec
 from onnxfuse.runtime.symint import for_later_plans
 
-# The operands that are numbers in host memory, by fusion; see `numbers_of` in onnxfuse/runtime/hosts.py.
+# By fusion, the operands that hold one int32 each, in host memory; see `numbers_of` in onnxfuse/runtime/hosts.py.
 NUMBERS: Final = {"group_query_attention": ("total_sequence_length",)}
 
 

@@ -117,7 +117,7 @@ def cached_attention(
 def _attention_over(
     node: FusedNode, caches: tuple[str, str], layouts: Mapping[str, str] | None = None, masks: bool = False
 ) -> FusedNode:
-    """Return the node as plain attention whose keys and values are the operands named in `caches`."""
+    """Return the node as plain attention; its keys and values are the operands named in `caches`."""
     names = dict(zip(caches, "kv", strict=True)) | {"q": "q"} | ({"mask": "mask", "bias": "bias"} if masks else {})
     operands = tuple(names.get(name, f"other {name}") for name in node.operands)
     attributes = {**node.attributes, **(layouts or {})}

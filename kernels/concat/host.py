@@ -93,7 +93,7 @@ def _plan(
     node: FusedNode, parts: Sequence[TensorSpec], whole: TensorSpec, outputs: tuple[TensorSpec, ...],
     arguments: Sequence[Argument], device: Device,
 ) -> Plan:  # fmt: skip
-    """Return the plan that copies between `parts` and `whole`, whose channels are the parts' channels in order."""
+    """Return the plan that copies between `parts` and `whole`, which has the channels of all parts in order."""
     count = element_count(whole)
     if not count:
         return Plan(outputs, ())

@@ -103,7 +103,7 @@ def _least_rows(conv: Conv) -> int:
 
 
 def _given(conv: Conv, device: Device) -> list[SlidingConfig]:
-    """Return the configs to rank by cost; for dynamic sizes only a few, at least one of which is fast at any size."""
+    """Return the configs to rank by cost; for dynamic sizes only a few, so that at least one is fast at any size."""
     if not is_symbolic(conv.n, *conv.sizes):
         return configs(conv)
     width = two(conv.y_sizes)[1]

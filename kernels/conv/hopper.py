@@ -68,7 +68,7 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
 def fitting(conv: Conv, device: Device) -> list[HopperConfig]:
     """Return the configs that fit into registers and shared memory, and suit the sizes of the convolution.
 
-    For dynamic sizes, return only a few configs, at least one of which is fast at any size.
+    For dynamic sizes, return only a few configs; at any size, at least one of them is fast.
     """
     most = MAX_FEW_OF_PADS if is_symbolic(*conv.pads_end) else MAX_CONFIGS
     configs = _few(usual(conv), device, most) if is_symbolic(conv.n, *conv.sizes) else CONFIGS

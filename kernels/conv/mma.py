@@ -93,7 +93,7 @@ def is_exact(conv: Conv, device: Device) -> bool:
 def configs(conv: Conv, device: Device) -> list[ConvConfig]:
     """Return, for each tile that fits the device, a config without slices of k and one with the fastest number of them.
 
-    For dynamic sizes, return only a few configs, at least one of which is fast at any size.
+    For dynamic sizes, return only a few configs; at any size, at least one of them is fast.
     """
     if is_symbolic(conv.n, *conv.sizes):
         return few_configs(usual(conv), device)

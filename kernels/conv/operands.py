@@ -143,7 +143,7 @@ def per_axis(node: FusedNode, attribute: str, rank: int) -> tuple[int, ...]:
 
 
 def explicit_pads(node: FusedNode, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the padding before and after each spatial axis of a node whose auto_pad is one of EXPLICIT_PADS."""
+    """Return the padding before and after each spatial axis; the node's auto_pad is one of EXPLICIT_PADS."""
     if node.text("auto_pad", "NOTSET") == "VALID":
         return (0,) * rank, (0,) * rank
     pads = node.attributes.get("pads", [0] * 2 * rank)

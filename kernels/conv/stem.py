@@ -78,7 +78,7 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
         chosen = RANKING.by_cost(_few_of_width(conv, device), conv, device)
     elif is_symbolic(conv.n, *conv.sizes):
         chosen = RANKING.ranked(conv, device)
-    else:  # configs that differ only in the register bound are launched alike, and count once
+    else:  # configs that differ only in the register bound are launched in the same way, and count once
         limits: Limits[StemConfig] = {
             lambda config: config.min_blocks: MAX_IMPLEMENTATIONS // 2,
             lambda config: (config.tp, config.tq, grid(conv, config, device)): 1,

@@ -40,7 +40,7 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
 
 
 def fitting(conv: Conv, device: Device) -> list[HopperConfig]:
-    """Return the configs that fit into registers and shared memory, and whose tiles do not span several phases.
+    """Return the configs that fit into registers and shared memory and have no tile that spans several phases.
 
     If sizes are dynamic, only a few configs are returned; at any size, at least one of them is fast.
     """

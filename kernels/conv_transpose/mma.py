@@ -90,7 +90,7 @@ def columns(conv: Conv) -> int:
 
 
 def equivalent(conv: Conv) -> Conv:
-    """Return an ordinary convolution of about the same time, whose rows are the rows of all phases.
+    """Return an ordinary convolution that takes about the same time; its rows are the rows of all phases.
 
     All phases count as having equally many taps. If strides and dilations have a common divisor, some phases have none.
     """

@@ -136,7 +136,7 @@ def implementation(gemm: Gemm, config: MmaConfig, device: Device, copied: bool =
 
 
 def shape_defines(gemm: Gemm, columns: int) -> Defines:
-    """Return macros for kernels whose n and k are compile-time constants and whose blocks compute `columns` of y."""
+    """Return macros for kernels with compile-time n and k; each of their blocks computes `columns` columns of y."""
     width = row_bytes(gemm, gemm.n, VECTOR_BYTES) // ITEM_BYTES[gemm.dtype]
     return {
         **gemm.epilogue_defines(),

@@ -17,7 +17,7 @@ SEGMENT_BYTES: Final = 32 * PAIRS * 4  # bytes that a warp copies
 
 @dataclass(frozen=True)
 class Copy:
-    """A contiguous matrix, and its copy in scratch memory, whose rows are `padded_columns` elements apart."""
+    """A contiguous matrix, and its copy in scratch memory; the copy's rows are `padded_columns` elements apart."""
 
     source: Pointer
     target: Pointer

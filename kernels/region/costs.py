@@ -3,9 +3,9 @@
 Scattered lanes are elements that one thread computes although they are far apart.
 
 An access of a warp takes one cycle of the L1 cache per line of 128 bytes that it touches; an instruction takes a
-quarter of a cycle.  For example, if each thread reads eight adjacent 64-bit integers, the warp makes four accesses,
-each of which touches 16 lines.  This model predicts the times of such kernels on an H200 within 10 % (a causal mask
-with padding: 37 us; the bias of Swin's windows: 13 us).
+quarter of a cycle.  For example, if each thread reads eight adjacent 64-bit integers, the warp makes four accesses, and
+each access touches 16 lines.  This model predicts the times of such kernels on an H200 within 10 % (a causal mask with
+padding: 37 us; the bias of Swin's windows: 13 us).
 """
 
 from __future__ import annotations

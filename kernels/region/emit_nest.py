@@ -150,7 +150,7 @@ class NestText:
         return self.tiling.lanes if isinstance(self.tiling, Rows) and self.tiling.lanes else self.tiling.threads
 
     def _held_width(self, name: str) -> int:
-        """Return the number of elements per vector of a list whose vectors registers or shared memory hold."""
+        """Return the elements per vector that registers or shared memory hold, along the variables of a list."""
         if name in self.shifted:
             return self.shifted[name].width
         return self.tiling.width if isinstance(self.tiling, Columns) else self._width_along(name)

@@ -67,7 +67,7 @@ def _launch(
     parameters: Mapping[str, tuple[str, Argument]],
     leaving: str,
 ) -> Launch:
-    """Return one launch, whose grid has the blocks of the first of `works`, then those of the second, and so on."""
+    """Return one launch; its grid has the blocks of the first of `works`, then those of the second, and so on."""
     program, sizes = region.program, region.shapes.sizes
     threads = works[0].tiling.threads
     blocks = [_blocks(work.nest, work.tiling, sizes) for work in works]

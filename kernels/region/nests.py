@@ -83,7 +83,7 @@ class Nest:
         return product(each.extent for each in self.lists[name])
 
     def elements_of(self, instance: Instance, shapes: Shapes) -> tuple[str, tuple[Index, ...]]:
-        """Return the list whose variables count a reduction's elements, by name, and an index for each reduced axis."""
+        """Return the name of the list of variables over a reduction's elements, and an index for each reduced axis."""
         extents = instance.extents(shapes)
         name = self.list_of(extents)
         if name != ELEMENTS:
@@ -289,7 +289,7 @@ def _splits(nest: Nest) -> Iterator[tuple[Variable, Size]]:
 
 
 def split(nest: Nest, variable: Variable, part: Size) -> Nest:
-    """Split one variable of a nest into two, the second of which has the extent `part`."""
+    """Split one variable of a nest into two; the second one has the extent `part`."""
     whole = divide(variable.extent, part)
     assert whole is not None
     high = Variable(f"{variable.name}h", whole)

@@ -17,7 +17,8 @@ from onnxfuse.region_operators import ELEMENTWISE
 def staged_values(nest: Nest, across: Variable, program: Program, shapes: Shapes) -> list[tuple[str, Place]]:
     """Return the values, with places, that a tile computes along `across` and keeps in shared memory.
 
-    These are the values nearest to the outputs whose computation loads no operand along the last variable.
+    Of the values that are computed without loading an operand along the last variable, these are nearest to the
+    outputs.
     """
     found: dict[tuple[str, Place], None] = {}
     for name in nest.outputs:

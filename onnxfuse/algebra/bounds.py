@@ -194,7 +194,7 @@ def equated(size: Size, other: Size) -> tuple[str, Size] | None:
     """Return a symbol, and the symbol that it is equal to if two sizes are equal; None for other sizes.
 
     The sizes are a number times one symbol each.  Of two unknown symbols, the older one stays.  Of two names that the
-    model gives, as tf2onnx does for the batch of each input, the first one in the order of the alphabet stays.
+    model gives (tf2onnx names the batch of each input), the alphabetically first one stays.
     """
     match size, other:
         case Dim(terms=(((unknown,), factor),)), Dim(terms=(((known,), same),)) if factor == same and unknown != known:

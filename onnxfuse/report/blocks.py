@@ -110,7 +110,7 @@ def reading_order(reads: Sequence[Sequence[int]], ahead: Iterable[int]) -> list[
 
 
 def _shared_values(labels: Array, reads: Sequence[Sequence[int]], order: Sequence[int], distance: int) -> Set[int]:
-    """Return the nodes whose values are read by nodes of one label that lie far apart, such as a mask of all layers."""
+    """Return the nodes with a value that distant nodes of one label read, such as a mask that all layers share."""
     position = {node: i for i, node in enumerate(order)}
     readers: dict[tuple[int, int, int], list[int]] = defaultdict(list)
     for node, inputs in enumerate(reads):

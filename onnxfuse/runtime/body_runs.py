@@ -1,8 +1,8 @@
 """Run a fused node as its body, the ONNX function that the node calls, where planning or compiling a kernel failed.
 
-The body runs inside a run of the user's session, but in a session of its own, whose model is one call of the function.
-The body is started on the node's stream and not waited for, so that a CUDA graph captures the body's kernels too.  Each
-stream has its own session, because the runs of a session share the session's memory.
+The body runs inside a run of the user's session, but in a session of its own; the model of that session is one call of
+the function. The body is started on the node's stream and not waited for, so that a CUDA graph captures the body's
+kernels too.  Each stream has its own session, because the runs of a session share the session's memory.
 """
 
 from __future__ import annotations

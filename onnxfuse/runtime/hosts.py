@@ -25,7 +25,7 @@ class Host(Protocol):
 
 
 def numbers_of(node: FusedNode) -> tuple[int, ...]:
-    """Return the indices of the inputs that are numbers: one int32 in host memory, from which plans are made.
+    """Return the indices of the inputs that are numbers: each is one int32 in host memory, on which plans depend.
 
     The `NUMBERS` of a host names them by fusion.  The TensorSpec of a number has the shape (number,), so that a plan
     may depend on it as on a dynamic dim.

@@ -84,7 +84,7 @@ def _open(path: Path, key: PlanFileKey) -> _Source:
 def _for_gpu(path: Path, file: PlanFile, here: Device) -> list[SavedTemplate]:
     """Return the templates of a file that the GPU `here` can run.
 
-    Raises PlanFileError if the file was made for no kind of GPU whose machine code this GPU can run.
+    Raises PlanFileError if this GPU cannot run the machine code of any kind of GPU that the file was made for.
     """
     made_for = f"{path}: made for {', '.join(map(describe, file.devices)) or 'no GPU'}, this GPU is {describe(here)}"
     why = None

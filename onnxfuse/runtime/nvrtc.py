@@ -195,7 +195,7 @@ def _compile(source: str, name: str, flags: list[str]) -> tuple[bytes, str]:
 
 @functools.cache
 def _nvrtc() -> tuple[Any, bool]:
-    """Return a module that calls NVRTC, and whether it is CuPy's, whose import takes far longer."""
+    """Return a module that calls NVRTC, and whether it is CuPy's module, which takes far longer to import."""
     failures = []
     for module, is_cupy in ((BINDINGS, False), (CUPY_NVRTC, True)):
         try:

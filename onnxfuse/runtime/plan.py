@@ -180,8 +180,8 @@ class Im2col:
 class TensorMap:
     """A CUtensorMap that is passed by value, as `const __grid_constant__`; a run supplies the address.
 
-    Sizes, strides and box begin with the innermost dimension, as in cuTensorMapEncodeTiled. `strides` are in bytes and
-    leave out the innermost dimension, whose stride is one element. Elements outside `sizes` are read as zero.
+    Sizes, strides and box begin with the innermost dimension, as in cuTensorMapEncodeTiled. `strides` are in bytes; the
+    innermost dimension is left out, because its stride is one element. Elements outside `sizes` are read as zero.
     """
 
     pointer: Pointer

@@ -40,7 +40,7 @@ def usual_samples(count: int) -> Iterator[tuple[int, ...]]:
 
 
 def samples_with_zeros(count: int) -> Iterator[tuple[int, ...]]:
-    """Yield combinations of `count` sizes, one of which is 0; if `count` is small, also with more zeros."""
+    """Yield combinations of `count` sizes with one 0; if `count` is small, also combinations with several zeros."""
     for axis in range(count):
         yield tuple(0 if i == axis else USUAL for i in range(count))
     if 0 < count <= MAX_SIZES_WITH_ZEROS:

@@ -45,7 +45,7 @@ def require_bodies(calls: Sequence[Call], reasons: Sequence[str | None]) -> list
     """Return for each node why onnxruntime runs its ONNX function (its body); None if a kernel runs the node.
 
     Nodes run as bodies if no kernel can run them, or if their function is also called inside a function.  Raises
-    ModelError for a node that no kernel can run, and whose function the model lacks.
+    ModelError for a node if no kernel can run it, and the model lacks its function.
     """
     for call, why in zip(calls, reasons, strict=True):
         if why and not call.has_body:

@@ -140,7 +140,7 @@ def make_template(
     device: Device,
     given: Sequence[Sequence[int]] = (),
 ) -> Template:
-    """Return the template of a node for inputs whose dynamic dim number k is written as -1 - k.
+    """Return the template of a node for inputs in which dynamic dim number k is written as -1 - k.
 
     Without dynamic dims, the template has one variant.  The host plans at samples, which are combinations of sizes: the
     `given` samples, the usual spread, and samples with zeros.  Only the given samples count in the choice between
@@ -326,7 +326,7 @@ class _Samples:
             self.left &= ~holds(self._evaluated(), guards)
 
     def needed(self) -> list[Variant]:
-        """Return the template's variants without those that no combination needs, or whose kernels gain little.
+        """Return the template's variants, except those that no combination needs and those whose kernels gain little.
 
         A kernel gains little if it is only slightly faster than others, and at few combinations.
         """

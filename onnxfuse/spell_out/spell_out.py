@@ -95,7 +95,7 @@ class SpelledOut:
 
 
 def spell_out(graph: Graph, shapes: ShapeInfo, keep: Collection[str] = frozenset()) -> SpelledOut:
-    """Replace every operator that has a rule by its spelling, except those whose first outputs `keep` names.
+    """Replace every operator that has a rule by its spelling, unless `keep` names the operator's first output.
 
     An operator whose rule raises stays, and `shapes.raised` records the error.
     """
@@ -149,7 +149,7 @@ def left_over(graph: Graph, shapes: ShapeInfo, spelled_out: SpelledOut, fusing: 
 
 
 def left_by_regions(graph: Graph, spelled_out: SpelledOut, reasons: Mapping[str, str]) -> dict[str, Stays]:
-    """Return, by first output, the operators whose spellings are for regions but were not fused, with the reason.
+    """Return, by first output, the operators that were spelled out for regions but not fused, with the reason.
 
     `reasons` says why nodes are in no region, by their labels.
     """

@@ -124,7 +124,7 @@ def cached_preferences(
     If the whole model was timed, in this mode or else in the other one, its fastest variant decides: all kernels,
     all bodies, or the mix in which each node runs as it is faster when timed alone. Times at several shapes are
     summed.
-    Without `per_node`, all nodes that call one function must run alike, and a mix in which they do not is ignored.
+    Without `per_node`, all nodes that call one function must run as kernels, or all as bodies; other mixes are ignored.
     """
     alone = preferences_by_node(model, calls, environment, per_node)
     timed = measurements_of_model(environment, model, mode)

@@ -187,7 +187,7 @@ def _fault_at_edges(reference: Reference, results: Sequence[Result]) -> str:
 
 
 def _refuses_empty_tensors(message: str) -> bool:
-    """Return whether an error comes from an operator whose CPU kernel refuses empty tensors, which ONNX allows."""
+    """Return whether an error comes from a CPU kernel that refuses empty tensors, although ONNX allows them."""
     found = re.search(r"while running (\w+) node", message)
     return found is not None and found[1] in WITHOUT_EMPTY_TENSORS
 

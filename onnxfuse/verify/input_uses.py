@@ -266,7 +266,7 @@ def _table_rows(node: onnx.NodeProto, index: int, numbers: Mapping[str, int], li
 
 
 def axes_of_keys(node: onnx.NodeProto, links: Links) -> Iterator[tuple[str, int]]:
-    """Yield the model's inputs and their axes whose sizes are the past and the new keys of a GroupQueryAttention."""
+    """Yield (model input, axis) pairs: the axis's size is the number of past or new keys of a GroupQueryAttention."""
     past = node.input[PAST_KEY] if len(node.input) > PAST_KEY else ""
     if past and links.is_input(past):
         yield past, 2

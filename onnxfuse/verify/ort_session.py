@@ -24,7 +24,7 @@ EXACT_PRODUCTS: Final = "session.qdq_matmulnbits_accuracy_level", "1"
 
 
 def start(source: bytes | str, folder: str | None, optimize: bool) -> ort.InferenceSession:
-    """Open a CPU session of a serialized model, whose external weights lie in `folder`, or of a model file.
+    """Open a CPU session of a model file, or of a serialized model with its external weights in `folder`.
 
     `optimize` lets onnxruntime optimize the graph, but not round the operands of products.  Raises whatever onnxruntime
     raises for the model.

@@ -100,7 +100,7 @@ def _that_rounds(model: onnx.ModelProto) -> onnx.ModelProto:
 def unsteady_outputs(
     reference: Reference, results: Sequence[Mapping[str, object]], errors: Sequence[OutputDifference]
 ) -> dict[str, str]:
-    """Return outputs whose shapes or integers differ about as much between runs of the original itself, with reasons.
+    """Return, with reasons, outputs that differ in shape or integers about as much between runs of the original itself.
 
     For example, a rounding may change a quantized value by one step, and that step may decide the length of a result.
     In these runs, inputs and weights of the original are moved by a rounding.  If `reference.by_optimizations`, one

@@ -19,7 +19,7 @@ def partly_fused(
     without: Collection[str],
     around: Collection[str] = (),
 ) -> onnx.GraphProto:
-    """Return a fused graph with nodes of the original in place of the fused nodes whose names `without` holds.
+    """Return a fused graph in which nodes of the original replace the fused nodes that `without` names.
 
     unfused    the graph as it was before fusing; a tensor of both graphs has the same name in both
     originals  maps a tensor of the fused graph, by name, to the original's tensor and the perm that transposes it

@@ -208,7 +208,7 @@ def distinct_parts(
     """Return the parts: one for each group of fused nodes that differ only in the names of their tensors.
 
     `replaced` maps a fused node's name to the names, or first outputs, of the nodes that it replaced.  `originals` maps
-    a tensor of the optimized model to the original's tensor whose Transpose it is.
+    a tensor of the optimized model to the original's tensor that it is a Transpose of.
     """
     originals = originals or {}
     parts: dict[str, Part] = {}

@@ -17,7 +17,7 @@ Range = tuple[int, int]  # the least and the greatest size; both are the same fo
 def parse_ranges(shapes: Sequence[str], inputs: Sequence[Input]) -> dict[str, tuple[Range, ...]]:
     """Parse `input:1..8x1..512` into name and ranges.
 
-    Raises UsageError as `split_shapes` does, and for a range whose least size is not the first.
+    Raises the UsageErrors of `split_shapes`, and UsageError for a range whose first size is not the smallest.
     """
     found = split_shapes(shapes, inputs, r"\d+(\.\.\d+)?", "input:1..8x512")
     return {name: tuple(_range(name, size) for size in sizes) for name, sizes in found.items()}

@@ -91,7 +91,7 @@ def model_to_float32(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def model_to_float64(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a copy that computes in float64 wherever the model computes in float32, as `model_to_float32` does.
+    """Return a copy that computes in float64 wherever the model computes in float32; see `model_to_float32`.
 
     Half-precision parts stay in half precision.
     """
