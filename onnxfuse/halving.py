@@ -432,7 +432,7 @@ def _why(result: HalfResult, max_error: float | None) -> str:
 
 
 def _unexplained(tried: Mapping[int, HalfResult]) -> str:
-    """Return the note that keeping more nodes in float32 did not make an error usual."""
+    """Return the note that an error stayed unusually large, although more nodes were kept in float32."""
     most = max(tried)
     last = tried[most].unusual
     told = f"errors are more than {USUAL_FACTOR:g} times the noise"

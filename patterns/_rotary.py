@@ -121,9 +121,9 @@ def _stacked(parts: Iterable[Term], leading: str, count: str) -> Term:
 
 
 def _per_head(table: Term, axes: str, count: str, of_heads: bool) -> Term:
-    """Return a table of `count` columns, rearranged to broadcast to a tensor with these axes.
+    """Return a pattern for a table of `count` columns, rearranged to broadcast to a tensor with the axes `axes`.
 
-    With `of_heads` there are also layouts for tables that have as many heads as the tensor.
+    With `of_heads`, the pattern also matches tables with an axis of heads, as long as the tensor's.
     """
     names = ["cos_batch" if name == "batch" else "1" if name.endswith("heads") else name for name in axes.split()]
     result, rows = " ".join((*names[:-1], count)), next(name for name in names[1:] if name != "1")

@@ -52,7 +52,7 @@ class HopperConfig:
     tile_n: int
     pingpong: bool = False  # each consumer warpgroup has its own tiles; otherwise they share one
     split_k: int = 1  # blocks per cluster; they share a tile, and each has a slice of k
-    half: bool = False  # two blocks per multiprocessor: one warpgroup multiplies, and the ring also holds results
+    half: bool = False  # two blocks share a multiprocessor; in each, one warpgroup multiplies
 
     @property
     def consumers(self) -> int:

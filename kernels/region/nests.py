@@ -70,7 +70,7 @@ class Nest:
         return self._place_in(own) if own == shape else reshaped(self._place_in(own), own, shape)
 
     def _place_in(self, shape: Shape) -> Place:
-        """Return the computed element's indices in a tensor with the nest's axes, some of them perhaps of size 1."""
+        """Return the computed element's indices in a tensor that has the nest's axes, or axes of size 1 instead."""
         return tuple(NOTHING if dim == 1 else self.places.get(f"o{axis}", NOTHING) for axis, dim in enumerate(shape))
 
     @property

@@ -481,7 +481,7 @@ class Known(Wrapper):
 
 
 def known(operand: Term, value: Term) -> Term:
-    """Return, in a rewrite rule, an operand that must be computed as `value`; the computing nodes stay in the graph."""
+    """For rewrite rules: an operand that matches only if the graph computes it as `value`; it is not replaced."""
     if not isinstance(operand, Capture):
         raise PatternError(f"{here()}: known() needs a parameter as its first argument")
     return Known(inner=value, operand=operand, span=here())

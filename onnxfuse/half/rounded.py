@@ -1,4 +1,4 @@
-"""Move weights and inputs by one rounding to half precision, to measure how much noise that causes."""
+"""Perturb weights and inputs by a rounding error of half precision, to measure the noise of the outputs."""
 
 from __future__ import annotations
 

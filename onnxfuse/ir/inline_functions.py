@@ -90,7 +90,7 @@ def _inlined(
 
 
 def _calls_of_others(model: onnx.ModelProto) -> Iterator[Key]:
-    """Yield the functions in the domain of fused operators that are called, but are not fused operators."""
+    """Yield the called functions that are in the domain of fused operators without being fused operators."""
     for node in nodes(model.graph, *model.functions):
         if node.domain == DOMAIN and not is_fused(node):
             yield node.domain, node.op_type, node.overload

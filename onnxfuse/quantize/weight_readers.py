@@ -63,7 +63,7 @@ class WeightReaders:
         self._functions = {(function.domain, function.name) for function in self.model.functions}
 
     def source(self, name: str) -> str:
-        """Return the name of a weight before a Transpose."""
+        """Return the name of the weight that is read: the input of the Transpose if there is one, else `name`."""
         return self.turned.get(name, name)
 
     def weight_to_quantize(

@@ -18,7 +18,7 @@ import numpy as np
 from onnxfuse.ir.dtypes import Array
 
 MAX_PERIOD: Final = 600  # nodes in one copy of a block
-MIN_SAVED: Final = 3  # a repeated block must save drawing at least this many nodes
+MIN_SAVED: Final = 3  # a repeated block is drawn once only if that draws at least this many nodes less
 MAX_ITEMS: Final = 60  # nodes and blocks drawn side by side; more are divided into sections
 SECTION: Final = 36  # nodes and blocks in a section
 # Distances that are tried in turn: if nodes with one label read the same value, and are at least this many positions
@@ -110,7 +110,7 @@ def reading_order(reads: Sequence[Sequence[int]], ahead: Iterable[int]) -> list[
 
 
 def _shared_values(labels: Array, reads: Sequence[Sequence[int]], order: Sequence[int], distance: int) -> Set[int]:
-    """Return the nodes with a value that distant nodes of one label read, such as a mask that all layers share."""
+    """Return the nodes that compute a value, such as a mask, which nodes of one label read far apart in the graph."""
     position = {node: i for i, node in enumerate(order)}
     readers: dict[tuple[int, int, int], list[int]] = defaultdict(list)
     for node, inputs in enumerate(reads):
@@ -198,7 +198,7 @@ def _exact_run(labels: Array, reads: Sequence[Sequence[int]], run: _Run, end: in
 
 
 def _linked_alike(reads: Sequence[Sequence[int]], start: int, period: int, copies: int) -> bool:
-    """Return whether corresponding nodes of all copies read corresponding nodes within their copy."""
+    """Return whether the edges inside every copy of a block are the same: inputs are at the same places in each."""
 
     def inside(copy: int, node: int) -> list[int]:
         begin = start + copy * period
