@@ -680,6 +680,29 @@ def test_onnxruntime_takes_scales_of_blocks_for_scales_of_columns(how: str, is_e
     assert not confuses_optimizations(model, {}, "another error")
 
 
+@pytest.mark.parametrize("place", ["outside", "inside"])
+def test_onnxruntime_drops_the_zero_point_of_a_graph_around_a_branch(place: str) -> None:
+    """Its optimizations make a MatMulNBits of the Gemm once its factor is in the scale (seed 1063003362)."""
+    text = """<ir_version: 10, opset_import: ["" : 21]> g (float[n,16] x, bool c) => (float[n,4] y)
+        <OUTSIDE float[4] b = {1, 2, 3, 4}, float[16,4] e = {EVEN}> {
+          y = If (c) <then_branch = one () => (float[] p) {
+              INSIDE w = Constant <value = int8[16,4] {WEIGHT}> () s = Constant <value = float[4] {SCALE}> ()
+              d = DequantizeLinear <axis = 1> (w, s, z) p = Gemm <alpha = ALPHA> (x, d, b) },
+            else_branch = two () => (float[] q) { q = MatMul (x, e) }> }"""
+    zeros = "{-128, -128, -128, -128}"
+    is_outside = place == "outside"
+    text = text.replace("OUTSIDE", f"int8[4] z = {zeros}," * is_outside)
+    text = text.replace("INSIDE", f"z = Constant <value = int8[4] {zeros}> ()" * (not is_outside))
+    text = text.replace("WEIGHT", ", ".join(map(str, range(-32, 32)))).replace("EVEN", ", ".join(map(str, range(64))))
+    apart = text.replace("SCALE", "2, 4, 6, 8").replace("ALPHA", "0.5")
+    folded = text.replace("SCALE", "1, 2, 3, 4").replace("ALPHA", "1.0")
+    require_verdict(apart, folded, {"n": 2}, "")
+    ones = {"x": np.ones((1, 16), np.float32), "c": np.array(True)}
+    plain, usual = (outputs_of(Session(onnx.parser.parse_model(folded), optimize), ones) for optimize in (False, True))
+    assert plain and usual and bool(np.allclose(plain["y"], usual["y"])) is (place == "inside")
+    require_verdict(apart, folded.replace("1, 2, 3, 4}> ()", "1, 2, 3, 5}> ()"), {"n": 2}, "output y is ")
+
+
 def test_functions_that_call_each_other_have_no_types() -> None:
     text = """<ir_version: 8, opset_import: ["" : 17, "f" : 1]> g (float[2] x) => (float[2] y) { y = f.a (x) }
           <domain: "f", opset_import: ["" : 17, "f" : 1]> a (x) => (y) { y = f.b (x) }

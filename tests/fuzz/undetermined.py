@@ -18,7 +18,7 @@ from sessions import Session, outputs_of
 from onnxfuse.ir.execution_order import in_execution_order
 from onnxfuse.ir.extract import ancestors, extract
 from onnxfuse.ir.graph import OPSET_OF_UNCUT_SLICES
-from onnxfuse.ir.protos import OneNode, nodes, opset_of, tensors
+from onnxfuse.ir.protos import OneNode, defined_names, graphs, nodes, opset_of, tensors
 from onnxfuse.ir.slices import SLICE_INPUTS_SINCE
 from onnxfuse.verify.cpu_session import input_of, open_session, run
 
@@ -159,9 +159,12 @@ def confuses_optimizations(optimized: onnx.ModelProto, feeds: Mapping[str, Any],
     size that is computed, which Reshape refuses beside the size of an empty axis.  Its MatmulTransposeFusion crashes in
     float16 where a Transpose moves the first axis.  Its MatMulScaleFusion divides the product by 0 in place of the
     operand, whose elements would be infinite (seed 1030048497).  It makes a MatMulIntegerToFloat, which takes scales of
-    columns alone, of a weight with scales of blocks (seed 1062003722).
+    columns alone, of a weight with scales of blocks (seed 1062003722), and a MatMulNBits without the zero point of a
+    weight in a branch, if the graph around it holds that (seed 1063003362).
     """
     if any(part in error for part in ERRORS_OF_REWRITES):
+        return True
+    if has_outer_zero_points(optimized):
         return True
     if "while running MatMulIntegerToFloat node" in error and has_scales_of_blocks(optimized):
         return True
@@ -195,6 +198,15 @@ def has_scales_of_blocks(model: onnx.ModelProto) -> bool:
     """Return whether a DequantizeLinear has a scale for each block."""
     every = nodes(model.graph, *model.functions)
     return any(a.name == "block_size" and a.i for node in every if "Dequantize" in node.op_type for a in node.attribute)
+
+
+def has_outer_zero_points(model: onnx.ModelProto) -> bool:
+    """Return whether a DequantizeLinear in a body reads the zero point of a graph around it."""
+    bodies = [part for part in graphs(model.graph, *model.functions) if isinstance(part, onnx.GraphProto)][1:]
+    return any(
+        node.op_type == "DequantizeLinear" and len(node.input) > 2 and node.input[2] not in defined_names(body)
+        for body in bodies for node in body.node
+    )  # fmt: skip
 
 
 def pools_nothing(model: onnx.ModelProto, feeds: Mapping[str, Any], error: str) -> bool:
