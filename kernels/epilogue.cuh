@@ -40,7 +40,7 @@ constexpr bool HAS_EXTRA = HAS_UP_BIAS || HAS_SLOPE || HAS_COLUMN_SHIFT;
 static_assert(GATED || !HAS_UP_BIAS, "up_bias belongs to the second product");
 static_assert(HAS_UP_BIAS + HAS_SLOPE + HAS_COLUMN_SHIFT <= 1, "there is one extra vector");
 
-// The values of the column vectors at W neighbouring columns; absent vectors are not set.
+// The values of the column vectors at W neighbouring columns; values of absent vectors are uninitialized.
 template <int W>
 struct ColumnValues {
     float bias[W], extra[W], scale[W];

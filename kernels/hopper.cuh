@@ -115,7 +115,7 @@ __device__ __forceinline__ void load(const TensorMap& map, u32 to, u32 barrier, 
 #undef TMA_LOAD
 
 // Loads pixels by an im2col map, which walks over W, over W and H, or over W, H and D. The first pixel is at
-// coordinates c, w, h, d, n plus the offsets of a filter tap, which have 16, 8 or 5 bits.
+// coordinates c, w, h, d, n plus the offsets of a filter tap. Each offset has 16, 8 or 5 bits.
 #define TMA_IM2COL(rank, coordinates, offsets, ...)                                                                \
     asm volatile("cp.async.bulk.tensor." rank ".shared::cluster.global.im2col.mbarrier::complete_tx::bytes "       \
                  "[%0], [%1, " coordinates "], [%2], " offsets ";" ::"r"(to), "l"(&map), "r"(barrier),             \

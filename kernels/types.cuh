@@ -31,7 +31,7 @@ __device__ __forceinline__ float reciprocal(float x) {  // 1 ulp; 0 for infinity
 constexpr float LOG2_E = 1.442695041f;
 
 // A divisor below 2^31 for numbers below 2^31, passed as a kernel argument; the host computes `multiplier` as
-// 2^62 / value + 1. A macro may be a Divisor if sizes are dynamic, and a number otherwise.
+// 2^62 / value + 1. A macro for a size is a Divisor if the size is dynamic, and a number otherwise.
 struct Divisor {
     u32 value;
     u64 multiplier;

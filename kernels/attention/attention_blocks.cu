@@ -36,8 +36,8 @@ __device__ __forceinline__ void put(unsigned char* to, const int (&kinds)[N]) {
         for (int w = 0; w < N / 4; ++w) reinterpret_cast<u32*>(to)[w] = words[w];
 }
 
-// The statements that hold for all mask elements read by a thread so far. none: no score counts; all: all scores stay
-// as they are; plain: each score stays or does not count.
+// Which statements hold for all mask elements that a thread has read so far. none: no score counts; all: all scores
+// stay as they are; plain: each score stays or does not count.
 struct Left {
     bool none = true, all = true, plain = true;
 

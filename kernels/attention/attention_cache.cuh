@@ -1,5 +1,5 @@
-// A growing cache of keys or values: of all heads, as an argument of attention_append.cu and attention_with_cache.cu,
-// and of one head. T is the element type.
+// A growing cache of keys or values in two forms: for all heads, as an argument of the kernels in attention_append.cu
+// and attention_with_cache.cu; and for a single head. T is the element type.
 #pragma once
 #include "types.cuh"
 #include "head_tensor.cuh"

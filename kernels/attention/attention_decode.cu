@@ -2,13 +2,13 @@
 //
 //   out = softmax(mask(softcap(scale q k^T) + bias)) v
 //
-// A block takes one of `splits` slices of the keys of one key head, and all rows that read these keys: every query of
-// every query head that shares the key head. The rows are a single tile, so keys and values are read once. The block
+// A block processes one of `splits` slices of the keys of one key head for all rows that read these keys: every query
+// of every query head that shares the key head. The rows are a single tile, so keys and values are read once. The block
 // runs the loop of attention_mma.cuh. Each split has its own maximum and sum. The results of the splits are combined in
 // one of two ways: in a cluster, through distributed shared memory (attention_decode.cuh); or through scratch memory,
 // by a second kernel, attention_combine.cu.
 //
-// Macros: those of attention_mma.cuh, and CLUSTER, the blocks of a cluster; 0: the launch says how many, up to 8.
+// Macros: those of attention_mma.cuh, and CLUSTER, the blocks of a cluster; 0: the launch sets their number, at most 8.
 #include "attention_decode.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) IN_CLUSTER

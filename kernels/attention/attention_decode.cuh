@@ -1,6 +1,6 @@
 // Combines the results of the blocks that share the keys of a head: in a cluster through distributed shared memory, or
 // through scratch memory, which attention_combine reads. CLUSTER is the number of blocks of a cluster; if it is 0, the
-// launch sets this number. A block that has all keys writes its result itself.
+// launch sets this number. A block that processes all keys of a head writes its result without combining.
 #pragma once
 
 #include "attention_mma.cuh"

@@ -15,7 +15,7 @@
 //       and softmaxes alternate. With PINGPONG the warpgroups issue their products in turns, so that one's softmax
 //       overlaps with the other's products: 651 instead of 514 TFLOP/s on an H200 (two warpgroups, head_dim 128, 8192
 //       keys).
-// The result goes through shared memory, where the queries were, and TMA stores it.
+// The result overwrites the queries in shared memory, from where TMA stores it.
 //
 // Scores. With SCALE_IN_EXPONENT, scores are in units of q k^T, and the exponent applies the scale: numbers that a mask
 // adds are divided by the scale. Otherwise (for example with a cap, or with a bias without slopes) scores are in

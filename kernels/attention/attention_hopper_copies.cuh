@@ -1,4 +1,4 @@
-// The producer warp of attention_hopper.cu: which tiles matter, in which order, and their copies into shared memory.
+// The producer warp of attention_hopper.cu: selects and orders the tiles that matter, and copies them to shared memory.
 #pragma once
 #include "attention_hopper_shape.cuh"
 

@@ -1,7 +1,8 @@
 // Rotary embedding of a block's queries in shared memory. Each warpgroup rotates the queries that it multiplies.
 //
-// Each query belongs to one block only, so no rotation is repeated, and no separate launch moves the queries.
-// Keys are rotated once, before this kernel, because every block reads all of them.
+// Each query belongs to one block only, so no rotation is repeated. A separate launch for the rotation would have to
+// read and write all queries once more. Keys are rotated once, before this kernel, because every block reads all of
+// them.
 //
 // Macros, where ROTATED is not 0: those of rotation.cuh, with X_T = T and SIZE = HEAD_DIM, and
 //   KEPT_ROWS   number of first queries that are not rotated; the tables have no rows for them
@@ -18,7 +19,7 @@ using SIN_T = f32;
 using SCALE_T = f32;
 #endif
 
-// A parameter of attention_hopper.cu, whose fields hopper_rotation.py writes in this order.
+// A parameter of attention_hopper.cu; hopper_rotation.py writes the fields in this order.
 struct RotationTables {
     const COS_T* cos;
     const SIN_T* sin;
@@ -39,8 +40,8 @@ static_assert(WIDTH == 8 && LANES >= 2 && LANES <= 8, "vectors are swizzled, and
 static_assert(KEPT_ROWS == 0 || INTERLEAVED == Y_INTERLEAVED, "elements that stay as they are do not move");
 
 // The work of one thread: LANES threads share a query, and each thread has several of a warpgroup's 64 queries. The
-// threads that share a query are neighbours: a warp's reads of tables cost whole 128-byte lines, even for a part of
-// one.
+// threads that share a query are neighbours, because a warp's read of a table costs whole lines of 128 bytes, even if
+// it needs only a part of a line.
 class QueryRotation {
     static constexpr int PIECES_OF_ROW = NORM ? PIECES : ROTATED_PIECES;  // pieces (see rotation.cuh) that change
     static constexpr int OF_THREAD = (PIECES_OF_ROW + LANES - 1) / LANES;

@@ -416,7 +416,7 @@ struct Softmax {
         }
     }
 
-    // Returns the largest score of row r in this tile, to all lanes of the row.
+    // Returns, in all lanes of row r, the row's largest score in this tile.
     __device__ __forceinline__ static float largest(const float (&s)[SCORES], int r) {
         float best = minus_infinity();
 #pragma unroll

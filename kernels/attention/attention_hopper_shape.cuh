@@ -82,7 +82,7 @@ constexpr bool ADDITIVE = MASK == 2;
 constexpr bool ROW_MASK = MASK && !Mask::QUERY;                 // the mask is the same for all queries
 constexpr bool TILES_DIFFER = CAUSAL || (MASK && Mask::QUERY);  // later rows are expected to see more keys
 
-// The tensor cores add the products to the biases of the columns, which the producer writes beside the keys.
+// The producer writes the columns' biases beside the keys, and the tensor cores add the products to these biases.
 constexpr bool BIAS_FIRST = BIAS == 2 && SCALE_IN_EXPONENT && Bias::KEY && !Bias::QUERY;
 
 // The threads of a block and their registers.

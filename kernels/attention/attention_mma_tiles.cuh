@@ -156,7 +156,7 @@ __device__ __forceinline__ void clear_columns(u32 tile, int count, int used, int
 
 // ---- the parameters, and the work of a block ---------------------------------------------------------------------
 
-// The kernels' argument, whose fields mma.py writes in this order.
+// The kernels' argument; mma.py writes the fields in this order.
 struct Problem {
     HeadTensor<const T> q, k, v;
     HeadTensor<OUT_T> out;

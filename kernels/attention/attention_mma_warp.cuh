@@ -23,7 +23,7 @@ struct WarpState {
     // Starts the softmax of each row of block `at` with the sink of the row's head, a score with a value of zeros.
     __device__ __forceinline__ void begin_with_sinks(const Problem& p, const WorkTile& at) {
         if constexpr (SINKS) {
-            if (n > 0) return;  // one of the warps that share a row's keys has the sink
+            if (n > 0) return;  // only the first of the warps that share a row's keys adds the sink
 #pragma unroll
             for (int mt = 0; mt < M_TILES; ++mt)
 #pragma unroll

@@ -3,7 +3,7 @@
 
 struct b8 { unsigned char bits; };
 
-// A tensor of (batch, heads, queries, keys), whose stride along keys is a macro or an argument of its own. problem.py
+// A tensor of (batch, heads, queries, keys); its stride along keys is a macro or an argument of its own. problem.py
 // writes the fields in this order.
 template <class E>
 struct ScoreTensor {

@@ -1,4 +1,4 @@
-// The norm and the rotation of the new keys and of the queries of an attention over caches.
+// Normalizes and rotates the queries and the new keys of an attention with caches.
 //
 // Macros: those of rotation.cuh, where SIZE is the size of a head and X_T the type of its elements.
 #pragma once
@@ -14,8 +14,8 @@ struct Turns {
     float q_epsilon, k_epsilon;
     int table_rows;
 
-    // Returns where the tables have the angles of a new row: number `item` of all elements of the batch, and row `row`
-    // of its cache.
+    // Returns the offset in the tables of a new row's angles. `item` is the row's index among the new rows of the whole
+    // batch, and `row` its index in the cache.
     __device__ __forceinline__ long long table(long long item, int row) const {
         const long long position = positions ? positions[item] : row;
         return max(0LL, min(position, table_rows - 1LL)) * TABLE_ROW;

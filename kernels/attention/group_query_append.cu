@@ -6,7 +6,7 @@
 //
 // Blocks from `new_blocks` on fill the other rows of the present caches. They copy the rows of the past and clear the
 // rows after the new ones. If a past cache is the same memory as its present cache, they only clear the CLEARED rows
-// after the new ones, whose values attention_hopper.cu multiplies by weights of 0.
+// after the new ones, because attention_hopper.cu multiplies the values of these rows by weights of 0.
 //
 // Macros: those of rotation.cuh, where X_T is the type of all operands but the tables and norms; HEADS, KV_HEADS;
 // QUERIES, 1: the launch prepares queries; CLEARED; ACCESSES, vectors that a thread copies at once; THREADS.
@@ -40,7 +40,7 @@ struct CacheMemory {  // caches of keys or of values: contiguous (batch, KV_HEAD
     X_T* present;
 };
 
-// Fills the rows of a present cache that are not new; `blocks` blocks share the work, and this is number `block`.
+// Fills the rows of a present cache that are not new. `blocks` blocks share the work; `block` is this block's index.
 __device__ __forceinline__ void fill(CacheMemory cache, const int* lengths, Sizes sizes, int block, int blocks) {
     const bool in_place = cache.past == cache.present;
     if (in_place && CLEARED == 0) return;

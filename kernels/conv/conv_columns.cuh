@@ -33,7 +33,7 @@ __device__ __forceinline__ u32 columns_inside(int first, int width) {
 struct Row {
     Pack<T, VEC> columns[COLUMNS];
 
-    // Loads the columns whose bit is set; the others become zero.
+    // Loads the columns whose bits in `inside` are set; the others become zero.
     __device__ __forceinline__ void load_some(const T* from, u32 inside) {
 #pragma unroll
         for (int j = 0; j < COLUMNS; ++j) {

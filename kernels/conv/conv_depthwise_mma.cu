@@ -160,8 +160,8 @@ struct Strip {
     __device__ __forceinline__ int chunk(int at) const { return row * SH * PITCH + min(column + at, TQ - 1); }
 };
 
-// Adds the products of two strips, whose positions are the rows of A: rows 0 to 7 are the columns of the first strip,
-// and rows 8 to 15 those of the second. `plane` is the address of the plane of the warp's channels.
+// Adds the products of two strips. The strips' positions are the rows of A: rows 0 to 7 are the columns of the first
+// strip, and rows 8 to 15 those of the second. `plane` is the address of the plane of the warp's channels.
 __device__ __forceinline__ void multiply_strips(float (&sums)[TH][4], u32 plane, int job, const Weights& weights) {
     const int lane = threadIdx.x % 32;
     const bool second_tap = lane >= 16;  // lane i passes ldmatrix the address of row i % 16 at tap i / 16 of a pair

@@ -63,8 +63,8 @@ struct Weights {
 
 // ---- sums --------------------------------------------------------------------------------------------------------
 
-// Sums of the rows of y that read the current row of x. sums[r] belongs to the row of y for which the current row meets
-// row r of the filter.
+// Sums of the rows of y that read the current row of x. sums[r] belongs to the row of y that multiplies the current row
+// of x by row r of the filter.
 struct Sums {
     float rows[KH][TW][VEC];
 
@@ -170,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         finish_row();
     }
 #pragma unroll
-    for (int i = 0; i < KH - 1; ++i) {  // rows of x with which no row of y begins any more
+    for (int i = 0; i < KH - 1; ++i) {  // rows of x at which no further row of y begins
         float values[COLUMNS][VEC];
         next_row(values, i + AHEAD < KH - 1);
 #pragma unroll

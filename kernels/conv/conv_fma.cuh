@@ -1,5 +1,5 @@
-// Sums of a tile on CUDA cores, exactly in fp32, with the main loop of gemm_mma.cuh: for fp32 that may not be rounded
-// to TF32, and for dtypes that mma.sync does not support on the GPU.
+// Sums the products of a tile on CUDA cores, exactly in fp32, in the main loop of gemm_mma.cuh. This is for fp32
+// operands that may not be rounded to TF32, and for dtypes that mma.sync does not support on the GPU.
 //
 // A warp has 64 rows and 32 columns of the tile; a thread has every eighth of the rows and every fourth of the columns.
 // For four neighbouring k, a thread loads its 8 rows of x once and then a column of w at a time: 16 loads for 256 fma.

@@ -63,8 +63,8 @@ struct Pixels {
         return shape.index(pixel) * (X_NCHW ? 1 : GROUPS * CHANNELS) * ITEM;
     }
 
-    // Takes the positions of a tile, which begins at position number `first` of all `count` positions. Neighbouring
-    // positions lie `steps` apart in x.
+    // Finds this thread's positions in a tile. The tile begins at position number `first` of all `count` positions.
+    // Neighbouring positions lie `steps` apart in x.
     __device__ __forceinline__ Pixels(const T* whole, const Shape& given, const Position& steps, int group, int first,
                                       int count)
         : shape(given) {

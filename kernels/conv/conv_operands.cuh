@@ -2,7 +2,7 @@
 // x (n, d, h, w, c) comes by TMA's im2col mode.
 //
 // The rows of the product are the pixels of y, images first; k counts the filter's taps, and within a tap the channels
-// of x. A block of k belongs to one tap. It has TILE_M pixels of x, from the tile's first pixel on, moved by the
+// of x. A block of k belongs to one tap. It has TILE_M pixels of x, from the tile's first pixel on, shifted by the
 // offset of the tap; pixels in the padding are zeros. Channels beyond c are zeros in both operands.
 //
 // Macros, besides those of gemm_hopper.cuh:

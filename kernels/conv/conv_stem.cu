@@ -4,14 +4,15 @@
 //   y = epilogue(conv(x, w))    dilation 1, one group, one or two spatial axes
 //
 // The convolution is a matrix product of pixels x (channels, filter) with (channels, filter) x FILTERS. A block goes
-// through tiles of TP x TQ pixels, and keeps its weights all the time:
+// through tiles of TP x TQ pixels, and keeps its weights for all of them:
 //   1. The part of x that a tile reads, its patch, is copied to shared memory as it is, while the previous tile is
 //      computed. Elements outside x are zero.
 //   2. Along k, an mma reads words of 32 bits: two neighbouring columns of x of a 16-bit type, or one column of fp32.
 //      The words that a pixel reads from a row of the patch lie one after the other, ROW_WORDS of them, so that a
 //      fragment is four loads of words and the patch is never rearranged. Where pixels begin at odd columns (SW is odd,
 //      16-bit types), they read a second copy of the patch that is shifted by one column.
-//   3. Words may hold columns that belong to no tap: these columns are masked, so that their infinities do no harm.
+//   3. Words may hold columns that belong to no tap: these columns are masked, because an infinity in them would
+//      make a sum NaN.
 //   4. If the last mma has room after the last tap, the bias can be one more weight, by which a word of value one is
 //      multiplied.
 //   5. Filters are assigned to the columns of the mma tiles so that the sums of a lane belong to neighbouring filters:

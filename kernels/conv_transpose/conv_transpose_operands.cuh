@@ -8,8 +8,8 @@
 // that any phase reads for its first position. The offset in the instruction is the distance from this pixel to the
 // pixel of the tap. Channels beyond CHANNELS are zeros.
 //
-// y and the residual are tensors (images * positions along H, STRIDE_H, positions along W, STRIDE_W * FILTERS). A
-// subtile of 64 positions is moved in boxes that end where rows of positions end.
+// y and the residual are tensors (images * positions along H, STRIDE_H, positions along W, STRIDE_W * FILTERS). TMA
+// copies a subtile of 64 positions in boxes that end where rows of positions end.
 //
 // Macros, besides those of gemm_hopper.cuh, where TRANSPOSED is 0:
 //   CHANNELS, FILTERS   channels of x and of y; w is (CHANNELS, taps, FILTERS)

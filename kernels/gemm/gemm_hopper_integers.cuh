@@ -143,7 +143,7 @@ struct GroupOperands {
 #pragma unroll
                 for (int j = 0; j < WIDTH; ++j) acc[j] = columns[part].number(sums[i][part * WIDTH + j], x_zero, i, j);
                 const long long at = (long long)(first + 8 * i) * of.n + column + part * WIDTH;
-                of.epilogue.finish<false>(at, loads[part][i], acc, acc, inside[part][i]);  // the second is for gates
+                of.epilogue.finish<false>(at, loads[part][i], acc, acc, inside[part][i]);  // the second `acc` is unused
             }
     }
 };

@@ -10,7 +10,7 @@
 //   X_PITCH, W_PITCH   elements between starts of rows of x, and of w and up
 //   X_COPY, W_COPY     bytes per copy to shared memory: 16, 8 or 4; or 2, through registers
 //   GROUP_M            rows of tiles in a group; tiles are computed down a group's columns, so that w stays in L2
-//   MIN_BLOCKS         minimum resident blocks per multiprocessor, which limits the registers
+//   MIN_BLOCKS         minimum resident blocks per multiprocessor: a bound on registers
 //   X_GATE             1: x is multiplied by a gate first (gemm_gate.cuh)
 //   WIDTH              elements per access to y, the residual and the column vectors; divides n
 //   and the macros of gemm_mma.cuh and of epilogue.cuh

@@ -2,17 +2,17 @@
 //
 //   y = x w^T + bias, where nbits.cuh defines w; a gated product has a second weight
 //
-// The time is that of reading the weights once, so every warp keeps DEPTH stages of weights in flight from memory to
-// shared memory. A stage has 128 bytes of k of all rows of a tile, with their scales and zero points, and with STAGED_X
-// the elements of x that belong to them.
-//   1. The blocks take tiles in turns; in a tile, the WARPS warps of a block take stages of k in turns. A warp's copies
-//      go on from tile to tile, and only the warp itself waits for them.
+// The kernel takes as long as reading the weights once, so every warp keeps DEPTH stages of weights in flight from
+// memory to shared memory. A stage holds, for all rows of a tile, 128 bytes of k and their scales and zero points. With
+// STAGED_X, it also holds the elements of x by which these weights are multiplied.
+//   1. The blocks process tiles in turn; within a tile, the WARPS warps of a block process stages of k in turn. A
+//      warp's copies go on from tile to tile, and only the warp itself waits for them.
 //   2. The weights are mma's left operand: 16 rows of w, and 16 of k, so that tiles of 8 rows of x suffice. Four lanes
 //      share 32 of k; the order of k within these is free as long as both operands agree, so a lane multiplies the
 //      weights of one word, or of two with 8 bits.
-//   3. The bits of a weight complete the mantissa of a power of two, from which the zero point is subtracted: both are
-//      exact. The sums of a block of k are multiplied by its scale in fp32.
-//   4. The warps' sums of a tile meet in shared memory, and all threads run the epilogue (epilogue.cuh) by row.
+//   3. The bits of a weight are inserted into the mantissa of a power of two, and the zero point is subtracted from
+//      the result; both steps are exact. The sums of a block of k are multiplied by its scale in fp32.
+//   4. The warps' sums of a tile are added up in shared memory, and all threads run the epilogue (epilogue.cuh) by row.
 // The rows of a second weight follow those of the first in each stage.
 //
 // Macros:
@@ -220,8 +220,8 @@ __device__ __forceinline__ unsigned difference(bf16, unsigned a, unsigned b) {  
     return fused(b, 0xbf80bf80u, a);
 }
 
-// Bit operations make a number of a weight q: the last bit of LEAD's mantissa counts 1, so that the bits LEAD | q are
-// the number LEAD + q. In NEAR, this bit counts 1 / 16, so that NEAR | 16 q is NEAR + q.
+// Bit operations convert a weight q to a number: the last bit of LEAD's mantissa counts 1, so that the bits LEAD | q
+// are the number LEAD + q. In NEAR, this bit counts 1 / 16, so that NEAR | 16 q is NEAR + q.
 constexpr unsigned LEAD = HALF ? 0x64006400u : 0x43004300u;  // 1024, or 128
 constexpr unsigned NEAR = 0x54005400u;                       // 64, in fp16
 

@@ -147,7 +147,7 @@ struct Rows {
             if (exists(batch, k)) raw[k] = op.fetch(row, pack_index(thread, batch, k));
     }
 
-    // Copies the thread's packs to its own slots in shared memory, which no other thread reads.
+    // Copies the thread's packs to shared memory, into slots that no other thread reads.
     __device__ __forceinline__ void copy_row(long long row) const {
         Raw* slots = reinterpret_cast<Raw*>(row_memory) + threadIdx.x;
         locate(row);

@@ -1,4 +1,4 @@
-// One number for the pixels of each image and channel, for x (n, pixels, channels) and y (n, channels).
+// Reduces the pixels of each image and channel to one number: x is (n, pixels, channels), and y is (n, channels).
 //
 // An image's pixels are divided among `parts` blocks, and a block has LANES_C vectors of channels. Each thread merges
 // every LANES_P-th pixel of its part in fp32; lanes, warps and the blocks of a cluster are then merged. If these

@@ -63,8 +63,8 @@ __device__ __forceinline__ void put_packed(T* to, const Pack<T, N>& packed) {
     copy_elements<u32, N * int(sizeof(T)) / 4>(aligned.words, reinterpret_cast<u32*>(to));
 }
 
-// Closes a group of asynchronous copies to shared memory: those started since the last call, which are waited for
-// together.
+// Closes a group of asynchronous copies to shared memory: all copies started since the last call. The copies of a group
+// are waited for together.
 __device__ __forceinline__ void commit_copies() {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.commit_group;" ::: "memory");
@@ -111,7 +111,7 @@ __device__ __forceinline__ void put_shared(bf16* to, const float (&values)[N]) {
 template <int N, class T>
 __device__ __forceinline__ void put_shared(T* to, const T (&values)[N]) { put(false, to, values); }
 
-// Stores the elements of a block of N threads, each of which has COUNT contiguous ones.  Threads exchange chunks of
+// Stores the elements of a block of N threads; each thread has COUNT contiguous elements.  Threads exchange chunks of
 // CHUNK elements, so that neighbouring threads store neighbouring chunks; the output has `left` chunks from `to` on.
 template <int CHUNK, int N, int COUNT, class T>
 __device__ __forceinline__ void put_by_block(bool leaving, T* to, const typename Number<T>::Type (&values)[COUNT],
@@ -191,7 +191,7 @@ __device__ __forceinline__ int smaller(int a, int b) {
 }
 #endif
 
-// The rounded product, which the compiler must not contract with an addition into an FMA.
+// The rounded product; the compiler must not contract it with an addition into an FMA.
 __device__ __forceinline__ float product(float a, float b) { return __fmul_rn(a, b); }
 __device__ __forceinline__ double product(double a, double b) { return __dmul_rn(a, b); }
 
@@ -361,8 +361,9 @@ __device__ __forceinline__ float approximate_inverse(float x) {
 
 // Quantizes a / scale. If CORRECT, the quotient is rounded correctly: an approximate reciprocal, which is computed
 // once for a scale, and two steps of Newton's method leave an error of 2^-46 before the last rounding. Otherwise the
-// quotient is within 2 units in the last place. Scales near the ends of float's range are moved to its middle; a scale
-// of 0 counts as the smallest number. Quotients by an infinite scale are products with 0, so infinity becomes NaN.
+// quotient is within 2 units in the last place. If a scale is near an end of float's range, a and scale are first
+// multiplied by a power of two; a scale of 0 counts as the smallest number. Quotients by an infinite scale are products
+// with 0, so infinity becomes NaN.
 template <class T, bool CORRECT>
 __device__ __forceinline__ T quantized(float a, float scale, int zero) {
     constexpr float UPWARD = 1329227995784915872903807060280344576.0f, SMALLEST = 1.4e-45f;  // 2^120, 2^-149
@@ -468,7 +469,7 @@ __device__ __forceinline__ long long operator%(long long n, WideDivisor d) { ret
 
 // ---- accumulators ------------------------------------------------------------------------------------------------
 
-// The sum clamped to int32, as onnxruntime does.
+// The sum clamped to int32, as in onnxruntime.
 __device__ __forceinline__ int saturated(long long x) {
     return int(smaller<long long>(larger<long long>(x, -2147483647 - 1), 2147483647));
 }

@@ -1,9 +1,9 @@
 // Resize of the spatial axes of channels-last tensors: x is (n, depth, height, width, CHANNELS), where depth and height
 // may be 1.
 //
-// Coordinates are computed in fp32, each operation rounded by itself, exactly as onnxruntime's CPU provider computes
-// them; along an axis of scale 1, coordinates equal indices. A block computes a part of a row of y; elements of x that
-// neighbouring results share come from L1 and L2.
+// Coordinates are computed in fp32, with each operation rounded separately, exactly as onnxruntime's CPU provider
+// computes them; along an axis of scale 1, coordinates equal indices. A block computes a part of a row of y; elements
+// of x that neighbouring results share come from L1 and L2.
 //
 //   T                      storage type of x and y    WIDTH    elements of a vector access
 //   COORDINATE, NEAREST    functions below, by the names of ONNX's coordinate_transformation_mode and nearest_mode

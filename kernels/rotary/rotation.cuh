@@ -101,8 +101,8 @@ struct Rotation {
 };
 
 // Whether the two vectors of a piece are adjacent. If they are, neighbouring threads read every other vector (16 bytes)
-// at once, which takes as long as reading all of them. So the two vectors are ROTATED_HALF apart if each holds whole pairs
-// (INSIDE).
+// at once, which takes as long as reading all vectors. So the two vectors are ROTATED_HALF apart if each holds whole
+// pairs (INSIDE).
 constexpr bool X_ADJACENT = INTERLEAVED && !INSIDE, Y_ADJACENT = Y_INTERLEAVED && !INSIDE;
 
 // The two vectors of a piece: where each begins within a head, in x and in y.
@@ -139,7 +139,7 @@ struct Vectors {
     Pack<X_T, WIDTH> first, second;
 };
 
-// Returns one over the root mean square of a head, whose pieces are in LANES neighbouring threads, COUNT in each.
+// Returns one over the root mean square of a head. Its pieces are in LANES neighbouring threads, COUNT in each.
 template <int COUNT>
 __device__ __forceinline__ float inverse_rms(const Vectors (&raw)[COUNT], int lane, float epsilon) {
     float sum = 0.0f, values[WIDTH];
