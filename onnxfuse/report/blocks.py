@@ -110,7 +110,7 @@ def reading_order(reads: Sequence[Sequence[int]], ahead: Iterable[int]) -> list[
 
 
 def _shared_values(labels: Array, reads: Sequence[Sequence[int]], order: Sequence[int], distance: int) -> Set[int]:
-    """Return the nodes that compute a value, such as a mask, which nodes of one label read far apart in the graph."""
+    """Return the producers of values, such as masks, that nodes with equal labels read far apart in the graph."""
     position = {node: i for i, node in enumerate(order)}
     readers: dict[tuple[int, int, int], list[int]] = defaultdict(list)
     for node, inputs in enumerate(reads):
@@ -240,7 +240,7 @@ def _section(items: tuple[Item, ...]) -> Block:
 
 
 def _span(item: Item) -> tuple[int, int]:
-    """Return the positions where an item begins and ends, with all its copies."""
+    """Return the positions where an item, including all its copies, begins and ends."""
     if isinstance(item, int):
         return item, item + 1
     start = _span(item.items[0])[0]

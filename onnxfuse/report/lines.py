@@ -38,7 +38,7 @@ def operator_table(operators: Sequence[OperatorCount], everything: bool) -> Tabl
 
 
 def estimate_line(assumed: Mapping[str, int], has_bodies: bool) -> Line:
-    """Return a line on the dim sizes and the graph that estimates of launches and memory traffic are for."""
+    """Return a line that names the graph and the dim sizes for which launches and memory traffic are estimated."""
     sizes = ", ".join(f"{escape(short(name))} = {size}" for name, size in assumed.items())
     of_main = " of the main graph" if has_bodies else ""
     return Line(f"[dim]Launches and traffic{of_main} are estimated{f', for {sizes}' if sizes else ''}.[/]")
@@ -88,7 +88,7 @@ def _reason_lines(reasons: Sequence[str], more: str, everything: bool) -> Iterat
 
 
 def stays_lines(stays: Sequence[Stays]) -> Iterator[Line]:
-    """Yield one line for each operator and reason, which says how many nodes stay as they are."""
+    """Yield, for each operator and reason, a line that says how many nodes stay as they are."""
     for one in group(stays, lambda stay: stay.reason, lambda stay: stay.op):
         yield Line(f"Not fused: {len(one.items)} {escape(one.items[0].op)}, because {escape(one.sentence)}")
 
@@ -136,7 +136,7 @@ def _nodes_of(missed: Sequence[Miss], what: str = "node") -> str:
 
 
 def verification_lines(verified: Verification, everything: bool = False) -> Iterator[Line]:
-    """Yield the result of the verification, outputs and fused nodes not compared, and notes on onnxruntime."""
+    """Yield lines on the verification: its result, outputs and fused nodes not compared, and notes on onnxruntime."""
     yield from _compared_lines(verified, everything)
     yield from (Line(escape(note), "  ", 4) for note in verified.notes)
 
@@ -163,7 +163,7 @@ def _compared_lines(verified: Verification, everything: bool) -> Iterator[Line]:
 
 
 def _share_of_tolerance(outputs: Sequence[OutputDifference]) -> str:
-    """Return how much of its tolerance the worst output needs, and what set that tolerance if the dtype did not."""
+    """Return the share of its tolerance that the worst output uses, and the tolerance's origin if not the dtype."""
     shares = [(each.max_rel / each.tolerance if each.tolerance else 0, each.set_by) for each in outputs]
     share, set_by = max(shares, default=(0.0, ""))
     return f" (at {share:.0%} of {set_by or 'the tolerance'})"

@@ -44,7 +44,7 @@ def write_summary(report: Shown) -> str:
 
 
 def data(report: Shown) -> dict[str, Any]:
-    """Return the data that the page's script draws and searches, and from which it writes plans, as JSON values.
+    """Return, as JSON values, the data that the page's script draws and searches, and from which it writes plans.
 
     A match is a list: its fusion, node, output, body, dims, the nodes in its epilogue, and the nodes that it replaces.
     The list of replaced nodes is empty if "graphs" has them.

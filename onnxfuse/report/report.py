@@ -313,7 +313,7 @@ def _fused_tables(report: Report) -> Iterator[RenderableType]:
 
 
 def _lines(report: Report, everything: bool) -> Iterator[Line]:
-    """Yield the lines on all other changes, and on operators that stay, with reasons."""
+    """Yield the lines on all other changes, and on operators that stay and why they do."""
     for fusion, why in report.unmatched.items():
         yield Line(f"[yellow]{escape(fusion)} matches nothing[/]: {escape(why)}")
     yield folded_line([one.kind for one in report.folded])

@@ -22,7 +22,7 @@ from onnxfuse.verify.compare import Verification
 
 REGION_FORMULA: Final = "operators that no pattern names, in one kernel that is generated from them"
 NO_REASON: Final = "no fusion has this operator in this place"
-# The hue, in degrees, of a family of fusions in the picture, by a word in the fusions' names.
+# By a word that occurs in the names of a family of fusions: the family's hue in the picture, in degrees.
 HUES: Final = (
     ("attention", 295), ("gemm", 255), ("conv", 155), ("norm", 75), (REGION, 25), ("embedding", 340), ("rotary", 320),
     ("softmax", 110), ("concat", 205), ("resize", 225), ("pool", 185), ("channel_scale", 130), ("squeeze", 120),
