@@ -84,7 +84,7 @@ def from_folder(folder: Path) -> list[Fusion]:
 
 
 def with_folders(folders: Iterable[str | os.PathLike[str]]) -> tuple[Fusion, ...]:
-    """Return the installed fusions and the user's, which replace installed fusions of the same name."""
+    """Return the installed fusions and the user's; a user's fusion replaces an installed one of the same name."""
     return by_name([*installed(), *(f for folder in folders for f in from_folder(Path(folder)))])
 
 
@@ -111,5 +111,8 @@ def require_known(name: str, names: Sequence[str]) -> None:
 
 
 def by_name(fusions: Iterable[Fusion]) -> tuple[Fusion, ...]:
-    """Return the fusions in alphabetical order; of fusions with one name, only the last: users can replace fusions."""
+    """Return the fusions in alphabetical order.
+
+    If several fusions have the same name, only the last of them is returned, so that users can replace fusions.
+    """
     return tuple(f for _, f in sorted({f.name: f for f in fusions}.items()))

@@ -280,7 +280,7 @@ class Term:
 
     @functools.cached_property
     def needed_ops(self) -> frozenset[frozenset[str]]:
-        """Sets of operators without COMMON_OPS; every spelling of the term contains an operator of each set."""
+        """Sets of operators that are not in COMMON_OPS; every spelling of the term contains an operator of each set."""
         return frozenset().union(*(part.needed_ops for part in self.parts))
 
     @property
@@ -451,7 +451,7 @@ class Wrapper(Term):
         return m.match(self.inner, tensor, state)
 
     def write(self, body: Writing) -> Value:
-        """Write the term inside all wrappers: this one has no effect on the body, and neither has one inside it."""
+        """Write the term inside this wrapper and the wrappers that it contains; none of them changes the body."""
         return body.value(self.unwrapped)
 
     def number(self, body: Writing) -> Literals | None:

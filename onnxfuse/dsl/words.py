@@ -77,11 +77,11 @@ def tensor(dims: str | None = None, *, optional: bool = False) -> Capture:
     """Declare an input of the fused operator.
 
     `dims` names its axes, for example "... d": a name stands for one size throughout the fusion, "..." for any leading
-    axes (the same throughout), and a number for an axis of that size.  `name?` stands for an axis of the named size or
-    of size 1, or for no axis, and `1?` for an axis of size 1 or no axis.  `name??` also matches an axis of any symbolic
-    size, if it broadcasts to an axis over which a product of the fusion sums: a model in which that size is another one
-    would not run.  Without `dims`, a rearrange() of the tensor names the axes.  Raises PatternError if `dims` has
-    anything else.
+    axes (the same throughout), and a number for an axis of that size.  A "?" after a name (`name?`) means that the axis
+    has the named size or size 1, or is missing; `1?` means that it has size 1 or is missing.  `name??` also matches an
+    axis of any symbolic size, if it broadcasts to an axis over which a product of the fusion sums: a model in which
+    that size is another one would not run.  Without `dims`, a rearrange() of the tensor names the axes.  Raises
+    PatternError if `dims` has anything else.
     """
     _check_dims(dims)
     return Capture(kind="tensor", dims=dims, optional=optional, span=here())
@@ -430,7 +430,7 @@ def or_zeros(operand: Term, like: Term, dims: str | None = None) -> Term:
     """Return an optional operand; where the model has zeros, or nothing, in its place, the fused node does not have it.
 
     The body then has zeros of the dtype of `like` and of the dimensions `dims`, by default those of the operand.  The
-    operator that reads the operand must take 0 if it is left out.
+    operator that reads the operand must treat an omitted operand as 0.
     """
     if not isinstance(operand, Capture) or not operand.optional:
         raise PatternError(f"{here()}: or_zeros() needs an optional parameter as its first argument")
@@ -481,7 +481,7 @@ class Known(Wrapper):
 
 
 def known(operand: Term, value: Term) -> Term:
-    """For rewrite rules: an operand that matches only if the graph computes it as `value`; it is not replaced."""
+    """Return an operand, for a rewrite rule, that matches only if the graph computes it as `value`; its nodes stay."""
     if not isinstance(operand, Capture):
         raise PatternError(f"{here()}: known() needs a parameter as its first argument")
     return Known(inner=value, operand=operand, span=here())
@@ -489,7 +489,7 @@ def known(operand: Term, value: Term) -> Term:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Unrounded(Wrapper):
-    """A value that matches only if no Cast to float32 computes it: the Cast's input would be rounded."""
+    """A value that matches only if no Cast to float32 computes it, because the Cast's input would be rounded."""
 
     def match(self, m: Matching[TensorT, StateT], tensor: TensorT, state: StateT) -> Iterator[StateT]:
         if not m.is_widened(self, tensor, state):
@@ -497,7 +497,7 @@ class Unrounded(Wrapper):
 
 
 def unrounded(value: Term) -> Term:
-    """Return a value that must not come from a Cast to float32: models may have rounded its input on purpose."""
+    """Return a value that no Cast to float32 computes, because models may have rounded the Cast's input on purpose."""
     return Unrounded(inner=value, span=here())
 
 
