@@ -56,7 +56,7 @@ RAISED_OPSETS: Final = range(14, 23)
 DRAWS_TRIED: Final = 8
 RUNS: Final = 2
 MAX_KEPT: Final = 0.5  # share of nodes; if errors require more nodes in float32, the conversion is refused
-MAX_WIDENED: Final = 0.1  # share of nodes that may stay in float32 by default to make errors usual
+MAX_WIDENED: Final = 0.1  # default share of nodes that may stay in float32 so that errors become usual
 NOISE_DRAWS: Final = 8  # calls of `_noise` if the first does not explain an error: results may differ tenfold
 
 Model = tuple[onnx.ModelProto, Path | None]
@@ -273,8 +273,8 @@ class Halving:
     def settle(self, attempt: Callable[[bool], tuple[Made, HalfResult]]) -> tuple[Made, HalfResult]:
         """Return the attempt that keeps the fewest nodes in float32 and has errors that are allowed, and these errors.
 
-        attempt  converts the model, with the nodes in float32 that this object requests, and measures the errors; the
-                 model is verified before if the argument is true
+        attempt  converts the model, with the nodes in float32 that this object requests, and measures the errors; if
+                 its argument is true, it verifies the model first
 
         By default, errors must be usual (`HalfError.is_usual`), and at most MAX_WIDENED of the nodes stay in float32
         for that.  If that does not suffice, the first model with finite outputs is returned, with a note.  Raises
@@ -363,9 +363,9 @@ class Halving:
         return found
 
     def _noise(self, draw: int) -> dict[str, float]:
-        """Return how far each output moves in float32 if each weight and each input moves by one rounding.
+        """Return how far each output changes in float32 if weights and inputs are perturbed by one rounding error.
 
-        draw  the number of the draw: each draw moves the values in other random directions
+        draw  the number of the draw: each draw perturbs the values in other random directions
         """
         assert self.reference is not None
         precision = self.wanted.precision

@@ -178,7 +178,7 @@ def _angle(scope: Scope, known: Known, node: Node) -> Iterator[Node]:
 
 
 def _mask_chain(scope: Scope, scores: frozenset[Node]) -> set[Node]:
-    """Return the nodes that make additive masks from integers or booleans: such masks are exact in half precision."""
+    """Return the nodes that make additive masks from integers or booleans; half precision holds such masks exactly."""
     members = {node for node in scores if node in scope.counted or not scope.real_outputs(node)}
     masks: list[Tensor] = []
     large: set[Node | None] = set()
@@ -206,7 +206,7 @@ def _fills_mask(scope: Scope, node: Node) -> bool:
 
 
 def _members(scope: Scope, unit: Unit) -> dict[Node, None]:
-    """Return the nodes of a unit, which one fused node replaces, in execution order."""
+    """Return, in execution order, the nodes of a unit: those that one fused node replaces."""
     found = {node for name in unit.nodes for node in scope.labeled.get(name, ())}
     return dict.fromkeys(sorted(found, key=scope.graph.position.__getitem__))
 
@@ -290,7 +290,7 @@ def _by_range(
 def describe_range(name: str, seen: Range, precision: Precision, is_score: bool) -> str:
     """Return why half precision cannot hold a tensor; "" if it can.
 
-    If a mask has moved scores below -LARGE_MASK, only the highest score counts.
+    If a mask has lowered scores to less than -LARGE_MASK, only the highest score counts.
     """
     magnitude = seen.highest if is_score and seen.lowest < -LARGE_MASK else seen.magnitude
     if magnitude > precision.limit:

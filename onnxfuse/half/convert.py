@@ -170,7 +170,7 @@ class _Part:
                 node.outputs[k] = self._output(tensor, dtype)
 
     def _with_attributes(self, node: Node, attributes: dict[str, AttributeValue]) -> Node:
-        """Return a new node with other attributes and with the tensors of `node`, which it replaces."""
+        """Return a new node that replaces `node`: it has the same tensors, but other attributes."""
         inputs, outputs = list(node.inputs), list(node.outputs)
         node.inputs.clear()
         node.outputs.clear()

@@ -21,7 +21,7 @@ class Precision:
     name: str  # the name, as in --dtype
     number: int  # its number in onnx.TensorProto.DataType
     largest: float
-    limit: float  # largest magnitude accepted in observed runs; below `largest`, as other inputs may give more
+    limit: float  # largest magnitude accepted in observed runs; less than `largest`, because other inputs may give more
     smallest: float  # the smallest normal magnitude: smaller ones lose bits
     rounding: float  # the largest relative error of a value in range
     max_loss: float  # the largest acceptable error of a weight, relative to the weight's norm

@@ -24,9 +24,9 @@ class HalfError:
 
     For the measurement, nodes compute in float32, and each node's output is rounded to half precision, as kernels round
     it: onnxruntime's CPU provider has few half-precision operators, and does not round between most of them.  `noise`
-    is how far the float32 output moves if each weight and each input moves by one rounding to half precision, up or
-    down at random; it is the root mean square of several draws.  Error and noise are infinite if NaN or infinite values
-    appear.
+    is how far the float32 output changes if each weight and each input is perturbed, up or down at random, by one
+    rounding error of half precision; it is the root mean square of several draws.  Error and noise are infinite if NaN
+    or infinite values appear.
     """
 
     name: str

@@ -17,9 +17,9 @@ from onnxfuse.verify.noise import move_by_rounding
 def with_moved_weights(
     plain: onnx.ModelProto, folder: Path | None, precision: Precision, draw: int
 ) -> tuple[onnx.ModelProto, Weights]:
-    """Return a model with weights moved by one rounding to half precision, and the object that keeps its data folder.
+    """Return a model with weights perturbed by one rounding error of half precision, and the owner of its data folder.
 
-    draw  the number of the draw: each draw moves the values in other directions
+    draw  the number of the draw: each draw perturbs the values in other directions
     """
     weights = Weights(folder, precision)
     if has_external_data(plain):
@@ -32,5 +32,5 @@ def with_moved_weights(
 
 
 def moved(feeds: Mapping[str, Array], precision: Precision, draw: int) -> dict[str, Array]:
-    """Return inputs whose floating-point values are moved up or down by one rounding to half precision."""
+    """Return inputs whose floating-point values are perturbed, up or down, by one rounding error of half precision."""
     return {name: move_by_rounding(name, value, precision.rounding, draw) for name, value in feeds.items()}

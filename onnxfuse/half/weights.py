@@ -71,7 +71,7 @@ class Weights:
         return self._stored(tensor, value)
 
     def moved(self, tensor: onnx.TensorProto, draw: int) -> onnx.TensorProto:
-        """Return a weight whose elements are moved up or down at random by one rounding to half precision."""
+        """Return a weight with elements perturbed, up or down at random, by one rounding error of half precision."""
         if tensor.data_type not in REAL or math.prod(tensor.dims) <= MAX_PARAMETER:
             return self.kept(tensor)
         value = array_of(self.folder, tensor)
