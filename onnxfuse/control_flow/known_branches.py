@@ -1,4 +1,4 @@
-"""Replace an If whose condition is known by the branch that is always taken; exporters write such Ifs for a Squeeze."""
+"""Replace an If with a known condition by its branch that is always taken; exporters write such Ifs for a Squeeze."""
 
 from __future__ import annotations
 

@@ -12,7 +12,10 @@ from onnxfuse.ir.node import Tensor, consumers
 
 
 def infer_results(graph: Graph, shapes: ShapeInfo) -> None:
-    """Record the unknown shapes of Loops' results, also where the model declares others, and infer the nodes after."""
+    """Record the shapes of Loops' results where inference left them unknown, and infer the nodes after the Loops.
+
+    Shapes that the model declares for these results are corrected.
+    """
     for body in read_bodies(graph, shapes, ["Loop"]):
         found = {id(t): t for t in body.node.outputs if t.name and shapes.shape(t) is None}
         known = {key: shape for key, shape in _results(body, shapes).items() if key in found and shape is not None}

@@ -31,7 +31,7 @@ def quantizer(module: str) -> ModuleType:
 
 @contextmanager
 def logging_unchanged() -> Iterator[None]:
-    """Undo what the block does to the root logger, and log no warnings: quantizers print all that is logged."""
+    """Restore the root logger after the `with` block; suppress warnings in the block, because quantizers print them."""
     root = logging.getLogger()
     level, handlers = root.level, root.handlers[:]
     root.setLevel(logging.ERROR)

@@ -15,7 +15,7 @@ MAX_ERRORS_SHOWN: Final = 5  # maximum number of outputs in the terminal; those 
 
 @dataclass(frozen=True)
 class OutputError:
-    """How far an output is from the output of the float model: at most, and relative to its largest value.
+    """The largest distance of an output from the float model's output: absolute, and relative to its largest value.
 
     Both are infinite where NaN or infinite values appear.
     """
