@@ -17,7 +17,7 @@ from onnxfuse.ir.dtypes import INTEGER_RANGES
 from onnxfuse.ir.graph import constant_value
 from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of, producer
 
-MASKS_FROM: Final = 1e30  # numbers of at least this magnitude count as masks: added to a score, they swallow it
+MASKS_FROM: Final = 1e30  # numbers of at least this magnitude count as masks: a score vanishes if they are added to it
 # Assumed bound of the results of matrix products and norms.  Rewrites of attention rely on it: a score within this
 # bound vanishes when a mask's number is added.
 LARGEST_OF_PRODUCTS: Final = 1e12
@@ -130,7 +130,7 @@ class Bounds:
         return self.of(node.inputs[0]) / smallest if smallest > 0 else math.inf
 
     def of_softmax(self, node: Node) -> float:
-        """Return the bound of a Softmax's result; infinity if a row may hold nothing but -inf, which becomes NaN."""
+        """Return the bound of a Softmax's result; infinity if a row may be all -inf, because it then becomes NaN."""
         return 1.0 if self.of(node.inputs[0]) < math.inf else math.inf
 
     def of_choice(self, node: Node) -> float:

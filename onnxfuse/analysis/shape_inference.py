@@ -147,6 +147,6 @@ def _is_size(size: object) -> bool:
 
 
 def _recordable(shapes: ShapeInfo, name: str, shape: PartialShape) -> PartialShape:
-    """Return the shape with an unknown size for each number that exceeds int64, which a model cannot record."""
+    """Return the shape with an unknown size for each number beyond int64, because models cannot record such numbers."""
     largest = INTEGER_RANGES[TensorProto.INT64][1]
     return [shapes.unknown(name, i) if isinstance(n, int) and n > largest else n for i, n in enumerate(shape)]

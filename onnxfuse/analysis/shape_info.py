@@ -218,7 +218,10 @@ class ShapeInfo:
         return self._unknown[key]
 
     def broadcast(self, *sizes: Size) -> Size:
-        """Return the unknown size to which sizes broadcast; this is one of them if the others are parts of it."""
+        """Return the size to which sizes broadcast.
+
+        This is one of `sizes` if all others are known to broadcast to it, and otherwise an unknown size.
+        """
         parts = [*map(broadcast_parts, sizes)]
         whole = frozenset[str]().union(*parts)
         if whole in parts:

@@ -58,7 +58,7 @@ def convert_opset(model: onnx.ModelProto, opset: int) -> onnx.ModelProto:
 
 
 def describe_change(original: onnx.ModelProto, converted: onnx.ModelProto, reason: str) -> str:
-    """Return a sentence for users: the converted model differs from the original, for this reason."""
+    """Return a sentence for users that says that the converted model differs from the original, and why."""
     old, new = opset_of(original), opset_of(converted)
     return f"raising the opset from {old} to {new} changed the model: {reason}; please report this model"
 
@@ -148,7 +148,7 @@ def _is_changed(op: str, version: int) -> bool:
 
 @functools.cache
 def changes(op: str, version: int) -> tuple[str, ...]:
-    """Return an opset's changes to an operator, except new dtypes, optional inputs and neutral attributes, as texts."""
+    """Return, as texts, an opset's changes to an operator except new dtypes, optional inputs, neutral attributes."""
     old, new = schema(op, version - 1), schema(op, version)
     if old is None or new is None or new.deprecated:
         return (f"{op}, which one of both opsets does not have",)
@@ -193,7 +193,7 @@ def _has_node(node: onnx.NodeProto, opset: int, dtypes: frozenset[str]) -> bool:
 
 @functools.cache
 def _widened(op: str, version: int) -> frozenset[str]:
-    """Return the dtypes that a version of an operator accepts, and the version before it does not."""
+    """Return the dtypes that a version of an operator accepts, but the previous version does not."""
     old, new = schema(op, version - 1), schema(op, version)
     assert old is not None and new is not None
     formals = zip((*old.inputs, *old.outputs), (*new.inputs, *new.outputs), strict=False)

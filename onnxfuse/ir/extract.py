@@ -25,7 +25,7 @@ def ancestors(nodes: Sequence[onnx.NodeProto], names: Iterable[str]) -> list[onn
 
 
 def extract(model: onnx.ModelProto, outputs: Sequence[str]) -> onnx.ModelProto:
-    """Return the part of the model that computes the tensors `outputs`, which become its outputs without dtypes."""
+    """Return the part of the model that computes the tensors `outputs`; these become its outputs, without dtypes."""
     result = copy_without(model, "graph")
     graph, source = result.graph, model.graph
     nodes = ancestors(source.node, outputs)

@@ -189,7 +189,7 @@ class Graph:
         inputs: Iterable[Tensor] | None = None,
         attributes: Mapping[str, AttributeValue] | None = None,
     ) -> Node:
-        """Replace a node by another operator, which gets the node's name and outputs, and its inputs without others."""
+        """Replace a node by another operator with the node's name and outputs; `inputs` is by default the node's."""
         inputs, outputs = list(node.inputs if inputs is None else inputs), list(node.outputs)
         node.inputs.clear()
         node.outputs.clear()
@@ -256,7 +256,7 @@ class Graph:
         return True
 
     def remove_dead(self) -> None:
-        """Remove every node on which no output, and no other tensor that must be kept, depends."""
+        """Remove every node unless an output, or another tensor that must be kept, depends on it."""
         dead: set[int] = set()
         work = list(self.nodes)
         while work:

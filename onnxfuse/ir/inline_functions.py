@@ -193,7 +193,7 @@ def _depth(part: NodeContainer, depths: Mapping[Key, int]) -> int:
 
 
 def _state_defaults(part: onnx.GraphProto | onnx.FunctionProto, functions: Mapping[Key, onnx.FunctionProto]) -> None:
-    """Add a function's default attributes to the calls that omit them: onnx's inliner would drop the attributes."""
+    """Add a function's default attributes to the calls that omit them, because onnx's inliner would drop them."""
     for node in nodes(part):
         function = functions.get((node.domain, node.op_type, node.overload))
         if function is not None and function.attribute_proto:

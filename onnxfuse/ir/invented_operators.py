@@ -44,7 +44,7 @@ def _is_erfc(node: onnx.NodeProto) -> bool:
 
 
 def _spelled(node: onnx.NodeProto, names: set[str], casts: bool) -> Iterator[onnx.NodeProto]:
-    """Yield the nodes that compute 1 - Erf(x); with `casts`, the 1 has the dtype of x.  `names` are taken."""
+    """Yield the nodes that compute 1 - Erf(x); with `casts`, the 1 has the dtype of x.  `names` are in use."""
 
     def new(stem: str) -> str:
         while stem in names:

@@ -75,7 +75,7 @@ def load(source: str | os.PathLike[str] | bytes | onnx.ModelProto) -> tuple[onnx
 
 
 def _in_short_domain(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model with nodes of "ai.onnx" in the domain "", its other name: onnx's checker tells the two apart."""
+    """Return the model with the domain "ai.onnx" written as "", its other name; onnx's checker distinguishes both."""
     long = "ai.onnx"
     if all(node.domain != long for node in nodes(model.graph, *model.functions)):
         return model
@@ -157,7 +157,7 @@ def _check(model: onnx.ModelProto, folder: Path | None, name: str) -> None:
 
 
 def _what_and_where(text: str) -> str:
-    """Return a message of the checker as one line, with the node that caused it."""
+    """Return, as one line, a message of the checker and the node that caused it."""
     line = " ".join(text.strip().split("\n")[0].split())
     nodes = re.findall(r"Bad node spec for node\. Name: (.*) OpType: (.*)", text)
     if not nodes:

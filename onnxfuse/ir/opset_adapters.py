@@ -254,7 +254,7 @@ def _spatial(place: Place) -> None:
 
 
 def _no_statistics(place: Place) -> None:
-    """Drop the outputs that exist for training only, which newer opsets have changed."""
+    """Drop the outputs that exist for training only, because newer opsets have changed these outputs."""
     if any(place.node.output[1:]):
         raise Refused("it writes the statistics of training, which newer opsets define in another way")
     del place.node.output[1:]
@@ -332,7 +332,7 @@ def _scatter(place: Place) -> None:
 
 
 def _flattened(place: Place) -> None:
-    """Compute along the last axis of a matrix: before opset 13, all axes from `axis` on were flattened to one."""
+    """Compute along the last axis of a matrix, because the axes from `axis` on were flattened before opset 13."""
     node = place.node
     axis, rank = place.take("axis", 1), place.around.rank(node.input[0])
     place.give(axis=-1)

@@ -1,4 +1,4 @@
-"""Read plain files with a size limit, and write files and folders atomically: a path may lead to any kind of file."""
+"""Read plain files of limited size, refusing other kinds such as pipes, and write files and folders atomically."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def check_replaceable(path: Path) -> None:
 
 
 def temporary(target: Path) -> Path:
-    """Return a new name in the target's folder; it is short, because the target's may have the maximum length."""
+    """Return a new name in the target's folder: a short one, because the target's name may have the maximum length."""
     return target.with_name(f".onnxfuse-{secrets.token_hex(8)}.tmp")
 
 

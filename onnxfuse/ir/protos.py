@@ -48,7 +48,7 @@ def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
 
 
 def is_control_flow(node: onnx.NodeProto) -> bool:
-    """Return whether a node is an If, Loop or Scan of the ONNX domain, whose subgraphs onnxfuse can rewrite."""
+    """Return whether a node is an If, Loop or Scan of the ONNX domain; onnxfuse can rewrite their subgraphs."""
     return node.op_type in CONTROL_FLOW and node.domain in ONNX_DOMAINS
 
 
@@ -70,7 +70,7 @@ def import_opset(part: onnx.ModelProto | onnx.FunctionProto, version: int) -> No
 
 
 def external_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Yield the tensors, at any depth or in a function, whose data is in another file."""
+    """Yield the tensors that have their data in another file, at any depth and in functions."""
     return filter(uses_external_data, tensors(model.graph, *model.functions))
 
 
