@@ -94,7 +94,7 @@ def _moved(writer: ValueWriter, name: str, place: Place) -> Moved | None:
 
 
 def _loaded(writer: ValueWriter, choice: Choice) -> Reference:
-    """Write one load, whose address depends on the part that contains the index."""
+    """Write one load from an address that depends on the part that contains the index."""
     lanes, loads, splits = writer.lanes, list(choice.loads()), list(choice.splits())
     writer.accesses += loads
     writer.bounds += splits

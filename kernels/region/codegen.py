@@ -69,7 +69,7 @@ class Writer:
     row_bytes: int = 0  # bytes of shared memory that keep operands of a row
     inexact: frozenset[str] = frozenset()  # values whose last bits are arbitrary: quotients of them may be approximate
     within: Within | None = None  # a bound on an index that holds at the next line
-    # By value at a place: the variables on which it depends.
+    # The variables on which a value at a place depends, by the value's name and the place.
     dependencies: dict[tuple[str, Place], frozenset[str]] = field(default_factory=dict)
 
     def copy(self) -> Writer:
@@ -272,7 +272,7 @@ class Writer:
         return self.declare(kind, text, True, name=self.name_of(name))
 
     def _load_step(self, name: str, address: Index, step: int) -> Reference:
-        """Load two elements: lanes before a multiple of `step` take lane 0's element, the others the last lane's."""
+        """Load two elements: lanes before a multiple of `step` use lane 0's element, the others the last lane's."""
         kind, lanes = NUMBER[self.program.dtypes[name]], self.lanes
         variable = next(each for each in address.atoms() if each.kind == "variable" and each.name == lanes.variable)
         own = variable_index(lanes.variable, variable.extent)

@@ -38,7 +38,7 @@ class DominantPart:
         return self.period - (self.end - self.begin)
 
     def count(self, elements: int) -> int:
-        """Return the most elements outside of the part in the rows to which `elements` neighbours belong."""
+        """Return the maximum number of elements outside the part, in the rows to which `elements` neighbours belong."""
         return (-(-elements // self.period) + 1) * self.others
 
 

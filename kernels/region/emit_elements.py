@@ -24,7 +24,7 @@ class ElementsText:
     """Writes the code that finds a thread's elements, computes them and stores them."""
 
     def __init__(self, tiling: Elements, parts: PartsText, store: StoreText) -> None:
-        """Take the tiling, the writer of variables, and the writer of stores."""
+        """Store the tiling, the writer of variables, and the writer of stores."""
         self.tiling, self.parts, self.store = tiling, parts, store
         self.nest, self.writer, self.type = parts.nest, parts.writer, parts.type
 

@@ -38,7 +38,7 @@ class NestText:
     def __init__(
         self, nest: Nest, tiling: Tiling, writer: Writer, release: str, leaving: str, own: Sequence[Stored] = ()
     ) -> None:
-        """Take the nest, its tiling, and the writer that gets the lines.
+        """Store the nest, its tiling, and the writer that gets the lines.
 
         `release` and `leaving` are C++ conditions: whether the next kernel may start before the stores, and whether
         the L2 cache evicts outputs first.  `own` are the reductions that the nest stores.
@@ -207,7 +207,7 @@ class NestText:
         return head, count
 
     def _rounds(self, name: str) -> int:
-        """Return the most vectors of a thread in a loop over a list of variables; 0 if that depends on dynamic dims."""
+        """Return the maximum number of vectors per thread in a loop over a list; 0 if that depends on dynamic dims."""
         count, width = number_of(self.nest.count(name)), self._width_along(name)
         count = None if name in self.shifted else count
         return -(-count // (width * self.row_threads)) if count else 0
@@ -329,7 +329,7 @@ class NestText:
                 writer.lanes = before
 
     def _load(self, held: Mapping[tuple[str, Place], str]) -> None:
-        """Write the loads of one round, which is k in the code, into the registers that hold vectors."""
+        """Write the loads of round `k`, a variable of the code, into the registers that hold vectors."""
         for (operand, place), text in held.items():
             address = self.writer.address(operand, flat(place, self.writer.shapes.of[operand]))
             self.writer.line(f"load({address}, {text}[k]);")

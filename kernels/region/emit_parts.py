@@ -16,7 +16,7 @@ class PartsText:
     """Writes a nest's variables, and the number of vectors in a list of variables."""
 
     def __init__(self, nest: Nest, writer: Writer) -> None:
-        """Take the nest, and the writer that gets the lines."""
+        """Store the nest, and the writer that gets the lines."""
         self.nest, self.writer = nest, writer
         self.type = writer.arguments.index_type
 

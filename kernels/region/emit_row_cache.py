@@ -26,7 +26,7 @@ class RowCacheText:
     """Writes the copies and reads of a row's vectors.  A thread reads only its own copies, so it needs no barrier."""
 
     def __init__(self, nest: Nest, tiling: Tiling, writer: Writer, enter: Callable[[str, str, str], None]) -> None:
-        """Take the nest, its tiling and the writer.
+        """Store the nest, its tiling and the writer.
 
         `enter(name, at, head)` writes the variables of list `name` at vector number `at`, where `head` elements precede
         the first vector of a row.
@@ -38,7 +38,7 @@ class RowCacheText:
         self.arrived: set[str] = set()  # lists that a loop has already read
 
     def choose(self, name: str, reads: Sequence[Collection[Vector]], width: int) -> None:
-        """Choose the vectors of a list to keep, among those that its loops read: as many as fit the memory."""
+        """Choose which of the vectors that a list's loops read are kept: as many as fit into the memory."""
         count, program = number_of(self.nest.count(name)) or 0, self.writer.program
         left = self.memory - sum(self._bytes(each, of) for each in self.vectors for of in self.vectors[each])
         counts = Counter(vector for own in reads for vector in dict.fromkeys(own))

@@ -19,7 +19,7 @@ class StoreText:
     """Writes values and their stores, at a point of the code where the nest's variables are set."""
 
     def __init__(self, nest: Nest, writer: Writer, release: str, leaving: str, own: Sequence[Stored]) -> None:
-        """Take the nest, the writer, and `release`, `leaving` and `own` of NestText."""
+        """Store the nest and the writer; `release`, `leaving` and `own` are as in NestText.__init__."""
         self.nest, self.writer, self.release, self.leaving, self.own = nest, writer, release, leaving, own
 
     def write(self, condition: str = "") -> None:

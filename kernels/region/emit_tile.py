@@ -72,7 +72,7 @@ class TileText:
     """Writes the loops of a block over its tile, after the code that computes the tile's position."""
 
     def __init__(self, nest: Nest, tiling: Tile, writer: Writer) -> None:
-        """Take the nest, its tiling, and the writer that gets the lines."""
+        """Store the nest, its tiling, and the writer that gets the lines."""
         self.nest, self.tiling, self.writer = nest, tiling, writer
         self.last = nest.lists[ELEMENTS][-1]
         self.across = next(each for each in nest.lists[ELEMENTS] if each.name == tiling.across)

@@ -110,7 +110,10 @@ def _with_rows(region: Region, nests: Sequence[Nest], stored: StoredByKey) -> li
 
 
 def _joined(region: Region, rows: Nest, other: Nest, stored: StoredByKey) -> Nest | None:
-    """Return one nest for `other` and `rows`, whose outputs have one element per row of `other`; None if impossible."""
+    """Return one nest for `other` and `rows`; None if that is impossible.
+
+    The outputs of `rows` have one element per row of `other`.
+    """
     program, shapes = region.program, region.shapes
     shape = _shape_of_rows(region, rows, other)
     if shape is None or other.inner:

@@ -249,7 +249,7 @@ def _refined(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) 
 
 
 def traced(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) -> Nest:
-    """Return a nest with the accesses, bounds and instructions of its code, which is written once and discarded."""
+    """Return a nest with the accesses, bounds and instructions of its code; the code is written once and discarded."""
     writer = draft(program, shapes, stored)
     for level in nest.levels:
         for instance in level:

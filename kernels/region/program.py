@@ -72,7 +72,10 @@ class Program:
         return frozenset(halves - {name for each in self.operations if each.name in EXACT for name in each.outputs})
 
     def inexact_after(self, result: str) -> frozenset[str]:
-        """Return the values that depend on `result`, whose last bits are arbitrary, except through a QuantizeLinear."""
+        """Return `result`, whose last bits are arbitrary, and the values that depend on it.
+
+        Values that depend on `result` only through a QuantizeLinear are not included.
+        """
         found = {result}
         for each in self.operations:
             if each.name != "QuantizeLinear" and found & set(each.inputs):

@@ -39,7 +39,7 @@ class Instance:
 
     @property
     def key(self) -> Key:
-        """The kind, the addend, the reduced value and the axes, which are the same for all results of a reduction."""
+        """The kind, the addend, the reduced value and the axes; all results of a reduction have the same key."""
         return self.kind, self.terms, self.value, self.axes
 
     @property

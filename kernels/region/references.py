@@ -90,7 +90,7 @@ class ValueWriter(Protocol):
         """Return an unused name for a variable that holds a value or an operand's element."""
 
     def address(self, pointer: str, index: Index, in_lane: bool = False) -> str:
-        """Return the address of an element, whose index counts from a pointer."""
+        """Return the address of an element, given a pointer and an index that counts from there."""
 
     def declared(self, name: str, varies: bool) -> Reference:
         """Declare a variable for a value, but do not initialize it."""

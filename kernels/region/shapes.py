@@ -120,7 +120,7 @@ def _common(a: Size, b: Size, sizes: Sizes) -> Size:
 
 
 def _reshaped(operation: Operation, shapes: Sequence[Shape], sizes: Sizes) -> Shape:
-    """Return the shape after a Reshape, where 0 copies a dim and -1 takes the rest."""
+    """Return the shape after a Reshape, where 0 copies a dim and -1 is the size that remains."""
     x, target = shapes[0], operation.attributes["shape"]
     literal = sizes_of(operation, "shape", shapes, sizes)
     known = [x[i] if dim == 0 else literal[i] for i, dim in enumerate(target) if dim != -1]

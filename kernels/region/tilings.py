@@ -38,7 +38,7 @@ from onnxfuse.runtime.symint import always, estimate, is_symbolic, maximum, mini
 MAX_WIDTH: Final = 8  # maximum number of elements per vector
 THREADS: Final = 128  # threads per block
 ROW_THREADS: Final = 256  # threads per block, if threads exchange partial results
-MAX_SERIAL: Final = 8  # maximum number of elements of a short row, which one thread reduces alone
+MAX_SERIAL: Final = 8  # maximum number of elements of a row that one thread reduces alone
 MAX_WARP_ELEMENTS: Final = 1024  # maximum number of elements of a row for one warp; a block computes a longer row
 FEW_ROWS: Final = 4  # rows per multiprocessor: below this number, rows count as few
 MANY_ROUNDS_FEW_ROWS: Final = 8  # replaces FEW_ROWS if a lane would have more than MAX_WARP_ROUNDS vectors of a row
@@ -130,7 +130,7 @@ class Columns(Tiling):
     """Vectors lie across rows; threads of a block with the same vector of rows divide the elements of these rows."""
 
     width: int
-    columns: int  # number of adjacent threads of a block, which have different rows
+    columns: int  # number of adjacent threads of a block that have different rows
 
 
 @dataclass(frozen=True)
