@@ -112,7 +112,7 @@ def implementation(conv: Conv, config: DepthwiseConfig, device: Device) -> Imple
 
 
 def configs(conv: Conv, device: Device) -> list[DepthwiseConfig]:
-    """Return all configs to rank by cost for these sizes, which fit the device."""
+    """Return all configs that fit the device, to be ranked by their cost for these sizes."""
     _, height, width = three(conv.y_sizes)
     found = []
     for vec in access_sizes(conv):
@@ -212,7 +212,7 @@ def registers(conv: Conv, config: DepthwiseConfig) -> int:
 
 
 def cost(conv: Conv, config: DepthwiseConfig, device: Device) -> float:
-    """Estimate a launch's clock cycles: the longest of instructions, caches and memory, plus a little of the others."""
+    """Estimate a launch's clock cycles: the longest time (instructions, caches or memory), and a part of the others."""
     item = ITEM_BYTES[conv.dtype]
     blocks = config.patches(conv) * -(-conv.c // (config.vec * config.bx))
     warps = blocks * -(-config.threads // 32)

@@ -1,4 +1,4 @@
-"""The host side of conv_depthwise_sliding.cu: depthwise convolutions whose threads slide down the rows of x."""
+"""The host side of conv_depthwise_sliding.cu: depthwise convolutions by threads that slide down the rows of x."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
 
 
 def is_supported(conv: Conv) -> bool:
-    """Return whether conv_depthwise_sliding.cu computes this convolution, with weights that fit registers."""
+    """Return whether conv_depthwise_sliding.cu computes this convolution, and registers hold its weights."""
     (kh, _), (sh, _), (dh, _) = two(conv.kernel), two(conv.strides), two(conv.dilations)
     one_step = len(conv.kernel) <= 2 and sh == dh == 1 and kh > 1
     return one_step and depthwise.is_supported(conv) and two(conv.y_sizes)[0] >= _least_rows(conv)

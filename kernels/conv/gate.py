@@ -64,7 +64,7 @@ def _is_expected_faster(conv: Conv, in_front: Implementation, device: Device) ->
 
 
 def in_two_steps(node: FusedNode, inputs: Sequence[TensorSpec], device: Device, convolution: Planner) -> list[Plan]:
-    """Return plans of two launches: one writes x * gate to scratch memory, and a convolution reads that."""
+    """Return plans of two launches: the first writes x * gate to scratch memory, and the second convolves it."""
     names = node.operands
     x, gate = names.index("x"), names.index(GATE)
     scale = FusedNode("channel_scale", node.name, ("x", GATE), {"activation": "none", "layout": "nhwc"},

@@ -1,4 +1,4 @@
-"""The host side of conv_hopper_slices.cu: convolutions with few tiles on Hopper, whose blocks each sum a slice of k."""
+"""The host side of conv_hopper_slices.cu: convolutions with few tiles on Hopper; each block sums over a slice of k."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ MULTIPLY_BYTES: Final = 2048  # rows x columns x bytes of k that mma.sync multip
 TF32_MULTIPLY_BYTES: Final = 920  # MULTIPLY_BYTES in TF32: 128x128 blocks of 64 bytes take 1140 cycles on an H200
 EXACT_PRODUCTS: Final = 110  # fma instructions per cycle
 LOAD_BYTES: Final = 48  # bytes from L2 per cycle
-COPY_CYCLES: Final = 0.09  # cycles per copy to shared memory, with its address and bounds check
+COPY_CYCLES: Final = 0.09  # cycles per copy to shared memory, including its address and bounds check
 STEP_CYCLES: Final = 220  # cycles per stage, if the block is alone on a multiprocessor
 BLOCK_CYCLES: Final = 1600  # cycles per block before the first stage arrives and after the last
 EPILOGUE_CYCLES: Final = 0.1  # cycles per element of y
@@ -44,7 +44,7 @@ PARTIAL_BYTES: Final = 24  # bytes of fp32 sums written or read per cycle
 
 @dataclass(frozen=True)
 class ConvConfig:
-    """The tile of a block of conv_mma.cu, and the number of slices of k, which equals the blocks along z."""
+    """The tile of a block of conv_mma.cu, and the number of slices of k: one for each block along z."""
 
     tile: MmaConfig
     slices: int = 1
@@ -84,7 +84,7 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
 
 
 def is_exact(conv: Conv, device: Device) -> bool:
-    """Return whether products must use fma: mma.sync lacks the dtype, or rounds to TF32, which is not allowed."""
+    """Return whether products must use fma: mma.sync lacks the dtype, or rounds to TF32 where that is not allowed."""
     if conv.dtype == "float16":
         return False
     return device.arch < MMA_ARCH or (conv.dtype == "float32" and not conv.tf32)

@@ -57,7 +57,7 @@ class Conv:
     x_nchw: bool = False
     w_hwio: bool = False
     tf32: bool = False  # the kernel is allowed to round float32 operands to TF32
-    weights_constant: bool = False  # w is a constant of the model, which no kernel writes
+    weights_constant: bool = False  # w is a constant of the model, so no kernel writes it
     transposed: bool = False
     program: EpilogueProgram | None = None  # elementwise operators applied to y before it is stored
     gate: Pointer | None = None  # (n, ones, c): a factor for each channel of an image of x

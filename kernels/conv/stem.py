@@ -231,7 +231,7 @@ def shared(conv: Conv, config: StemConfig) -> int:
 
 
 def configs(conv: Conv, device: Device) -> list[StemConfig]:
-    """Return all configs to rank by cost for these sizes, which fit into registers and shared memory."""
+    """Return all configs that fit into registers and shared memory, to be ranked by their cost for these sizes."""
     height, width = two(conv.y_sizes)
     n_tiles = -(-conv.m // 8)
     warps_n = 1 if n_tiles <= 4 else 2

@@ -265,7 +265,7 @@ def tile_count(gemm: Gemm, config: HopperConfig) -> int:
 
 
 def is_by_fragments(gemm: Gemm) -> bool:
-    """Return whether threads load the epilogue's operands and store y, without TMA: gemm_hopper_threads.cuh."""
+    """Return whether threads, not TMA, load the epilogue's operands and store y, as in gemm_hopper_threads.cuh."""
     return gemm.dtype == "float32" or gemm.integers is not None
 
 

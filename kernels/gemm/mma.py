@@ -30,7 +30,7 @@ class MmaConfig:
     stages: int
     warps_m: int
     warps_n: int
-    min_blocks: int = 1  # minimum resident blocks per multiprocessor, which limits the registers
+    min_blocks: int = 1  # minimum resident blocks per multiprocessor: a bound on registers
 
     @property
     def name(self) -> str:

@@ -49,7 +49,7 @@ class Gemm:
     bias: Pointer | None = None  # n elements
     up: Pointer | None = None  # the second weight of a gated product
     up_bias: Pointer | None = None  # n elements
-    slope: Pointer | None = None  # n slopes of a PRelu, which is the activation
+    slope: Pointer | None = None  # n slopes, if the activation is PRelu
     column_scale: Pointer | None = None  # n elements
     column_shift: Pointer | None = None  # n elements
     residual: Pointer | None = None

@@ -138,7 +138,7 @@ def _tile_count(gemm: Gemm, tile_m: int, tile_n: int) -> int:
 
 
 def _row_count(gemm: Gemm, tile_m: int) -> int:
-    """Return the number of rows of tiles; 1, even if m is symbolic, where one tile has all rows of x."""
+    """Return the number of rows of tiles: the integer 1 if one tile has all rows of x, even if m is symbolic."""
     return 1 if gemm.m <= tile_m else -(-gemm.m // tile_m)
 
 
