@@ -1,4 +1,4 @@
-"""Ask the CUDA driver which GPUs this machine has, without CuPy: importing it takes longer than all other work."""
+"""Query the CUDA driver for this machine's GPUs without CuPy, whose import takes longer than all other work."""
 
 from __future__ import annotations
 

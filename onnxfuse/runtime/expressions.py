@@ -122,7 +122,7 @@ _FUNCTIONS: Final[dict[Op, Callable[..., Any]]] = {
 
 
 class Expressions:
-    """A list of expressions, whose operands are earlier expressions by number; equal expressions are stored once."""
+    """A list of expressions.  Operands are the numbers of earlier expressions; equal expressions are stored once."""
 
     def __init__(self) -> None:
         """Start without expressions."""

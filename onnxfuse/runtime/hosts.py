@@ -35,7 +35,7 @@ def numbers_of(node: FusedNode) -> tuple[int, ...]:
 
 
 def lengths_of(node: FusedNode, outputs: Sequence[TensorSpec]) -> Mapping[str, int]:
-    """Return the largest values of operands that hold lengths, by name: those of sequences that fill their caches.
+    """Return, by name, the largest value of each operand of lengths: the length of a sequence that fills its cache.
 
     The function `lengths` of a host gives them; most hosts have none.
     """

@@ -136,7 +136,7 @@ def _of_user(folder: Path) -> KernelFolder:
 
 
 def _families(package: str, folder: Path, origin: Origin) -> tuple[Family, ...]:
-    """Return the families in a folder, which are subpackages of `package`; names that begin with "_" are left out."""
+    """Return the families in a folder: subpackages of `package`, except those with names that begin with "_"."""
     found = []
     for module in pkgutil.iter_modules([str(folder)]):
         if module.ispkg and not module.name.startswith("_"):

@@ -112,7 +112,7 @@ class _Source:
     def __init__(
         self, key: PlanFileKey, stamp: tuple[int, ...], file: PlanFile, templates: Sequence[SavedTemplate]
     ) -> None:
-        """Take a file's content and stamp, and `templates`: those that GPUs of the kind in `key` can run."""
+        """Store a file's content and stamp, and `templates`: those that GPUs of the kind in `key` can run."""
         self.stamp, self.file, self.templates = stamp, file, templates
         self._path, *self._where = key
         self._lock = threading.Lock()

@@ -42,7 +42,7 @@ class GivenTemplate:
         situation: Situation,
         load: Callable[[KernelCode], LoadedKernel],
     ) -> None:
-        """Take a template of the plan file `path`; `words` encode it for the inputs of the nodes that will use it.
+        """Store a template of the plan file `path`; `words` encode it for the inputs of the nodes that will use it.
 
         situation  the nodes' attributes and GPU, and the settings of their session
         load       loads a kernel on that GPU

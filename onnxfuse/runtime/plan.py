@@ -48,7 +48,7 @@ class Device:
     shared_per_block: int  # bytes of dynamic shared memory that a block may opt in to
     tf32: bool = True  # the session allows float32 matrix products to round their operands to TF32
     shared: bool = False  # other runs use the GPU at the same time, so plans should leave much of the GPU to them
-    # The GPU's number on this machine, with which planning queries cuBLASLt and cuDNN; NO_GPU if that is not possible.
+    # The GPU's number on this machine: planning queries cuBLASLt and cuDNN for this GPU; NO_GPU if it cannot do so.
     ordinal: int = field(default=0, compare=False)
 
     @property
@@ -134,7 +134,7 @@ class Kernel:
     source: str  # the stem of the .cu file, or the name that messages use for `text`
     entry: str
     defines: Mapping[str, int | float | str] = field(default_factory=dict)
-    arch_specific: bool = False  # needs instructions that only one architecture has, as sm_90a does
+    arch_specific: bool = False  # needs instructions that only one architecture has, such as sm_90a
     text: str = ""  # generated source that replaces the file; it may include onnxfuse's headers
 
     @property

@@ -28,7 +28,7 @@ from onnxfuse.runtime.template_key import Situation, signature
 
 log: Final = logging.getLogger("onnxfuse")
 MAX_UNUSED_TEMPLATES: Final = 512  # templates that are kept for nodes that have not run yet, or whose sessions ended
-MAX_PATTERNS: Final = 64  # lists of input dims, as `expect` takes them, that are kept for equal nodes
+MAX_PATTERNS: Final = 64  # lists of input dims (see `expect`) that are kept for equal nodes
 Dims = tuple[tuple[int, ...], ...]  # dims of each input of a node; dynamic size number k is written as -1 - k
 
 

@@ -1,4 +1,4 @@
-"""Run plans without onnxruntime, and query the algorithms of cuBLASLt and cuDNN: for tests, timing and planning."""
+"""For tests, timing and planning: run plans without onnxruntime, and query the algorithms of cuBLASLt and cuDNN."""
 
 from __future__ import annotations
 

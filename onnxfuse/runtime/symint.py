@@ -71,7 +71,7 @@ class Symbolic:
     __slots__ = ("hint", "number", "trace")
 
     def __init__(self, trace: Trace, number: int, hint: Any) -> None:
-        """Take the number of the expression in the trace's list, and its value for the trace's sizes."""
+        """Store the number of the expression in the trace's list, and its value for the trace's sizes."""
         self.trace, self.number, self.hint = trace, number, hint
 
     def _with(self, op: Op, other: Any, swap: bool = False) -> Any:
