@@ -78,7 +78,7 @@ def _is_valid(data: dict[str, Any]) -> bool:
 
 
 def with_dtypes(arrays: Mapping[str, T], dtypes: Mapping[str, np.dtype[Any]]) -> dict[str, T]:
-    """Return the values by name, with floating-point arrays in the floating-point dtypes that `dtypes` has for them."""
+    """Return the values by name; floating-point arrays are cast to the floating-point dtypes that `dtypes` names."""
 
     def cast(name: str, value: Any) -> Any:
         dtype = dtypes.get(name)

@@ -261,7 +261,7 @@ def _outputs_of(model: Prepared, reference: Reference) -> tuple[list[dict[str, o
 def _fail_changed_dtypes(
     before: onnx.ModelProto, after: onnx.ModelProto, errors: tuple[OutputDifference, ...]
 ) -> tuple[OutputDifference, ...]:
-    """Mark outputs whose declared dtype changed as failed: a comparison in float32 does not notice such a change."""
+    """Mark as failed the outputs whose declared dtype changed, because a comparison in float32 does not notice that."""
     old, new = ({o.name: o.type.tensor_type.elem_type for o in m.graph.output} for m in (before, after))
     name_of = onnx.TensorProto.DataType.Name
     changed = {n: f"output '{n}' is {name_of(new[n])}; the original has {name_of(t)}" for n, t in old.items()

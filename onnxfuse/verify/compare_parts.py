@@ -57,11 +57,11 @@ PART_TOLERANCES: Final[Mapping[str, float]] = {
     "bfloat16": 3.2e-2,  # 2^-8 = 3.9e-3: eight roundings, as for float16
 }
 # A fused node may differ by this many times the error of the replaced nodes themselves, measured on the operands and on
-# operands moved by one unit in the last place.  If attention scores are in the millions and two are nearly equal, such
-# movements change the probabilities by more than any fixed tolerance.  Operands move in random directions, so one draw
-# of directions may not show the change: of five draws on 1025 tokens, one moved a result by 0.0005, one by 0.07, and
-# three by 0.7 to 1.3.  A gate that multiplies large values amplifies the error of its own sigmoid, which a run in
-# float64 shows.  In half precision, the gate also amplifies the rounding of each result.
+# operands perturbed by one unit in the last place.  If attention scores are in the millions and two are nearly equal,
+# such perturbations change the probabilities by more than any fixed tolerance.  Operands are perturbed in random
+# directions, so one draw of directions may not show the change: of five draws on 1025 tokens, one changed a result by
+# 0.0005, one by 0.07, and three by 0.7 to 1.3.  A gate that multiplies large values amplifies the error of its own
+# sigmoid, which a run in float64 shows.  In half precision, the gate also amplifies the rounding of each result.
 NOISE_FACTOR: Final = 8.0
 NOISE_DRAWS: Final = 6
 
@@ -329,7 +329,7 @@ def _open_both(unfused: UnfusedGraph, optimized: onnx.ModelProto, part: Part, gi
 
 
 def _is_packed(value: Array) -> bool:
-    """Return whether bytes of an array hold several elements, or floats: onnxruntime takes neither as an input."""
+    """Return whether one byte of an array holds several elements, or a float; onnxruntime takes neither as input."""
     return value.dtype.name.startswith(("int4", "uint4", "int2", "uint2", "float4", "float8"))
 
 
@@ -446,11 +446,11 @@ class _Check:
         return float(np.sqrt(np.mean(np.square(kept)))) if kept.size else 0.0
 
     def _noise(self, old: Array, true: Array) -> Iterator[float]:
-        """Yield the error of the replaced nodes that is known so far, after each draw of moved operands.
+        """Yield the error of the replaced nodes that is known so far, after each draw of perturbed operands.
 
-        Operands move by one unit in the last place.  In half precision, movements are measured from the unmoved result,
-        because the error of that result is much larger than one rounding.  In half precision, the nodes also run once
-        before the draws, with each result rounded, as providers other than the CPU's round it.
+        Operands are perturbed by one unit in the last place.  In half precision, changes are measured from the
+        unperturbed result, because the error of that result is much larger than one rounding.  In half precision, the
+        nodes also run once before the draws, with each result rounded, as providers other than the CPU's round it.
         """
         start = old if self.sessions.half else true
         found = float(_error(old, start).max(initial=0.0))
@@ -464,7 +464,7 @@ class _Check:
             yield found
 
     def _moved(self) -> Iterator[Array]:
-        """Yield the results of the replaced nodes for operands that are moved by one unit in the last place."""
+        """Yield the results of the replaced nodes for operands that are perturbed by one unit in the last place."""
         for draw in range(NOISE_DRAWS):
             moved = {name: move_by_one_ulp(name, value, draw) for name, value in self.feeds.items()}
             yield _wide(np.asarray(run(self.sessions.replaced, self.sessions.feeds(moved))[self.name]))

@@ -76,7 +76,7 @@ def _failures() -> Iterator[None]:
 
 
 def input_of(name: str, value: Array, *, has_shape: bool = False) -> onnx.ValueInfoProto:
-    """Return a graph input of the array's dtype and rank, with dims of any size or, if `has_shape`, of the array's."""
+    """Return a graph input of the array's dtype and rank; its dims have any size or, if `has_shape`, the array's."""
     is_text = value.dtype.kind in "OUS"
     dtype = onnx.TensorProto.STRING if is_text else onnx.helper.np_dtype_to_tensor_dtype(value.dtype)
     return onnx.helper.make_tensor_value_info(name, dtype, value.shape if has_shape else [None] * value.ndim)

@@ -18,7 +18,7 @@ TF32 = "tf32"  # the precision of float32 products on CUDA, unless the session's
 # The expected output is the original's own, unless the original computes in half precision.  Then the original is
 # evaluated in float32, and an output also passes if the original's own output has no smaller error.  The original's
 # rounding is not a standard: onnxruntime's CPU provider puts Casts around most float16 nodes and drops pairs of them,
-# so where it rounds depends on the neighbouring nodes.  Merely folding the shape arithmetic of the Reshapes moved an
+# so where it rounds depends on the neighbouring nodes.  Merely folding the shape arithmetic of the Reshapes changed an
 # output of float16 ViTs by 1.8e-3 (onnxruntime 1.31), without a change of arithmetic.  Against the float32 evaluation,
 # the exported float16 transformers are off by 4.8e-4 to 1.5e-3, and the optimized ones by 3.8e-4 to 1.9e-3.
 TOLERANCES: Mapping[str, float] = {

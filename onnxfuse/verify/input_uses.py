@@ -60,7 +60,7 @@ OPPOSITE: Final[Mapping[Bound, Bound]] = {"low": "high", "high": "low"}
 
 @dataclass(frozen=True)
 class Use:
-    """How a model uses the values of an input; one that is not of integers has kind "low" or "high".
+    """How a model uses the values of an input; a non-integer input has kind "low" or "high".
 
     kind "row"     the values index a table of `number` rows
     kind "mask"    the values are compared, or cast to floats
@@ -266,7 +266,7 @@ def _table_rows(node: onnx.NodeProto, index: int, numbers: Mapping[str, int], li
 
 
 def axes_of_keys(node: onnx.NodeProto, links: Links) -> Iterator[tuple[str, int]]:
-    """Yield (model input, axis) pairs: the axis's size is the number of past or new keys of a GroupQueryAttention."""
+    """Yield the (model input, axis) pairs whose size is a GroupQueryAttention's number of past or new keys."""
     past = node.input[PAST_KEY] if len(node.input) > PAST_KEY else ""
     if past and links.is_input(past):
         yield past, 2

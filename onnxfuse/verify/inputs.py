@@ -130,8 +130,9 @@ def load_samples(
 ) -> list[dict[str, Array]]:
     """Return the samples, each a set of inputs, in an .npz file or in arrays by input name.
 
-    Each array has one more axis than the input, the first, which counts samples; or all arrays together are one sample,
-    which they are not if each input has an unknown rank.  Raises UsageError if the arrays do not fit the model.
+    Each array has one more axis than its input: the first axis, which counts samples.  If an array lacks this axis, all
+    arrays together are one sample.  The array of an input of unknown rank is assumed to have it.  Raises UsageError if
+    the arrays do not fit the model.
     """
     given, where = (source, "the data") if isinstance(source, Mapping) else (_read_arrays(source), f"'{source}'")
     arrays = _named_arrays(where, given, model)
@@ -150,7 +151,7 @@ def load_samples(
 
 
 def _inputs_like(arrays: Mapping[str, Array], model: onnx.ModelProto, more: int = 0) -> list[Input]:
-    """Return the inputs of a model; those of unknown rank have the rank of their array, which has `more` axes more."""
+    """Return the inputs of a model; an input of unknown rank gets the rank of its array minus `more`."""
     return model_inputs(with_ranks(model, {name: max(0, value.ndim - more) for name, value in arrays.items()}))
 
 

@@ -17,7 +17,7 @@ from onnxfuse.verify.ties import are_ties, source_of_indices
 Results = Sequence[Mapping[str, object]]
 
 # An output may differ by this many times the original's own noise.  Fused nodes and onnxruntime's own optimizations
-# round at different places, and may move an output equally far.  One sample of noise is seldom the largest.
+# round at different places, and may change an output equally much.  One sample of noise is seldom the largest.
 NOISE_FACTOR: Final = 4.0
 OF_NOISE: Final = f"{NOISE_FACTOR:g} times the original's own noise"
 MAX_NOISE: Final = 0.5  # relative to an output's largest value; a noisier output is not compared

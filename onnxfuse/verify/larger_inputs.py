@@ -36,7 +36,7 @@ def depends_on(model: onnx.ModelProto, output: str, names: Collection[str]) -> b
 def largest_first(
     model: onnx.ModelProto, folder: Path | None, draws: Iterable[Draw]
 ) -> Iterator[tuple[dict[str, int], dict[str, Array]]]:
-    """Yield dim sizes and random inputs from those of `draws` that are small enough for fast runs, the largest first.
+    """Yield, the largest first, dim sizes and random inputs from those `draws` that are small enough for fast runs.
 
     Tensors whose shapes the inputs do not determine count as small.
     """

@@ -25,7 +25,7 @@ Mask: TypeAlias = Literal["flags", "added"]  # boolean flags, or numbers added t
 
 
 def mask_inputs(model: onnx.ModelProto, given: Collection[str]) -> dict[str, Mask]:
-    """Return which inputs, other than `given` ones, are masks: the kind of mask by the input's name."""
+    """Return the kind of mask of each input that is a mask, by the input's name; `given` inputs are left out."""
     uses, added = integer_uses(model), added_to_scores(model)
     found: dict[str, Mask] = {}
     for each in model_inputs(model):

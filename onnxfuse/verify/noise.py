@@ -1,4 +1,4 @@
-"""Move values by one unit in the last place, or by a rounding, to see how far results move."""
+"""Perturb values by one unit in the last place, or by a rounding error, to see how far results change."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Move: TypeAlias = Callable[[str, Array], Array]  # maps a tensor's name and valu
 
 
 def move_by_one_ulp(name: str, value: Array, draw: int = 0) -> Array:
-    """Move each floating-point value up or down by one unit in the last place; return other dtypes unchanged.
+    """Perturb each floating-point value, up or down, by one unit in the last place; return other dtypes unchanged.
 
     The lowest and the highest finite number stay, because masks hold them, and one unit in their last place is larger
     than a score.  Infinities stay, too.
 
-    draw  the number of the draw: each draw moves the values in other directions
+    draw  the number of the draw: each draw perturbs the values in other directions
     """
     if value.dtype.name not in FLOAT_NAMES:
         return value
@@ -37,9 +37,9 @@ def move_by_one_ulp(name: str, value: Array, draw: int = 0) -> Array:
 
 
 def move_by_rounding(name: str, value: Array, rounding: float, draw: int = 0) -> Array:
-    """Move each float32 value up or down by `rounding` times the value; return other dtypes unchanged.
+    """Perturb each float32 value, up or down, by `rounding` times the value; return other dtypes unchanged.
 
-    draw  the number of the draw: each draw moves the values in other directions
+    draw  the number of the draw: each draw perturbs the values in other directions
     """
     if value.dtype != np.float32:
         return value
@@ -47,7 +47,7 @@ def move_by_rounding(name: str, value: Array, rounding: float, draw: int = 0) ->
 
 
 def with_moved_weights(model: onnx.ModelProto, move: Move) -> onnx.ModelProto:
-    """Return a model whose floating-point initializers are moved, except those in external files.
+    """Return a model whose floating-point initializers are perturbed, except those in external files.
 
     Integral values stay, because they may be exponents, flags or mask values.
     """

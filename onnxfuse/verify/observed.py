@@ -70,7 +70,7 @@ def redrawn(feeds: Mapping[str, Array], kind: str, given: Collection[str]) -> di
 
 
 def inverted_flags(feeds: Mapping[str, Array], given: Collection[str]) -> dict[str, Array]:
-    """Return the inverse of the one-element boolean inputs that are not `given`: they may select an If's branch."""
+    """Return the one-element boolean inputs that are not `given`, inverted; such flags may select an If's branch."""
     return {n: np.asarray(~v) for n, v in feeds.items() if n not in given and v.dtype == np.bool_ and v.size == 1}
 
 

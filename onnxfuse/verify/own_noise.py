@@ -21,7 +21,7 @@ from onnxfuse.verify.rounded_results import model_that_rounds
 
 # Relative error that a value may have after some roundings in another order, as after a fused node.
 SOME_ROUNDINGS: Final = 1e-6
-STEADY_DRAWS: Final = 8  # random draws of moved values: half move by one unit in the last place, half by SOME_ROUNDINGS
+STEADY_DRAWS: Final = 8  # random draws of perturbed values: half by one unit in the last place, half by SOME_ROUNDINGS
 # How many integers of an output may differ, as a multiple of how many differ between the original's own runs.
 INTEGERS_FACTOR: Final = 4.0
 
@@ -38,12 +38,12 @@ class _Cause:
 
 
 def measure_noise(reference: Reference, names: Sequence[str]) -> dict[str, float]:
-    """Return how far outputs of the original move, relative to their largest value.
+    """Return how far outputs of the original change, relative to their largest value.
 
-    The causes are: inputs and weights that move by one unit in the last place; onnxruntime's graph optimizations, if
-    `reference.by_optimizations`; float32 inputs that move by one rounding to half precision, if the model was converted
-    to it; and the rounding of each result, where bfloat16 is compared in float32.  A run that changes where an output
-    is NaN or infinite does not count for this output.
+    The causes are: inputs and weights that are perturbed by one unit in the last place; onnxruntime's graph
+    optimizations, if `reference.by_optimizations`; float32 inputs that are perturbed by one rounding error of half
+    precision, if the model was converted to it; and the rounding of each result, where bfloat16 is compared in float32.
+    A run that changes where an output is NaN or infinite does not count for this output.
     """
     found = dict.fromkeys(names, 0.0)
     for cause in _causes(reference):
@@ -70,7 +70,7 @@ def _causes(reference: Reference) -> Iterator[_Cause]:
 
 
 def _moved_by(cause: _Cause, reference: Reference) -> dict[str, float]:
-    """Return how far a cause moves each output; empty if onnxruntime does not run the variant."""
+    """Return how far a cause changes each output; empty if onnxruntime does not run the variant."""
     found: dict[str, float] = {}
     try:
         session = reference.open(cause.model(), optimize=cause.optimize)
@@ -100,11 +100,11 @@ def _that_rounds(model: onnx.ModelProto) -> onnx.ModelProto:
 def unsteady_outputs(
     reference: Reference, results: Sequence[Mapping[str, object]], errors: Sequence[OutputDifference]
 ) -> dict[str, str]:
-    """Return, with reasons, outputs that differ in shape or integers about as much between runs of the original itself.
+    """Return, with reasons, outputs whose shapes or integers differ about as much between runs of the original.
 
     For example, a rounding may change a quantized value by one step, and that step may decide the length of a result.
-    In these runs, inputs and weights of the original are moved by a rounding.  If `reference.by_optimizations`, one
-    more run uses onnxruntime's graph optimizations.
+    In these runs, inputs and weights of the original are perturbed by a rounding error.  If
+    `reference.by_optimizations`, one more run uses onnxruntime's graph optimizations.
     """
     pairs = list(zip(reference.runs, results, strict=True))
     differ = {each.name: max(_elements_off(one.outputs[each.name], new.get(each.name)) for one, new in pairs)
@@ -148,6 +148,6 @@ def _how_unsteady(expected: object, actual: object) -> str:
 
 
 def _move_some(name: str, value: Array, draw: int) -> Array:
-    """Return values moved by one unit in the last place, or by SOME_ROUNDINGS in the second half of the draws."""
+    """Return values perturbed by one unit in the last place, or by SOME_ROUNDINGS in the second half of the draws."""
     moved = move_by_one_ulp(name, value, draw)
     return move_by_rounding(name, moved, SOME_ROUNDINGS, draw) if draw >= STEADY_DRAWS // 2 else moved

@@ -243,7 +243,7 @@ class _Derivations:
     """Finds the nodes that compute operands that only the optimized model has, such as Reshapes of other tensors."""
 
     def __init__(self, unfused: UnfusedGraph, optimized: onnx.ModelProto, originals: Mapping[str, Original]) -> None:
-        """Derive operands from the tensors that the original also has, be it in another layout."""
+        """Derive operands from the tensors that the original also has, perhaps in another layout."""
         self.given = {*unfused.types, *originals}
         self.nodes = {name: n for n in optimized.graph.node if not n.domain for name in n.output}
         self.constants = {tensor.name: tensor for tensor in optimized.graph.initializer}

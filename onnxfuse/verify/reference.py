@@ -93,7 +93,7 @@ class Reference:
     edges: Sequence[Run] = ()
     optimized: Mapping[str, object] | str = field(default_factory=dict)
     scales: Mapping[str, float] = field(default_factory=dict)  # by output: the least value to which errors are relative
-    noise: dict[str, dict[str, float]] = field(default_factory=dict)  # by cause and output: how far the output moves
+    noise: dict[str, dict[str, float]] = field(default_factory=dict)  # by cause and output: how far the output changes
     by_optimizations: bool = True  # whether changes by onnxruntime's graph optimizations count as noise
 
     def open(self, model: onnx.ModelProto, *, optimize: bool = False) -> Session:
@@ -137,7 +137,7 @@ class Reference:
         )  # fmt: skip
 
     def _limit(self, name: str) -> tuple[float | None, str]:
-        """Return the tolerance that replaces that of an output's dtype, and what set it; None if nothing does."""
+        """Return the tolerance that replaces an output dtype's tolerance, and its origin; None if there is none."""
         accepted = self.accepted.tolerances.get(name)
         return (accepted, self.accepted.set_by) if self.tolerance is None and accepted else (self.tolerance, GIVEN)
 

@@ -106,7 +106,7 @@ def feeds_to_try(
 
 @contextmanager
 def _usage_error_for_sizes() -> Iterator[None]:
-    """Convert errors in the block to UsageError: sizes that cannot be computed, or do not fit into NumPy or memory."""
+    """Convert errors that sizes cause in the `with` block, such as a lack of memory, to UsageError."""
     try:
         yield
     except (ArithmeticError, MemoryError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Find the input sizes that a model's operators require, where they must not, or can hardly, be found by trial.
+"""Find the input sizes that a model's operators require, if trying sizes would be unsafe or would rarely succeed.
 
 onnxruntime may run a Conv on a wrong number of channels: its convolutions in a blocked layout then read past the end of
 memory.  GroupQueryAttention accepts cached keys and values (a past) only if their heads fit, and if all layers and the

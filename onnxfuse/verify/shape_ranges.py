@@ -31,7 +31,7 @@ def _range(name: str, text: str) -> Range:
 
 
 def spread(ranges: Mapping[str, Sequence[Range]], inputs: Sequence[Input]) -> list[list[str]]:
-    """Return shapes as `--shape` takes them, at the ends of the ranges and the powers of two in them, largest first.
+    """Return, largest first, shapes as for `--shape`, with sizes at the ranges' ends and the powers of two in them.
 
     Dims of one name have one size.  Raises UsageError if a named dim has two different ranges, and if there are more
     than MAX_SPREAD combinations.

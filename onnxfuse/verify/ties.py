@@ -17,7 +17,7 @@ FOLLOWED_OPS: Final = REGROUPING | {"Cast", "Identity"}  # operators through whi
 
 
 def source_of(model: onnx.ModelProto, output: str, through: Set[str]) -> tuple[onnx.NodeProto | None, int]:
-    """Return the node that computes a tensor before operators of `through`, and which of its outputs that is.
+    """Return the node that computes a tensor before operators of `through`, and the index of the node's output.
 
     The node is None if the tensor is an input or an initializer.
     """
