@@ -10,7 +10,7 @@
 //   2. Scores s = q k^T by mma (attention_mma_warp.cuh); the elements of mask and bias are loaded meanwhile.
 //   3. Softcap, bias, mask, causal limits (attention_mma_scores.cuh).
 //   4. Online softmax, then o += p v, with p in the registers in which step 2 left the scores.
-// Scores are in units of log2(e), so that probabilities are powers of two.
+// Scores are multiplied by log2(e), so that probabilities are powers of two.
 //
 // Macros (compile-time constants; lengths and strides are arguments):
 //   T, OUT_T                       element types of q, k and v, and of the result

@@ -5,7 +5,7 @@
 
 // ---- masks and biases --------------------------------------------------------------------------------------------
 
-// Converts a number to units of log2(e). Finite numbers stay finite; an fp16 number cannot leave the range of fp32.
+// Multiplies a number by log2(e). Finite numbers stay finite; an fp16 number cannot leave the range of fp32.
 template <class M>
 __device__ __forceinline__ float in_powers_of_two(M, float value) {
     return value == MINUS_INFINITY ? MINUS_INFINITY : fmaxf(value * LOG2_E, LOWEST);
@@ -57,7 +57,8 @@ struct ScoreElements {
         }
     }
 
-    // Writes the elements of two neighbouring keys of a row: a boolean as 0 or not 0, a number in units of log2(e).
+    // Writes the elements of a mask or bias for two neighbouring keys of a row: a boolean as 0 or not 0, a number times
+    // log2(e).
     __device__ __forceinline__ void get(int line, int n, float (&to)[2]) const {
         const Pack<M, 2>& pair = packs[BY_ROW ? line : 0][n];
         if constexpr (sizeof(M) == 1) {
@@ -71,7 +72,7 @@ struct ScoreElements {
     }
 };
 
-__device__ __forceinline__ float softcapped(float score, float cap) {  // cap * tanh(score), cap in units of log2(e)
+__device__ __forceinline__ float softcapped(float score, float cap) {  // cap * tanh(score), cap times log2(e)
     return cap * (1.0f - 2.0f * reciprocal(exp2_fast(2.0f * LOG2_E * score) + 1.0f));
 }
 

@@ -38,7 +38,7 @@ constexpr int Q_BYTES = BLOCK_M * K_ROW, K_BYTES = BLOCK_N * K_ROW, STAGE = K_BY
 
 static_assert(WARP_KEYS % (MATH_KIND == FP32 ? 8 : 16) == 0, "a warp takes keys by sixteens");
 
-// Finite scores in units of log2(e) stay above LOWEST, so that the sum of two of them is finite. So a row whose scores
+// Finite scores, times log2(e), stay above LOWEST, so that the sum of two of them is finite. So a row whose scores
 // are all the lowest float32 gets equal probabilities, instead of counting as fully masked.
 constexpr float LOWEST = -1.6e38f;
 

@@ -17,7 +17,7 @@ from onnxfuse.runtime.symint import always, estimate, gcd, is_symbolic
 
 MAX_HEAD_DIM: Final = 256
 LOG2_E: Final = math.log2(math.e)
-LOWEST: Final = -1.6e38  # lowest score in units of log2(e): LOWEST of attention_mma_tiles.cuh
+LOWEST: Final = -1.6e38  # lowest score, times log2(e): LOWEST of attention_mma_tiles.cuh
 MASK_MACROS: Final = {"none": 0, "boolean": 1, "inverted": 2, "additive": 3}
 MASK_STORAGE: Final = {**STORAGE, "bool": "b8"}
 MAX_CONFIGS: Final = 4
@@ -284,7 +284,7 @@ def argument(problem: Attention, row_tiles: int) -> Struct:
 
 
 def _score_scalars(problem: Attention) -> tuple[float, float, float]:
-    """Return (scale, masked, cap), by which products q k^T become scores in units of log2(e)."""
+    """Return (scale, masked, cap), by which products q k^T become scores times log2(e)."""
     boolean = problem.add_masked_score or problem.mask_kind in ("boolean", "inverted")
     masked = problem.masked_score if boolean else 0.0
     masked = masked if math.isinf(masked) else max(LOWEST, min(-LOWEST, masked * LOG2_E))

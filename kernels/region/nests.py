@@ -54,7 +54,7 @@ class Nest:
     accesses: tuple[tuple[str, Index], ...] = ()  # operands that are read, with their addresses; "" means the outputs
     bounds: tuple[tuple[Index, Size], ...] = ()  # indices, each with a size that it is compared with
     row_outputs: Mapping[str, Shape] = field(default_factory=dict)  # outputs with one element per row
-    stores: tuple[Instance, ...] = ()  # reductions whose accumulators the nest stores, one per result
+    stores: tuple[Instance, ...] = ()  # results of reductions whose accumulators the nest stores
     inner: tuple[Instance, ...] = ()  # other reductions, each computed by the single thread that needs it
     stored_read: tuple[tuple[Key, Index], ...] = ()  # reductions of earlier launches that are read, with indices
     instructions: int = 0  # estimated instructions per element

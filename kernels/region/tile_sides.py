@@ -55,5 +55,5 @@ def _side(extent: Size, most: int) -> int:
 
 
 def _covered(extent: Size, side: int) -> int:
-    """Return the elements that the tiles along an axis cover together; for a dynamic axis, those of one tile."""
+    """Return the number of elements that all tiles along an axis cover; for a dynamic axis, that of one tile."""
     return -(-(number_of(extent) or 1) // side) * side

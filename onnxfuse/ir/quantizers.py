@@ -27,7 +27,7 @@ def joined_quantizers(old: Tensor, new: Tensor) -> Iterator[tuple[Node, Node]]:
     if dequantizer is None:
         return
     replaced = producer(old)
-    if replaced is None or replaced.op not in (*PASSING, "DequantizeLinear"):  # else it reads it already
+    if replaced is None or replaced.op not in (*PASSING, "DequantizeLinear"):  # else the quantizer reads one already
         yield from ((dequantizer, quantizer) for quantizer in _quantizers(old))
 
 

@@ -259,7 +259,8 @@ def _take(writer: Writer, source: Tensor, places: Array, output: Tensor) -> None
 
 
 NEUTRAL_RULES: Final[dict[str, Rule]] = {
-    **dict.fromkeys(UNARY, partial(moved, why_not=second_is_read)),  # their inputs after the first are scalars
+    # Inputs of UNARY operators after the first are scalars, which have no layout.
+    **dict.fromkeys(UNARY, partial(moved, why_not=second_is_read)),
     **dict.fromkeys(BROADCASTING, broadcasting),
     **dict.fromkeys(REDUCTIONS, reduction),
     "Concat": concat,

@@ -32,7 +32,7 @@ class Channels:
 
 @dataclass(frozen=True)
 class RescaledWeights:
-    """New values for a linear node, in the dtype of its weights."""
+    """The new weight and bias of a linear node, in the dtype of its old weight."""
 
     weight: Array | None  # None: the weight stays as it is
     bias: Array | None  # None: the node has no bias

@@ -114,7 +114,7 @@ def operators(plain: Mapping[str, Any]) -> list[Bar]:
 def fate_counts(report: Shown) -> dict[str, int]:
     """Return how many nodes of the original had each fate.
 
-    Nodes of branches that are never taken were dropped; nodes that the conversion to a newer opset added do not count.
+    Nodes of branches that are never taken count as merged.  Nodes that converting to a newer opset added do not count.
     """
     graphs = report.facts.graphs if report.facts else ()
     total: Counter[str] = Counter()

@@ -9,7 +9,7 @@ from onnxfuse.dsl.words import op, rearrange
 
 
 def parts_of(x: Term, *sizes: int, axis: int = -1) -> list[Term]:
-    """Return parts of these sizes, which follow each other on an axis."""
+    """Return consecutive slices of `x` along an axis, one of each size."""
     ends = zip(sizes, accumulate(sizes), strict=True)
     return [op.Slice(x, starts=[end - size], ends=[end], axes=[axis], steps=[1]) for size, end in ends]
 

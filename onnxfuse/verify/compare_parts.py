@@ -231,7 +231,7 @@ def _compare_part(
             old = with_numbers_for_nan(old, new) if numbers_for_nan else old
             check = _Check(sessions, feeds, name, old, new, true if isinstance(true, np.ndarray) else None)
             # In float16, the result of a fully masked row depends on whether scores near -65504 are rounded to that
-            # number.  onnxruntime rounds scores only where it does not remove a pair of Casts that cancel.
+            # number.  Where onnxruntime removes a pair of Casts that cancel, it does not round the scores.
             is_determined = what != LEAVE_NOTHING or sessions.half != "float16"
             if fault := check.fault() if is_determined else check.misplaced():
                 return f"on {what} {fault}{_rounding_sentence(optimized, part)}"

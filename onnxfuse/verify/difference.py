@@ -33,8 +33,8 @@ TOLERANCES: Mapping[str, float] = {
 
 GIVEN = "the given tolerance"
 
-# From these magnitudes on a value can only come from a mask: -3.4e38, or -65504 in float16.  Such values would make
-# every error look small, so the error of such a value is relative to the value itself.
+# A value of at least this magnitude can only come from a mask, such as -3.4e38, or -65504 in float16.  Such
+# values would make every error look small, so the error of such a value is relative to the value itself.
 MASK_MAGNITUDE = 1e30
 MASK_MAGNITUDES: Mapping[str, float] = {"float16": 3e4}
 

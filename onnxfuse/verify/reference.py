@@ -256,7 +256,7 @@ class _Original:
         return runs, list(self._at_edges(runs, run_at, tell)) if self.edges else []
 
     def _run_more(self, runs: list[Run], left: Iterator[Draw], run_at: RunAt, tell: Progress) -> None:
-        """Add the runs after the first ones to `runs`.  Raises VerificationError if one exceeds the time limit."""
+        """Run further draws, and append the runs to `runs`.  Raises VerificationError if one exceeds the time limit."""
 
         def add(told: str, sizes: dict[str, int], feeds: dict[str, Array]) -> bool:
             tell(f"run the original{told}")
