@@ -29,7 +29,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 EXPORTED = Path(__file__).parent / "exported"
 ARCHIVE, INDEX = "models.tar.xz", "index.json"
-FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 2, "lp": 1, "pb": 1}]  # the smallest
+FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 4, "lp": 0, "pb": 0}]  # the smallest
 DTYPES = {TensorProto.FLOAT: np.dtype("<f4"), TensorProto.FLOAT16: np.dtype("<f2")}
 LOCATIONS = {TensorProto.FLOAT: "float32", TensorProto.FLOAT16: "float16"}  # of external data, files of the archive
 MULTIPLES, STEP = "int8", "step"  # the location of multiples, and the entry with the exponent of their power of two
