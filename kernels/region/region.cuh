@@ -362,18 +362,18 @@ __device__ __forceinline__ float approximate_inverse(float x) {
 // Quantizes a / scale. If CORRECT, the quotient is rounded correctly: an approximate reciprocal, which is computed
 // once for a scale, and two steps of Newton's method leave an error of 2^-46 before the last rounding. Otherwise the
 // quotient is within 2 units in the last place. If a scale is near an end of float's range, a and scale are first
-// multiplied by a power of two; a scale of 0 counts as the smallest number. Quotients by an infinite scale are products
-// with 0, so infinity becomes NaN.
+// multiplied by a power of two. Quotients by a scale of 0 or infinity are products with its reciprocal, so 0 / 0 is NaN.
 template <class T, bool CORRECT>
 __device__ __forceinline__ T quantized(float a, float scale, int zero) {
-    constexpr float UPWARD = 1329227995784915872903807060280344576.0f, SMALLEST = 1.4e-45f;  // 2^120, 2^-149
-    const float size = fabsf(scale), moved = size > 1e18f ? 1.0f / UPWARD : size < 1e-18f ? UPWARD : 1.0f;
-    const bool is_finite = size <= 3.4028234e38f;
-    const float factor = is_finite ? moved : approximate_inverse(scale);
-    const float b = is_finite ? full_product(__float_as_uint(scale) << 1 ? scale : SMALLEST, factor) : 1.0f;
+    constexpr float UPWARD = 1329227995784915872903807060280344576.0f;  // 2^120
+    const unsigned bits = __float_as_uint(scale) & 0x7fffffffu;         // fabsf would flush subnormal numbers to 0
+    const bool has_quotients = bits - 1 < 0x7f7fffffu;                  // it is neither 0 nor infinite nor NaN
+    const float size = __uint_as_float(bits), moved = size > 1e18f ? 1.0f / UPWARD : size < 1e-18f ? UPWARD : 1.0f;
+    const float factor = has_quotients ? copysignf(moved, scale) : approximate_inverse(scale);
+    const float b = has_quotients ? full_product(size, moved) : 1.0f;
     const int lowest_quotient = lowest<T>() - zero;  // quotients down to a quarter below it are rounded to it
     const float low = (float(lowest_quotient) - 0.25f) * b, high = (float(lowest_quotient + 255) + 0.25f) * b;
-    a = fminf(fmaxf(full_product(a, factor), fminf(low, high)), fmaxf(low, high));
+    a = fminf(fmaxf(full_product(a, factor), low), high);
     const float inverse = approximate_inverse(b);
     if constexpr (!CORRECT) return integer_in<T>(fmaf(a, inverse, ROUNDER), zero);
     float y = a * inverse;
