@@ -61,7 +61,7 @@ def test_few_rows(case: Case, aligned: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "misaligned"])
-@pytest.mark.parametrize("case", sampled(SMALL, EVERY), ids=str)
+@pytest.mark.parametrize("case", sampled([case for case in SMALL if not case.norm], EVERY), ids=str)
 def test_weights_as_numbers(case: Case, aligned: bool, tmp_path: Path) -> None:
     """The launches before the float product write each weight in the order in which it is stored."""
     steps = candidates(case.node(), case.specs(aligned), H200)[-1].steps
