@@ -33,7 +33,7 @@
 //   T, HEAD_DIM, HEAD_DIM_V   element type; elements of a head of q and k, and of v
 //   WARPGROUPS, BLOCK_N, STAGES, PINGPONG   as above    BLOCKS_PER_SM  blocks that must fit on a multiprocessor
 //   CAUSAL, SOFTCAP, BIAS     1: the attention has a diagonal, a cap, a bias
-//   LENGTHS                   1: each batch element has a length of its own; then there is no mask or bias
+//   LENGTHS                   1: each batch element has a length of its own; mask and bias are then absent
 //   WINDOW                    1: a query sees only the last keys up to the diagonal
 //   SINKS                     1: each row has one more score, the sink of its head (type SINK_T), whose value is zeros
 //   ZERO_MASKED_ROWS          1: rows without a key are 0; 0: they are NaN

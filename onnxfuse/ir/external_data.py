@@ -29,7 +29,7 @@ def external_range(tensor: onnx.TensorProto, folder: Path | None) -> tuple[Path,
     try:
         offset, length = int(fields.get("offset", 0)), int(fields.get("length", size))
     except ValueError as error:
-        raise ModelError(f"{what} has an offset or a length that is no number; export the model again") from error
+        raise ModelError(f"{what} has an offset or a length that is not a number; export the model again") from error
     if offset < 0 or length != size:
         raise ModelError(f"{what} has offset {offset} and {length} bytes; its dtype and shape require {size} bytes")
     if status.st_size < offset + size:

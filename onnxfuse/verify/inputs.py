@@ -103,7 +103,7 @@ def _passed(model: onnx.ModelProto) -> Iterator[onnx.ValueInfoProto]:
 def _input(value: onnx.ValueInfoProto) -> Input:
     tensor, kind = value.type.tensor_type, value.type.WhichOneof("value") or "no type"
     if kind != "tensor_type":
-        found = f"input '{value.name}' is no tensor but {kind.removesuffix('_type')}"
+        found = f"input '{value.name}' is not a tensor but of type {kind.removesuffix('_type')}"
         raise VerificationError(f"{found}; values can be made for tensors only")
     if _is_unranked(value):
         found = f"input '{value.name}' is a tensor of unknown rank"

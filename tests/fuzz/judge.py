@@ -101,7 +101,7 @@ class Verdict:
 
 
 class Hang(BaseException):
-    """A call took too long.  It is no Exception, because verification catches those and goes on with other inputs."""
+    """A call took too long.  It is not an Exception, because verification catches those, and tries other inputs."""
 
 
 @contextmanager

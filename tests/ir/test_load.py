@@ -304,9 +304,9 @@ def with_field(model: onnx.ModelProto, key: str, value: str) -> onnx.ModelProto:
         (external("w.bin", 512, 0, -2048), "has offset 0 and -2048 bytes; its dtype and shape require 2048"),
         (external("w.bin", 512, 0, 10**30), f"has offset 0 and {10**30} bytes"),
         (external("w.bin", 512, 10**30), "is too short"),
-        (with_field(external("w.bin"), "offset", "many"), "has an offset or a length that is no number"),
-        (with_field(external("w.bin"), "length", ""), "has an offset or a length that is no number"),
-        (with_field(external("w.bin"), "length", "9" * 5000), "has an offset or a length that is no number"),
+        (with_field(external("w.bin"), "offset", "many"), "has an offset or a length that is not a number"),
+        (with_field(external("w.bin"), "length", ""), "has an offset or a length that is not a number"),
+        (with_field(external("w.bin"), "length", "9" * 5000), "has an offset or a length that is not a number"),
         (external("../w.bin"), "outside the model's folder"),
         (external("/etc/hostname"), "outside the model's folder"),
         (external("out/w.bin"), "outside the model's folder"),  # `out` is a link to another folder

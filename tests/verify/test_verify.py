@@ -283,7 +283,7 @@ def test_dropout_that_the_caller_switches() -> None:
 
 def test_inputs_that_are_no_tensors() -> None:
     source = model("(seq(float[2]) x) => (int64 y)", "y = SequenceLength(x)")
-    assert compare(source, source).reason.startswith("input 'x' is no tensor but sequence")
+    assert compare(source, source).reason.startswith("input 'x' is not a tensor but of type sequence")
 
 
 def test_an_input_without_an_element_type() -> None:
