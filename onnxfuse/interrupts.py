@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 SECONDS_TO_CLEAN_UP: Final = 3.0  # time after a Ctrl-C during which further ones are ignored
 SECONDS_UNTIL_RAISED_AGAIN: Final = 0.02
-LOADING_EXTENSIONS: Final = {"ExtensionFileLoader.create_module", "ExtensionFileLoader.exec_module"}  # in importlib
+# Functions during which nothing is raised: importlib's, because onnx's extension crashes if Python code that it runs
+# raises, and the one that starts a process, because the process would not be ended before it is recorded.
+UNINTERRUPTED: Final = {"ExtensionFileLoader.create_module", "ExtensionFileLoader.exec_module", "Worker.start"}
 
 _last: float | None = None  # the time of the last Ctrl-C
 
@@ -37,7 +39,7 @@ def seen() -> bool:
 
 def _raise(number: int, frame: FrameType | None) -> None:
     global _last
-    if _loads_extension(frame):
+    if _is_uninterrupted(frame):
         _interrupt_later()
         return
     now = time.monotonic()
@@ -60,10 +62,10 @@ def _interrupt_later() -> None:
     threading.Timer(SECONDS_UNTIL_RAISED_AGAIN, _thread.interrupt_main).start()
 
 
-def _loads_extension(frame: FrameType | None) -> bool:
-    """Return whether a C extension is being loaded: onnx's extension crashes if Python code that it runs raises."""
+def _is_uninterrupted(frame: FrameType | None) -> bool:
+    """Return whether the frame or one of its callers belongs to a function of UNINTERRUPTED."""
     while frame is not None:
-        if frame.f_code.co_qualname in LOADING_EXTENSIONS:
+        if frame.f_code.co_qualname in UNINTERRUPTED:
             return True
         frame = frame.f_back
     return False

@@ -165,6 +165,36 @@ def test_an_interrupt_waits_until_an_extension_is_loaded() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted True\n", "")
 
 
+WHILE_A_PROCESS_STARTS = """
+import os, signal, subprocess
+import onnxfuse.interrupts as interrupts
+from onnxfuse.verify.own_process import own_process
+interrupts.install()
+start, started = subprocess.Popen._execute_child, []
+def interrupted(self, *arguments, **more):
+    start(self, *arguments, **more)
+    started.append(self)
+    os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(100):
+        pass
+subprocess.Popen._execute_child = interrupted
+try:
+    with own_process(100.0, at_once=True):
+        while True:
+            pass
+except KeyboardInterrupt:
+    print("interrupted", [process.returncode is not None for process in started])
+"""
+
+
+def test_an_interrupt_waits_until_a_process_is_recorded() -> None:
+    """Otherwise, nothing ends the process."""
+    done = subprocess.run(
+        [sys.executable, "-c", WHILE_A_PROCESS_STARTS], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted [True]\n", "")
+
+
 def test_a_model_that_runs_can_be_interrupted(tmp_path: Path) -> None:
     """The process in which onnxruntime runs the model ends as well."""
     onnx.save(onnx.parser.parse_model(f"{HEAD} g {RUNS_FOR_EVER}"), tmp_path / "in.onnx")
