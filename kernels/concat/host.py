@@ -24,7 +24,7 @@ from onnxfuse.kernels.tensors import (
 from onnxfuse.runtime.plan import Argument, Device, FusedNode, Kernel, Launch, Plan, Pointer, Struct, TensorSpec
 from onnxfuse.runtime.symint import estimate
 
-MAX_PARTS: Final = 32  # parts per node: a thread compares its channel with the first one of each part
+MAX_PARTS: Final = 32  # parts per node: a thread compares its channel with the first channel of each part
 THREADS: Final = 128  # threads per block
 RESIDENT_THREADS: Final = 2048  # threads that fit on a multiprocessor
 # Choices of vectors per thread: the smallest for which all threads are resident at once is taken, or else the largest.

@@ -31,7 +31,7 @@
 #include "conv_sizes.cuh"
 
 constexpr int THREADS = BX * BW * BH, SLICE = BX * VEC;                      // SLICE: channels of a block
-constexpr int PIECES = (KW + PIECE - 1) / PIECE, ROW_TAPS = PIECES * PIECE;  // per filter row, padded to whole pieces
+constexpr int PIECES = (KW + PIECE - 1) / PIECE, ROW_TAPS = PIECES * PIECE;  // pieces and taps of a padded filter row
 constexpr int TAPS = KD * KH * ROW_TAPS;
 constexpr int ROWS = (TH - 1) * SH + (KH - 1) * DH + 1;  // rows of x that a strip reads, unless ROLLED
 constexpr int PLANE = VEC < 4 ? VEC : 4;                 // channels of a load from shared memory

@@ -164,7 +164,7 @@ struct Strip {
 // strip, and rows 8 to 15 those of the second. `plane` is the address of the plane of the warp's channels.
 __device__ __forceinline__ void multiply_strips(float (&sums)[TH][4], u32 plane, int job, const Weights& weights) {
     const int lane = threadIdx.x % 32;
-    const bool second_tap = lane >= 16;  // lane i passes ldmatrix the address of row i % 16 at tap i / 16 of a pair
+    const bool second_tap = lane >= 16;  // lane i passes to ldmatrix the address of row i % 16 at tap i / 16 of a pair
     const u32 from = plane + Strip(min(job * 2 + lane / 8 % 2, STRIPS - 1)).chunk(lane % 8) * 16;
     const u32 along_column = from + (second_tap ? DH * PITCH * 16 : 0);
 #pragma unroll
@@ -184,7 +184,7 @@ __device__ __forceinline__ void multiply_strips(float (&sums)[TH][4], u32 plane,
             }
         }
         if (KW % 2 == 0 || !is_read(row, 2)) continue;
-        u32 a[4];  // in the strip's last row of x, the second tap of the pair has weight 0 and reads this row again
+        u32 a[4];  // in the strip's last row of x, the second tap has weight 0, and reads this row again
         load_matrices<false>(a, (row + DH < STRIP_ROWS ? along_column : from) + (row * PITCH + tap_chunk(KW - 1)) * 16);
 #pragma unroll
         for (int t = 0; t < TH; ++t) {
@@ -222,8 +222,7 @@ __device__ __forceinline__ void sum_apart(float (&sums)[2], const char* from, co
 
 // ---- sums -> y ---------------------------------------------------------------------------------------------------
 
-// The positions of y of a lane: for two neighbouring channels, one column of each of the two strips that the warp
-// computes at a time.
+// The positions of y that a lane finishes at a time: one column of each of two strips, for two neighbouring channels.
 struct Output : EpilogueOperands {
     int height, width, first_group;  // sizes of the image, and the block's first group
     ColumnValues<2> values;
@@ -266,7 +265,8 @@ struct Output : EpilogueOperands {
     }
 };
 
-// Computes two strips of a tile and stores the results in shared memory. `patch` and `stage` are the warp's planes.
+// Computes two strips of a tile and stores the results in shared memory. `patch` and `stage` are the planes of the
+// warp's channels, for x and for the results.
 __device__ __forceinline__ void compute_strips(const char* patch, char* stage, Place place, int job, int group,
                                                const T* w, const Weights& weights, const Output& output) {
     float sums[TH][4] = {};

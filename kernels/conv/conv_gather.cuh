@@ -8,7 +8,7 @@
 //   DIMS               spatial axes: 1 (W), 2 (H, W) or 3 (D, H, W); sizes of missing axes are 1 and not read
 //   GROUPS, CHANNELS   groups; channels of x in one group
 //   X_NCHW             1: x is (N, C, spatial...), 0: (N, spatial..., C)
-//   X_COPY             bytes of a copy to shared memory: 16, 8, 4, or 2; they divide the bytes of a group's channels
+//   X_COPY             bytes of a copy to shared memory: 16, 8, 4, or 2; divides the bytes of a group's channels
 #pragma once
 #include "types.cuh"
 #include "conv_sizes.cuh"
@@ -92,7 +92,7 @@ struct Pixels {
 };
 
 // Copies the part of x that belongs to one stage. The class Taps has
-//   WHOLE      every k of a stage exists
+//   WHOLE      whether the elements along k fill whole stages
 //   k()        the number of elements along k
 //   operator() the offset of a tap, given its index, from the first tap
 template <class Taps>

@@ -135,7 +135,7 @@ using Sums = float[WARP_GROUPS * TILES_N][4];
 __device__ __forceinline__ void multiply_group(Sums (&sums)[M_TILES], u32 patch, int pixel, int group,
                                                const Filters& filters) {
     const int lane = threadIdx.x % 32;
-    u32 rows[M_TILES];  // addresses of pixels: lane i passes ldmatrix that of pixel i % 16, for chunk i / 16 of a step
+    u32 rows[M_TILES];  // lane i passes to ldmatrix the address of pixel i % 16, for chunk i / 16 of a step
 #pragma unroll
     for (int i = 0; i < M_TILES; ++i) {
         const int at = min(pixel + i * 16 + lane % 16, TP * TQ - 1);

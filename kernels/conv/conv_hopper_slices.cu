@@ -1,8 +1,8 @@
 // Convolutions of channels-last tensors by wgmma and TMA on Hopper (sm_90a), if y has few tiles and k is long: each
 // block along z sums over a slice of k, and writes its sums to scratch memory. epilogue.cu then adds them up.
 //
-// This keeps the whole GPU busy, unlike clusters: blocks of conv_hopper_split.cu that share a tile must run at the same
-// time in one part of the GPU, and clusters of more than two blocks leave multiprocessors idle.
+// Such slices keep the whole GPU busy, unlike clusters: blocks of conv_hopper_split.cu that share a tile must run at
+// the same time in one part of the GPU, and clusters of more than two blocks leave multiprocessors idle.
 //
 // x is (n, d, h, w, CHANNELS), w is (m, KERNEL_D, KERNEL_H, KERNEL_W, CHANNELS), `partial` is (slices, pixels, m);
 // `pixels` is n * y_d * y_h * y_w, and m is even. With two spatial axes there is no d, and with one neither d nor h.

@@ -15,7 +15,7 @@
 //   TRANSPOSED         1: w is (filters, taps, channels), 0: (taps, channels, filters)
 //   EXACT              1: products by fma, 0: by mma.sync
 //   SPLIT              1: as above
-//   W_COPY             bytes of a copy of w to shared memory: 16, 8, 4, or 2; they divide the bytes of a row of w
+//   W_COPY             bytes of a copy of w to shared memory: 16, 8, 4, or 2; divides the bytes of a row of w
 //   GROUP_M            rows of tiles per group; groups are computed one after the other, so that tiles find w in L2
 //   MIN_BLOCKS         blocks that must fit on a multiprocessor: a bound on registers
 //   WIDTH              elements of an access to y, the residual and the bias; divides FILTERS
@@ -59,8 +59,8 @@ struct Operands {
         PixelCopy<FilterTaps> x;
         CopyW w;
     };
-    // Stages that are loaded ahead. Copies of fewer than 16 bytes may go through registers, which can hold only the
-    // elements of one stage.
+    // The number of stages that are loaded ahead. Copies of fewer than 16 bytes may go through registers, which can
+    // hold only the elements of one stage.
     static constexpr int AHEAD = is_asynchronous(16) && X_COPY == 16 && W_COPY == 16 ? STAGES : 1;
 
     const Pixels& pixels;

@@ -22,7 +22,7 @@ constexpr int ALL_BLOCKS = KERNEL_D * KERNEL_H * KERNEL_W * CHANNEL_BLOCKS;
 struct PixelSizes {
     int pixels, filters;  // of y: the rows and columns of the product
     int d, h, w;          // the sizes of y
-    int group_m;          // see Tiles
+    int group_m;          // as in Tiles of gemm_hopper.cuh
 };
 
 // Loads x and w for one tile. w has the dimensions channels, taps, filters.

@@ -51,8 +51,8 @@ constexpr int WORDS = CHANNELS * KH * ROW_WORDS, STEPS = (WORDS + 7) / 8;
 constexpr int ROWS = (TP - 1) * SH + KH;
 constexpr int COLUMNS = (EXTRA + (TQ - 1) * SW + ROW_WORDS * EACH + (SHIFTED ? 2 : 0) + 7) / 8 * 8;
 
-// Returns the pitch of the patch's rows in words, of which a row uses `words`. It is chosen such that two rows that the
-// lanes of one load read are in different banks.
+// Returns the pitch, in words, of the patch's rows, where each row has `words` words. The pitch is chosen such that two
+// rows that the lanes of one load read are in different banks.
 constexpr int pitch_of(int words) {
     while (ROW_WORDS % 4 && (words % 32 < 12 || words % 32 > 20)) words += 4;
     return words;
@@ -258,7 +258,7 @@ __device__ __forceinline__ u32 mask_of(int word) {
 }
 
 // The offset of a word from a pixel's first word, a mask of the word's bits that belong to taps, and the bits to set in
-// the word: if it is the bias's word, those of the value one.
+// the word: the value one in the word by which the bias is multiplied, and none in other words.
 struct WordOfPatch {
     int offset;
     u32 mask, constant;
@@ -329,9 +329,9 @@ struct Output : EpilogueOperands {
             }
     }
 
-    // Finishes and stores a pixel's sums for the lane's filters: first in the group of mma tiles that begins with tile
-    // FIRST, and then in all later groups. `at` is the index, in y and the residual, of the pixel and the warp's first
-    // filter; `half` says which of the lane's two pixels it is.
+    // Finishes and stores the lane's sums of one pixel: those of the group of mma tiles that begins with tile FIRST,
+    // and then those of all later groups. A lane has two pixels; `half` is the number of this one. `at` is the index of
+    // the pixel and the warp's first filter in y and in the residual.
     template <int FIRST = 0>
     __device__ __forceinline__ void store_pixel(const float (&sums)[TILES_N][4], i64 at, int half) const {
         constexpr int SIZE = group_size(FIRST), VECTOR = 2 * SIZE < WIDTH ? 2 * SIZE : WIDTH;

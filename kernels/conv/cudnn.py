@@ -51,10 +51,10 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
 
 
 def _is_gradient(conv: Conv) -> bool:
-    """Return whether a transposed convolution is the gradient of a convolution from the sizes of y to those of x.
+    """Return whether this transposed convolution is the gradient of a convolution whose input has the sizes of y.
 
-    A convolution that reads y must have a result with the sizes of x.  Its result would be larger than x if y extends
-    beyond the filter's last position by a stride or more; the function then returns False.
+    The result of that convolution must have the sizes of x.  It would be larger than x if y extends beyond the
+    filter's last position by a stride or more; the function then returns False.
     """
     axes = zip(
         conv.sizes, conv.y_sizes, conv.kernel, conv.strides, conv.dilations, conv.pads_begin, conv.pads_end, strict=True

@@ -23,7 +23,7 @@ MAX_PIECE: Final = 8  # largest number of taps per step of the loop over a filte
 MAX_UNROLLED: Final = 3200  # multiplications per thread with unrolled rows: 50 KB of code
 MAX_REGISTERS: Final = 168  # registers per thread, as estimated by `registers`
 THREADS: Final = 256  # approximate threads per block
-BLOCK_SHARED: Final = 32 << 10  # bytes of weights above which a block gets fewer channels, if it has several vectors
+BLOCK_SHARED: Final = 32 << 10  # bytes of weights; a block with more gets fewer vectors of channels, but at least one
 
 # Rates of an H200 per multiprocessor and clock cycle; they order configs well enough on other GPUs.
 WARP_INSTRUCTIONS: Final = 3.4  # warp instructions issued per cycle; the hardware limit is 4
@@ -36,7 +36,7 @@ MIN_WARPS: Final = 12  # warps per multiprocessor that suffice to hide latencies
 
 @dataclass(frozen=True)
 class DepthwiseConfig:
-    """The macros of conv_depthwise.cu that the host chooses."""
+    """The macros of conv_depthwise.cu that this module chooses."""
 
     vec: int
     tw: int
@@ -60,7 +60,7 @@ class DepthwiseConfig:
         return self.bx * self.bw * self.bh
 
     def padded_taps(self, conv: Conv) -> int:
-        """Return the number of taps when each row of the filter is padded to whole pieces."""
+        """Return the number of taps when each row of the filter is padded to a multiple of `piece` taps."""
         _, _, kw = three(conv.kernel)
         return conv.taps // kw * -(-kw // self.piece) * self.piece
 
@@ -123,7 +123,7 @@ def configs(conv: Conv, device: Device) -> list[DepthwiseConfig]:
 
 
 def access_sizes(conv: Conv) -> Iterator[int]:
-    """Yield the access widths in elements that divide the channels: at most 16 bytes; 1 if misaligned."""
+    """Yield the access widths, in elements, that divide the channels: at most 16 bytes, and only 1 if misaligned."""
     vec = VECTOR_BYTES // ITEM_BYTES[conv.dtype]
     while vec > 1:
         if conv.aligned and conv.c % vec == 0:
@@ -133,7 +133,7 @@ def access_sizes(conv: Conv) -> Iterator[int]:
 
 
 def _strips(conv: Conv, vec: int, tw: int, th: int) -> Iterator[DepthwiseConfig]:
-    """Yield at most one config with a loop over rows and one without; a thread has th x tw x `vec` elements of y."""
+    """Yield at most one config with a loop over rows and one without; a thread computes th x tw x `vec` of y."""
     (kd, kh, kw), (_, sh, _), (_, dh, _) = three(conv.kernel), three(conv.strides), three(conv.dilations)
     rows = (th - 1) * sh + (kh - 1) * dh + 1
     ways = []
@@ -159,19 +159,19 @@ def _strips(conv: Conv, vec: int, tw: int, th: int) -> Iterator[DepthwiseConfig]
 
 
 def _columns(conv: Conv, tw: int, piece: int) -> int:
-    """Return the number of columns of x from the first to the last that a strip reads with `piece` taps of a row."""
+    """Return how many columns of x `tw` neighbouring positions of y span with `piece` taps of a filter row."""
     (_, _, sw), (_, _, dw) = three(conv.strides), three(conv.dilations)
     return (tw - 1) * sw + (piece - 1) * dw + 1
 
 
 def _used_columns(conv: Conv, tw: int, piece: int) -> int:
-    """Return how many of the `_columns` a strip reads; strides and dilations can skip some."""
+    """Return how many of the columns that `_columns` counts are read; strides and dilations can skip some."""
     (_, _, sw), (_, _, dw) = three(conv.strides), three(conv.dilations)
     return len({t * sw + s * dw for t in range(tw) for s in range(piece)})
 
 
 def _used_rows(conv: Conv, th: int) -> int:
-    """Return how many rows of x a strip reads, summed over the filter's depths."""
+    """Return how many rows of x `th` neighbouring rows of y read, summed over the filter's depths."""
     (kd, kh, _), (_, sh, _), (_, dh, _) = three(conv.kernel), three(conv.strides), three(conv.dilations)
     return kd * len({t * sh + r * dh for t in range(th) for r in range(kh)})
 
@@ -212,7 +212,7 @@ def registers(conv: Conv, config: DepthwiseConfig) -> int:
 
 
 def cost(conv: Conv, config: DepthwiseConfig, device: Device) -> float:
-    """Estimate a launch's clock cycles: the longest time (instructions, caches or memory), and a part of the others."""
+    """Estimate a launch's clock cycles from the times of instructions, L1, L2 and memory; the longest dominates."""
     item = ITEM_BYTES[conv.dtype]
     blocks = config.patches(conv) * -(-conv.c // (config.vec * config.bx))
     warps = blocks * -(-config.threads // 32)

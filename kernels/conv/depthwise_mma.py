@@ -25,7 +25,7 @@ CHANNELS: Final = 8  # channels per warp
 WARPS: Final = (4, 16)  # least and largest number of warps per block; a block with less work has fewer warps
 STRIP_ROWS: Final = (1, 2, 4, 7, 8, 14)
 MAX_GROUPS_OF_FEW: Final = 3  # values of `groups` that are tried for convolutions of dynamic sizes
-MIN_STRIP_ROWS: Final = 2  # least rows per strip of images of several rows: a fragment of x then serves several
+MIN_STRIP_ROWS: Final = 2  # least rows per strip of images of several rows: a fragment of x then serves several rows
 GROUPS: Final = (1, 2, 3, 4, 5, 6, 8)
 TILE_COLUMNS: Final = (8, 16, 32, 56)
 ROW_COLUMNS: Final = (112, 224, 448)  # additional tile widths for images of one row: their filters are long
@@ -49,7 +49,7 @@ TILE_CYCLES: Final = 600  # cycles per tile for two barriers, and the latencies 
 
 @dataclass(frozen=True)
 class DepthwiseMmaConfig:
-    """The macros of conv_depthwise_mma.cu that the host chooses."""
+    """The macros of conv_depthwise_mma.cu that this module chooses."""
 
     groups: int
     warps_m: int
@@ -95,7 +95,10 @@ class DepthwiseMmaConfig:
         return VECTOR_BYTES * self.groups * (self.buffers * patch + self._plane(self.tp * self.tq))
 
     def _plane(self, pixels: int) -> int:
-        """Return the distance of planes in chunks of 16 bytes, like plane_chunks of conv_depthwise_mma.cu."""
+        """Return the chunks of 16 bytes from one plane, 8 channels of `pixels` pixels, to the next.
+
+        The function plane_chunks of conv_depthwise_mma.cu computes the same number.
+        """
         step = -(-8 // self.groups)
         return pixels + (step - pixels) % 8
 
@@ -212,7 +215,7 @@ def _fits(rows: int, height: int) -> bool:
 
 
 def _shares(width: int) -> tuple[int, ...]:
-    """Return width / 2 and width / 3: each only if it is an integer whose last strip of 8 columns is nearly full."""
+    """Return those of width / 2 and width / 3 that are integers and nearly fill their last strip of 8 columns."""
     return tuple(width // count for count in (2, 3) if width % count == 0 and width // count % 8 in (0, 6, 7))
 
 
@@ -227,11 +230,11 @@ def cost(conv: Conv, config: DepthwiseMmaConfig, device: Device) -> float:
     several = minimum(1, busy - 1)  # 0 for one block, 1 for more
     alone = -(-config.jobs // config.warps_m) * (config.th * pairs(conv) * LONE_PRODUCT_CYCLES + JOB_CYCLES)
     alone += copies * LONE_COPY_CYCLES + TILE_CYCLES
-    idle = -(-config.jobs // config.warps_m) * config.warps_m / config.jobs  # above 1 if warps lack a job
+    idle = -(-config.jobs // config.warps_m) * config.warps_m / config.jobs  # above 1 if warps idle in the last round
     compute = compute * (several + (1 - several) * idle)
     compute = compute * maximum(1.0, MIN_WARPS / (busy * config.threads / 32))
     both = (compute**3 + load**3) ** (1 / 3)
-    if config.buffers == 1:  # blocks load at once or in turns, which is unknown: take the mean
+    if config.buffers == 1:  # blocks load at the same time, or one by one: take the mean of both estimates
         share = -(-tiles // device.multiprocessors)
         in_step = -(-share // busy) * (LOAD_CYCLES + busy * load + maximum(alone, busy * compute))
         apart = (in_step + LOAD_CYCLES + maximum(alone, share * both)) / 2

@@ -32,17 +32,17 @@ LOAD_CYCLES: Final = 700  # cycles until a row of x arrives
 ROW_INSTRUCTIONS: Final = 16  # instructions per row of x in addition to products and loads
 RESIDENT_WARPS: Final = 64  # warps per multiprocessor, if registers suffice
 
-MAX_SHARE: Final = 8  # blocks per multiprocessor up to which `unused_shared` evens out their number
+MAX_SHARE: Final = 8  # `unused_shared` spreads at most this many blocks per multiprocessor evenly
 SHARES: Final = (1, 2, 4)  # numbers of blocks per multiprocessor that plans for dynamic sizes distinguish
-WIDTHS: Final = (4, 8, 16)  # widths of y that dynamic plans distinguish: no strip must be wider than y
+WIDTHS: Final = (4, 8, 16)  # widths of y that plans for dynamic sizes distinguish, because no strip may be wider than y
 MAX_FEW_KERNELS: Final = 5  # kernels for dynamic sizes
-MAX_FEW: Final = 8  # configs for dynamic sizes: a kernel with several numbers of rows per strip has a config for each
+MAX_FEW: Final = 8  # configs for dynamic sizes: a kernel has a config for each number of rows per strip
 SHARED_UNIT: Final = 128  # bytes: the allocation unit of a block's shared memory
 
 
 @dataclass(frozen=True)
 class SlidingConfig:
-    """The macros of conv_depthwise_sliding.cu that the host chooses, and the rows of a strip."""
+    """The macros of conv_depthwise_sliding.cu that this module chooses, and the rows of a strip."""
 
     vec: int
     tw: int
@@ -72,7 +72,7 @@ class SlidingConfig:
         return conv.n * -(-height // (self.strip_rows(conv) * self.bh)) * -(-width // (self.tw * self.bw))
 
     def strip_rows(self, conv: Conv) -> int:
-        """Return the rows per strip: the height of y, or an equal share of it if it exceeds `rows`."""
+        """Return the rows per strip, if the fewest strips of at most `rows` rows share the height of y equally."""
         height = two(conv.y_sizes)[0]
         rows: int = maximum(_least_rows(conv), -(-height // -(-height // self.rows)))
         return rows
@@ -85,13 +85,13 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
     found = best_first(_given(conv, device), lambda config: cost(conv, config, device))
     chosen = varied(found, {lambda config: (config.vec, config.tw): 1}, MAX_IMPLEMENTATIONS)
     first = [implementation(conv, config, device) for config in chosen[:1]]
-    # Only the first config adds soft guards: conditions on its number of blocks for which it is expected to be fast.
+    # Only the first config adds soft guards: conditions on the number of blocks under which it is expected to be fast.
     with without_soft_guards(conv.n, *conv.sizes):
         return first + [implementation(conv, config, device) for config in chosen[1:]]
 
 
 def is_supported(conv: Conv) -> bool:
-    """Return whether conv_depthwise_sliding.cu computes this convolution, and registers hold its weights."""
+    """Return whether conv_depthwise_sliding.cu computes this convolution, if registers hold its weights."""
     (kh, _), (sh, _), (dh, _) = two(conv.kernel), two(conv.strides), two(conv.dilations)
     one_step = len(conv.kernel) <= 2 and sh == dh == 1 and kh > 1
     return one_step and depthwise.is_supported(conv) and two(conv.y_sizes)[0] >= _least_rows(conv)
@@ -103,7 +103,7 @@ def _least_rows(conv: Conv) -> int:
 
 
 def _given(conv: Conv, device: Device) -> list[SlidingConfig]:
-    """Return the configs to rank by cost; for dynamic sizes only a few, so that at least one is fast at any size."""
+    """Return the configs to rank by cost; for dynamic sizes only a few: at any size, at least one is fast."""
     if not is_symbolic(conv.n, *conv.sizes):
         return configs(conv)
     width = two(conv.y_sizes)[1]
@@ -120,7 +120,7 @@ def _few(problems: tuple[Conv, ...], device: Device) -> list[SlidingConfig]:
 
     kernels = covering_subset_of_each(problems, configs, cost_if_taken, MAX_FEW_KERNELS)
     rows = sorted({config.rows for config in kernels} | {-(-two(conv.y_sizes)[0] // 2) for conv in problems[:1]})
-    every = [replace(config, rows=each) for config in kernels for each in rows]  # no new kernels: rows are an argument
+    every = [replace(config, rows=each) for config in kernels for each in rows]  # rows are an argument, not a macro
     return few(list(dict.fromkeys(every)), problems, cost_if_taken, MAX_FEW)
 
 

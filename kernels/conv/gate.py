@@ -50,7 +50,7 @@ def plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Device, convolu
 
 
 def _is_expected_faster(conv: Conv, in_front: Implementation, device: Device) -> bool:
-    """Return whether a kernel with the gate before the product is expected to be faster than two launches."""
+    """Return whether `in_front`, a kernel that multiplies x by the gate itself, is expected to beat two launches."""
     step, gemm = in_front.steps[-1], matrix.as_gemm(conv)
     flops, stored = 2 * conv.c * conv.m, conv.c * ITEM_BYTES[conv.dtype]  # operations per pixel, bytes per pixel
     if conv.m <= FEW_COLUMNS:

@@ -37,7 +37,7 @@ FIRST_CYCLES: Final = 2500  # cycles until the first patch arrives
 
 @dataclass(frozen=True)
 class GroupedConfig:
-    """The macros of conv_grouped.cu that the host chooses."""
+    """The macros of conv_grouped.cu that this module chooses."""
 
     merged: int
     block_groups: int
@@ -131,7 +131,7 @@ def is_supported(conv: Conv, device: Device) -> bool:
 
 
 def merged_groups(conv: Conv) -> int | None:
-    """Return how many groups to merge into one, for whole chunks of 16 bytes of channels and a multiple of 8 filters.
+    """Return how many groups to merge into one with whole 16-byte chunks of channels and a multiple of 8 filters.
 
     Return None if that number does not divide the groups, or merged groups would be too large.
     """

@@ -43,7 +43,7 @@ def _depthwise(conv: Conv, device: Device) -> list[Implementation]:
         general.reverse()
     kinds = [(depthwise_sliding.implementations, None), *general]
     every = [(found, most) for kind, most in kinds if (found := kind(conv, device))]
-    if len(every) == 1 or is_symbolic(conv.n, *conv.sizes):  # only the first kind: dynamic plans have few kernels
+    if len(every) == 1 or is_symbolic(conv.n, *conv.sizes):  # one kind, as plans for dynamic sizes have few kernels
         return every[0][0] if every else []
     return [way for found, most in every for way in found[:most]]
 
@@ -104,8 +104,8 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
 def of_programs(conv: Conv, device: Device) -> list[Implementation]:
     """Return the implementations with a program in the epilogue; none if a kernel without programs is faster.
 
-    A program is code of operators that joined the node.  Kernels without programs are faster for depthwise and grouped
-    convolutions, and for those of conv_stem.cu.
+    A program is the code of elementwise operators that are fused into the epilogue.  Kernels without programs are
+    faster for depthwise and grouped convolutions, and for those of conv_stem.cu.
     """
     if conv.gate:
         return matrix.implementations(conv, device)

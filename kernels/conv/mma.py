@@ -44,7 +44,7 @@ PARTIAL_BYTES: Final = 24  # bytes of fp32 sums written or read per cycle
 
 @dataclass(frozen=True)
 class ConvConfig:
-    """The tile of a block of conv_mma.cu, and the number of slices of k: one for each block along z."""
+    """The tile of a block of conv_mma.cu, and the number of slices of k, which is the grid's size along z."""
 
     tile: MmaConfig
     slices: int = 1
@@ -91,7 +91,7 @@ def is_exact(conv: Conv, device: Device) -> bool:
 
 
 def configs(conv: Conv, device: Device) -> list[ConvConfig]:
-    """Return, for each tile that fits the device, a config without slices of k and one with the fastest number of them.
+    """Return, for each tile that fits the device, a config without slices of k and one with the best number of slices.
 
     For dynamic sizes, return only a few configs; at any size, at least one of them is fast.
     """
@@ -114,7 +114,7 @@ def _tiles(conv: Conv, device: Device) -> list[MmaConfig]:
 
 def _slices(conv: Conv, tile: MmaConfig, counts: Sequence[int]) -> list[int]:
     """Return the `counts` of slices that leave each slice at least MIN_SLICE_TILES tiles of k."""
-    if conv.program:  # joined operators run in the kernel's own epilogue, which needs sums over all of k
+    if conv.program:  # its operators run in the epilogue of conv_mma.cu, which then needs sums over all of k
         return [1]
     return [count for count in counts if count == 1 or k_tiles(conv, tile) >= count * MIN_SLICE_TILES]
 

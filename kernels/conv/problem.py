@@ -148,8 +148,8 @@ def of_fewer_axes(conv: Conv) -> Conv:
 def plain_pads(conv: Conv) -> Conv:
     """Return the convolution with plain integers as `pads_begin`, which is a macro of some kernels.
 
-    With auto_pad and dynamic sizes, a pad takes one of few values.  Guards (conditions on the sizes) restrict the plan
-    to sizes with this value.
+    With auto_pad and dynamic sizes, a pad can have only few values.  The function takes one of them, and guards
+    (conditions on the sizes) restrict the plan to sizes that have this pad.
     """
     reach = [(taps - 1) * dilation for taps, dilation in zip(conv.kernel, conv.dilations, strict=True)]
     begin = (

@@ -57,7 +57,7 @@ def few_configs(ranking: Ranking[Config], problems: tuple[Conv, ...], device: De
 
 
 def varied(ordered: Iterable[Config], limits: Limits[Config], most: int) -> list[Config]:
-    """Return the first configs, at most `most`; of those with equal keys, at most as many as the limit says."""
+    """Return the first configs: at most `most`, and no more configs with the same key than `limits` allows."""
     chosen, counts = list[Config](), Counter[tuple[object, Hashable]]()
     for config in ordered:
         keys = [(key, key(config)) for key in limits]

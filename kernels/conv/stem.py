@@ -34,7 +34,7 @@ ROW_COLUMNS: Final = (256, 512)  # additional tile widths for images of one row
 
 @dataclass(frozen=True)
 class StemConfig:
-    """The macros of conv_stem.cu that the host chooses."""
+    """The macros of conv_stem.cu that this module chooses."""
 
     tp: int
     tq: int
@@ -184,7 +184,7 @@ def _held_registers(conv: Conv, config: StemConfig) -> int:
 
 
 def _bias_in_product(conv: Conv, config: StemConfig) -> bool:
-    """Return whether the bias is a weight of the product: k ends inside an mma, and the mma does not round to TF32."""
+    """Return whether the bias is one more weight: the last mma has room for it, and does not round it to TF32."""
     return conv.bias is not None and conv.dtype != "float32" and _geometry(conv, config).words % 8 > 0
 
 
@@ -218,7 +218,7 @@ def _geometry(conv: Conv, config: StemConfig) -> _Geometry:
 
 
 def shared(conv: Conv, config: StemConfig) -> int:
-    """Return the bytes of dynamic shared memory: the weights, two patches of x, and the tile of y of each patch."""
+    """Return the bytes of dynamic shared memory: the weights, two patches of x, and the position of each patch."""
     geometry = _geometry(conv, config)
     raw = config.block_n * conv.c * conv.taps * ITEM_BYTES[conv.dtype]  # bytes of weights in the layout of w
     patches = 4 * 2 * geometry.patch

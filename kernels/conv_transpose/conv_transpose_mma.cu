@@ -4,8 +4,8 @@
 //   y = epilogue(conv_transpose(x, w))
 //
 // The pixels of y fall into phases by their coordinates modulo the stride, and all pixels of a phase read x by the same
-// taps of the filter (conv_phases.cuh). So a phase is a convolution of x at unit stride with every STEP-th tap, whose
-// results lie STRIDE apart in y:
+// taps of the filter (conv_phases.cuh). So a phase is a convolution of x at unit stride with every STEP-th tap, and its
+// results lie STRIDE apart in y. Each phase is a matrix product:
 //   - Rows of the product are the positions of a phase in all images. All phases have equally many positions; results
 //     at positions beyond the end of y are not stored.
 //   - Columns are the filters of one group.
@@ -18,7 +18,7 @@
 // without a copy. Columns of the product are scattered to the pixels of their phases. Columns that belong to one row of
 // y are neighbours in w and also in y.
 //
-// Elementwise operators that joined the node run in the epilogue, where each access belongs to one pixel of y.
+// Elementwise operators that are fused into the node run in the epilogue; each access then belongs to one pixel of y.
 //
 // Tiles, stages and the main loop are those of gemm_mma.cuh, and x is gathered as conv_gather.cuh says. With SPLIT, the
 // blocks along z each sum over a slice of k, and leave fp32 sums in the layout of y for epilogue.cu to add up.
@@ -28,10 +28,10 @@
 //   FILTERS            channels of y in one group; w is (GROUPS * CHANNELS, taps, FILTERS)
 //   SHUFFLED, SPLIT    1: as above
 //   EXACT              1: products by fma, 0: by mma.sync
-//   W_COPY             bytes of a copy of w to shared memory: 16, 8, 4 or 2, a divisor of the bytes of WIDE columns
+//   W_COPY             bytes of a copy of w to shared memory: 16, 8, 4 or 2; divides the bytes of a row of w
 //   GROUP_M            rows of tiles per group; groups are computed one after the other
 //   MIN_BLOCKS         blocks that must fit on a multiprocessor: a bound on registers
-//   WIDTH              elements of an access to y and the residual; divides FILTERS; with SHUFFLED, divides ROW instead
+//   WIDTH              elements of an access to y and the residual; divides FILTERS, or if SHUFFLED, KERNEL_W * FILTERS
 //   and the macros of conv_gather.cuh, of gemm_mma.cuh (TRANSPOSED is 0) and of epilogue.cuh
 #include "types.cuh"
 #include "epilogue.cuh"
@@ -131,8 +131,8 @@ struct Operands {
         PixelCopy<PhaseTaps> x;
         WeightCopy w;
     };
-    // Stages that are loaded ahead. Copies of fewer than 16 bytes may go through registers, which can hold only the
-    // elements of one stage.
+    // The number of stages that are loaded ahead. Copies of fewer than 16 bytes may go through registers, which can
+    // hold only the elements of one stage.
     static constexpr int AHEAD = is_asynchronous(16) && X_COPY == 16 && W_COPY == 16 ? STAGES : 1;
 
     const Pixels& pixels;

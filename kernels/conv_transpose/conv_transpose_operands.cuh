@@ -2,11 +2,11 @@
 // sizes of the filter and of y are multiples of the stride, so that all phases have equally many taps and equally many
 // pixels.
 //
-// The rows of the product are the positions of a phase, images first; its columns are those of all phases, FILTERS
-// each, and a tile belongs to one phase. k counts the taps of a phase, and within a tap the channels of x. A block of k
-// belongs to one tap: TMA loads TILE_M pixels of x in im2col mode. The walk of TMA over x begins at the first pixel
-// that any phase reads for its first position. The offset in the instruction is the distance from this pixel to the
-// pixel of the tap. Channels beyond CHANNELS are zeros.
+// The rows of the product are the positions of a phase, images first; its columns are the filters of all phases,
+// FILTERS for each phase. A tile belongs to one phase. k counts the taps of a phase, and within a tap the channels of
+// x. A block of k belongs to one tap: TMA loads TILE_M pixels of x in im2col mode. The walk of TMA over x begins at the
+// first pixel that any phase reads for its first position. The offset in the instruction is the distance from this
+// pixel to the pixel of the tap. Channels beyond CHANNELS are zeros.
 //
 // y and the residual are tensors (images * positions along H, STRIDE_H, positions along W, STRIDE_W * FILTERS). TMA
 // copies a subtile of 64 positions in boxes that end where rows of positions end.
@@ -35,7 +35,7 @@ struct PhaseSizes {
     int positions, columns;  // the rows and columns of the product
     int rows, row;           // positions of a phase along H and along W
     int box;                 // positions per box, a divisor of 64
-    int group_m;             // see Tiles
+    int group_m;             // as in Tiles of gemm_hopper.cuh
 };
 
 // Loads x and w for one tile. w has the dimensions filters, taps, channels.

@@ -13,13 +13,13 @@ from onnxfuse.kernels.tensors import ITEM_BYTES, VECTOR_BYTES
 from onnxfuse.runtime.plan import Device, Kernel, Launch
 from onnxfuse.runtime.symint import estimate
 
-THREADS: Final = 128  # per block
+THREADS: Final = 128  # threads per block
 MAX_SUMS: Final = 64  # registers per thread for sums
 MAX_WIDTHS: Final = 3  # access widths to try; narrower accesses give more threads
 
 
 def implementations(conv: Conv, device: Device) -> list[Implementation]:
-    """Return the implementations, fastest expected first; none unless `conv` is depthwise with weights as hwoi."""
+    """Return the implementations, fastest expected first; none unless `conv` is depthwise, with w in layout hwoi."""
     if not conv.w_hwio or not conv.pixels * conv.c:
         return []
     found = [implementation(conv, width, device) for width in widths(conv)]

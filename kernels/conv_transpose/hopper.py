@@ -1,4 +1,7 @@
-"""The host side of conv_transpose_hopper.cu: transposed convolutions by wgmma and TMA on a Hopper GPU."""
+"""The host side of conv_transpose_hopper.cu: transposed convolutions by wgmma and TMA on a Hopper GPU.
+
+A phase is the set of all pixels of y whose positions have the same remainders modulo the strides.
+"""
 
 from __future__ import annotations
 
@@ -107,13 +110,13 @@ def counts(conv: Conv) -> tuple[int, int]:
 def box(conv: Conv) -> int:
     """Return the positions per TMA box: part of one row, or several whole rows."""
     row = counts(conv)[1]
-    if is_symbolic(row):  # the sizes of a box are plain integers
+    if is_symbolic(row):  # the sizes of a box must be plain integers
         return next((size for size in (64, 32, 16, 8) if row % size == 0), 1)
     return SUBTILE if SUBTILE % row == 0 and row >= MIN_BOX else math.gcd(SUBTILE, row)
 
 
 def _walk(conv: Conv) -> Iterator[tuple[int, int, int]]:
-    """Yield per axis (begin, end, largest offset) of TMA's walk over x; begin and end are relative to the ends of x."""
+    """Yield per axis (begin, end, largest offset) of TMA's walk, where begin and end count from the ends of x."""
     given = zip(
         *map(two, (conv.kernel, conv.strides, conv.sizes, conv.y_sizes)), two(conv.pads_begin, missing=0), strict=True
     )
@@ -123,7 +126,7 @@ def _walk(conv: Conv) -> Iterator[tuple[int, int, int]]:
 
 
 def gemm_of_phases(conv: Conv) -> Gemm:
-    """Return the matrix product, k padded to whole blocks: rows are positions, columns the filters of all phases."""
+    """Return the matrix product: positions are rows, filters of all phases are columns, and k is padded to blocks."""
     phases = math.prod(conv.strides)
     rows, k = conv.n * math.prod(counts(conv)), conv.taps // phases * -(-conv.c // TILE_K) * TILE_K
     return replace(as_gemm(conv), m=rows, n=phases * conv.m, k=k, transposed=False)

@@ -1,4 +1,7 @@
-"""The host side of conv_transpose_mma.cu: transposed convolutions of every shape and on every GPU."""
+"""The host side of conv_transpose_mma.cu: transposed convolutions of every shape and on every GPU.
+
+A phase is the set of all pixels of y whose positions have the same remainders modulo the strides.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +95,8 @@ def columns(conv: Conv) -> int:
 def equivalent(conv: Conv) -> Conv:
     """Return an ordinary convolution that takes about the same time; its rows are the rows of all phases.
 
-    All phases count as having equally many taps. If strides and dilations have a common divisor, some phases have none.
+    All phases count as having equally many taps, although some phases have no taps if strides and dilations have a
+    common divisor.
     """
     count = phases(conv)
     taps = 1 if is_shuffled(conv) else max(1, round(conv.taps / count))
@@ -141,6 +145,6 @@ def defines(conv: Conv, config: ConvConfig, device: Device) -> Defines:
         "WIDTH": math.gcd(row * item, VECTOR_BYTES) // item if conv.aligned else 1,
         "TILE_M": tile.tile_m, "TILE_N": tile.tile_n, "TILE_K_BYTES": tile.tile_k_bytes, "STAGES": tile.stages,
         "WARPS_M": tile.warps_m, "WARPS_N": tile.warps_n, "X_COPY": x_copy, "W_COPY": w_copy, "GROUP_M": GROUP_M,
-        # Narrow copies need more registers than a bound for several blocks leaves.
+        # With narrow copies, a thread needs more registers than it would have if several blocks had to fit.
         "MIN_BLOCKS": mma.resident_blocks(tile, shared(tile), device) if vectors else 1,
     }  # fmt: skip

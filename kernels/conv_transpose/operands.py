@@ -20,7 +20,7 @@ from onnxfuse.runtime.plan import Device, FusedNode, TensorSpec
 from onnxfuse.runtime.symint import expect_equal, maximum
 
 MAX_DIMS: Final = 3  # maximum number of spatial axes
-MAX_STRIDE: Final = 64  # largest stride along the width of a depthwise convolution: a thread computes as many pixels
+MAX_STRIDE: Final = 64  # largest stride along the width of a depthwise convolution: a thread computes that many pixels
 
 
 def unsupported(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:

@@ -1,6 +1,7 @@
 // sum = table[ids] + addends; y = layer_norm(sum), see layer_norm.cu. The sum is written only if another node reads it.
 //
-// The kernel moves 4 bytes an element in fp16 (6 with the sum): a row of the table for each id, y and sum once each.
+// In fp16 the kernel moves 4 bytes per element: it reads a table row for each id, and writes y. It moves 6 bytes if it
+// also writes the sum.
 // Many rows share the addends, which come from a cache. Rows are added and normalized in fp32.
 #include "types.cuh"
 #include "rows.cuh"

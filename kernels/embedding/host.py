@@ -96,7 +96,7 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
 def _tilings(
     rows: int, length: int, width: int, item_bytes: Sequence[int], weight_bytes: int, device: Device
 ) -> list[RowTiling]:
-    """Return the same tilings as other norms; for three inputs only one, as a persistent grid would lack registers.
+    """Return the same tilings as other norms, but only one for three inputs: a persistent grid would lack registers.
 
     The three inputs are never all in fp32 registers at once. So a row of one warp needs no more registers than with two
     inputs, except for single-element accesses with a symbolic number of rows. If a row has several warps, three inputs
@@ -123,7 +123,7 @@ def _sources(node: FusedNode, inputs: Sequence[TensorSpec]) -> list[RowSource]:
 
 
 def _check(node: FusedNode, inputs: Sequence[TensorSpec], sources: Sequence[RowSource], length: int) -> None:
-    """Raise ValueError unless rows and weights have `length` elements, and there are as few addends as kernels take."""
+    """Raise ValueError unless rows and weights have `length` elements, and the kernel supports as many addends."""
     if len(sources) > 1 + 2 * (node.fusion == "embedding_layer_norm"):
         raise ValueError(f"{node.fusion}: {', '.join(source.name for source in sources)} are too many to add")
     for source in sources:

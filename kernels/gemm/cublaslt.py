@@ -1,4 +1,4 @@
-"""Matrix products by cuBLASLt, with cuBLASLt's epilogue where it has the right one; elsewhere epilogue.cu follows."""
+"""Matrix products by cuBLASLt, with cuBLASLt's epilogue where it has the right one; otherwise epilogue.cu follows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def implementations(gemm: Gemm, device: Device) -> list[Implementation]:
     """Return the algorithms that cuBLASLt proposes for a Gemm of at least one element, its first choice first.
 
     If cuBLASLt lacks the epilogue, it stores a 16-bit product in fp32, so that the result is rounded once.  The list is
-    empty if the library is missing, the GPU is in another machine, or further operators joined the epilogue.
+    empty if the library is missing, the GPU is in another machine, or operators are fused into the epilogue.
     """
     if gemm.program or not (device.is_here and _is_available()):
         return []
@@ -79,10 +79,10 @@ def _is_cublaslt_activation(activation: str) -> TypeGuard[CublasltActivation]:
 def _has_epilogue(gemm: Gemm) -> bool:
     """Return whether cuBLASLt computes the whole epilogue and rounds once.
 
-    In 16 bits, if rows are not whole vectors, cuBLASLt applies a bias or GELU in a second kernel, to a product that is
-    rounded already.  With cuBLASLt 13.1 on an H200, 13 % of the elements of 300x257x129 with bias and residual are then
-    off by more than half a unit in the last place.  ReLU commutes with rounding, and a residual without bias and GELU
-    is added by the product's own kernel.
+    For 16-bit types, if rows are not whole vectors, cuBLASLt applies a bias or GELU in a second kernel, to a product
+    that is rounded already.  With cuBLASLt 13.1 on an H200, 13 % of the elements of 300x257x129 with bias and residual
+    are then off by more than half a unit in the last place.  ReLU commutes with rounding, and a residual without bias
+    and GELU is added by the product's own kernel.
     """
     if gemm.up or gemm.column_scale or gemm.extra:
         return False
@@ -146,7 +146,7 @@ def _with_epilogue_kernel(
 
 
 def epilogue(gemm: Gemm, device: Device, slices: int = 1) -> Launch:
-    """Return the launch of epilogue.cu; the fp32 products are in scratch buffer 0 and, if gated, 1.
+    """Return the launch of epilogue.cu; scratch buffer 0 has the fp32 product, and buffer 1 the second one if gated.
 
     Scratch buffer 0 may hold several products, one per slice of k, one after the other.
     """

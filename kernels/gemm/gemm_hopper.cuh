@@ -18,16 +18,16 @@
 //   TILE_M, TILE_N   rows and columns of y in a tile. GATED: a tile has two products of that size, side by side
 //   PINGPONG    1: each consumer has its own tiles; one runs its epilogue while the other multiplies
 //               0: the consumers share a tile; each computes an equal part of its rows (CUTLASS: cooperative)
-//   CONSUMERS   number of warpgroups that multiply: 2; 3 if they share a tile; 1 if two blocks share a multiprocessor
+//   CONSUMERS   warpgroups that multiply: 2; or 3, which share a tile; or 1, if a multiprocessor has two blocks
 //   STAGES      number of stages of the ring
-//   K_BLOCK     elements of k per block of a stage: 128 bytes, or also 64 or 32 bytes if TRANSPOSED and not GATED
+//   K_BLOCK     elements of k per block of a stage: 128 bytes; or 64 or 32 bytes, if TRANSPOSED and not GATED
 //   SPLIT_K     blocks per cluster, which share a tile; each has a slice of k. 1 except in gemm_hopper_split.cu
 //   PRODUCTS    number of products of x, each with its own weight, n, y and bias: 1 to 3. If above 1, GATED is 0,
 //               and the epilogue has at most a bias
 //   STORE_BY_THREADS   0: n is a multiple of 8, and TMA stores y. 1: rows of y and the column vectors may begin
 //               at any element, and threads store y. Operands that TMA reads have rows of multiples of 16 bytes
 //   WEIGHTS_CONSTANT   1: no kernel writes the weights, so the first stages are read before the previous kernel ends
-//   OPERAND     s8 or u8: x has these integers, w has s8, and products are summed in int32. Not defined: T
+//   OPERAND     s8 or u8: the type of x; w is s8, and sums are int32. If not defined, x and w have type T
 //   X_GATE      1: x is multiplied by a gate first (gemm_hopper_gate.cuh). 0, or not defined: no gate
 //   and the macros of epilogue.cuh
 #pragma once
@@ -61,8 +61,8 @@ constexpr int BLOCK_ROW_BYTES = sizeof(X) * K_BLOCK;  // bytes of a row, within 
 constexpr int COLUMNS = TILE_N * (1 + GATED);         // columns of accumulators: first for w, then for up
 constexpr int CONSUMER_ROWS = PINGPONG ? TILE_M : TILE_M / CONSUMERS;  // rows of a tile that a consumer computes
 constexpr int ATOMS = CONSUMER_ROWS / 64;                              // wgmmas of 64 rows that cover a consumer's rows
-// Registers per thread. A block uses at most the 65536 of a multiprocessor: 128 * (40 + 2 * 232) or
-// 128 * (32 + 3 * 160); or at most half of them: 128 * (40 + 216).
+// Registers per thread. A block uses at most the 65536 registers of a multiprocessor, 128 * (40 + 2 * 232) or
+// 128 * (32 + 3 * 160), or at most half of them if two blocks share it: 128 * (40 + 216).
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : CONSUMERS == 2 ? 232 : 216;
 constexpr int BLOCKS_PER_SM = CONSUMERS == 1 ? 2 : 1;
@@ -179,7 +179,7 @@ struct Tiles {
     }
 };
 
-// The factors of a gate: the `pixels` rows of x that belong to an image share k factors. Without X_GATE, they are null.
+// The factors of a gate: the `pixels` rows of x that belong to an image share k factors. Only used with X_GATE.
 struct Gate {
     const TensorMap* factors;  // images x k
     int pixels;
@@ -233,10 +233,10 @@ __device__ __forceinline__ void produce(Operands operands, u32 shared, const Bar
 
 // ---- the consumers ----------------------------------------------------------------------------------------------
 
-// Named barriers 1 to CONSUMERS join the threads of one consumer. With PINGPONG, two more named barriers signal which
-// consumer may multiply. The mbarriers of the stages do not suffice for this: a consumer does not wait for the stages
-// of the other consumer, so it could not distinguish an mbarrier's present phase from the phase two before it, which
-// has the same parity.
+// Each of the named barriers 1 to CONSUMERS joins the threads of one consumer. With PINGPONG, two more named barriers
+// signal which consumer may multiply. The mbarriers of the stages do not suffice for this: a consumer does not wait for
+// the stages of the other consumer, so it could not distinguish an mbarrier's present phase from the phase two before
+// it, which has the same parity.
 __device__ __forceinline__ int turn(int consumer) { return 1 + CONSUMERS + consumer; }
 
 __device__ __forceinline__ u64 with_low(u64 descriptor, u32 low) { return (descriptor >> 32) << 32 | low; }
@@ -317,8 +317,8 @@ __device__ __forceinline__ void finish_four(const float* d, const float* up, con
     for (int i = 0; i < 4; ++i) y[i] = epilogue_columns(d[i], up[i], values, i % 2, y[i], alpha, beta);
 }
 
-// A thread's operands of the program, the operators that joined the epilogue. They are for COUNT groups of four
-// results: two columns of two rows, as in finish_four. The groups are eight columns apart.
+// A thread's operands of the program (the operators that are fused into the epilogue) for COUNT groups of four results:
+// two columns of two rows, as in finish_four. The groups are eight columns apart.
 template <bool PRESENT, int COUNT>
 struct ProgramLoads {
     __device__ __forceinline__ void load(const Program& program, int2 at, int m, int n) {}
@@ -349,7 +349,7 @@ struct ProgramLoads<true, COUNT> {
         }
     }
 
-    // Applies the program (the operators that joined the epilogue) to the results of group i, in place.
+    // Applies the program (the operators that are fused into the epilogue) to the results of group i, in place.
     __device__ __forceinline__ void apply(const Program& program, float (&y)[4], const float* residual, int i) const {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {

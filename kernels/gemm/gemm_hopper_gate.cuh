@@ -43,7 +43,7 @@ __device__ __forceinline__ void multiply_gated(float (&d)[ATOMS][COLUMNS / 2], R
         factors[atom] = shared + FACTORS_AT + swizzled(image) ^ lane / 16 << 4;
     }
     u32 before = 0,
-        fragments[2][TOGETHER][ATOMS][4];  // wgmmas may still read fragments after their block of k
+        fragments[2][TOGETHER][ATOMS][4];  // wgmmas may still read fragments in the next round of the loop
     if constexpr (PINGPONG) hopper::named_barrier(turn(consumer), 256);
     for (int block = 0; block < blocks; ++block) {
         hopper::barrier_wait(barriers.full(ring.at), ring.parity);

@@ -19,7 +19,7 @@
 //   W_SCALES   1: w_scale has one number per column; 0: one number
 //   OPERAND    s8 or u8, the type of x and of x_zero
 //   X_ZERO     1: x has a zero point, and there are w_sums; 0: the zero point is 0
-//   EDGES      1: taps may lie outside x, and Edges of conv_edges.cuh returns a pixel's row of w_sums; else 0
+//   EDGES      1: taps may lie outside x, and Edges of conv_edges.cuh returns a pixel's row of w_sums; 0: no tap does
 #pragma once
 #include "gemm_hopper_threads.cuh"
 
@@ -149,11 +149,11 @@ struct GroupOperands {
 };
 
 // Finishes the 64 rows of an atom; `origin` is its first row and column. Operands are loaded before the exchange. Rows
-// and columns outside y are computed from operands of other elements, but are not stored. This needs no branches, so
-// numbers that depend only on scales of the program are computed once.
+// and columns outside y are computed too, from operands of other elements, but are not stored. As this needs no
+// branches, the compiler computes numbers that depend only on scales of the program once.
 __device__ __forceinline__ void finish_atom(const int (&d)[COLUMNS / 2], int2 origin, const IntegerOutput& of) {
     extern __shared__ __align__(1024) char memory[];
-    char* own_memory = memory + EXCHANGE_AT + (threadIdx.x / 32 - 4) * EXCHANGE_BYTES;  // the producers are 4 warps
+    char* own_memory = memory + EXCHANGE_AT + (threadIdx.x / 32 - 4) * EXCHANGE_BYTES;  // warps 0 to 3 are producers
     const int thread = threadIdx.x % 128;
     const int first = origin.x + thread / 32 * 16 + thread % 32 / 4;
     const float x_scale = ColumnVectors::value(of.x_scale);
@@ -163,7 +163,7 @@ __device__ __forceinline__ void finish_atom(const int (&d)[COLUMNS / 2], int2 or
 #pragma unroll
     for (int row = 0; row < 2; ++row) of.epilogue.program.load(of_rows[row], min(first + 8 * row, of.m - 1), true);
     constexpr int GROUPS = TILE_N / 32,
-                  AHEAD = WIDTH == 8;  // whether operands are loaded one group ahead, for which registers suffice
+                  AHEAD = WIDTH == 8;  // 1: operands are loaded one group ahead; 0: registers would not suffice
     GroupOperands operands[1 + AHEAD];
     const int column = origin.y + thread % 4 * 8;
 #pragma unroll

@@ -2,7 +2,7 @@
 //
 //   y = activation(x w + bias) [* (x up + up_bias)] * column_scale + column_shift + residual
 //
-// Macros: those of gemm_hopper.cuh; not PINGPONG. Every block has at least one step of k.
+// Macros: those of gemm_hopper.cuh; PINGPONG is 0. Every block has at least one step of k.
 #include "gemm_hopper_split.cuh"
 #include "gemm_operands.cuh"
 

@@ -1,12 +1,12 @@
-// Few tiles of y and long k by wgmma and TMA on Hopper (sm_90a): blocks of a cluster share a tile.
+// Products with few tiles of y and long k, by wgmma and TMA on Hopper (sm_90a): blocks of a cluster share a tile.
 //
 // Each of the SPLIT_K blocks sums over a slice of k, with the producer and the multiplication of gemm_hopper.cuh. Then
-// each finishes an equal part of the columns. Every consumer thread sends its accumulators of the other parts to the
-// shared memory of the blocks that finish them. After a barrier of the cluster, each block adds the received sums to
-// its own accumulators in a fixed order. Then it applies the epilogue, "by fragment" (see epilogue.cuh):
+// each block finishes an equal part of the columns. Every consumer thread sends its accumulators of the other parts to
+// the shared memory of the blocks that finish them. After a barrier of the cluster, each block adds the received sums
+// to its own accumulators in a fixed order. Then the block applies the epilogue, "by fragment" (see epilogue.cuh):
 // threads load the column vectors and the residual before the exchange, and store y.
 //
-// Macros: those of gemm_hopper.cuh; not PINGPONG. Every block has at least one step of k.
+// Macros: those of gemm_hopper.cuh; PINGPONG is 0. Every block has at least one step of k.
 #pragma once
 #include "gemm_hopper_fragments.cuh"
 #include "gemm_hopper_gate.cuh"

@@ -1,9 +1,9 @@
 // Tiles of y by wgmma and TMA on Hopper (sm_90a). Blocks are persistent: each takes every gridDim.x-th tile.
 // Threads load the epilogue's operands and store y.
 //
-// gemm_hopper.cuh has the producer and the multiplication. This variant is for fp32: tiles of y in shared memory would
+// gemm_hopper.cuh has the producer and the multiplication. This epilogue is for fp32: tiles of y in shared memory would
 // leave little of that memory for the ring. Four lanes store 32 bytes of a row, a whole sector of L2. For products of
-// integers, gemm_hopper_integers.cuh has the output and its finish_atom.
+// integers, gemm_hopper_integers.cuh has another finish_atom, and IntegerOutput in place of FragmentOutput.
 //
 // Macros: those of gemm_hopper.cuh.
 #pragma once

@@ -9,12 +9,12 @@
 //   3. It applies the epilogue "by fragment" (see epilogue.cuh). It reads the residual by ldmatrix, and writes y
 //      in its place by stmatrix. TMA stores the subtiles, except elements outside y, while the next tile is
 //      multiplied.
-// With RESULTS_IN_RING, the producer loads the residual into the stage after the tile's last one; y replaces it there.
+// With RESULTS_IN_RING, the producer loads the residual into the stage after the tile's last one, and y replaces it.
 // With STORE_BY_THREADS, step 3 ends with stores by threads, row by row in words, because rows of y are not aligned.
 //
 // Macros: those of gemm_hopper.cuh, and
-//   PROGRAM_AHEAD   1: a subtile's operands of the program (the operators that joined the epilogue) are loaded while
-//                   the previous subtile is finished
+//   PROGRAM_AHEAD   1: a subtile's operands of the program (the operators that are fused into the epilogue) are loaded
+//                   while the previous subtile is finished
 #pragma once
 #include "gemm_hopper.cuh"
 #include "gemm_hopper_gate.cuh"
@@ -79,7 +79,7 @@ __device__ __forceinline__ void read_column_values(const float2* vectors, int co
     }
 }
 
-// The operands of the program (the operators that joined the epilogue) that a thread loads for one subtile.
+// The operands of the program (the operators that are fused into the epilogue) that a thread loads per subtile.
 using SubtileLoads = ProgramLoads<HAS_PROGRAM, SUBTILE_N / 8>;
 
 // The y and the bias of each product.
@@ -90,7 +90,7 @@ struct Results {
 
 // Called by a warp: stores the first `left` elements of a subtile's row. `word` holds the lane's two elements,
 // and `before` the two elements of the previous lane, where lane 0 follows the last lane. Elements are stored in pairs
-// that begin at multiples of 4 bytes: if a row begins between such multiples, the first lane stores both of its ends.
+// that begin at multiples of 4 bytes: if a row begins between them, lane 0 stores the row's first and last element.
 [[maybe_unused]] __device__ __forceinline__ void store_row(u32 word, u32 before, T* to, int left) {
     const int lane = threadIdx.x % 32, odd = size_t(to) / sizeof(T) % 2;
     const u32 both = odd ? word << 16 | before >> 16 : word, high = both >> 16;
@@ -102,7 +102,7 @@ struct Results {
 }
 
 // Loads and stores the subtile of y or of the residual at row and column `origin`, and maps columns to elements of the
-// column vectors. This class is for matrices and convolutions; transposed convolutions have PhasePlace.
+// column vectors. This class is for matrices and convolutions; transposed convolutions use PhasePlace.
 struct MatrixPlace {
     __device__ __forceinline__ void load(const TensorMap& from, u32 to, u32 full, int2 origin) const {
         hopper::load(from, to, full, origin.y, origin.x);
@@ -309,7 +309,7 @@ __device__ __forceinline__ void consume(const Place& place, const Results& resul
             hopper::barrier_wait(barriers.full(ring.at), ring.parity);
             output.subtiles = shared + ring.at * STAGE_BYTES;
         }
-        if (!HAS_RESIDUAL && thread == 0) hopper::store_wait_read<0>();  // until TMA has read the last results
+        if (!HAS_RESIDUAL && thread == 0) hopper::store_wait_read<0>();  // waits until TMA has read the last results
         if (VECTORS > 0 && thread < TILE_N / 2) fetched.put(vectors + thread);
         if (VECTORS > 0 || !HAS_RESIDUAL) hopper::named_barrier(output.named, 128);
         output.finish(d, pick(results.y, product), origin, m, pick(weights.n, product), of);

@@ -1,5 +1,6 @@
-// The main loop of kernels that multiply tiles by mma.sync: copies to a ring of stages in shared memory, fragments,
-// and fp32 sums. Matrix products (gemm_mma.cu) and convolutions (conv_mma.cu) differ in how they copy x.
+// The main loop of kernels that multiply tiles by mma.sync: it copies operands to a ring of stages in shared memory,
+// loads fragments of the stages, and sums products in fp32. Matrix products (gemm_mma.cu) and convolutions
+// (conv_mma.cu) differ in how they copy x.
 //
 // A block computes TILE_M x TILE_N of y; its WARPS_M x WARPS_N warps divide the tile among them. All threads load and
 // all multiply:

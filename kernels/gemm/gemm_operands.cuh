@@ -25,9 +25,9 @@ namespace {
 // The sizes of the products, as an argument of kernels; hopper.py writes the fields in this order.
 struct ProductSizes {
     int m, EACH_PRODUCT(, n), k;
-    int group_m;  // see Tiles
+    int group_m;  // as in Tiles of gemm_hopper.cuh
 
-    __device__ __forceinline__ int blocks() const { return (k + TILE_K - 1) / TILE_K; }  // of k
+    __device__ __forceinline__ int blocks() const { return (k + TILE_K - 1) / TILE_K; }  // blocks of k
 };
 
 // x and the weights of one product of the launch, for one tile.

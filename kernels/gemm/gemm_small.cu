@@ -33,8 +33,8 @@ constexpr int THREADS = 32 * WARPS_N * WARPS_K;
 constexpr int SUMS = TRANSPOSED ? LOADS : VECTOR;  // sums per thread and row of x
 using Sums = float[WEIGHTS][ROWS][SUMS];
 
-// Returns COUNT elements at `from` if `inside`. Otherwise it loads from `instead` and returns zeros, because a
-// conditional load would wait for the previous one. KEEP: other threads read the same elements.
+// Returns COUNT elements at `from` if `inside`, else zeros. If not `inside`, it still loads elements, from `instead`: a
+// load under a condition would wait for the previous load. KEEP: other threads read the same elements.
 template <int COUNT, bool KEEP>
 __device__ __forceinline__ Pack<T, COUNT> load_or_zero(bool inside, const T* from, const T* instead) {
     const T* source = inside ? from : instead;

@@ -28,12 +28,12 @@ CLUSTER_CYCLES: Final = 2700  # extra time if blocks of a cluster share a tile: 
 TURN_CYCLES: Final = 25  # extra time per step if only one consumer multiplies at a time: its steps do not overlap
 SHARED_TILE_CYCLES: Final = 300  # extra time per tile whose consumers begin and end together
 # Registers that a thread needs besides its accumulators and the operands of a program; with fewer, registers spill. A
-# program is the code of operators that joined the epilogue.
+# program is the code of elementwise operators that are fused into the epilogue.
 PROGRAM_REGISTERS: Final = 64
 ROW_REGISTERS: Final = 2  # registers per thread for a 2-byte operand with one number per row
 MAX_ACCUMULATORS_OF_THREADS: Final = 128  # maximum accumulators per thread that loads fp32 operands of the epilogue
 GATE_STEP_CYCLES: Final = 80.0  # extra time per stage of k for a gate
-HALF_SHARE: Final = 0.85  # share of a multiprocessor's time that a block's main loop takes, if two blocks run on it
+HALF_SHARE: Final = 0.85  # share of a multiprocessor's time that the main loop of one of its two blocks takes
 # Additional instructions per element in the epilogue of integers, if y is stored as integers too: for the exchange of
 # sums, the scales, and the quantizer.
 INTEGER_INSTRUCTIONS: Final = 12
@@ -50,7 +50,7 @@ class HopperConfig:
 
     tile_m: int
     tile_n: int
-    pingpong: bool = False  # each consumer warpgroup has its own tiles; otherwise they share one
+    pingpong: bool = False  # each consumer warpgroup has its own tiles; otherwise consumers share each tile
     split_k: int = 1  # blocks per cluster; they share a tile, and each has a slice of k
     half: bool = False  # two blocks share a multiprocessor; in each, one warpgroup multiplies
 
@@ -168,7 +168,7 @@ def least_cycles(gemm: Gemm, device: Device) -> float:
 def step_cycles(config: HopperConfig, row_cycles: float = 0.0) -> float:
     """Estimate the clock cycles per stage of k; `row_cycles` is as in `cycles`."""
     rows, columns = config.tile_m, config.tile_n
-    multiply = rows * columns * TILE_K / 2048  # also for TF32, with half as many elements per stage
+    multiply = rows * columns * TILE_K / 2048  # TF32 takes as long: half the rate for half the elements
     # Accesses of 128 bytes: TMA writes rows of x and columns of w. A wgmma reads its 64 rows of x and all columns of w.
     shared = 2 * rows + columns + rows * columns / 64
     load = (rows + columns) * ROW_BYTES / 56  # L2 delivers 56 bytes per cycle
@@ -176,7 +176,10 @@ def step_cycles(config: HopperConfig, row_cycles: float = 0.0) -> float:
 
 
 def _tile_cycles(gemm: Gemm, config: HopperConfig, row_cycles: float) -> tuple[float, float]:
-    """Estimate the clock cycles of a tile's main loop over a block's part of k, and of its epilogue without split_k."""
+    """Estimate the clock cycles of a tile: (its main loop over a block's part of k, its epilogue).
+
+    The epilogue is estimated without the exchange of sums that follows the main loop with split_k.
+    """
     instructions = 8 + {"none": 0, "gelu": 13}.get(gemm.activation, 10) + 4 * bool(gemm.residual)
     instructions += INTEGER_INSTRUCTIONS if gemm.integers else 0
     moved = ITEM_BYTES[gemm.dtype] * (1 + bool(gemm.residual)) / 32  # cycles for the bytes that move per element of y
@@ -186,11 +189,11 @@ def _tile_cycles(gemm: Gemm, config: HopperConfig, row_cycles: float) -> tuple[f
 
 
 def shared_cycles(gemm: Gemm, config: HopperConfig, device: Device) -> float:
-    """Estimate a product's share of a GPU that other runs use too, in clock cycles of the whole GPU.
+    """Estimate how long a product occupies a GPU that other runs use too, in clock cycles of the whole GPU.
 
-    The share is the time for which the product's blocks occupy multiprocessors, plus the time of its reads from L2,
-    which all runs use.  A part of the product's own latency is added, so that configs with very few blocks are not
-    chosen.
+    The estimate is the mean of two times: the time for which the product's blocks occupy multiprocessors, and the time
+    of its reads from L2, which all runs use.  A part of the product's own latency is added, so that configs with very
+    few blocks are not chosen.
     """
     tiles, alone = tile_count(gemm, config), cycles(gemm, config, device)
     if config.split_k > 1:
@@ -210,19 +213,19 @@ def shared_cycles(gemm: Gemm, config: HopperConfig, device: Device) -> float:
 def fits(gemm: Gemm, config: HopperConfig, device: Device) -> bool:
     """Return whether a config fits into registers and shared memory, and whether its split of k is useful."""
     if gemm.integers and (config.split_k > 1 or config.half):
-        return False  # blocks of a cluster exchange sums in fp32, and only TMA can store from the ring
+        return False  # blocks of a cluster exchange only fp32 sums; half blocks store y only by TMA
     if config.split_k > 1:
         if gemm.grouped or gemm.k <= (config.split_k - 1) * stage_k(gemm):  # some block would have no step of k
             return False
         beyond = blocks_beyond_room(gemm, config, device)
-        if always(lambda: beyond > 0, beyond):  # if this depends on dynamic sizes, `cycles` decides
+        if always(lambda: beyond > 0, beyond):  # if `beyond` depends on dynamic sizes, `cycles` decides
             return False
     if not _has_registers(gemm, config) or stages(gemm, config, device) < MIN_STAGES:
         return False
     if gemm.gate and (GATE_IMAGES - 1) * gemm.gate_rows < config.tile_m - 1:  # a tile could span too many images
         return False
     if config.half and (stores_by_threads(gemm) or gemm.gate):
-        return False  # only TMA can store from the ring; gates are untested
+        return False  # half blocks store y only by TMA, and are untested with a gate
     if config.half and config.accumulators == 128 and gemm.column_shift:
         return False  # with a Gelu before the shift, two registers would spill
     if is_by_fragments(gemm):
@@ -239,9 +242,9 @@ def fits(gemm: Gemm, config: HopperConfig, device: Device) -> bool:
 def _has_registers(gemm: Gemm, config: HopperConfig, subtiles: int = 1) -> bool:
     """Return whether registers hold the accumulators, and the epilogue program's operands for `subtiles` subtiles.
 
-    A program consists of operators that joined the epilogue.  With at most one column vector, a program without
-    operands needs no more registers than the fixed epilogue.  If the product has no residual, the same is true for a
-    program that reads one number per row.
+    A program is the code of operators that are fused into the epilogue.  With at most one column vector, a program
+    without operands needs no more registers than the fixed epilogue.  If the product has no residual, the same is true
+    for a program that reads one number per row.
     """
     read = gemm.program.registers * subtiles if gemm.program else 0
     is_little = read <= (0 if gemm.residual else ROW_REGISTERS) and column_vectors(gemm) < 2
@@ -249,7 +252,7 @@ def _has_registers(gemm: Gemm, config: HopperConfig, subtiles: int = 1) -> bool:
 
 
 def blocks_beyond_room(gemm: Gemm, config: HopperConfig, device: Device) -> int:
-    """Return how many blocks would wait for others, if clusters share tiles; a result <= 0 means that no block waits.
+    """Return how many blocks of clusters would wait until other blocks end; a result <= 0 means that none waits.
 
     Clusters of more than two blocks do not fill the GPU.  128x2048x2048 took 13.3 us with 128 blocks in clusters of
     four, and 8.8 with 64 blocks in clusters of two.  A convolution of 512x1280x11520 took 49.6 us with 120 blocks in
@@ -290,7 +293,7 @@ def tile_columns(gemm: Gemm, config: HopperConfig) -> int:
 def fixed_bytes(gemm: Gemm, config: HopperConfig) -> int:
     """Return the bytes of shared memory that a block needs besides its ring of stages."""
     if config.split_k > 1:
-        eights = config.tile_m // SUBTILE // config.consumers * tile_columns(gemm, config) // 8  # groups per thread
+        eights = config.tile_m // SUBTILE // config.consumers * tile_columns(gemm, config) // 8  # groups of 8 columns
         sums = (config.split_k - 1) * -(-eights // config.split_k) * gemm.weight_count
         return sums * config.consumers * 128 * 16 + BARRIER_BYTES
     if is_by_fragments(gemm):  # results and column vectors stay in registers
@@ -329,7 +332,7 @@ def kernel_launch(
 ) -> Launch:
     """Return the launch of a kernel of gemm_hopper.cuh.
 
-    Blocks are persistent: there are at most as many as multiprocessors hold, and each takes tiles until none is left.
+    Blocks are persistent: there are at most as many blocks as run at once, and each takes tiles until none is left.
     But a cluster whose blocks share a tile computes only this tile.
     """
     tiles = tile_count(gemm, config)
@@ -406,6 +409,6 @@ def tensor_map(gemm: Gemm, pointer: Pointer, sizes: tuple[int, int], box: tuple[
 
 
 def group_m(gemm: Gemm, config: HopperConfig) -> int:
-    """Return the rows of tiles in a group; tiles run down a group's columns, so that blocks share weights in L2."""
+    """Return the rows of tiles in a group; tiles are computed down its columns, so that blocks find w in L2."""
     rows, limit = -(-gemm.m // config.tile_m), max(1, GROUP_ROWS // config.tile_m)
     return -(-rows // -(-rows // limit))

@@ -83,7 +83,7 @@ def _is_copied(gemm: Gemm, wgmma: Implementation) -> bool:
 
 
 def _fills_tiles(gemm: Gemm, wgmma: Implementation) -> bool:
-    """Return whether wgmma in one launch is faster than gemm_stream for a few rows, though it prefetches no weights.
+    """Return whether wgmma in one launch beats gemm_stream for a few rows, though wgmma prefetches no weights.
 
     On an H200, in us by wgmma and by gemm_stream: 49x2048x512 2.7 and 4.0, 33x768x768 3.1 and 3.7, 64x4096x1024 4.1 and
     4.7, 33x256x256 2.2 and 2.6, 20x512x128 2.0 and 2.1; but 20x768x768 3.1 and 2.6, 20x5120x1024 5.6 and 4.0,
@@ -103,8 +103,8 @@ def _is_split(wgmma: Implementation) -> bool:
 def _has_empty_tiles(gemm: Gemm) -> bool:
     """Return whether many rows have so few columns that cuBLASLt is expected to be faster than wgmma.
 
-    The result is False for a symbolic number of rows: cuBLASLt's plans then come later, and their guards (conditions on
-    the sizes) restrict these plans alone.
+    The result is False for a symbolic number of rows: cuBLASLt's plans then come after those of wgmma, so that guards
+    (conditions on the sizes) of cuBLASLt's plans do not restrict the plans of wgmma.
     """
     few = gemm.n <= FEW_COLUMNS or (gemm.k <= SHORT_K and gemm.n <= COLUMNS_OF_SHORT_K)
     return few and not is_symbolic(gemm.m) and gemm.m >= MANY_ROWS

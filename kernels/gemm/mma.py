@@ -22,7 +22,7 @@ GROUP_M: Final = 8  # rows of tiles in a group; tiles are computed down the colu
 
 @dataclass(frozen=True)
 class MmaConfig:
-    """The macros of gemm_mma.cu that the host chooses."""
+    """The macros of gemm_mma.cu that this module chooses."""
 
     tile_m: int
     tile_n: int
@@ -100,7 +100,7 @@ def _configs(gemm: Gemm, device: Device) -> list[MmaConfig]:
 
 
 def is_supported(gemm: Gemm, device: Device) -> bool:
-    """Return whether mma.sync computes this product as precisely as required, and its row index fits 32 bits."""
+    """Return whether mma.sync computes this product as precisely as required, and 32 bits hold its row indices."""
     return device.arch >= MMA_ARCH and (gemm.dtype != "float32" or gemm.tf32) and gemm.m < 2**31 - 2**16
 
 

@@ -1,4 +1,4 @@
-"""Converts a fused node to a Gemm: its sizes and operands' addresses; checks that shapes and dtypes fit."""
+"""Converts a fused node to a Gemm: reads its sizes and operands, and checks that shapes and dtypes fit."""
 
 from __future__ import annotations
 

@@ -120,6 +120,6 @@ class Gemm:
 
 
 def group(gemms: Sequence[Gemm]) -> Gemm | None:
-    """Return products of one x, with at most a bias, as one grouped Gemm; None if the weights' layouts differ."""
+    """Return products of one x, each with at most a bias, as one grouped Gemm; None if layouts of weights differ."""
     first, *others = gemms
     return replace(first, grouped=tuple(others)) if len({each.transposed for each in gemms}) == 1 else None

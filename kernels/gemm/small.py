@@ -21,7 +21,7 @@ MAX_DOT_ROWS: Final = 8
 
 @dataclass(frozen=True)
 class DotConfig:
-    """The macros of gemm_small.cu that the host chooses."""
+    """The macros of gemm_small.cu that this module chooses."""
 
     rows: int
     warps_n: int

@@ -28,7 +28,7 @@ BUSY_SHARE: Final = 0.5  # share of the multiprocessors that reads nearly as fas
 
 @dataclass(frozen=True)
 class StreamConfig:
-    """The macros of gemm_stream.cu that the host chooses."""
+    """The macros of gemm_stream.cu that this module chooses."""
 
     tile_m: int
     tile_n: int

@@ -49,7 +49,7 @@ MAX_IMPLEMENTATIONS: Final = 8
 
 @dataclass(frozen=True)
 class MmaConfig:
-    """The macros of nbits_mma.cu that the host chooses."""
+    """The macros of nbits_mma.cu that this module chooses."""
 
     tile_m: int
     tile_n: int
@@ -105,7 +105,7 @@ def implementations(product: Product, device: Device) -> list[Implementation]:
     """Return the implementations of a product with at least one element, the expected fastest first.
 
     This is the one place that decides which kernels run how many rows, and in which order they are tried.  If
-    no kernel runs the product, the result is empty where operators follow it; otherwise ValueError is raised.
+    no kernel runs a product, the result is empty if its epilogue has a program; otherwise ValueError is raised.
     """
     few = _of_few_rows(product, device) if len({weight.zeros for weight in product.weights}) == 1 else []
     with for_later_plans(product.m if few else 0):
@@ -190,7 +190,7 @@ def _rounds(config: MmaConfig, product: Product, device: Device) -> int:
 
 
 def _shapes(product: Product, tile_m: int, device: Device) -> list[tuple[int, int, int, int]]:
-    """Return tile_n, most warps, depth and resident of configs, the expected fastest first.
+    """Return (tile_n, most warps, depth, resident) of configs, the expected fastest first.
 
     With few tiles for each multiprocessor, many warps share a tile's k.  With many tiles, more blocks of fewer warps
     hide more of each other's latency: on an H200, a product of 1x4096x4096 with 4 bits took 4.9 us in the first way and

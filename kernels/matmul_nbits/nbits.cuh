@@ -14,7 +14,7 @@
 //   ZERO_BITS        bits of a row of packed zero points
 //   SIGNED           1: elements and packed zero points are signed
 //   ZEROS            0: no zero points, each counts as ZERO; 1: packed like the weights; 2: zero points of type T
-//   PRODUCTS         products of one x in this launch, 1 to 3; 1 if GATED, for which the second weight is `up`
+//   PRODUCTS         products of one x in this launch, 1 to 3; 1 if GATED, where the second weight is `up`
 //   WEIGHTS_CONSTANT 1: no kernel writes weights, scales and zero points, so that they are read before the predecessor
 //                    ends
 //   and those of epilogue.cuh

@@ -25,8 +25,8 @@ static_assert(N % WIDTH == 0 && TILE_N % WIDTH == 0, "vectors end with a block's
 static_assert(UNIT % STEP == 0 && STEP % X_VECTOR == 0 && K % X_VECTOR == 0, "vectors of x end with steps and with k");
 
 // Returns element `index` of a word minus the same element of a word of zero points, or minus ZERO. The last bit of the
-// mantissa of 2^23 counts 1, so that the bits 2^23 | q are the number 2^23 + q, and the difference of two such is
-// exact.
+// mantissa of 2^23 counts 1, so that the bits 2^23 | q are the number 2^23 + q, and the difference of two such numbers
+// is exact.
 __device__ __forceinline__ float difference(unsigned word, unsigned zeros, int index) {
     constexpr unsigned LEAD_OF_ONES = 0x4b000000u;  // 2^23
     const unsigned zero = ZEROS == 0 ? ZERO : zeros >> (index * BITS) & QUANT_MASK;

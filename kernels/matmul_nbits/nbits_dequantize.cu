@@ -4,7 +4,7 @@
 //
 // Macros:
 //   COLUMNS_FIRST   1: the weight is stored as k x n, with scales and zero points of BLOCKS_K x n; 0: as n x k
-//   WIDTH   elements of an access to the result; divides the rows, and BLOCK_SIZE if they run along k
+//   WIDTH   elements of an access to the result; divides the elements of a row, and BLOCK_SIZE if rows run along k
 //   WORD    bytes of an access to w: 4 if WIDTH * BITS is a multiple of 32 and w is aligned, else 1
 //   and those of nbits.cuh; ROW_BITS takes the place of W_ROW_BYTES, because a row may end within a byte
 #define W_ROW_BYTES 0

@@ -8,8 +8,8 @@
 //   1. The blocks process tiles in turn; within a tile, the WARPS warps of a block process stages of k in turn. A
 //      warp's copies go on from tile to tile, and only the warp itself waits for them.
 //   2. The weights are mma's left operand: 16 rows of w, and 16 of k, so that tiles of 8 rows of x suffice. Four lanes
-//      share 32 of k; the order of k within these is free as long as both operands agree, so a lane multiplies the
-//      weights of one word, or of two with 8 bits.
+//      share 32 elements along k. Both operands only need the same order of these elements, so a lane multiplies the
+//      weights of one word, or of two words with 8 bits.
 //   3. The bits of a weight are inserted into the mantissa of a power of two, and the zero point is subtracted from
 //      the result; both steps are exact. The sums of a block of k are multiplied by its scale in fp32.
 //   4. The warps' sums of a tile are added up in shared memory, and all threads run the epilogue (epilogue.cuh) by row.
@@ -32,7 +32,7 @@ constexpr int EACH_N = TILE_N / 16;  // mma tiles of one weight
 constexpr int MMA_N = EACH_N * WEIGHTS, MMA_M = (TILE_M + 7) / 8;
 constexpr int ROWS = 16 * MMA_N;  // rows of weights in a stage
 constexpr int STAGE_BYTES = 128, STAGE_K = STAGE_BYTES * 8 / BITS;
-constexpr int STAGES = (K + STAGE_K - 1) / STAGE_K;  // per row of w, without the padding after k
+constexpr int STAGES = (K + STAGE_K - 1) / STAGE_K;  // stages of a row of w, without the padding after k
 constexpr int CHUNKS = STAGE_K / 32, CHUNKS_OF_BLOCK = BLOCK_SIZE / 32;
 constexpr int BLOCKS = BLOCK_SIZE < STAGE_K ? STAGE_K / BLOCK_SIZE : 1;  // blocks of k in a stage; each has a scale
 constexpr int SCALE_BYTES = BLOCKS * 2;
@@ -340,7 +340,7 @@ __device__ __forceinline__ void multiply_stage(Sums& sums, const Slot& slot, uns
 #pragma unroll
     for (int m = 0; m < MMA_M; ++m) {
         row_of[m] = x + (min(m * 8 + group, rows - 1) * K + stage * STAGE_K);
-        asm volatile("" : "+l"(row_of[m]));  // addresses of chunks then differ by constants, which loads contain
+        asm volatile("" : "+l"(row_of[m]));  // offsets of chunks are then constants in load instructions
     }
     const unsigned row_in_shared = NORM ? normalized + stage * 2 * STAGE_K + group % TILE_M * NORM_PITCH
                                         : slot.base + X_AT + group % TILE_M * X_PITCH;

@@ -1,4 +1,4 @@
-"""Matrix products of one x with quantized weights, as the hosts of their kernels see them."""
+"""Matrix products of one x with quantized weights: the input of the host side of every kernel for them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WEIGHTS: Final = ("w", "w_2", "w_3", "up")
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight of n columns of y, with its scales and zero points, and the bias of its product."""
+    """The weight for n columns of y, with its scales and zero points, and the bias of its product."""
 
     n: int
     w: Pointer
@@ -49,7 +49,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Norm:
-    """An RMSNorm of x, or of x + added, whose result the weights multiply; `sum` points to the output x + added."""
+    """An RMSNorm of x, or of x + added; the weights multiply its result. `sum` points to the output x + added."""
 
     node: FusedNode
     inputs: tuple[TensorSpec, ...]
@@ -58,13 +58,13 @@ class Norm:
     sum: Pointer | None
 
     def defines(self) -> Defines:
-        """Return the macros of nbits_mma.cu."""
+        """Return the macros of nbits_norm.cuh, and NORM of nbits_mma.cu."""
         scale = required_spec(self.node, self.inputs, "scale")
         return {"NORM": 1, "NORM_ADDS": int(self.added is not None), "NORM_SCALE_T": STORAGE[scale.dtype]}
 
     @property
     def argument(self) -> Struct:
-        """The struct Norm of nbits_mma.cu."""
+        """The struct Norm of nbits_norm.cuh."""
         epsilon = Scalar(self.node.number("epsilon", 1e-5), "float32")
         return Struct((self.added or ABSENT, self.scale, self.sum or ABSENT, epsilon))
 
@@ -113,20 +113,20 @@ class Product:
 
     @property
     def row_bits(self) -> int:
-        """The bits of a row of w: n elements in the layout kn, else k elements, in nbits filled up to whole blocks."""
+        """The bits of a row of w: n elements in layout kn, k in nk, and k filled up to whole blocks in nbits."""
         if self.layout == "kn":
             return self.weights[0].n * self.bits
         return (self.blocks * self.block_size if self.layout == "nbits" else self.k) * self.bits
 
     @property
     def zero_bits(self) -> int:
-        """The bits of the packed zero points of a column of y, in the layout nbits filled up to whole bytes."""
+        """The bits of the packed zero points of a column of y; layout nbits fills them up to whole bytes."""
         bits = self.blocks * self.bits
         return -(-bits // 8) * 8 if self.layout == "nbits" else bits
 
     @property
     def parts(self) -> list[Product]:
-        """One Product for each output; a gated product stays one."""
+        """One Product for each output; a gated product has one output."""
         if self.is_gated:
             return [self]
         results = (self.y, *(Pointer("output", i) for i in range(1, len(self.weights))))

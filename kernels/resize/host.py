@@ -70,7 +70,7 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
 
 
 def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
-    """Return the one plan for x (n, *spatial, channels); an operand `like` (0, *spatial of y) is not read.
+    """Return the one plan for x (n, *spatial, channels); of an operand `like`, only its shape (0, *spatial) counts.
 
     Raises ValueError if scales, sizes or `like` have the wrong rank, or change n or channels.
     """
