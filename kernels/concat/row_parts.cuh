@@ -7,7 +7,7 @@
 // threads copy neighbouring vectors.
 //
 //   T         storage type                          WIDTH    elements of a vector access; divides all parts' channels
-//   STREAMED  1: written elements leave L2 first    RELEASE  1: the next kernel may start before this one stores
+//   STREAMED  1: L2 evicts written elements first   RELEASE  1: the next kernel may start before this one stores
 //   INDEX     u32, or u64 where u32 cannot count all elements
 //
 // STREAMED and RELEASE may depend on `pixels` and gridDim.

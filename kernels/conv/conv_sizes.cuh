@@ -9,5 +9,5 @@ struct ConvSizes {
     int images;
     Position x, y, pads;  // pads: before x; of a transposed convolution, cut off before y
 
-    __device__ __forceinline__ int pixels() const { return images * y.d * y.h * y.w; }  // of y, in all images
+    __device__ __forceinline__ int pixels() const { return images * y.d * y.h * y.w; }  // pixels of y
 };

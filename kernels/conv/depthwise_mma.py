@@ -95,7 +95,7 @@ class DepthwiseMmaConfig:
         return VECTOR_BYTES * self.groups * (self.buffers * patch + self._plane(self.tp * self.tq))
 
     def _plane(self, pixels: int) -> int:
-        """Return the chunks of 16 bytes from one plane, 8 channels of `pixels` pixels, to the next.
+        """Return the distance, in chunks of 16 bytes, from one plane (8 channels of `pixels` pixels) to the next.
 
         The function plane_chunks of conv_depthwise_mma.cu computes the same number.
         """
@@ -209,7 +209,7 @@ def configs(conv: Conv, device: Device, thorough: bool = True) -> list[Depthwise
 
 
 def _fits(rows: int, height: int) -> bool:
-    """Return whether dividing `height` into pieces of `rows` wastes few rows; always True for the smallest strips."""
+    """Return whether strips of `rows` rows cover `height` with few idle rows; always True for the smallest strips."""
     least = min(height, MIN_STRIP_ROWS)
     return rows == least or (rows > least and -(-height // rows) * rows <= MAX_IDLE * height)
 

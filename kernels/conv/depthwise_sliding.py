@@ -173,7 +173,7 @@ def configs(conv: Conv) -> list[SlidingConfig]:
 
 
 def _columns(conv: Conv, tw: int) -> int:
-    """Return the span, in columns of x, of all reads by a strip."""
+    """Return how many columns of x a strip of `tw` columns spans."""
     (_, kw), (_, sw), (_, dw) = two(conv.kernel), two(conv.strides), two(conv.dilations)
     return (tw - 1) * sw + (kw - 1) * dw + 1
 

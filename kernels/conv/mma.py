@@ -121,14 +121,14 @@ def _slices(conv: Conv, tile: MmaConfig, counts: Sequence[int]) -> list[int]:
 
 @functools.lru_cache(maxsize=512)
 def few_configs(problems: tuple[Conv, ...], device: Device) -> list[ConvConfig]:
-    """Return a few configs for convolutions that differ only in dynamic sizes; for each, at least one is fast."""
+    """Return a few configs: for each of `problems`, which differ only in dynamic sizes, at least one is fast."""
     tiles = _tiles(problems[0], device)
     given = [ConvConfig(tile, count) for tile in tiles for count in _slices(problems[0], tile, FEW_SLICES)]
     return few(given, problems, lambda conv, config: cycles(conv, config, device), MAX_FEW)
 
 
 def implementation(conv: Conv, config: ConvConfig, device: Device) -> Implementation:
-    """Return one launch; or with slices of k, one that writes sums to scratch memory and one that adds them up."""
+    """Return one launch, or two with slices of k: one writes sums to scratch memory, and one adds them up."""
     tile, pdl = config.tile, device.has_pdl
     kernel = Kernel("conv_mma", "conv_mma", defines(conv, config, device))
     partial = Pointer("scratch", 0) if config.slices > 1 else ABSENT

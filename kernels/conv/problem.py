@@ -1,4 +1,4 @@
-"""The description of a channels-last convolution and its epilogue that the hosts of all convolution kernels share."""
+"""The description of a channels-last convolution and its epilogue that all convolution kernels share."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Ranking(Generic[Config]):
 
 @functools.lru_cache(maxsize=2048)
 def few_configs(ranking: Ranking[Config], problems: tuple[Conv, ...], device: Device) -> list[Config]:
-    """Return a few configs, so that at least one is fast at any size; `problems` are usual sizes."""
+    """Return a few configs for `problems`, a convolution at usual sizes; at any size, at least one config is fast."""
     return covering_subset_of_each(
         problems,
         lambda conv: (ranking.quick or ranking.configs)(conv, device),

@@ -87,7 +87,7 @@ def why_not(conv: Conv, device: Device) -> str | None:
 
 
 def widened(conv: Conv) -> Conv:
-    """Return an equal convolution with one phase along the width, if a pixel of y reads one pixel of x along this axis.
+    """Return an equal convolution with one phase along the width, if each pixel of y reads one pixel of x along it.
 
     A group of neighbouring pixels of y then counts as one pixel with the filters of all of them, which are contiguous
     in memory.  In the same way, the taps of w along the width count as one tap.
@@ -116,7 +116,7 @@ def box(conv: Conv) -> int:
 
 
 def _walk(conv: Conv) -> Iterator[tuple[int, int, int]]:
-    """Yield per axis (begin, end, largest offset) of TMA's walk, where begin and end count from the ends of x."""
+    """Yield (begin, end, largest offset) of TMA's walk per axis: begin relative to the first pixel, end to the last."""
     given = zip(
         *map(two, (conv.kernel, conv.strides, conv.sizes, conv.y_sizes)), two(conv.pads_begin, missing=0), strict=True
     )

@@ -81,7 +81,7 @@ def _y_sizes(
     """
     rank, auto_pad = len(sizes), node.text("auto_pad", "NOTSET")
     extra = _integers(node, "output_padding", rank) or [0] * rank
-    beyond = [  # for each axis: the size of the full result, before elements are cut off, minus size * stride
+    beyond = [  # per axis: the size of the result before elements are cut off, minus the size of x times the stride
         added + (taps - 1) * dilation + 1 - stride
         for stride, added, taps, dilation in zip(strides, extra, kernel, dilations, strict=True)
     ]

@@ -21,7 +21,7 @@ from onnxfuse.kernels.tensors import (
 )
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
 
-MODES: Final = ("DCR", "CRD")  # order of a deep pixel's channels: (block, channel) or (channel, block)
+MODES: Final = ("DCR", "CRD")  # order of the channels that form a block: (position, channel) or (channel, position)
 MAX_BLOCK: Final = 8
 MAX_HELD: Final = 64  # elements per thread
 THREADS: Final = 128  # threads per block

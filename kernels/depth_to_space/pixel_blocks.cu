@@ -7,7 +7,7 @@
 //
 //   T           storage type                       WIDTH       channels of an access to the wide tensor
 //   TO_SPACE    1: x is the deep tensor, 0: y is   DEEP_WIDTH  elements of an access to the deep one
-//   STREAMED    1: y leaves L2 first               RELEASE     1: the next kernel may start before this one stores
+//   STREAMED    1: L2 evicts y first               RELEASE     1: the next kernel may start before this one stores
 //
 // STREAMED and RELEASE may depend on `count` and gridDim.
 #include "types.cuh"

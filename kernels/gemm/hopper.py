@@ -17,7 +17,7 @@ from onnxfuse.runtime.symint import always, best_first, maximum, minimum
 TILE_K: Final = 64  # 16-bit elements along k per stage: the 128 bytes that TMA swizzles
 ROW_BYTES: Final = 128
 GATE_IMAGES: Final = 8  # images whose gate factors a stage holds: the swizzle repeats after 8 rows
-SUBTILE: Final = 64  # rows of y per TMA store; also its columns, if 64 divides a tile's columns
+SUBTILE: Final = 64  # rows of y per TMA store, and columns if 64 divides a tile's columns
 NARROW_SUBTILE: Final = 32  # columns of y per TMA store if SUBTILE does not divide a tile's columns
 MIN_STAGES: Final = 3
 MAX_STAGES: Final = 12
@@ -31,7 +31,7 @@ SHARED_TILE_CYCLES: Final = 300  # extra time per tile whose consumers begin and
 # program is the code of elementwise operators that are fused into the epilogue.
 PROGRAM_REGISTERS: Final = 64
 ROW_REGISTERS: Final = 2  # registers per thread for a 2-byte operand with one number per row
-MAX_ACCUMULATORS_OF_THREADS: Final = 128  # maximum accumulators per thread that loads fp32 operands of the epilogue
+MAX_ACCUMULATORS_OF_THREADS: Final = 128  # maximum accumulators of a thread that loads operands of the epilogue
 GATE_STEP_CYCLES: Final = 80.0  # extra time per stage of k for a gate
 HALF_SHARE: Final = 0.85  # share of a multiprocessor's time that the main loop of one of its two blocks takes
 # Additional instructions per element in the epilogue of integers, if y is stored as integers too: for the exchange of
@@ -213,7 +213,7 @@ def shared_cycles(gemm: Gemm, config: HopperConfig, device: Device) -> float:
 def fits(gemm: Gemm, config: HopperConfig, device: Device) -> bool:
     """Return whether a config fits into registers and shared memory, and whether its split of k is useful."""
     if gemm.integers and (config.split_k > 1 or config.half):
-        return False  # blocks of a cluster exchange only fp32 sums; half blocks store y only by TMA
+        return False  # blocks of a cluster exchange only fp32 sums; with `half`, only TMA stores y
     if config.split_k > 1:
         if gemm.grouped or gemm.k <= (config.split_k - 1) * stage_k(gemm):  # some block would have no step of k
             return False
@@ -225,7 +225,7 @@ def fits(gemm: Gemm, config: HopperConfig, device: Device) -> bool:
     if gemm.gate and (GATE_IMAGES - 1) * gemm.gate_rows < config.tile_m - 1:  # a tile could span too many images
         return False
     if config.half and (stores_by_threads(gemm) or gemm.gate):
-        return False  # half blocks store y only by TMA, and are untested with a gate
+        return False  # with `half`, only TMA stores y, and gates are untested
     if config.half and config.accumulators == 128 and gemm.column_shift:
         return False  # with a Gelu before the shift, two registers would spill
     if is_by_fragments(gemm):

@@ -108,7 +108,7 @@ def cost(gemm: Gemm, config: MmaConfig, device: Device) -> float:
     """Return a relative cost of a config: waves of tiles over the GPU, times the time per tile.
 
     With a gate, on an H200, for 18 products of EfficientNet-B0 and MobileNetV3 with 32 images, the config with the
-    least cost takes at most 1.02 times as long as the fastest if y has at most 112 columns, and 1.33 times if more.
+    least cost takes at most 1.02 times as long as the fastest if y has at most 112 columns, else at most 1.33 times.
     """
     waves = -(-config.tiles(gemm) // (device.multiprocessors * config.min_blocks))
     elements = config.tile_m * config.tile_n

@@ -13,7 +13,7 @@ from onnxfuse.runtime.plan import Pointer, Struct
 
 @dataclass(frozen=True)
 class Integers:
-    """Operands of 8 bits: x stands for (x - x_zero) * x_scale, and w for (w - w_zero) * w_scale.
+    """Operands of 8 bits: x represents (x - x_zero) * x_scale, and w represents (w - w_zero) * w_scale.
 
     The dtype of the problem is that of the scales, the bias, the residual and y.
     """

@@ -23,7 +23,7 @@ MAX_SUMS: Final = 4096  # maximum sums per warp: 128 per thread
 TILES_M: Final = (8, 16, 32, 64)
 TILES_N: Final = (32, 64, 128)  # if all have equally many bytes in flight, the smallest gives the most blocks
 CLUSTERS: Final = (1, 2, 4, 8)
-BUSY_SHARE: Final = 0.5  # share of the multiprocessors that reads nearly as fast as all multiprocessors
+BUSY_SHARE: Final = 0.5  # this share of the multiprocessors reads nearly as fast as all of them
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,7 @@ def _mma_configs(product: Product, device: Device) -> list[MmaConfig]:
 
 
 def _fitted(config: MmaConfig, product: Product, device: Device) -> MmaConfig:
-    """Return the config with no more stages in flight than a warp has, and no more blocks than a multiprocessor holds.
+    """Return the config with no more stages in flight than a warp uses, and no more blocks than a multiprocessor holds.
 
     The shared memory that this saves is free for blocks of the next kernel.
     """

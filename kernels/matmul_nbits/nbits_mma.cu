@@ -151,7 +151,7 @@ struct VectorOfX {
 struct Slot {
     unsigned base;
 
-    // Copies a stage of number `weight` of the tile's weights: the rows from `first` up to, but without, `end`.
+    // Copies a stage of the tile's weight number `weight`: the rows from `first` up to, but without, `end`.
     __device__ __forceinline__ void fill(const Quantized& quantized, int weight, int first, int end, int stage) const {
         const int block = stage * STAGE_K / BLOCK_SIZE, row = weight * TILE_N;
         copy_rows<STAGE_BYTES, W_ROW_BYTES, true>(base + row * STAGE_BYTES, quantized.w, first, end,
@@ -222,8 +222,8 @@ __device__ __forceinline__ unsigned difference(bf16, unsigned a, unsigned b) {  
 
 // Bit operations convert a weight q to a number: the last bit of LEAD's mantissa counts 1, so that the bits LEAD | q
 // are the number LEAD + q. In NEAR, this bit counts 1 / 16, so that NEAR | 16 q is NEAR + q.
-constexpr unsigned LEAD = HALF ? 0x64006400u : 0x43004300u;  // 1024, or 128
-constexpr unsigned NEAR = 0x54005400u;                       // 64, in fp16
+constexpr unsigned LEAD = HALF ? 0x64006400u : 0x43004300u;  // a pair of 1024 in fp16, or of 128 in bf16
+constexpr unsigned NEAR = 0x54005400u;                       // a pair of 64 in fp16
 
 // The numbers that are subtracted from pairs of a block's weights: LEAD or NEAR plus the zero point, or, if that sum is
 // not exact, first LEAD or NEAR and then `zero`.
@@ -305,7 +305,7 @@ struct Elements {
         take(words);
     }
 
-    // Loads the elements from memory. `x` points to the first of the 32; from there on, the row has `count` elements.
+    // Loads the elements from memory. `x` points to the first of the 32 elements; the row ends `count` elements later.
     __device__ __forceinline__ void load(const T* x, int count) {
         const int part = threadIdx.x % 4;
         if constexpr (BITS == 4) {

@@ -157,7 +157,7 @@ def _resized_as(like: Sequence[int], shape: Sequence[int]) -> tuple[tuple[float,
 
 
 def _ratio(to: int, size: int) -> float:
-    """Return to / size in float32; for dynamic sizes in float64, which later rounds to the same float32."""
+    """Return to / size in float32; for dynamic sizes, in float64, which is later rounded to the same float32."""
     if is_symbolic(to, size):
         ratio: float = to / maximum(size, 1)
         return ratio

@@ -9,7 +9,7 @@
 //   COORDINATE, NEAREST    functions below, by the names of ONNX's coordinate_transformation_mode and nearest_mode
 //   LINEAR                 1: interpolate between the two nearest elements of each axis; 0: copy the nearest element
 //   HAS_DEPTH              0: depth is 1
-//   STREAMED               1: y leaves L2 first        RELEASE  1: the next kernel may start before this one stores
+//   STREAMED               1: L2 evicts y first        RELEASE  1: the next kernel may start before this one stores
 //   STREAMED and RELEASE are numbers, or expressions that depend on the grid.
 #include "types.cuh"
 
