@@ -3,14 +3,14 @@
 // One block of 128 threads reads one tile of the mask, with WIDTH elements per access, and writes
 //   flags  one byte: 0, no score of the tile counts; 1, some scores change; 2, all scores stay as they are; 3, each
 //          score stays or does not count
-//   bits   for tiles of kind 3, and for all tiles of a boolean mask: which scores count. They are in the layout of a
-//          wgmma accumulator of 64 x BLOCK_N, so that each thread of a consumer warpgroup loads the bits of its scores
+//   bits   for tiles of kind 3, and for all tiles of a boolean mask: which scores count. The bits are in the layout of
+//          a wgmma accumulator of 64 x BLOCK_N, so that each thread of a consumer warpgroup loads its scores' bits
 // Elements beyond the last query or key do not matter.
 //
 // Macros:
 //   BLOCK_N, WIDTH  see above
-//   WIDTH_DIVIDES   1: WIDTH divides the strides and the number of keys; 0: elements are read one by one. It may be an
-//                   expression over the kernel's arguments
+//   WIDTH_DIVIDES   1: WIDTH divides the strides and the number of keys; 0: elements are read one by one. The macro may
+//                   be an expression over the kernel's arguments
 //   MASK            1 boolean, 2 additive
 //   INVERTED        1: false elements of a boolean mask count, instead of true ones
 //   NEGLIGIBLE      attention_hopper.cu treats elements of an additive mask up to this number as -inf in its first pass

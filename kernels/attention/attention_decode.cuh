@@ -6,7 +6,7 @@
 #include "attention_mma.cuh"
 #include "attention_mma_shares.cuh"
 
-constexpr int CLUSTER_BLOCKS = CLUSTER ? CLUSTER : 8;  // maximum number of blocks
+constexpr int CLUSTER_BLOCKS = CLUSTER ? CLUSTER : 8;  // maximum number of blocks of a cluster
 
 #if CLUSTER > 1
 #define IN_CLUSTER __cluster_dims__(CLUSTER, 1, 1)

@@ -40,8 +40,8 @@
 //   BIAS 2         the bias of a head is its slope, of type SLOPE_T, times the elements
 //   MASK   0 none, 1 boolean (INVERTED: false counts), 2 additive (elements up to NEGLIGIBLE are skipped at first)
 //   ADD_MASKED_SCORE, SECOND_PASS, SCALE_IN_EXPONENT, LATE_CAP   as above
-//   KEPT, LAZY_RESCALE   when a row's reference is raised and results are rescaled: attention_hopper_scores.cuh
-//   LATE_MASK      a mask's elements are loaded after the products, during which registers have no room for them
+//   KEPT, LAZY_RESCALE   when a row's reference (its score of weight 1) is raised: attention_hopper_scores.cuh
+//   LATE_MASK   1: a mask's elements are loaded after the products, during which registers have no room for them
 //   MASK_T, MASK_KEY, MASK_QUERY, MASK_PAIRS, BIAS_T and so on
 //                  arguments of ScoreOperand, in attention_hopper_shape.cuh
 //   ROTATED   0, or the elements of a query that are rotated: attention_hopper_rotation.cuh
@@ -161,15 +161,15 @@ __device__ __forceinline__ void write(const TensorMap& out, const WorkTile& at, 
 // Registers of products in flight stay untouched until wgmma_wait.
 //
 // After wgmma_wait for the product with a stage's keys, these keys have been read: k_taken then releases the stage.
-// Each warp reads the bits or bias stored with the keys, and releases them separately: the last warp in k_taken, the
-// other warps at once in `read`. The last thread of a warp (with BIAS_FIRST, the last four threads) arrives at the
-// barrier, because compute-sanitizer's racecheck records only the last thread that read a word, and does not count
-// __syncwarp as ordering.
+// Each warp also reads the mask bits or the bias stored with the keys, and then arrives at the stage's barrier k_empty:
+// the last warp in k_taken, the other warps at once in `read`. The last thread of a warp (with BIAS_FIRST, the last
+// four threads) arrives, because compute-sanitizer's racecheck records only the last thread that read a word, and does
+// not count __syncwarp as ordering.
 __device__ __forceinline__ void consume(ScoreMod& score_mod, Softmax& softmax, float (&o)[RESULTS], float exponent,
                                         int tiles, u32 qo, u32 k_buffers, u32 v_buffers, Barriers& barriers,
                                         Ring& k_ring, Ring& v_ring) {
     const Cap& cap = score_mod.cap;
-    const auto read = [&] {  // releases the bits or bias that came with the keys
+    const auto read = [&] {  // releases the mask bits or the bias stored with the keys
         __syncwarp();
         const bool tells = threadIdx.x % 32 >= (BIAS_FIRST ? 28 : 31) && threadIdx.x % 128 < 127;
         if (tells) barrier_arrive(shared_address(barriers.k_empty + k_ring.stage));
@@ -303,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK.all, BLOCKS_PER_SM)
     const int plane = (at.batch * mask_tiles.batch + at.head * mask_tiles.head) * row_tiles;
     const Mask::Element* const mask_plane = mask.plane(at.batch, at.head);
 
-    const auto head_slope = [&] {  // the slope in the scores' units
+    const auto head_slope = [&] {  // the slope of the block's head, in the scores' units
         float slope[1];
         unpack(load_cached<1>(slopes + at.head), slope);
         return slope[0] * units.unit;

@@ -24,13 +24,13 @@ struct Flags {
     }
 };
 
-// The kinds and bits of the tiles of a mask that is the same for all queries, found from its elements.
+// The kinds (see Flags) and bits of the tiles of a mask that is the same for all queries, found from its elements.
 struct RowMask {
     const Mask::Element* mask;
     int keys, lane;
     Pack<Mask::Element, 1> next[BIT_WORDS];
 
-    __device__ __forceinline__ void ahead(int tile) {  // loads a tile's elements while the tile before it is copied
+    __device__ __forceinline__ void ahead(int tile) {  // loads the next tile's mask elements while a tile is copied
 #pragma unroll
         for (int w = 0; w < BIT_WORDS; ++w)
             next[w] = load_mask<1>(mask + max(0, min(tile * BLOCK_N + w * 32 + lane, keys - 1)) * Mask::KEY);
@@ -92,11 +92,11 @@ struct Producer {
     int first_tile;
     Ring k_ring, v_ring;
     // The tile whose values are copied next. Its keys have been copied, because consumers multiply a tile's keys before
-    // they multiply the values of the tile before it.
+    // they multiply the values of the previous tile.
     int pending = -1;
 
     // Writes the bias of a tile's columns with all lanes. Each lane then arrives at the stage's barrier k_full: the
-    // leader in copy_keys, the others here.
+    // leader in copy_keys, the others in this function.
     __device__ __forceinline__ void write_bias(u32 tile, bool leader) {
         if constexpr (BIAS_FIRST) {
             float values[BIAS_WORDS];

@@ -45,14 +45,14 @@ static_assert(KEPT_ROWS == 0 || INTERLEAVED == Y_INTERLEAVED, "elements that sta
 class QueryRotation {
     static constexpr int PIECES_OF_ROW = NORM ? PIECES : ROTATED_PIECES;  // pieces (see rotation.cuh) that change
     static constexpr int OF_THREAD = (PIECES_OF_ROW + LANES - 1) / LANES;
-    static constexpr int ROWS = 64 * LANES / 128, NEXT_ROW = 128 / LANES;  // a thread's rows; their distance
+    static constexpr int ROWS = 64 * LANES / 128, NEXT_ROW = 128 / LANES;  // number of a thread's rows; their distance
     static constexpr int ANGLE_WORDS = OF_THREAD *
                                        (TABLE_ROW / ROTATED_HALF * WIDTH * (sizeof(COS_T) + sizeof(SIN_T)) / 4);
     static constexpr int IN_REGISTERS = ANGLE_WORDS < 64 ? 64 / ANGLE_WORDS : 1;  // rows whose angles are in registers
     static constexpr int AT_ONCE = ROWS < IN_REGISTERS ? ROWS : IN_REGISTERS;
 
     const RotationTables& tables;
-    const COS_T* cos;  // table row of the warpgroup's first query
+    const COS_T* cos;  // the table's row for the warpgroup's first query
     const SIN_T* sin;
     int row, lane;    // the thread's first row in the warpgroup, and its lane
     int first, last;  // the rows from `first` to `last`, both included, are rotated
@@ -115,7 +115,7 @@ public:
                 if (piece.rotated) raw[j].second = loaded(queries, r, piece.second);
             }
             const float factor = NORM ? inverse_rms(raw, lane, tables.epsilon) : 1.0f;
-            if (INTERLEAVED != Y_INTERLEAVED) __syncwarp();  // the other lanes have read the row
+            if (INTERLEAVED != Y_INTERLEAVED) __syncwarp();  // until the other lanes have read the row
 #pragma unroll
             for (int j = 0; j < OF_THREAD; ++j) {
                 const Piece piece(lane + j * LANES);

@@ -21,14 +21,14 @@ __device__ __forceinline__ float in_units(f16, float value, const ScoreUnits& un
 template <class Tensor>
 struct Rows {
     const typename Tensor::Element* from;  // the thread's address in its first row
-    int next;                              // elements from the first row to the second
+    int next;                              // elements from the thread's first row to its second
     bool in_pairs;                         // whether one access can read two neighbours; used if Tensor::PAIRS is 2
 
     __device__ __forceinline__ Rows(const Tensor& tensor, const typename Tensor::Element* plane, int row,
                                     const Shape& shape) {
         const int first = min(row, shape.queries - 1), second = min(row + 8, shape.queries - 1);
         from = plane + first * tensor.query;
-        settle(from);  // otherwise each tile computes the address again: up to 4 % more instructions, and spills
+        settle(from);  // otherwise the address is computed again for each tile: up to 4 % more instructions, and spills
         next = (second - first) * int(tensor.query);
         in_pairs = tensor.multiples_of(2, shape.keys);
     }
@@ -43,7 +43,7 @@ struct Fragment {
     static constexpr int COUNT = KEY ? KEYS / 8 : 1;
     Pack<E, 2> pairs[COUNT][ROW_COUNT];
 
-    // `first`: the thread's first key; `left`: the number of keys from that one on.
+    // `first`: the thread's first key; `left`: the number of keys from `first` on.
     __device__ __forceinline__ void load(const Rows<Tensor>& rows, int first, int left) {
         const E* const from = rows.from + first * Tensor::KEY;
         if constexpr (Tensor::PAIRS < 2) load_elements<Tensor::PAIRS>(from, rows.next, left);
@@ -87,7 +87,7 @@ struct Fragment {
             }
     }
 
-    // Adds `slope`, in the scores' units, times the elements.
+    // Adds the elements times `slope` to the scores `s`; `slope` is in the scores' units.
     __device__ __forceinline__ void add_times(float* s, float slope) const {
 #pragma unroll
         for (int j = 0; j < KEYS / 8; ++j)
@@ -105,7 +105,8 @@ struct Fragment {
 template <int TERMS>
 struct CapPolynomial {
     float largest;  // largest product for which the polynomial holds
-    float lowest;   // products below -largest have no weight if the row's reference (weight 1) is at least this score
+    // If the row's reference (its score of weight 1) is at least `lowest`, products below -largest have no weight.
+    float lowest;
     float terms[TERMS];
 
     __device__ __forceinline__ bool holds(float product, float reference) const {
@@ -169,8 +170,8 @@ struct ScoreMod {
     const int group, column;        // the warpgroup, and the thread's first column in a tile
     const int limit[2], unlimited;  // number of keys that each row sees, and that all rows see
     const int window, windowed;     // with WINDOW: keys that a row sees; the first key that all rows see
-    const int first_tile;           // the first tile of the block
-    const float reciprocal_limit;   // 1 / cap
+    const int first_tile;           // the first tile of keys that the block's rows see
+    const float reciprocal_limit;   // 1 / cap.limit
     float masked = minus_infinity();
     float slope = 0.0f;  // the head's slope, in the scores' units
     int own_tiles = 0;   // the index of the first tile of the warpgroup's rows, among all tiles of the mask
@@ -219,8 +220,8 @@ struct ScoreMod {
         return bits[at / 32] >> at % 32 & 1;
     }
 
-    // With LATE_MASK registers have no room for a mask's elements during the products. They are loaded afterwards, a
-    // few at a time; only tiles of kind 1 (some scores change) need mask elements.
+    // With LATE_MASK registers have no room for a mask's elements during the products. The elements are loaded
+    // afterwards, a few at a time; only tiles of kind 1 (some scores change) need mask elements.
     __device__ __forceinline__ void add_mask(float (&s)[SCORES], int first) const {
         if constexpr (ADDITIVE && LATE_MASK) {
             constexpr int KEYS_AT_ONCE = 32 / sizeof(Mask::Element);
@@ -287,14 +288,15 @@ struct ScoreMod {
     }
 };
 
-// The form of a warp's scores with LATE_CAP.
+// The form of a warp's scores with LATE_CAP: in the units of ScoreUnits, or still bare products of q and k. If these
+// products are small or smallest, the polynomial `small` or `smallest` of Cap holds for all of them.
 enum class Scores { IN_UNITS, PRODUCTS, SMALL_PRODUCTS, SMALLEST_PRODUCTS };
 
 // A row's reference is the score whose weight is 1. It need not be the largest score: weights above 1 are as exact in
-// fp16 and bf16 as smaller ones, and results need no rescaling while the reference stays. So weights are computed with
-// the current references. Only if a thread's weights of a row add up to more than KEPT, the largest scores are
-// determined and the references raised. A tile of 64 keys of 64 elements that skips this step takes 200 instructions
-// instead of 253. With LAZY_RESCALE, a reference is raised only if weights would exceed 2^4.
+// fp16 and bf16 as smaller ones, and results need no rescaling while the reference stays. Therefore weights are
+// computed with the current references. Only if a thread's weights of a row add up to more than KEPT, the largest
+// scores are determined and the references raised. A tile of 64 keys of 64 elements that skips this step takes 200
+// instructions instead of 253. With LAZY_RESCALE, a reference is raised only if weights would exceed 2^4.
 //
 // With SCALE_IN_EXPONENT, scores below -FAR need separate code: rounding their products with the scale would make
 // weights overflow. Only fully masked rows have such scores; under additive masks in fp16, no row has them.
@@ -305,12 +307,12 @@ constexpr bool FAR_SCORES = SECOND_PASS && (ADD_MASKED_SCORE || !IS_HALF<Mask::E
 
 struct Softmax {
     float top[2] = {minus_infinity(), minus_infinity()};
-    float sum[2] = {0.0f, 0.0f};  // sums over this thread's columns
+    float sum[2] = {0.0f, 0.0f};  // per row, the sum of the weights in this thread's columns
     float scaled[2];              // the rows' references (the scores of weight 1), as exponents of 2
     bool keeps = false;           // whether all rows of the warp may keep their references for the next tile
 
     // Computes packed weights from scores with the current references (the scores of weight 1), without determining the
-    // largest score, and adds the weights to the sums. If they are so large that a reference must be raised, returns
+    // largest score, and adds the weights to the sums. If weights are so large that a reference must be raised, returns
     // false, and leaves the sums unchanged.
     __device__ __forceinline__ bool keep(const float (&s)[SCORES], u32 (&p)[BLOCK_N / 16][4], float scale,
                                          const Cap& cap) {
@@ -357,8 +359,9 @@ struct Softmax {
         }
     }
 
-    // With LATE_CAP, raises the rows' references (the scores of weight 1) to this tile's scores and writes `factor`.
-    // `in_units`: the scores are no longer bare products of q and k. Returns the form of the scores.
+    // With LATE_CAP, raises the rows' references (the scores of weight 1) to the largest scores of this tile, if these
+    // are larger, and writes to `factor` the factors for earlier sums and results. `in_units`: the scores are no longer
+    // bare products of q and k. Returns the form of the scores.
     __device__ __forceinline__ Scores raise(const float (&s)[SCORES], const Cap& cap, bool in_units,
                                             float (&factor)[2]) {
         bool small = true, smallest = true;
@@ -425,8 +428,8 @@ struct Softmax {
         return fmaxf(best, __shfl_xor_sync(0xffffffffu, best, 2));
     }
 
-    // Raises the maximum of row r to a score, and returns the previous maximum. With LAZY_RESCALE, the maximum stays if
-    // weights remain at most 2^4.
+    // Raises the maximum of row r to the score `to`, if that is larger, and returns the previous maximum. With
+    // LAZY_RESCALE, the maximum stays if weights remain at most 2^4.
     __device__ __forceinline__ float raise(int r, float to, float scale) {
         const float before = top[r], best = fmaxf(before, to);
         const bool stays = LAZY_RESCALE && (best - before) * (SCALE_IN_EXPONENT ? scale : LOG2_E) <= 4.0f;
@@ -434,7 +437,7 @@ struct Softmax {
         return before;
     }
 
-    // Returns the score of row r whose weight is 1. If it is -inf, returns 0, because -inf - -inf would be NaN.
+    // Returns the score of row r whose weight is 1. If this score is -inf, returns 0, because -inf - -inf would be NaN.
     __device__ __forceinline__ float reference(int r) const { return top[r] == minus_infinity() ? 0.0f : top[r]; }
 
     __device__ __forceinline__ static bool is_far(float reference, float scale) {

@@ -31,7 +31,7 @@ struct Shape {
 
     __device__ __forceinline__ int keys_of(int query) const { return CAUSAL ? min(keys, query + causal + 1) : keys; }
 
-    // Returns the first tile of keys that a block's or warpgroup's rows see, from row `first` on.
+    // Returns the first tile of keys that any row of a block or a warpgroup sees; `first` is its first row.
     __device__ __forceinline__ int first_tile(int first) const {
         return WINDOW ? max(0, keys_of(first) - window) / BLOCK_N : 0;
     }
@@ -50,10 +50,10 @@ struct Shape {
 // Constants of the scores, all but `scale` in the units of the scores. The first two, which every mask element needs,
 // are loaded together.
 struct alignas(8) ScoreUnits {
-    float unit;    // the score that is 1 in natural units
+    float unit;    // a score of 1 in natural units, in the scores' units
     float lowest;  // the lowest finite score
     float scale;
-    float masked;  // the masked score (a number) in the second pass
+    float masked;  // in the second pass: the score of masked keys or, with ADD_MASKED_SCORE, the number added to it
     float second_pass_below;
 };
 
@@ -72,7 +72,7 @@ using Bias = ScoreOperand<BIAS_T, BIAS_KEY, BIAS_QUERY, BIAS_PAIRS>;
 struct MaskTiles {
     const unsigned char* flags;
     const u32* bits;
-    int batch, head;  // strides in planes of tiles; 0 along an axis that broadcasts
+    int batch, head;  // strides in planes; a plane is all tiles of a head. 0 along an axis that broadcasts
 };
 
 // ---- constants that follow from the macros ------------------------------------------------------------------------
@@ -80,7 +80,7 @@ struct MaskTiles {
 constexpr bool BOOLEAN = MASK == 1;
 constexpr bool ADDITIVE = MASK == 2;
 constexpr bool ROW_MASK = MASK && !Mask::QUERY;                 // the mask is the same for all queries
-constexpr bool TILES_DIFFER = CAUSAL || (MASK && Mask::QUERY);  // later rows are expected to see more keys
+constexpr bool TILES_DIFFER = CAUSAL || (MASK && Mask::QUERY);  // later rows probably see more keys than earlier rows
 
 // The producer writes the columns' biases beside the keys, and the tensor cores add the products to these biases.
 constexpr bool BIAS_FIRST = BIAS == 2 && SCALE_IN_EXPONENT && Bias::KEY && !Bias::QUERY;
@@ -108,7 +108,9 @@ static_assert(BLOCK.have_registers(), "no thread waits for registers that do not
 // Words of mask bits: of a tile if ROW_MASK, else of a thread.
 constexpr int BIT_WORDS = ((ROW_MASK ? BLOCK_N : SCORES) + 31) / 32;
 constexpr int BIAS_WORDS = (BLOCK_N + 31) / 32;  // number of columns of a tile whose bias a lane of the producer loads
-constexpr int KINDS = 24;  // the bit of a stage's info at which the tile's kinds begin, 2 bits for each warpgroup
+// A stage's info is one word: the number of its tile in the bits below bit KINDS, and from this bit on 2 bits for each
+// warpgroup, the kind of the tile for the warpgroup's rows.
+constexpr int KINDS = 24;
 constexpr u32 EACH_GROUP = 0x55;
 constexpr u32 END = (1u << KINDS) - 1;
 
@@ -116,8 +118,8 @@ struct WorkTile { int first, head, batch, key_head; };
 
 struct Barriers {
     u64 queries, vote, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
-    u32 tile[STAGES], bits[STAGES][ROW_MASK ? BIT_WORDS : 1];                  // info and mask bits of a stage of keys
-    u32 second_pass;                                                           // 1: a warpgroup has voted for it
+    u32 tile[STAGES], bits[STAGES][ROW_MASK ? BIT_WORDS : 1];                  // per stage: info (see KINDS), mask bits
+    u32 second_pass;                                                           // 1: a warpgroup has voted for this pass
     alignas(8) float bias[BIAS_FIRST ? STAGES : 1][BIAS_FIRST ? BLOCK_N : 2];  // one per column, in the scores' units
 };
 

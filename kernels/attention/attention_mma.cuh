@@ -30,14 +30,14 @@
 //   MASK_PAIRS, BIAS_PAIRS         1: one access may read two keys; may be an expression over the parameters `p`
 //   CAUSAL                         1: a query sees no key after its diagonal
 //   SOFTCAP                        1: scores are capped softly (softcapped())
-//   ADD_MASKED_SCORE               the masked score is added to scores instead of replacing them
+//   ADD_MASKED_SCORE               1: the masked score is added to scores instead of replacing them
 //   LENGTHS                        1: each batch element has a length of its own
 //   WINDOW                         1: a query sees only the last `window` keys of those up to the diagonal
 //   SINKS                          1: each row has one more score, its head's sink (SINK_T), with a value of zeros
-//   ZERO_MASKED_ROWS               rows without a key are 0, else NaN
+//   ZERO_MASKED_ROWS               1: rows without a key are 0; 0: they are NaN
 //   SECOND_PASS, SECOND_PASS_BELOW see attention_mma.cu
-//   SCALE_IN_EXPONENT              scores are scaled when they are exponentiated; then the scale must be positive, and
-//                                  only -inf may replace a score
+//   SCALE_IN_EXPONENT              1: scores are scaled when they are exponentiated; the scale must then be positive,
+//                                  and only -inf may replace a score
 #pragma once
 
 #include "attention_mma_scores.cuh"

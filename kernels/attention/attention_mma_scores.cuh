@@ -72,7 +72,7 @@ struct ScoreElements {
     }
 };
 
-__device__ __forceinline__ float softcapped(float score, float cap) {  // cap * tanh(score), cap times log2(e)
+__device__ __forceinline__ float softcapped(float score, float cap) {  // cap * tanh(score); cap has the factor log2(e)
     return cap * (1.0f - 2.0f * reciprocal(exp2_fast(2.0f * LOG2_E * score) + 1.0f));
 }
 
@@ -82,7 +82,7 @@ struct Scores {
     // A row sees the keys before its limit. With ADD_MASKED_SCORE, `masked` is added to the scores of the other keys.
     int limits[M_TILES][2];
     int last;       // the limit of the warp's last row; 0 if the warp has no rows
-    int unlimited;  // all rows of the block see the keys before this one; with WINDOW, from key `windowed` on
+    int unlimited;  // all rows of the block see the keys below this index; with WINDOW, those from `windowed` on
     int windowed;
 #if MASK
     ScoreElements<MASK_T, MASK_BY_ROW> mask;

@@ -5,7 +5,7 @@
 #include "types.cuh"
 #include "rotation.cuh"
 
-// The operands; cache.py writes the fields in this order.
+// The operands of the norm and the rotation; cache.py writes the fields in this order.
 struct Turns {
     const COS_T* cos;
     const SIN_T* sin;
@@ -14,8 +14,8 @@ struct Turns {
     float q_epsilon, k_epsilon;
     int table_rows;
 
-    // Returns the offset in the tables of a new row's angles. `item` is the row's index among the new rows of the whole
-    // batch, and `row` its index in the cache.
+    // Returns the offset in the tables at which a new row's angles begin. `item` is the row's index among the new rows
+    // of the whole batch, and `row` its index in the cache.
     __device__ __forceinline__ long long table(long long item, int row) const {
         const long long position = positions ? positions[item] : row;
         return max(0LL, min(position, table_rows - 1LL)) * TABLE_ROW;

@@ -56,7 +56,7 @@ struct CachedTiles : Tiles {
 
     __device__ __forceinline__ void load_queries(u32 tile) const {
         Tiles::load_queries(tile);
-        if (TURNS) commit();  // so that the queries arrive before the first tile
+        if (TURNS) commit();  // a group of their own, so that queries arrive before the first tile
     }
 
     __device__ __forceinline__ void prepare_queries(u32 tile) const {
@@ -82,14 +82,14 @@ struct CachedTiles : Tiles {
     }
 
 #if TURNS
-    // Normalizes and rotates the rows from `first` up to, but without, `end` of a tile; `added(r)` is the number of the
-    // new row that row r belongs to.
+    // Normalizes and rotates the rows from `first` up to, but without, `end` of a tile; `added(r)` tells which of the
+    // new rows has the position of row r.
     template <class Added>
     __device__ __forceinline__ void turn_rows(u32 tile, int first, int end, const SCALE_T* scale, float epsilon,
                                               const Added& added) const {
         constexpr int BYTES = WIDTH * sizeof(T), ROWS = THREADS / LANES;
         const int lane = threadIdx.x % LANES;
-        for (int from = first; from < end; from += ROWS) {  // all lanes of a warp take part in shuffles
+        for (int from = first; from < end; from += ROWS) {  // all lanes run every round: inverse_rms shuffles
             const int r = from + threadIdx.x / LANES;
             const u32 row = tile + r * K_ROW;
             Vectors raw[STEPS];

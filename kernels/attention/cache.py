@@ -40,7 +40,7 @@ class Turns:
     def defines(self, problem: Attention, *extents: int, whole_lanes: bool) -> Defines:
         """Return the macros of attention_turns.cuh; WIDTH divides `extents`.
 
-        `whole_lanes`: the threads that share a head are a power of two, as a norm needs them.
+        `whole_lanes`: the number of threads that share a head is a power of two, as it is with a norm.
         """
         size, storage = problem.head_dim, STORAGE[problem.dtype]
         widest = VECTOR_BYTES // ITEM_BYTES[problem.dtype] if problem.aligned else 1

@@ -24,10 +24,10 @@ from onnxfuse.runtime.symint import always, estimate, for_later_plans, gcd, is_s
 
 CLUSTER_ARCH: Final = 90  # the lowest compute capability with thread block clusters
 CLUSTERS: Final = (2, 4, 8)  # blocks per cluster; eight is the portable limit, and sixteen were slower
-# The least share of multiprocessors that must have a block for clusters to come first. On an H200, 64 heads run 1/5
+# Clusters are preferred if at least this share of the multiprocessors then has a block. On an H200, 64 heads run 1/5
 # faster in clusters of 2 than in clusters of 4, and 1/4 faster than in clusters of 8.
 BUSY_SHARE: Final = 0.9
-MAX_ROWS: Final = 64  # rows per block, queries x query heads per key head: four warps of sixteen
+MAX_ROWS: Final = 64  # maximum rows per block (queries x query heads per key head): four warps of sixteen rows
 MIN_TILES: Final = 2  # tiles of keys per block; with fewer, a block takes longer to start and end than it saves
 MAX_SPLITS: Final = 64
 MIN_ROWS_OF_EIGHT_WARPS: Final = 1024  # cache rows from which eight warps per block have enough to copy
@@ -83,9 +83,10 @@ def _implementations_of(
     """Return one implementation for each way to split the keys over blocks, the expected fastest first."""
     heads, tiles = problem.batch * problem.kv_heads, -(-problem.keys // config.block_n)
     splits = maximum(1, minimum(MAX_SPLITS, device.multiprocessors // heads, tiles // MIN_TILES))
-    # For dynamic sizes, this comparison becomes a soft guard of the plan. At sizes for which the comparison has another
-    # answer, the plan's estimated loss is the ratio of the compared numbers, minus 1 (`Expressions.miss`). With a limit
-    # of 2, the plan of one split would have a loss of 2 / 2 - 1 = 0 at sizes that need two splits, and could be chosen.
+    # For dynamic sizes, this comparison becomes a soft guard: a condition under which the plan is expected to be the
+    # fastest. At sizes for which the comparison has another answer, the plan's estimated loss is the ratio of the
+    # compared numbers, minus 1 (`Expressions.miss`). If the limit were 2, the plan without splits would have a loss of
+    # 2 / 2 - 1 = 0 at sizes that need two splits, and could be chosen for them.
     if estimate(splits) < 1.5:
         return [_in_cluster(problem, config, 1, device, cache)] if cache else []
     clusters = _clusters(problem, tiles, device)
@@ -108,7 +109,10 @@ def _clusters(problem: Attention, tiles: int, device: Device) -> list[int]:
 def _in_cluster(
     problem: Attention, config: MmaAttentionConfig, cluster: int, device: Device, cache: Cache | None
 ) -> Implementation:
-    """Return an implementation of one launch, in which each cluster of blocks has all keys; 1: each block has them."""
+    """Return an implementation of one launch, in which the blocks of a cluster divide the keys of a head.
+
+    If `cluster` is 1, each block has all keys.
+    """
     step = _split(problem, config, cluster, NO_SCRATCH, device, cache)
     clusters = f", clusters of {cluster}" if cluster > 1 else ""
     return Implementation(f"{step.kernel.entry} {config.name}{clusters}", (problem.with_program(step),))

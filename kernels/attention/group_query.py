@@ -38,7 +38,7 @@ from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, NoAlias, Pl
 from onnxfuse.runtime.symint import expect_equal, for_later_plans, maximum, minimum
 
 INTEGERS: Final = {"seqlens_k": "int32", "total_sequence_length": "int32", "position_ids": "int64"}
-QUERIES: Final = Pointer("scratch", -1)  # prepared queries; `_shifted` makes them the first buffer
+QUERIES: Final = Pointer("scratch", -1)  # prepared queries; `_shifted` makes this index 0, the first buffer
 THREADS: Final = 128
 ACCESSES: Final = 4  # vectors that a thread copies at once
 FILLING_BLOCKS: Final = 4  # maximum blocks per multiprocessor that copy the past
@@ -145,7 +145,7 @@ def _sizes(node: FusedNode, inputs: Sequence[TensorSpec]) -> _Sizes:
         "position_ids": rows, "head_sink": (heads,), "q_norm_weight": (size,), "k_norm_weight": (size,),
     }  # fmt: skip
     lengths = required_spec(node, inputs, "seqlens_k").shape
-    required["seqlens_k"] = (batch, *(1,) * (len(lengths) - 1))  # models count a mask with keepdims
+    required["seqlens_k"] = (batch, *(1,) * (len(lengths) - 1))  # a ReduceSum with keepdims leaves axes of size 1
     for name, shape in required.items():
         spec = operand_spec(node, inputs, name)
         if spec and not (len(spec.shape) == len(shape) and all(map(expect_equal, spec.shape, shape))):
@@ -155,7 +155,7 @@ def _sizes(node: FusedNode, inputs: Sequence[TensorSpec]) -> _Sizes:
 
 def _no_alias(node: FusedNode, sizes: _Sizes) -> tuple[NoAlias, ...]:
     """Return the constraints that no caches overlap, except a past and its own present with equally many rows."""
-    # For dynamic sizes, this is an expression with the value 1 or 0, which adds no guard to the plan.
+    # For dynamic sizes, this is an expression with the value 1 or 0, which adds no guard (a condition on sizes).
     same = cast(bool, 1 // (1 + sizes.rows - sizes.past_rows))
     pasts = [(i, node.input_index(name)) for i, name in enumerate(("past_key", "past_value"), 1)]
     return tuple(
@@ -179,7 +179,7 @@ def _new_rows(node: FusedNode, sizes: _Sizes, item: int) -> tuple[HeadTensor, He
 
 
 def _attention(node: FusedNode, inputs: Sequence[TensorSpec], sizes: _Sizes, device: Device) -> Attention:
-    """Return the attention over the present caches, of queries that need no norm or rotation."""
+    """Return the attention of the node's own queries, without norm or rotation, over the present caches."""
     query = required_spec(node, inputs, "query")
     width = sizes.heads * sizes.size
     out = HeadTensor(Pointer("output", 0), sizes.new * width, sizes.size, width)
@@ -202,7 +202,7 @@ def _attention(node: FusedNode, inputs: Sequence[TensorSpec], sizes: _Sizes, dev
 
 
 def _cleared(append: Launch, after: Sequence[Step]) -> Launch:
-    """Return the launch that also clears the rows after the new ones, if attention_hopper reads them."""
+    """Return `append`, which also clears the rows after the new ones if attention_hopper follows and reads them."""
     reads = any(isinstance(step, Launch) and step.kernel.source == "attention_hopper" for step in after)
     defines = {**append.kernel.defines, "CLEARED": hopper.MAX_BLOCK_N if reads else 0}
     return replace(append, kernel=replace(append.kernel, defines=defines))
@@ -252,7 +252,7 @@ def _turns(node: FusedNode, inputs: Sequence[TensorSpec], sizes: _Sizes) -> Turn
 def _cache(node: FusedNode, sizes: _Sizes, turns: Turns, item: int) -> Cache:
     """Return how the decode kernel fills the present caches."""
     _, k, v = _new_rows(node, sizes, item)
-    past_k, past_v, head = k, v, sizes.past_rows * sizes.size  # without a past cache, these are not read
+    past_k, past_v, head = k, v, sizes.past_rows * sizes.size  # placeholders: no kernel reads an absent past cache
     if "past_key" in node.operands:
         pointers = (Pointer("input", node.operands.index(name)) for name in ("past_key", "past_value"))
         past_k, past_v = (HeadTensor(each, sizes.kv_heads * head, head, sizes.size) for each in pointers)
@@ -261,7 +261,7 @@ def _cache(node: FusedNode, sizes: _Sizes, turns: Turns, item: int) -> Cache:
 
 
 def _table(node: FusedNode, inputs: Sequence[TensorSpec], sizes: _Sizes) -> tuple[int, int]:
-    """Return the rows and columns of the tables, half of the rotated elements; (0, 0) without a rotation.
+    """Return (rows, half of the rotated elements): the shape of both tables; (0, 0) without a rotation.
 
     Raises ValueError if the tables do not fit.
     """

@@ -28,7 +28,7 @@ struct Lengths {
         : past(max(0, max(0, min(rows - 1, lengths[batch]) + 1) - added)), end(min(rows, past + added)) {}
 };
 
-// The arguments whose fields group_query.py writes in this order.
+// The sizes, as an argument of the kernel; group_query.py writes the fields in this order.
 struct Sizes {
     int batches;
     int added;            // new rows

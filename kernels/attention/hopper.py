@@ -43,7 +43,7 @@ NEGLIGIBLE_GAP: Final = 128.0  # score difference beyond which the lower score h
 
 @dataclass(frozen=True)
 class HopperAttentionConfig:
-    """The macros of attention_hopper.cu that the host chooses."""
+    """A choice of macros of attention_hopper.cu, and of the number of blocks per multiprocessor."""
 
     warpgroups: int  # consumer warpgroups per block, each with 64 queries
     block_n: int  # keys of a tile
@@ -80,10 +80,10 @@ class HopperAttentionConfig:
 
 
 # Configs by the largest head_dim_v that they serve, on which most registers depend. Relative times and the constants of
-# `_time` were fitted on an H200 to 39 cases of 64 elements and 14 of 128, plain and causal, with 77 to 4096 queries:
-# the config that `_time` chooses takes 1.006 times as long as the fastest. With 2048 queries, head_dim 96 and
-# head_dim_v 64, the first config of 64 takes 73.9 us, and the best config of 128 takes 84.4. With head_dim 192
-# and head_dim_v 128, the first config of 128 takes 129.6 us, and the best config of 192 takes 142.5.
+# `_time` were fitted on an H200 to 39 cases with heads of 64 elements and 14 cases with heads of 128, plain and causal,
+# with 77 to 4096 queries: the config that `_time` chooses takes 1.006 times as long as the fastest. With 2048 queries,
+# head_dim 96 and head_dim_v 64, the first config of key 64 takes 73.9 us, and the best config of key 128 takes 84.4.
+# With head_dim 192 and head_dim_v 128, the first config of key 128 takes 129.6 us, and the best of key 192 takes 142.5.
 CONFIGS: Final = {
     64: (
         HopperAttentionConfig(1, 64, 2, 3),
@@ -188,8 +188,8 @@ def _time(problem: Attention, config: HopperAttentionConfig, device: Device) -> 
     keys = problem.keys
     if problem.causal is None:
         waves = math.ceil(waves)
-    # A causal mask leaves half of the keys, and half of the tiles on the diagonal. Blocks with few keys come last and
-    # fill gaps, so that waves are not rounded up.
+    # Under a causal mask, a block processes half of the keys on average, and half of the tile on the diagonal in
+    # addition. Blocks with few keys come last and fill gaps, so that waves are not rounded up.
     else:
         keys = minimum(keys, (keys + 64 * config.warpgroups + config.block_n) // 2)
     keys = -(-keys // config.block_n) * (config.block_n + TILE_OVERHEAD) + BLOCK_OVERHEAD
@@ -305,7 +305,7 @@ def _launch(
         *(problem.queries, problem.keys, problem.heads, problem.gqa_group, problem.batch),
         *(0 if problem.causal is None else problem.causal, problem.window or 0, _heads_in_l2(problem)),
     )
-    flag_strides = (0, 0)  # strides of batch and head, in planes of flags
+    flag_strides = (0, 0)  # strides of batch and head, in planes; a plane is all tiles of a head
     if mask:
         by_batch, by_head, _ = mask.differs
         flag_strides = ((problem.heads if by_head else 1) if by_batch else 0, int(by_head))

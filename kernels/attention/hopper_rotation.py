@@ -10,7 +10,7 @@ from onnxfuse.runtime.plan import Struct
 from onnxfuse.runtime.symint import is_symbolic
 
 WIDTH: Final = 8  # elements per access to shared memory; divides half of the rotated elements
-MIN_LANES: Final = 2  # threads per row; a warpgroup has 64 rows
+MIN_LANES: Final = 2  # minimum threads per row: the 128 threads of a warpgroup have 64 rows
 MAX_LANES: Final = 8
 
 

@@ -23,7 +23,7 @@ from onnxfuse.kernels.tensors import STORAGE
 from onnxfuse.runtime.plan import Device, FusedNode, Launch, Plan, TensorSpec
 from onnxfuse.runtime.symint import for_later_plans
 
-# By fusion, the operands that hold one int32 each, in host memory; see `numbers_of` in onnxfuse/runtime/hosts.py.
+# For each fusion: the operands that hold a single int32 in host memory; see `numbers_of` in onnxfuse/runtime/hosts.py.
 NUMBERS: Final = {"group_query_attention": ("total_sequence_length",)}
 
 
@@ -40,10 +40,10 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
 
 
 def lengths(node: FusedNode, outputs: Sequence[TensorSpec]) -> dict[str, int]:
-    """Return the largest values of operands that hold lengths, by name; `outputs` are those of a plan."""
+    """Return the largest values of operands that hold lengths, by name; `outputs` are the outputs of a plan."""
     if node.fusion != "group_query_attention":
         return {}
-    rows = outputs[1].shape[2]  # of a present cache
+    rows = outputs[1].shape[2]  # the rows of a present cache
     return {"seqlens_k": max(0, rows - 1)}
 
 

@@ -13,14 +13,14 @@ from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import Device
 from onnxfuse.runtime.symint import estimate, for_later_plans
 
-MAX_IMPLEMENTATIONS: Final = 6  # candidates; tuning compiles and times each of them
+MAX_IMPLEMENTATIONS: Final = 6  # maximum number of implementations; tuning compiles and times each
 MAX_DECODE_ROWS: Final = 64  # largest number of rows (queries times query heads per key head) in one block
 MIN_DECODE_KEYS: Final = 512  # number of keys from which several blocks share the keys of few queries
-# Queries from which Hopper's kernel comes first; see `_fills_hopper`.
+# The number of queries from which Hopper's kernel comes first; see `_fills_hopper`.
 MIN_HOPPER_QUERIES: Final = 160
-MIN_WIDE_QUERIES: Final = 96  # queries from which Hopper's kernel comes first for heads of more than 64 elements
-MIN_MANY_QUERIES: Final = 40  # MIN_HOPPER_QUERIES for at least MANY_HEADS heads over the batch
-MIN_MASKED_QUERIES: Final = 96  # MIN_HOPPER_QUERIES for MANY_HEADS heads and a mask that attention_blocks.cu scans
+MIN_WIDE_QUERIES: Final = 96  # replaces MIN_HOPPER_QUERIES for heads of more than 64 elements
+MIN_MANY_QUERIES: Final = 40  # replaces MIN_HOPPER_QUERIES if batch times heads is at least MANY_HEADS
+MIN_MASKED_QUERIES: Final = 96  # like MIN_MANY_QUERIES, but under a mask that attention_blocks.cu scans
 MANY_HEADS: Final = 24
 
 

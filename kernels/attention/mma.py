@@ -27,7 +27,7 @@ MIN_SPLIT_KEYS: Final = 1024  # number of keys above which warps share keys only
 
 @dataclass(frozen=True)
 class MmaAttentionConfig:
-    """The macros of attention_mma.cuh that the host chooses."""
+    """A choice of macros of attention_mma.cuh: numbers of warps, tile sizes, and stages."""
 
     warps_m: int  # warps that have rows of their own
     warps_n: int  # warps that share the keys of a tile
@@ -179,7 +179,7 @@ def fitted(
 def defines(problem: Attention, config: MmaAttentionConfig, device: Device, second_pass: bool = False) -> Defines:
     """Return the macros of attention_mma.cuh. Lengths are arguments, so that a growing cache needs no new kernel.
 
-    With `second_pass`, a block may start again with the tiles that it skipped, because it has all keys of its rows.
+    With `second_pass`, a block has all keys of its rows, so it can begin again with the tiles that it skipped.
     """
     negligible, second_pass_below = NEGLIGIBLE[problem.dtype]
     skips_causal_tiles = problem.add_masked_score and problem.causal is not None and problem.masked_score <= negligible
@@ -284,7 +284,7 @@ def argument(problem: Attention, row_tiles: int) -> Struct:
 
 
 def _score_scalars(problem: Attention) -> tuple[float, float, float]:
-    """Return (scale, masked, cap), by which products q k^T become scores times log2(e)."""
+    """Return (scale, masked score, cap) with which the kernel computes scores times log2(e) from products q k^T."""
     boolean = problem.add_masked_score or problem.mask_kind in ("boolean", "inverted")
     masked = problem.masked_score if boolean else 0.0
     masked = masked if math.isinf(masked) else max(LOWEST, min(-LOWEST, masked * LOG2_E))

@@ -1,4 +1,4 @@
-"""The description of an attention problem that the hosts of all attention kernels share."""
+"""The description of an attention problem, from which the plans of all attention kernels are made."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Attention:
     rotation: Rotary | None = None  # the rotation that produces q and k; some kernels rotate q themselves
 
     def with_program(self, launch: Launch) -> Launch:
-        """Return the launch that stores the results, extended by `program`."""
+        """Return `launch`, which stores the results, extended by `program`."""
         return self.program.launch(launch) if self.program else launch
 
     @property
