@@ -23,7 +23,7 @@ from onnxfuse.kernels.region.shapes import axis_of
 
 VIEWS: Final = ("Transpose", "Reshape", "Unsqueeze", "Squeeze", "Expand", "Slice", "Split", "Tile")
 Load: TypeAlias = tuple[str, Index]  # an operand, and an address in it
-Part: TypeAlias = tuple[str, Size, Size]  # a Concat's input, where it begins, and where it ends
+Part: TypeAlias = tuple[str, Size, Size]  # an input of a Concat, and its begin and end along the axis
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def joined(writer: ValueWriter, operation: Operation, name: str, place: Place) -
 
 
 def _moved(writer: ValueWriter, name: str, place: Place) -> Moved | None:
-    """Return the operand and the address from which operators only move a value; None if an operator computes it."""
+    """Return where a value is copied from: operand and address, or a Choice of several; None if it is computed."""
     operation = writer.program.producers.get(name)
     if operation is None:
         return name, flat(place, writer.shapes.of[name])

@@ -1,4 +1,4 @@
-"""Writes the code of a kernel: each value of the region's program, at the line where it is first needed.
+"""Writes the code of a kernel: each value of the region's program is computed at the line where it is first needed.
 
 A place is the position of an element in a tensor: an index along each axis, as an expression in loop variables.
 """
@@ -56,8 +56,8 @@ class Writer:
     conditions: int = 0  # number of open branches
     masks: list[str] = field(default_factory=list)  # open masks: bool arrays, true for lanes that need the code
     scopes: list[dict[Any, Reference]] = field(default_factory=lambda: [{}])
-    kept: dict[Any, None] = field(default_factory=dict)  # every key that was ever recorded
-    masked_scopes: list[int] = field(default_factory=list)  # indices of the scopes that masks opened
+    kept: dict[Any, None] = field(default_factory=dict)  # every key that was passed to `keep`, in order
+    masked_scopes: list[int] = field(default_factory=list)  # indices, in `scopes`, of the scopes that `mask` opened
     # Reductions that are written as loops of one thread, and whether the loop is in a branch.
     found: list[tuple[Instance, bool]] = field(default_factory=list)
     stored_read: list[tuple[Key, Index]] = field(default_factory=list)  # reads of stored reductions: key, and index
@@ -68,8 +68,8 @@ class Writer:
     shared_bytes: int = 0  # bytes of shared memory that the block uses
     row_bytes: int = 0  # bytes of shared memory that keep operands of a row
     inexact: frozenset[str] = frozenset()  # values whose last bits are arbitrary: quotients of them may be approximate
-    within: Within | None = None  # a bound on an index that holds at the next line
-    # The variables on which a value at a place depends, by the value's name and the place.
+    within: Within | None = None  # bounds on an index that the next line can assume
+    # For the name of a value and the place of one of its elements: the variables on which this element depends.
     dependencies: dict[tuple[str, Place], frozenset[str]] = field(default_factory=dict)
 
     def copy(self) -> Writer:
@@ -156,8 +156,8 @@ class Writer:
     def keep(self, key: Any, reference: Reference) -> Reference:
         """Record that a variable holds a key's value.
 
-        The record is dropped at the end of the current block.  If the variable is right in all lanes, the record lasts
-        beyond open masks.
+        The record is dropped at the end of the current block.  It is also dropped at the end of an open mask, unless
+        the variable is right in all lanes.
         """
         scope = len(self.scopes) - 1
         while not reference.masked and scope in self.masked_scopes:
@@ -203,7 +203,7 @@ class Writer:
         return text_of(index, self.arguments.size, atom)
 
     def address(self, pointer: str, index: Index, in_lane: bool = False) -> str:
-        """Return the address of an element after a pointer; `in_lane` is as in `index`."""
+        """Return the address of element `index` after a pointer; `in_lane` means the same as for the method `index`."""
         at = self.index(index, in_lane)
         return pointer if at == "0" else f"{pointer} + {in_parentheses(at)}"
 
@@ -272,7 +272,10 @@ class Writer:
         return self.declare(kind, text, True, name=self.name_of(name))
 
     def _load_step(self, name: str, address: Index, step: int) -> Reference:
-        """Load two elements: lanes before a multiple of `step` use lane 0's element, the others the last lane's."""
+        """Load the two elements that a vector needs if `step` neighbours share an element of the operand.
+
+        Lanes before the next multiple of `step` use lane 0's element, the other lanes use the last lane's.
+        """
         kind, lanes = NUMBER[self.program.dtypes[name]], self.lanes
         variable = next(each for each in address.atoms() if each.kind == "variable" and each.name == lanes.variable)
         own = variable_index(lanes.variable, variable.extent)
@@ -378,7 +381,7 @@ class Writer:
         return self.declare(NUMBER[target], text, varies, masked, self.name_of(name), operation.name)
 
     def _stored(self, instance: Instance) -> Reference:
-        """Read a reduction's accumulator that an earlier launch stored; if several blocks stored shares, merge them."""
+        """Read a reduction's accumulator from scratch memory; if several blocks stored one each, merge all of them."""
         each = self.stored[instance.key]
         address, kind = flat(place_in(instance), each.shape), instance.accumulator(self.program)
         self.stored_read.append((instance.key, address))

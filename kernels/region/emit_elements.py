@@ -60,7 +60,7 @@ class ElementsText:
     def _alike(self, variable: Variable, alike: DominantPart) -> None:
         """Write vectors as if all elements were in the dominant part; then some threads compute one other element each.
 
-        The vectors overwrite the other elements with wrong values.  So the same block stores the right ones afterwards.
+        The vectors overwrite the other elements with wrong values.  So the same block stores right values afterwards.
         """
         nest, writer, width, threads = self.nest, self.writer, self.tiling.width, self.tiling.threads
         bound, kind, others = self.parts.bound(ELEMENTS, width), self.type, alike.others
@@ -153,7 +153,7 @@ class ElementsText:
         """Write the values that do not depend on a variable, before the loop over it."""
         writer = self.writer
         for name, place in self._trial().values():
-            # A place with a loaded index names a variable that only the trial's writer has declared.
+            # A loaded value among the indices of a place is a variable that only the code of the trial declares.
             is_read = any(atom.kind == "value" for index in place for atom in index.atoms())
             if not is_read and not any(repeated.name in index.variables() for index in place):
                 writer.value(name, place)

@@ -48,8 +48,9 @@ class NestText:
         self.type = writer.arguments.index_type
         self.shifted = tiling.shifted if isinstance(tiling, Rows) else {}
         self.parts, self.store = PartsText(nest, writer), StoreText(nest, writer, release, leaving, own)
-        self.reads: list[tuple[str, list[tuple[str, Place]]]] = []  # per loop: its list, and the vectors it reads
-        self.held: dict[str, dict[tuple[str, Place], str]] = {}  # by list: vectors in registers, and their names
+        self.reads: list[tuple[str, list[tuple[str, Place]]]] = []  # for each loop: its list, and the vectors it reads
+        # For each list of variables (see Nest.lists): the vectors that registers hold, and the names of their arrays.
+        self.held: dict[str, dict[tuple[str, Place], str]] = {}
         self.kept = RowCacheText(nest, tiling, writer, self._enter)
         self.batched: dict[int, list[tuple[str, Place]]] = {}  # by index of a loop: vectors that are loaded in batches
         self.ahead: list[tuple[str, Place]] = []  # vectors that are read in the loop that stores a tile
@@ -103,7 +104,7 @@ class NestText:
         writer.line(f"const {self.type} at = block;")
         self.parts.split("at", variables, 1)
         if any(writer.stored[key].is_whole for key in self.nest.reads):
-            writer.line("__syncthreads();")  # merged reductions were read from the same shared memory
+            writer.line("__syncthreads();")  # the merge of reductions has used the same shared memory
         text.read_ahead(self.ahead)
         text.read()
         writer.line("__syncthreads();")
@@ -156,7 +157,7 @@ class NestText:
         return self.tiling.width if isinstance(self.tiling, Columns) else self._width_along(name)
 
     def _row_of_lanes(self, lanes: int) -> str:
-        """Write the index of a thread's row; return the condition on which it stores, or "" if it always does.
+        """Write the index of a thread's row; return the condition on which the thread stores it, "" if there is none.
 
         If a warp has several rows, even threads beyond the last row compute one, because lanes exchange their results.
         """
@@ -177,10 +178,10 @@ class NestText:
         self.writer.line(f"const {self.type} row = exists ? own : {bound} - 1;")
 
     def repeated(self) -> dict[str, dict[tuple[str, Place], str]]:
-        """Return the vectors that registers hold, by list, with their names.
+        """Return, for each list of variables, the vectors that registers hold, with their names.
 
-        They are the vectors that several loops over a list read, or all that a loop reads if a thread runs several
-        rounds of it.  Lists whose vectors do not fit into registers are missing.
+        These are the vectors that several loops over the list read, or all vectors that a loop reads if a thread runs
+        several rounds of it.  Lists whose vectors do not fit into registers are missing.
         """
         found: dict[str, dict[tuple[str, Place], str]] = {}
         for name in dict.fromkeys(name for name, _ in self.reads):
@@ -241,7 +242,7 @@ class NestText:
             self.store.write("exists && part == 0" if parts > 1 else "exists")
 
     def _shared_block(self) -> str:
-        """Return the index of the rows that a block computes; write the index of the block's share of these rows."""
+        """Return the index of a block's group of rows; write the index of its share if blocks share the group."""
         if self.tiling.shares == 1:
             return f"({self.type})block"
         arguments, shares = self.writer.arguments, self.tiling.shares
@@ -249,7 +250,7 @@ class NestText:
         return arguments.quotient("block", shares)
 
     def _shared(self, start: str, step: int) -> tuple[str, str]:
-        """Return the first element of a thread and the distance to its next one, where blocks share the elements."""
+        """Return a thread's first element and the distance to its next one; blocks can share the elements of a row."""
         if self.tiling.shares == 1:
             return start, str(step)
         return f"share * {step} + {start}", f"{step} * {self.writer.arguments.size(self.tiling.shares)}"
@@ -351,7 +352,7 @@ class NestText:
         return self.tiling.widths.get(name, 1) if isinstance(self.tiling, Rows) else 1
 
     def _divides(self, name: str, rounds: int) -> bool:
-        """Return whether a list's number of elements is a multiple of `rounds` vectors of all threads."""
+        """Return whether a list has whole batches only; in a batch, each thread computes `rounds` vectors."""
         count, each = number_of(self.nest.count(name)), rounds * self.row_threads * self._width_along(name)
         return self.tiling.shares == 1 and count is not None and count % each == 0
 

@@ -33,12 +33,12 @@ class RowCacheText:
         """
         self.nest, self.tiling, self.writer, self.enter = nest, tiling, writer, enter
         self.memory = tiling.memory if isinstance(tiling, Rows) else 0
-        self.vectors: dict[str, dict[Vector, str]] = {}  # by list: its vectors, and the names of their arrays
-        self.widths: dict[str, int] = {}  # by list: elements per vector
-        self.arrived: set[str] = set()  # lists that a loop has already read
+        self.vectors: dict[str, dict[Vector, str]] = {}  # for each list of variables: vectors and their arrays' names
+        self.widths: dict[str, int] = {}  # for each list of variables: elements per vector
+        self.arrived: set[str] = set()  # lists of variables whose vectors a loop has already read
 
     def choose(self, name: str, reads: Sequence[Collection[Vector]], width: int) -> None:
-        """Choose which of the vectors that a list's loops read are kept: as many as fit into the memory."""
+        """Choose which of the vectors that the loops over a list read are kept in shared memory: as many as fit."""
         count, program = number_of(self.nest.count(name)) or 0, self.writer.program
         left = self.memory - sum(self._bytes(each, of) for each in self.vectors for of in self.vectors[each])
         counts = Counter(vector for own in reads for vector in dict.fromkeys(own))
@@ -55,7 +55,7 @@ class RowCacheText:
         return (number_of(self.nest.count(name)) or 0) * BYTES[self.writer.program.dtypes[vector[0]]]
 
     def start(self, name: str, head: str, bound: str) -> None:
-        """Write the arrays that keep a list's vectors, and the copies of a thread's first vectors."""
+        """Write the arrays that keep the vectors of a list of variables, and the copies of a thread's first vectors."""
         writer, width = self.writer, self.widths[name]
         for vector, text in self.vectors[name].items():
             kind = f"Pack<{STORED[writer.program.dtypes[vector[0]]]}, {width}>"
@@ -77,7 +77,7 @@ class RowCacheText:
         writer.line("commit_copies();")
 
     def read(self, name: str, at: str, head: str, bound: str) -> None:
-        """Write the reads of a list's vectors in a loop; the first loop waits for the copies, and starts more."""
+        """Write, in a loop over a list, the reads of its vectors; the first loop waits for copies, and starts more."""
         if name not in self.vectors:
             return
         writer, is_first = self.writer, name not in self.arrived

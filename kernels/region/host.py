@@ -35,7 +35,7 @@ def supports(node: FusedNode, dtypes: Sequence[str], device: Device) -> str | No
 def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
     """Return the one plan of a region, in a list.
 
-    Raises ValueError if the operands' shapes do not fit the program, or its kernel would have too many lines.
+    Raises ValueError if the operands' shapes do not fit the program, or if a kernel would have too many lines.
     """
     program, sizes = without_round_trips(parse(node)), Sizes()
     shapes = infer(program, {f"x{i}": sizes.read(spec.shape) for i, spec in enumerate(inputs)}, sizes)

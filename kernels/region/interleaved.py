@@ -12,7 +12,7 @@ from onnxfuse.kernels.region.nests import ELEMENTS, Nest, Variable
 from onnxfuse.kernels.region.operators import BYTES
 from onnxfuse.kernels.tensors import VECTOR_BYTES
 
-MAX_INTERLEAVED: Final = 32  # maximum for the short axis's elements, and for a thread's elements
+MAX_INTERLEAVED: Final = 32  # maximum number of elements along the short axis, and per thread
 MIN_CHUNK_BYTES: Final = 4  # minimum size of a thread's store
 
 

@@ -11,7 +11,7 @@ from onnxfuse.kernels.region.sizes import Sizes
 
 
 def variable_of(index: Index, name: str) -> Index:
-    """Return the terms of an index that contain the variable `name`, each with the factor 1."""
+    """Return the variable `name` as an index, if a multiple of it is a term of `index`; otherwise return 0."""
     terms = [each for each in index.terms if each[0].kind == "variable" and each[0].name == name]
     return Index(0, tuple((atom, 1) for atom, _ in terms))
 
@@ -65,7 +65,7 @@ class Lanes:
         return step if step >= self.width and all(each % step == 0 for each in divisors or ()) else 0
 
     def _divisors(self, index: Index) -> list[int] | None:
-        """Return the divisors of the lanes' variable in an index; None if a term without quotient has the variable."""
+        """Return the divisors of the lanes' variable in an index; None if the variable occurs outside of a quotient."""
         found = list[int]()
         for atom, _ in index.terms:
             if self.variable not in (atom.of.variables() if atom.of else {atom.name, *atom.varies}):

@@ -22,8 +22,8 @@ from onnxfuse.region_operators import REDUCTIONS
 from onnxfuse.runtime.symint import estimate
 
 Keys: TypeAlias = tuple[Key, ...]  # keys of the reductions that one nest stores
-# Elements from which on a separate launch computes a reduction of `Nest.inner`; with fewer, each thread that reads the
-# reduction computes it.
+# The number of elements from which a separate launch computes a reduction of `Nest.inner`.  With fewer elements, each
+# thread that reads the result computes it alone.
 MIN_STORED_ELEMENTS: Final = 32
 
 
@@ -150,7 +150,7 @@ def _shape_of_rows(region: Region, rows: Nest, other: Nest) -> Shape | None:
 
 
 def _stored_nest(region: Region, keys: Keys, found: StoredByKey) -> Nest:
-    """Return the nest that computes and stores reductions; some can be computed from others of the same nest."""
+    """Return the nest that computes and stores reductions; a reduction can use the results of others in this nest."""
     others = {key: each for key, each in found.items() if key not in keys or len(keys) == 1}
     made = make_stored_nest(region.program, region.shapes, [found[key] for key in keys], others)
     return _arranged(region, made, found)

@@ -86,8 +86,8 @@ def expression(
     """Return the C++ expression of an operator; `given` are its inputs' expressions, and `dtypes` their dtypes.
 
     The inputs of Sin and Cos in float are reduced angles.  If `nearest`, quotients and roots of floats are correctly
-    rounded, except that rare quotients are adjacent to the correctly rounded number.  If not, they are within 2 units
-    in the last place.
+    rounded, except that rare quotients are adjacent to the correctly rounded number.  Without `nearest`, they are
+    within 2 units in the last place.
     """
     name, of = operation.name, dtypes[0]
     single = "f" if NUMBER[of] == "float" else ""

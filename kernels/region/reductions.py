@@ -14,7 +14,7 @@ from onnxfuse.kernels.region.operators import BYTES, NUMBER
 from onnxfuse.kernels.region.program import Operation, Program
 from onnxfuse.kernels.region.shapes import Shapes, reduced_axes
 
-ACCUMULATORS: Final = {  # by operator: the accumulator's type in region.cuh, and an element's addend
+ACCUMULATORS: Final = {  # for each operator: the accumulator's type in region.cuh, and an element's addend
     "ReduceSum": ("Sum", "{}"), "ReduceMean": ("Sum", "{}"), "ReduceMax": ("Max", "{}"), "ReduceMin": ("Min", "{}"),
     "ReduceProd": ("Prod", "{}"), "ReduceSumSquare": ("Sum", "{0} * {0}"), "ReduceL2": ("Sum", "{0} * {0}"),
     "ReduceL1": ("Sum", "magnitude({})"), "ReduceLogSumExp": ("Online", "{}"), "Softmax": ("Online", "{}"),
@@ -103,7 +103,10 @@ def term(instance: Instance, value: str) -> str:
 
 
 def finished(operation: Operation, accumulator: str, own: str, count: str, number: str, nearest: bool) -> str:
-    """Return an operator's result from an accumulator; `own` is Softmax's element, `nearest` as in `expression`."""
+    """Return an operator's result from an accumulator.
+
+    For Softmax, `own` is the input's element at the result's place.  `nearest` is explained in operators.expression.
+    """
     name, total = operation.name, f"{accumulator}.total"
     if name == "ReduceMean":
         is_float = number in ("float", "double")

@@ -21,7 +21,7 @@ class Reference:
 
     text: str
     varies: bool = False  # whether the variable is an array with one element per lane
-    masked: bool = False  # whether lanes that do not need the value may hold a wrong one
+    masked: bool = False  # whether lanes that do not need the value may hold a wrong value
 
     @property
     def lane(self) -> str:

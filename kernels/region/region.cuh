@@ -50,7 +50,7 @@ __device__ __forceinline__ typename Number<T>::Type load_one(const T* from) {
     return values[0];
 }
 
-// Reads a pack of elements without conversion; its address is a multiple of its size, or of 16 bytes if it is larger.
+// Reads a pack of elements without conversion; its address is a multiple of the pack's size, or of 16 for larger packs.
 template <class T, int N>
 __device__ __forceinline__ Pack<T, N> read_packed(const Pack<T, N>& from) {
     alignas(16) Pack<T, N> found;
@@ -63,8 +63,8 @@ __device__ __forceinline__ void put_packed(T* to, const Pack<T, N>& packed) {
     copy_elements<u32, N * int(sizeof(T)) / 4>(aligned.words, reinterpret_cast<u32*>(to));
 }
 
-// Closes a group of asynchronous copies to shared memory: all copies started since the last call. The copies of a group
-// are waited for together.
+// Makes one group of all asynchronous copies to shared memory since the last call; wait_for_copies_but waits for whole
+// groups.
 __device__ __forceinline__ void commit_copies() {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.commit_group;" ::: "memory");
@@ -85,7 +85,7 @@ template <int N>
 __device__ __forceinline__ void put(bool leaving, bf16* to, const float (&values)[N]) { store_as(leaving, to, values); }
 template <int N, class T>
 __device__ __forceinline__ void put(bool, T* to, const T (&values)[N]) {
-    if constexpr (sizeof(T) == 1 && N % 4 == 0) {  // words, because the compiler packs 8 bytes in 64 bits
+    if constexpr (sizeof(T) == 1 && N % 4 == 0) {  // packs words: the compiler would pack 8 bytes in 64 bits
         alignas(N < 16 ? N : 16) u32 words[N / 4];
 #pragma unroll
         for (int i = 0; i < N; i += 4)
@@ -362,16 +362,16 @@ __device__ __forceinline__ float approximate_inverse(float x) {
 // Quantizes a / scale. If CORRECT, the quotient is rounded correctly: an approximate reciprocal, which is computed
 // once for a scale, and two steps of Newton's method leave an error of 2^-46 before the last rounding. Otherwise the
 // quotient is within 2 units in the last place. If a scale is near an end of float's range, a and scale are first
-// multiplied by a power of two. Quotients by a scale of 0 or infinity are products with its reciprocal, so 0 / 0 is NaN.
+// multiplied by a power of two. Quotients by a scale of 0 or infinity are products with its reciprocal: 0 / 0 is NaN.
 template <class T, bool CORRECT>
 __device__ __forceinline__ T quantized(float a, float scale, int zero) {
     constexpr float UPWARD = 1329227995784915872903807060280344576.0f;  // 2^120
     const unsigned bits = __float_as_uint(scale) & 0x7fffffffu;         // fabsf would flush subnormal numbers to 0
-    const bool has_quotients = bits - 1 < 0x7f7fffffu;                  // it is neither 0 nor infinite nor NaN
+    const bool has_quotients = bits - 1 < 0x7f7fffffu;                  // scale is neither 0 nor infinite nor NaN
     const float size = __uint_as_float(bits), moved = size > 1e18f ? 1.0f / UPWARD : size < 1e-18f ? UPWARD : 1.0f;
     const float factor = has_quotients ? copysignf(moved, scale) : approximate_inverse(scale);
     const float b = has_quotients ? full_product(size, moved) : 1.0f;
-    const int lowest_quotient = lowest<T>() - zero;  // quotients down to a quarter below it are rounded to it
+    const int lowest_quotient = lowest<T>() - zero;  // quotients up to a quarter lower are rounded to it as well
     const float low = (float(lowest_quotient) - 0.25f) * b, high = (float(lowest_quotient + 255) + 0.25f) * b;
     a = fminf(fmaxf(full_product(a, factor), low), high);
     const float inverse = approximate_inverse(b);
@@ -458,7 +458,7 @@ __device__ __forceinline__ T nearest(T at, T size) { return at < 0 ? T(0) : at >
 #ifndef HAS_PROGRAM  // an epilogue's program has no reductions, and its indices have 32 bits
 // ---- quotients and remainders by sizes that are arguments, of numbers below 2^62 ----------------------------------
 
-// The 64-bit variant of Divisor in types.cuh; `multiplier` is 2^62 / value + 1, so a quotient is at most one too large.
+// The 64-bit variant of Divisor in types.cuh; `multiplier` is 2^62 / value + 1, so quotients are at most 1 too large.
 struct WideDivisor { u64 value, multiplier; };
 
 __device__ __forceinline__ long long operator/(long long n, WideDivisor d) {

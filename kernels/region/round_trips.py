@@ -12,7 +12,8 @@ from typing import Final
 from onnxfuse.kernels.region.program import Operation, Program
 
 MOVES: Final = ("Identity", "Reshape", "Transpose", "Unsqueeze", "Squeeze", "Expand", "Slice")
-# The largest scale with which no integer of 8 bits overflows, by dtype.  In bfloat16, 255 * scale can be a step off.
+# The largest scale with which no integer of 8 bits overflows, by dtype.  bfloat16 is missing, because 255 * scale can
+# be a step off.
 MAX_SCALES: Final[Mapping[str, float]] = {"float32": 1e36, "float16": 128.0}
 
 

@@ -13,7 +13,8 @@ from onnxfuse.kernels.region.program import Operation, Program
 from onnxfuse.kernels.region.sizes import Sizes
 from onnxfuse.region_operators import ELEMENTWISE, SUMS
 
-# Reductions whose result is undefined for empty inputs; a maximum and a minimum that `may_be_empty` are infinite.
+# Reductions whose result is undefined for empty inputs.  With the attribute `may_be_empty`, ReduceMax and ReduceMin
+# then give an infinity.
 OF_SOME: Final = (*EXTREMES, "ReduceMax", "ReduceMin")
 
 

@@ -22,8 +22,8 @@ class Sizes:
     Comparisons of symbolic values add guards, conditions on the sizes, to the plan, as in runtime/symint.py.
     """
 
-    values: dict[str, int] = field(default_factory=dict)  # by symbol: its value, a symbolic integer
-    divisors: dict[str, int] = field(default_factory=dict)  # by symbol: a known divisor
+    values: dict[str, int] = field(default_factory=dict)  # the value of each symbol, as a symbolic integer
+    divisors: dict[str, int] = field(default_factory=dict)  # a known divisor of each symbol
 
     def read(self, shape: Sequence[int]) -> Shape:
         """Return the dims of a tensor as sizes; adds a guard (a condition on sizes) for whether a dynamic dim is 0."""

@@ -43,14 +43,14 @@ MAX_WARP_ELEMENTS: Final = 1024  # maximum number of elements of a row for one w
 FEW_ROWS: Final = 4  # rows per multiprocessor: below this number, rows count as few
 MANY_ROUNDS_FEW_ROWS: Final = 8  # replaces FEW_ROWS if a lane would have more than MAX_WARP_ROUNDS vectors of a row
 FEW_ROWS_WARP_ELEMENTS: Final = 256  # replaces MAX_WARP_ELEMENTS if rows are few
-MAX_HELD: Final = 32  # maximum numbers of a row that a thread holds in registers between loops
+MAX_HELD: Final = 32  # maximum number of a row's elements that a thread holds in registers between loops
 MIN_KEPT_BYTES: Final = 16384  # per row: shared memory keeps rows from this size on; the L1 cache holds shorter ones
 KEPT_THREADS: Final = 1024  # wanted threads per multiprocessor if shared memory keeps rows
 KEPT_DTYPES: Final = ("float16", "bfloat16", "float32")
 COPYING_ARCH: Final = 80  # compute capability from which on copies to shared memory take no registers
 MIN_COPIED: Final = 4  # minimum bytes of an asynchronous copy to shared memory
 SPARE_BYTES: Final = 2048  # bytes of a block's shared memory that are kept free beside its row
-# Elements per row from which on vectors are shifted: they begin at the first element of a row that is aligned.
+# Elements per row from which on vectors are shifted: the first vector begins at the row's first aligned element.
 MIN_SHIFTED: Final = 2048
 MAX_WARP_ROUNDS: Final = 8  # maximum number of vectors of a row per lane, if lanes of one warp share the row
 ROUND_COST: Final = 16  # estimated instructions of a lane per round, in which it reads and computes one vector
@@ -59,7 +59,7 @@ MAX_TILED_WORDS: Final = 8  # maximum number of words per element of a tile in s
 MIN_TILED: Final = 8  # minimum number of elements along each axis that is tiled
 TILE_COST: Final = 30  # estimated instructions per element of a tile
 CHEAPER: Final = 0.9  # an alternative is chosen only if it costs less than this share of the default's cost
-COLUMNS: Final = 32  # adjacent threads of a block with different rows; the block's other threads share these rows
+COLUMNS: Final = 32  # number of adjacent threads with different rows; a block's other threads share these rows
 MANY_BLOCKS: Final = 2  # wanted blocks of columns per multiprocessor; vectors are narrowed until there are enough
 MIN_SHARED_ELEMENTS: Final = 32  # elements per row from which on several threads share a row in the tiling Columns
 MIN_SHARES: Final = 4  # blocks per row: fewer do not pay for the extra launch that merges their results
@@ -67,7 +67,7 @@ MIN_NARROW_SHARES: Final = (
     2  # replaces MIN_SHARES if rows are read by single elements: the launch that reads the result can use vectors
 )
 MIN_DIVIDED_ROUNDS: Final = 32  # vectors per thread: with fewer, one block reduces the whole row
-MAX_CHAIN: Final = 3  # reductions of dynamic length that need one another: with more, blocks do not share rows
+MAX_CHAIN: Final = 3  # maximum number of reductions of dynamic length that need one another, if blocks share rows
 MANY_DIMS: Final = 2  # dynamic dims that count rows of dynamic length: from this number on, blocks do not share rows
 MAX_SHARES: Final = 512  # maximum number of blocks per row; one block or warp merges their accumulators
 MAX_COLUMN_SHARES: Final = 16  # maximum blocks per column; each thread that reads the result merges their accumulators
@@ -100,7 +100,7 @@ class Elements(Tiling):
     width: int = 1
     is_scattered: bool = False  # a thread's elements are not adjacent
     repeated: str = ""  # the variable with several neighbouring values per thread
-    repeats: int = 1  # the number of these values
+    repeats: int = 1  # the number of values of `repeated` per thread
     reads_ahead: bool = False  # a thread loads its operands for all `repeats` values before it computes
     has_tail: bool = False  # each element after the last whole vector gets its own thread
 
@@ -120,14 +120,14 @@ class Rows(Tiling):
     """A warp, some of its lanes, or a block computes each row together; vectors lie along the row."""
 
     lanes: int = 0  # lanes of a warp that compute a row together; 0 if a block does
-    widths: Mapping[str, int] = field(default_factory=dict)  # by list: elements per vector
-    shifted: Mapping[str, Lanes] = field(default_factory=dict)  # by list: the Lanes of its shifted vectors
+    widths: Mapping[str, int] = field(default_factory=dict)  # for each list of variables: elements per vector
+    shifted: Mapping[str, Lanes] = field(default_factory=dict)  # for each list of variables: its shifted vectors
     memory: int = 0  # bytes of shared memory for operands of the row that several loops read
 
 
 @dataclass(frozen=True)
 class Columns(Tiling):
-    """Vectors lie across rows; threads of a block with the same vector of rows divide the elements of these rows."""
+    """Vectors lie across rows: each lane has another row.  Threads with the same rows divide the elements of a row."""
 
     width: int
     columns: int  # number of adjacent threads of a block that have different rows
@@ -235,7 +235,7 @@ def _shifted(nest: Nest, name: str, region: Region) -> Lanes | None:
 def _lanes(counts: Mapping[str, int], widths: Mapping[str, int], rows: int, row_bytes: float, device: Device) -> int:
     """Return the number of lanes per row with the least cost; at most one lane per vector.
 
-    With fewer lanes, each loops more often.  If rows are few, more lanes share a row.
+    With fewer lanes, each lane loops more often.  If rows are few, more lanes share a row.
     """
     if is_symbolic(*counts.values()):
         return WARP
@@ -287,8 +287,8 @@ def _may_share(nest: Nest, length: int) -> bool:
 def _shares(blocks: int, rounds: int, region: Region, most: int = MAX_SHARES, fewest: int = MIN_SHARES) -> Size:
     """Return the number of blocks among which the elements of a row are divided.
 
-    If rows were not divided, there would be `blocks` blocks, with `rounds` vectors for each thread.  If they are, there
-    are at most as many blocks as the GPU can hold at a time.
+    If rows were not divided, there would be `blocks` blocks, with `rounds` vectors for each thread.  If rows are
+    divided, there are at most as many blocks as the GPU can hold at a time.
     """
     resident = RESIDENT_THREADS * region.device.multiprocessors // ROW_THREADS
     shares = maximum(1, minimum(resident // blocks, rounds // MIN_ROUNDS, most))

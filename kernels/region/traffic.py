@@ -15,7 +15,7 @@ from onnxfuse.kernels.region.program import Program
 
 DYNAMIC_DIM: Final = 64  # assumed size of a dynamic dim
 PADDED: Final = ("reflect", "edge", "wrap")  # functions of an index that equal the index except in the padding
-ACCUMULATOR_BYTES: Final = 8  # estimate per stored accumulator
+ACCUMULATOR_BYTES: Final = 8  # estimated bytes per stored accumulator
 
 
 @dataclass(frozen=True)
