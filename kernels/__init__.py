@@ -1,1 +1,4 @@
-"""CUDA kernels of the fusions: a folder per family, with .cu files, `host.py`, and the fusions' names as `FUSIONS`."""
+"""CUDA kernels of the fusions, in a folder for each family.
+
+A folder has .cu files, a `host.py`, which plans their launches, and the names of its fusions as `FUSIONS`.
+"""

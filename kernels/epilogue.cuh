@@ -26,7 +26,7 @@
 //   RESIDUAL_FIRST        1: the residual is added before the activation; 0 without a residual
 //   OPTIONAL_BIAS         1: only some products of this launch have a bias; a null pointer counts as zeros
 //
-// Elementwise operators that joined the product follow: the `Program` of program.cuh.
+// Then follow the elementwise operators that were fused after the product: the `Program` of program.cuh.
 //   STORES_Y              1: y is stored; 0: the program stores all outputs
 //   PROGRAM_RESIDUAL      1: the residual is one of the program's operands, and not added
 #pragma once

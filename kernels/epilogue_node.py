@@ -41,7 +41,7 @@ Planner: TypeAlias = Callable[[FusedNode, Sequence[TensorSpec], Device], list[Pl
 
 @dataclass(frozen=True)
 class Joined:
-    """A node split in two: the product, and the region that reads its first result and the node's last operands.
+    """A node split in two: the product, and the region, which reads the product's first result and the last operands.
 
     The product may also be a norm or an attention.  Its further results are the node's last outputs.
     """
@@ -91,9 +91,9 @@ def joined(node: FusedNode) -> Joined:
 
 
 def also_joined(supports: Supports) -> Supports:
-    """Make a host's function `supports` answer for nodes with joined operators too.
+    """Make a function `supports` answer also for nodes into which elementwise operators were fused.
 
-    It returns why no kernel can run a node, given the dtypes of the inputs and the device; None if one can.
+    The function returns why no kernel can run a node, given the dtypes of its inputs and the device; None if one can.
     """
 
     @functools.wraps(supports)

@@ -28,7 +28,7 @@ from onnxfuse.region_operators import ELEMENTWISE, VIEWS
 from onnxfuse.runtime.plan import Argument, Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
 from onnxfuse.runtime.symint import for_later_plans
 
-OPERANDS: Final = ("of_row", "of_columns", "of_elements")  # whether an operand has one value per row, column or element
+OPERANDS: Final = ("of_row", "of_columns", "of_elements")  # operands with one value per row, column, or element
 WORDS: Final = {"float16": 1, "bfloat16": 1, "float64": 4, "int64": 4}  # 32-bit words per 2 elements; others: 2
 MAX_EPILOGUES: Final = 8 - MAX_TWO_STEPS  # maximum number of plans with the program in the epilogue
 
@@ -200,13 +200,13 @@ def joined_plans(
     of_programs: Callable[[Problem, Device], Sequence[Implementation]],
     candidates: Planner,
 ) -> list[Plan]:
-    """Return the plans of a product with a program of joined operators: in its epilogue first, then in a second launch.
+    """Return the plans of a product with fused operators: in the product's epilogue first, then in a second launch.
 
     `of_programs` returns implementations of a product with a program, and `candidates` plans of a product without one.
     Raises ValueError if shapes do not fit.
     """
     both = joined(node)
-    aligned = all(each.aligned for each in inputs)  # as vectors of the program's operands are as wide as those of y
+    aligned = all(each.aligned for each in inputs)  # vectors of all operands are as wide as those of y
     own = [replace(each, aligned=aligned) for each in inputs[: both.own]]
     problem, y = problem_of(both.product, own, device)
     made, found = epilogue_program(both, y, inputs, problem.residual is None), list[Plan]()
@@ -230,7 +230,7 @@ def _places(both: Joined, shapes: Shapes, axes: int) -> dict[str, Place] | None:
     rows, columns = product(whole[:-axes]), product(whole[-axes:])
     found = dict[str, Place]()
     for name in (RESULT, *both.outputs):
-        shape, first = shapes.of[name], len(whole) - axes  # the first axis of the columns
+        shape, first = shapes.of[name], len(whole) - axes  # `first`: y's first axis of columns
         if len(shape) != len(whole) or not all(map(sizes.equal, shape, whole)):
             first = next((i for i in range(len(shape) - 1, -1, -1) if product(shape[i:]) == columns), -1)
             if first < 0 or not sizes.equal(product(shape[:first]), rows):
@@ -342,7 +342,7 @@ class _Text:
         return [flat(place, self.shapes.of[each]) for each, place in self.reads if each == name] == [self.whole]
 
     def _operand(self, name: str, place: Place, variable: str) -> dict[str, str]:
-        """Return the lines, by kind (see KINDS), that read an operand: one element per column, or one for all."""
+        """Return the lines, by kind (see KINDS), that read an operand: one element per column, or a single one."""
         index, dtype = flat(place, self.shapes.of[name]), self.program.dtypes[name]
         varies = COLUMN in index.variables()
         self.writer.keep((name, place), Reference(f"{variable}_[{'j' if varies else 0}]"))

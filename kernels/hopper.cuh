@@ -212,7 +212,7 @@ __device__ __forceinline__ u64 matrix_descriptor(u32 address, u32 leading, u32 s
     return KIND << 62 | u64(stride >> 4) << 32 | u64(leading >> 4) << 16 | u64((address & 0x3ffff) >> 4);
 }
 
-// Returns the descriptor of an operand that begins `bytes` bytes later.
+// Returns the descriptor of an operand that begins `bytes` bytes after that of `descriptor`.
 __device__ __forceinline__ u64 moved(u64 descriptor, u32 bytes) {
     return (descriptor & 0xffffffff00000000) | (u32(descriptor) + (bytes >> 4));
 }

@@ -12,10 +12,10 @@ RESERVED_BYTES: Final = 1024  # bytes of shared memory per block that the system
 
 
 def fitting_blocks(shared: int, device: Device) -> int:
-    """Return how many blocks with `shared` bytes of dynamic shared memory fit into that of a multiprocessor."""
+    """Return how many blocks with `shared` bytes of dynamic shared memory fit into a multiprocessor's shared memory."""
     return (device.shared_per_block + RESERVED_BYTES) // (shared + RESERVED_BYTES)
 
 
 def bytes_of_block(blocks: int, device: Device) -> int:
-    """Return the bytes of dynamic shared memory with which `blocks` blocks fit into that of a multiprocessor."""
+    """Return the most bytes of dynamic shared memory per block with which `blocks` blocks fit into a multiprocessor."""
     return (device.shared_per_block + RESERVED_BYTES) // blocks - RESERVED_BYTES

@@ -1,5 +1,5 @@
-// Elementwise operators that joined a fused node, as the struct `Program`. kernels/epilogue_program.py generates it
-// before the kernel's source; this file defines an empty one, for kernels without operators.
+// Elementwise operators that were fused after a node, as the struct `Program`. kernels/epilogue_program.py generates
+// the struct before the kernel's source; for kernels without such operators, this file defines an empty struct.
 //
 // A kernel calls the program on results in fp32, and stores the returned values as y. The program itself loads its
 // other operands and stores the other outputs. If no output has a dtype that the kernel stores, the program stores all
@@ -21,7 +21,7 @@
 
 namespace program {
 
-struct Program {  // without operators
+struct Program {  // for kernels without operators
     // Operands loaded for a row, for W columns of all rows, and for W elements of y.
     struct OfRow {};
     template <int W> struct OfColumns {};

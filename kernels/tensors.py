@@ -1,4 +1,4 @@
-"""Helpers for hosts of kernels: storage types, element counts, vector widths, and operands of a node by name.
+"""Helpers to plan launches of kernels: storage types, element counts, vector widths, operands of a node by name.
 
 Values that depend on dynamic dims are not compile-time constants: see `macro` and `divisor`.
 """
@@ -79,12 +79,12 @@ def vector_width(tensors: Sequence[TensorSpec], *extents: int, weights: Sequence
 
 
 def known_equal(first: Sequence[int], second: Sequence[int]) -> bool:
-    """Return whether two shapes are equal for all sizes of dynamic dims; this adds no guard to the plan."""
+    """Return whether two shapes are equal for all sizes of dynamic dims; adds no guard (a condition on sizes)."""
     return list(map(repr, first)) == list(map(repr, second))  # the repr of a symbolic dim is its expression
 
 
 def differs_along(found: int, wanted: int) -> bool | None:
-    """Compare the size of an operand along an axis, `found`, with the size that is `wanted` there.
+    """Compare `found`, the size of an operand along an axis, with the size `wanted` along this axis.
 
     Returns True if the two sizes are equal, False if the operand's only element is broadcast, None if neither holds.
     For equal dynamic sizes, the result is True even if both are 1, because any stride is right for one element.
@@ -137,17 +137,17 @@ def element_count(tensor: TensorSpec) -> int:
 
 
 def int32(*numbers: int) -> tuple[Scalar, ...]:
-    """Return arguments of a kernel."""
+    """Return numbers as int32 arguments of a kernel."""
     return tuple(Scalar(number, "int32") for number in numbers)
 
 
 def int64(*numbers: int) -> tuple[Scalar, ...]:
-    """Return arguments of a kernel."""
+    """Return numbers as int64 arguments of a kernel."""
     return tuple(Scalar(number, "int64") for number in numbers)
 
 
 def float32(*numbers: float) -> tuple[Scalar, ...]:
-    """Return arguments of a kernel."""
+    """Return numbers as float32 arguments of a kernel."""
     return tuple(Scalar(number, "float32") for number in numbers)
 
 

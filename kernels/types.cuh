@@ -22,7 +22,7 @@ __device__ __forceinline__ float exp2_fast(float x) {  // relative error 2^-22
     return y;
 }
 
-__device__ __forceinline__ float reciprocal(float x) {  // 1 ulp; 0 for infinity
+__device__ __forceinline__ float reciprocal(float x) {  // error of 1 ulp; 0 for infinity
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
@@ -202,7 +202,7 @@ __device__ __forceinline__ void load_bytes(const char* from, unsigned* to) {
 
 #undef LOAD
 
-// Outputs stay in L2 for the next operator to read. LEAVING: they are too large for that, and are evicted first.
+// Outputs stay in L2 for the next operator to read. LEAVING: the outputs are too large to stay, and are evicted first.
 #define STORE(size, operands, ...)                                                                                    \
     if constexpr (LEAVING)                                                                                         \
         asm volatile("st.global.cs." size " " operands ";" ::__VA_ARGS__ : "memory");                                 \

@@ -81,8 +81,8 @@ def _within(length: int, longest: int) -> bool:
 def _row_of_a_warp(longest: int, width: int, device: Device, item_bytes: Sequence[int]) -> RowTiling:
     tiling = RowTiling(width, 32, longest // (32 * width), WARP_BLOCK_THREADS // 32, longest=longest)
     resident = resident_blocks(tiling, device, item_bytes, 0)
-    # Vectors are checked against the row's end at run time. That takes registers if a thread has many vectors, so fewer
-    # blocks have to be resident then.
+    # Vectors are checked against the row's end at run time. The checks take registers if a thread has many vectors, so
+    # fewer blocks have to be resident then.
     return replace(tiling, min_blocks=resident if longest == SHORT_ROW else max(1, resident // 2))
 
 

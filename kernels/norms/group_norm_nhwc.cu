@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1) CLUSTER_DIMS
     for (int k = 0; k < count; ++k) moments.add(slots[k * BLOCK]);
     block_moments(memory.block, thread, moments, pixel, end - begin);
 
-    if constexpr (CLUSTER > 1) cluster_wait();  // the peers have started, so that their shared memory exists
+    if constexpr (CLUSTER > 1) cluster_wait();  // now the other blocks have started: their shared memory exists
     for (int at = threadIdx.x; at < GROUPS * CLUSTER; at += BLOCK) {
         const int group = at % GROUPS;
         store_peer(&memory.part_means[cluster_rank()][group], at / GROUPS, memory.block.means[group]);

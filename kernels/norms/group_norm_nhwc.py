@@ -107,7 +107,7 @@ class GroupTiling:
 
 @dataclass(frozen=True)
 class GroupNorm:
-    """The description of a non-empty channels-last group_norm that the hosts of all its kernels share."""
+    """The description of a non-empty channels-last group_norm, from which the plans of all its kernels are made."""
 
     x: Images
     y: TensorSpec
@@ -123,7 +123,7 @@ class GroupNorm:
         return self.program.y if self.program else Pointer("output", 0)
 
     def with_program(self, launch: Launch) -> Launch:
-        """Return the launch that stores y, extended by `program`."""
+        """Return `launch`, which stores y, extended by `program`."""
         return self.program.launch(launch) if self.program else launch
 
 
@@ -205,7 +205,7 @@ def _room(tiling: GroupTiling, kept: int, item_bytes: int, most: int) -> int:
     Reserving more than an image needs is correct too. So only the upper bound on the size is a hard guard, a condition
     without which the plan would be wrong.
     """
-    one = tiling.pixel_bytes(tiling.lanes_p * tiling.cluster, item_bytes)  # bytes of one pixel per row of threads
+    one = tiling.pixel_bytes(tiling.lanes_p * tiling.cluster, item_bytes)  # bytes if each row of threads has one pixel
     room = most // one
     while room * one > LEAST_ROOM and estimate(kept) <= room // 2 * one:
         room //= 2

@@ -229,7 +229,7 @@ __device__ __forceinline__ void rows_in_registers(const Rows<Op>& rows, long lon
     wait_for_predecessor();
     rows.fetch(row, 0, raw);
     if constexpr (PREFETCH_WEIGHTS && !EARLY_WEIGHTS) rows.load_weights(row, 0);
-    if constexpr (CLUSTER > 1) cluster_wait();  // the peers have started, so that their shared memory exists
+    if constexpr (CLUSTER > 1) cluster_wait();  // now the other blocks have started: their shared memory exists
     int parity = 0;
     while (true) {
         rows.convert(raw, row, 0, true, values);

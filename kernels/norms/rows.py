@@ -41,7 +41,7 @@ USUAL_THREADS: Final = 512  # threads per block up to which rows get more thread
 RESIDENT_BYTES: Final = 48 << 10  # bytes of rows in flight per multiprocessor, which bounds the registers per thread
 WARP_BLOCK_THREADS: Final = 128  # threads per block if a row has one warp or less
 # (registers per thread, registers for data) of persistent grids, whose threads hold their part of a row and load the
-# next row; addresses and sums take the other registers. A warp also holds its weights, a block does not.
+# next row; addresses and sums take the other registers. If a warp has a row, its threads also hold the weights.
 WARP_PERSISTENT_REGISTERS: Final = (128, 72)
 BLOCK_PERSISTENT_REGISTERS: Final = (64, 32)
 MAX_PERSISTENT_ROUNDS: Final = 4  # rows per resident block up to which a persistent grid is expected to be faster
@@ -78,7 +78,7 @@ REREAD_CHUNKS: Final = 8  # vectors per thread and batch if rows are read twice
 
 @dataclass(frozen=True)
 class RowTiling:
-    """The macros of rows.cuh that the host chooses, and the bound on the grid."""
+    """A choice of macros of rows.cuh, and the bound on the grid."""
 
     width: int
     threads: int
@@ -346,7 +346,7 @@ def row_launch(
 def _whole_rows(tiling: RowTiling, rows: int, device: Device) -> Defines:
     """Return the macros FULL_BLOCKS and RELEASE, which depend on the number of rows.
 
-    If the length is known, `row_tiling` has already added a guard on whether there are few rows.
+    If the length is known, `row_tiling` has already added a guard (a condition on sizes): whether there are few rows.
     """
     few, rest = 2 * device.multiprocessors, rows % tiling.rows_per_block
     if tiling.longest is None:

@@ -19,7 +19,7 @@ __device__ __forceinline__ float tree_sum(const float (&values)[WIDTH]) {
 // as by Chan, Golub and LeVeque (1979), without the cancellation of E[x^2] - E[x]^2.
 struct Moments {
     static constexpr bool CENTRED = true;
-    static constexpr int VALUES = FULL ? 2 : 3;  // the number of elements is known where FULL
+    static constexpr int VALUES = FULL ? 2 : 3;  // with FULL, the number of elements is a constant
     float mean, squares, number;                 // squares: the sum of (x - mean)^2; number: how many elements
 
     static __device__ __forceinline__ Moments none() { return {0.0f, 0.0f, 0.0f}; }

@@ -82,7 +82,7 @@ __device__ __forceinline__ void global_pool(const Op& op, const X_T* x, Y_T* y, 
 #pragma unroll
         for (int i = 0; i < WIDTH; ++i) memory.warps[warp][lane * WIDTH + i] = merged[i];
     }
-    if constexpr (CLUSTER > 1) cluster_wait();  // the peers have started, so that their shared memory exists
+    if constexpr (CLUSTER > 1) cluster_wait();  // now the other blocks have started: their shared memory exists
     __syncthreads();
     const unsigned writer = CLUSTER > 1 ? 0 : part;
     for (int column = threadIdx.x; column < COLUMNS; column += THREADS) {

@@ -59,8 +59,8 @@ def unsupported_window(node: FusedNode) -> str | None:
 def _unsupported_padding(node: FusedNode, kernel: Sequence[int]) -> str | None:
     """Return why the kernel does not support the padding that auto_pad could need; None if it does.
 
-    That padding is negative if the stride exceeds the window.  Negative padding at the end of x would exclude elements
-    from a mean, which the kernel does not support.
+    The padding of auto_pad is negative if the stride exceeds the window.  Negative padding at the end of x would
+    exclude elements from a mean, which the kernel does not support.
     """
     strides, dilations = (_integers(node, name, (1,) * len(kernel)) for name in ("strides", "dilations"))
     is_same = node.fusion == "average_pool" and node.text("auto_pad", "NOTSET") in SAME

@@ -1,8 +1,9 @@
 // The taps of a filter that lie inside x, for gemm_hopper_integers.cuh.
 //
 // Along an axis, the padding may hide the first 0 to BEGIN taps of the filter, and the last 0 to END taps. Each pair of
-// these two counts is a range of taps inside x, and each combination of ranges along all axes has a row of sums. The
-// count of hidden last taps varies fastest, and W is the innermost axis.
+// these two counts is a range of taps inside x. For each combination of ranges along all axes, quantized_sums.cu writes
+// a row of sums: for each filter, the sum of its weights at the taps inside x. In the order of these rows, the count of
+// hidden last taps varies fastest, and W is the innermost axis.
 //
 // Macros: KERNEL_*, STRIDE_*, PAD_*, DILATION_* of conv_operands.cuh
 //   BEGIN_*, END_*    the largest number of taps before x, and after it, by axis
@@ -18,7 +19,7 @@ template <int KERNEL, int STRIDE, int PAD, int DILATION, int BEGIN, int END>
 struct AxisEdges {
     static constexpr int ROWS = (BEGIN + 1) * (END + 1);
 
-    // Returns the row of sums for element `at` of y along this axis, where x has `size` elements.
+    // Returns the index, along this axis, of the row of sums for element `at` of y; x has `size` elements.
     static __device__ __forceinline__ int row(int at, int size) {
         const int first = at * STRIDE - PAD, beyond = first + (KERNEL - 1) * DILATION - size;
         const int before = first < 0 ? min((-first + DILATION - 1) / DILATION, BEGIN) : 0;
@@ -38,7 +39,7 @@ constexpr int EDGE_ROWS = EdgesD::ROWS * EdgesH::ROWS * EdgesW::ROWS;
 struct Edges {
     Position x, y;  // sizes of x and y
 
-    // Returns the row of sums for a pixel of y.
+    // Returns the index of the row of sums for a pixel of y.
     __device__ __forceinline__ int row(int pixel) const {
         const int lines = pixel / y.w, planes = lines / y.h;
         const int d = EdgesD::row(planes % y.d, x.d), h = EdgesH::row(lines - planes * y.h, x.h);
@@ -46,7 +47,7 @@ struct Edges {
     }
 };
 
-// Returns the sum of `of_taps`, the sums of single taps, over the taps that belong to a row of sums.
+// Returns a filter's sum in row `row` of the sums; `of_taps` are the filter's sums for single taps.
 __device__ __forceinline__ int sum_of_row(const int* of_taps, int row) {
     const int lines = row / EdgesW::ROWS, w = row % EdgesW::ROWS, h = lines % EdgesH::ROWS, d = lines / EdgesH::ROWS;
     int sum = 0;

@@ -94,7 +94,10 @@ def _convolution(conv: Conv, config: HopperConfig, device: Device) -> Implementa
 
 
 def taps_beyond(conv: Conv) -> Beyond:
-    """Return, by axis, the most taps before and after x; with auto_pad and dynamic sizes, all but one after x."""
+    """Return for each axis the largest number of taps before x, and after x.
+
+    If auto_pad and dynamic sizes leave the padding after x unknown, all taps but one may be after x.
+    """
     reach = [(taps - 1) * dilation for taps, dilation in zip(conv.kernel, conv.dilations, strict=True)]
     ends = [far if is_symbolic(pad) else pad for pad, far in zip(conv.pads_end, reach, strict=True)]
     return most_taps_beyond(conv.kernel, conv.dilations, conv.pads_begin, ends)

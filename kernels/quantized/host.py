@@ -85,7 +85,7 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
 
 def problem_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> tuple[Gemm | Conv, TensorSpec]:
     """Return the product or the convolution of a node, and its output.  Raises ValueError if shapes do not fit."""
-    typed = [replace(spec, dtype=node.output_dtypes[0]) for spec in inputs]  # as if dequantized
+    typed = [replace(spec, dtype=node.output_dtypes[0]) for spec in inputs]  # the inputs as if dequantized
     problem, y = conv_of(node, typed, device) if node.fusion == CONV else gemm_of(node, typed, device)
     x, w = required_spec(node, inputs, "x"), required_spec(node, inputs, "w")
     count, scales = y.shape[-1], element_count(required_spec(node, inputs, "w_scale"))
@@ -115,7 +115,7 @@ def _numbers(node: FusedNode, inputs: Sequence[TensorSpec], name: str, device: D
         index for each in (name, f"{name}_scale", f"{name}_zero_point") if (index := node.input_index(each)) is not None
     ]
     value, scale, *zero = (inputs[i] for i in indices)
-    is_first = node.fusion == CONV or node.text("weight_layout", "kn") == "nk"  # w's first axis is the columns of y
+    is_first = node.fusion == CONV or node.text("weight_layout", "kn") == "nk"  # w's first axis counts y's columns
     count = element_count(scale)
     of_scale = () if count == 1 else (count, *[1] * (len(value.shape) - 1)) if is_first else (count,)
     specs = [value, *(replace(each, shape=of_scale) for each in (scale, *zero))]

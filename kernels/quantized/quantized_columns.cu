@@ -1,15 +1,15 @@
 // Writes the operands of a convolution of integers as matrices, for quantized_gemm.cu: a row for each pixel of y with
 // the elements of x at all taps, and the weights in rows of the same length.
 //
-// columns is (pixels, ROW) of bytes: element k is x at tap k / CHANNELS and channel k % CHANNELS, and x_zero where the
-// tap is outside x. rows is (filters, ROW). ROW is LENGTH = taps * CHANNELS, rounded up to 16; the elements after
-// LENGTH are 0. A thread gathers a pixel's row, whose taps are constants, and the block stores its rows through shared
-// memory. The last blocks write the weights. x is (n, d, h, w, CHANNELS), and y has y_d x y_h x y_w pixels for each of
-// n images.
+// `columns` is a matrix (pixels, ROW) of bytes: element k of a row is x at tap k / CHANNELS, channel k % CHANNELS, or
+// x_zero where the tap is outside x. `rows`, the weights, is a matrix (filters, ROW). ROW is LENGTH = taps * CHANNELS,
+// rounded up to 16; the elements after LENGTH are 0. A thread gathers the row of a pixel in unrolled loops, in which
+// taps are constants, and the block stores its rows through shared memory. The last blocks write the weights. x is
+// (n, d, h, w, CHANNELS), and y has y_d x y_h x y_w pixels for each of n images.
 //
 // Macros:
 //   CHANNELS, KERNEL_*, STRIDE_*, PAD_*, DILATION_*    as in conv_operands.cuh
-//   OPERAND    s8 or u8, the type of x and x_zero       X_ZERO     1: x has a zero point; 0: it is 0
+//   OPERAND    s8 or u8, the type of x and x_zero       X_ZERO     1: x has a zero point; 0: x has none
 //   THREADS    threads of a block, and pixels           SHARED_PITCH   words from a row to the next in shared memory
 #include "types.cuh"
 #include "conv_sizes.cuh"

@@ -8,7 +8,7 @@
 
 extern "C" __global__ void __launch_bounds__(32 * COLUMNS) quantized_sums(const s8* w, int* sums, int columns, int k) {
     __shared__ int taps_of_warps[COLUMNS][TAPS];
-    release_successor();  // so the kernel of the product already loads its first weights
+    release_successor();  // the product's kernel loads its first weights meanwhile
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = blockIdx.x * COLUMNS + warp;
     int* of_taps = taps_of_warps[warp];
     if constexpr (!WEIGHTS_CONSTANT) wait_for_predecessor();
@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(32 * COLUMNS) quantized_sums(const 
         if (lane == 0) of_taps[tap] = sum;
     }
     __syncthreads();
-    wait_for_predecessor();  // it may still read `sums`
+    wait_for_predecessor();  // the predecessor may still read `sums`
     for (int row = lane; column < columns && row < EDGE_ROWS; row += 32)
         sums[size_t(row) * columns + column] = sum_of_row(of_taps, row);
 }

@@ -109,7 +109,7 @@ def launch(problem: Rotary, device: Device) -> Launch:
         "STREAMED": macro(lambda: moved > STREAMED_FROM_BYTES, f"count > {streamed_threads}", moved),
         "INDEX": "u32" if _max_index(problem) < 2**31 else "u64",
     }  # fmt: skip
-    first, second = problem.tensors[0], problem.tensors[-1]  # the kernel reads no second tensor if there is one alone
+    first, second = problem.tensors[0], problem.tensors[-1]  # `second` is not read if there is only one tensor
     numbers = (*float32(problem.epsilon), *int64(problem.length, count))
     arguments = (problem.cos, problem.sin, first.argument, second.argument, *numbers)
     kernel = Kernel("rotary_embedding", "rotary_embedding", defines)

@@ -13,7 +13,7 @@
 //   TABLE_BY_HEADS   1: each head of the first tensor has its own tables, and there is no second tensor
 //   TABLE_BY_ROWS    1: each position has a row of the tables; 0: all share one
 //   KEPT             number of first positions whose elements stay as they are; tables have no rows for them
-//   and those of rotation.cuh
+//   and the macros of rotation.cuh
 #include "types.cuh"
 #include "head_tensor.cuh"
 #include "rotation.cuh"
@@ -85,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     wait_for_predecessor();
     const bool more = MORE_HEADS > 0 && group >= GROUPS;
     const int head = (more ? group - GROUPS : group) * THREAD_HEADS;
-    const INDEX tables = TABLE_BATCHED ? batch : 0;  // number of tables before this batch element's
+    const INDEX tables = TABLE_BATCHED ? batch : 0;  // number of tables before those of this batch element
     const INDEX rows = TABLE_BY_ROWS ? seq - KEPT : 1, row = TABLE_BY_ROWS ? position - KEPT : 0;
     const INDEX table = ((TABLE_BY_HEADS ? tables * HEADS + head : tables) * rows + row) * TABLE_ROW;
     const bool turned = KEPT == 0 || position >= KEPT;

@@ -20,7 +20,7 @@ constexpr int ROTATED_PIECES = ROTATED_HALF / WIDTH;
 constexpr int PIECES = ROTATED_PIECES + (SIZE - ROTATED) / WIDTH;
 constexpr int STEPS = (PIECES + LANES - 1) / LANES;  // pieces of a thread
 constexpr int TABLE_ROW = WHOLE_TABLE ? ROTATED : ROTATED_HALF;
-// Whether one vector of x, and one vector of y, holds both elements of a pair.
+// Whether the two elements of a pair are in the same vector, both in x and in y.
 constexpr bool INSIDE = INTERLEAVED && Y_INTERLEAVED && WIDTH > 1;
 constexpr bool TABLE_OF_PAIRS = WHOLE_TABLE && INTERLEAVED && !INSIDE;
 // The distance, in elements of a table, from the angles of a piece's first vector to those of its second vector.
@@ -100,9 +100,9 @@ struct Rotation {
     }
 };
 
-// Whether the two vectors of a piece are adjacent. If they are, neighbouring threads read every other vector (16 bytes)
-// at once, which takes as long as reading all vectors. So the two vectors are ROTATED_HALF apart if each holds whole
-// pairs (INSIDE).
+// Whether the two vectors of a piece are adjacent. If they are, one access of neighbouring threads reads every other
+// vector of 16 bytes, and takes as long as if it read all of them. So if each vector holds whole pairs (INSIDE), the
+// two vectors of a piece are ROTATED_HALF apart instead.
 constexpr bool X_ADJACENT = INTERLEAVED && !INSIDE, Y_ADJACENT = Y_INTERLEAVED && !INSIDE;
 
 // The two vectors of a piece: where each begins within a head, in x and in y.
@@ -139,7 +139,7 @@ struct Vectors {
     Pack<X_T, WIDTH> first, second;
 };
 
-// Returns one over the root mean square of a head. Its pieces are in LANES neighbouring threads, COUNT in each.
+// Returns one over the root mean square of a head. LANES neighbouring threads have its pieces, COUNT pieces each.
 template <int COUNT>
 __device__ __forceinline__ float inverse_rms(const Vectors (&raw)[COUNT], int lane, float epsilon) {
     float sum = 0.0f, values[WIDTH];
