@@ -57,7 +57,8 @@ class IndexAnalysis:
         self.graph, self.shapes, self.note = graph, shapes, shapes.note
         self.values: dict[str, Value | None] = {}
         self.numbers: dict[str, TwoNumbers | None] = {}  # tensors with two distinct values; filled on demand
-        self.index_columns: dict[str, tuple[Value | None, ...]] = {}  # columns, for GatherND, by Concat result
+        # By the name of a Concat's result: the columns that it joins, which a GatherND may read as indices.
+        self.index_columns: dict[str, tuple[Value | None, ...]] = {}
         for node in graph.nodes:
             rule, output = RULES.get(op_of(node)), node.outputs[0] if len(node.outputs) == 1 else None
             if rule is not None and output is not None and shapes.dtype(output) in ANALYZED_DTYPES:

@@ -14,7 +14,7 @@ from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.analysis.tensor_bytes import assumed_number
 from onnxfuse.ir.node import Node, Tensor, op_of
 
-MIN_IMAGE_RANK: Final = 4  # of images, videos, and the keys and values of attention
+MIN_IMAGE_RANK: Final = 4  # the least rank of images, videos, and the keys and values of attention
 
 
 def relate_batch(shapes: ShapeInfo, tensor: Tensor) -> None:

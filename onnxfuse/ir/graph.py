@@ -149,7 +149,7 @@ class Graph:
     def joins_quantizers(self, old: Tensor, new: Tensor) -> bool:
         """Return whether a QuantizeLinear would read a DequantizeLinear with another scale if `new` replaced `old`.
 
-        onnxruntime would give both the same scale.
+        onnxruntime would then give both quantizers one scale.
         """
         return not all(self.have_one_scale(*pair) for pair in joined_quantizers(old, new))
 
@@ -196,9 +196,9 @@ class Graph:
         return self.add_node(op, inputs, outputs, attributes, name=node.name)
 
     def set_attribute(self, node: Node, name: str, value: float | list[int]) -> None:
-        """Change an attribute of a node, and in the NodeProto from which the node was read.
+        """Change an attribute both in a node and in the NodeProto that is written for the node.
 
-        A copy of this NodeProto is written for the node when the model is saved.
+        The NodeProto from which the node was read is not changed: a copy with the new attribute takes its place.
         """
         node.attrs[name] = value
         if id(node) in self.protos:

@@ -74,7 +74,7 @@ def producer(tensor: Tensor) -> Node | None:
 
 
 def tensor_before(tensor: Tensor, ops: Collection[str]) -> Tensor:
-    """Return the tensor before all nodes with these operators that compute `tensor`, each from its first input."""
+    """Follow first inputs back from `tensor` through nodes with these operators; return the tensor at the end."""
     while (node := producer(tensor)) is not None and op_of(node) in ops:
         tensor = node.inputs[0]
     return tensor

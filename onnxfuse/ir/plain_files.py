@@ -80,10 +80,10 @@ def create(new: Path, replaced: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Make a folder under a temporary name beside `folder`, and rename it to that at the end.
+    """Make a new folder under a temporary name, and give it the name `folder` at the end of the `with` block.
 
-    A folder that was there is removed; a symbolic link is followed.  If the block raises, nothing has changed.  Raises
-    OSError if the working directory would be removed.
+    An old folder of that name is removed; a symbolic link is followed.  If the block raises, nothing has changed.
+    Raises OSError if the working directory would be removed.
     """
     folder = Path(os.path.realpath(folder))
     if folder.exists() and Path.cwd().is_relative_to(folder):

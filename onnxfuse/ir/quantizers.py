@@ -22,7 +22,10 @@ def is_quantized_twice(tensor: Tensor) -> bool:
 
 
 def joined_quantizers(old: Tensor, new: Tensor) -> Iterator[tuple[Node, Node]]:
-    """Yield each DequantizeLinear with each QuantizeLinear that reads its result only once `new` replaces `old`."""
+    """Yield pairs of a DequantizeLinear and a QuantizeLinear that will read its result when `new` replaces `old`.
+
+    Nothing is yielded if the QuantizeLinears already read the result of a DequantizeLinear.
+    """
     dequantizer = _dequantizer(new)
     if dequantizer is None:
         return
@@ -38,7 +41,7 @@ def _dequantizer(tensor: Tensor) -> Node | None:
 
 
 def _quantizers(tensor: Tensor) -> Iterator[Node]:
-    """Yield the QuantizeLinears of a tensor."""
+    """Yield the QuantizeLinears that read a tensor, directly or after PASSING operators."""
     for node in consumers(tensor):
         if node.op in PASSING:
             yield from _quantizers(node.outputs[0])

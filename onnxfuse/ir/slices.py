@@ -42,8 +42,9 @@ def has_steps(node: onnx.NodeProto) -> bool:
 def hide_ends(model: onnx.ModelProto) -> bool:
     """Replace the ends of Slices by undefined values, so that onnx infers only the ranks of their outputs.
 
-    `analysis/shape_rules` infers their sizes.  With the ends, onnx's inference ends the process where it takes the size
-    of a sliced axis to be negative; in opset 10, it gives outputs the named sizes of the uncut input.
+    `analysis/shape_rules` infers the sizes of these outputs.  If the ends stayed, onnx's inference would end the
+    process where it takes the size of a sliced axis to be negative, and in opset 10 it would give outputs the named
+    sizes of the uncut input.
 
     Returns whether the end of any Slice is ambiguous.  Constant ends and steps are looked up by name in the graph, its
     subgraphs and the functions; if two constants share a name, the answer may be true needlessly.

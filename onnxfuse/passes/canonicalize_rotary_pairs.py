@@ -1,4 +1,4 @@
-"""Rewrite rotary embeddings so that Slices take the elements of each pair, as in the patterns.
+"""Rewrite rotary embeddings so that Slices take the elements of each pair, as the patterns of fusions do.
 
 Some models reshape heads to (..., pairs, 2), or to (..., 2, pairs), and then take one of the two, as torch's `unbind`
 does.  A Slice that takes every other element of a head, or half of it, replaces the Reshape and the operator after it.

@@ -44,7 +44,8 @@ def eliminate_common_subexpressions(graph: Graph, shapes: ShapeInfo) -> int:
 def _merge_tables(graph: Graph) -> int:
     """Merge equal constants of two or more axes that products read; return how many were removed.
 
-    JAX writes a table of a rotation once for each product.  Patterns require one table for both halves.
+    JAX writes the table of a rotary embedding once for each product that reads it.  Patterns of rotary embeddings
+    require that the products of both halves read one table.
     """
     read = (tensor for node in graph.nodes if op_of(node) == "Mul" for tensor in node.inputs)
     by_type: dict[Hashable, dict[int, Constant]] = {}

@@ -92,7 +92,7 @@ def _value(graph: Graph, pad: Node) -> float | None:
     return 0.0 if found is None else float(found) if isinstance(found, int | float) else None
 
 
-# --- its consumers -------------------------------------------------------------------------------------------------
+# --- the consumers of the Pad --------------------------------------------------------------------------------------
 
 
 def _readers(graph: Graph, padded: Tensor) -> Iterator[tuple[Node, Node | None]]:

@@ -53,7 +53,10 @@ def fold_quantized_weights(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
 
 
 def _folded(graph: Graph, node: Node, compute: Callable[[Graph, Node], Array | None]) -> list[Folded]:
-    """Turn the result of a node into an initializer, if it can be computed and need not stay; return the change."""
+    """Turn the result of a node into an initializer if `compute` gives it and its name need not be kept.
+
+    Returns the change; an empty list for none.
+    """
     (tensor,), value = node.outputs, compute(graph, node)
     if value is None or graph.is_kept(tensor):
         return []

@@ -105,7 +105,7 @@ def scale_outputs(graph: Graph, node: Node, channels: Channels, scale: Array, sh
 
 
 def scale_inputs(graph: Graph, node: Node, channels: Channels, scale: Array, shift: Array) -> RescaledWeights | None:
-    """Return weights with which the node computes from `input` its present result for `input * scale + shift`.
+    """Return weights with which the node's result for `input` is its present result for `input * scale + shift`.
 
     None where that is not possible.
     """

@@ -64,7 +64,7 @@ def _name_cut_axes(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 
 
 def _from_start(bounds: SliceBounds, size: Size) -> SliceBounds:
-    """Return bounds that count from the start of an axis of a known size, in steps forward; others as they are."""
+    """Return bounds that count from the start of the axis; unchanged if the size is unknown or the step negative."""
     start, end, step = bounds
     if not isinstance(size, int) or not isinstance(step, int) or step < 1:
         return bounds
@@ -91,7 +91,11 @@ def _gather_of_one_axis(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 
 
 def _gather_before_transpose(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
-    """Gather from the input of a Transpose if the other axes are then in order, or if only Transposes back follow."""
+    """Make a Gather of a Transpose's result read the Transpose's input instead, if no other Transpose is then needed.
+
+    A Gather of one index removes an axis, and the other axes must keep their order without the Transpose.  Of a Gather
+    of several indices, only Transposes that undo the first one may read the result; they are replaced, too.
+    """
     transpose, made, rank = producer(node.inputs[0]), node.outputs[0], shapes.rank(node.inputs[1])
     if transpose is None or op_of(transpose) != "Transpose" or rank not in (0, 1):
         return False

@@ -17,7 +17,8 @@ from onnxfuse.ir.node import Node, op_of, producer
 from onnxfuse.passes.graph_pass import graph_pass
 
 INTEGERS: Final = (TensorProto.INT8, TensorProto.UINT8)
-# By the dtype of the scale: limits between which every integer that is dequantized and quantized again is unchanged.
+# By the dtype of the scale: with a scale between these limits, an integer that is dequantized and quantized again is
+# the same integer.
 SCALES: Final[Mapping[int, tuple[float, float]]] = {
     TensorProto.FLOAT: (1e-30, 1e36),
     TensorProto.FLOAT16: (1e-7, 128.0),

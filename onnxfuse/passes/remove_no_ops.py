@@ -22,7 +22,9 @@ RewriteRule: TypeAlias = Callable[[Graph, ShapeInfo, Node], bool]  # a rule retu
 
 RULES = RuleTable[RewriteRule]()
 NEUTRAL_SCALARS = {"Mul": 1, "Div": 1, "Add": 0, "Sub": 0}
-SUM_ROUNDING = 1e-6  # maximum distance of a bias / scale of a product from integers, relative to the largest
+# A bias counts as a multiple of the scale of a product of dequantized integers if no quotient bias / scale is farther
+# from an integer than this number times the largest quotient.
+SUM_ROUNDING = 1e-6
 MAX_WEIGHT_RANK = 3  # the highest rank of a tensor that a weight scales or shifts: batch, sequence, features
 
 
@@ -331,7 +333,7 @@ def _adds_sums(graph: Graph, node: Node) -> bool:
 
 
 def _fit(step: Sequence[int], other: Sequence[int]) -> bool:
-    """Return whether a scale, or one for each column, broadcasts to the last axis of another shape."""
+    """Return whether a scale of shape `step`, one number or one per column, fits the last axis of a shape `other`."""
     return 1 in (math.prod(step), *other[-1:]) or not other or tuple(step) == tuple(other[-1:])
 
 

@@ -1,4 +1,4 @@
-"""Read sizes of computed tensors from the tensors that they come from, so that sizes keep no result from being fused.
+"""Read the sizes of computed tensors from operands instead, because a tensor that is read cannot stay inside a fusion.
 
 An elementwise operator takes each size from an operand, a matrix product from its left or right operand, and so on.
 Sizes are followed in this way towards the graph's inputs, as far as they are known to be equal.  A mask that is built

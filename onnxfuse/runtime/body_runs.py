@@ -43,7 +43,7 @@ class Body:
 
 
 _bodies: Final[dict[Place, Body]] = {}
-# By the node's number, and then by the stream and the ranks of the inputs.
+# The sessions that run bodies, by the node's number, and then by the stream and the ranks of the inputs.
 _sessions: Final[dict[int, dict[tuple[int, tuple[int, ...]], ort.InferenceSession]]] = {}
 _lock: Final = threading.Lock()
 

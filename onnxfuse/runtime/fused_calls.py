@@ -58,7 +58,8 @@ class Call:
     proto: onnx.NodeProto
     node: FusedNode
     dtypes: tuple[str | None, ...]  # dtypes of its inputs; None if unknown
-    shapes: tuple[NamedShape | None, ...]  # shapes of its inputs; None if unknown; of a number: its value
+    # Shapes of its inputs, or None if unknown.  The shape of an input that is a number has one dim: the number itself.
+    shapes: tuple[NamedShape | None, ...]
     constants: tuple[bool, ...]  # whether the model holds the values of each input
     has_ranks: bool  # whether onnxruntime can infer the ranks of its outputs: see native/infer.h
     in_function: bool  # whether it is in the body of a function
@@ -129,7 +130,7 @@ def _value(attribute: onnx.AttributeProto) -> object:
 def attribute_kinds(calls: Collection[Call]) -> str:
     """Return the names and types of the attributes of an op's nodes, for the native library: "epsilon:f axis:i @3".
 
-    @3 says that input 3 is a number.
+    @3 says that input 3 is a number: one int32 in host memory.
     """
     attributes = [attribute for call in calls for attribute in call.proto.attribute]
     kinds = {(each.name, ATTRIBUTE_KINDS[each.type]) for each in attributes if each.type in ATTRIBUTE_KINDS}
@@ -138,7 +139,9 @@ def attribute_kinds(calls: Collection[Call]) -> str:
 
 
 def split_functions(model: onnx.ModelProto, calls: Collection[Call], whole: onnx.ModelProto) -> onnx.ModelProto:
-    """Make some nodes call renamed copies of their functions, so that only other nodes of the functions run as kernels.
+    """Make some nodes call renamed copies of their functions, which are not registered as operators with kernels.
+
+    Other nodes that call the same functions can then run as kernels, while these nodes run as ONNX functions.
 
     calls  the nodes, as they were read from `model`
     whole  the same model with all its weights; its nodes are changed, and it is returned

@@ -35,7 +35,7 @@ def numbers_of(node: FusedNode) -> tuple[int, ...]:
 
 
 def lengths_of(node: FusedNode, outputs: Sequence[TensorSpec]) -> Mapping[str, int]:
-    """Return, by name, the largest value of each operand of lengths: the length of a sequence that fills its cache.
+    """Return, by name, the largest value of each operand that holds lengths: the length of a sequence in a full cache.
 
     The function `lengths` of a host gives them; most hosts have none.
     """

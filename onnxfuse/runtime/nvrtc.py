@@ -119,7 +119,7 @@ def _expanded(text: str, name: str, path: Path | None, seen: set[Path]) -> str:
 
 @dataclass(frozen=True)
 class Cubin:
-    """Machine code for one architecture, and ptxas's figures for the kernel's entry, or -1 if it reports none."""
+    """Machine code for one architecture, and ptxas's figures for the kernel's entry; -1 if ptxas reports no figure."""
 
     code: bytes
     registers: int  # per thread

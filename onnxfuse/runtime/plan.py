@@ -34,7 +34,7 @@ class TensorSpec:
     aligned: bool = True
     # The model holds the values, which are then rarely in the L2 cache, because each node has constants of its own.
     constant: bool = False
-    # The value of all elements where a trial draws integers, which may be indices or lengths.
+    # If plans are timed on made-up inputs, the value of each element of an integer tensor, which may hold lengths.
     drawn: int = field(default=0, compare=False, repr=False)
 
 
@@ -48,7 +48,7 @@ class Device:
     shared_per_block: int  # bytes of dynamic shared memory that a block may opt in to
     tf32: bool = True  # the session allows float32 matrix products to round their operands to TF32
     shared: bool = False  # other runs use the GPU at the same time, so plans should leave much of the GPU to them
-    # The GPU's number on this machine: planning queries cuBLASLt and cuDNN for this GPU; NO_GPU if it cannot do so.
+    # The GPU's number on this machine, for queries to cuBLASLt and cuDNN; NO_GPU if this machine need not have the GPU.
     ordinal: int = field(default=0, compare=False)
 
     @property
@@ -200,8 +200,8 @@ Value: TypeAlias = Pointer | Scalar
 class Struct:
     """A struct that is passed by value.
 
-    The fields are laid out as in C: in order, each at a multiple of its size.  A kernel that changes no field can take
-    it as `const __grid_constant__`; which way gives the fewer instructions differs.
+    The fields are laid out as in C: in order, each at a multiple of its size.  A kernel that changes no field can
+    declare the struct `const __grid_constant__`, which gives fewer instructions in some kernels and more in others.
     """
 
     fields: tuple[Value, ...]  # at least one

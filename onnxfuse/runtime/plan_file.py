@@ -98,7 +98,7 @@ class PlanFile:
 def versions(model: str | None = None, **libraries: int | None) -> dict[str, object]:
     """Return the versions that plans of this onnxfuse depend on.
 
-    model      a digest of the model that they are for; None if they are for any model with equal nodes
+    model      a digest of the model that the plans are for; None if they are for any model with equal nodes
     libraries  the versions of libraries whose algorithms the plans name
     """
     return {"onnxfuse": __version__, "kernels": kernels_digest(), "model": model, **libraries}

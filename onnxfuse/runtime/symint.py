@@ -304,7 +304,7 @@ def divisor_of(rows: Expressions, number: int) -> int:
 
 
 def _divided(rows: Expressions, number: int, divisor: int) -> int | None:
-    """Return the number of an expression divided by `divisor`; None if `divisor` divides no constant factor."""
+    """Return the number of an expression divided by `divisor`; None if `divisor` divides no constant factor of it."""
     op, a, b = rows.rows[number]
     if op is not Op.MULTIPLY:
         return None

@@ -31,7 +31,7 @@ MAX_ALL_VARIANTS: Final = 96
 # is at most MAX_MEAN_LOSS, both by estimate.
 MAX_LOSS: Final = 0.03
 MAX_MEAN_LOSS: Final = 0.001
-MAX_LOSS_ELSEWHERE: Final = 1.0  # maximum loss of a plan, as MAX_LOSS, at samples that do not count in the choice
+MAX_LOSS_ELSEWHERE: Final = 1.0  # as MAX_LOSS, for a plan at samples that do not count in the choice between plans
 MAX_TUNED_DISTANCE: Final = 1.0  # a measured plan is preferred within this distance of its sizes: a factor of two
 
 
@@ -349,9 +349,9 @@ class _Samples:
         return [variants[i] for i in kept]
 
     def _loss(self, variant: Variant) -> Values:
-        """Return `Template.loss` at all samples, as an infinite number only where the variant is not correct.
+        """Return `Template.loss` at all samples, but infinity only where the variant is not correct.
 
-        Where a correct variant has an infinite loss, the result is the largest finite number.
+        Where the loss of a correct variant is infinite, the result is the largest finite number.
         """
         values = self._evaluated()
         loss = np.minimum(self.template.loss(variant, values), np.finfo(np.float64).max)

@@ -28,8 +28,8 @@ class Accepted:
     """Accepted differences: the largest relative errors of outputs, and the results that need not be compared.
 
     `set_by` says what set the tolerances.  If the model was converted to half precision (`is_converted`), its inputs
-    and outputs may have other floating-point dtypes, and exact results that follow from half precision are not
-    compared.  With `numbers_for_nan`, any number passes where the original gives NaN.
+    and outputs may have other floating-point dtypes, and integers and booleans that are computed from half precision
+    are not compared.  With `numbers_for_nan`, any number passes where the original gives NaN.
     """
 
     tolerances: Mapping[str, float] = field(default_factory=dict)
@@ -51,7 +51,7 @@ def state_accepted(model: onnx.ModelProto, original: onnx.ModelProto, accepted: 
 
 
 def accepted_of(model: onnx.ModelProto, original: onnx.ModelProto) -> Accepted:
-    """Return the accepted differences in a model's metadata; none if the metadata name another original.
+    """Return the accepted differences in a model's metadata, or NOTHING_ACCEPTED if they are for another original.
 
     Metadata that `state_accepted` cannot have written are ignored.
     """

@@ -49,7 +49,8 @@ def _fault(call: onnx.ModelProto) -> str:
     try:
         onnx.checker.check_function(call.functions[-1])
         hide_ends(call)
-        # A Slice of earlier opsets has lost its bounds, which are attributes that it must have.
+        # Before SLICE_INPUTS_SINCE, the bounds of a Slice are required attributes.  `hide_ends` has removed them, and
+        # strict inference would reject the Slice.
         is_strict = opset_of(call) >= SLICE_INPUTS_SINCE
         onnx.shape_inference.infer_shapes(call, check_type=True, strict_mode=is_strict)
     except ERRORS as error:

@@ -40,7 +40,8 @@ DOES_NOT_RUN: Final = "the optimized model does not run"
 class Verification:
     """The result of a comparison: whether values agree (`passed`; None if none were compared), and the dim sizes used.
 
-    `reason` says what differs or why nothing was compared, and how half precision was compared if not as usual.
+    `reason` says what differs or why nothing was compared.  If half precision was compared in an unusual way, because
+    a model does not run, it says how.
     `outputs` has the errors of the compared outputs; `not_compared` names outputs and fused nodes left out.
     `equal_parts` counts the fused nodes that equal the nodes that they replaced; it is 0 where whole models were
     compared.  `notes` are sentences about the effect of onnxruntime's own graph optimizations on the original, and
@@ -99,7 +100,7 @@ def compare(
 ) -> Verification:
     """Run both models at two sizes of every dynamic dim, and at sizes 0 and 1, and compare their outputs.
 
-    Both run without onnxruntime's graph optimizations, because these change some models, and once more with them.  If
+    Both run without onnxruntime's graph optimizations, which change the results of some models, and once with them.  If
     the original runs with them, the optimized model must run too, and compute the same.  The tolerance of an output
     depends on its dtype, or is `judge.NOISE_FACTOR` times the original's own noise; `tolerance` replaces both.  Half
     precision is judged by the original evaluated in float32 (see `difference.TOLERANCES`).  A bfloat16 model that the
@@ -123,7 +124,7 @@ def compare(
 def _accepted(original: onnx.ModelProto, optimized: Source) -> Accepted:
     try:
         return accepted_of(_open(optimized, None)[0], original)
-    except ModelError:  # the comparison says why
+    except ModelError:  # the comparison opens the model again, and reports the error
         return NOTHING_ACCEPTED
 
 

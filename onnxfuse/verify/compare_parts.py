@@ -103,7 +103,7 @@ def compare_parts(
     try:
         needed = (name for part in parts for name in _needed(unfused, part) if name in unfused.types)
         values = {} if feeds is None else values_of_run(unfused, needed, feeds)
-    except Exception as error:  # any exception of onnxruntime is the reason
+    except Exception as error:  # any exception of onnxruntime becomes the reason why nothing is compared
         reason = f"the original does not run ({first_line(error)})"
         return PartsVerification((), tuple(PartFinding(part, reason) for part in parts), frozenset())
     uses = Counter(name for part in parts for name in _needed(unfused, part))
@@ -145,7 +145,7 @@ def values_of_run(unfused: UnfusedGraph, names: Iterable[str], feeds: Mapping[st
     needed = list(dict.fromkeys(names))
     values = {name: feeds[name] for name in needed if name in feeds}
     wanted, folder = [name for name in needed if name not in values], unfused.graph.folder
-    if wanted:  # the model is freed before the session, which holds its weights, runs
+    if wanted:  # no variable holds the model, so that its weights are freed before the session, which has copies, runs
         try:
             results = run(_open(_model_of_run(unfused, wanted), folder), feeds)
         except OnnxruntimeFailure:
@@ -179,7 +179,7 @@ def _model_of_run(unfused: UnfusedGraph, wanted: Sequence[str]) -> onnx.ModelPro
 def _drawn_fault(unfused: UnfusedGraph, part: Part, compare: Callable[[Feeds, bool], str]) -> str:
     """Return how a fused node differs on drawn values, at sizes of 1 if nothing can be compared at other sizes.
 
-    A branch may run at sizes of 1 alone.  Raises VerificationError as `_compare_part` does.
+    The branch of an If, for example, may run only at sizes of 1.  Raises VerificationError as `_compare_part` does.
     """
     try:
         return compare(operands_by_shape(unfused, part), False)
@@ -199,8 +199,8 @@ def _compare_part(
 ) -> str:
     """Return how a fused node differs from the nodes that it replaced; "" where it does not.
 
-    The values are drawn at the sizes of `given`, which also are tried if a run computed them.
-    Raises VerificationError, which says why, where nothing could be compared.
+    Values are drawn at the sizes of the arrays in `given`.  If `runs`, a run computed these arrays, and the parts are
+    compared on them, too.  Raises VerificationError, which says why, where nothing could be compared.
     """
     try:
         sessions = _open_both(unfused, optimized, part, given)
@@ -419,7 +419,7 @@ class _Check:
         return f"its output '{self.name}' differs in {found}" if found else ""
 
     def _in_float32(self) -> Array:
-        """Return the replaced nodes' output in float32; elements that are not finite in float32 come from `old`."""
+        """Return the replaced nodes' output in float32; elements that are not finite there are the unconverted ones."""
         old = _wide(self.old)
         return old if self.exact is None else np.where(np.isfinite(_wide(self.exact)), _wide(self.exact), old)
 
@@ -495,7 +495,7 @@ def _roundings(nodes: Sequence[onnx.NodeProto]) -> set[int]:
 
 
 def _error(value: Array, true: Array) -> Array:
-    """Return each element's distance from the true one; 0 where either is not finite."""
+    """Return each element's distance from its true value; 0 where either of the two is not finite."""
     result: Array = np.zeros(true.shape)
     where = np.isfinite(value) & np.isfinite(true)
     with np.errstate(over="ignore"):  # an error may overflow to infinity

@@ -44,8 +44,8 @@ def open_session(model: onnx.ModelProto | Prepared, folder: Path | None = None, 
 
     `optimize` lets onnxruntime optimize the graph, as it does by default.
 
-    Raises VerificationError if onnxruntime is not installed or takes too long, and OnnxruntimeFailure for whatever it
-    raises for the model.
+    Raises VerificationError if onnxruntime is not installed or takes too long, and OnnxruntimeFailure for any error
+    that onnxruntime raises for the model.
     """
     with _failures():
         prepared = model if isinstance(model, Prepared) else prepare(model, folder)
@@ -104,5 +104,5 @@ def run(session: Session, feeds: Mapping[str, Array]) -> dict[str, object]:
     with _failures():
         if isinstance(session, WorkerSession):
             return session.run(feeds)
-        # onnxruntime computes the statistics of a BatchNormalization that trains in the arrays that it is given.
+        # The arrays are copied, because a BatchNormalization in training mode overwrites those with its statistics.
         return ort_session.run(session, {name: value.copy() for name, value in feeds.items()})

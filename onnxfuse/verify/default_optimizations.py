@@ -18,10 +18,11 @@ from onnxfuse.verify.reference import Reference
 
 
 def with_default_optimizations(reference: Reference, optimized: Prepared) -> tuple[str, tuple[str, ...]]:
-    """Return the optimized model's fault in the first run ("" for none), and notes on the original.
+    """Return the fault of the optimized model when optimizations are on ("" for none), and notes on the original.
 
-    Nothing is compared if the original was not run with the optimizations.  Nothing is compared either if onnxruntime's
-    CPU provider lacks bfloat16 kernels, so that the models ran only in float32.
+    Both models are compared on the inputs of the first run.  Nothing is compared if the original was not run with the
+    optimizations.  Nothing is compared either if onnxruntime's CPU provider lacks bfloat16 kernels, so that the models
+    ran only in float32.
     """
     if reference.in_float32 or not reference.optimized:
         return "", ()

@@ -46,9 +46,9 @@ class OutputDifference:
     `max_rel` is relative to the output's largest magnitude, mask values such as -3.4e38 aside.  For an output that is
     computed in or from half precision, or by products in TF32, it is the error against the original evaluated in
     float32, and `original_rel` is the original's own error against that evaluation.  For other outputs, `original_rel`
-    is None.  If an output passes although some integers are one step of a quantizer off, `note` says
-    which share of them.  `set_by`
-    says which noise or error of the original, or which request, set the tolerance; it is "" if the dtype did.
+    is None.  If an output passes although some integers are one step of a quantizer off, `note` says which share of the
+    integers is off.  `set_by` says which noise or error of the original, or which request, set the tolerance; it is ""
+    if the dtype did.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Standard:
     half: str = ""  # the half precision, or TF32, in or from which the output is computed; "" for neither
     limit: float | None = None  # replaces the tolerance of floating-point dtypes
     set_by: str = GIVEN  # what set `limit`
-    scale: float = 0.0  # errors are relative to the largest value of the output, or to this if it is larger
+    scale: float = 0.0  # errors are relative to the largest value of the output, or to `scale` if `scale` is larger
 
 
 def compare_output(

@@ -36,9 +36,10 @@ MAX_ELEMENTS: Final = 2**28  # elements of a drawn tensor; a larger shape is wro
 
 
 def operands_by_shape(unfused: UnfusedGraph, part: Part, lengths: tuple[int, ...] = SYMBOL_SIZES) -> Feeds:
-    """Return random values for a fused node's operands, by their dtypes and symbolic shapes, if the model does not run.
+    """Return random values for a fused node's operands, which fit the operands' dtypes and symbolic shapes.
 
-    `lengths` are the sizes of symbolic dims in the order of the dims' names, repeated where there are more dims.
+    The function is for models that do not run, so that no run shows the operands' values and sizes.  `lengths` are the
+    sizes of symbolic dims in the order of the dims' names, repeated where there are more dims.
     Integers are 0 or 1, which are valid indices of nearly any table.  Raises VerificationError where a shape is unknown
     or too large.  Also raises it where the replaced nodes read a tensor that is neither an operand nor a constant: that
     tensor may be computed from an operand, and independent random values would contradict each other.
@@ -78,8 +79,8 @@ def draws(unfused: UnfusedGraph, part: Part, given: Feeds, *, runs: bool) -> Ite
 
     If operands are masks, draws with fully masked rows follow.  Integers keep the values of the run, and so do tensors
     that the replaced nodes read besides operands.  If such a tensor is floating-point, nothing is drawn, because it may
-    be computed from an operand.  If the fused node has a program, constants of one element keep their values, because
-    the program may contain copies of them.
+    be computed from an operand.  If the fused node is a region, constants of one element keep their values, because
+    its attribute `program`, the list of its operators, may contain copies of these constants.
     """
     if runs:
         yield "the values of a run", given

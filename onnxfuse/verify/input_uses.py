@@ -120,8 +120,8 @@ def _counts_trips(name: str, links: Links) -> bool:
 def bound_uses(model: onnx.ModelProto) -> dict[str, Use]:
     """Return the uses "low" and "high" of inputs by name.
 
-    Clip reads bounds.  Of Max and Min, an input of one element is the bound, unless the others are such inputs or
-    constants.  Between the input and these operators, only views, Casts and Negs may lie.
+    A Clip reads bounds.  A Max or Min reads an input of one element as a bound, if none of its other operands is such
+    an input or a constant.  Between the input and these operators, only views, Casts and Negs may lie.
     """
     links = links_of(model)
     values = [value for value in model.graph.input if value.name not in links.constants]

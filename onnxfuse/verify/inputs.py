@@ -131,8 +131,8 @@ def load_samples(
     """Return the samples, each a set of inputs, in an .npz file or in arrays by input name.
 
     Each array has one more axis than its input: the first axis, which counts samples.  If an array lacks this axis, all
-    arrays together are one sample.  The array of an input of unknown rank is assumed to have it.  Raises UsageError if
-    the arrays do not fit the model.
+    arrays together are one sample.  The array of an input of unknown rank is assumed to have this axis.  Raises
+    UsageError if the arrays do not fit the model.
     """
     given, where = (source, "the data") if isinstance(source, Mapping) else (_read_arrays(source), f"'{source}'")
     arrays = _named_arrays(where, given, model)
@@ -235,7 +235,10 @@ def sizes_to_try(
 def step_sizes(
     inputs: Sequence[Input], given: Mapping[str, Array], steps: Sequence[Mapping[str, int]]
 ) -> Iterator[dict[str, int]]:
-    """Yield the sets in `steps` with sizes of free dims only; the other dims get sizes from a line of DIM_SIZES."""
+    """Yield those sets in `steps` that name only free dims, completed by sizes from DIM_SIZES for all other dims.
+
+    A dim is free if no given array fixes its size.
+    """
     zeros, ones = _zeros_and_ones(inputs, given)
     for choices, step in zip(DIM_SIZES, steps, strict=False):
         if all(zeros.get(name) != ones.get(name) for name in step):

@@ -89,7 +89,7 @@ def _allow_noise(
 
 
 def _find_ties(reference: Reference, results: Results, errors: Sequence[OutputDifference]) -> dict[str, str]:
-    """Return the outputs of indices that differ only where two scores are nearly equal, each with a reason."""
+    """Return the outputs, each with a reason, whose values are indices that differ only where two scores nearly tie."""
     found: dict[str, str] = {}
     for error in errors:
         node = None if error.passed or error.tolerance else source_of_indices(reference.original, error.name)

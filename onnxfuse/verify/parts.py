@@ -150,7 +150,7 @@ class Part:
 
     @property
     def nodes(self) -> list[onnx.NodeProto]:
-        """The fused node, after the nodes that make its inputs from `operands`, before those that make `outputs`."""
+        """The nodes that make the fused node's inputs from `operands`; the fused node; those that make `outputs`."""
         before = [transpose(*self.originals[n], n) for n in dict.fromkeys(self._sources) if n in self.originals]
         before += [node for _, nodes in self.derived.values() for node in nodes]
         after = [
@@ -163,7 +163,7 @@ class Part:
 
     @cached_property
     def repeated(self) -> dict[str, str]:
-        """Maps operand names to how the operand's columns repeat; only operands for which the body relies on this."""
+        """Maps operand names to how the operand's columns repeat, if the fused node relies on this repetition."""
         attributes = {each.name: each.s.decode() for each in self.fused.attribute if each.s}
         named = self._named_inputs.items()
         return {name: attributes[f"{word}{COLUMNS}"] for word, name in named if f"{word}{COLUMNS}" in attributes}

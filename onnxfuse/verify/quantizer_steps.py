@@ -35,9 +35,10 @@ class Quantizer:
     ) -> float:
         """Return the share of integers that differ; infinity if any of them differs although x is not nearly a tie.
 
-        `values` are the inputs of the quantizer, by name.  x is nearly a tie of two integers if they are neighbours and
-        x is close to the middle between them.  The allowed distance is the sum of the magnitude of x and the root mean
-        square of all x, times the tolerance of x's dtype, or of the half precision in which x is computed.
+        `values` are the inputs of the quantizer, by name; x is the number that it rounds.  x is nearly a tie if the old
+        and the new integer are neighbours and x is close to the middle between them.  The allowed distance is the sum
+        of the magnitude of x and the root mean square of all x, times the tolerance of x's dtype, or of the half
+        precision in which x is computed.
         """
         given = np.asarray(values[self.x])
         x, scale = given.astype(np.float64), np.asarray(values[self.scale]).astype(np.float64)

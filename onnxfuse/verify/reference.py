@@ -56,7 +56,7 @@ MAX_SECONDS_AT_EDGES = 30.0  # time limit for the original's runs at sizes 0 and
 
 @dataclass(frozen=True)
 class Run:
-    """The original's outputs for one set of inputs: as it is, and evaluated in float32 if it uses half precision."""
+    """The original's outputs for one set of inputs; if it uses half precision, also its outputs in float32."""
 
     sizes: dict[str, int]
     feeds: dict[str, Array]
@@ -77,7 +77,7 @@ class Reference:
     """
 
     original: onnx.ModelProto
-    folder: Path | None  # the folder of its external data
+    folder: Path | None  # the folder of the original's external data
     tell: Progress
     runs: list[Run]
     half_precision: str  # "float16", "bfloat16", or "" for none
@@ -92,7 +92,7 @@ class Reference:
     tolerance: float | None = None  # replaces the tolerances by dtype and by the original's noise
     edges: Sequence[Run] = ()
     optimized: Mapping[str, object] | str = field(default_factory=dict)
-    scales: Mapping[str, float] = field(default_factory=dict)  # by output: the least value to which errors are relative
+    scales: Mapping[str, float] = field(default_factory=dict)  # by output: errors are divided by at least this number
     noise: dict[str, dict[str, float]] = field(default_factory=dict)  # by cause and output: how far the output changes
     by_optimizations: bool = True  # whether changes by onnxruntime's graph optimizations count as noise
 
@@ -225,7 +225,7 @@ def _hidden_outputs(runs: Sequence[Run], random: Collection[str]) -> dict[str, s
 class _Original:
     """The original, the arguments of `run_original`, and the outputs that depend on random numbers.
 
-    Inputs of the model have the ranks that arguments give.
+    In `model`, inputs of unknown rank have the ranks of the given arrays and requested shapes.
     """
 
     model: onnx.ModelProto

@@ -25,7 +25,7 @@ from onnxfuse.verify.inputs import Input
 OPERATORS: Final = frozenset({"Conv", "ConvTranspose", "FusedConv"})
 CACHED: Final = "GroupQueryAttention"
 PAST_VALUE, BIAS = 4, 10  # inputs of GroupQueryAttention
-PAST, NEW = "past_length", "new_length"  # names for dims without one
+PAST, NEW = "past_length", "new_length"  # names given to the dims that have no name
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def required_sizes(model: onnx.ModelProto, inputs: Sequence[Input]) -> Required:
 
 
 def _inlined(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model in the operators of its functions, those of fused nodes too."""
+    """Return the model with its functions inlined, also the functions of fused nodes."""
     if not model.functions:
         return model
     result = onnx.inliner.inline_local_functions(without_initializers(model))

@@ -24,7 +24,7 @@ struct OperatorName {
 };
 
 // Reads lines such as "layer_norm axis:i epsilon:f", in which @3 says that input 3 is a number.  Throws
-// std::runtime_error if an attribute has no such type.
+// std::runtime_error if the letter after an attribute's name is none of the types in AttributeName.
 std::vector<OperatorName> read_operators(std::string_view lines);
 
 // Returns a string attribute of a node; an empty string if it has none.

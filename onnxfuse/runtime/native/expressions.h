@@ -10,7 +10,8 @@ namespace onnxfuse {
 
 class Expressions {
  public:
-  // Reads the rows that onnxfuse.runtime.expressions makes; throws std::runtime_error for a malformed row.
+  // Reads the rows that onnxfuse.runtime.expressions makes, each an operation with two operands.  Throws
+  // std::runtime_error for a malformed row.
   Expressions(WordReader& reader, size_t sizes);
 
   size_t count() const { return rows_.size(); }

@@ -310,8 +310,8 @@ std::string FusedKernel::describe(const Key* key) const {
   return text + ")";
 }
 
-// Adds the templates of plan files that fit the session to the node's templates.  Whether the session allows TF32 is
-// known only when the node runs, and the session's aim (latency or throughput) only to Python.  Without Python,
+// Adds the templates of plan files that fit the session to the node's templates.  Without Python, whether the session
+// allows TF32 is not known before the node runs.  The session's aim (latency or throughput) is not known at all, so
 // templates for either aim are used, and a file's templates precede those of the files after it.
 void FusedKernel::choose_given(const OrtKernelContext* context) {
   bool tf32 = setup_.settings & kTf32;

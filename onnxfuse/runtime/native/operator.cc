@@ -12,7 +12,7 @@ namespace {
 
 const FusedOp& self(const OrtCustomOp* op) { return *static_cast<const FusedOp*>(op); }
 
-// The inputs that are declared one by one: those up to the last number.
+// The number of inputs that are declared one by one: all inputs up to the last that is an int32 in host memory.
 size_t declared_inputs(const OrtCustomOp* op) {
   const std::vector<size_t>& numbers = self(op).numbers;
   return numbers.empty() ? 0 : numbers.back() + 1;
@@ -55,7 +55,7 @@ FusedOp::FusedOp(const Ort& ort_functions, Setup of_sessions, std::string op_nam
   GetName = [](const OrtCustomOp* op) { return self(op).name.c_str(); };
   GetExecutionProviderType = [](const OrtCustomOp* op) { return self(op).setup.provider.c_str(); };
   GetInputType = GetOutputType = [](const OrtCustomOp*, size_t) { return 0; };  // 0 (undefined): any type
-  // All inputs are one variadic input, except those up to the last number: a variadic input lies in one kind of memory.
+  // The inputs after those of `declared_inputs` are one variadic input, which lies in one kind of memory.
   GetInputTypeCount = [](const OrtCustomOp* op) { return declared_inputs(op) + 1; };
   GetInputCharacteristic = [](const OrtCustomOp* op, size_t i) -> int {
     return i < declared_inputs(op) ? kRequired : kVariadic;

@@ -50,7 +50,7 @@ const MapType& read_map_type(WordReader& reader) {
             ", required float32, float16, bfloat16, uint8 or tfloat32");
 }
 
-// Reads the walk over the pixels of a convolution, if the map has one.
+// Reads the walk over the pixels of a convolution, if the tensor map has one (see TensorMap::im2col).
 void read_im2col(WordReader& reader, TensorMap& map) {
   for (uint32_t& stride : map.element_strides) stride = 1;
   map.im2col = reader.next("whether a tensor map walks over pixels", 0, 1);
@@ -291,7 +291,7 @@ void read_workspace(WordReader& reader, const Extents* extents, LibraryCall& cal
 // --- convolutions ----------------------------------------------------------------------------------------------------
 
 constexpr int64_t kMaxAxes = 3;
-constexpr int64_t kMaxConvolutionSize = int64_t{1} << 31;  // of an axis
+constexpr int64_t kMaxConvolutionSize = int64_t{1} << 31;  // the limit of an axis's size
 
 CudnnDataType read_cudnn_type(WordReader& reader) {
   const int64_t dtype = reader.next("a convolution's dtype", 1, 1000);
