@@ -55,7 +55,7 @@ def shifted(index: Index, by: int) -> Index:
 
 
 def at_source(value: Value, place: Place) -> Value | None:
-    """Return the contents of a view whose elements are read from `place` in a tensor with the contents `value`.
+    """Return the contents of a view whose elements are those at the indices `place` of a tensor that contains `value`.
 
     None where the contents are not linear in the indices of the view.
     """

@@ -194,7 +194,7 @@ def _transposed(analysis: IndexAnalysis, node: Node, before: Shape, after: Shape
 
 
 def _sliced(analysis: IndexAnalysis, node: Node, before: Shape, after: Shape) -> Place | None:
-    """Return the place in its input that a Slice reads; None where a start may count from the end."""
+    """Return the index that a Slice reads along each axis, as formulas; None where a start may count from the end."""
     ranges: dict[int, tuple[Size, int]] = {}
     for axis, (start, _, step) in slice_bounds(analysis.shapes, node, before).items():
         least = None if start is None else lower_bound(start)

@@ -23,7 +23,7 @@ def infer_by_onnx(shapes: ShapeInfo, node: Node) -> list[PartialShape | None]:
     if found is None or has_subgraph(node):
         raise CannotInfer
     # The shape rules of Slice and Expand infer as much as onnx.  At a Slice of an axis of negative size, onnx ends the
-    # process; for an Expand before opset EXPAND_BOUNDED_SINCE, it can make 10^9 dimensions.
+    # process; for an Expand before opset EXPAND_BOUNDED_SINCE, onnx can make 10^9 dimensions.
     if op_of(node) == "Slice" or (op_of(node) == "Expand" and shapes.graph.opset < EXPAND_BOUNDED_SINCE):
         raise CannotInfer
     proto = export_node(node)

@@ -24,7 +24,7 @@ _ONNXRUNTIME_SOURCES = {  # by operator: the inputs, instead of input 0, that gi
     "com.microsoft::QLinearConcat": (1,), "com.microsoft::QLinearWhere": (1,),
 }  # fmt: skip
 
-# Inputs that give the first output its dtype though the schema, since some opset, has no type in common for both.
+# Inputs that give the first output its dtype, although in newer opsets the schema has different type names for both.
 _SOURCES = {"DequantizeLinear": (1,)}
 
 _CACHES: dict[int, tuple[int, ...]] = {1: (0,), 2: (0,)}  # for operators whose outputs 1 and 2 are keys and values

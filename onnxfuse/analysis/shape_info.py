@@ -160,7 +160,7 @@ class ShapeInfo:
         self._values.pop(tensor.name, None)
 
     def record_value(self, tensor: Tensor, value: Array | None) -> None:
-        """Record the elements of a tensor whose dtype is already recorded; None if they are not known.
+        """Record the elements of a tensor whose dtype is already recorded; `value` is None if they are not known.
 
         Long values count as not known.  So do numbers that the dtype cannot hold, because the runtime would wrap or
         round them.

@@ -27,7 +27,7 @@ def tensor_bytes(shapes: ShapeInfo, shape: Sequence[Size] | None, dtype: int, fi
 
 
 def assumed_number(shapes: ShapeInfo, size: Size) -> int:
-    """Return a size with assumed values for its symbols; 0 if that is negative or divides by 0."""
+    """Return a size with assumed values for its symbols; 0 if the value is negative, or a division by 0."""
     assumed = {name: shapes.related.get(name, assumed_size(name)) for name in symbols(size)}
     try:
         return min(max(0, evaluate(size, assumed)), MAX_INT64)

@@ -148,7 +148,7 @@ def _is_changed(op: str, version: int) -> bool:
 
 @functools.cache
 def changes(op: str, version: int) -> tuple[str, ...]:
-    """Return, as texts, an opset's changes to an operator except new dtypes, optional inputs, neutral attributes."""
+    """Return, as texts, how an opset changes an operator, except for dtypes, optional inputs and neutral attributes."""
     old, new = schema(op, version - 1), schema(op, version)
     if old is None or new is None or new.deprecated:
         return (f"{op}, which one of both opsets does not have",)

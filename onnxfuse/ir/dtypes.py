@@ -20,7 +20,7 @@ DTYPE_NUMBERS: Final = {name: number for number, name in DTYPE_NAMES.items()}
 HALF_PRECISION: Final[dict[int, str]] = {TensorProto.FLOAT16: "float16", TensorProto.BFLOAT16: "bfloat16"}
 FLOATS: Final = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.FLOAT, TensorProto.DOUBLE})
 FLOAT_NAMES: Final = frozenset(DTYPE_NAMES[number] for number in FLOATS)
-# Dtypes of the outputs of fusions.
+# The dtypes that outputs of fused nodes can have.
 FUSIBLE_FLOATS: Final = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16})
 FLOAT_BITS: Final[dict[int, int]] = {TensorProto.FLOAT16: 16, TensorProto.BFLOAT16: 16, TensorProto.FLOAT: 32}
 

@@ -20,7 +20,7 @@ def external_range(tensor: onnx.TensorProto, folder: Path | None) -> tuple[Path,
     location = fields.get("location", "")
     try:
         path, status = _external_file(what, folder, location)
-    # The name is too long or has a zero byte, or links form a cycle.
+    # The errors mean that the name is too long or has a zero byte, or that links form a cycle.
     except (OSError, ValueError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ModelError(f"{what} is at {shortened(location)!r}, which cannot be a file: {reason}; export the model "

@@ -31,8 +31,8 @@ class LinkedGraph(Protocol):
 class IdentityNode(gs.Node):  # type: ignore[misc]
     """A node that equals only itself.
 
-    graphsurgeon compares nodes by content, even to remove a node from a list.  This is slow, and it takes different
-    unnamed nodes for the same.
+    graphsurgeon compares nodes by content, even to remove a node from a list.  This is slow, and confuses different
+    unnamed nodes with equal content.
     """
 
     __eq__ = object.__eq__

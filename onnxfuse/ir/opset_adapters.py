@@ -53,7 +53,7 @@ class Refused(Exception):
 class Surroundings:
     """The facts that adapters use about the model around a node; a function is given as a model."""
 
-    model: onnx.ModelProto  # the model before its conversion
+    model: onnx.ModelProto  # the model before the conversion
     opset: int  # the opset to convert to
     enlarging: set[str] = field(default_factory=set)  # outputs of Resizes that were Upsamples
     with_empty: set[str] = field(default_factory=set)  # outputs of Reshapes with a target that can contain a 0
@@ -152,7 +152,7 @@ class Place:
         return take_name(self.around.names, stem)
 
     def compute(self, op: str, inputs: Sequence[str], what: str, **attributes: Any) -> str:
-        """Insert a new node before the node of this place; return the name of its result, which ends in `what`."""
+        """Insert a new node before the rewritten node; return the name of its result, which ends in `what`."""
         result = self.name(f"{self.node.output[0]}_{what}")
         self.before.append(onnx.helper.make_node(op, inputs, [result], result, **attributes))
         return result
@@ -332,7 +332,7 @@ def _scatter(place: Place) -> None:
 
 
 def _flattened(place: Place) -> None:
-    """Compute along the last axis of a matrix, because the axes from `axis` on were flattened before opset 13."""
+    """Compute along the last axis of a matrix: before opset 13, the operator flattened the axes from `axis` on."""
     node = place.node
     axis, rank = place.take("axis", 1), place.around.rank(node.input[0])
     place.give(axis=-1)

@@ -24,7 +24,7 @@ _NAMES: Final = {
     AttributeProto.STRING: "activation activation_type auto_pad k_quant_type v_quant_type",
 }
 _TYPES: Final = {name: kind for kind, names in _NAMES.items() for name in names.split()}
-# Operators that have another type for one of these names.
+# By operator and attribute: types that are not those in _NAMES.
 _OTHERS: Final = {
     ("GroupNorm", "activation"): AttributeProto.INT,
     ("SkipGroupNorm", "activation"): AttributeProto.INT,

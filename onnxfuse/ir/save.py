@@ -55,7 +55,7 @@ def check_target(target: Path) -> None:
     try:
         os.path.realpath(target)
         _check_target(target)
-    # The name is too long or has a zero byte, or links form a cycle.
+    # The errors mean that the name is too long or has a zero byte, or that links form a cycle.
     except (OSError, ValueError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ModelError(f"cannot write '{target}': {reason}; choose another name") from error
@@ -72,7 +72,7 @@ def serialize(model: onnx.ModelProto) -> bytes | None:
 
 def _check_target(target: Path) -> None:
     if target.is_symlink() and not target.exists():
-        target = target.resolve()  # a dangling link is followed to the place of the file it names
+        target = target.resolve()  # a dangling link is followed to the path that it names
     if target.is_dir():
         raise ModelError(f"cannot write '{target}': it is a directory; give the name of a file")
     if not target.parent.is_dir():

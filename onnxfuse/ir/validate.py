@@ -86,7 +86,7 @@ def size_of(tensor: TensorProto) -> int:
 
 
 def element_count(dims: Iterable[int], what: str) -> int:
-    """Return the product of dims.  Raises ModelError for negative dims and for more elements than memory can have."""
+    """Return the product of dims.  Raises ModelError for negative dims and for more elements than memory can hold."""
     sizes = list(dims)
     if len(sizes) > MAX_RANK:
         raise ModelError(f"{what} has {len(sizes)} dims; expected at most {MAX_RANK}")
@@ -202,9 +202,10 @@ def _check_attribute(node: onnx.NodeProto, attribute: AttributeProto) -> None:
 
 
 def _check_sizes(node: onnx.NodeProto, ranks: Mapping[str, int]) -> None:
-    """Raise ModelError if a node reads its sizes (a shape or repeats) from an initializer that is not a vector.
+    """Raise ModelError if a Reshape or Tile reads its target or repeats from an initializer that is not a vector.
 
-    onnxruntime does not run such a Reshape or Tile either; it does run such an Expand or ConstantOfShape.
+    onnxruntime refuses such a node, too.  It accepts an Expand or ConstantOfShape with such an input, so these two are
+    not checked.
     """
     sizes = node.input[1] if len(node.input) > 1 else ""
     if (rank := ranks.get(sizes, 1)) != 1:

@@ -237,7 +237,7 @@ def _scaled_chain_to(shapes: ShapeInfo, tensor: Tensor) -> list[Node]:
 
 
 def _is_scaling(shapes: ShapeInfo, node: Node) -> bool:
-    """Return whether a node multiplies or divides its first input by a number, and keeps its rank."""
+    """Return whether a node multiplies or divides its first input by a number, and keeps the input's rank."""
     if op_of(node) not in ("Mul", "Div") or shapes.graph.number(node.inputs[1]) is None:
         return False
     return shapes.rank(node.outputs[0]) == shapes.rank(node.inputs[0])

@@ -39,7 +39,7 @@ FOLDED_KINDS = {  # operator -> the kind of folding, as reports name it
 
 @dataclass(frozen=True)
 class AffineStep:
-    """A node that computes `source * scale + shift`; both are float64 of one element or one per channel."""
+    """A node that computes `source * scale + shift`; both factors have one element, or one per channel, in float64."""
 
     node: Node
     source: Tensor
@@ -229,7 +229,7 @@ def _add_bias(graph: Graph, shapes: ShapeInfo, node: Node, end: Tensor, new: Res
 
 
 def _read_step(graph: Graph, node: Node, source: Tensor, channels: Channels) -> AffineStep | None:
-    """Return the node as a scale and a shift of `source` per channel; None for any other node."""
+    """Return a node that scales or shifts `source` per channel as an AffineStep; None for any other node."""
     if op_of(node) not in FOLDED_KINDS or op_of(node) == "Cast":
         return None
     if op_of(node) == "BatchNormalization":

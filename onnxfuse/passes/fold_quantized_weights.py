@@ -117,9 +117,9 @@ def _are_weights(graph: Graph, tensor: Tensor, readers: Set[str]) -> bool:
 
 
 def _dequantized(graph: Graph, node: Node) -> Array | None:
-    """Return onnxruntime's result for a DequantizeLinear of constant `INTEGERS`.
+    """Return onnxruntime's result for a DequantizeLinear of constants with a dtype of INTEGERS.
 
-    Returns None for other nodes, and for scales of blocks.
+    Returns None for other nodes, and if each block of elements has a scale.
     """
     values = _constant(graph, node, 0)
     if op_of(node) != "DequantizeLinear" or values is None or values.dtype.name not in INTEGERS:

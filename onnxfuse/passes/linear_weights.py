@@ -181,7 +181,7 @@ def _read_bias(graph: Graph, node: Node) -> Array | None:
 
 
 def _rounded(graph: Graph, node: Node, blocks: Array | None, bias: Array) -> RescaledWeights | None:
-    """Return the values in the dtype of the weights.
+    """Return new weights and a new bias in the dtype of the node's weights.
 
     None if they exceed its range, if a sum of products could overflow although the result without folding does not, or
     if a large weight that other nodes read would be stored a second time.

@@ -64,7 +64,7 @@ def _name_cut_axes(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 
 
 def _from_start(bounds: SliceBounds, size: Size) -> SliceBounds:
-    """Return bounds that count from the start of the axis; unchanged if the size is unknown or the step negative."""
+    """Return bounds that count from the start of the axis; unchanged unless the size is known and the step positive."""
     start, end, step = bounds
     if not isinstance(size, int) or not isinstance(step, int) or step < 1:
         return bounds

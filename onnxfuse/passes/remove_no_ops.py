@@ -257,10 +257,10 @@ def _flatten_weight(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 
 
 def _flatten_scale(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
-    """Drop first axes of size 1 of a constant that multiplies a scalar, if their product only scales other tensors.
+    """Drop first axes of size 1 of a constant that multiplies a scalar, if the product of both only scales tensors.
 
-    These tensors must have at least as many axes as the constant.  Quantizers write such a product of two scales, and
-    multiply sums of integers by it.
+    The scaled tensors must have at least as many axes as the constant.  Quantizers write such a product of two scales,
+    and multiply sums of integers by it.
     """
     (product,) = node.outputs
     scaled = [tensor for reader in product.outputs for tensor in reader.inputs if tensor is not product]

@@ -94,7 +94,7 @@ def _stack(graph: Graph, shapes: ShapeInfo, result: Tensor, parts: Sequence[Assi
 
 
 def _order_with_axis_last(tensor: Tensor, rank: int, axis: int) -> list[int]:
-    """Return the perm of a Transpose that reads the tensor, with this axis last; the identity without a Transpose."""
+    """Return the perm of a Transpose that reads the tensor, with this axis last; the identity if no Transpose does."""
     perms = [ints_attribute(reader, "perm") for reader in consumers(tensor) if op_of(reader) == "Transpose"]
     orders = sorted((perm for perm in perms if perm is not None), key=lambda perm: perm[-1] != axis)
     return [*(each for each in orders[0] if each != axis), axis] if orders else list(range(rank))

@@ -28,7 +28,7 @@ from onnxfuse.passes.graph_pass import graph_pass
 
 RANGE_OPSET: Final = 15  # from this opset on, Shape can give the sizes of some axes only
 MIN_RANK: Final = 3  # lowest rank of scores
-# Operators in whose results each axis has its index in the input, and most axes have their size in the input.
+# Operators that keep the order of the axes, and the sizes of most axes.
 KEEPING_ORDER: Final = frozenset({"Concat", "Pad", "Slice", "Split"})
 BROADCASTING: Final = frozenset(op for op, rule in SHAPE_RULES.items() if rule is SHAPE_RULES["Add"])
 SAME_SHAPE: Final = frozenset(op for op, rule in SHAPE_RULES.items() if rule is SHAPE_RULES["Softmax"])

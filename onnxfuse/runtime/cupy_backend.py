@@ -18,7 +18,7 @@ T = TypeVar("T")
 def cupy_module() -> Any:
     """Return CuPy; if its cache folder cannot be made, or others can write to it, CuPy caches compiled code in memory.
 
-    CuPy cannot even be imported without that folder. Raises ImportError if CuPy is not installed.
+    Importing CuPy fails if the folder that it expects is missing.  Raises ImportError if CuPy is not installed.
     """
     try:
         folder = Path(os.environ.get("CUPY_CACHE_DIR", "~/.cupy/kernel_cache")).expanduser()

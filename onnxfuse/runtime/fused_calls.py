@@ -30,8 +30,8 @@ class Type:
     """The dtype of a tensor, its shape if known, and whether it is constant."""
 
     dtype: int
-    shape: NamedShape | None  # None if its rank is unknown
-    constant: bool = False  # the model holds its values
+    shape: NamedShape | None  # None if the rank is unknown
+    constant: bool = False  # the model holds the tensor's values
 
     @property
     def rank(self) -> int | None:
@@ -54,16 +54,16 @@ ATTRIBUTE_KINDS: Final = {
 class Call:
     """A fused node of a model."""
 
-    op: str  # the function it calls
+    op: str  # the function that the node calls
     proto: onnx.NodeProto
     node: FusedNode
-    dtypes: tuple[str | None, ...]  # dtypes of its inputs; None if unknown
-    # Shapes of its inputs, or None if unknown.  The shape of an input that is a number has one dim: the number itself.
+    dtypes: tuple[str | None, ...]  # dtypes of the node's inputs; None if unknown
+    # Shapes of the inputs, or None if unknown.  The shape of an input that is a number has one dim: the number itself.
     shapes: tuple[NamedShape | None, ...]
     constants: tuple[bool, ...]  # whether the model holds the values of each input
-    has_ranks: bool  # whether onnxruntime can infer the ranks of its outputs: see native/infer.h
-    in_function: bool  # whether it is in the body of a function
-    has_body: bool  # whether the model has the function that it calls
+    has_ranks: bool  # whether onnxruntime can infer the ranks of the outputs: see native/infer.h
+    in_function: bool  # whether the node is in the body of a function
+    has_body: bool  # whether the model has the function that the node calls
 
 
 def read_model(source: str | Path | bytes | onnx.ModelProto) -> onnx.ModelProto:
@@ -128,7 +128,7 @@ def _value(attribute: onnx.AttributeProto) -> object:
 
 
 def attribute_kinds(calls: Collection[Call]) -> str:
-    """Return the names and types of the attributes of an op's nodes, for the native library: "epsilon:f axis:i @3".
+    """Return names and types of the attributes of an op's nodes, for the native library: such as "epsilon:f axis:i @3".
 
     @3 says that input 3 is a number: one int32 in host memory.
     """

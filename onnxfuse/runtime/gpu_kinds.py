@@ -67,7 +67,7 @@ def nearest_kinds(kinds: Iterable[Device], here: Device) -> list[Device]:
 
 
 def plans_alike(kind: Device, here: Device) -> bool:
-    """Return whether the same plans are made for two kinds of GPUs, that is, only their names may differ."""
+    """Return whether two kinds of GPUs get the same plans: whether they are equal except for their names."""
     return replace(kind, name=here.name) == here
 
 

@@ -2,7 +2,7 @@
 
 The kernels of related fusions are a family: a Python package whose `__init__.py` names its fusions in `FUSIONS`, whose
 `host.py` plans them (see hosts.py), and whose .cu files are the sources.  An installed package names a family by an
-entry point of the group `onnxfuse.kernels`; a folder holds families, as onnxfuse's own folder does.
+entry point of the group `onnxfuse.kernels`.  A folder that a user adds holds families, as onnxfuse's own folder does.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ OWN: Final = Origin("onnxfuse")
 class Family:
     """A family: the kernels of related fusions, and the Python package that plans them."""
 
-    module: str  # the name of its Python package
+    module: str  # the name of the family's Python package
     fusions: tuple[str, ...]
     origin: Origin
 

@@ -23,7 +23,7 @@ class LoadedKernel:
     """A kernel's entry point on a GPU, which can be launched as long as this object lives."""
 
     handle: int  # CUfunction
-    module: object  # unloads the code when it is deleted
+    module: object  # an object whose deletion unloads the code
     max_shared: int = 0  # bytes of dynamic shared memory that launches are allowed so far
     max_cluster: int = 1  # blocks per cluster that launches are allowed so far
 

@@ -97,7 +97,7 @@ def _for_gpu(path: Path, file: PlanFile, here: Device) -> list[SavedTemplate]:
             return found
         level = logging.INFO if plans_alike(kind, here) else logging.WARNING
         log.log(level, "%s, for which its plans are right, but may not be the fastest", made_for)
-        # Leave out templates that name an algorithm of cuBLASLt or an engine of cuDNN: it is for one kind of GPU only.
+        # Leave out templates that name an algorithm of cuBLASLt or an engine of cuDNN: these are for one kind of GPU.
         return [each for each in found if not any(each.libraries.values())]
     raise PlanFileError(made_for + (f"; {why}" if why else ""))
 

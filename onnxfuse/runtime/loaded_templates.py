@@ -223,7 +223,7 @@ def _length(kernel: Kernel) -> int:
     """Return the length of a kernel's source, to which its compile time is roughly proportional."""
     try:
         return len(kernel_text(kernel))
-    except KernelError:  # compiling it raises the same error
+    except KernelError:  # compiling the kernel raises the same error
         return 0
 
 

@@ -20,7 +20,7 @@ from onnxfuse.runtime.plan import Attribute, TensorSpec
 from onnxfuse.runtime.plan_bytes import read_attributes, read_inputs
 
 ABI: Final = 14  # onnxfuse_abi in native/exports.cc
-TF32: Final = 1  # this and the next four are flags of a session's settings
+TF32: Final = 1  # TF32 to CUDA_GRAPH are flags of a session's settings
 VERDICTS: Final = 2
 MEASURE: Final = 4
 COUNT_RUNS: Final = 8

@@ -34,7 +34,7 @@ class TensorSpec:
     aligned: bool = True
     # The model holds the values, which are then rarely in the L2 cache, because each node has constants of its own.
     constant: bool = False
-    # If plans are timed on made-up inputs, the value of each element of an integer tensor, which may hold lengths.
+    # The value of each element where plans are timed on made-up inputs and the tensor has integers, such as lengths.
     drawn: int = field(default=0, compare=False, repr=False)
 
 
@@ -135,7 +135,7 @@ class Kernel:
     entry: str
     defines: Mapping[str, int | float | str] = field(default_factory=dict)
     arch_specific: bool = False  # needs instructions that only one architecture has, such as sm_90a
-    text: str = ""  # generated source that replaces the file; it may include onnxfuse's headers
+    text: str = ""  # generated source, used instead of the .cu file; it may include onnxfuse's headers
 
     @property
     def key(self) -> str:
@@ -220,7 +220,7 @@ class Launch:
     arguments: tuple[Argument, ...]
     shared: int = 0  # bytes of dynamic shared memory
     cluster: int = 1  # blocks in a cluster, along x
-    # Programmatic dependent launch: the kernel may start while the one before it ends. Until its code has called
+    # Programmatic dependent launch: the kernel may start while the one before it ends. Until the kernel has called
     # wait_for_predecessor(), it may touch nothing but constants.
     pdl: bool = False
 

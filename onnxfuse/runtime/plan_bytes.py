@@ -30,7 +30,7 @@ ALGORITHM_WORDS: Final = 8  # 64-bit words of a cublasLtMatmulAlgo_t
 SCALAR_TYPES: Final = {"int32": 0, "int64": 1, "float32": 2}
 MAX_RANK: Final = 64  # kMaxRank in native/plan.h
 MAX_ENGINE_WORDS: Final = 129  # kMaxEngineWords in native/convolution.h
-ALIGNED: Final = 1  # this and CONSTANT are flags in the words of an input
+ALIGNED: Final = 1  # ALIGNED and CONSTANT are flags in the words of an input
 CONSTANT: Final = 2
 
 

@@ -72,12 +72,12 @@ class SavedTemplate:
     """A template for nodes with equal attributes, with the machine code of its kernels for one kind of GPU."""
 
     device: Device  # the kind of GPU: see gpu_kinds.py
-    tf32: bool  # whether it is for sessions that allow TF32
-    shared: bool  # whether it is for sessions with aim="throughput"
+    tf32: bool  # whether the template is for sessions that allow TF32
+    shared: bool  # whether the template is for sessions with aim="throughput"
     node: bytes  # the result of node_identity
-    words: TemplateWords  # its functions are indices into `kernels`
+    words: TemplateWords  # functions in these words are indices into `kernels`
     kernels: tuple[KernelCode, ...]
-    # Libraries that its plans call; True if a plan names an algorithm or an engine of the library.
+    # Libraries that the template's plans call; True if a plan names an algorithm or an engine of the library.
     libraries: Mapping[str, bool] = field(default_factory=dict)
 
 

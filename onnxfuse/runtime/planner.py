@@ -63,7 +63,7 @@ PlanFileKey = tuple[Path, str, Device]  # path, provider, and kind of GPU
 class _SessionNode:
     """A node of a session."""
 
-    counts_runs: bool  # whether its runs are counted, so that its plans are measured between runs
+    counts_runs: bool  # whether the node's runs are counted, so that its plans are measured between runs
     may_change: bool  # whether later runs may use other plans: no CUDA graph holds the present ones
     templates: list[PreparedTemplate | GivenTemplate] = field(default_factory=list)
 
@@ -209,7 +209,7 @@ class Planner:
     def equip(self, known: Iterable[tuple[Situation, PreparedTemplate | GivenTemplate]]) -> None:
         """Give the nodes of new sessions their templates, so that they need not request them in their first runs.
 
-        known  nodes of models with their templates; the kernels that first runs probably need are loaded
+        known  nodes of models with their templates, in which the kernels that first runs probably need are loaded
 
         A node is identified by its name and by everything that a template depends on except inputs.  If its template is
         for other inputs or cannot be read, the node requests one as if it had none.
@@ -246,7 +246,7 @@ class Planner:
         return list(found.values())
 
     def take_runs(self) -> Iterator[tuple[PreparedTemplate, tuple[int, ...], int]]:
-        """Yield the runs of nodes that were counted since the last call: template, sizes and number of runs.
+        """Yield how often nodes ran since the last call: a template, sizes, and the number of runs at these sizes.
 
         Nodes that have only templates of plan files are left out.  The sizes are () for a template of known sizes.
         """

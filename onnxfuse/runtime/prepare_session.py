@@ -30,7 +30,8 @@ Made: TypeAlias = list[tuple[Situation, PreparedTemplate | GivenTemplate]]  # no
 def preparation(calls: Sequence[Call], target: Target | NoTarget, choice: PlanChoice) -> Iterator[None]:
     """Prepare the nodes that run as kernels, in a thread, while the `with` block runs; then wait for the thread.
 
-    Kernels that first runs rarely need are compiled in the background afterwards; a run that needs one waits for it.
+    Kernels that first runs rarely need are compiled in the background afterwards.  A run that needs such a kernel waits
+    for it.
 
     A node that cannot be prepared, because its shapes are unknown, is planned in its first run.  Kernels that do not
     compile are left out, and a warning names the node.

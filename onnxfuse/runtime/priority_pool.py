@@ -43,7 +43,7 @@ class PriorityThreadPool:
         while task := self._tasks.get()[2]:
             try:
                 task()
-            except BaseException as error:  # the waiting thread raises it
+            except BaseException as error:  # the waiting thread raises the error
                 self._errors.append(error)
 
     def __enter__(self) -> PriorityThreadPool:

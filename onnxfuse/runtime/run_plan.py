@@ -180,7 +180,7 @@ LIBRARIES: Final = {
 
 
 def libraries_of(steps: Iterable[Step]) -> dict[str, bool]:
-    """Return the libraries that steps call, with True where one names an algorithm or an engine of the library."""
+    """Return the libraries that steps call, with True where a step names an algorithm or an engine of the library."""
     found: dict[str, bool] = {}
     for step in steps:
         if isinstance(step, Matmul):

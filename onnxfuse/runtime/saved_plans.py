@@ -23,7 +23,7 @@ Codes = dict[tuple[int, str], bytes]  # cubins by compute capability and Kernel.
 
 
 def save_plans(path: str | Path, provider: str = CUDA, device_id: int = 0) -> int:
-    """Write the templates of the nodes of this process's sessions on GPUs like `device_id`.
+    """Write the templates of this process's sessions on GPUs of the same kind as GPU number `device_id`.
 
     Returns the number of templates, which include those that came from plan files.  Raises PlanFileError if the
     file cannot be written, UsageError for a provider that has no kernels.

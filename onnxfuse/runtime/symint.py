@@ -464,7 +464,7 @@ def _hint(value: Any) -> Any:
 
 
 def float_word(value: Any) -> Any:
-    """Return the bits of a number rounded to float32 as an integer, which is symbolic if the number is."""
+    """Round a number to float32, and return its bits as an integer; the integer is symbolic if the number is."""
     if not isinstance(value, SymReal):
         return float_bits(float(value))
     number = value.trace.expressions.number(Op.FLOAT_BITS, value.number)

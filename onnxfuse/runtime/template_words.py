@@ -23,7 +23,7 @@ from onnxfuse.runtime.template import Template, Variant, holds, size_count, size
 from onnxfuse.runtime.word_reader import WORD, WordReader
 
 TEMPLATE_MARK: Final = 0x6F6E66740001  # kTemplateMark in native/template.h
-EXPRESSION: Final = 0  # this and FUNCTION are kinds of patches: Template::PatchKind in native/template.h
+EXPRESSION: Final = 0  # EXPRESSION and FUNCTION are kinds of patches: Template::PatchKind in native/template.h
 FUNCTION: Final = 1
 
 

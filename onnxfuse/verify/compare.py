@@ -41,11 +41,10 @@ class Verification:
     """The result of a comparison: whether values agree (`passed`; None if none were compared), and the dim sizes used.
 
     `reason` says what differs or why nothing was compared.  If half precision was compared in an unusual way, because
-    a model does not run, it says how.
-    `outputs` has the errors of the compared outputs; `not_compared` names outputs and fused nodes left out.
-    `equal_parts` counts the fused nodes that equal the nodes that they replaced; it is 0 where whole models were
-    compared.  `notes` are sentences about the effect of onnxruntime's own graph optimizations on the original, and
-    about integers that are one step of a quantizer off.
+    a model does not run, `reason` says how.  `outputs` has the errors of the compared outputs; `not_compared` names
+    outputs and fused nodes left out.  `equal_parts` counts the fused nodes that equal the nodes that they replaced; it
+    is 0 where whole models were compared.  `notes` are sentences about the effect of onnxruntime's own graph
+    optimizations on the original, and about integers that are one step of a quantizer off.
     """
 
     passed: bool | None
@@ -69,7 +68,7 @@ class Verification:
         return "partly" if self.not_compared else "verified"
 
     def with_parts(self, equal: int, not_compared: Sequence[NotCompared]) -> Verification:
-        """Return this verification with the comparison of fused nodes added: `equal` of them were equal."""
+        """Return this verification with the comparison of fused nodes added; `equal` is how many passed."""
         missing = (*self.not_compared, *not_compared)
         passed = True if self.passed is None and equal else self.passed
         return replace(self, passed=passed, not_compared=missing, equal_parts=equal)

@@ -419,7 +419,7 @@ class _Check:
         return f"its output '{self.name}' differs in {found}" if found else ""
 
     def _in_float32(self) -> Array:
-        """Return the replaced nodes' output in float32; elements that are not finite there are the unconverted ones."""
+        """Return the replaced nodes' output in float32; elements that are not finite keep the value of `self.old`."""
         old = _wide(self.old)
         return old if self.exact is None else np.where(np.isfinite(_wide(self.exact)), _wide(self.exact), old)
 

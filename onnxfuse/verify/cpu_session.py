@@ -104,5 +104,5 @@ def run(session: Session, feeds: Mapping[str, Array]) -> dict[str, object]:
     with _failures():
         if isinstance(session, WorkerSession):
             return session.run(feeds)
-        # The arrays are copied, because a BatchNormalization in training mode overwrites those with its statistics.
+        # The arrays are copied, because a BatchNormalization in training mode writes its statistics into its inputs.
         return ort_session.run(session, {name: value.copy() for name, value in feeds.items()})

@@ -43,7 +43,7 @@ SIZE_INPUTS: Final = {
     ("HammingWindow", 0), ("HannWindow", 0), ("Loop", 0), ("Range", 0), ("Range", 2), ("Reshape", 1), ("Resize", 3),
     ("STFT", 1), ("STFT", 3), ("Slice", 1), ("Slice", 4), ("Split", 1), ("Tile", 1), ("TopK", 1),
 }  # fmt: skip
-# By operator and index of the input that holds row numbers: the index of the input that holds the table.
+# Maps an operator and the index of its input that holds row numbers to the index of its input that holds the table.
 TABLES: Final = {
     ("EmbedLayerNormalization", 0): 2, ("EmbedLayerNormalization", 1): 4, ("GatherBlockQuantized", 1): 0,
     ("GroupQueryAttention", 9): 7,
@@ -53,7 +53,7 @@ TABLES: Final = {
 KEY_COUNTS: Final = {("GroupQueryAttention", 5): -1, ("GroupQueryAttention", 6): 0}
 QUERY, PAST_KEY = 0, 3  # inputs of GroupQueryAttention
 BOUND_INPUTS: Final[Mapping[tuple[str, int], Bound]] = {("Clip", 1): "low", ("Clip", 2): "high"}
-# Operators that bound a tensor by a tensor of one element, whichever input that is.
+# Operators that bound a tensor by another input of one element; the two inputs may be in any order.
 BOUNDING_OPS: Final[Mapping[str, Bound]] = {"Max": "low", "Min": "high"}
 OPPOSITE: Final[Mapping[Bound, Bound]] = {"low": "high", "high": "low"}
 

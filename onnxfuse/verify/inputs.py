@@ -26,7 +26,7 @@ from onnxfuse.verify.input_uses import Use
 
 # Sizes of the dynamic dims, on axis 0 and on the other axes; the n-th name takes the n-th number.  The first two lines
 # give all names different sizes.  The other lines are for models with more requirements: a batch of one, equal sizes
-# under different names, images.
+# under different names, sizes of images.
 DIM_SIZES = (
     ((2, 7, 13), (5, 3, 9, 11, 4)),
     ((3, 10, 14), (8, 4, 6, 12, 7)),
@@ -90,7 +90,7 @@ def _is_unranked(value: onnx.ValueInfoProto) -> bool:
 
 
 def input_dtypes(model: onnx.ModelProto) -> dict[str, np.dtype[Any]]:
-    """Return the dtype of each tensor, by name, that a caller must pass; its rank may be unknown."""
+    """Return, by name, the dtypes of the tensors that a caller must pass, also of tensors of unknown rank."""
     values = ((value.name, value.type.tensor_type.elem_type) for value in _passed(model))
     return {name: np.dtype(onnx.helper.tensor_dtype_to_np_dtype(dtype)) for name, dtype in values if dtype}
 
@@ -275,7 +275,7 @@ def edge_sizes(
 def _is_big(each: Input, sizes: Mapping[str, int], single_names: frozenset[str]) -> bool:
     try:
         return math.prod(_shape(each, sizes, single_names)) > MAX_ELEMENTS_DRAWN
-    except ArithmeticError:  # the code that makes the input reports this error
+    except ArithmeticError:  # the code that makes the input's values reports this error
         return False
 
 

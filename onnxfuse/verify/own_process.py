@@ -26,11 +26,11 @@ START_WORKER: Final = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from onnxfuse.verify.worker import main; main()"
 )
 
-enabled = True  # the tests of this project switch it off: they run some thousand models
+enabled = True  # the tests of this project switch worker processes off: they run some thousand models
 
 
 class OnnxruntimeFailure(Exception):
-    """The exception that opening or running a model raised, here or in the worker; the text is its message."""
+    """Raised if onnxruntime fails to open or run a model, in this process or in the worker; the text says why."""
 
 
 class OnnxruntimeCrash(OnnxruntimeFailure):
@@ -82,8 +82,8 @@ class Worker:
     def ask(self, action: str, number: int, *arguments: object) -> Any:
         """Return the answer to a request.
 
-        Raises OnnxruntimeFailure for what onnxruntime raises, OnnxruntimeCrash if it ends the worker, TimeLimitExceeded
-        if the answer takes too long, and VerificationError if the worker cannot start.
+        Raises OnnxruntimeFailure for errors of onnxruntime, OnnxruntimeCrash if a crash ends the worker,
+        TimeLimitExceeded if the answer takes too long, and VerificationError if the worker cannot start.
         """
         if self._process is None:
             self.start()
@@ -214,8 +214,8 @@ def current_worker() -> Worker | None:
 def own_process(timeout: float | None, *, at_once: bool = True) -> Iterator[None]:
     """Run models in a process of its own while the block runs, each step of at most `timeout` seconds.
 
-    If `timeout` is None, models run in this process, without a limit.  The other process is started `at_once`, or when
-    the first model is opened.
+    If `timeout` is None, models run in this process, without a limit.  The other process is started now if `at_once`,
+    else when the first model is opened.
     """
     if timeout is None or not enabled:
         yield

@@ -1,7 +1,7 @@
 """Run the original, as the reference that optimized models are compared with.
 
-It runs without onnxruntime's graph optimizations, because these change some models.  Its dynamic dims get two sets of
-sizes, and the sizes 0 and 1.  Further inputs follow while an output is all NaN, constant or the like, because
+It runs without onnxruntime's graph optimizations, which change the results of some models.  Its dynamic dims get two
+sets of sizes, and the sizes 0 and 1.  Further inputs follow while an output is all NaN, constant or the like, because
 comparing such an output would prove nothing.
 """
 
@@ -73,7 +73,7 @@ class Reference:
 
     `edges` are runs at sizes 0 and 1.  `optimized` holds the outputs of the first run with onnxruntime's graph
     optimizations, or onnxruntime's error if these break the model.  `in_float32` is true if the outputs come from the
-    model converted to float32, because it does not run as it is.
+    model converted to float32, because the model itself does not run.
     """
 
     original: onnx.ModelProto
@@ -114,7 +114,7 @@ class Reference:
 
     @property
     def at_edges(self) -> Reference:
-        """Return a reference whose runs are at sizes 0 and 1; its errors are relative to the outputs at other sizes."""
+        """Return a reference whose runs are at sizes 0 and 1; errors are relative to the outputs at the usual sizes."""
         scales = {name: max(largest_value(each.outputs[name]) for each in self.runs) for name in self.runs[0].outputs}
         return replace(self, runs=list(self.edges), edges=(), optimized={}, scales=scales, noise={})
 
@@ -137,7 +137,7 @@ class Reference:
         )  # fmt: skip
 
     def _limit(self, name: str) -> tuple[float | None, str]:
-        """Return the tolerance that replaces an output dtype's tolerance, and its origin; None if there is none."""
+        """Return the tolerance that replaces the one of an output's dtype, or None, and what set the tolerance."""
         accepted = self.accepted.tolerances.get(name)
         return (accepted, self.accepted.set_by) if self.tolerance is None and accepted else (self.tolerance, GIVEN)
 
@@ -162,8 +162,8 @@ def run_original(
 
     `extremes` adds runs at sizes 0 and 1, one run with onnxruntime's graph optimizations, and runs on masks with fully
     masked rows.  Float16 models get no such masks: the result of a fully masked row depends on whether scores near
-    -65504 are rounded, and onnxruntime rounds scores only where it removes no pair of Casts.  Raises VerificationError
-    if the original runs at no sizes.
+    -65504 are rounded to that number, and onnxruntime rounds scores only where it removes no pair of Casts.  Raises
+    VerificationError if the original runs at no sizes.
     """
     ranked = with_known_ranks(model, shapes, given)
     check_inputs(given, model_inputs(ranked))
@@ -283,10 +283,10 @@ class _Original:
             add(f" on {kind} values", first.sizes, first.feeds | feeds)
 
     def _at_edges(self, runs: Sequence[Run], run_at: RunAt, tell: Progress) -> Iterator[Run]:
-        """Yield the runs at sizes 0 and 1, and without iterations, that the model accepts, for MAX_SECONDS_AT_EDGES.
+        """Yield runs at sizes 0 and 1, and with Loops of 0 iterations, until MAX_SECONDS_AT_EDGES have passed.
 
-        If models run in this process, size 0 is skipped: some kernels of onnxruntime divide by it, which would crash
-        this process.
+        Sizes that the model refuses are left out.  If models run in this process, size 0 is skipped: some kernels of
+        onnxruntime divide by it, which would crash this process.
         """
         done = [each.sizes for each in runs]
         started = time.monotonic()

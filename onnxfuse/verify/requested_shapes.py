@@ -39,8 +39,9 @@ class Draw:
 
 
 def draws(model: onnx.ModelProto, shapes: Sequence[str], given: Mapping[str, Array]) -> Iterator[Draw]:
-    """Yield sets of dim sizes, each with a function that makes inputs; dims that `shapes` leave open vary, larger last.
+    """Yield sets of dim sizes, each with a function that makes inputs of these sizes.
 
+    Dims that `shapes` leave open have other sizes in each set; the sets are in the order of `sizes_to_try`.
     Raises UsageError for shapes that the model does not accept or that do not fit into memory.
     """
     required, known, make = _fitting(model, shapes, given)
@@ -60,7 +61,7 @@ def edge_draws(
 def _fitting(
     model: onnx.ModelProto, shapes: Sequence[str], given: Mapping[str, Array]
 ) -> tuple[Required, Mapping[str, Array], Callable[[Mapping[str, int]], dict[str, Array]]]:
-    """Return a model's inputs, arrays of the known shapes, and a function that makes inputs from the other dims' sizes.
+    """Return a model's inputs, arrays of given and requested shapes, and a function that makes inputs from dim sizes.
 
     Raises UsageError for shapes that the model does not accept or that do not fit into memory.
     """

@@ -30,7 +30,7 @@ def broadcast_sizes(shapes: ShapeInfo, a: Size, b: Size) -> Size:
     """Return the size that two sizes broadcast to; an unknown size if it is not known which of them is 1."""
     if a == 1 or b == 1:
         return b if a == 1 else a
-    large = [size for size in (a, b) if (lower_bound(size) or 0) > 1 or divisor(size) > 1]  # these are not 1
+    large = [size for size in (a, b) if (lower_bound(size) or 0) > 1 or divisor(size) > 1]  # sizes that cannot be 1
     if len(large) == 2:
         shapes.require(a, b)
         shapes.require(b, a)

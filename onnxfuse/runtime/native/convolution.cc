@@ -16,8 +16,8 @@ using Sizes = std::vector<int64_t>;
 
 constexpr int64_t kAlignment = 16;  // bytes; inputs and outputs of an `aligned` convolution start at multiples of this
 enum TensorId : int64_t { kX = 1, kW = 2, kY = 3, kBias = 4, kResidual = 5, kFirstVirtual = 16 };
-// According to cuDNN, mode B is the more precise estimate.  The fallback has engines for convolutions that A and B do
-// not know.
+// According to cuDNN, mode B is the more precise estimate.  The fallback has engines for convolutions for
+// which modes A and B have none.
 constexpr CudnnHeuristicMode kHeuristicModes[] = {kHeuristicB, kHeuristicA, kHeuristicFallback};
 
 const char* name_of(CudnnDataType type) {
@@ -296,9 +296,9 @@ bool is_precise(const Convolution& convolution, const std::vector<int>& notes) {
   });
 }
 
-// An engine with its knobs, and later its execution plan.
+// An engine with its knobs and, once it is made, its execution plan.
 struct Engine {
-  std::vector<CudnnDescriptor> descriptors;  // the last one is the configuration, or the plan once it is made
+  std::vector<CudnnDescriptor> descriptors;  // the last is the engine's configuration or, once made, the plan
   std::vector<int> notes;
   bool compiles = false;  // whether making the execution plan compiles its kernel, which takes a second or two
 };

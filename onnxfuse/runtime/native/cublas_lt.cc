@@ -30,7 +30,7 @@ void* load(const char* path) {
   throw std::runtime_error("cuBLASLt (libcublasLt.so.13 or .12) is not loaded in this process");
 }
 
-// Opens the library if Python, which searches more places, has not opened it.
+// Opens cuBLASLt if Python, which searches more places, has not opened it.
 void open_any() {
   const char* chosen = std::getenv("ONNXFUSE_LIBCUBLASLT");
   if (chosen && *chosen) return CublasLt::open(chosen);

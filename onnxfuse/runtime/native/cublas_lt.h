@@ -56,8 +56,8 @@ struct CublasLt {
   // system finds.  Throws std::runtime_error if there is none.
   static const CublasLt& get();
 
-  // Returns the device's handle.  The first call makes it; then the device's context must be current, and no CUDA graph
-  // may be captured.
+  // Returns the device's handle.  The first call makes the handle: then, the device's context must be current, and no
+  // CUDA graph may be captured.
   void* handle_of(int device) const;
   // Throws "<what> failed: CUBLAS_STATUS_… (…)" unless the code is 0.
   void check(int code, const char* what) const;

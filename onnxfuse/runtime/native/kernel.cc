@@ -164,7 +164,7 @@ class ReusedTensors {
   }
 };
 
-constexpr size_t kMaxInputsOfBody = 1024;  // a node stores at most so many keys of inputs for which its body runs
+constexpr size_t kMaxInputsOfBody = 1024;  // a node stores at most this many keys of inputs for which its body runs
 
 // The destination of the outputs if a node runs as its body, the ONNX function that it calls.
 struct BodyOutputs {
@@ -340,7 +340,7 @@ FusedKernel::SharedPlan FusedKernel::first_fit(const Templates& templates, const
   using Fit = Template::Fit;
   for (const Fit fit : {Fit::kExact, Fit::kBetter, Fit::kNotConstant}) {
     // Templates that Python made fit exactly, so less close fits are tried only if there are templates of plan files.
-    // Templates that only fit as kNotConstant are not used if Python can make a template that fits better.
+    // Templates whose fit is only kNotConstant are not used if Python can make a template that fits better.
     if (setup_.asks_python && (fit == Fit::kNotConstant || (given_.empty() && fit != Fit::kExact))) break;
     for (const auto& each : templates) {
       if (!each->fits(key, fit)) continue;

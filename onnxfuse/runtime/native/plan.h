@@ -36,7 +36,7 @@ std::string describe(const TensorType& tensor);
 
 // The inputs of a node as words: dtype, flags, rank and dims of each.  A node finds its plans by these words.
 using Key = std::vector<int64_t>;
-constexpr int64_t kAligned = 1, kConstant = 2;  // flags of an input: its data is aligned; the model holds it
+constexpr int64_t kAligned = 1, kConstant = 2;  // flags of an input: its data is aligned; the model holds its values
 std::vector<TensorType> types_of(const Key& key);
 
 struct PointerArgument {
@@ -64,14 +64,14 @@ struct NoAlias {
   bool same_start;
 };
 
-// Two kinds of steps are pointers, because a CublasMatmul takes 2 kB, and a CudnnConvolution cannot move.
+// Two kinds of steps are pointers, because a CublasMatmul takes 2 kB, and a CudnnConvolution cannot be moved.
 using Step = std::variant<Launch, std::unique_ptr<const CublasMatmul>, std::unique_ptr<const CudnnConvolution>>;
 
 // How often a plan ran since the last `take`; any thread may count.
 class RunCount {
  public:
   RunCount() = default;
-  RunCount(RunCount&&) noexcept {}  // a plan moves only before it runs
+  RunCount(RunCount&&) noexcept {}  // the count is 0, because a plan is moved only before it runs
   void add() const { count_.fetch_add(1, std::memory_order_relaxed); }
   uint64_t take() const { return count_.exchange(0, std::memory_order_relaxed); }
 

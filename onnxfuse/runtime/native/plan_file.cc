@@ -62,7 +62,7 @@ StoredTemplate read_template(WordReader& reader, const PlanFile& file) {
 
 void read_body(PlanFile& file) {
   WordReader reader(std::string_view(file.data).substr(kBodyAt));
-  reader.text("the versions");  // they are not used: the format alone decides whether the file can be read
+  reader.text("the versions");  // the versions are not used: the format alone decides whether the file can be read
   file.cublaslt = static_cast<uint64_t>(reader.next("the version of cuBLASLt", 0, kMaxWord));
   file.cudnn = static_cast<uint64_t>(reader.next("the version of cuDNN", 0, kMaxWord));
   for (size_t left = reader.count("the number of devices"); left; --left) file.devices.push_back(read_device(reader));

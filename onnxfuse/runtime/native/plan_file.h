@@ -27,9 +27,9 @@ struct StoredKernel {
 // A template for nodes with equal attributes on GPUs of one kind; its functions are indices into PlanFile::kernels.
 struct StoredTemplate {
   size_t device;
-  bool tf32;                     // whether it is for sessions that allow TF32
-  bool shared;                   // whether it is for sessions whose aim is throughput
-  int64_t libraries;             // libraries that its plans call: the flags below
+  bool tf32;                     // whether the template is for sessions that allow TF32
+  bool shared;                   // whether the template is for sessions whose aim is throughput
+  int64_t libraries;             // libraries that the template's plans call, as flags
   std::string_view node, words;  // `node` is the result of node_identity
 };
 constexpr int64_t kCallsCublasLt = 1, kNamesAlgorithm = 2, kCallsCudnn = 4, kNamesEngine = 8;
@@ -49,7 +49,7 @@ struct PlanFile {
   bool runs(const StoredTemplate& stored, const DeviceKind& here) const;
 
   std::string path;
-  std::string data;  // the views point into it
+  std::string data;  // the string_views of the other members point into this string
   uint64_t cublaslt = 0, cudnn = 0;  // the versions whose algorithms and engines the templates name; 0 without any
   std::vector<DeviceKind> devices;
   std::vector<std::string_view> codes;  // cubins

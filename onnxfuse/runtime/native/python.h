@@ -9,7 +9,7 @@ namespace onnxfuse {
 
 // Flags of a session's settings: TF32 is allowed, the runs of each plan are counted, the session's aim is throughput.
 constexpr int kTf32 = 1, kCountRuns = 8, kShared = 64;
-// Flag of a request: all kernels of the template must be loaded, not only those for these shapes.
+// Flag of a request: all kernels of the template must be loaded, not only the kernels for the present shapes.
 constexpr int kAllKernels = 32;
 
 // A request to Python for a template (the plans of a node for all sizes), because a node gets new input shapes.

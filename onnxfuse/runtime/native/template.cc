@@ -254,7 +254,7 @@ Template::SharedPlan Template::known_plan(const Key& key) {
     if (found != recent_.end()) return found->second;
   }
   std::unique_lock<std::shared_mutex> lock(mutex_);
-  auto found = recent_.find(key);  // another thread may have added it meanwhile
+  auto found = recent_.find(key);  // another thread may have added the plan meanwhile
   if (found != recent_.end()) return found->second;
   found = earlier_.find(key);
   return found == earlier_.end() ? nullptr : add(key, found->second);

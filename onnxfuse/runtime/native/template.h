@@ -63,7 +63,7 @@ class Template {
   // `plan` throws.
   void try_plan();
 
-  // Returns the inputs of the plans that ran since the last call, and the numbers of runs, except of dropped plans.
+  // Returns the inputs of the plans that ran since the last call, and the numbers of runs; dropped plans are left out.
   std::vector<std::pair<Key, uint64_t>> take_runs();
 
   // Whether the other template is for the same inputs.
@@ -72,7 +72,7 @@ class Template {
   // A template that is used at many sizes keeps the plans of the last `count` sizes.  The template holds up to twice
   // as many plans, and frees older ones one after the other.  Returns the earlier count.
   static size_t set_max_recent_plans(size_t count);
-  // How many plans all templates have made, and how many of these exist.
+  // How many plans all templates have made, and how many of these plans still exist.
   static int64_t plans_made();
   static int64_t plans_alive();
 

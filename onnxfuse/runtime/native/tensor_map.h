@@ -12,8 +12,8 @@ constexpr uint32_t kMaxTensorMapRank = 5;
 constexpr uint32_t kMaxSpatialRank = kMaxTensorMapRank - 2;
 
 // Sizes, strides and box begin with the innermost dimension.  With `im2col`, the box is a number of channels and a
-// number of pixels; `lower`, `upper` and the element strides between the first and the last one describe the walk over
-// the spatial axes.
+// number of pixels; `lower`, `upper` and the element strides of the spatial axes, which lie between those of the
+// channels and of the images, describe the walk over the spatial axes.
 struct TensorMap {
   Pointer pointer;
   int type;     // CUtensorMapDataType
