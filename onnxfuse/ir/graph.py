@@ -210,7 +210,7 @@ class Graph:
             self.protos[id(node)] = (node, changed)
 
     def record_type(self, tensor: Tensor, dtype: int, shape: Iterable[object] | None) -> None:
-        """Record a tensor's type in the written model, for tools that cannot infer it because they lack the operator."""
+        """Record a tensor's type in the written model, for tools that lack its operator and cannot infer the type."""
         if dtype:
             known = shape if shape is None else [d if isinstance(d, int) else self._dim_param(d) for d in shape]
             self.recorded_types[tensor.name] = onnx.helper.make_tensor_value_info(tensor.name, dtype, known)

@@ -39,7 +39,7 @@ FOLDED_KINDS = {  # operator -> the kind of folding, as reports name it
 
 @dataclass(frozen=True)
 class AffineStep:
-    """A node that computes `source * scale + shift`; both factors have one element, or one per channel, in float64."""
+    """A node that computes `source * scale + shift`; scale and shift are one float64 each, or one per channel."""
 
     node: Node
     source: Tensor

@@ -35,7 +35,7 @@ def _load(templates: Sequence[PreparedTemplate]) -> None:
             if not _exits.is_set():
                 planner.mend(template)
                 planner.complete(template)
-    except Exception as error:  # CuPy and the driver have no common error class; a run that needs the kernel reports the error
+    except Exception as error:  # CuPy and the driver have no common error class; runs report it, too
         log.info("kernels are compiled when a run needs them: %s: %s", type(error).__name__, error)
     finally:
         _working.discard(threading.current_thread())

@@ -58,7 +58,7 @@ class Call:
     proto: onnx.NodeProto
     node: FusedNode
     dtypes: tuple[str | None, ...]  # dtypes of the node's inputs; None if unknown
-    # Shapes of the inputs, or None if unknown.  The shape of an input that is a number has one dim: the number itself.
+    # Shapes of the inputs, or None if unknown.  An input that is a number has one dynamic dim, the number.
     shapes: tuple[NamedShape | None, ...]
     constants: tuple[bool, ...]  # whether the model holds the values of each input
     has_ranks: bool  # whether onnxruntime can infer the ranks of the outputs: see native/infer.h

@@ -160,7 +160,7 @@ def _family(module: ModuleType, origin: Origin) -> Family:
 
 
 def _check_apart(folders: Iterable[KernelFolder]) -> None:
-    """Raise KernelError if two families have kernels for one fusion, or sources of one name, which is ambiguous.
+    """Raise KernelError if two families have kernels for the same fusion, or sources of the same name.
 
     Two families may have headers of one name, because the folder of the including file is searched first.
     """

@@ -49,7 +49,7 @@ class VariantWords:
 
 @dataclass(frozen=True)
 class TemplateWords:
-    """A template as words.  Its functions are CUfunction handles, or in a plan file, numbers of the file's kernels."""
+    """A template as words.  Its functions are CUfunction handles or, in a plan file, numbers of the file's kernels."""
 
     inputs: tuple[TensorSpec, ...]
     expressions: bytes
