@@ -305,8 +305,8 @@ def fuse_model(
 def _with_left(learned: Learned, result: FusedModel) -> Learned:
     """Return `learned` plus the decomposed operators and rewritten scores that were not fused.
 
-    Those keep their original form from then on.  After MAX_SPELLING_ROUNDS rounds, all composite operators and scores
-    keep their original form.
+    In later rounds, these operators and scores keep their original form.  After MAX_SPELLING_ROUNDS rounds, all
+    composite operators and scores keep their original form.
     """
     operators, scores = {**learned.operators, **result.all_left}, learned.scores | result.all_scores_left
     if learned.rounds + 1 == MAX_SPELLING_ROUNDS:

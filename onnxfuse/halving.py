@@ -107,7 +107,7 @@ class Halving:
     verify: bool
     asked: dict[str, str] = field(default_factory=dict)  # nodes requested to stay in float32, and why
     converted: Converted | None = None
-    noises: list[dict[str, float]] = field(default_factory=list)  # results of `_noise` for draws 0, 1, ...
+    noises: list[dict[str, float]] = field(default_factory=list)  # results of `_noise(0)`, `_noise(1)`, ...
     raised: list[LeftOut] = field(default_factory=list)  # steps that raised
 
     @cached_property

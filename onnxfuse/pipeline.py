@@ -48,13 +48,13 @@ PIPELINE: tuple[Pass, ...] = (
     *ATTENTION,  # after normalize, which composes views
     canonicalize_rotary_pairs,  # writes the slices that the next rules match
     rules_pass("write_rotations", ROTATIONS),
-    rules_pass("recognize_activations", ACTIVATIONS),  # before fold_batch_norm takes their scales
+    rules_pass("recognize_activations", ACTIVATIONS),  # before fold_batch_norm folds the scales of activations
     fold_pads,  # after Transposes are composed; before the passes that check the pads of a convolution
-    # before fold_batch_norm, which folds into the weights of the products that this writes, and takes biases
+    # before fold_batch_norm, which folds into the MatMuls that these rules write, and folds the biases that they move
     rules_pass("write_images", IMAGES, of=CONVOLUTIONS),
     fold_batch_norm,
     rules_pass("fold_variance_factor", VARIANCES),
-    # handles factors that fold_batch_norm could not fold
+    # after fold_batch_norm, because these rules handle the factors that it could not fold
     rules_pass("spread_affine", AFFINE, of=CONVOLUTIONS | {"ConvInteger"}),
     rules_pass("split_packed_gate", GATES),  # last, after scales and biases of packed products are folded
 )

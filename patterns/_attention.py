@@ -24,7 +24,7 @@ POSITIONS: Final = "batch? 1 queries? keys??"
 BIASED: Final = ("slopes", "position")  # the labels of the choice `bias_kind` that add a bias
 INFINITY: Final = float("inf")
 SWALLOWS_SCORES: Final = -1e30  # in float32, adding a finite score to a value below this does not change the value
-MAX_CAP: Final = 1e9  # kernels and ONNX's Attention multiply products by it, which must stay finite
+MAX_CAP: Final = 1e9  # kernels and ONNX's Attention multiply by the cap, and the products must stay finite
 LOWEST_FLOAT16: Final = -65504.0
 LOWEST: Final = {"float16": LOWEST_FLOAT16, "bfloat16": -3.3895313892515355e38}  # a Cast turns lower values into -inf
 NO_WEIGHT: Final = "a masked score is -65504 or less, so that its key has no weight beside others; it is {masked_score}"
@@ -60,10 +60,11 @@ def require_grouped_heads() -> None:
 
 
 def layouts(name: str, x: Term, rows: str, heads: str, size: str, result: str) -> dict[str, Term]:
-    """Return the layouts of x that kernels read without a copy, as a dict by label; each has the axes `result`.
+    """Return a dict with a term for each layout of x that kernels read without a copy, by the layout's label.
 
-    `rows`, `heads` and `size` name the dimensions of x.  In the first two layouts, x may be a slice of a packed
-    product, such as one product of queries, keys and values; `name` is the prefix of the slice's attributes.
+    Each term rearranges x to the axes `result`; `rows`, `heads` and `size` name the dimensions of x.  In the first two
+    layouts, x may be a slice of a packed product, such as one product of queries, keys and values; `name` is the
+    prefix of the slice's attributes.
     """
     return {
         "packed": rearrange(packed_slice(x, name), f"batch {rows} ({heads} {size}) -> {result}"),

@@ -77,7 +77,7 @@ def standard_attention(
 
 
 def _lies_by_rows(q_layout: str, size: object = None, value_size: object = None) -> bool:
-    """Return whether queries are (batch, rows, ...), and joining their heads needs no -1 in a Reshape."""
+    """Return whether queries are (batch, rows, ...), and their heads have a known size, so a Reshape joins them."""
     return q_layout != "bhsd" and all(each is None or isinstance(each, int) for each in (size, value_size))
 
 
@@ -214,7 +214,8 @@ def _added(queries: Term, rows: tuple[Term, Term], scores: Scores) -> Term:
 def _above_lowest(added: Term, above: float) -> Term:
     """Return the additive mask with `above` in place of lower finite numbers.
 
-    A sum of two masks that are both the lowest number is -inf, and stays: the row's other keys have all the weight.
+    Where two masks that are both the lowest number were added, the sum is -inf.  It is not replaced: the row's other
+    keys have all the weight.
     """
     limited = op.Max(added, above)
     finite_alone = op.Where(op.Greater(added, -INFINITY), limited, added)

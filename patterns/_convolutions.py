@@ -20,9 +20,9 @@ def per_channel(value: Term) -> Term:
 def finished(
     product: Term, residual: Term, slope: Term, column_scale: Term, column_shift: Term, alpha: Term, beta: Term
 ) -> Term:
-    """Return activation(product + residual) * column_scale + column_shift, or with the residual in place of the shift.
+    """Return activation(product + residual) * column_scale + column_shift.
 
-    `slope` is the slope of a PRelu.
+    The residual may also be added last, in place of the shift.  `slope` is the slope of a PRelu.
     """
     require(
         "an activation or a residual follows the convolution",

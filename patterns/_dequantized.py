@@ -27,7 +27,7 @@ def dequantized_weight(w: Term, scale: Term, zero_point: Term, axis: int) -> Ter
 
 
 def scaled_sums(sums: Term, scale: Term) -> Term:
-    """Return sums of products of integers, times the product of both scales, as dynamic quantizers write it."""
+    """Return sums of products of integers, times the product of both scales, in the operators of dynamic quantizers."""
     return op.Mul(op.Cast(sums, to=FLOAT), scale)
 
 

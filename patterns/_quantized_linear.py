@@ -10,7 +10,10 @@ EXAMPLE: Final[Mapping[str, int | str]] = {"bits": 4, "block_size": 16, "scales"
 
 
 class Quantized(NamedTuple):
-    """A weight, its scales and zero points, and attributes of MatMulNBits; all of a fusion have the same blocks."""
+    """A weight, its scales and zero points, and attributes of MatMulNBits.
+
+    All weights of a fusion have blocks of one size.
+    """
 
     w: Term
     scales: Term

@@ -17,7 +17,7 @@ def require_cos_batch() -> None:
 
 
 def rotated_rows(x: Term, axes: str, rotate: Callable[[Term, str], dict[str, Term]]) -> dict[str, Term]:
-    """Return the forms in which x is rotated, as a dict by label; most may leave the first `kept` rows unrotated.
+    """Return a dict by label of the forms in which x is rotated; most forms may leave the first `kept` rows unrotated.
 
     `rotate` returns the forms for a tensor and its axes.  Vision transformers leave class tokens and registers
     unrotated: these precede the patches and have no positions.
@@ -140,5 +140,5 @@ def _per_head(table: Term, axes: str, count: str, of_heads: bool) -> Term:
             "bhsd": rearrange(table, f"cos_batch {heads} -> cos_batch {each}"),
             "hsd": rearrange(table, f"{heads} -> {each}"),
         }
-    last = "b1sd" if names[1] == "1" else "bs1d"  # tried last: it also takes a view of any other layout
+    last = "b1sd" if names[1] == "1" else "bs1d"  # tried last, because it also matches a view of any other layout
     return choose("table", **{label: layouts[label] for label in sorted(layouts, key=lambda label: label == last)})

@@ -21,7 +21,7 @@ def embedding_layer_norm(
     """sum = table[ids] + table_2[ids_2] + table_3[ids_3] + added + row, at most three of them; y = layer_norm(sum)"""
     require(
         "as many positions as ids, {s}, or one are added; there are {p}",
-        lambda s, p, share_symbols: p in (None, s) or share_symbols(s, p),  # the slice [:s] of 512 rows has min(512, s)
+        lambda s, p, share_symbols: p in (None, s) or share_symbols(s, p),  # a slice [:s] of 512 rows: min(512, s) rows
     )
     tokens, second, third = op.Gather(table, ids), op.Gather(table_2, ids_2), op.Gather(table_3, ids_3)
     total = choose(

@@ -46,14 +46,15 @@ def group_query_attention(
 ) -> tuple[Term, ...]:
     """com.microsoft.GroupQueryAttention: sequence b attends to the first seqlens_k[b] + 1 rows of its present caches
 
-    The new rows of a sequence are the last of them, and are written into the present caches, which are as long as the
-    past caches, or as total_sequence_length if that is more.  That is at most the rows of the past and the new ones.  A
-    caller may bind a past and its present to one address: then only new rows are written.  Queries and keys are
-    normalized with q_norm_weight and k_norm_weight and rotated by cos_cache and sin_cache first.  Query rows beyond the
-    length of a prompt that is padded on the right are unspecified, as are the rows of the caches beyond the length.
+    The last of these rows are the new rows of the sequence, which the node writes into the present caches.  A present
+    cache is as long as the past cache, or as total_sequence_length if that is more; total_sequence_length is at most
+    the number of past and new rows.  A caller may bind a past and its present to one address: then only new rows are
+    written.  Queries and keys are normalized with q_norm_weight and k_norm_weight and rotated by cos_cache and
+    sin_cache first.  Query rows beyond the length of a prompt that is padded on the right are unspecified, as are the
+    rows of the caches beyond the length.
 
-    The body is the operator itself.  Quantized caches, caches of the size of a window, and results of queries and
-    keys have no kernel, so that such operators stay as they are.
+    The body is the operator itself.  Kernels support neither quantized caches, nor caches of the size of a window, nor
+    the output of the products of queries and keys (qk_output), so that operators with one of these stay as they are.
     """
     require(
         "{num_heads} heads of queries are a multiple of {kv_num_heads} heads of keys",

@@ -23,9 +23,10 @@ def quantized_conv(
 ) -> Term:
     """y = conv((x - x_zero_point) x_scale, (w - w_zero_point) w_scale) + bias
 
-    The weights have one scale, or one for each of the m channels of y.  The body multiplies numbers that are
-    dequantized, or integers, whose sums are scaled then: all, or by channels.  If x has a zero point, the node may have
-    a further operand, w_sums, which no body reads: the sums of the weights, by which kernels correct theirs.
+    The weights have one scale, or one for each of the m channels of y.  The body dequantizes and then multiplies, or it
+    multiplies integers and then scales the sums: all by one scale, or each channel by its own.  If x has a zero point,
+    the node may have a further operand, w_sums, which the body does not read: the sums of the weights, which kernels
+    need to subtract the zero point's share from their sums.
     """
     require_eight_bits()
     require("the weights have one scale or {m}; found {scales}", lambda scales, m: scales in (None, m))

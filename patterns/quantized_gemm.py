@@ -17,9 +17,10 @@ def quantized_gemm(
 ) -> Term:
     """y = (x - x_zero_point) x_scale (w - w_zero_point) w_scale + bias; w is (k, n), or (n, k) with weight_layout nk
 
-    The weight has one scale, or one for each of its n columns.  The body multiplies numbers that are dequantized, or
-    integers, whose sums are scaled then.  If x has a zero point, the node may have a further operand, w_sums, which no
-    body reads: the sums of the weights, by which kernels correct theirs.
+    The weight has one scale, or one for each of its n columns.  The body dequantizes and then multiplies, or it
+    multiplies integers and then scales the sums.  If x has a zero point, the node may have a further operand, w_sums,
+    which the body does not read: the sums of the weight, which kernels need to subtract the zero point's share from
+    their sums.
     """
     require_eight_bits()
     require("the weight has one scale or {n}; found {scales}", lambda scales, n: scales in (None, n))

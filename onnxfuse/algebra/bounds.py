@@ -191,10 +191,11 @@ def solved(size: Size, number: int) -> tuple[str, int] | None:
 
 
 def equated(size: Size, other: Size) -> tuple[str, Size] | None:
-    """Return a symbol, and the symbol that it is equal to if two sizes are equal; None for other sizes.
+    """Return the symbol of `size`, and the symbol of `other` that can replace it if both sizes are equal; else None.
 
-    The sizes are a number times one symbol each.  Of two unknown symbols, the older one stays.  Of two names that the
-    model gives (tf2onnx names the batch of each input), the alphabetically first one stays.
+    Each size must be the same number times one symbol.  A name of the model replaces an unknown symbol, and an older
+    unknown symbol replaces a newer one.  Of two names of the model (tf2onnx names the batch of each input), the
+    alphabetically first one replaces the other.
     """
     match size, other:
         case Dim(terms=(((unknown,), factor),)), Dim(terms=(((known,), same),)) if factor == same and unknown != known:

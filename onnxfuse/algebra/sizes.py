@@ -41,7 +41,7 @@ class NonPolynomial(str):
 
 
 class Broadcast(str):
-    """The symbol of an unknown size to which sizes broadcast: each of these is 1 or this size."""
+    """The symbol of an unknown size to which `parts` broadcast: each of the parts is 1 or the unknown size."""
 
     parts: frozenset[str]  # the sizes as text, none of them a Broadcast
 

@@ -215,10 +215,10 @@ class _Expected:
     exact: Mapping[str, Array]  # outputs of the original in float32, if it computes in lower precision
     precision: str  # float16, bfloat16 or tf32; empty if the original computes in none of them
     rounded: set[str]  # the outputs that are computed in lower precision than float32
-    on_cpu: Callable[[], Reference]  # runs the original on the CPU, to see its own noise
+    on_cpu: Callable[[], Reference]  # runs the original on the CPU, to measure its rounding noise
 
     def compare(self, outputs: Mapping[str, Array], accepted: Accepted) -> tuple[bool, str]:
-        """Return whether these outputs are right, and why the first wrong one is wrong; the judge is that of `verify`.
+        """Return whether these outputs are right by the rules of `verify`, and why the first wrong one is wrong.
 
         accepted  the differences that `optimize` accepted between the original and the model that has these outputs
         """

@@ -104,7 +104,7 @@ def fusion(
     """Declare a fusion.
 
     out     dimensions of the output or outputs; further outputs are interior values that other nodes may read, or
-            values computed from an operand from which the first output is computed, too
+            values that share an operand with the first output
     casts   absorb Casts between floating dtypes inside the match: the body states which values are computed in float32
     last    try the fusion only on nodes that other fusions leave, because they may be part of a larger match
     channels_last  the operands of shape (n, channels, spatial axes ...) that become channels-last, together with the
@@ -112,9 +112,9 @@ def fusion(
             layout, and the fused node gets the attribute layout="nhwc".  Without this argument, the fusion keeps its
             layout, and a channels-last part of the graph ends at it
     epilogue  whether elementwise operators that read the first output may join the fused node, with `--epilogues`.  The
-            node lists them in the attribute `program`.  It reads their other operands, or the tensors that these are
-            views of, after its own operands, and computes their results in place of its first output.  "nhwc":
-            operators join only channels-last nodes
+            node lists these operators in the attribute `program`.  After its own operands, the node reads the other
+            operands of these operators, or the tensors that these operands are views of.  It computes the operators'
+            results in place of its first output.  "nhwc": operators join only channels-last nodes
     prologue  whether an RMSNorm that computes the first operand, `x`, may join the fused node, with `--epilogues`, if
             nothing else reads its result.  The node says which norm in the attribute `prologue`, and reads the norm's
             operands in place of `x` (see kernels/prologue_node.py)

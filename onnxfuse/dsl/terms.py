@@ -249,7 +249,7 @@ class Term:
     """A value in a pattern.  Terms are compared by identity: one term used twice is one value used twice."""
 
     span: Span
-    is_leaf: ClassVar[bool] = False  # whether it matches the tensor itself, not the tensor before its Casts
+    is_leaf: ClassVar[bool] = False  # whether the term matches the tensor itself, not the tensor before Casts
 
     # --- how it is read, matched and written ---------------------------------------------------------------------
 
@@ -406,8 +406,8 @@ def union(sets: Sequence[frozenset[str] | None]) -> frozenset[str] | None:
 def _computed(parts: Sequence[Term], in_order: bool = False) -> tuple[tuple[tuple[Ending, ...], slice], ...]:
     """Return, for each part that every match has and that an operator computes, its endings and its possible inputs.
 
-    With `in_order`, part i is input i of the operator or a later one, because attributes of the term may be inputs
-    before it.  Otherwise, a part may be any input.
+    With `in_order`, part i is input i of the operator or a later input, because attributes of the term may be inputs
+    before this part.  Otherwise, a part may be any input.
     """
     return tuple(
         (part.endings, slice(index if in_order else 0, None))
@@ -451,7 +451,7 @@ class Wrapper(Term):
         return m.match(self.inner, tensor, state)
 
     def write(self, body: Writing) -> Value:
-        """Write the term inside this wrapper and the wrappers that it contains; none of them changes the body."""
+        """Write the innermost wrapped term: this wrapper, and wrappers inside it, add nothing to the body."""
         return body.value(self.unwrapped)
 
     def number(self, body: Writing) -> Literals | None:

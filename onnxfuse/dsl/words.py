@@ -79,9 +79,9 @@ def tensor(dims: str | None = None, *, optional: bool = False) -> Capture:
     `dims` names its axes, for example "... d": a name stands for one size throughout the fusion, "..." for any leading
     axes (the same throughout), and a number for an axis of that size.  A "?" after a name (`name?`) means that the axis
     has the named size or size 1, or is missing; `1?` means that it has size 1 or is missing.  `name??` also matches an
-    axis of any symbolic size, if it broadcasts to an axis over which a product of the fusion sums: a model in which
-    that size is another one would not run.  Without `dims`, a rearrange() of the tensor names the axes.  Raises
-    PatternError if `dims` has anything else.
+    axis of any symbolic size, if the axis broadcasts to one over which a product of the fusion sums: the model then
+    runs only if the symbolic size equals the named size or 1.  Without `dims`, a rearrange() of the tensor names the
+    axes.  Raises PatternError if `dims` has anything else.
     """
     _check_dims(dims)
     return Capture(kind="tensor", dims=dims, optional=optional, span=here())
@@ -427,7 +427,7 @@ class OrZeros(Wrapper):
 
 
 def or_zeros(operand: Term, like: Term, dims: str | None = None) -> Term:
-    """Return an optional operand; where the model has zeros, or nothing, in its place, the fused node does not have it.
+    """Return an optional operand, which the fused node lacks if the model has zeros, or nothing, in its place.
 
     The body then has zeros of the dtype of `like` and of the dimensions `dims`, by default those of the operand.  The
     operator that reads the operand must treat an omitted operand as 0.

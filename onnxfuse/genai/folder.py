@@ -1,7 +1,7 @@
-"""Read a folder that onnxruntime-genai's builder or Olive wrote, and copy the files that are not models of it.
+"""Read a folder that onnxruntime-genai's builder or Olive wrote, and copy the files in it that are not its models.
 
-genai_config.json names the models, and may come from a stranger: a name that leads outside the folder is refused, and
-so are links that do, because a copy would disclose the files outside.
+genai_config.json names the models, and may come from a stranger.  Names and links that lead outside the folder are
+refused, because a copy would disclose the files outside.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ OWN_FILE: Final = re.compile(r"libonnxfuse(\.\d+)?\.so(\.plans)?")
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model of a folder: its name there, and the parts of the configuration that name it."""
+    """A model of a folder: its name in the folder, and the parts of the configuration that name it."""
 
     name: str
     parts: tuple[dict[str, Any], ...]
-    default_options: dict[str, Any]  # the session options that genai uses where a part has none: the decoder's
+    default_options: dict[str, Any]  # the decoder's session options, which genai uses for parts without own ones
 
     @property
     def cuda(self) -> dict[str, Any] | None:
@@ -64,7 +64,7 @@ def _cuda(options: dict[str, Any]) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder of genai: its configuration, and the models that are named there, each once."""
+    """A folder of genai: its configuration, and the models that the configuration names, each once."""
 
     path: Path
     config: dict[str, Any]
@@ -79,7 +79,8 @@ class Folder:
 
         libraries  the library of each model that has one, by the model's name
 
-        Where there are any, each part gets options of its own: the decoder's would name the library of the decoder.
+        If any model has a library, each part gets session options of its own.  Otherwise, a part without them would use
+        those of the decoder, which name the decoder's library.
         """
         for model in self.models:
             for part in model.parts:
@@ -94,8 +95,8 @@ class Folder:
 def read_folder(path: Path) -> Folder:
     """Read the configuration of a folder, and check the names of its models.
 
-    Raises ModelError if the folder has no configuration, if that cannot be read, or names no ONNX model, or one that is
-    missing, is not a plain file or is outside the folder.
+    Raises ModelError if the folder has no configuration, if the configuration cannot be read, or if it names no ONNX
+    model.  Also raises ModelError for a named model that is missing, is not a plain file or lies outside the folder.
     """
     if os.access(path, os.X_OK) and not (path / CONFIG).exists():
         example = f"such as '{path / 'model.onnx'}', or a folder of onnxruntime-genai"
@@ -103,7 +104,7 @@ def read_folder(path: Path) -> Folder:
     _check_inside(path, CONFIG)
     try:
         config = json.loads(read_plain(path / CONFIG, MAX_CONFIG_BYTES))
-        json.dumps(config, allow_nan=False)  # all that is read can be written, too
+        json.dumps(config, allow_nan=False)  # raises for NaN and infinity, which cannot be written
         parts = list(_parts(config.get("model") if isinstance(config, dict) else None))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"'{path / CONFIG}' cannot be read: {error}; build the folder again") from error
@@ -148,9 +149,9 @@ def _check_inside(folder: Path, name: str) -> None:
 def copy_others(folder: Folder, target: Path) -> None:
     """Copy the files of a folder, but not its configuration, the models of the configuration, and their data.
 
-    Data that a model reads which is copied is copied too, and files that onnxfuse added to a folder are not.  Raises
-    ModelError for links that lead outside the folder, for devices and pipes, and for files that cannot be read; OSError
-    if copying fails.
+    Models that the configuration does not name are copied with their data.  Files that an earlier run of onnxfuse added
+    to the folder are not copied.  Raises ModelError for links that lead outside the folder, for devices and pipes, and
+    for files that cannot be read; OSError if copying fails.
     """
     try:
         names = [name for name in _files(folder.path) if name != CONFIG and not OWN_FILE.fullmatch(name)]

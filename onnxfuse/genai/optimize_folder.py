@@ -1,4 +1,4 @@
-"""Optimize the models of a folder of onnxruntime-genai, and write a folder that genai loads as it did the first.
+"""Optimize the models of a folder of onnxruntime-genai, and write a folder that genai loads like the original one.
 
     OUT/genai_config.json       names the library in `session_options` of the models that have kernels
     OUT/<model>.onnx            the fused model

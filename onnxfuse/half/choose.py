@@ -54,12 +54,12 @@ class Unit:
 
     fusion: str
     nodes: frozenset[str]  # their names, or first outputs
-    in_float32: bool  # whether its body computes all but matrix products in float32
+    in_float32: bool  # whether the fused node's body computes all but matrix products in float32
 
 
 @dataclass(frozen=True)
 class Known:
-    """The facts about a model, other than its graph, by which nodes are chosen."""
+    """The facts about a model, other than its graph, by which the nodes that stay in float32 are chosen."""
 
     weights: Weights
     units: Sequence[Unit] = ()

@@ -25,8 +25,8 @@ class HalfError:
     For the measurement, nodes compute in float32, and each node's output is rounded to half precision, as kernels round
     it: onnxruntime's CPU provider has few half-precision operators, and does not round between most of them.  `noise`
     is how far the float32 output changes if each weight and each input is perturbed, up or down at random, by one
-    rounding error of half precision; it is the root mean square of several draws.  Error and noise are infinite if NaN
-    or infinite values appear.
+    rounding error of half precision: the root mean square of several such changes.  Error and noise are infinite if
+    NaN or infinite values appear.
     """
 
     name: str
@@ -61,7 +61,7 @@ class HalfResult:
 
     @property
     def tolerances(self) -> dict[str, float]:
-        """The largest errors that are allowed, by output: `max_error` or the usual ones, or more with a note."""
+        """The largest allowed error of each output: `max_error`, or else the usual error, but at least `error`."""
         usual = {e.name: max(USUAL_FACTOR * e.noise, ROUNDINGS[self.dtype]) for e in self.errors}
         allowed = usual if self.max_error is None else dict.fromkeys(usual, self.max_error)
         return {e.name: max(allowed[e.name], e.error) for e in self.errors}

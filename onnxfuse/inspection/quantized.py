@@ -74,7 +74,7 @@ def quantized(model: onnx.ModelProto, shapes: ShapeInfo, placed: Placement) -> I
 
 
 def _name(node: Node) -> str:
-    """Return the operator of a node; com.microsoft has some of ONNX's, too."""
+    """Return the operator of a node, without the domain com.microsoft, which has some of ONNX's operators, too."""
     return op_of(node).removeprefix(CONTRIB)
 
 

@@ -86,7 +86,8 @@ def assign_layouts(
     one number per channel) is fused with such an Add, too, and with the activation after it.  A pointwise convolution
     is fused with the gate that it reads.  `recorded` holds the records of the existing fused nodes.
 
-    Nodes in `graph.deferred`, which regions can still take, have records, too; `write_deferred` makes them fused nodes.
+    Nodes in `graph.deferred`, which elementwise regions can still take, have records, too; `write_deferred` makes them
+    fused nodes.
     """
     if options.layout == "nchw":
         return LayoutResult()
@@ -180,7 +181,10 @@ def _compose(graph: Graph, shapes: ShapeInfo, writer: Writer, known: Collection[
 
 
 def _why_border(graph: Graph, tensor: Tensor, inward: bool, reasons: Mapping[Node, str]) -> str:
-    """Return why a border is where it is: the reasons of the nodes on the channels-first side of a tensor."""
+    """Return why a channels-last region ends at a tensor: the reason why the node beyond it is channels-first.
+
+    `inward` says that the tensor is the region's input.
+    """
     if not inward and tensor.name in graph.outputs:
         return f"'{tensor.name}' is an output of the graph"
     if not inward and graph.is_fixed(tensor.name):

@@ -235,7 +235,7 @@ class Regions:
             first, last = self._reads(node, use.tensor)
             if any(each is use.tensor for each in node.inputs):
                 use.last_readers += by * last
-                # A node outside of `members` is one channels-first reader, and a member is `first` (0 or 1) of them.
+                # A node outside of `members` counts as one channels-first reader, and a member as `first` (0 or 1).
                 use.first_readers += by * (first - 1)
             if self._computes(node, use.tensor):
                 use.computed_last = by > 0

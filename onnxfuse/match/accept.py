@@ -189,7 +189,7 @@ def _stays(graph: Graph, reader: Node, inside: set[int], read: set[int], steps: 
 def _read_outside(
     graph: Graph, nodes: Sequence[Node], inside: set[int], outputs: Sequence[Tensor], read: set[int]
 ) -> Refusal | None:
-    """Refuse if a node outside the match reads an interior value of it, because the fused node does not compute it."""
+    """Refuse if a node outside the match reads an interior value, which the fused node does not compute."""
     allowed = {t.name for t in outputs}
     for node in nodes:
         for tensor in node.outputs:

@@ -1,4 +1,7 @@
-"""The texts of misses: the failed check up to which most of a pattern matched, and words for tensors and shapes."""
+"""The texts of misses: a miss reports the failed check before which most of a pattern matched.
+
+Functions at the end describe tensors and shapes for messages.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ from onnxfuse.match.named_dims import axes_of, size_of
 from onnxfuse.match.state import Dims, Miss, State
 
 # How much of the pattern matched at a failure, in ascending order.  "nothing": not even the number of axes.  "a part":
-# a part of a term.  "the term": all of a term, but a condition failed.  "the pattern": all of the pattern, but it must
-# not be replaced.
+# a part of a term.  "the term": all of a term, but a condition failed.  "the pattern": all of the pattern, but the
+# matched nodes must not be replaced.
 Agreed: TypeAlias = Literal["nothing", "a part", "the term", "the pattern"]
 MAX_VALUE_CHARACTERS = 60  # characters of a value that a message shows
 

@@ -15,7 +15,7 @@ from onnxfuse.match.state import Dims
 
 
 class Token(NamedTuple):
-    """The name of an axis, whether it can broadcast, and whether its size is not compared if it is symbolic."""
+    """The name of an axis, whether the axis can broadcast, and whether a symbolic size is accepted uncompared."""
 
     name: str
     may_broadcast: bool

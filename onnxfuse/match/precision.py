@@ -33,7 +33,7 @@ def lossy_precision(m: MatchContext, root: Tensor, state: State) -> str | None:
 
 
 def _product_of_unrounded(m: MatchContext, root: Tensor, state: State) -> Node | None:
-    """Return a product in float32 of queries or keys that the match computes in float32; None if there is none.
+    """Return a float32 product that multiplies queries or keys which the match itself computes in float32; else None.
 
     Kernels round queries and keys that they rotate or normalize to the dtype of the operands.
     """

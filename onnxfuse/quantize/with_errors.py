@@ -36,7 +36,7 @@ def beside_reference(
     name: str, reference: Stored, models: tuple[Stored, Stored], given: Mapping[str, Array], shapes: Sequence[str],
     tell: Progress,
 ) -> BesideReference:  # fmt: skip
-    """Return the errors of a quantized model's outputs against a float model, as given and after optimization.
+    """Return the errors of a quantized model, as given and after optimization, against the outputs of a float model.
 
     given  some of the inputs; the others are random
     """

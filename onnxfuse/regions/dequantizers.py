@@ -13,8 +13,8 @@ from onnxfuse.regions.normal_form import normal_form
 def dequantize_at_readers(clusters: Clusters) -> None:
     """Move each DequantizeLinear to the level of the operators that read it, before any cluster is made.
 
-    If these operators have several levels, or one of them can be in no region, each further level gets a copy of the
-    DequantizeLinear.
+    Only nodes of one level can form a region (see order.py).  If these operators have several levels, or one of them
+    can be in no region, each further level gets a copy of the DequantizeLinear.
     """
     graph, level, forms = clusters.graph, clusters.level, clusters.forms
     for node in list(graph.nodes):

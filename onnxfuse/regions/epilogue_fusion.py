@@ -108,7 +108,8 @@ def _join(
 
     Returns None if no part can join, or if the part would read at least as many bytes from the rest of the cluster as
     the result has.  `results` has the names of all results of nodes that the cluster could join.  A
-    DequantizeLinear that only norms read does not join: a region of it and a norm reads integers.
+    DequantizeLinear that only norms read does not join, because a region of a DequantizeLinear and a norm reads
+    integers, which are fewer bytes.
     """
     part = _readers(cluster, result)
     if not all(_keeps_order(step) for node in part for step in clusters.forms[node]):

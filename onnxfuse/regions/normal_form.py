@@ -47,10 +47,10 @@ def normal_form(shapes: ShapeInfo, node: Node) -> tuple[Step, ...] | str:
 
 
 def _is_computed_in_every_run(steps: Steps) -> bool:
-    """Return whether onnxruntime does not fold a node of constants, and kernels of regions can compute it.
+    """Return whether a node that reads only constants is not folded by onnxruntime, and kernels of regions compute it.
 
-    onnxruntime has no kernel to fold a Tile in half precision, and it does not fold a DequantizeLinear.  But a
-    DequantizeLinear that a product reads, as its weights, stays a node of its own.
+    onnxruntime has no kernel to fold a Tile in half precision, and it does not fold a DequantizeLinear.  But the
+    DequantizeLinear of a product's weights stays a node of its own.
     """
     if op_of(steps.node) == "DequantizeLinear":
         return all(op_of(reader) in (*POINTWISE, *GATHERS) for reader in consumers(steps.node.outputs[0]))

@@ -102,7 +102,7 @@ def _apply(graph: Graph, shapes: ShapeInfo, matcher: Matcher, rule: Rewrite, roo
 
 
 def _rewritten_softmaxes(graph: Graph, match: Match, root: Tensor) -> set[str]:
-    """Return the names of the Softmaxes in a match, or else after it; empty if the scores of any must not change."""
+    """Return the names of the Softmaxes in a match, or else after it; empty if scores of one of these must stay."""
     inside = {graph.scores.name(node) for node in match.nodes if op_of(node) == "Softmax"}
     if inside:
         return inside if graph.scores.stay.isdisjoint(inside) else set()

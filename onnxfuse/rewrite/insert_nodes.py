@@ -28,7 +28,7 @@ def insert_nodes(
     outputs   pairs of the name of a value and the tensor that it becomes; a value that is an operand, or becomes a
               second tensor, gets an Identity
     label     the prefix of new names; only values that are computed from nothing but constants are named after the
-              first of these instead
+              first of these constants instead
     """
     graph, tensors = shapes.graph, dict(operands)
     computed = {name for proto in protos for name in proto.output}

@@ -102,8 +102,8 @@ def limited_fill(scores: Term = tensor(), kept: Term = tensor(), number: Term = 
 def masked_probabilities(scores: Term = tensor(), mask: Term = tensor()) -> Rules:
     """Probabilities times a mask of 0 and 1, divided by their sum (flax.nnx), are the probabilities of masked scores.
 
-    Rows without keys are 0.  The sum of a row may underflow where masked scores are 87 above all others: such rows are
-    0 before, and the probabilities of the other keys after.
+    Rows in which all keys are masked are 0.  Where masked scores are 87 above all others, the sum of a row may
+    underflow: the original gives 0 for such rows, and the rewritten form gives the probabilities of the unmasked keys.
     """
     require("the mask holds 0 and 1", lambda mask, holds_zero_or_one: holds_zero_or_one(mask))
     require("the mask broadcasts to the scores", lambda mask, scores, broadcasts_to: broadcasts_to(mask, scores))

@@ -36,7 +36,7 @@ def pooled_mean(x: Term = tensor("batch rows columns")) -> Rules:
 
 @rewrite(example={"x": (2, 3, 4), "factor": (2, 3, 4), "y": (4,)})
 def negated_mean(x: Term = tensor(), mean: Term = tensor(), factor: Term = tensor(), y: Term = tensor()) -> Rules:
-    """The product of a negated mean is subtracted instead of added, as in the LayerNorm of Keras."""
+    """`-mean * factor + y`, as in the LayerNorm of Keras, becomes `y - mean * factor`."""
     found = known(mean, op.ReduceMean(x, axes=[-1]))
     yield op.Add(op.Mul(-found, factor), y), op.Sub(y, op.Mul(found, factor))
 

@@ -157,7 +157,7 @@ def numbers(call: Call, index: int, axis: int | None = None) -> Term:
 
     If there are several scales, they differ along `axis`; if `axis` is None, an operator with several scales stays.
     """
-    call.may_remain.add("DequantizeLinear")  # each region that reads it has a copy
+    call.may_remain.add("DequantizeLinear")  # it gets a copy for each region that reads its result
     scale = call.tensor(index + 1)
     held = call.constant(index + 1)
     is_large = held is not None and not (np.abs(held) <= LARGEST_SCALE).all()

@@ -164,7 +164,7 @@ def left_by_regions(graph: Graph, spelled_out: SpelledOut, reasons: Mapping[str,
 def _nearest_miss(names: Set[str], missed: Iterable[Miss]) -> str:
     """Return why the nearest fusion did not match at nodes of these names; "" if no fusion came near.
 
-    The nearest fusion is the one of whose pattern the most nodes matched.
+    The nearest fusion is the one with the most matched nodes.
     """
     near = [m for m in missed if m.matched and not names.isdisjoint((m.node, *m.around))]
     best = max(near, key=lambda m: (m.matched, m.matched / m.of), default=None)

@@ -63,7 +63,7 @@ class MeasuredVerdicts:
         self._alone = alone
 
     def inputs_measured(self, situation: Situation, inputs: Sequence[TensorSpec]) -> list[tuple[TensorSpec, ...]]:
-        """Return the inputs at which the plans of equal nodes were measured, whatever their shapes."""
+        """Return all inputs, of any shapes, at which the plans of equal nodes were measured."""
         if cache.is_empty():
             return []
         found = cache.lookup(kernel_environment(situation.provider, situation.device), _subject(situation))

@@ -40,7 +40,7 @@ Open = Callable[[str | bytes, ort.SessionOptions, ProvidersWithOptions], ort.Inf
 
 
 class OpenFused(Protocol):
-    """Opens a session in which fused nodes run as kernels unless the settings say otherwise: session.open_session."""
+    """The type of session.open_session, which opens a session; `settings` say which fused nodes run as kernels."""
 
     def __call__(
         self, path_or_bytes: str | bytes, sess_options: ort.SessionOptions, providers: ProvidersWithOptions, /,

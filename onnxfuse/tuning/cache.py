@@ -25,7 +25,7 @@ Data = Mapping[str, object]  # data that JSON can hold
 
 @dataclass(frozen=True)
 class Measurement:
-    """The times of the variants of a node or model in one case (its shapes and mode), and the chosen variant."""
+    """The times of the variants (ways to run) of a node or model in one case (shapes and mode), and the chosen one."""
 
     case: Data
     chosen: str
@@ -112,7 +112,7 @@ def _folder(environment: Environment, subject: Data) -> Path | None:
 
 
 def _measurements() -> Path | None:
-    """Return the folder of all measurements; None, after a warning, if others can write to it."""
+    """Return the folder of all measurements; None, after a warning, if other users can write to it."""
     folder = cache_folder()
     return folder / "measurements" if folder and is_trusted(folder / "measurements") else None
 
@@ -135,7 +135,7 @@ def _read(path: Path, environment: Environment, subject: Data) -> Measurement | 
             raise ValueError(f"its times are {seconds}")
         datetime.datetime.fromisoformat(record["measured"])
         return Measurement(record["case"], str(record["chosen"]), seconds, record["measured"])
-    except (FileNotFoundError, NotADirectoryError):  # another process may have removed it
+    except (FileNotFoundError, NotADirectoryError):  # another process may have removed the file
         return None
     except (OSError, ValueError, OverflowError, KeyError, TypeError, AttributeError, RecursionError) as error:
         warn_once(f"measurement {path} is ignored: {type(error).__name__}: {error}; it may be deleted")

@@ -225,10 +225,10 @@ class GpuTrial:
     def _filled(self, spec: TensorSpec, number: int) -> Any:
         """Allocate a tensor of normally distributed values, random booleans or equal integers.
 
-        Tensors with different `number`s get different values.  Integers are `spec.drawn`, because they may be indices
-        or lengths.  The values of constant matrices and filters are so small that products and convolutions keep the
-        magnitude of their inputs.  Otherwise, values would become infinite, because each run reads the outputs of the
-        run before, and kernels take other branches for infinite values.
+        Tensors with different `number`s get different values.  All integers equal `spec.drawn`, a number that is valid
+        if they are indices or lengths.  The values of constant matrices and filters are so small that products and
+        convolutions keep the magnitude of their inputs.  Otherwise, values would become infinite, because each run
+        reads the outputs of the run before, and kernels take other branches for infinite values.
         """
         buffer, size = self._allocate(spec), size_of(spec)
         if spec.dtype not in TOLERANCE and spec.dtype != "bool":
