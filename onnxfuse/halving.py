@@ -276,8 +276,8 @@ class Halving:
         attempt  converts the model, with the nodes in float32 that this object requests, and measures the errors; if
                  its argument is true, it verifies the model first
 
-        By default, errors must be usual (`HalfError.is_usual`), and at most MAX_WIDENED of the nodes stay in float32
-        for that.  If that does not suffice, the first model with finite outputs is returned, with a note.  Raises
+        By default, errors must be usual (`HalfError.is_usual`), and at most MAX_WIDENED of the nodes may stay in
+        float32.  If so few nodes do not suffice, the first model with finite outputs is returned, with a note.  Raises
         VerificationError if outputs are not finite, or errors exceed max_error, although MAX_KEPT of the nodes stay in
         float32.
         """

@@ -118,9 +118,10 @@ def optimize(
     weights   the integers that weights of MatMuls are quantized to before fusing, by onnxruntime's quantizer, in blocks
               of 32 with one scale each; needs the package onnx_ir
     calibrate for dtype="int8", inputs that give the ranges of tensors: an .npz file, or arrays by input name.  Each has
-              one more axis than the input, the first, which counts samples; or all arrays together are one sample
-    reference the float model of a quantized model, with the same inputs and outputs: the report has the errors of both,
-              as it came and optimized
+              one more axis than the input: the first, which counts samples.  If an array lacks this axis, all arrays
+              together are one sample
+    reference the float model of a quantized model, with the same inputs and outputs: the report then has the errors of
+              `model` and of the optimized model against the float model
     progress  called with the stage, the amount of it that is done, and the total amount
 
     Returns the model, whose fused nodes call model-local functions, and the report.  Raises ModelError for a model that

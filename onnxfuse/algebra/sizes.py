@@ -3,7 +3,7 @@
 A symbol stands for a size, so it is never negative.  An expression that is not a polynomial, such as `(s + 1)//2` or
 `Max(1, s)`, becomes a `NonPolynomial` symbol, which holds its operands.  Equal expressions become equal symbols.
 
-Expressions are limited: if the degree, the number of terms or a number exceeds the constants below, the expression
+Expressions are limited: if the degree, the number of terms or a coefficient exceeds its limit below, the expression
 becomes an unknown size that is named by a digest of the expression.  Arithmetic therefore takes bounded time for any
 input.
 """
@@ -190,7 +190,7 @@ def name_of(size: object) -> str | None:
 
 
 def broadcast_parts(size: Size) -> frozenset[str]:
-    """Return the sizes, as text, that broadcast to this size: those of a Broadcast, or else the size alone."""
+    """Return the sizes, as text, that broadcast to this size: the parts of a Broadcast, or else the size itself."""
     name = name_of(size)
     return name.parts if isinstance(name, Broadcast) else frozenset([str(size)])
 

@@ -71,8 +71,7 @@ def expand(layout: ViewLayout, shape: Sequence[Size]) -> ViewLayout:
 def select(layout: ViewLayout, axis: int, start: int, size: int) -> tuple[ViewLayout, dict[int, int]] | None:
     """Return the layout of `size` elements of an axis from `start` on, and their offset on each source axis.
 
-    None if the elements are not a contiguous range of the axis's outermost sub-axis, or if symbolic sizes do not prove
-    that they are.
+    None unless the sizes prove that the elements are a contiguous range of the axis's outermost sub-axis.
     """
     if not layout[axis]:
         return (layout, {}) if (start, size) == (0, 1) else None

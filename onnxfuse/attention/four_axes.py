@@ -1,11 +1,11 @@
 """Give every attention four axes: (batch, heads, rows, columns).
 
 Vision models compute attention in windows, groups or units of pooled queries, with q, k and v of (batch, windows,
-heads, rows, size).  Two of the three axes before the rows are merged: usually the first two, in two cases the second
-and the third.  If a Transpose of the result moves only the second axis next to the size, the second axis is the axis of
-heads.  If the Transpose moves the second and the third axis next to the size, both are groups of heads that share keys.
-Tensors that the computation reads are reshaped, and so is its result; these Reshapes compose with the views around
-them.
+heads, rows, size).  Two of the three axes before the rows are merged, usually the first two.  In two cases, the second
+and the third axis are merged instead.  If a Transpose of the result moves only the second axis next to the size, the
+second axis is the axis of heads.  If the Transpose moves the second and the third axis next to the size, both are
+groups of heads that share keys.  Tensors that the computation reads are reshaped, and so is its result; these Reshapes
+compose with the views around them.
 
 Attention of one head is often written as softmax(q k^T) v of (batch, rows, size), as in the middle of a variational
 autoencoder, or with a module for each head.  Such an attention gets an axis of size 1 for heads, and one for the batch
@@ -135,7 +135,7 @@ class MergedAxes:
         return made or self._repeated_last(tensor, shape, at, wanted)
 
     def _repeated_last(self, tensor: Tensor, shape: Shape, at: int, wanted: Shape) -> Tensor | None:
-        """Return a tensor that is repeated along the two axes; they are moved last, where a Reshape can merge them.
+        """Return a tensor that is repeated along the two axes; these are moved last, where a Reshape can merge them.
 
         None where one of their sizes is dynamic, or the tensor lacks an axis.
         """

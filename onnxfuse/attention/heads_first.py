@@ -62,7 +62,11 @@ def _product_with_values(graph: Graph, softmax: Node) -> Node | None:
 
 
 def _is_part(shapes: ShapeInfo, scores: Shape, tensor: Tensor, node: Node) -> bool:
-    """Return whether a node computes scores; where their axes are merged, operands have one shape or are scalars."""
+    """Return whether a node can be one of those that compute the scores.
+
+    Where some axes of the scores are merged in the node's result, each operand must have the result's shape or one
+    element.
+    """
     shape, operands = shapes.shape(tensor), [shapes.shape(each) or () for each in node.inputs if each.name]
     if shape is None or (product(shape), shape[-1]) != (product(scores), scores[-1]):
         return False

@@ -87,7 +87,7 @@ def _scores_of_rows(shapes: ShapeInfo, scores: Tensor) -> Tensor | None:
     """Return scores computed from a product with the last two axes swapped; None if no product computes them.
 
     Each tensor from the product to `scores` must have only one consumer.  If a Transpose of the last two axes lies
-    between the product and `scores`, its input replaces its result.
+    between the product and `scores`, the input of this Transpose replaces its result.
     """
 
     def is_part(tensor: Tensor, node: Node) -> bool:

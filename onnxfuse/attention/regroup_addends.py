@@ -58,7 +58,7 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:
 
 
 def _reshaped_sum(graph: Graph, tensor: Tensor) -> tuple[Node, list[Tensor]] | None:
-    """Return the Reshape of scores from which only Adds compute `tensor`, and the other tensors that they add.
+    """Return the Reshape of scores whose result plus other tensors is `tensor`, and these other tensors.
 
     Returns None where there is no such Reshape, or other nodes read the sums.
     """

@@ -92,10 +92,10 @@ class SplitHeads:
         return {key: node for key, node in self._inside.items() if node is not None}
 
     def are_read_by(self, chain: Sequence[Node]) -> bool:
-        """Return whether `nodes` include a MatMul, and only `nodes`, `chain` and Shape nodes read what comes after it.
+        """Return whether the source of `chain` comes from a MatMul, and no other node reads a tensor in between.
 
-        A bias or mask can have other readers, such as a Cast that all layers share: it is then also written with three
-        axes.
+        Nodes in `nodes` and `chain` may read these tensors, and Shapes.  A bias or mask may have any readers, for
+        example if all layers share the mask: it is then written with three axes, too.
         """
         source = chain[0].inputs[0]
         products = nodes_from_product(source, lambda tensor, _: id(tensor) in self.nodes)

@@ -95,7 +95,7 @@ class _Substitution:
         sizes, shape = self.shapes.shape(value.tensor), self.shapes.shape(output)
         if sizes is None or shape is None:
             return None
-        # For each index, the (negative) axis of the output along which it counts; 0 if it is constant.
+        # For each index, the (negative) axis of the output along which the index counts; 0 if the index is constant.
         axes = [int(index.terms[0][0].name) if index.terms else 0 for index in value.indices]
         triples = zip(value.indices, axes, sizes, strict=True)
         takes_all = all(index == axis_index(axis, size) for index, axis, size in triples)

@@ -37,7 +37,7 @@ def _gpus(gpus: Sequence[CompiledGpu]) -> Table:
 
 
 def _left_out(left_out: Sequence[LeftOut]) -> Iterator[Line]:
-    """Yield each reason once, with its first node and the number of its nodes."""
+    """Yield a line for each reason, with the first node that was left out and the number of such nodes."""
     rows: dict[tuple[int, str, str], list[str]] = {}
     for each in left_out:
         rows.setdefault((each.device.arch, each.fusion, each.why), []).append(each.node)

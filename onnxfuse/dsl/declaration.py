@@ -116,8 +116,8 @@ def fusion(
             operands of these operators, or the tensors that these operands are views of.  It computes the operators'
             results in place of its first output.  "nhwc": operators join only channels-last nodes
     prologue  whether an RMSNorm that computes the first operand, `x`, may join the fused node, with `--epilogues`, if
-            nothing else reads its result.  The node says which norm in the attribute `prologue`, and reads the norm's
-            operands in place of `x` (see kernels/prologue_node.py)
+            nothing else reads its result.  The node's attribute `prologue` then names the norm, and the node reads the
+            norm's operands in place of `x` (see kernels/prologue_node.py)
     example  shapes of operands that neither `dims` nor a rearrange() gives, or names of their axes, and values for
             attributes, for generated models: {"x": (2, 4, 6, 6), "w": (6, 4, 3, 3), "scales": "n blocks",
             "strides": [2, 1]}

@@ -67,9 +67,9 @@ class Guard:
     ) -> bool | str:
         """Return whether the condition holds, or else the name of an unknown fact that decides whether it does.
 
-        An operand, scalar or size that is absent, so that `known` lacks its name or has None, is passed as None.  A
-        condition on the rank holds only for known ranks.  A relation that is missing in `relations` holds for no
-        values.
+        If `known` lacks a name, or maps it to None, the operand, scalar or size of this name is absent: the condition
+        gets None in its place.  A condition on the rank holds only for known ranks.  A relation that is missing in
+        `relations` holds for no values.
         """
         asked = {name: known.get(name) for name in self.names}
         unknown = next((name for name, value in asked.items() if value is None), "")

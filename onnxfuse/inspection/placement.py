@@ -110,7 +110,7 @@ def _is_small(shapes: ShapeInfo, constant: Tensor) -> bool:
 
 
 def _copies(nodes: list[Node], on_host: set[Node]) -> list[Copy]:
-    """Return the tensors written on one side and read on the other, and graph inputs that both sides read."""
+    """Return the tensors written on the host and read on the GPU, or the reverse, and graph inputs that both read."""
     found: list[Copy] = []
     tensors = {id(t): t for node in nodes for t in (*node.inputs, *node.outputs) if t.name and not is_constant(t)}
     inside = set(nodes)

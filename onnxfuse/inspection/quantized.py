@@ -1,7 +1,7 @@
 """Say how onnxruntime's CUDA provider runs the quantized operators of a model, and attention with a cache.
 
-It also says whether onnxfuse fuses quantizers with the operators before and after them into one kernel, or computes a
-product or convolution of their integers.
+The module also says whether onnxfuse fuses quantizers with the operators before and after them into one kernel, or
+computes a product or convolution of the quantized integers.
 The sentences follow the sources of onnxruntime 1.30 (contrib_ops/cuda/quantization and contrib_ops/cuda/bert).
 """
 

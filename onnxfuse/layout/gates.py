@@ -14,8 +14,8 @@ from onnxfuse.layout.fusions import CONVOLUTION, GATE
 from onnxfuse.layout.joins import Call, Joined, Joins
 from onnxfuse.rewrite.chain_bodies import chained
 
-# The operand that holds one factor per channel.  A channel_scale has it, and so has a convolution that a gate was fused
-# into, as its last operand.
+# The name of the operand that holds one factor per channel: an operand of channel_scale, and the last operand of a
+# convolution that a gate was fused into.
 OPERAND: Final = "gate"
 UNPADDED: Final = ("NOTSET", "VALID")  # values of auto_pad without padding
 

@@ -26,8 +26,9 @@ from onnxfuse.rewrite.replace import (
 class Joined:
     """Nodes to replace by one fused node, which computes the last node's output.
 
-    `named` is one of the replaced nodes.  The new node has its name, its fusion and its attributes, with the attributes
-    in `own` replaced or added.  If `fusion` is given, the new node has this fusion, and only the attributes in `own`.
+    `named` is one of the replaced nodes.  The new node takes over the name, the fusion and the attributes of `named`,
+    with the attributes in `own` replaced or added.  If `fusion` is given, the new node has this fusion instead, and
+    only the attributes in `own`.
     """
 
     nodes: tuple[Node, ...]

@@ -36,7 +36,7 @@ from onnxfuse.layout.writer import ImageCall, image_rank
 BFLOAT16_OPSET: Final = 13  # the first opset whose Transpose takes bfloat16
 MAX_BLOCK: Final = 8  # largest block side, in pixels, for which DepthToSpace and SpaceToDepth have a kernel
 POOLED_INTEGERS: Final = frozenset({int(TensorProto.INT8), int(TensorProto.UINT8)})  # for which max_pool has kernels
-NORM: Final = "group_norm"  # a fusion whose kernel can compute the operators after it as its epilogue
+NORM: Final = "group_norm"  # a fusion whose kernel can compute the operators that follow, as an epilogue
 # Elementwise fusions: unless they read slices, their functions work unchanged in either layout.
 NEUTRAL_FUSIONS: Final = frozenset({"activation", "gated_activation"})
 

@@ -137,7 +137,7 @@ def _is_swapped(product: Call) -> bool:
 
 
 def _weights(joins: Joins, product: Call) -> dict[str, Tensor]:
-    """Return the operands of a product other than x; its weights have one row per result."""
+    """Return the operands of a product other than x, with weights that have one row per result."""
     operands, w = {name: tensor for name, tensor in product.operands.items() if name != "x"}, product.operands["w"]
     if not _is_swapped(product) or not is_constant(w):
         return operands

@@ -50,8 +50,8 @@ def match_capture(m: MatchContext, term: Capture, tensor: Tensor, state: State) 
 def _unified(m: MatchContext, spec: str, term: Capture, tensor: Tensor, state: State) -> Sequence[Dims]:
     """Return the ways to bind the names of an operand's dimensions; empty if its shape does not agree.
 
-    An operand that broadcasts may be a slice [:s] of a table of 64 rows, whose size is Min(64, s).  If it must agree
-    with an axis of size s, the model only runs where Min(64, s) is s, so s itself is tried as well.
+    An operand that broadcasts may be a slice [:s] of a table of 64 rows, whose size is Min(64, s).  If this size must
+    agree with an axis of size s, the model only runs where Min(64, s) is s, so s itself is tried as well.
     """
     shape = m.shapes.shape(tensor)
     if shape is None:

@@ -64,7 +64,10 @@ def settle_borders(clusters: Clusters) -> None:
 
 
 def _border(clusters: Clusters, tensor: Tensor) -> Border | None:
-    """Return the border at a tensor that an elementwise operator computes, if only clusters of its level read it."""
+    """Return the border at a tensor that an elementwise operator computes, if only clusters of one level read it.
+
+    The level must be that of the operator.
+    """
     maker, of, level = tensor.inputs[0], clusters.of, clusters.level
     own = of[maker]
     if maker.op not in POINTWISE or tensor.name not in own.outputs or clusters.graph.is_kept(tensor):
@@ -153,7 +156,7 @@ def _staying(clusters: Clusters, border: Border, nodes: Sequence[Node]) -> set[N
     """Return those of `nodes` that must also stay in their cluster, so that the readers get copies.
 
     A node must stay if its result must keep its name, or if the result is read by a node that stays or does not belong
-    to `nodes`.  For the border's tensor, only readers in the cluster that computes it count.
+    to `nodes`.  Readers of the border's tensor count only if they are in the cluster that computes it.
     """
     going, staying = set(nodes), set[Node]()
     for node in reversed(nodes):

@@ -122,7 +122,7 @@ class Clusters:
         self.of.update((node, part) for part in parts for node in part.nodes)
 
     def move(self, cluster: Cluster, level: int, place: int | None = None) -> None:
-        """Move a cluster's nodes to another level, at `place` if given, else before all other clusters there."""
+        """Move a cluster's nodes to another level, at `place` if given, else before all other clusters of the level."""
         self.level.update(dict.fromkeys(cluster.nodes, level))
         self._front -= 1
         cluster.place = self._front if place is None else place

@@ -29,8 +29,8 @@ class Joining:
     Operators can join a node of one of `fusions` if the fusion's declaration allows it.  `exclude` holds pairs.
     (fusion, first output) is a match that stays unfused, and (REGION, first output) a region that is not formed.
     (fusion of a node, first output of operators) means that the operators must not join the node.  `keep` holds the
-    labels of nodes that must be in no match and no region, and `spelled` those of nodes that replace an operator of
-    another tool (see `spell_out`): matches of such nodes are not left to regions.
+    labels of nodes that must be in no match and no region.  `spelled` holds the labels of nodes that replace an
+    operator of another tool (see `spell_out`): matches of such nodes are not left to regions.
     """
 
     graph: Graph

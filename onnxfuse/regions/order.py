@@ -1,7 +1,7 @@
 """Keep regions free of cycles, by levels of nodes and by the order of the clusters of a level.
 
 Levels exclude cycles through nodes outside of regions.  The order, given by places, excludes cycles through other
-clusters: each cluster follows the clusters that it reads, also when two are merged.
+clusters: each cluster follows the clusters that it reads, also after two clusters are merged.
 """
 
 from __future__ import annotations

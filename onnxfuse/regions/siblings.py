@@ -28,10 +28,10 @@ def is_of_fused(tensor: Tensor) -> bool:
 def merge_siblings(
     clusters: Clusters, among: Iterable[Cluster], is_wanted: Callable[[Tensor], bool] = lambda tensor: True
 ) -> list[Cluster]:
-    """Merge clusters of one level that read the same tensor in its own order; return the resulting clusters.
+    """Merge clusters of one level that read a tensor in the order of its elements; return the resulting clusters.
 
-    Only tensors for which `is_wanted` is true are considered, the largest first.  In each level, the place of a cluster
-    must be after the places of the clusters that it reads.
+    Only tensors for which `is_wanted` is true are considered, the largest first.  `Cluster.place` must order the
+    clusters of each level so that each cluster follows the clusters that it reads.
     """
     in_order = sorted(among, key=lambda each: (clusters.level[each.nodes[0]], each.place))
     readers, tensors = defaultdict[str, list[Cluster]](list), dict[str, Tensor]()
@@ -46,7 +46,7 @@ def merge_siblings(
 
 
 def _merge_readers(clusters: Clusters, tensor: Tensor, readers: Iterable[Cluster]) -> None:
-    """Merge clusters that read a tensor in its own order.
+    """Merge clusters that read a tensor in the order of its elements.
 
     For each cluster, the last MAX_OPEN clusters before it are tried in order; the first with which it can be merged is
     taken.
@@ -79,7 +79,7 @@ def _merge(clusters: Clusters, a: Cluster, b: Cluster) -> str:
 
 
 def _is_read_in_order(clusters: Clusters, tensor: Tensor, cluster: Cluster) -> bool:
-    """Return whether a cluster reads a tensor in its own order.
+    """Return whether a cluster reads a tensor in the order of the tensor's elements.
 
     A cluster does so if it reduces the tensor's rows, or if it computes an output of the same sizes from the tensor by
     elementwise operators and Reshapes alone.

@@ -21,7 +21,7 @@ MAX_PERIOD: Final = 600  # nodes in one copy of a block
 MIN_SAVED: Final = 3  # a repeated block is drawn once only if that draws at least this many nodes less
 MAX_ITEMS: Final = 60  # nodes and blocks drawn side by side; more are divided into sections
 SECTION: Final = 36  # nodes and blocks in a section
-# Distances that are tried in turn: if nodes with one label read the same value, and are at least this many positions
+# Distances that are tried in turn: if nodes with equal labels read the same value, and are at least this many positions
 # apart in the reading order, the node that computes the value is put first.  With None, no node is put first.
 DISTANCES: Final = (4, 12, 40, None)
 
@@ -198,7 +198,7 @@ def _exact_run(labels: Array, reads: Sequence[Sequence[int]], run: _Run, end: in
 
 
 def _linked_alike(reads: Sequence[Sequence[int]], start: int, period: int, copies: int) -> bool:
-    """Return whether the edges inside every copy of a block are the same: inputs are at the same places in each."""
+    """Return whether, in all copies of a block, corresponding nodes read corresponding nodes of their own copy."""
 
     def inside(copy: int, node: int) -> list[int]:
         begin = start + copy * period

@@ -33,8 +33,8 @@ class Fates:
     fates: tuple[Fate, ...]
     stands_for: tuple[int | None, ...]
     records: Mapping[int, Fused]  # the record of each fused node, by its index in the new graph
-    # By the same index: the nodes that a fused node replaced.  Each is an index in the old graph, or the name of a node
-    # that was made while the graph was simplified.
+    # The nodes that each fused node replaced, by the fused node's index in the new graph.  A replaced node is given by
+    # its index in the old graph, or by its name if it was made while the graph was simplified.
     replaced: Mapping[int, tuple[int | str, ...]]
     counts: Mapping[Fate, int]  # the number of nodes by fate, without Constants
 

@@ -63,7 +63,7 @@ def split_packed_gate_nbits(
     block_size: Term = attribute(),
     accuracy_level: Term = attribute(),
 ) -> Rules:
-    """A gate and an up projection that share one MatMulNBits become two products, as those of one MatMul do.
+    """A MatMulNBits that packs the gate and the up projection becomes two products, one for each.
 
     The columns of the weight are the first axis of the weight, the scales and the zero points.
     """

@@ -81,8 +81,8 @@ def groups_of_channels_last(
 ) -> Rules:
     """A GroupNorm of channels-last images, as Keras computes it, is the GroupNorm of transposed images.
 
-    Keras adds x times slopes to the bias minus the mean times slopes, so that no element of scale may be infinite.  The
-    variance may be mean(x^2) - mean^2, as in a LayerNorm of Flax.
+    Keras computes x * slopes + (bias - mean * slopes), which is NaN for an infinite scale, so the scale must be finite.
+    The variance may be mean(x^2) - mean^2, as in a LayerNorm of Flax.
     """
     require("the scale is finite", lambda scale, is_finite: is_finite(scale))
     mean = op.ReduceMean(x, axes=[1, 2, 4], keepdims=1)

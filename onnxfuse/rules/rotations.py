@@ -32,10 +32,10 @@ TWO: Final = "{size} elements are {pairs} pairs", lambda size, pairs: pairs is N
 
 
 def _table(name: str, plain: Term, rows: Term, middle: Term) -> tuple[Term, Term]:
-    """Return a table of a rotation, and the same table as patterns match it; the choice `<name>_axes` is its shape.
+    """Return a table of a rotation, and the same table as patterns match it; the choice `<name>_axes` names its shape.
 
-    A table (1, rows, size) loses its first axis.  A table (rows, 1, size), whose axis of size 1 is that of heads which
-    are not transposed yet, gets an axis for the batch.
+    A table (1, rows, size) loses its first axis.  A table (rows, 1, size) gets an axis for the batch: its axis of size
+    1 is the axis of heads, which are not transposed yet.
     """
     axes = f"{name}_axes"
     return (
@@ -71,7 +71,7 @@ def negated_table(x: Term = tensor(), axes: Term = attribute()) -> Rules:
 
 @rewrite(out="batch heads rows whole")
 def negated_half(a: Term = tensor(PART), b: Term = tensor(PART)) -> Rules:
-    """The half of a head that Paddle multiplies by -1 is negated."""
+    """Where Paddle multiplies a half of a head by -1, the half is negated instead."""
     require(*AXES_ARE_INPUTS)
     require(*OF_ONE)
     yield _by_halves(op.Mul(b, -1.0), a), _by_halves(-b, a)
@@ -80,7 +80,7 @@ def negated_half(a: Term = tensor(PART), b: Term = tensor(PART)) -> Rules:
 
 @rewrite(out=f"{PART} 2")
 def negated_column(a: Term = tensor(PART), b: Term = tensor(PART)) -> Rules:
-    """The elements of neighbours that Paddle multiplies by -1 are negated."""
+    """Where Paddle multiplies one element of each pair of neighbours by -1, the element is negated instead."""
     require(*AXES_ARE_INPUTS)
     require(*OF_ONE)
     yield _by_columns(op.Mul(b, -1.0), a), _by_columns(-b, a)
@@ -89,7 +89,7 @@ def negated_column(a: Term = tensor(PART), b: Term = tensor(PART)) -> Rules:
 
 @rewrite(out="batch heads rows whole")
 def stacked_halves(a: Term = tensor(PART), b: Term = tensor(PART)) -> Rules:
-    """Halves that are stacked as two rows, which are then joined, as in KerasHub, are concatenated."""
+    """Two halves that are stacked as rows and then reshaped to one row, as in KerasHub, are concatenated instead."""
     require(*AXES_ARE_INPUTS)
     stacked = op.Concat(op.Unsqueeze(a, axes=[-2]), op.Unsqueeze(b, axes=[-2]), axis=-2)
     yield rearrange(stacked, "batch heads rows 2 pairs -> batch heads rows (2 pairs)"), _by_halves(a, b)

@@ -36,7 +36,7 @@ TunePolicy = Literal["never", "cached", "now", "background"]
 Mode = Literal["plain", "cuda graph"]  # how a session runs: normally, or by a captured CUDA graph
 PLAIN: Final = "plain"
 CUDA_GRAPH: Final = "cuda graph"
-ALL_KERNELS: Final = "kernels"  # ways to run a whole model; a third way runs each node as it is faster alone
+ALL_KERNELS: Final = "kernels"  # ways to run a whole model; a third runs each node in the way that is faster alone
 ALL_BODIES: Final = "bodies"
 
 
@@ -79,7 +79,7 @@ def explain_session(session: ort.InferenceSession) -> tuple[NodeDispatch, ...]:
 
 
 def _with_failure(dispatch: NodeDispatch, place: Place | None) -> NodeDispatch:
-    """Return how a node runs, with the failure of its kernels since the session was made, if there was any."""
+    """Return how a node runs, with the failure, if any, that is recorded for its kernels under the key `place`."""
     failure = failure_of(place) if place else None
     return replace(dispatch, why=f"{dispatch.why}; {failure}") if failure else dispatch
 
@@ -122,8 +122,8 @@ def cached_preferences(
     """Return for each fused node whether measurements prefer its kernel to its body; None if it was not measured.
 
     If the whole model was timed, in this mode or else in the other one, its fastest variant decides: all kernels,
-    all bodies, or the mix in which each node runs as it is faster when timed alone. Times at several shapes are
-    summed.
+    all bodies, or the mix, in which each node runs in the way that is faster when the node is timed alone. Times at
+    several shapes are summed.
     Without `per_node`, all nodes that call one function must run as kernels, or all as bodies; other mixes are ignored.
     """
     alone = preferences_by_node(model, calls, environment, per_node)

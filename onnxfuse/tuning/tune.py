@@ -255,7 +255,8 @@ def _time_model(task: _Task, mode: Mode, original: onnx.ModelProto | None) -> Mo
 def _variants(task: _Task, mode: Mode, original: onnx.ModelProto | None) -> dict[str, Callable[[], BoundSession]]:
     """Return functions that load the model's variants: all nodes as bodies, all as kernels, a mix, and the original.
 
-    In the mix, each node runs as it is faster when timed alone.  The mix is left out if it equals one of the first two.
+    In the mix, each node runs in the way that is faster when the node is timed alone.  The mix is left out if it equals
+    one of the first two variants.
 
     Raises onnxruntime's error if the bodies do not run.
     """
