@@ -34,7 +34,7 @@ OF_FLOATS: Final = (
 )  # fmt: skip
 OF_ALL: Final = ("Relu", "Neg", "Abs", "Sign", "Where", "Cast", "Identity")
 QUANTIZED: Final = ("int8", "uint8")  # dtypes that QuantizeLinear gives
-QUANTIZERS: Final = {  # with the dtypes of their first input
+QUANTIZERS: Final = {  # operator -> the dtypes of its first input
     "QuantizeLinear": (*HALVES, "float32"), "DequantizeLinear": (*QUANTIZED, "int32"),
 }  # fmt: skip
 ELEMENTWISE: Final = frozenset(

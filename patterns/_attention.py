@@ -116,17 +116,17 @@ def axis_size(x: Term, axis: int) -> Term:
 
 
 def causal_bias(queries: Term, keys: Term, mask: Term, like: Term, masked_score: Term) -> Term:
-    """Return the bias of a causal mask: 0 where a key counts, `masked_score` where it does not.
+    """Return the bias of a causal mask: 0 where a query attends to a key, `masked_score` where it does not.
 
-    `queries` and `keys` are the numbers of queries and keys.  The last query is aligned with the last key.  A key
-    counts if it does not come after its query and the boolean mask, where there is one, is true.
+    `queries` and `keys` are the numbers of queries and keys.  The last query is aligned with the last key.  A query
+    attends to a key that does not come after it, if the boolean mask, where there is one, is true.
     """
     alone = causal(op.Where(_up_to_diagonal(queries, keys), 0.0, masked_score), "queries keys", masked_score)
     return cast_like(either(op.Where(_causal_and(queries, keys, mask), 0.0, masked_score), alone), like=like)
 
 
 def causal_mask(queries: Term, keys: Term, mask: Term) -> Term:
-    """Return a boolean tensor that is true where a key counts, by the rule of `causal_bias`."""
+    """Return a boolean tensor that is true where a query attends to a key, by the rule of `causal_bias`."""
     return either(_causal_and(queries, keys, mask), causal(_up_to_diagonal(queries, keys), "queries keys"))
 
 
@@ -153,8 +153,8 @@ def _swallows(masked_score: float, dtype: str) -> bool:
 def masked(biased: Term, queries: Term, columns: Term, scores: Scores) -> Term:
     """Return the masked scores; the choice `mask_kind` says which kind of mask it is, or none.
 
-    A boolean mask is true where a key counts, and an inverted mask where it does not count.  A causal mask adds
-    `masked_score` above the diagonal and, if there is a boolean mask too, where that is false.
+    A boolean mask is true where a query attends to a key, and an inverted mask is false there.  A causal mask adds
+    `masked_score` above the diagonal and, if there is a boolean mask too, where the boolean mask is false.
     """
     mask, masked_score = scores.mask, scores.masked_score
     keep = shared(op.Where(mask, 0.0, masked_score))

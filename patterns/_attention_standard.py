@@ -179,7 +179,7 @@ def _ends_level(
 
 
 def _kept(rows: tuple[Term, Term], scores: Scores) -> Term:
-    """Return a boolean mask, true where a key counts."""
+    """Return a boolean mask, true where a query attends to a key."""
     diagonal = causal_mask(*rows, scores.mask)
     below = when(diagonal, "the mask is causal", lambda form, mask_kind: "causal" in (form.split("_")[0], mask_kind))
     inverted = when(op.Not(scores.mask), "the mask is inverted", lambda mask_kind: mask_kind == "inverted")

@@ -108,7 +108,7 @@ def pairs(x: Term) -> tuple[Term, Term]:
 def _turned_pairs(x: Term, leading: str, count: str) -> Term:
     """Replace every pair (first, second) of neighbours by (-second, first); the last axis has `count` pairs.
 
-    `leading` names the axes before it.
+    `leading` names the axes before the last one.
     """
     first, second = pairs(x)
     return _stacked((-second, first), leading, count)

@@ -1,4 +1,4 @@
-"""Attention of onnxruntime's generative models: each sequence says how many rows of its caches count."""
+"""Attention of onnxruntime's generative models: an operand says how many rows of the caches each sequence has."""
 
 from typing import Final
 

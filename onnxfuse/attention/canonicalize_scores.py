@@ -311,7 +311,7 @@ class _Writer:
         return (self.of_heads is not None) if self.plain is not None else self.is_causal
 
     def _add(self, step: Addend | Mask) -> None:
-        """Add a step to one of the two sums."""
+        """Add a step to `of_heads` if its tensor has an axis for heads, else to `plain`."""
         if isinstance(step, Mask) and not step.is_added:
             self._replace(step)
             return
@@ -322,7 +322,10 @@ class _Writer:
             self.plain = self._sum(self.plain, tensor)
 
     def _replace(self, mask: Mask) -> None:
-        """Replace hidden elements of one of the sums by the mask's number; the other sum must hold no mask's number."""
+        """Replace hidden elements of `plain` or `of_heads` by the mask's number.
+
+        The sum that stays as it is must hold no mask's number.  If neither sum can stay, they are added first.
+        """
         is_ordinary_of_heads, is_ordinary_plain = (
             each is None or is_ordinary(self.shapes, each) for each in (self.of_heads, self.plain)
         )

@@ -23,7 +23,7 @@ class Axes(Protocol):
         """Return the new shape of a tensor that the attention computes."""
 
     def operand(self, tensor: Tensor) -> Tensor | None:
-        """Return a tensor from outside with the new axes; None where that is not possible."""
+        """Return a tensor from outside of the attention with the new axes; None where that is not possible."""
 
 
 @dataclass

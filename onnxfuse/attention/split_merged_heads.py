@@ -147,7 +147,7 @@ class SplitHeads:
         return (*self.parts, *shape[1:])
 
     def operand(self, tensor: Tensor) -> Tensor:
-        """Return a tensor from outside with its first axis split; unchanged if it broadcasts over heads."""
+        """Return an operand of the rewritten nodes with its first axis split; unchanged if it broadcasts over heads."""
         if self._broadcasts(tensor):
             return tensor
         if (found := self._farthest_view(tensor)) is None:

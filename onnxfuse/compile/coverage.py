@@ -1,4 +1,7 @@
-"""Find sizes of a model's dims for which a plan file has no plans."""
+"""Find sizes of a model's dims for which a plan file has no plans.
+
+A plan says which kernels compute a node, and how they are launched; a plan file has plans for ranges of sizes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Choose the sizes at which a template is made, within the sizes that a user gives for the model's inputs."""
+"""Choose the sizes at which a template is made, within the sizes that a user gives for the model's inputs.
+
+A template has the launches of a node's kernels for all sizes.
+"""
 
 from __future__ import annotations
 

@@ -141,7 +141,10 @@ class Matching(Protocol[TensorT, StateT]):
 
 
 class Writing(Protocol):
-    """The methods of a function body that terms call while they are written into it."""
+    """The methods of a function body that terms call while they are written into it.
+
+    A body is written for one variant of the fused operator: its dtypes, and the label of each choice.
+    """
 
     @property
     def opset(self) -> int:
@@ -311,7 +314,7 @@ class Term:
     def count_nodes(self, choices: Mapping[str, str], seen: set[int]) -> int:
         """Return about how many nodes the term matches, without the nodes of terms in `seen`.
 
-        Of several spellings, it counts the longest; of several variants, the one in `choices`, or else the longest.
+        Of several spellings, the longest counts; of several variants, the one in `choices`, or else the longest.
         """
         if id(self) in seen:
             return 0

@@ -401,7 +401,7 @@ class Computed(Term):
 def computed(compute: Callable[..., float]) -> Term:
     """Return, on the right side of a rewrite rule, a number computed from the scalars that `compute` names.
 
-    It is used like a number: as an operand, `x * computed(lambda scale: 1 / scale)`, or as an attribute.
+    The result is used like a number: as an operand, `x * computed(lambda scale: 1 / scale)`, or as an attribute.
     """
     return Computed(compute=compute, span=here())
 

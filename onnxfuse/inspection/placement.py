@@ -118,7 +118,7 @@ def _copies(nodes: list[Node], on_host: set[Node]) -> list[Copy]:
         maker = producer(tensor)
         if maker is not None and maker not in inside:  # the producer is folded, so the tensor is a constant
             continue
-        wants: dict[bool, Node] = {}  # by whether it reads the tensor on the host: the first reader
+        wants: dict[bool, Node] = {}  # the first node that reads the tensor on the host (True), and on the GPU (False)
         for node in consumers(tensor):
             for index, each in enumerate(node.inputs):
                 if each is tensor and node in inside:

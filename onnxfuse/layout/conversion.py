@@ -24,7 +24,7 @@ Layout: TypeAlias = Literal["auto", "nchw", "nhwc"]
 class Kind(Enum):
     """How a node becomes channels-last."""
 
-    CONVOLUTION = auto()  # it is a convolution, which becomes faster
+    CONVOLUTION = auto()  # the node is a convolution, which becomes faster
     WRAPPED = auto()  # the node's function transposes, but its kernel works without Transposes
     NEUTRAL = auto()  # the same operator works in either layout
 

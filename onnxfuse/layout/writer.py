@@ -48,8 +48,8 @@ class ImageCall:
     become channels-last, and `perms` maps the names of other transposed operands to their perms.  `attributes` holds
     the fused node's attributes except `fusion`.  Images in the body are channels-first, unless `is_channels_last`.
 
-    If `is_deferred`, the body's last operator is written in place of the call, so that regions may take it.  This
-    operator works on channels-last images unchanged.
+    If `is_deferred`, the body's last operator is written in place of the call, so that an elementwise region may fuse
+    it.  This operator works on channels-last images unchanged.
     """
 
     fusion: str

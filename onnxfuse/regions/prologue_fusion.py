@@ -38,7 +38,7 @@ def fuse_prologues(joining: Joining, records: Mapping[str, Fused]) -> list[Fused
 
 
 def _norm_of(joining: Joining, node: Node, records: Mapping[str, Fused]) -> Node | None:
-    """Return the norm that a node can take: its result is `x`, and nothing else reads it; None without one.
+    """Return the norm that can be fused into a node: it computes the node's operand `x` for no other reader; else None.
 
     No cycle can close, as the other operands of the node are constants.
     """

@@ -252,7 +252,7 @@ class BodyBuilder:
     def _lacks_attribute(self, term: Apply, found: OpSchema) -> bool:
         """Return whether the opset's operator has an attribute of the term neither as attribute nor as input.
 
-        The steps of a Slice are another question; see `_lacks_steps`.
+        `_lacks_steps` checks the steps of a Slice.
         """
         names = (name for name in term.attributes if name not in found.attributes and name != "steps")
         return any(input_index(term.op, name, self.opset) is None for name in names)

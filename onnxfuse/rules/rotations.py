@@ -217,7 +217,7 @@ def _spellings(total: Term, factor: Term, table: Term) -> tuple[list[Term], list
 
 
 def _rotation(a: Term, b: Term, cos: Term, sin: Term) -> tuple[Term, Term]:
-    """Return both parts of a complex product in any spelling; the label `back` means the other sign of sin."""
+    """Return both parts of a complex product in any spelling; the label `back` stands for the opposite sign of sin."""
     added, subtracted = _spellings(a * cos, b, sin)
     real = choose("real", usual=subtracted[0], odd=either(*subtracted[1:]), back=either(*added))
     added, subtracted = _spellings(b * cos, a, sin)

@@ -181,7 +181,7 @@ def _decoder_masked_multi_head_attention(call: Call) -> dict[int, Term]:
 
 
 def _multi_head(call: Call, bias: int, mask: int, added: int, past: int) -> dict[int, Term]:
-    """Return the outputs.  The parameters are indices of inputs.
+    """Return the outputs of an attention operator.  The parameters are indices of its inputs.
 
     The input `added` is added to the scores.  The input `past` has the past keys, and the input after it past values.
     """

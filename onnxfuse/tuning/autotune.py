@@ -1,4 +1,7 @@
-"""Choose which of a node's candidate plans runs: the fastest on this GPU among those with equal results."""
+"""Choose which of a node's candidate plans runs: the fastest on this GPU among those with equal results.
+
+A plan says which kernels compute a node at given shapes, and how they are launched.
+"""
 
 from __future__ import annotations
 

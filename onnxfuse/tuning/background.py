@@ -1,4 +1,7 @@
-"""tune="background": measure the plans of nodes between the runs of sessions, at the most frequent shapes."""
+"""tune="background": measure the plans of nodes between the runs of sessions, at the most frequent shapes.
+
+A plan says which kernels compute a node, and how they are launched; a template has the plans of a node for all sizes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Time the plans of one node on a GPU, on random inputs, with constants that are not in the L2 cache."""
+"""Time the plans of one node on a GPU, on random inputs, with constants that are not in the L2 cache.
+
+A plan says which kernels compute the node, and how they are launched.
+"""
 
 from __future__ import annotations
 
