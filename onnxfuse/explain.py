@@ -21,7 +21,7 @@ from onnxfuse.report.similar import group
 from onnxfuse.rewrite.replace import REGION, Fused
 from onnxfuse.spell_out import Stays
 
-MAX_NAMED: Final = 5  # nodes named by a text about several
+MAX_NAMED: Final = 5  # maximum number of nodes that a text names
 CONVOLUTIONS: Final = ("conv_bias_activation", "conv_transpose_bias_activation")
 
 

@@ -137,7 +137,7 @@ class Learned:
     raised: Mapping[str, LeftOut] = field(default_factory=dict)  # steps that raised, by name
     operators: Mapping[str, Stays] = field(default_factory=dict)  # operators not to be decomposed, by first output
     scores: Scores = frozenset()  # the Softmaxes whose scores stay as they are
-    rounds: int = 0  # number of rounds that left something over
+    rounds: int = 0  # number of rounds after which decomposed operators or rewritten scores were not fused
 
     def applied(self, settings: Settings) -> Settings:
         """Return the settings without the steps that raised."""
@@ -182,7 +182,7 @@ class FusedModel:
     unfused: UnfusedGraph | None = None  # the graph before fusing, for the comparison by parts
     spelling: SpelledOut = field(default_factory=SpelledOut)  # operators of other tools that were decomposed
     left: Mapping[str, Stays] = field(default_factory=dict)  # by first output: operators decomposed, but not fused
-    scores_left: frozenset[str] = frozenset()  # Softmaxes whose scores were rewritten, but made no attention
+    scores_left: frozenset[str] = frozenset()  # Softmaxes with rewritten scores that no attention took
     bodies: tuple[FusedBody, ...] = ()
     inlined: Inlined | None = None  # the result of inlining the model's own functions
     standard: onnx.ModelProto | None = None  # the model in ONNX's own operators, if requested

@@ -135,7 +135,8 @@ def optimize(
     _check_conversions(dtype, weights, plan, calibrate)
     _check_reference(reference, dtype or weights, verify)
     timer = StageTimer(progress)
-    with own_process(timeout, at_once=verify):  # without verification, only half precision runs models
+    # Without verification, only a conversion to half precision runs models.
+    with own_process(timeout, at_once=verify):
         with timer.stage("load"):
             original, folder = load(model)
         choices = None if plan is None else read_choices(Path(plan), original)

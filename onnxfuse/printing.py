@@ -19,7 +19,7 @@ from rich.text import Text
 from onnxfuse.errors import printable
 
 NARROWEST: Final = 30  # the least number of columns for a sentence
-MAX_DIM_CHARACTERS: Final = 40  # of a dim in a table or a list of sizes
+MAX_DIM_CHARACTERS: Final = 40  # a longer dim in a table or a list of sizes is cut off
 BRACKET: Final = "\ue000"  # replaces "[" in escaped text; it is non-printing, so no other text contains it
 
 

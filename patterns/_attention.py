@@ -222,5 +222,5 @@ def attend(queries: Term, columns: Term, keys: Term, values: Term, scores: Score
 
 
 def _where(kind: str, cleared: Term) -> Term:
-    """Return probabilities that are 0 for keys masked by a mask of this kind."""
+    """Return `cleared`, probabilities that are 0 for masked keys, as a term that matches only masks of this kind."""
     return when(cleared, f"the mask is {kind}", lambda mask_kind: mask_kind == kind)

@@ -1,4 +1,4 @@
-"""What the fusions of convolutions share: an example, and the terms that follow the convolution and its bias."""
+"""The parts that the fusions of convolutions share: an example, and the terms after the convolution and its bias."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final

@@ -59,7 +59,7 @@ def extract_alibi(graph: Graph, shapes: ShapeInfo) -> int:
 
 
 def _rewrite(graph: Graph, shapes: ShapeInfo, node: Node, side: int) -> bool:
-    """Write the bias of an Add as a product; return whether the bias was rewritten."""
+    """Write the bias that an Add reads as input `side` as a product; return whether the bias was rewritten."""
     bias, dtype = node.inputs[side], shapes.dtype(node.outputs[0])
     shape = shapes.shape(bias)
     if shape is None or len(shape) < -HEADS_AXIS or dtype not in FUSIBLE_FLOATS or is_product_of_slopes(shapes, bias):

@@ -77,7 +77,7 @@ def _is_part(shapes: ShapeInfo, scores: Shape, tensor: Tensor, node: Node) -> bo
 def _heads(shapes: ShapeInfo, scores: Shape, node: Node) -> Shape | None:
     """Return the axes that the heads of a product get: (heads,) or (key heads, group).
 
-    Returns None if the right operand is not the same for all queries, or if the left lacks rows of the product.
+    Returns None if the right operand is not the same for all queries, or if the product broadcasts the left operand.
     """
     left, right, out = (shapes.shape(each) for each in (*node.inputs, node.outputs[0]))
     if left is None or right is None or out is None or left[:-1] != out[:-1] or len(right) != len(out):

@@ -71,7 +71,7 @@ class Compiled:
     seconds: float
     gpus: tuple[CompiledGpu, ...]
     left_out: tuple[LeftOut, ...]
-    bodies: Mapping[str, str]  # names of ONNX functions that onnxruntime runs itself without Python, and why
+    bodies: Mapping[str, str]  # ONNX functions that onnxruntime itself runs in a process without Python, and why
 
 
 @dataclass(frozen=True)

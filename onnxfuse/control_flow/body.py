@@ -51,7 +51,7 @@ class Body:
 
 
 def read_bodies(graph: Graph, shapes: ShapeInfo, ops: Collection[str] = CONTROL_FLOW) -> Iterator[Body]:
-    """Yield the bodies of a sorted graph's Ifs, Loops and Scans, or only of operators in `ops`, not yet rewritten."""
+    """Yield the bodies of a sorted graph's Ifs, Loops and Scans, or only of operators in `ops`, before any rewrite."""
     found = [node for node in graph.nodes if has_subgraph(node) and is_control_flow(graph.protos[id(node)][1])]
     found = [node for node in found if op_of(node) in ops]
     surroundings = _Surroundings(graph, shapes) if found else None

@@ -131,7 +131,7 @@ class _Operator(Protocol):
 
 
 class _Operators:
-    """The operators of a domain: `op.Name(inputs …, attribute=…)` is `Name`; an input that is None is left out."""
+    """The operators of a domain: `op.Name(inputs …, attribute=…)` is a term of `Name`; inputs of None are left out."""
 
     def __init__(self, domain: str = "") -> None:
         self._prefix = f"{domain}::" if domain else ""
@@ -489,7 +489,7 @@ def known(operand: Term, value: Term) -> Term:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Unrounded(Wrapper):
-    """A value that matches only if no Cast to float32 computes it, because the Cast's input would be rounded."""
+    """A value that matches only if no Cast to float32 computes it; the Cast's input may be rounded on purpose."""
 
     def match(self, m: Matching[TensorT, StateT], tensor: TensorT, state: StateT) -> Iterator[StateT]:
         if not m.is_widened(self, tensor, state):

@@ -131,7 +131,7 @@ def _parts(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _check_inside(folder: Path, name: str) -> None:
-    """Raise ModelError unless a name is that of a plain file in the folder, after links."""
+    """Raise ModelError unless a name, with links followed, is that of a plain file in the folder."""
     path = folder / name
     try:
         inside = not Path(name).is_absolute() and ".." not in Path(name).parts

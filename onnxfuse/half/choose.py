@@ -33,7 +33,7 @@ from onnxfuse.ir.node import Constant, Node, Tensor, consumers, is_constant, op_
 from onnxfuse.passes.folded import node_label
 
 LARGE_MASK: Final = 1e4  # a constant this large that is added to scores is a mask: no score is near it
-LARGE_ANGLE: Final = 64.0  # radians; from here on, float16 rounds an angle by 0.03 or more
+LARGE_ANGLE: Final = 64.0  # radians; float16 rounds angles from this one on by 0.03 or more
 BITS_LEFT: Final = 3  # a sum with fewer correct bits than this after cancellation stays in float32
 
 CANNOT: Final = "{precision} is no dtype of this operator in opset {opset}"
@@ -133,7 +133,8 @@ def _by_rule(scope: Scope, known: Known, scores: frozenset[Node]) -> dict[Node, 
             found |= {each: ANGLE for each in _angle(scope, known, node) if each not in found}
     masks = _mask_chain(scope, scores)
     found |= {node: COUNTS for node in nodes if node in scope.counted and node not in found and node not in masks}
-    for node in reversed(nodes):  # views after the last arithmetic are converted, so a Cast precedes them
+    # Views after the last arithmetic in float32 are converted, so that the Cast to half precision precedes them.
+    for node in reversed(nodes):
         if found.get(node) in (COUNTS, ANGLE) and op_of(node) in (*MOVES, "Cast"):
             readers = [each for tensor in node.outputs for each in consumers(tensor)]
             is_read_wide = any(each in found or each.op in READS_ANY for each in readers)

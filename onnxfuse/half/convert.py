@@ -230,7 +230,7 @@ class _Part:
         return self.casts[tensor.name, dtype]
 
     def _may_be_mask(self, tensor: Tensor, reader: Node) -> bool:
-        """Return whether a float32 operand of scores has, or may have, values below the range of half precision."""
+        """Return whether a float32 operand of a node of the scores may have values below half precision's range."""
         if reader not in self.choice.scores and not any(each is tensor for each in masked_inputs(reader)):
             return False
         seen, precision = self.known.ranges.get(tensor.name), self.known.precision

@@ -65,7 +65,10 @@ def _stays(model: Model, operands: Mapping[str, Tensor], y: Tensor) -> str:
 
 
 def _converted(node: Node, call: ImageCall) -> Conversion:
-    """Return the conversion to a call; a stem's image is read in the layout in which it is computed."""
+    """Return the conversion of a convolution to a call.
+
+    The image of a stem (see MAX_STEM_CHANNELS) is read in the layout in which the image is computed.
+    """
     x, w, group = call.operands["x"], call.operands["w"], int_attribute(node, "group", 1)
     assert is_constant(w)
     is_transposed, has_floats = call.fusion == TRANSPOSED_CONVOLUTION, call.fusion != QUANTIZED_CONVOLUTION

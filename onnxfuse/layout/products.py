@@ -1,4 +1,4 @@
-"""Store weights of products and convolutions of integers as kernels read them, and their sums."""
+"""Store the weights of products and convolutions of integers as kernels read them, and store sums of the weights."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def _axes(node: Node, rank: int) -> list[int]:
 
 
 def _places(node: Node, rank: int) -> dict[int, int]:
-    """Return, for each axis, the index of its size among the sizes that a Resize has."""
+    """Return, by axis, the index of the axis's size in the list of sizes of a Resize, which may omit axes."""
     return {axis: place for place, axis in enumerate(_axes(node, rank))}
 
 
@@ -191,7 +191,7 @@ def _body(model: Model, node: Node, target: _Target) -> onnx.FunctionProto:
     elif target.spatial or target.is_computed:
         before += _nodes_of_sizes(_axes(node, rank), target.spatial, rank)
         proto.input[3] = "sizes"
-    if len(proto.input) > 3 and proto.input[2] and not is_constant(node.inputs[2]):  # beside sizes, scales are empty
+    if len(proto.input) > 3 and proto.input[2] and not is_constant(node.inputs[2]):  # sizes exclude scales
         before.append(_constant("scales", np.zeros(0, np.float32)))
         proto.input[2] = "scales"
     made = {name: name for each in before for name in each.output}

@@ -35,7 +35,7 @@ from onnxfuse.layout.writer import ImageCall, image_rank
 
 BFLOAT16_OPSET: Final = 13  # the first opset whose Transpose takes bfloat16
 MAX_BLOCK: Final = 8  # largest block side, in pixels, for which DepthToSpace and SpaceToDepth have a kernel
-POOLED_INTEGERS: Final = frozenset({int(TensorProto.INT8), int(TensorProto.UINT8)})  # for which max_pool has kernels
+POOLED_INTEGERS: Final = frozenset({int(TensorProto.INT8), int(TensorProto.UINT8)})  # dtypes of max_pool's kernels
 NORM: Final = "group_norm"  # a fusion whose kernel can compute the operators that follow, as an epilogue
 # Elementwise fusions: unless they read slices, their functions work unchanged in either layout.
 NEUTRAL_FUSIONS: Final = frozenset({"activation", "gated_activation"})

@@ -15,7 +15,7 @@ from onnxfuse.match.state import Dims
 
 
 class Token(NamedTuple):
-    """The name of an axis, whether the axis can broadcast, and whether a symbolic size is accepted uncompared."""
+    """The name of an axis, whether the axis can broadcast, and whether any symbolic size is accepted."""
 
     name: str
     may_broadcast: bool
@@ -83,7 +83,7 @@ def _bind_from_right(
 
 
 def axes_of(side: str) -> list[list[str]]:
-    """Return, for each axis of one side of an arrangement, its names; "..." counts as one axis."""
+    """Return the names of each axis on one side of an arrangement (einops' notation); "..." counts as one axis."""
     return [(inside or single).split() for inside, single in re.findall(r"\(([^)]*)\)|(\S+)", side)]
 
 

@@ -73,7 +73,7 @@ class Match:
 
 
 class Miss(NamedTuple):  # most attempts give a Miss; a NamedTuple takes a quarter of the time of a frozen dataclass
-    """Why a fusion does not apply at a tensor: `matched` of about `of` nodes agreed."""
+    """Why a fusion does not apply at a tensor: only `matched` of the pattern's nodes, about `of`, matched."""
 
     fusion: Fusion
     node: str
@@ -81,9 +81,9 @@ class Miss(NamedTuple):  # most attempts give a Miss; a NamedTuple takes a quart
     size: Callable[[], int]
     sentence: Callable[[], str]
     span: Span
-    around: tuple[str, ...] = ()  # names of the nodes that agreed
+    around: tuple[str, ...] = ()  # names of the nodes that matched
     hint: str = ""  # a change that the user can make
-    complete: bool = False  # all nodes agreed, but replacing them was refused
+    complete: bool = False  # all nodes matched, but replacing them was refused
 
     @property
     def of(self) -> int:

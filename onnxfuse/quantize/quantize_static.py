@@ -30,7 +30,7 @@ INT8: Final = "int8"
 OPERATORS: Final = ("Conv", "Gemm", "MatMul")
 OLDEST_OPSET: Final = 13  # the first opset in which DequantizeLinear can have one scale per channel
 OPTIMISTIC: Final = "these errors are those of samples that gave the ranges; other inputs may be off by more"
-MAX_SAMPLES_COMPARED: Final = 8  # samples on which errors are measured; all samples give ranges
+MAX_SAMPLES_COMPARED: Final = 8  # maximum number of samples to measure errors on; all samples give ranges
 
 
 class _Samples:

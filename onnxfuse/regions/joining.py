@@ -56,7 +56,7 @@ class Joining:
         return self.epilogues.get(str(node.attrs["fusion"]), False) in (True, node.attrs.get("layout"))
 
     def takes_prologue(self, node: Node) -> bool:
-        """Return whether a norm can join a fused node."""
+        """Return whether a norm can join a fused node as its prologue."""
         return node.domain == DOMAIN and str(node.attrs["fusion"]) in self._prologues
 
     @cached_property

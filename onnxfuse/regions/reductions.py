@@ -57,7 +57,7 @@ def _pool(op: str, s: Steps) -> None:
 
 
 def _dynamic_quantize(s: Steps) -> None:
-    """Write a DynamicQuantizeLinear: the range of all elements and 0 sets a scale and a zero point.
+    """Write a DynamicQuantizeLinear: the least and the greatest of all elements and 0 give a scale and a zero point.
 
     The scale is 1 if all elements are 0.  The zero point is the lower end of the range, quantized.
     """

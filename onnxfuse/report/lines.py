@@ -102,7 +102,7 @@ def quantized_lines(quantized: Mapping[str, int]) -> Iterator[Line]:
 
 
 def missed_lines(missed: Sequence[Miss], everything: bool) -> Iterator[Line]:
-    """Yield near misses by reason; without `everything`, only those in which at least half of the pattern agreed.
+    """Yield near misses by reason; without `everything`, only those in which at least half of the nodes matched.
 
     A near miss of attention is also shown if nothing else is shown for its node, because unfused attention costs most.
     """

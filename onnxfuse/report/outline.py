@@ -14,7 +14,8 @@ from onnxfuse.ir.domain import is_fused
 from onnxfuse.ir.protos import operator_name
 
 MAX_ATTRIBUTE_CHARACTERS: Final = 80
-BOOKKEEPING: Final = frozenset({"fusion", "operands", "output_types", "attributes", "output_ranks"})  # not shown
+# Attributes of fused nodes that reports do not show.
+BOOKKEEPING: Final = frozenset({"fusion", "operands", "output_types", "attributes", "output_ranks"})
 PROGRAM: Final = "program"  # the attribute that lists the operators of a region or of an epilogue
 
 

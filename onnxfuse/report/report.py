@@ -223,8 +223,8 @@ class Report:
     def table(self, everything: bool = False) -> Group:
         """Return the tables and lines for the terminal: changes, unfused nodes with reasons, and last the verification.
 
-        `everything` shows all operators and reasons, and also near misses in which less than half of the pattern
-        agreed.
+        `everything` shows all operators and reasons, and also near misses in which fewer than half of the pattern's
+        nodes matched.
         """
         if not self.input["opset"]:
             return Group("Unchanged: the model has no operator of the ONNX domain, and no other operators are fused.")

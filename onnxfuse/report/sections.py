@@ -173,7 +173,7 @@ class MissGroup:
 
     @property
     def is_near(self) -> bool:
-        """Whether at least half of the pattern agreed."""
+        """Whether at least half of the pattern's nodes matched."""
         return 2 * self.first.matched >= self.first.of
 
 

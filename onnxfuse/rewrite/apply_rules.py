@@ -62,7 +62,7 @@ def _candidates(graph: Graph, shapes: ShapeInfo, rules: Sequence[Rewrite]) -> It
             for op in matcher.prefilter.fusion_root_ops:
                 by_root[op].append((rule, matcher))
     ends = {op.rpartition("::")[2] for op in by_root}
-    for node in [each for each in graph.nodes[::-1] if each.op in ends]:  # rules can end at few of the nodes
+    for node in [each for each in graph.nodes[::-1] if each.op in ends]:  # few of the nodes can end a match
         for rule, matcher in by_root.get(op_of(node), ()):
             if node.outputs and may_be(rule.left.outputs[0].endings or (), node.outputs[0]):
                 yield node, rule, matcher

@@ -40,7 +40,8 @@ def insert_nodes(
         else:
             copies.append((name, tensor))
     made = []
-    stems = {name: tensor.name for name, tensor in operands.items() if is_constant(tensor)}  # of names after constants
+    # The beginnings of the names of values that are computed from constants alone.
+    stems = {name: tensor.name for name, tensor in operands.items() if is_constant(tensor)}
     for proto in protos:
         if proto.op_type == "Constant":
             tensors[proto.output[0]] = graph.constant(f"{label}/constant", to_array(proto.attribute[0].t))

@@ -87,7 +87,7 @@ def leaky_relu(x: Term = tensor(), alpha: Term = scalar()) -> Rules:
 
 @rewrite(example={"x": IMAGE, "slope": (1, 4, 1, 1)})
 def prelu_of_channels(x: Term = tensor(), slope: Term = weight()) -> Rules:
-    """The slopes of a PRelu lose an axis of size 1 before the channels."""
+    """The slopes of a PRelu lose the axis of size 1 that precedes the channels."""
     require("the slopes begin with an axis of size 1", lambda slope, begins_with_one: begins_with_one(slope))
     require(*SLOPES_BROADCAST)
     yield op.PRelu(x, slope), op.PRelu(x, op.Squeeze(slope, axes=[0]))

@@ -99,7 +99,7 @@ def stacked_halves(a: Term = tensor(PART), b: Term = tensor(PART)) -> Rules:
 def signed_table(
     a: Term = tensor(PART), b: Term = tensor(PART), first: Term = tensor(HALF_TABLE), second: Term = tensor(HALF_TABLE)
 ) -> Rules:
-    """Where a table begins with negated sines, and the halves of x are only swapped (torch.roll), a half is negated."""
+    """Where halves of x are swapped (torch.roll), and the sines of one half negated, that half is negated instead."""
     require(*AXES_ARE_INPUTS)
     require(*OF_ONE)
     require("the sines are tables", lambda a, first, second, is_table: is_table(first, a) and is_table(second, a))

@@ -120,7 +120,7 @@ class Call:
 
 
 def input_name(index: int) -> str:
-    """Return the name of an input in terms."""
+    """Return the name by which terms refer to an input."""
     return f"input_{index}"
 
 

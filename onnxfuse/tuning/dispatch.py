@@ -113,7 +113,7 @@ class SessionSettings:
     prefer: Prefer | None  # chooses kernel or body per node; None runs every node with a kernel as a kernel
     choice: PlanChoice  # which of a kernel's candidate plans runs
     plan_file: FoundPlans | None = None  # used if it fits
-    aim: Aim = "latency"  # the aim of InferenceSession
+    aim: Aim = "latency"  # the argument `aim` of InferenceSession
 
 
 def cached_preferences(
