@@ -58,7 +58,7 @@ def find_culprits(result: FusedModel, differs: Verification, compare: Compare) -
     found: list[Culprit] = []
     if not left or _compare_with(compare, result, []).passed is False:
         return found
-    good = 0  # number of first nodes that are known to cause no difference
+    good = 0  # the first `good` nodes are known to cause no difference
     while differs.passed is False:
         wrong: Sequence[FusedNode] = [one for one in left if one.is_named(differs.reason)]
         alone = bool(wrong) and _compare_with(compare, result, wrong).passed is False

@@ -229,7 +229,7 @@ def _checked_example(
 
 
 def _checked_images(names: Sequence[str], captures: tuple[Capture, ...], outputs: int, span: Span) -> tuple[str, ...]:
-    """Return the names in channels_last=.  Raises PatternError unless all are tensors and there is one output."""
+    """Return the names in `channels_last`.  Raises PatternError unless all are tensors and there is one output."""
     tensors = {capture.name for capture in captures if capture.kind == "tensor"}
     for name in names:
         if name not in tensors:

@@ -151,10 +151,10 @@ def _is_small(known: Known, tensor: Tensor) -> bool:
 
 
 def _can(scope: Scope, known: Known, node: Node) -> bool:
-    """Return whether an operator accepts half precision at an input and at an output.
+    """Return whether an operator accepts half precision at one of its inputs, and at one of its outputs.
 
-    Only the inputs and outputs whose dtype can change are considered; if there are none, nothing is required.  If the
-    dtype of input 0 can change, the operator must accept half precision at input 0.
+    Only the inputs and outputs whose dtype can change count; a node without such an input, or without such an output,
+    need not have one.  If the dtype of input 0 can change, the operator must accept half precision at input 0.
     """
     inputs = half_inputs(op_of(node), len(node.inputs), scope.graph.opset, known.precision)
     outputs = half_outputs(node, scope.graph.opset, known.precision)

@@ -61,7 +61,7 @@ class HalfResult:
 
     @property
     def tolerances(self) -> dict[str, float]:
-        """The largest allowed error of each output: `max_error`, or else the usual error, but at least `error`."""
+        """The largest allowed error of each output: `max_error`, else the usual one, but at least the measured one."""
         usual = {e.name: max(USUAL_FACTOR * e.noise, ROUNDINGS[self.dtype]) for e in self.errors}
         allowed = usual if self.max_error is None else dict.fromkeys(usual, self.max_error)
         return {e.name: max(allowed[e.name], e.error) for e in self.errors}

@@ -79,7 +79,7 @@ def _name(node: Node) -> str:
 
 
 def _taken(shapes: ShapeInfo, node: Node) -> str:
-    """Return how onnxfuse fuses a node, or the quantizers and the operator that spell it; "" if it does not."""
+    """Return how onnxfuse fuses a node, or the quantizers and the operator that replace it; "" if it does not."""
     if _is_multiplied(node):
         return MULTIPLIED
     if op_of(node) == "QLinearMatMul":

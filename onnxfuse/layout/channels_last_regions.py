@@ -144,7 +144,7 @@ class Regions:
         return use
 
     def _reads(self, node: Node, tensor: Tensor) -> tuple[bool, bool]:
-        """Return whether a node, once converted, reads a tensor channels-first, and whether it does so channels-last."""
+        """Return two answers: whether a converted node reads a tensor channels-first, and whether channels-last."""
         one = self.conversions[node]
         indices = {i for i, each in enumerate(node.inputs) if each is tensor}
         return bool(indices.difference(one.reads, one.reads_either)), bool(indices.intersection(one.reads))

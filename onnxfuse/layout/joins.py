@@ -41,7 +41,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class Call:
-    """A fused node, or an operator that may become one (see `Deferred`): operands by name, attributes and function."""
+    """A fused node, or an operator that may become one (see `Deferred`), with its operands, attributes and function."""
 
     node: Node
     operands: Mapping[str, Tensor]

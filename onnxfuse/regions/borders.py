@@ -172,8 +172,8 @@ def _staying(clusters: Clusters, border: Border, nodes: Sequence[Node]) -> set[N
 
 def _apply(clusters: Clusters, border: Border, move: Move) -> None:
     """Apply a move: the first reader gets the operators, or copies of operators that stay; other readers get copies."""
-    # The first reader comes last.  Operators that move to it then read the copies that it gets, but the other readers
-    # must copy these operators while they still read the originals.
+    # The first reader comes last: copies that it gets become inputs of the operators that move to it.  The other
+    # readers copy these operators before, while they still have their original inputs.
     for i, reader in reversed(list(enumerate(move.readers))):
         copied = [node for node in move.nodes if i or node in move.staying]
         if copied:

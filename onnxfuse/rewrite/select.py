@@ -33,10 +33,10 @@ class FusionResult:
     attentions: frozenset[str] = frozenset()  # names of the last products of all attentions
 
     def near(self, with_regions: bool = False) -> list[Miss]:
-        """Return the misses worth reading, nearest first: many nodes matched, and no fused node has the node.
+        """Return the misses worth reading, nearest first: many nodes matched, and the node was not fused.
 
         Every attention that is not fused has one miss: the one where most nodes matched.  `with_regions` adds misses at
-        nodes that regions took, except those of the fusions that are tried last: a region does as much in one launch.
+        nodes that regions took, except those of the fusions that are tried last: a region also needs one launch only.
         """
         by_name = {n for one in self.fused if one.fusion != REGION for n in one.replaces if n not in one.joined}
         taken = {name for one in self.fused for name in one.replaces}
@@ -172,7 +172,7 @@ def _by_root(
     by_root: dict[str, list[_Candidate]] = defaultdict(list)
     present = {op_of(node) for node in graph.nodes}
     for fusion in fusions:
-        matcher = Matcher(graph, shapes, fusion)  # made even if the fusion cannot occur: it checks the declaration
+        matcher = Matcher(graph, shapes, fusion)  # made even if the fusion cannot occur, to check the declaration
         if may_occur(fusion, present):
             excluded = frozenset(out for name, out in selection.exclude if name == fusion.name)
             for op in matcher.prefilter.fusion_root_ops:

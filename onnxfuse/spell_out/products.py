@@ -67,7 +67,10 @@ def _fused_conv(call: Call) -> dict[int, Term]:
 
 @RULES.rule("com.microsoft::NhwcConv", "com.microsoft::NhwcFusedConv")
 def _nhwc_conv(call: Call) -> dict[int, Term]:
-    """The weights of NhwcConv are (filters, height, width, channels); those of NhwcFusedConv are as in ONNX's Conv."""
+    """Spell out a convolution of channels-last images.
+
+    The weights of NhwcConv are (filters, height, width, channels); those of NhwcFusedConv are as in ONNX's Conv.
+    """
     stay_if(call.rank(0) != 4 or call.rank(1) != 4, "its image has not two spatial axes")
     x = channels_first(call.input(0))
     w = call.input(1)
