@@ -79,7 +79,7 @@ class Folder:
 
         libraries  the library of each model that has one, by the model's name
 
-        If any model has a library, each part gets session options of its own.  Otherwise, a part without them would use
+        If any model has a library, each part gets session options of its own, because a part without options would use
         those of the decoder, which name the decoder's library.
         """
         for model in self.models:

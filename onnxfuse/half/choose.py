@@ -53,7 +53,7 @@ class Unit:
     """The nodes that one fused node of the float32 model replaces."""
 
     fusion: str
-    nodes: frozenset[str]  # their names, or first outputs
+    nodes: frozenset[str]  # the nodes' names, or the names of their first outputs
     in_float32: bool  # whether the fused node's body computes all but matrix products in float32
 
 

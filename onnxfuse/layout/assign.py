@@ -132,7 +132,7 @@ def _write(
     for rule in rules[:-1] if SQUEEZE in model.options.left_out else rules:
         joins.apply(rule)
     fused = {one.node: one for one in (*writer.fused, *joins.made)}
-    graph.linked.nodes.sort(key=lambda node: node in graph.deferred)  # deferred nodes run as late as readers allow
+    graph.linked.nodes.sort(key=lambda node: node in graph.deferred)  # deferred nodes come as late as readers allow
     graph.sort()
     present = set(graph.nodes)
     standing = tuple(end for node, end in ends.items() if node in present and op_of(node) == "Transpose")

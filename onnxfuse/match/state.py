@@ -73,7 +73,7 @@ class Match:
 
 
 class Miss(NamedTuple):  # most attempts give a Miss; a NamedTuple takes a quarter of the time of a frozen dataclass
-    """Why a fusion does not apply at a tensor: only `matched` of the pattern's nodes, about `of`, matched."""
+    """Why a fusion does not apply at a tensor; `matched` is the number of the pattern's nodes that matched."""
 
     fusion: Fusion
     node: str

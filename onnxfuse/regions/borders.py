@@ -179,7 +179,7 @@ def _apply(clusters: Clusters, border: Border, move: Move) -> None:
         if copied:
             copies = _copies(clusters, reader, copied)
             clusters.level.update(dict.fromkeys(copies, clusters.level[border.tensor.inputs[0]]))
-    left = clusters.part(move.left.nodes)  # may have fewer outputs than `move.left`, because copies read other copies
+    left = clusters.part(move.left.nodes)  # has fewer outputs than `move.left` if copies read other copies now
     for before, after in zip((border.own, *border.readers), (left, *move.readers), strict=True):
         after.place = before.place
         clusters.split(after)

@@ -128,7 +128,7 @@ def _is_cache(graph: Graph, keys: Tensor) -> bool:
 
 
 def _ways(start: Shape, views: Sequence[View], columns: Shape) -> Iterator[tuple[tuple[View, ...], tuple[View, ...]]]:
-    """Yield, for each layout that kernels read, the views from a source to it, and from it to the columns."""
+    """Yield, for each layout that kernels read, the views from a source to this layout, and from it to the columns."""
     for rows, after in _layouts(columns):
         whole = (View(None, start), *views, *_inverse(rows, after, columns))
         before = written_from(start, whole)
@@ -137,7 +137,7 @@ def _ways(start: Shape, views: Sequence[View], columns: Shape) -> Iterator[tuple
 
 
 def _layouts(columns: Shape) -> Iterator[tuple[Shape, tuple[View, ...]]]:
-    """Yield the shape of keys in each layout that kernels read, and the views from it to the columns."""
+    """Yield, for each layout that kernels read, the shape of keys in it, and the views from it to the columns."""
     batch, heads, size, keys = columns
     width: Size = heads * size
     yield (batch, keys, width), (View(None, (batch, keys, heads, size)), View((0, 2, 3, 1), columns))

@@ -25,7 +25,7 @@ class Ones:
     new: tuple[int, ...]
 
 
-Target: TypeAlias = list[int | None] | Ones | str  # the target of a Reshape, only axes of size 1, or UNCHANGED
+Target: TypeAlias = list[int | None] | Ones | str  # a Reshape's target; Ones if no other axes change; or UNCHANGED
 
 
 class ViewBuilder(Protocol):
