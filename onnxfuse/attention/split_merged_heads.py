@@ -94,7 +94,7 @@ class SplitHeads:
     def are_read_by(self, chain: Sequence[Node]) -> bool:
         """Return whether the source of `chain` comes from a MatMul, and no other node reads a tensor in between.
 
-        Nodes in `nodes` and `chain` may read these tensors, and Shapes.  A bias or mask may have any readers, for
+        Nodes in `nodes` and `chain`, and Shapes, may read these tensors.  A bias or mask may have any readers, for
         example if all layers share the mask: it is then written with three axes, too.
         """
         source = chain[0].inputs[0]

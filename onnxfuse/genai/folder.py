@@ -33,7 +33,7 @@ class NamedModel:
 
     name: str
     parts: tuple[dict[str, Any], ...]
-    default_options: dict[str, Any]  # the decoder's session options, which genai uses for parts without own ones
+    default_options: dict[str, Any]  # the decoder's session options, which genai uses for parts that have none
 
     @property
     def cuda(self) -> dict[str, Any] | None:

@@ -191,7 +191,8 @@ def _body(model: Model, node: Node, target: _Target) -> onnx.FunctionProto:
     elif target.spatial or target.is_computed:
         before += _nodes_of_sizes(_axes(node, rank), target.spatial, rank)
         proto.input[3] = "sizes"
-    if len(proto.input) > 3 and proto.input[2] and not is_constant(node.inputs[2]):  # sizes exclude scales
+    # The scales of a Resize with sizes must be empty.
+    if len(proto.input) > 3 and proto.input[2] and not is_constant(node.inputs[2]):
         before.append(_constant("scales", np.zeros(0, np.float32)))
         proto.input[2] = "scales"
     made = {name: name for each in before for name in each.output}

@@ -1,4 +1,4 @@
-"""The parts of a report about quantized weights, and about its errors relative to the float model."""
+"""The parts of a report about quantized weights, and about errors relative to the float model."""
 
 from __future__ import annotations
 

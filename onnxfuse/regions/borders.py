@@ -64,9 +64,9 @@ def settle_borders(clusters: Clusters) -> None:
 
 
 def _border(clusters: Clusters, tensor: Tensor) -> Border | None:
-    """Return the border at a tensor that an elementwise operator computes, if only clusters of one level read it.
+    """Return the border at a tensor that an elementwise operator computes.
 
-    The level must be that of the operator.
+    Returns None unless all readers of the tensor are in clusters of the operator's level.
     """
     maker, of, level = tensor.inputs[0], clusters.of, clusters.level
     own = of[maker]

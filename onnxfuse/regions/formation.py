@@ -97,7 +97,7 @@ def _read_by(clusters: Clusters, node: Node, own: Cluster) -> list[Cluster]:
 def _latest_level(clusters: Clusters, cluster: Cluster) -> int:
     """Return the latest level at which a cluster can be computed, by the levels of the nodes that read it.
 
-    Returns its present level if no node reads it, or if subgraphs may.
+    Returns its present level if no node reads it, or if one of its outputs must keep its name.
     """
     readers = [node for tensor in cluster.outputs.values() for node in consumers(tensor)]
     if not readers or any(clusters.graph.is_fixed(name) for name in cluster.outputs):
