@@ -154,7 +154,7 @@ class Chosen:
     seen: set[str] = field(default_factory=set)  # names of all matches that were found so far
 
     def __call__(self, result: FusedModel, settings: Settings) -> FusedModel | Settings:
-        """Return the model if none of its matches is switched off, else settings that keep those matches' nodes."""
+        """Return the model if none of its matches is switched off, else settings by which their nodes stay unfused."""
         self.seen |= {one.match for one in result.fused}
         off = set(self.switched_off)
         new = [one for one in result.fused if one.match in off]

@@ -75,7 +75,7 @@ def _written(result: FusedModel) -> Iterator[WrittenAs]:
 
 @functools.cache
 def _stands_for_several(op: str, opset: int) -> bool:
-    """Return whether an operator is a composite: ONNX defines it by others, and opset PRIMITIVES does not have it."""
+    """Return whether an operator is composite: ONNX defines it by other operators, and opset PRIMITIVES lacks it."""
     found = schema(op, opset)
     if found is None or schema(op, PRIMITIVES) is not None:
         return False

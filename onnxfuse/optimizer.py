@@ -520,7 +520,7 @@ class TakenBack:
     """The matches, fusions, passes and constants found wrong, which are left out when the model is fused again."""
 
     dropped: list[Dropped] = field(default_factory=list)  # everything that was undone, for the report
-    names: set[str] = field(default_factory=set)  # fusions, passes, layout and folding into weights, if left out
+    names: set[str] = field(default_factory=set)  # what is left out: fusions, passes, layout, folding into weights
     constants: set[str] = field(default_factory=set)  # names of tensors that are not folded
     matches: dict[tuple[str, str], int] = field(default_factory=dict)  # match -> the round in which it was undone
     rounds: int = 0  # rounds in which matches were undone

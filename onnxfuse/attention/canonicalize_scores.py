@@ -84,7 +84,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores as a product times `factor`, with `steps` after it; `nodes` compute them from the product, in order."""
+    """Scores as a product times `factor`, followed by `steps`; `nodes` compute the scores from the product."""
 
     product: Tensor
     factor: float = 1.0

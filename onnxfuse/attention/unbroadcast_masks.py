@@ -56,7 +56,7 @@ class _Substitution:
         self.smaller: dict[str, Tensor] = {}  # smaller tensor by the name of the tensor that it can replace
 
     def visit(self, node: Node) -> bool:
-        """Find a substitute for the node's output; return whether it replaces that output everywhere."""
+        """Find a substitute for the node's output; return whether all consumers read the substitute now."""
         output = node.outputs[0]
         value = self.indices.values.get(output.name)
         if isinstance(value, bool):

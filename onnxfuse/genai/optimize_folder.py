@@ -127,7 +127,7 @@ class _Library:
     progress: Progress
 
     def _unused_name(self) -> str:
-        """Return a name for a library that is not in the folder yet."""
+        """Return a library name that no file in the folder has yet."""
         first, number = native.LIBRARY_NAME, 1
         while (self.folder / (name := first if number == 1 else first.replace(".", f".{number}.", 1))).exists():
             number += 1

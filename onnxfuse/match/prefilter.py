@@ -22,7 +22,7 @@ def may_occur(fusion: Fusion, present: Set[str]) -> bool:
 
 
 def may_be(endings: Sequence[Ending], tensor: Tensor) -> bool:
-    """Return whether one of `endings` can be the way that a tensor is computed, judged by its operators."""
+    """Return whether a tensor can be computed in one of the ways `endings`, judged by operators alone."""
     if not tensor.inputs:
         return False
     node = tensor.inputs[0]

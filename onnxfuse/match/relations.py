@@ -55,7 +55,7 @@ def are_slices_of_one(*values: Tensor, of: Tensor | None = None) -> bool:
 
 
 def _sliced(value: Tensor) -> Tensor | None:
-    """Return the tensor that a value, or the source of its views, is a slice of; None if neither is a slice."""
+    """Return the tensor that `value` is a slice of, or a view of a slice of; None for any other value."""
     node = producer(tensor_before(value, REARRANGING))
     return None if node is None or op_of(node) not in SLICING else node.inputs[0]
 

@@ -36,7 +36,7 @@ def side_outputs(fusion: Fusion) -> tuple[SideOutput, ...]:
 
 
 def may_be_absent(fusion: Fusion, index: int) -> bool:
-    """Return whether an output can be absent: it has operands that no earlier output has, and all are optional."""
+    """Return whether an output can be absent: it has operands that no earlier output has, and these are optional."""
     known = {term for output in fusion.outputs[:index] for term in walk(output) if isinstance(term, Capture)}
     own = {term for term in walk(fusion.outputs[index]) if isinstance(term, Capture)} - known
     return bool(own) and all(capture.optional for capture in own)

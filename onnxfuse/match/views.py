@@ -206,7 +206,7 @@ def packed_slice(
     tensor: Tensor,
     known: Mapping[str, Size],
 ) -> FoundSlice | None:
-    """Return the slice of the source's last axis that equals the tensor once it is arranged; None if there is none."""
+    """Return the slice of the source's last axis that, once arranged, equals the tensor; None if there is none."""
     start, end = m.shapes.shape(source), m.shapes.shape(tensor)
     assert start is not None and end is not None
     axis, found = len(start) - 1, _layout_and_offsets(m, start, chain, tensor)

@@ -109,8 +109,8 @@ def _best_move(clusters: Clusters, border: Border) -> Move | None:
 def _ends(clusters: Clusters, border: Border) -> Iterator[list[Node]]:
     """Yield growing groups of the last operators before a border's tensor.
 
-    Each group adds one operator to the group before it: among the producers that are allowed to move, the one of the
-    largest tensor that the group reads.
+    Each group adds one operator to the group before it: among the producers that are allowed to move, the one that
+    computes the largest tensor which the group reads.
     """
     found = [border.tensor.inputs[0]]
     while len(found) <= MAX_MOVED:

@@ -148,9 +148,10 @@ def _join_up_to_quantizers(
 
 
 def _up_to_quantizers(clusters: Clusters, cluster: Cluster, result: Tensor, staying: Collection[Node]) -> set[Node]:
-    """Return the nodes of a cluster, except `staying`, from which other nodes read only results of QuantizeLinears.
+    """Return the nodes of a cluster, without those in `staying`, that can join up to the cluster's QuantizeLinears.
 
-    The returned nodes depend on `result`, and keep the order of its elements.
+    From the returned nodes, other nodes read only results of QuantizeLinears.  The returned nodes depend on `result`,
+    and keep the order of its elements.
     """
     found, readers = set[Node](), _readers(cluster, result)
     for node in (node for node in cluster.nodes if node in readers):

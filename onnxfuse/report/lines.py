@@ -163,7 +163,7 @@ def _compared_lines(verified: Verification, everything: bool) -> Iterator[Line]:
 
 
 def _share_of_tolerance(outputs: Sequence[OutputDifference]) -> str:
-    """Return the share of its tolerance that the worst output uses, and the tolerance's origin if not the dtype."""
+    """Return the share of its tolerance that the worst output uses, and who set the tolerance unless the dtype did."""
     shares = [(each.max_rel / each.tolerance if each.tolerance else 0, each.set_by) for each in outputs]
     share, set_by = max(shares, default=(0.0, ""))
     return f" (at {share:.0%} of {set_by or 'the tolerance'})"

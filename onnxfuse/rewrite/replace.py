@@ -240,10 +240,7 @@ def _variant(graph: Graph, shapes: ShapeInfo, match: Match, outputs: list[Tensor
 
 @functools.cache
 def _asked_by_others(fusion: Fusion) -> frozenset[str]:
-    """Return the names in the conditions of a fusion's other bodies, which have operators beyond ONNX's.
-
-    The pattern gives these bodies as the `others` of its stored() terms.
-    """
+    """Return the names that conditions use in the terms for other operator sets (the `others` of stored() terms)."""
     found: dict[int, Term] = {}
     work = list(fusion.outputs)
     while work:

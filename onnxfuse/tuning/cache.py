@@ -149,7 +149,7 @@ def _digest(value: object) -> str:
 def other_session_settings(here: Environment, subject: Data) -> Data | None:
     """Return session settings other than those in `here` with which the subject was measured; None if there are none.
 
-    Only measurements count whose environment equals `here` in everything else.
+    Only measurements whose environment equals `here` in everything else count.
     """
     folder = _measurements()
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
