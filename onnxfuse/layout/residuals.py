@@ -97,8 +97,8 @@ def _moved_view(shapes: ShapeInfo, call: Call, view: Node) -> Shape | None:
 def _reshaped(joins: Joins, product: Node, shape: Shape, compared: Collection[str]) -> Tensor:
     """Return the product's x, reshaped to `shape`.
 
-    This Reshape can also replace a Reshape before the product.  It does so only if the source of that Reshape is in
-    `compared`: tensors whose values are available when the product is compared with the original.
+    This Reshape can also replace a Reshape before the product, if the source of the replaced Reshape is in `compared`:
+    the tensors whose values are available when the product is compared with the original.
     """
     graph, shapes, x = joins.graph, joins.shapes, product.inputs[0]
     before = producer(x)

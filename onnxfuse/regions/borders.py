@@ -50,8 +50,8 @@ class Move:
 def settle_borders(clusters: Clusters) -> None:
     """Move operators from the clusters that compute large tensors to those that read them, if that saves bytes.
 
-    A node that a move leaves behind may be in no region afterwards; `clusters.reasons` then says why.  Tensors are
-    visited from last to first, because moving a producer can remove other readers of an earlier tensor.
+    A node that does not move with the others may be in no region afterwards; `clusters.reasons` then says why.  Tensors
+    are visited from last to first, because moving a producer can remove other readers of an earlier tensor.
     """
     for node in reversed(list(clusters.graph.nodes)):
         for tensor in node.outputs if node in clusters.of else ():

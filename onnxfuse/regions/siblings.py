@@ -81,8 +81,8 @@ def _merge(clusters: Clusters, a: Cluster, b: Cluster) -> str:
 def _is_read_in_order(clusters: Clusters, tensor: Tensor, cluster: Cluster) -> bool:
     """Return whether a cluster reads a tensor in the order of the tensor's elements.
 
-    A cluster does so if it reduces the tensor's rows, or if it computes an output of the same sizes from the tensor by
-    elementwise operators and Reshapes alone.
+    This is the case if the cluster reduces the tensor's rows, or computes an output of the same sizes from the tensor
+    by elementwise operators and Reshapes alone.
     """
     dims = _dims(clusters, tensor)
     names = {tensor.name}

@@ -40,7 +40,7 @@ class Step:
     """An operator of a region's program.  One step or several compute a node of the graph.
 
     Inputs and outputs are names of the graph's tensors, or `#0`, `#1`, ... for values between the steps of a node.  The
-    last inputs can be tensors of which only the dims are read: these dims occur in the step's attributes.
+    last inputs can be tensors whose dims alone are read: these dims occur in the step's attributes.
     """
 
     op: str

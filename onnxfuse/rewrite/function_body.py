@@ -367,7 +367,7 @@ class BodyBuilder:
         return left * right if op == "Mul" else left + right
 
     def _promoted(self, values: Sequence[Value | Literals | None]) -> list[Value | None]:
-        """Return all values in the widest floating dtype among them; if operands are integers, so are the numbers."""
+        """Return all values in the widest floating dtype among them; numbers are integers if all operands are."""
         found = [v.dtype for v in values if isinstance(v, Value) and v.dtype != TensorProto.BOOL]
         widest = max(found, key=lambda dtype: FLOAT_BITS.get(dtype, 0), default=int(TensorProto.FLOAT))
         return [
