@@ -29,8 +29,10 @@ __device__ __forceinline__ void cluster_wait() {
 __device__ __forceinline__ void store_peer(float* address, unsigned rank, float value) {
     if constexpr (CLUSTER > 1) {
         const unsigned own = static_cast<unsigned>(__cvta_generic_to_shared(address));
-        asm volatile("{ .reg .b32 peer; mapa.shared::cluster.u32 peer, %0, %1; st.shared::cluster.f32 [peer], %2; }"
-                     ::"r"(own), "r"(rank), "f"(value) : "memory");
+        asm volatile(
+            "{ .reg .b32 peer; mapa.shared::cluster.u32 peer, %0, %1; st.shared::cluster.f32 [peer], %2; }" ::"r"(own),
+            "r"(rank), "f"(value)
+            : "memory");
     } else {
         *address = value;
     }

@@ -130,8 +130,7 @@ struct Epilogue : EpilogueOperands {
 
     // Loads the W elements of each column vector from `column` on; a row has `columns` columns.
     template <int W, bool WRAPS>
-    __device__ __forceinline__ void load_columns(EpilogueLoads<W, WRAPS>& loads, int column,
-                                                 int columns) const {
+    __device__ __forceinline__ void load_columns(EpilogueLoads<W, WRAPS>& loads, int column, int columns) const {
         if constexpr (HAS_BIAS) {
             if (!OPTIONAL_BIAS || bias) loads.bias.load(bias, column, columns);
             else loads.bias = {};
@@ -158,11 +157,10 @@ struct Epilogue : EpilogueOperands {
         if constexpr (HAS_RESIDUAL) unpack(loads.residual, added);
 #pragma unroll
         for (int i = 0; i < W; ++i) {
-            results[i] = epilogue_columns(acc[i], GATED ? up[i] : 0.0f, values, i, HAS_RESIDUAL ? added[i] : 0.0f,
-                                          alpha, beta);
+            results[i] =
+                epilogue_columns(acc[i], GATED ? up[i] : 0.0f, values, i, HAS_RESIDUAL ? added[i] : 0.0f, alpha, beta);
         }
-        program.apply<true>(results, added, loads.of_row, loads.of_columns, loads.of_elements, at,
-                            inside ? W : 0);
+        program.apply<true>(results, added, loads.of_row, loads.of_columns, loads.of_elements, at, inside ? W : 0);
         if constexpr (STORES_Y)
             if (inside) store<STREAM>(y + at, results);
     }

@@ -42,10 +42,14 @@ __device__ __forceinline__ void cluster_barrier_relaxed() {
 // Sets the registers per thread of this warpgroup to COUNT, a multiple of 8: a producer releases registers, consumers
 // take them.
 template <int COUNT>
-__device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+__device__ __forceinline__ void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
 
 template <int COUNT>
-__device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+__device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
 
 // ---- mbarriers ---------------------------------------------------------------------------------------------------
 
@@ -72,20 +76,24 @@ __device__ __forceinline__ void barrier_arrive_expect(u32 barrier, u32 bytes) {
 // Returns once the phase with this parity is complete. The first phase has parity 0; before it, a wait for parity 1
 // returns at once.
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-    asm volatile("{ .reg .pred done;\n"
-                 "again:\n"
-                 "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-                 "@!done bra again; }" ::"r"(barrier), "r"(parity)
-                 : "memory");
+    asm volatile(
+        "{ .reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again; }" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
 }
 
 // Stores to the shared memory of block `rank` of the cluster. `address` is the address of the same variable in this
 // block.
 __device__ __forceinline__ void store_at(u32 address, u32 rank, const float (&values)[4]) {
-    asm volatile("{ .reg .b32 remote;\n"
-                 "mapa.shared::cluster.u32 remote, %0, %1;\n"
-                 "st.shared::cluster.v4.f32 [remote], {%2, %3, %4, %5}; }" ::"r"(address), "r"(rank), "f"(values[0]),
-                 "f"(values[1]), "f"(values[2]), "f"(values[3]) : "memory");
+    asm volatile(
+        "{ .reg .b32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %0, %1;\n"
+        "st.shared::cluster.v4.f32 [remote], {%2, %3, %4, %5}; }" ::"r"(address),
+        "r"(rank), "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3])
+        : "memory");
 }
 
 // ---- bulk tensor copies: one thread issues them ------------------------------------------------------------------
@@ -95,9 +103,12 @@ __device__ __forceinline__ void prefetch(const TensorMap& map) {
 }
 
 // Loads the box of a tensor map at these coordinates, innermost first; its bytes count towards the mbarrier's phase.
-#define TMA_LOAD(rank, coordinates, ...)                                                                           \
-    asm volatile("cp.async.bulk.tensor." rank ".shared::cluster.global.mbarrier::complete_tx::bytes "              \
-                 "[%0], [%1, " coordinates "], [%2];" ::"r"(to), "l"(&map), "r"(barrier), __VA_ARGS__ : "memory")
+#define TMA_LOAD(rank, coordinates, ...)                                 \
+    asm volatile("cp.async.bulk.tensor." rank                            \
+                 ".shared::cluster.global.mbarrier::complete_tx::bytes " \
+                 "[%0], [%1, " coordinates "], [%2];" ::"r"(to),         \
+                 "l"(&map), "r"(barrier), __VA_ARGS__                    \
+                 : "memory")
 
 __device__ __forceinline__ void load(const TensorMap& map, u32 to, u32 barrier, int c0, int c1) {
     TMA_LOAD("2d", "{%3, %4}", "r"(c0), "r"(c1));
@@ -116,10 +127,12 @@ __device__ __forceinline__ void load(const TensorMap& map, u32 to, u32 barrier, 
 
 // Loads pixels by an im2col map, which walks over W, over W and H, or over W, H and D. The first pixel is at
 // coordinates c, w, h, d, n plus the offsets of a filter tap. Each offset has 16, 8 or 5 bits.
-#define TMA_IM2COL(rank, coordinates, offsets, ...)                                                                \
-    asm volatile("cp.async.bulk.tensor." rank ".shared::cluster.global.im2col.mbarrier::complete_tx::bytes "       \
-                 "[%0], [%1, " coordinates "], [%2], " offsets ";" ::"r"(to), "l"(&map), "r"(barrier),             \
-                 __VA_ARGS__ : "memory")
+#define TMA_IM2COL(rank, coordinates, offsets, ...)                             \
+    asm volatile("cp.async.bulk.tensor." rank                                   \
+                 ".shared::cluster.global.im2col.mbarrier::complete_tx::bytes " \
+                 "[%0], [%1, " coordinates "], [%2], " offsets ";" ::"r"(to),   \
+                 "l"(&map), "r"(barrier), __VA_ARGS__                           \
+                 : "memory")
 
 __device__ __forceinline__ void load_im2col(const TensorMap& map, u32 to, u32 barrier, int c, int w, int n,
                                             unsigned short offset_w) {
@@ -139,9 +152,11 @@ __device__ __forceinline__ void load_im2col(const TensorMap& map, u32 to, u32 ba
 
 // Stores a box; elements outside the tensor are not written. Threads call store_fence after their ordinary stores to
 // `from`, before this store.
-#define TMA_STORE(rank, coordinates, ...)                                                                          \
-    asm volatile("cp.async.bulk.tensor." rank ".global.shared::cta.bulk_group [%0, " coordinates "], [%1];"        \
-                 ::"l"(&map), "r"(from), __VA_ARGS__ : "memory")
+#define TMA_STORE(rank, coordinates, ...)                                                        \
+    asm volatile("cp.async.bulk.tensor." rank ".global.shared::cta.bulk_group [%0, " coordinates \
+                 "], [%1];" ::"l"(&map),                                                         \
+                 "r"(from), __VA_ARGS__                                                          \
+                 : "memory")
 
 __device__ __forceinline__ void store(const TensorMap& map, u32 from, int c0, int c1) {
     TMA_STORE("2d", "{%2, %3}", "r"(c0), "r"(c1));
@@ -184,12 +199,15 @@ __device__ __forceinline__ void load_words(u32 from, float& first, float& second
 
 __device__ __forceinline__ void store_matrices(u32 to, const u32 (&words)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words[0]),
-                 "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
+                 "r"(words[1]), "r"(words[2]), "r"(words[3])
+                 : "memory");
 }
 
 __device__ __forceinline__ void load_matrices(u32 from, u32 (&words)[4]) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "r"(from) : "memory");
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(from)
+                 : "memory");
 }
 
 // ---- wgmma -------------------------------------------------------------------------------------------------------
@@ -245,8 +263,7 @@ __device__ __forceinline__ void settle(const E*& pointer) {
     asm("" : "+l"(pointer));
 }
 
-#define OPERANDS(a, b, c, d, e, f, g, h) \
-    "%" #a ", %" #b ", %" #c ", %" #d ", %" #e ", %" #f ", %" #g ", %" #h
+#define OPERANDS(a, b, c, d, e, f, g, h) "%" #a ", %" #b ", %" #c ", %" #d ", %" #e ", %" #f ", %" #g ", %" #h
 #define OPERANDS_8 OPERANDS(0, 1, 2, 3, 4, 5, 6, 7)
 #define OPERANDS_16 OPERANDS_8 ", " OPERANDS(8, 9, 10, 11, 12, 13, 14, 15)
 #define OPERANDS_24 OPERANDS_16 ", " OPERANDS(16, 17, 18, 19, 20, 21, 22, 23)
@@ -263,7 +280,7 @@ __device__ __forceinline__ void settle(const E*& pointer) {
 #define OPERANDS_112 OPERANDS_104 ", " OPERANDS(104, 105, 106, 107, 108, 109, 110, 111)
 #define OPERANDS_120 OPERANDS_112 ", " OPERANDS(112, 113, 114, 115, 116, 117, 118, 119)
 #define OPERANDS_128 OPERANDS_120 ", " OPERANDS(120, 121, 122, 123, 124, 125, 126, 127)
-#define EIGHT(is, i)                                                                                              \
+#define EIGHT(is, i) \
     is(d[i]), is(d[i + 1]), is(d[i + 2]), is(d[i + 3]), is(d[i + 4]), is(d[i + 5]), is(d[i + 6]), is(d[i + 7])
 #define RESULTS_8(is) EIGHT(is, 0)
 #define RESULTS_16(is) RESULTS_8(is), EIGHT(is, 8)
@@ -285,47 +302,54 @@ __device__ __forceinline__ void settle(const E*& pointer) {
 // wgmma<ALONG_N>(T(), d, a, b, accumulate): `a` is a descriptor (contiguous along k) or registers, and `b` is a
 // descriptor. ALONG_N: b is contiguous along n. accumulate false: d is overwritten. n0 to n6 are N / 2 to N / 2 + 6:
 // in the asm statement, operands %0 to %(N / 2 - 1) are the results, and the operands from %(N / 2) on are inputs.
-#define WGMMA(N, T, type, n0, n1, n2, n3, n4, n5, n6) \
-    template <bool ALONG_N> \
-    __device__ __forceinline__ void wgmma(T, float (&d)[N / 2], u64 a, u64 b, bool accumulate) { \
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #n2 ", 0;\n" \
-                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type " {" OPERANDS_##n0 "}, %" #n0 \
-                     ", %" #n1 ", p, 1, 1, 0, %" #n3 "; }" \
-                     : RESULTS_##n0("+f") : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(ALONG_N))); \
-    } \
-    template <bool ALONG_N> \
-    __device__ __forceinline__ void wgmma(T, float (&d)[N / 2], const u32 (&a)[4], u64 b, bool accumulate) { \
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #n5 ", 0;\n" \
-                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type " {" OPERANDS_##n0 "}, {%" #n0 \
-                     ", %" #n1 ", %" #n2 ", %" #n3 "}, %" #n4 ", p, 1, 1, %" #n6 "; }" \
-                     : RESULTS_##n0("+f") \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), \
-                       "n"(int(ALONG_N))); \
+#define WGMMA(N, T, type, n0, n1, n2, n3, n4, n5, n6)                                                                \
+    template <bool ALONG_N>                                                                                          \
+    __device__ __forceinline__ void wgmma(T, float (&d)[N / 2], u64 a, u64 b, bool accumulate) {                     \
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #n2                                                          \
+                     ", 0;\n"                                                                                        \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type " {" OPERANDS_##n0              \
+                     "}, %" #n0 ", %" #n1 ", p, 1, 1, 0, %" #n3 "; }"                                                \
+                     : RESULTS_##n0("+f")                                                                            \
+                     : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(ALONG_N)));                                     \
+    }                                                                                                                \
+    template <bool ALONG_N>                                                                                          \
+    __device__ __forceinline__ void wgmma(T, float (&d)[N / 2], const u32(&a)[4], u64 b, bool accumulate) {          \
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #n5                                                          \
+                     ", 0;\n"                                                                                        \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type " {" OPERANDS_##n0              \
+                     "}, {%" #n0 ", %" #n1 ", %" #n2 ", %" #n3 "}, %" #n4 ", p, 1, 1, %" #n6 "; }"                   \
+                     : RESULTS_##n0("+f")                                                                            \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(int(ALONG_N))); \
     }
 // Like WGMMA, but for fp32 operands, which TMA has rounded to TF32; wgmma ignores their other bits. Both operands are
 // contiguous along k.
-#define WGMMA_TF32(N, n0, n1, n2, n3, n4, n5, n6) \
-    template <bool ALONG_N> \
-    __device__ __forceinline__ void wgmma(f32, float (&d)[N / 2], u64 a, u64 b, bool accumulate) { \
-        static_assert(!ALONG_N); \
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #n2 ", 0;\n" \
-                     "wgmma.mma_async.sync.aligned.m64n" #N "k8.f32.tf32.tf32 {" OPERANDS_##n0 "}, %" #n0 \
-                     ", %" #n1 ", p, 1, 1; }" \
-                     : RESULTS_##n0("+f") : "l"(a), "l"(b), "r"(int(accumulate))); \
+#define WGMMA_TF32(N, n0, n1, n2, n3, n4, n5, n6)                                                                   \
+    template <bool ALONG_N>                                                                                         \
+    __device__ __forceinline__ void wgmma(f32, float (&d)[N / 2], u64 a, u64 b, bool accumulate) {                  \
+        static_assert(!ALONG_N);                                                                                    \
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #n2                                                         \
+                     ", 0;\n"                                                                                       \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k8.f32.tf32.tf32 {" OPERANDS_##n0 "}, %" #n0 ", %" #n1 \
+                                                                                               ", p, 1, 1; }"       \
+                     : RESULTS_##n0("+f")                                                                           \
+                     : "l"(a), "l"(b), "r"(int(accumulate)));                                                       \
     }
 // Like WGMMA, but for integers of 8 bits, which are summed exactly. Both operands are contiguous along k; b is signed.
-#define WGMMA_INTEGERS(N, T, type, n0, n1, n2, n3, n4, n5, n6) \
-    template <bool ALONG_N> \
-    __device__ __forceinline__ void wgmma(T, int (&d)[N / 2], u64 a, u64 b, bool accumulate) { \
-        static_assert(!ALONG_N); \
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #n2 ", 0;\n" \
-                     "wgmma.mma_async.sync.aligned.m64n" #N "k32.s32." type ".s8 {" OPERANDS_##n0 "}, %" #n0 \
-                     ", %" #n1 ", p; }" \
-                     : RESULTS_##n0("+r") : "l"(a), "l"(b), "r"(int(accumulate))); \
+#define WGMMA_INTEGERS(N, T, type, n0, n1, n2, n3, n4, n5, n6)                                                         \
+    template <bool ALONG_N>                                                                                            \
+    __device__ __forceinline__ void wgmma(T, int (&d)[N / 2], u64 a, u64 b, bool accumulate) {                         \
+        static_assert(!ALONG_N);                                                                                       \
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #n2                                                            \
+                     ", 0;\n"                                                                                          \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k32.s32." type ".s8 {" OPERANDS_##n0 "}, %" #n0 ", %" #n1 \
+                                                                                                  ", p; }"             \
+                     : RESULTS_##n0("+r")                                                                              \
+                     : "l"(a), "l"(b), "r"(int(accumulate)));                                                          \
     }
-#define WGMMAS(N, ...) \
-    WGMMA(N, f16, "f16", __VA_ARGS__) WGMMA(N, bf16, "bf16", __VA_ARGS__) WGMMA_TF32(N, __VA_ARGS__) \
-    WGMMA_INTEGERS(N, s8, "s8", __VA_ARGS__) WGMMA_INTEGERS(N, u8, "u8", __VA_ARGS__)
+#define WGMMAS(N, ...)                  \
+    WGMMA(N, f16, "f16", __VA_ARGS__)   \
+    WGMMA(N, bf16, "bf16", __VA_ARGS__) \
+    WGMMA_TF32(N, __VA_ARGS__) WGMMA_INTEGERS(N, s8, "s8", __VA_ARGS__) WGMMA_INTEGERS(N, u8, "u8", __VA_ARGS__)
 
 WGMMAS(16, 8, 9, 10, 11, 12, 13, 14)
 WGMMAS(32, 16, 17, 18, 19, 20, 21, 22)

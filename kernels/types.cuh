@@ -73,7 +73,8 @@ __device__ __forceinline__ void widen(bf16, unsigned word, float* to) {
 
 __device__ __forceinline__ void widen(f16, unsigned word, float* to) {
     asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high; }"
-        : "=f"(to[0]), "=f"(to[1]) : "r"(word));
+        : "=f"(to[0]), "=f"(to[1])
+        : "r"(word));
 }
 
 __device__ __forceinline__ void widen(s8, unsigned word, float* to) {
@@ -94,7 +95,8 @@ __device__ __forceinline__ unsigned narrow(f16, const float* from) {
     asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(word) : "f"(from[0]), "f"(from[1]));
 #else
     asm("{ .reg .b16 low, high; cvt.rn.f16.f32 low, %1; cvt.rn.f16.f32 high, %2; mov.b32 %0, {low, high}; }"
-        : "=r"(word) : "f"(from[0]), "f"(from[1]));
+        : "=r"(word)
+        : "f"(from[0]), "f"(from[1]));
 #endif
     return word;
 }
@@ -172,13 +174,12 @@ __device__ __forceinline__ Pack<T, N> pack(const float (&from)[N]) {
 //             written by the predecessor when a launch with Launch.pdl starts
 enum class Use { ONCE, OFTEN, CONSTANT };
 
-#define LOAD(size, operands, ...)                                                                                     \
-    if constexpr (USE == Use::ONCE)                                                                                 \
-        asm volatile("ld.global.L1::no_allocate." size " " operands ";" : __VA_ARGS__ : "l"(from));                   \
-    else if constexpr (USE == Use::CONSTANT)                                                                        \
-        asm volatile("ld.global.nc." size " " operands ";" : __VA_ARGS__ : "l"(from));                                \
-    else                                                                                                            \
-        asm volatile("ld.global." size " " operands ";" : __VA_ARGS__ : "l"(from))
+#define LOAD(size, operands, ...)                                                                   \
+    if constexpr (USE == Use::ONCE)                                                                 \
+        asm volatile("ld.global.L1::no_allocate." size " " operands ";" : __VA_ARGS__ : "l"(from)); \
+    else if constexpr (USE == Use::CONSTANT)                                                        \
+        asm volatile("ld.global.nc." size " " operands ";" : __VA_ARGS__ : "l"(from));              \
+    else asm volatile("ld.global." size " " operands ";" : __VA_ARGS__ : "l"(from))
 
 template <Use USE, int BYTES>
 __device__ __forceinline__ void load_bytes(const char* from, unsigned* to) {
@@ -203,11 +204,9 @@ __device__ __forceinline__ void load_bytes(const char* from, unsigned* to) {
 #undef LOAD
 
 // Outputs stay in L2 for the next operator to read. LEAVING: the outputs are too large to stay, and are evicted first.
-#define STORE(size, operands, ...)                                                                                    \
-    if constexpr (LEAVING)                                                                                         \
-        asm volatile("st.global.cs." size " " operands ";" ::__VA_ARGS__ : "memory");                                 \
-    else                                                                                                            \
-        asm volatile("st.global." size " " operands ";" ::__VA_ARGS__ : "memory")
+#define STORE(size, operands, ...)                                                                       \
+    if constexpr (LEAVING) asm volatile("st.global.cs." size " " operands ";" ::__VA_ARGS__ : "memory"); \
+    else asm volatile("st.global." size " " operands ";" ::__VA_ARGS__ : "memory")
 
 template <bool LEAVING, int BYTES>
 __device__ __forceinline__ void store_bytes(char* to, const unsigned* from) {
@@ -294,8 +293,7 @@ __device__ __forceinline__ void copy_bytes(char* to, const char* from) {
         const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(to));
         if constexpr (BYTES == 16)
             asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
-        else
-            asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(address), "l"(from), "n"(BYTES) : "memory");
+        else asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(address), "l"(from), "n"(BYTES) : "memory");
     }
 }
 

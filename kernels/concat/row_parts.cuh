@@ -34,7 +34,9 @@ struct Place {
 
 // The addresses of the parts, as an argument of the kernels.
 template <class P>
-struct Parts { P* first_pixel[PARTS]; };
+struct Parts {
+    P* first_pixel[PARTS];
+};
 
 // The part that contains a channel: the address of this channel in the part's first pixel, and the part's number of
 // channels.

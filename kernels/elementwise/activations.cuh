@@ -32,9 +32,7 @@ __device__ __forceinline__ float quick_gelu(float x, float, float) {
 
 // x Phi(x) = max(x, 0) - |x| Q(|x|), where Q(u) = erfc(u / sqrt 2) / 2 keeps its relative accuracy for large u, unlike
 // 1 + erf (at x = -4 the textbook form in fp32 is off by 1e-3).
-__device__ __forceinline__ float gelu_from_tail(float x, float u, float tail) {
-    return fmaf(-u, tail, positive(x));
-}
+__device__ __forceinline__ float gelu_from_tail(float x, float u, float tail) { return fmaf(-u, tail, positive(x)); }
 
 // For 16-bit results: log2 Q as a polynomial. Its relative error is 2e-5 for x > -5.7, below which the result
 // underflows in fp16, and 7e-4 down to -9.

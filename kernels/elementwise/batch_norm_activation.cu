@@ -19,9 +19,9 @@ __device__ __forceinline__ void load_weights(const W* from, float (&values)[WIDT
     unpack(load_cached<WIDTH, WEIGHTS_CONSTANT>(from), values);
 }
 
-extern "C" __global__ void __launch_bounds__(LANES_C * LANES_P)
-batch_norm_activation(const X_T* x, const SCALE_T* scale, const BIAS_T* bias, const MEAN_T* mean, const VAR_T* var,
-                      Y_T* y, float epsilon, float alpha, float beta, long long pixels) {
+extern "C" __global__ void __launch_bounds__(LANES_C* LANES_P)
+    batch_norm_activation(const X_T* x, const SCALE_T* scale, const BIAS_T* bias, const MEAN_T* mean, const VAR_T* var,
+                          Y_T* y, float epsilon, float alpha, float beta, long long pixels) {
     const int channel = (blockIdx.x % BLOCKS_C * LANES_C + threadIdx.x % LANES_C) * WIDTH;
     const long long first = (long long)(blockIdx.x / BLOCKS_C) * (LANES_P * PIXELS) + threadIdx.x / LANES_C;
     if (channel >= CHANNELS || first >= pixels) return;

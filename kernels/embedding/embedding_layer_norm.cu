@@ -9,6 +9,8 @@
 
 ROW_KERNEL embedding_layer_norm(Tokens tokens, Second second, Third third, const SCALE_T* scale, const BIAS_T* bias,
                                 Y_T* y, SUM_T* sum, float epsilon, long long seq, long long rows) {
-    each_row(EmbeddingNorm<Moments>{{nullptr, nullptr, scale, bias, y, sum, epsilon, STREAMED}, tokens, second, third,
-                                    1.0f, seq}, rows);
+    each_row(
+        EmbeddingNorm<Moments>{
+            {nullptr, nullptr, scale, bias, y, sum, epsilon, STREAMED}, tokens, second, third, 1.0f, seq},
+        rows);
 }

@@ -9,6 +9,8 @@
 
 ROW_KERNEL embedding_rms_norm(Tokens tokens, const SCALE_T* scale, Y_T* y, SUM_T* sum, float factor, float epsilon,
                               long long rows) {
-    each_row(EmbeddingNorm<Squares>{{nullptr, nullptr, scale, nullptr, y, sum, epsilon, STREAMED}, tokens, {}, {},
-                                    factor, 1}, rows);
+    each_row(
+        EmbeddingNorm<Squares>{
+            {nullptr, nullptr, scale, nullptr, y, sum, epsilon, STREAMED}, tokens, {}, {}, factor, 1},
+        rows);
 }

@@ -26,7 +26,7 @@ constexpr int BLOCKS_K = (K + BLOCK_SIZE - 1) / BLOCK_SIZE;
 constexpr int MIDDLE = 1 << (BITS - 1), QUANT_MASK = (1 << BITS) - 1;
 constexpr int SIGN = SIGNED ? MIDDLE : 0;
 constexpr unsigned SIGNS = 0xffffffffu / QUANT_MASK * SIGN;  // SIGN in every element of a word
-constexpr int WEIGHTS = GATED ? 2 : 1;  // weights per product
+constexpr int WEIGHTS = GATED ? 2 : 1;                       // weights per product
 static_assert(!GATED || PRODUCTS == 1, "a gate has two products of its own");
 
 // Returns a part of a weight, through the read-only path if no kernel writes the weight.

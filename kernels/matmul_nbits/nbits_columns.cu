@@ -88,8 +88,7 @@ __device__ __forceinline__ void add_units(float (&sums)[ROWS][EACH], const Quant
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    nbits_columns(const T* x, const __grid_constant__ Products products, const T* residual,
-                  int m PROGRAM_PARAMETERS) {
+    nbits_columns(const T* x, const __grid_constant__ Products products, const T* residual, int m PROGRAM_PARAMETERS) {
     __shared__ __align__(16) float partial[WARPS][ROWS][WEIGHTS * TILE_N];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int row = blockIdx.y * ROWS, rows = min(m - row, ROWS);
@@ -116,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     wait_for_predecessor();
     __syncthreads();
-    const Epilogue epilogue{own.bias, products.of[WEIGHTS - 1].bias, nullptr, residual, own.y, 0.0f, 0.0f,
+    const Epilogue epilogue{own.bias,           products.of[WEIGHTS - 1].bias, nullptr, residual, own.y, 0.0f, 0.0f,
                             {PROGRAM_ARGUMENTS}};
     constexpr int VECTORS = TILE_N / WIDTH;
     for (int at = threadIdx.x; at < rows * VECTORS; at += THREADS) {

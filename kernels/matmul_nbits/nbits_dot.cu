@@ -49,8 +49,7 @@ __device__ __forceinline__ void add_products(float (&own)[ROWS], const Quantized
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    nbits_dot(const T* x, const __grid_constant__ Products products, const T* residual,
-              int m PROGRAM_PARAMETERS) {
+    nbits_dot(const T* x, const __grid_constant__ Products products, const T* residual, int m PROGRAM_PARAMETERS) {
     __shared__ __align__(16) float sums[ROWS][WEIGHTS][WARPS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int row = blockIdx.y * ROWS, rows = min(m - row, ROWS);
@@ -73,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     wait_for_predecessor();
     __syncthreads();
-    const Epilogue epilogue{own.bias, products.of[WEIGHTS - 1].bias, nullptr, residual, own.y, 0.0f, 0.0f,
+    const Epilogue epilogue{own.bias,           products.of[WEIGHTS - 1].bias, nullptr, residual, own.y, 0.0f, 0.0f,
                             {PROGRAM_ARGUMENTS}};
     constexpr int VECTORS = WARPS / WIDTH;
     for (int at = threadIdx.x; at < rows * VECTORS; at += THREADS) {

@@ -40,7 +40,7 @@ constexpr int PACKED_BYTES = BLOCKS * BITS < 8 ? 1 : BLOCKS * BITS / 8;
 constexpr int ZERO_BYTES = ZEROS == 0 ? 0 : ZEROS == 1 ? PACKED_BYTES : SCALE_BYTES;
 constexpr int SCALES_AT = ROWS * STAGE_BYTES, ZEROS_AT = SCALES_AT + ROWS * SCALE_BYTES;  // offsets in a stage
 constexpr int X_AT = (ZEROS_AT + ROWS * ZERO_BYTES + 127) / 128 * 128;
-constexpr int X_PITCH = 2 * STAGE_K + (TILE_M == 1 ? 0 : 64);  // two rows fall into different banks
+constexpr int X_PITCH = 2 * STAGE_K + (TILE_M == 1 ? 0 : 64);                   // two rows fall into different banks
 constexpr int X_PARTS = STAGE_K / 8, X_VECTORS = (TILE_M * X_PARTS + 31) / 32;  // vectors of x per row, and per lane
 constexpr int AT_ONCE = STAGED_X && DEPTH * X_VECTORS > 16 ? 16 / X_VECTORS : DEPTH;  // stages whose x is in registers
 constexpr int SLOT_BYTES = (X_AT + (STAGED_X ? TILE_M * X_PITCH : 0) + 127) / 128 * 128;
@@ -485,8 +485,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                     sums[n][i / 4][i % 4];
         __syncthreads();
         const Tile<TILE_N> tile(products, at);
-        const Epilogue epilogue{tile.own.bias, products.of[WEIGHTS - 1].bias, nullptr, residual, tile.own.y, 0.0f, 0.0f,
-                                {PROGRAM_ARGUMENTS}};
+        const Epilogue epilogue{
+            tile.own.bias,      products.of[WEIGHTS - 1].bias, nullptr, residual, tile.own.y, 0.0f, 0.0f,
+            {PROGRAM_ARGUMENTS}};
         constexpr int VECTORS = TILE_N / WIDTH;
         for (int i = threadIdx.x; i < rows * VECTORS; i += THREADS) {
             const int own = i / VECTORS, column = i % VECTORS * WIDTH;

@@ -7,7 +7,7 @@
 //   and those of nbits_mma.cu
 #pragma once
 
-constexpr int NORM_VECTORS = (K / 8 + THREADS - 1) / THREADS;  // vectors of a row of x per thread
+constexpr int NORM_VECTORS = (K / 8 + THREADS - 1) / THREADS;              // vectors of a row of x per thread
 constexpr int NORM_PITCH = 2 * STAGE_K * STAGES + (TILE_M == 1 ? 0 : 64);  // two rows fall into different banks
 constexpr int NORM_BYTES = (TILE_M * NORM_PITCH + 127) / 128 * 128;
 
@@ -35,7 +35,7 @@ struct NormalizedRows {
     // Writes `rows` rows to shared memory at `to`, with zeros after each row up to a whole stage. `sums` has room for
     // TILE_M floats per warp.
     __device__ __forceinline__ void normalize(unsigned to, float* sums, const T* x, const Norm& norm, long long first,
-                                          int rows) const {
+                                              int rows) const {
         float values[TILE_M][NORM_VECTORS][8] = {}, squares[TILE_M] = {};
 #pragma unroll
         for (int row = 0; row < TILE_M; ++row)
@@ -77,7 +77,8 @@ struct NormalizedRows {
 #pragma unroll
                     for (int j = 0; j < 8; ++j) results[j] *= values[row][i][j] * slope;
                 }
-                if (vector(i) < NORM_PITCH / 16) store_chunk(to + row * NORM_PITCH + vector(i) * 16, pack<T>(results).words);
+                if (vector(i) < NORM_PITCH / 16)
+                    store_chunk(to + row * NORM_PITCH + vector(i) * 16, pack<T>(results).words);
             }
         }
         __syncthreads();

@@ -16,5 +16,7 @@ struct Largest {
     }
 
     template <class... At>  // the position of the result is unused
-    __device__ __forceinline__ float finish(float largest, At...) const { return largest; }
+    __device__ __forceinline__ float finish(float largest, At...) const {
+        return largest;
+    }
 };

@@ -32,9 +32,9 @@ static_assert(CHANNELS % WIDTH == 0, "a vector would cross pixels");
 
 // The sizes of x and y, and the padding, as an argument of kernels; tiles.py writes the fields in this order.
 struct PoolSizes {
-    int depth, height, width;        // sizes of x
+    int depth, height, width;  // sizes of x
     int y_depth, y_height, y_width;
-    int pad_d, pad_h, pad_w;         // padding before x
+    int pad_d, pad_h, pad_w;  // padding before x
 };
 
 // Whether an element belongs to window `index` of a tile; `offset` is its distance from the first element of the tile's

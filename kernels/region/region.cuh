@@ -12,18 +12,27 @@ template <class Yes, class No> struct Either<false, Yes, No> { using Type = No; 
 // ---- loads and stores of N neighbouring elements -----------------------------------------------------------------
 
 template <int N>
-__device__ __forceinline__ void load(const f32* from, float (&to)[N]) { unpack(load_cached<N>(from), to); }
+__device__ __forceinline__ void load(const f32* from, float (&to)[N]) {
+    unpack(load_cached<N>(from), to);
+}
 template <int N>
-__device__ __forceinline__ void load(const f16* from, float (&to)[N]) { unpack(load_cached<N>(from), to); }
+__device__ __forceinline__ void load(const f16* from, float (&to)[N]) {
+    unpack(load_cached<N>(from), to);
+}
 template <int N>
-__device__ __forceinline__ void load(const bf16* from, float (&to)[N]) { unpack(load_cached<N>(from), to); }
+__device__ __forceinline__ void load(const bf16* from, float (&to)[N]) {
+    unpack(load_cached<N>(from), to);
+}
 
 template <class T, int N>
 __device__ __forceinline__ void copy_elements(const T* from, T* to) {  // in accesses of up to 16 bytes
     constexpr int BYTES = N * sizeof(T) < 16 ? N * sizeof(T) : 16;
-    using Chunk = typename Either<BYTES == 16, uint4,
-        typename Either<BYTES == 8, u64, typename Either<BYTES == 4, u32,
-        typename Either<BYTES == 2, unsigned short, unsigned char>::Type>::Type>::Type>::Type;
+    using Chunk = typename Either<
+        BYTES == 16, uint4,
+        typename Either<
+            BYTES == 8, u64,
+            typename Either<BYTES == 4, u32,
+                            typename Either<BYTES == 2, unsigned short, unsigned char>::Type>::Type>::Type>::Type;
 #pragma unroll
     for (int i = 0; i < int(N * sizeof(T)) / BYTES; ++i)
         reinterpret_cast<Chunk*>(to)[i] = reinterpret_cast<const Chunk*>(from)[i];
@@ -38,7 +47,9 @@ __device__ __forceinline__ void load(const T* from, T (&to)[N]) {
 }
 
 template <class T>
-struct Number { using Type = T; };  // the type in which an element is computed
+struct Number {
+    using Type = T;
+};  // the type in which an element is computed
 template <> struct Number<f32> { using Type = float; };
 template <> struct Number<f16> { using Type = float; };
 template <> struct Number<bf16> { using Type = float; };
@@ -54,13 +65,13 @@ __device__ __forceinline__ typename Number<T>::Type load_one(const T* from) {
 template <class T, int N>
 __device__ __forceinline__ Pack<T, N> read_packed(const Pack<T, N>& from) {
     alignas(16) Pack<T, N> found;
-    copy_elements<u32, N * int(sizeof(T)) / 4>(from.words, found.words);
+    copy_elements<u32, N* int(sizeof(T)) / 4>(from.words, found.words);
     return found;
 }
 template <class T, int N>
 __device__ __forceinline__ void put_packed(T* to, const Pack<T, N>& packed) {
     alignas(16) const Pack<T, N> aligned = packed;
-    copy_elements<u32, N * int(sizeof(T)) / 4>(aligned.words, reinterpret_cast<u32*>(to));
+    copy_elements<u32, N* int(sizeof(T)) / 4>(aligned.words, reinterpret_cast<u32*>(to));
 }
 
 // Makes one group of all asynchronous copies to shared memory since the last call; wait_for_copies_but waits for whole
@@ -78,11 +89,17 @@ __device__ __forceinline__ void wait_for_copies_but() {  // waits for all groups
 }
 
 template <int N>
-__device__ __forceinline__ void put(bool leaving, f32* to, const float (&values)[N]) { store_as(leaving, to, values); }
+__device__ __forceinline__ void put(bool leaving, f32* to, const float (&values)[N]) {
+    store_as(leaving, to, values);
+}
 template <int N>
-__device__ __forceinline__ void put(bool leaving, f16* to, const float (&values)[N]) { store_as(leaving, to, values); }
+__device__ __forceinline__ void put(bool leaving, f16* to, const float (&values)[N]) {
+    store_as(leaving, to, values);
+}
 template <int N>
-__device__ __forceinline__ void put(bool leaving, bf16* to, const float (&values)[N]) { store_as(leaving, to, values); }
+__device__ __forceinline__ void put(bool leaving, bf16* to, const float (&values)[N]) {
+    store_as(leaving, to, values);
+}
 template <int N, class T>
 __device__ __forceinline__ void put(bool, T* to, const T (&values)[N]) {
     if constexpr (sizeof(T) == 1 && N % 4 == 0) {  // packs words: the compiler would pack 8 bytes in 64 bits
@@ -101,15 +118,21 @@ __device__ __forceinline__ void put(bool, T* to, const T (&values)[N]) {
 }
 
 template <int N>
-__device__ __forceinline__ void put_shared(f32* to, const float (&values)[N]) { put_packed(to, pack<f32, N>(values)); }
+__device__ __forceinline__ void put_shared(f32* to, const float (&values)[N]) {
+    put_packed(to, pack<f32, N>(values));
+}
 template <int N>
-__device__ __forceinline__ void put_shared(f16* to, const float (&values)[N]) { put_packed(to, pack<f16, N>(values)); }
+__device__ __forceinline__ void put_shared(f16* to, const float (&values)[N]) {
+    put_packed(to, pack<f16, N>(values));
+}
 template <int N>
 __device__ __forceinline__ void put_shared(bf16* to, const float (&values)[N]) {
     put_packed(to, pack<bf16, N>(values));
 }
 template <int N, class T>
-__device__ __forceinline__ void put_shared(T* to, const T (&values)[N]) { put(false, to, values); }
+__device__ __forceinline__ void put_shared(T* to, const T (&values)[N]) {
+    put(false, to, values);
+}
 
 // Stores the elements of a block of N threads; each thread has COUNT contiguous elements.  Threads exchange chunks of
 // CHUNK elements, so that neighbouring threads store neighbouring chunks; the output has `left` chunks from `to` on.
@@ -155,9 +178,13 @@ __device__ __forceinline__ float rounded(float value) {
 
 // Maximum and minimum; if one input is NaN, so is the result.
 template <class T>
-__device__ __forceinline__ T larger(T a, T b) { return a > b || a != a ? a : b; }
+__device__ __forceinline__ T larger(T a, T b) {
+    return a > b || a != a ? a : b;
+}
 template <class T>
-__device__ __forceinline__ T smaller(T a, T b) { return a < b || a != a ? a : b; }
+__device__ __forceinline__ T smaller(T a, T b) {
+    return a < b || a != a ? a : b;
+}
 
 #if __CUDA_ARCH__ >= 800
 template <>
@@ -270,9 +297,9 @@ __device__ __forceinline__
 #else
 __device__ __noinline__
 #endif
-Angle far_angle(float x) {
-    constexpr u32 DIGITS[] = {  // digits of 2 / pi
-        0u, 0x28be60dbu, 0x9391054au, 0x7f09d5f4u, 0x7d4d3770u, 0x36d8a566u, 0x4f10e410u};
+    Angle far_angle(float x) {
+    constexpr u32 DIGITS[] = {// digits of 2 / pi
+                              0u, 0x28be60dbu, 0x9391054au, 0x7f09d5f4u, 0x7d4d3770u, 0x36d8a566u, 0x4f10e410u};
     const u32 bits = __float_as_uint(x), exponent = (bits >> 23 & 0xff) - 126;
     const u32 from = exponent / 32, shift = exponent % 32;
     u32 digits[3];
@@ -338,7 +365,9 @@ __device__ __forceinline__ T integer_in(float sum_with_rounder, int zero) {
 
 // The lowest number of an 8-bit integer type.
 template <class T>
-__device__ __forceinline__ constexpr int lowest() { return T(-1) < T(0) ? -128 : 0; }
+__device__ __forceinline__ constexpr int lowest() {
+    return T(-1) < T(0) ? -128 : 0;
+}
 
 // Quantizes x: returns the 8-bit integer that is nearest to x + zero. As for QuantizeLinear, ties of x are rounded to
 // even; as on onnxruntime's CPU provider, NaN becomes the lowest integer.
@@ -383,14 +412,22 @@ __device__ __forceinline__ T quantized(float a, float scale, int zero) {
 }
 
 template <class T>
-__device__ __forceinline__ T sign(T x) { return x > T(0) ? T(1) : x < T(0) ? T(-1) : x == x ? T(0) : x; }
+__device__ __forceinline__ T sign(T x) {
+    return x > T(0) ? T(1) : x < T(0) ? T(-1) : x == x ? T(0) : x;
+}
 
 // Shifts by at least as many bits as the type has give 0.
-__device__ __forceinline__ unsigned char shifted_left(unsigned char x, unsigned char by) { return by < 8 ? x << by : 0; }
-__device__ __forceinline__ unsigned char shifted_right(unsigned char x, unsigned char by) { return by < 8 ? x >> by : 0; }
+__device__ __forceinline__ unsigned char shifted_left(unsigned char x, unsigned char by) {
+    return by < 8 ? x << by : 0;
+}
+__device__ __forceinline__ unsigned char shifted_right(unsigned char x, unsigned char by) {
+    return by < 8 ? x >> by : 0;
+}
 
 template <class T>
-__device__ __forceinline__ T magnitude(T x) { return x < T(0) ? T(-x) : x; }
+__device__ __forceinline__ T magnitude(T x) {
+    return x < T(0) ? T(-x) : x;
+}
 __device__ __forceinline__ float magnitude(float x) { return fabsf(x); }
 __device__ __forceinline__ double magnitude(double x) { return fabs(x); }
 
@@ -432,10 +469,14 @@ __device__ __forceinline__ T power(T x) {
 }
 
 template <class T>
-__device__ __forceinline__ T power_of_integer(T base, double exponent) { return T(pow(double(base), exponent)); }
+__device__ __forceinline__ T power_of_integer(T base, double exponent) {
+    return T(pow(double(base), exponent));
+}
 
 template <class T>
-__device__ __forceinline__ T selu(T x, T alpha, T gamma) { return gamma * (x > T(0) ? x : alpha * T(expm1(x))); }
+__device__ __forceinline__ T selu(T x, T alpha, T gamma) {
+    return gamma * (x > T(0) ? x : alpha * T(expm1(x)));
+}
 
 // Returns an index of Gather, from -size to size - 1, as an index >= 0. Other indices, which are errors in the model,
 // are clamped.
@@ -453,7 +494,9 @@ __device__ __forceinline__ T reflected(T at, T size) {
     return rest < size ? rest : period - rest;
 }
 template <class T>
-__device__ __forceinline__ T nearest(T at, T size) { return at < 0 ? T(0) : at >= size ? T(size - 1) : at; }
+__device__ __forceinline__ T nearest(T at, T size) {
+    return at < 0 ? T(0) : at >= size ? T(size - 1) : at;
+}
 
 #ifndef HAS_PROGRAM  // an epilogue's program has no reductions, and its indices have 32 bits
 // ---- quotients and remainders by sizes that are arguments, of numbers below 2^62 ----------------------------------
@@ -489,9 +532,15 @@ struct Prod {
 };
 
 template <class T> struct Lowest;
-template <> struct Lowest<float> { static __device__ __forceinline__ float value() { return -INFINITE; } };
-template <> struct Lowest<double> { static __device__ __forceinline__ double value() { return -INFINITE; } };
-template <> struct Lowest<int> { static __device__ __forceinline__ int value() { return -2147483647 - 1; } };
+template <> struct Lowest<float> {
+    static __device__ __forceinline__ float value() { return -INFINITE; }
+};
+template <> struct Lowest<double> {
+    static __device__ __forceinline__ double value() { return -INFINITE; }
+};
+template <> struct Lowest<int> {
+    static __device__ __forceinline__ int value() { return -2147483647 - 1; }
+};
 template <> struct Lowest<long long> {
     static __device__ __forceinline__ long long value() { return -9223372036854775807ll - 1; }
 };
@@ -499,8 +548,12 @@ template <class T>
 struct Highest {
     static __device__ __forceinline__ T value() { return T(-1) - Lowest<T>::value(); }
 };
-template <> struct Highest<float> { static __device__ __forceinline__ float value() { return INFINITE; } };
-template <> struct Highest<double> { static __device__ __forceinline__ double value() { return INFINITE; } };
+template <> struct Highest<float> {
+    static __device__ __forceinline__ float value() { return INFINITE; }
+};
+template <> struct Highest<double> {
+    static __device__ __forceinline__ double value() { return INFINITE; }
+};
 
 template <class T>
 struct Max {

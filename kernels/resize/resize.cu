@@ -100,8 +100,8 @@ struct Plane {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-resize(const T* x, T* y, const __grid_constant__ Axis depth, const __grid_constant__ Axis height,
-       const __grid_constant__ Axis width) {
+    resize(const T* x, T* y, const __grid_constant__ Axis depth, const __grid_constant__ Axis height,
+           const __grid_constant__ Axis width) {
     wait_for_predecessor();
     const unsigned y_slice = blockIdx.x / height.y_size, image = HAS_DEPTH ? y_slice / depth.y_size : y_slice;
     const int y_row = blockIdx.x - y_slice * height.y_size, at = blockIdx.y * THREADS + threadIdx.x;
@@ -127,8 +127,7 @@ resize(const T* x, T* y, const __grid_constant__ Axis depth, const __grid_consta
             Plane{x + planes.low * plane, width.size}.interpolate(rows, columns, results);
             Plane{x + planes.high * plane, width.size}.interpolate(rows, columns, high);
 #pragma unroll
-            for (int i = 0; i < WIDTH; ++i)
-                results[i] = (1.0f - planes.weight) * results[i] + planes.weight * high[i];
+            for (int i = 0; i < WIDTH; ++i) results[i] = (1.0f - planes.weight) * results[i] + planes.weight * high[i];
         }
     }
     if (RELEASE) release_successor();

@@ -91,9 +91,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const bool turned = KEPT == 0 || position >= KEPT;
     RotatedHeads own = first;
     if (more) own = second;
-    const Heads heads = {
-        address(own.x, batch, head, position), address(own.y, batch, head, position), INDEX(own.x.head),
-        INDEX(own.y.head), present ? (more ? MORE_HEADS : HEADS) - head : 0, own.scale};
+    const Heads heads = {address(own.x, batch, head, position),
+                         address(own.y, batch, head, position),
+                         INDEX(own.x.head),
+                         INDEX(own.y.head),
+                         present ? (more ? MORE_HEADS : HEADS) - head : 0,
+                         own.scale};
 
     Vectors raw[THREAD_HEADS][STEPS];
     load(heads, lane, raw);

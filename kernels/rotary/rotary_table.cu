@@ -6,9 +6,9 @@
 // place of six.
 #include "types.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS) rotary_table(
-    const POSITION_T* positions, const FREQUENCY_T* frequencies, COS_T* cosines, SIN_T* sines, float factor,
-    long long count) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    rotary_table(const POSITION_T* positions, const FREQUENCY_T* frequencies, COS_T* cosines, SIN_T* sines,
+                 float factor, long long count) {
     const INDEX at = INDEX(blockIdx.x) * THREADS + threadIdx.x;
     wait_for_predecessor();
     if (RELEASE) release_successor();

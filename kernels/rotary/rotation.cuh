@@ -135,9 +135,7 @@ __device__ __forceinline__ void scale_by(float (&values)[WIDTH], float factor, c
     for (int i = 0; i < WIDTH; ++i) values[i] *= factor * weights[i];
 }
 
-struct Vectors {
-    Pack<X_T, WIDTH> first, second;
-};
+struct Vectors { Pack<X_T, WIDTH> first, second; };
 
 // Returns one over the root mean square of a head. LANES neighbouring threads have its pieces, COUNT pieces each.
 template <int COUNT>

@@ -18,21 +18,21 @@
 #include "cluster.cuh"
 
 constexpr int PIXEL_PARTS = CLUSTER / CHANNEL_PARTS;
-constexpr int VECTORS = CHANNELS / WIDTH;                                    // vectors per pixel
-constexpr int PART = (VECTORS + CHANNEL_PARTS - 1) / CHANNEL_PARTS;          // vectors of a pixel that a block reads
-constexpr int ROWS = PART < THREADS ? THREADS / PART : 1;                    // pixels that a block reads at once
+constexpr int VECTORS = CHANNELS / WIDTH;                            // vectors per pixel
+constexpr int PART = (VECTORS + CHANNEL_PARTS - 1) / CHANNEL_PARTS;  // vectors of a pixel that a block reads
+constexpr int ROWS = PART < THREADS ? THREADS / PART : 1;            // pixels that a block reads at once
 constexpr int PART_CHANNELS = PART * WIDTH;
-constexpr int SHARE = (CHANNELS + CLUSTER - 1) / CLUSTER;                    // channels of the gate per block
+constexpr int SHARE = (CHANNELS + CLUSTER - 1) / CLUSTER;  // channels of the gate per block
 constexpr int VECTORS_2 = SQUEEZED / WIDTH_2;
-constexpr int LINE = 128;                                                    // bytes per prefetch instruction
+constexpr int LINE = 128;  // bytes per prefetch instruction
 
 static_assert(CHANNELS % WIDTH == 0 && SQUEEZED % WIDTH_2 == 0 && 32 % LANES == 0 && 32 % LANES_2 == 0);
 static_assert(CLUSTER % CHANNEL_PARTS == 0 && THREADS % 32 == 0);
 
 struct Memory {
-    float rows[ROWS][PART_CHANNELS];          // sums over every ROWS-th pixel of an image
-    float sums[IMAGES][PART_CHANNELS];        // sums over this block's pixels
-    float parts[CLUSTER][IMAGES][SQUEEZED];   // parts of the first product, one from each block
+    float rows[ROWS][PART_CHANNELS];         // sums over every ROWS-th pixel of an image
+    float sums[IMAGES][PART_CHANNELS];       // sums over this block's pixels
+    float parts[CLUSTER][IMAGES][SQUEEZED];  // parts of the first product, one from each block
     float squeezed[IMAGES][SQUEEZED];
 };
 extern __shared__ uint4 squeeze_memory[];
@@ -101,7 +101,7 @@ __device__ __forceinline__ void add_pixels(Memory& memory, const X_T* x, int fir
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) CLUSTER_DIMS
-squeeze_excite(const X_T* x, Product squeeze, Product excite, X_T* gate, float factor, int images, int pixels) {
+    squeeze_excite(const X_T* x, Product squeeze, Product excite, X_T* gate, float factor, int images, int pixels) {
     Memory& memory = *reinterpret_cast<Memory*>(squeeze_memory);
     const int rank = int(cluster_rank()), first_image = int(blockIdx.x) / CLUSTER * IMAGES;
     const int first_vector = rank % CHANNEL_PARTS * PART, vectors = min(PART, VECTORS - first_vector);
@@ -147,8 +147,7 @@ squeeze_excite(const X_T* x, Product squeeze, Product excite, X_T* gate, float f
         for (int i = 0; i < IMAGES; ++i) {
             const float sum = sum_of_lanes<LANES>(found[i]);
             if (row < SQUEEZED)
-                for (int peer = lane; peer < CLUSTER; peer += LANES)
-                    store_peer(&memory.parts[rank][i][row], peer, sum);
+                for (int peer = lane; peer < CLUSTER; peer += LANES) store_peer(&memory.parts[rank][i][row], peer, sum);
         }
     }
     cluster_arrive();
