@@ -173,20 +173,13 @@ def optimize_command(
         "weights": weights, "calibrate": calibrate, "reference": reference,
     }  # fmt: skip
     if source.is_dir():
-        if report and report.resolve().is_relative_to(source.resolve()):
-            raise UsageError(f"'{report}' is in the folder to read, which is not changed; give another name")
-        if reference:
-            raise UsageError("--reference is for a model; give its file in place of a folder")
         options |= {"archs": archs, "gpus": gpus, "overwrite": overwrite}
-        found: Iterable[_Optimized] = _optimize_folder(source, target, npz, options)
+        found: Iterable[_Optimized] = _optimize_folder(source, target, npz, report, options)
     elif archs or gpus:
         raise UsageError("--arch and --gpu are for folders; give them to `onnxfuse compile` after this command")
     else:
         found = [_optimize_file(source, target, npz, report, overwrite, options)]
-    codes = []
-    for number, one in enumerate(found, 1):
-        path = report if report is None or number == 1 else report.with_stem(f"{report.stem}.{number}")
-        codes.append(_show(one, path, everything, verify))
+    codes = [_show(one, number, report, everything, verify) for number, one in enumerate(found, 1)]
     sys.exit(1 if 1 in codes else max(codes))
 
 
@@ -220,7 +213,7 @@ def _optimize_file(
 
 
 def _optimize_folder(
-    source: Path, target: Path | None, npz: Path | None, options: dict[str, Any]
+    source: Path, target: Path | None, npz: Path | None, report: Path | None, options: dict[str, Any]
 ) -> Iterator[_Optimized]:
     """Optimize the models of a folder and write it, if there is a target; then yield each model."""
     from onnxfuse.compile.summary import summary
@@ -228,6 +221,10 @@ def _optimize_folder(
     from onnxfuse.genai.optimize_folder import optimize_folder
     from onnxfuse.printing import Line, escape
 
+    if report and report.resolve().is_relative_to(source.resolve()):
+        raise UsageError(f"'{report}' is in the folder to read, which is not changed; give another name")
+    if options["reference"]:
+        raise UsageError("--reference is for a model; give its file in place of a folder")
     folder = read_folder(source)
     inputs = given_inputs(npz, folder.file(folder.models[0]))
     with shown_progress() as progress:
@@ -237,12 +234,13 @@ def _optimize_folder(
         yield _Optimized(one.report, f"[bold]{escape(one.name)}[/]", summary(one.compiled) if one.compiled else why)
 
 
-def _show(one: _Optimized, path: Path | None, everything: bool, verify: bool) -> int:
-    """Print a report, and write it to a file if there is a path; return the exit code."""
+def _show(one: _Optimized, number: int, path: Path | None, everything: bool, verify: bool) -> int:
+    """Print the report of model `number`, and write it to a file if there is a path; return the exit code."""
     from onnxfuse.steps import LeftOut, attempt
 
     unwritten: list[LeftOut] = []
     if path:
+        path = path if number == 1 else path.with_stem(f"{path.stem}.{number}")
         attempt(f"writing '{path}'", lambda: one.report.write(path), None, unwritten)
     result = replace(one.report, left_out=(*one.report.left_out, *unwritten))
     for each in (one.before, result.table(everything), one.after):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
@@ -128,29 +129,15 @@ def fusion(
     def declare(function: Body) -> Fusion:
         span = _span_of(function)
         captures = _captures_of(function, span)
-        _guards.append([])
-        try:
+        with _collected_guards() as guards:
             result = function(*captures)
-        finally:
-            guards = _guards.pop()
         outputs = result if isinstance(result, tuple) else (result,)
         names = out if isinstance(out, tuple) else (out,)
-        if len(outputs) != len(names):
-            raise PatternError(f"{span}: '{function.__name__}' returns {len(outputs)} values, out= names {len(names)}")
-        count = len(outputs)
-        are_results = [(o.index, o.count) for o in outputs if isinstance(o, Output)] == [
-            (i, count) for i in range(count)
-        ]
-        if any(isinstance(term, Output) for term in walk(*outputs)) and not are_results:
-            raise PatternError(
-                f"{span}: '{function.__name__}' has results() outside another value of stored(); they may also be all "
-                "outputs, in order"
-            )
+        _check_outputs(outputs, names, f"{span}: '{function.__name__}'")
         return Fusion(
             function.__name__, inspect.getdoc(function) or "", captures, outputs, names, tuple(guards), casts,
             inspect.getsource(function), span, _checked_example(example or {}, captures, span), last,
-            _checked_images(channels_last, captures, len(outputs), span), epilogue,
-            prologue,
+            _checked_images(channels_last, captures, len(outputs), span), epilogue, prologue,
         )  # fmt: skip
 
     return declare
@@ -175,17 +162,14 @@ def rewrite(
     def declare(function: Callable[..., Rules]) -> tuple[Rewrite, ...]:
         span = _span_of(function)
         captures = _captures_of(function, span)
-        _guards.append([])
-        try:
+        with _collected_guards() as guards:
             pairs = [(left, as_term(right)) for left, right in function(*captures)]
-        finally:
-            guards = tuple(_guards.pop())
         shapes = _checked_example(example or {}, captures, span)
         source, doc = inspect.getsource(function), inspect.getdoc(function) or ""
         return tuple(
             Rewrite(
                 Fusion(
-                    function.__name__, doc, _captures_in(left, captures), (left,), (out,), guards, False, source,
+                    function.__name__, doc, _captures_in(left, captures), (left,), (out,), tuple(guards), False, source,
                     span, shapes,
                 ),
                 right,
@@ -195,6 +179,27 @@ def rewrite(
         )  # fmt: skip
 
     return declare
+
+
+@contextmanager
+def _collected_guards() -> Iterator[list[Guard]]:
+    """Collect the guards that calls of `require` declare within the context."""
+    _guards.append([])
+    try:
+        yield _guards[-1]
+    finally:
+        _guards.pop()
+
+
+def _check_outputs(outputs: Sequence[Term], names: Sequence[str], where: str) -> None:
+    """Raise PatternError if outputs do not fit their names, or some of them, but not all, are results of one node."""
+    if len(outputs) != len(names):
+        raise PatternError(f"{where} returns {len(outputs)} values, out= names {len(names)}")
+    results = [(each.index, each.count) for each in outputs if isinstance(each, Output)]
+    is_within = any(isinstance(term, Output) for term in walk(*outputs))
+    if is_within and results != [(i, len(outputs)) for i in range(len(outputs))]:
+        raise PatternError(f"{where} has results() outside another value of stored(); they may also be all outputs, "
+                           "in order")  # fmt: skip
 
 
 def _captures_in(left: Term, captures: Sequence[Capture]) -> tuple[Capture, ...]:
