@@ -156,9 +156,17 @@ class _Part:
             else:
                 dtype = self.half if k in inputs else scope.shapes.dtype(tensor) if keeps else FLOAT
                 node.inputs[k] = self._read(tensor, dtype, node)
-        if op == "Cast" and reads and writes and not is_constant(reads[0]) and not self.graph.is_kept(writes[0]):
-            self.sources[writes[0].name] = node.inputs.pop(0)
-            return
+        if op == "Cast" and reads and writes and not is_constant(reads[0]):
+            (result,), source = node.outputs, node.inputs[0]
+            if self._dtype(source) == self.half or not self.graph.is_kept(result):
+                self.sources[result.name] = source
+                node.inputs.clear()
+                node.outputs.clear()
+                if self.graph.is_kept(result):
+                    wanted = self.dtypes[result.name] = self.outputs.get(result.name) or self.half
+                    self._cast(source, result, wanted)
+                    self.casts.setdefault((source.name, wanted), result)
+                return
         if op == "Cast" and writes:
             node = self._with_attributes(node, {**node.attrs, "to": FLOAT if wide else self.half})
         elif op in ("Constant", "ConstantOfShape") and writes and not wide:

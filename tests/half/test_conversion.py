@@ -858,6 +858,23 @@ def test_scores_in_the_other_half_precision_are_bounded_in_float32(dtype: Litera
     )
 
 
+def test_a_widening_cast_of_a_float16_input_is_read_past() -> None:
+    """Its result is an output and is read in a body; onnxruntime's optimizations break some chains of Casts there."""
+    text = """g (float16[8] x) => (float[8] y, float[trips,8] z) <int64 count = {3}, bool go = {1}> {
+      y = Cast <to = 1> (x)
+      same = Cast <to = 1> (y)
+      last, z = Loop (count, go, same) <body = b (int64 i, bool c, float[8] s) => (bool d, float[8] t, float[8] e) {
+        d = Identity (c)  t = Identity (s)  e = Identity (same) }>
+    }"""
+    original = parse(text)
+    model, _ = optimize(original, dtype="float16")
+    x = np.arange(8, dtype=np.float16)
+    for found, wanted in zip(run(model, x=x), run(original, x=x), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    (before,) = (f for f in model.functions if f.name == model.graph.node[0].op_type)
+    assert [(node.op_type, *node.input) for node in before.node] == [("Cast", "x0")] * 2  # for y, and for the body
+
+
 def test_casts_of_other_tools_go() -> None:
     """A converter that blocks Relu and LayerNormalization leaves six Casts, between which nothing fuses."""
     text = """
