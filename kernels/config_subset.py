@@ -48,7 +48,7 @@ def covering_subset_of_each(
     most: int,
     looked_at: int = 4,
 ) -> list[Config]:
-    """Return at most `most` configs, as `few` chooses them; `configs` is a function of a problem.
+    """Return at most `most` configs, as `few` chooses them; `configs` returns the possible configs of a problem.
 
     Not all configs are compared: the candidates are the best configs of at most `looked_at` problems.
     """

@@ -41,14 +41,15 @@ Planner: TypeAlias = Callable[[FusedNode, Sequence[TensorSpec], Device], list[Pl
 
 @dataclass(frozen=True)
 class Joined:
-    """A node split in two: the product, and the region, which reads the product's first result and the last operands.
+    """A fused node split in two: the product (or norm, or attention), and the region of operators fused into it.
 
-    The product may also be a norm or an attention.  Its further results are the node's last outputs.
+    The product has the node's first operands.  The region reads the product's first result and the node's remaining
+    operands.  The node's outputs are those of the region, followed by any further results of the product.
     """
 
     product: FusedNode
     behind: FusedNode
-    outputs: tuple[str, ...]  # the program's outputs, among them RESULT if the product's result is an output
+    outputs: tuple[str, ...]  # of the region, among them RESULT if the product's result is an output of the node
 
     @property
     def own(self) -> int:
@@ -70,7 +71,10 @@ def is_joined(node: FusedNode) -> bool:
 
 
 def joined(node: FusedNode) -> Joined:
-    """Return a node split into product and region.  Raises ValueError if its program is malformed."""
+    """Return a node split into its product and the region of elementwise operators that were fused into the node.
+
+    Raises ValueError if the attribute `program`, the text of these operators, is malformed.
+    """
     attributes = {name: value for name, value in node.attributes.items() if name != "program"}
     try:
         content = json.loads(node.text("program"))

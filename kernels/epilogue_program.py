@@ -30,7 +30,7 @@ from onnxfuse.runtime.symint import for_later_plans
 
 OPERANDS: Final = ("of_row", "of_columns", "of_elements")  # operands with one value per row, column, or element
 WORDS: Final = {"float16": 1, "bfloat16": 1, "float64": 4, "int64": 4}  # 32-bit words per 2 elements; others: 2
-MAX_EPILOGUES: Final = 8 - MAX_TWO_STEPS  # maximum number of plans with the program in the epilogue
+MAX_EPILOGUES: Final = 8 - MAX_TWO_STEPS  # maximum number of plans whose epilogue runs the program
 
 
 class Product(Protocol):
@@ -49,7 +49,8 @@ Problem = TypeVar("Problem", bound=Product)
 WORD: Final = 2**31  # number of elements from which indices have 64 bits
 OUTPUT_REGISTERS: Final = 8  # per thread, for the values and addresses of each output that the program stores
 PRECISE_REGISTERS: Final = 40  # further registers per thread, for an exact Tanh in float32
-# The kinds of generated lines. Each is a field of TEXT, except "computing", whose lines are in the field "lines".
+# The kinds of generated lines. The lines of a kind fill the field of TEXT that has the kind's name; only those of
+# "computing" fill the field "lines".
 KINDS: Final = (*OPERANDS, *(f"load_{each}" for each in OPERANDS), "reading", "computing", "storing")
 TEXT: Final = """\
 // {operators}
@@ -117,7 +118,7 @@ LOCATED: Final = """\
 
 @dataclass(frozen=True)
 class EpilogueProgram:
-    """The generated code of a program, and the properties that a kernel and its host side need."""
+    """The generated code of a program (operators fused into an epilogue), and the properties that planning needs."""
 
     text: str
     arguments: tuple[Argument, ...]  # arguments of the launch after the kernel's own
@@ -135,7 +136,10 @@ class EpilogueProgram:
                       self.text.replace("{source}", kernel.source))  # fmt: skip
 
     def launch(self, launch: Launch) -> Launch:
-        """Return the launch of a norm or an attention, extended by the program, with precise functions for float32."""
+        """Return the launch of a norm or an attention, extended by the program.
+
+        If y is float32, the kernel's functions, such as exp, are the precise ones.
+        """
         defines = {"PRECISE": int(self.dtype == "float32"), **launch.kernel.defines}
         kernel, arguments = with_program(replace(launch.kernel, defines=defines), launch.arguments, self)
         return replace(launch, kernel=kernel, arguments=arguments)
@@ -165,11 +169,11 @@ def epilogue_program(
 ) -> tuple[EpilogueProgram, tuple[TensorSpec, ...]] | None:
     """Return (program after a fused node with result `y`, specs of all outputs), or None if no epilogue can run it.
 
-    `takes_residual`: the node has no residual, so the kernel can load an operand as its residual.  `stored` are the
-    dtypes other than y's that the kernel can store.  If `stored` is empty and no output has y's dtype, the program
-    stores all outputs; the kernel must support that.  `axes`: how many of the last axes of y are its columns.
-    `strides`: for attention, the strides of y's batch, heads and queries in elements, by which its kernel locates
-    results.  Raises ValueError if shapes do not fit.
+    `takes_residual` says that the kernel can load an operand of the program as residual, because the node itself has
+    none.  `stored` are the dtypes other than y's that the kernel can store.  If `stored` is empty and no output has y's
+    dtype, the program stores all outputs; the kernel must support that.  `axes`: how many of the last axes of y are its
+    columns.  `strides`: for attention, the strides of y's batch, heads and queries in elements, by which its kernel
+    locates results.  Raises ValueError if shapes do not fit.
     """
     program, sizes = without_round_trips(parse(both.behind)), Sizes()
     specs = both.region_inputs(y, inputs)
@@ -270,7 +274,7 @@ class _Text:
     def _reads(self) -> list[tuple[str, Place]]:
         """Return each operand with each place at which it is read.
 
-        The product's result counts as an operand only if it is read at another place than that of the computed element.
+        Reads of the product's result at the place of the computed element are left out.
         """
         draft = self._writer(Arguments(self.shapes.sizes, False))
         for name in self.both.outputs:
@@ -342,7 +346,7 @@ class _Text:
         return [flat(place, self.shapes.of[each]) for each, place in self.reads if each == name] == [self.whole]
 
     def _operand(self, name: str, place: Place, variable: str) -> dict[str, str]:
-        """Return the lines, by kind (see KINDS), that read an operand: one element per column, or a single one."""
+        """Return the lines of code that read an operand, by kind (see KINDS): an element per column, or one for all."""
         index, dtype = flat(place, self.shapes.of[name]), self.program.dtypes[name]
         varies = COLUMN in index.variables()
         self.writer.keep((name, place), Reference(f"{variable}_[{'j' if varies else 0}]"))

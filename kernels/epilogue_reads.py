@@ -20,7 +20,10 @@ def are_neighbours(index: Index) -> bool:
 
 
 def is_aligned(index: Index, columns: Size, sizes: Sizes) -> bool:
-    """Return whether the first of the W columns is at a multiple of W elements, given that W divides `columns`."""
+    """Return whether the address of the first of W columns is a multiple of W elements.
+
+    W is the number of columns per access, and divides `columns`, the number of columns of y.
+    """
     plain = _without_remainders(index)
     factors = (plain.constant, *(factor for atom, factor in plain.terms if atom.name != COLUMN))
     return all(sizes.divisor(each) % WIDEST == 0 or divide(each, columns) is not None for each in factors)
@@ -42,7 +45,7 @@ def _without_remainders(index: Index) -> Index:
 
 
 def _is_one_of_all(atom: Atom) -> bool:
-    """Return whether an atom (a variable or function of an index) is a quotient with one value for all W columns."""
+    """Return whether an atom (a variable or function of an index) is a quotient, equal for all columns of an access."""
     if atom.kind != "div" or atom.of is None:
         return False
     inner = _without_remainders(atom.of)

@@ -230,7 +230,7 @@ __device__ __forceinline__ u64 matrix_descriptor(u32 address, u32 leading, u32 s
     return KIND << 62 | u64(stride >> 4) << 32 | u64(leading >> 4) << 16 | u64((address & 0x3ffff) >> 4);
 }
 
-// Returns the descriptor of an operand that begins `bytes` bytes after that of `descriptor`.
+// Returns the descriptor of an operand that begins `bytes` bytes after the operand that `descriptor` describes.
 __device__ __forceinline__ u64 moved(u64 descriptor, u32 bytes) {
     return (descriptor & 0xffffffff00000000) | (u32(descriptor) + (bytes >> 4));
 }
@@ -321,8 +321,8 @@ __device__ __forceinline__ void settle(const E*& pointer) {
                      : RESULTS_##n0("+f")                                                                            \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(int(ALONG_N))); \
     }
-// Like WGMMA, but for fp32 operands, which TMA has rounded to TF32; wgmma ignores their other bits. Both operands are
-// contiguous along k.
+// Like WGMMA, but for fp32 operands, which TMA has rounded to TF32; wgmma ignores the bits that TF32 lacks. Both
+// operands are contiguous along k.
 #define WGMMA_TF32(N, n0, n1, n2, n3, n4, n5, n6)                                                                   \
     template <bool ALONG_N>                                                                                         \
     __device__ __forceinline__ void wgmma(f32, float (&d)[N / 2], u64 a, u64 b, bool accumulate) {                  \

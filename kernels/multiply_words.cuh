@@ -8,7 +8,7 @@ __device__ __forceinline__ unsigned multiply_words(f16, unsigned a, unsigned b) 
     return product;
 }
 
-__device__ __forceinline__ unsigned multiply_words(bf16, unsigned a, unsigned b) {  // sm_80 has no mul of bf16
+__device__ __forceinline__ unsigned multiply_words(bf16, unsigned a, unsigned b) {  // by fma: sm_80 has no mul of bf16
     unsigned product;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));
     return product;

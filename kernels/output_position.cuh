@@ -1,4 +1,5 @@
-// The position in y of results to which a kernel applies a program (program.cuh).
+// The position in y at which a kernel's results begin; the program, which applies fused operators to the results, needs
+// the position (see program.cuh).
 #pragma once
 
 namespace program {

@@ -22,7 +22,7 @@
 namespace program {
 
 struct Program {  // for kernels without operators
-    // Operands loaded for a row, for W columns of all rows, and for W elements of y.
+    // The operands of the operators: values loaded for one row of y, for W columns of all rows, or for W elements.
     struct OfRow {};
     template <int W> struct OfColumns {};
     template <int W> struct OfElements {};

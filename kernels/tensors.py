@@ -65,10 +65,10 @@ def unsupported_choice(node: FusedNode, choice: str, known: Sequence[str], defau
 def vector_width(tensors: Sequence[TensorSpec], *extents: int, weights: Sequence[TensorSpec] = ()) -> int:
     """Return the elements per vector access: a divisor of every extent, at most 16 bytes in each of `tensors`.
 
-    The width is 1 if any tensor is misaligned.  If extents are symbolic, a guard (a condition on sizes) in the
-    plan says whether the widest width divides them; if not, the returned width divides them for all sizes.  `weights`
-    must be aligned too, but their vectors may exceed 16 bytes: they come from a cache, so that a second access costs
-    little.
+    The width is 1 if any tensor is misaligned.  For symbolic extents, a guard (a condition on sizes) is added to the
+    plan: that the widest width divides them, or that it does not.  In the second case, the returned width divides them
+    for all sizes.  `weights` must be aligned too, but their vectors may exceed 16 bytes: they come from a cache, so a
+    second access costs little.
     """
     if not all(tensor.aligned for tensor in (*tensors, *weights)):
         return 1
@@ -154,7 +154,8 @@ def float32(*numbers: float) -> tuple[Scalar, ...]:
 def struct(*parts: Value | Struct) -> Struct:
     """Return a struct that has these fields; the structs among them are members.
 
-    A member has fields of 64 bits alone, so that neither C nor this function pads it.  Raises ValueError for others.
+    All fields of a member must have 64 bits, so that neither C nor this function pads it.  Raises ValueError for a
+    member with other fields.
     """
     members = [part for part in parts if isinstance(part, Struct)]
     if any(isinstance(field, Scalar) and field.type != "int64" for member in members for field in member.fields):

@@ -254,7 +254,8 @@ __device__ __forceinline__ void store(T* to, const float (&values)[N]) {
     store_pack<LEAVING>(to, pack<T, N>(values));
 }
 
-// Stores with LEAVING chosen at run time by `leaving`, which must be equal in all threads of a warp.
+// Calls store_pack with LEAVING equal to `leaving`, which is known at run time only. All threads of a warp must pass
+// the same `leaving`.
 template <int N, class T>
 __device__ __forceinline__ void store_pack_as(bool leaving, T* to, const Pack<T, N>& packed) {
     if (leaving) store_pack<true>(to, packed);

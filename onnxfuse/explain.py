@@ -57,7 +57,10 @@ def where_rewritten(result: FusedModel, rule: str | None) -> list[str]:
 
 
 def explain(miss: Miss, *alike: Miss) -> str:
-    """Return the explanation of a near miss, a text of several lines; `alike` are misses that differ only in names."""
+    """Return the explanation of a near miss (a match that failed late), in several lines.
+
+    `alike` are misses that differ from `miss` only in names.
+    """
     head = f"{miss.fusion.name}: not at '{miss.node}' ({miss.matched} of {miss.of} nodes agree)"
     lines = [head, f"  {miss.reason}", *_source(miss.span)]
     if miss.hint:
@@ -142,7 +145,7 @@ def where_fused(fused: Sequence[Fused], node: str) -> str | None:
 
 
 def why_in_no_region(fused: Sequence[Fused], reasons: Mapping[str, str], node: str | None = None) -> list[str]:
-    """Return why nodes are in no region, one line each; for a named node its reason alone, or its region."""
+    """Return why nodes are in no region, one line each; for a named node, its own reason, or its fused node."""
     found = next((one for one in fused if node in one.replaces), None)
     if found is not None and found.fusion == REGION:
         return [f"'{node}' is part of the region node '{found.node}', which --regions makes"]
@@ -171,7 +174,7 @@ def where_inside(model: onnx.ModelProto, inlined: Inlined, name: str) -> str | N
 def _nodes_outside_bodies(
     graph: onnx.GraphProto, outer: onnx.NodeProto | None = None
 ) -> Iterator[tuple[onnx.NodeProto | None, onnx.NodeProto]]:
-    """Yield every node, with the outermost enclosing node whose subgraphs are not fused, or None."""
+    """Yield (outer, node) for every node: `outer` is the outermost node around it with unfused subgraphs, or None."""
     for node in graph.node:
         yield outer, node
         for inner in subgraphs(node):

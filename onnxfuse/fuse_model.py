@@ -94,7 +94,7 @@ class StageTimer:
         self.progress(f"{name}: {step}", 0, 0)
 
 
-Regions: TypeAlias = bool | Literal["apart"]  # whether to make regions; "apart": yes, but operators join no kernels
+Regions: TypeAlias = bool | Literal["apart"]  # whether to make regions; "apart": yes, without epilogue fusion
 
 
 Scores: TypeAlias = frozenset[tuple[str, str]]  # Softmaxes, each by the name of its graph and of its output
@@ -137,7 +137,7 @@ class Learned:
     raised: Mapping[str, LeftOut] = field(default_factory=dict)  # steps that raised, by name
     operators: Mapping[str, Stays] = field(default_factory=dict)  # operators not to be decomposed, by first output
     scores: Scores = frozenset()  # the Softmaxes whose scores stay as they are
-    rounds: int = 0  # number of rounds after which decomposed operators or rewritten scores were not fused
+    rounds: int = 0  # number of rounds that did not fuse all decomposed operators and rewritten scores
 
     def applied(self, settings: Settings) -> Settings:
         """Return the settings without the steps that raised."""
@@ -168,7 +168,7 @@ class FusedBody:
 
 @dataclass(frozen=True)
 class FusedModel:
-    """A model after fusing, with the record of all changes; or one of its bodies, as a model."""
+    """A model after fusing, or one body of its Ifs, Loops and Scans as a model; with the record of all changes."""
 
     graph: Graph
     model: onnx.ModelProto = field(default_factory=onnx.ModelProto)
@@ -194,7 +194,7 @@ class FusedModel:
         return self.standard or self.model
 
     def everywhere(self, where: str = "") -> Iterator[tuple[str, FusedModel]]:
-        """Yield this graph and all bodies in it, each with its name in reports; the main graph is ""."""
+        """Yield this graph and all bodies of If, Loop and Scan in it, with their names in reports ("": main graph)."""
         yield where, self
         for one in self.bodies:
             yield from one.fused.everywhere(f"{one.body.where} in {where}" if where else one.body.where)
@@ -219,7 +219,7 @@ class FusedModel:
 
     @property
     def all_folded(self) -> tuple[Folded, ...]:
-        """All nodes that were removed, including nodes in bodies, and without Constants."""
+        """All nodes that were folded, including nodes in bodies of If, Loop and Scan, but no Constants."""
         return tuple(one for _, each in self.everywhere() for one in each.folded if one.kind != STORED)
 
     @property
@@ -481,7 +481,7 @@ def lay_images_out(work: Work) -> None:
     """Make parts of the graph around convolutions channels-last, and store weights as kernels read them."""
     settings, fused, layouts = work.settings, work.found.fusing.fused, LayoutResult()
     stored = store_rows(work.shapes, fused)
-    if any(fusion.name == CONVOLUTION for fusion in settings.fusions):  # Convs become nodes of this fusion
+    if any(fusion.name == CONVOLUTION for fusion in settings.fusions):  # the fusion of channels-last Convs
         channels_last = {fusion.name: fusion.channels_last for fusion in settings.fusions}
         standing = {*settings.exclude, *_kept_outputs(work.graph, settings.fusions, work.keep)}
         options = LayoutOptions(settings.layout, channels_last, standing, settings.left_out)

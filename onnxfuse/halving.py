@@ -56,8 +56,8 @@ RAISED_OPSETS: Final = range(14, 23)
 DRAWS_TRIED: Final = 8
 RUNS: Final = 2
 MAX_KEPT: Final = 0.5  # share of nodes; if errors require more nodes in float32, the conversion is refused
-MAX_WIDENED: Final = 0.1  # default share of nodes that may stay in float32 so that errors become usual
-NOISE_DRAWS: Final = 8  # calls of `_noise` if the first does not explain an error: results may differ tenfold
+MAX_WIDENED: Final = 0.1  # without max_error, at most this share of nodes stays in float32 to make errors usual
+NOISE_DRAWS: Final = 8  # calls of `_noise` if the first does not explain an error; their results may differ tenfold
 
 Model = tuple[onnx.ModelProto, Path | None]
 Scaling = Callable[[ShapeInfo, Mapping[str, Range], Weights], dict[str, Range]]
@@ -286,7 +286,7 @@ class Halving:
         if self._is_allowed(result):
             return first
         must = self.wanted.max_error is not None or not _is_finite(result)
-        limit = max(2, int((MAX_KEPT if must else MAX_WIDENED) * result.nodes))  # 2: a tensor's writer and reader
+        limit = max(2, int((MAX_KEPT if must else MAX_WIDENED) * result.nodes))  # at least a producer and a consumer
         tried: dict[int, HalfResult] = {0: result}
 
         def suffices(count: int) -> bool:
@@ -326,7 +326,7 @@ class Halving:
         return f"output '{worst.name}' {found} in {name}, {share}; {advice}"
 
     def _ask(self, count: int, reason: str) -> None:
-        """Request float32 for the `count` nodes that add most to the error, and for the other nodes of their units."""
+        """Request float32 for the `count` nodes that add most to the error, and for the nodes to be fused with them."""
         queue = self._queue  # the order of the first conversion, before more nodes are requested
         self.asked.clear()
         for name in queue[:count]:
@@ -343,7 +343,7 @@ class Halving:
         )  # fmt: skip
 
     def _errors(self, written: onnx.ModelProto) -> tuple[HalfError, ...]:
-        """Return the error of each floating-point output, and its noise."""
+        """Return the error of each floating-point output, and the output's noise as `_noise` measures it."""
         assert self.converted is not None and self.reference is not None
         self._tell("errors")
         made = self._outputs(written, as_is=False)

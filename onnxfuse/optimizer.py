@@ -214,9 +214,10 @@ def _reference(reference: str | os.PathLike[str] | bytes | onnx.ModelProto, job:
 def _quantized(
     job: _Job, weights: str | None, samples: Sequence[Mapping[str, Array]], name: str
 ) -> QuantizedModel | None:
-    """Return the original with quantized weights, or with activations that are quantized too, by samples; else None.
+    """Return the quantized original: only its weights if `weights` is given, else activations too, by `samples`.
 
-    Activations are quantized once BatchNormalization and the like are folded into weights, which is verified.
+    Returns None if neither is given.  BatchNormalization and the like are folded into weights before activations are
+    quantized; the folded model is verified.
     """
     if weights:
         with job.timer.stage("quantize"):
@@ -350,7 +351,7 @@ class _Found:
 def _optimize(job: _Job, path: str | None) -> tuple[onnx.ModelProto, Report]:
     """Return the optimized model and its report, as `optimize` does."""
     source = job.original
-    if (job.is_standard or job.half) and has_fused_nodes(source):  # bodies depend on dtypes and the opset
+    if (job.is_standard or job.half) and has_fused_nodes(source):  # fused nodes are for one dtype and one opset
         source = in_operators(source, job.folder)[0]
     found = _fuse_standard(job, source) if job.is_standard else _fuse_source(job, source)
     accepted = _accepted(job, found)
@@ -520,14 +521,14 @@ class TakenBack:
     """The matches, fusions, passes and constants found wrong, which are left out when the model is fused again."""
 
     dropped: list[Dropped] = field(default_factory=list)  # everything that was undone, for the report
-    names: set[str] = field(default_factory=set)  # what is left out: fusions, passes, layout, folding into weights
+    names: set[str] = field(default_factory=set)  # names of the fusions, passes and steps (as LAYOUT) that are left out
     constants: set[str] = field(default_factory=set)  # names of tensors that are not folded
     matches: dict[tuple[str, str], int] = field(default_factory=dict)  # match -> the round in which it was undone
     rounds: int = 0  # rounds in which matches were undone
 
     @property
     def passes(self) -> frozenset[str]:
-        """The names of the passes that are left out; passes that change weights are left out together."""
+        """The names of the passes to leave out; the passes that change weights are left out together."""
         of_weights = WEIGHT_PASSES if WEIGHT_FOLDING in self.names else frozenset()
         return of_weights.union(self.names.intersection(PASS_NAMES))
 
@@ -546,7 +547,7 @@ class TakenBack:
         )
 
     def take(self, dropped: Dropped) -> None:
-        """Leave out a fusion, the layout, the folding into weights, or a pass."""
+        """Record a fusion, the layout, the folding into weights or a pass as wrong: the next attempt leaves it out."""
         self.dropped.append(dropped)
         self.names.add(dropped.fusion)
 
@@ -580,7 +581,7 @@ class _Search:
 
     source  the original in the opset in which it is fused
 
-    Without a verifier, only fused nodes whose bodies ONNX's checker refuses count as wrong.
+    Without a verifier, a fused node counts as wrong only if ONNX's checker refuses its body (its ONNX function).
     """
 
     job: _Job
@@ -660,7 +661,7 @@ class _Search:
         Raises VerificationError if no step does.
         """
         differs = verifier.verify(self.fuse(settings).written)
-        if differs.passed is not False:  # the unfused model agrees: ONNX's own operators are wrong
+        if differs.passed is not False:  # the unfused model agrees: nodes that fusing wrote are wrong
             reason = verifier.verify(result.written).reason
             if not result.fused:
                 text = "operators that were spelled out changed the model"

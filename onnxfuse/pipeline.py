@@ -39,7 +39,7 @@ PIPELINE: tuple[Pass, ...] = (
     scatter_to_concat,
     einsum_to_matmul,  # its Transposes compose with those around it
     sizes_of_operands,
-    rules_pass("write_products_of_rows", ROWS),  # before normalize composes the views after them with others
+    rules_pass("write_products_of_rows", ROWS),  # before normalize composes the views after these products with others
     rules_pass("write_roots", ROOTS),  # before normalize, which then merges equal means
     rules_pass("write_one_form", NO_OPS),
     normalize,  # so that the passes below, and patterns, find each computation in one form
@@ -50,7 +50,8 @@ PIPELINE: tuple[Pass, ...] = (
     rules_pass("write_rotations", ROTATIONS),
     rules_pass("recognize_activations", ACTIVATIONS),  # before fold_batch_norm folds the scales of activations
     fold_pads,  # after Transposes are composed; before the passes that check the pads of a convolution
-    # before fold_batch_norm, which folds into the MatMuls that these rules write, and folds the biases that they move
+    # Before fold_batch_norm: these rules write MatMuls into which it folds scales and biases, and they move biases
+    # next to the convolutions into which it folds them.
     rules_pass("write_images", IMAGES, of=CONVOLUTIONS),
     fold_batch_norm,
     rules_pass("fold_variance_factor", VARIANCES),

@@ -66,7 +66,7 @@ __all__ = ["InferenceSession", "NodeDispatch", "explain_session", "open_session"
 
 log: Final = logging.getLogger("onnxfuse")
 NO_KERNELS: Final = "no node of the model runs as a kernel"
-planner.verdicts = MeasuredVerdicts()  # the planner itself does not read measurements
+planner.verdicts = MeasuredVerdicts()  # decides between plans by measurements, which the planner itself does not read
 
 
 def InferenceSession(
@@ -145,8 +145,8 @@ def open_session(
     nodes.choose(
         settings.prefer, f"; nodes cannot differ, as '{outside}' leads out of the model's folder" if outside else None
     )
-    # If a node's kernel fails after the options have registered its function, the node calls a renamed copy of that
-    # function.
+    # The nodes that will call renamed copies of their functions, because the options register kernels for the names of
+    # these functions, but the nodes must run as ONNX functions; for example, a node whose kernel has failed since.
     mixed = nodes.mixed(registered_operators(options) if outside is None else frozenset())
     folder = path.parent if path and mixed and files else None
     whole = split_functions(model, mixed, read(source)).SerializeToString() if mixed else source
@@ -274,8 +274,8 @@ class _Nodes:
     calls: Sequence[Call]
     target: Target | NoTarget
     given: Sequence[GivenTemplate | None]  # per node: its template (plans for all sizes) from a plan file, if any
-    reasons: Sequence[str | None] = ()  # per node: why its body runs; None if a kernel does
-    preferred: Sequence[Preference | None] = ()  # per node: the choice by measurements, if there are any
+    reasons: Sequence[str | None] = ()  # per node: why it runs as its ONNX function; None if a kernel runs it
+    preferred: Sequence[Preference | None] = ()  # per node: the way that measurements prefer; None if not measured
 
     @property
     def kernels(self) -> list[Call]:

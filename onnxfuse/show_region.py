@@ -89,7 +89,7 @@ def _parts(call: Call) -> tuple[Program, dict[str, str], Sequence[str]]:
 
 
 def _program_text(call: Call) -> Iterator[str]:
-    """Yield the lines of a region's program."""
+    """Yield the lines that show a region's program, the list of its operators."""
     yield f"{call.node.name}: {' '.join(call.proto.input)} -> {' '.join(call.proto.output)}"
     yield from (f"  {line}" for line in _values_text(call, call.proto.output))
 

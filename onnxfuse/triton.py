@@ -83,9 +83,10 @@ def export_triton(
     plans  the model's plan file; by default the model's path with .plans appended
 
     Raises UsageError if the model has no fused nodes, is already in the repository, or cannot have batches; if Triton
-    does not accept its name or place; and if the plan file is missing, or lacks a node or a batch.  Raises ModelError
-    if config.pbtxt cannot describe the model, or its weights are missing or not in its folder; PlanFileError if the
-    plan file cannot be read; NativeError if the library is missing; OnnxfuseError if writing to the repository fails.
+    does not accept its name or place; and if the plan file is missing, or lacks plans of a node or of a batch size.
+    Raises ModelError if config.pbtxt cannot describe the model, or the model's weights are missing or not in its
+    folder; PlanFileError if the plan file cannot be read; NativeError if onnxfuse's library is missing; OnnxfuseError
+    if writing to the repository fails.
     """
     model = read_model(source)
     if not (calls := read_calls(model)):
@@ -268,7 +269,10 @@ def _tensors(values: Sequence[onnx.ValueInfoProto]) -> Iterator[_Tensor]:
 
 
 def _batch_size(tensors: Sequence[_Tensor], wanted: int | None) -> int:
-    """Return the largest batch for Triton to make.  Raises UsageError if one is wanted and a first dim is static."""
+    """Return the size of the largest batch that Triton may make from requests; 0 for no batches.
+
+    Raises UsageError if batches are wanted and the first dim of a tensor is static.
+    """
     unfit = next((tensor.name for tensor in tensors if tensor.batch is None), None)
     if wanted is None:
         is_one = len({tensor.batch for tensor in tensors if tensor.batch}) <= 1

@@ -26,7 +26,7 @@ from onnxfuse.verify.values_in_bodies import first_feeds, values_needed
 Feeds: TypeAlias = Mapping[str, Array]
 Written: TypeAlias = Callable[[onnx.ModelProto], onnx.ModelProto]
 
-WEIGHT_FOLDING: Final = "batch_norm"  # the name in the report when the folding into weights is undone
+WEIGHT_FOLDING: Final = "batch_norm"  # the name of the folding into weights, where reports say that it was undone
 
 
 @dataclass
@@ -86,7 +86,10 @@ class Verifier:
         return wrong
 
     def _graphs_with_feeds(self, result: FusedModel) -> Sequence[tuple[FusedModel, Feeds | None]]:
-        """Return the main graph and all bodies, each with inputs on which it runs; None if no such inputs are known."""
+        """Return the main graph and the bodies of all Ifs, Loops and Scans, each with inputs on which it runs.
+
+        The inputs are None if none are known.
+        """
         if self._inside is None or self._inside[0] is not result:
             try:
                 feeds: Feeds | None = self.reference().runs[0].feeds
@@ -96,7 +99,7 @@ class Verifier:
         return self._inside[1]
 
     def _graphs(self, result: FusedModel, feeds: Feeds | None) -> Iterator[tuple[FusedModel, Feeds | None]]:
-        """Yield a graph and its bodies, each with inputs to try to run it on."""
+        """Yield a graph and the bodies of its Ifs, Loops and Scans, each with inputs to try to run it on."""
         yield result, feeds
         assert result.unfused is not None
         bodies = [one for one in result.bodies if one.fused.fused or any(e.folded for _, e in one.fused.everywhere())]
@@ -164,7 +167,8 @@ class Verifier:
         self.equal_parts |= found.equal
         if is_main or feeds is None or not found.not_compared:
             return found
-        # A branch that is not taken need not run, and a cache may be empty in the first iteration.
+        # Parts in bodies may have no values to compare: a branch that is not taken need not run, and a cache may be
+        # empty in the first iteration.
         drawn = compare([one.part for one in found.not_compared], feeds=None)
         self.equal_parts |= drawn.equal
         left = {one.part.key for one in drawn.not_compared}
@@ -184,7 +188,7 @@ class Verifier:
                 return nothing_compared(self.original, self._failure(error))
 
     def culprits(self, result: FusedModel, verified: Verification, written: Written) -> list[Culprit]:
-        """Return the fused nodes that make a model differ from the original, each with a sentence.
+        """Return the fused nodes that make a model differ from the original, each with a sentence about the difference.
 
         written  returns the model to write for a model with fused nodes
         """

@@ -75,7 +75,7 @@ def layouts(name: str, x: Term, rows: str, heads: str, size: str, result: str) -
 
 
 def by_layout(name: str, x: Term, rows: str, heads: str, size: str, result: str) -> Term:
-    """Return a choice `<name>_layout` of the layouts of x."""
+    """Return x, rearranged from any known layout to the axes `result`; the choice `<name>_layout` names the layout."""
     return choose(f"{name}_layout", **layouts(name, x, rows, heads, size, result))
 
 
@@ -119,7 +119,8 @@ def causal_bias(queries: Term, keys: Term, mask: Term, like: Term, masked_score:
     """Return the bias of a causal mask: 0 where a query attends to a key, `masked_score` where it does not.
 
     `queries` and `keys` are the numbers of queries and keys.  The last query is aligned with the last key.  A query
-    attends to a key that does not come after it, if the boolean mask, where there is one, is true.
+    attends to the keys that do not come after it.  If there is a boolean `mask`, the query attends only to those of
+    these keys for which the mask is true.
     """
     alone = causal(op.Where(_up_to_diagonal(queries, keys), 0.0, masked_score), "queries keys", masked_score)
     return cast_like(either(op.Where(_causal_and(queries, keys, mask), 0.0, masked_score), alone), like=like)
@@ -222,5 +223,5 @@ def attend(queries: Term, columns: Term, keys: Term, values: Term, scores: Score
 
 
 def _where(kind: str, cleared: Term) -> Term:
-    """Return `cleared`, probabilities that are 0 for masked keys, as a term that matches only masks of this kind."""
+    """Return `cleared`, the probabilities with 0 for masked keys, but only for matches whose mask is of this kind."""
     return when(cleared, f"the mask is {kind}", lambda mask_kind: mask_kind == kind)

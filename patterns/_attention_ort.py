@@ -177,9 +177,10 @@ def sees_all(form: str, mask_kind: str, bias_kind: str, mask: object, is_causal:
 
 
 def adding_is_exact(form: str, mask_kind: str, fully_masked: str, masked_score: float, dtype: str) -> bool:
-    """Return whether the body may add the mask to the scores, although the matched mask may replace scores.
+    """Return whether the body (ONNX function) may add the mask to scores, although the matched mask may replace them.
 
-    The sum of a score and `masked_score` must be `masked_score` itself, by which a boolean mask replaces the score.
+    A boolean mask replaces a score by `masked_score`, so the sum of any score and `masked_score` must be
+    `masked_score`.
     """
     if fully_masked == "cleared" and masked_score > -INFINITY:
         return False  # a row in which all keys are masked would have equal probabilities

@@ -63,11 +63,14 @@ def standard_attention(
     rows: str = "keys",
     side_by_side: tuple[Term, Term, Term] | None = None,
 ) -> tuple[Term, ...]:
-    """Return the result of the fused attention as ONNX's Attention; with a past, also the keys and values after it.
+    """Return the result of the fused attention, computed by ONNX's Attention.
+
+    With a past, also return the keys and values of all steps, to which the operator appends those of this step.
 
     by_heads      queries, keys and values of (batch, heads, rows, size); `rows` names the number of keys
     past          keys and values of earlier steps, also (batch, heads, rows, size)
-    side_by_side  the three in the layout of `packed`, used if the fused node's queries are (batch, rows, ...)
+    side_by_side  queries, keys and values of (batch, rows, heads * size), used if the fused node's queries are
+                  (batch, rows, ...); by default they are rearranged from `by_heads`
     """
     counts = {"q_num_heads": size("heads"), "kv_num_heads": size("kv_heads")}
     four = _attended(by_heads, 2, scores, past, {})
@@ -154,7 +157,7 @@ def _masks(queries: Term, rows: tuple[Term, Term], scores: Scores, has_past: boo
 
 
 def _is_operator(has_past: bool) -> Callable[..., bool]:
-    """Return the condition that the fused node was an Attention, whose mask and is_causal can be written as they were.
+    """Return the condition that the fused node replaces an Attention whose mask and is_causal can be written unchanged.
 
     With a past, is_causal must be 0, because the past would shift a causal mask.
     """
@@ -174,7 +177,7 @@ def _ends_level(
     form: str, mask_kind: str, bias_kind: str, masked_score: float, dtype: str, mask: object, queries: object,
     new: object,
 ) -> bool:  # fmt: skip
-    """Return whether the only mask is a causal one, and there are as many queries as new keys (after the past's)."""
+    """Return whether the only mask is a causal one, with as many queries as new keys (keys that the past lacks)."""
     return _is_square(form, mask_kind, bias_kind, masked_score, dtype, mask, queries, new)
 
 
@@ -214,8 +217,8 @@ def _added(queries: Term, rows: tuple[Term, Term], scores: Scores) -> Term:
 def _above_lowest(added: Term, above: float) -> Term:
     """Return the additive mask with `above` in place of lower finite numbers.
 
-    Where two masks that are both the lowest number were added, the sum is -inf.  It is not replaced: the row's other
-    keys have all the weight.
+    Elements of -inf, sums of two masks that both hold the lowest number, are not replaced, because the row's other keys
+    then have all the weight.
     """
     limited = op.Max(added, above)
     finite_alone = op.Where(op.Greater(added, -INFINITY), limited, added)

@@ -1,10 +1,10 @@
-"""The spellings of LayerNorm and RMSNorm, shared by the fusions with and without a preceding sum."""
+"""The forms in which models write LayerNorm and RMSNorm, for the fusions with and without a preceding sum."""
 
 from onnxfuse.dsl import Term, either, float32, op, require, when
 
 
 def require_epsilon() -> None:
-    """Require an epsilon that onnxruntime accepts when it fuses the operators of a body into its own norm."""
+    """Require an epsilon that onnxruntime accepts when it fuses the operators of a norm into its own operator."""
     require("epsilon is {epsilon}: 0 or more", lambda epsilon: epsilon is None or epsilon >= 0)
 
 

@@ -140,5 +140,5 @@ def _per_head(table: Term, axes: str, count: str, of_heads: bool) -> Term:
             "bhsd": rearrange(table, f"cos_batch {heads} -> cos_batch {each}"),
             "hsd": rearrange(table, f"{heads} -> {each}"),
         }
-    last = "b1sd" if names[1] == "1" else "bs1d"  # tried last, because it also matches a view of any other layout
+    last = "b1sd" if names[1] == "1" else "bs1d"  # tried last: tables of other layouts match it through a view
     return choose("table", **{label: layouts[label] for label in sorted(layouts, key=lambda label: label == last)})

@@ -46,7 +46,7 @@ ROWS_FIRST: Final = "batch {rows} kv_heads {size}"
 
 
 def appended(past: Term, new: Term, name: str, size: str) -> Term:
-    """Return a cache after this step: the past's rows, then the new ones; `name` is the prefix of its choices."""
+    """Return a cache after this step: the past's rows, then `new`, whose layout the choice `<name>_layout` names."""
 
     def cache(axes: str, axis: int) -> Term:
         old = axes.format(rows="past", size=size)

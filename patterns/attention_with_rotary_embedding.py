@@ -147,8 +147,9 @@ def attention_with_rotary_embedding(
 ) -> Term:
     """attention(rotary_embedding(q), rotary_embedding(k), v); where q or k has a scale, its RMS norm is rotated
 
-    No other node reads the rotated values: keys that also go to a cache are rotated by a rotary_embedding node.  With
-    `first_rows` kept the first `kept` rows of queries and keys are not rotated: class tokens have no position.
+    No other node reads the rotated values: keys that also go to a cache are rotated by a rotary_embedding node.  If the
+    choice `first_rows` is "kept", the first `kept` rows of queries and keys are not rotated: they are class tokens,
+    which have no position.
 
     With `--fallback ort`, NaN and infinite inputs spread to the same elements of the result as in attention().
     """

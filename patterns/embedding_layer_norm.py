@@ -21,7 +21,8 @@ def embedding_layer_norm(
     """sum = table[ids] + table_2[ids_2] + table_3[ids_3] + added + row, at most three of them; y = layer_norm(sum)"""
     require(
         "as many positions as ids, {s}, or one are added; there are {p}",
-        lambda s, p, share_symbols: p in (None, s) or share_symbols(s, p),  # a slice [:s] of 512 rows: min(512, s) rows
+        # A slice [:s] of a table of 512 rows has p = min(512, s) rows, which shares the symbol s.
+        lambda s, p, share_symbols: p in (None, s) or share_symbols(s, p),
     )
     tokens, second, third = op.Gather(table, ids), op.Gather(table_2, ids_2), op.Gather(table_3, ids_3)
     total = choose(

@@ -23,7 +23,7 @@ RANKS = 2, 3, 4, 5  # ranks of x, which is (n, channels, …)
 
 
 def of_rank(axes: int, value: Term) -> Term:
-    """Return a spelling that matches only if x has `axes` axes."""
+    """Return `value` as a term that matches only if the fusion's x has `axes` axes."""
     return when(value, f"x has {axes} axes", lambda rank: rank == axes)
 
 

@@ -33,14 +33,14 @@ def rotary_embedding(
 ) -> Term:
     """y = x * cos + turned(x) * sin, of each head or of its first elements (Su et al. 2021, arXiv:2104.09864)
 
-    turned(x) replaces each pair (a, b) by (-b, a).  A pair has an element of each half of a head, or two neighbours
-    (rotate_pairs).  In the forms complex_… tables have half the columns, and pairs are multiplied by cos + i sin;
-    complex_pairs_to_halves reads pairs of neighbours and writes them as halves.  Each head has tables of its own where
-    `table` is hsd or bhsd, as with learnt frequencies (Heo et al. 2024, arXiv:2403.13298).  With `first_rows` kept the
-    first `kept` rows, such as class tokens, stay as they are and have no tables.  y is (batch, heads, seq, size), or
-    (batch, seq, heads, size) with `order` rows_first.  x may be a slice of a packed product of queries, keys and
-    values.  `--emit standard` writes ONNX's RotaryEmbedding where heads share tables, and the columns of cos and sin
-    are known to repeat.
+    turned(x) replaces each pair (a, b) by (-b, a).  A pair consists of an element of the first half of a head and one
+    of the second half or, in the form rotate_pairs, of two neighbours.  In the forms complex_…, the tables have half as
+    many columns, and each pair is multiplied by cos + i sin; complex_pairs_to_halves reads pairs of neighbours and
+    writes them as halves.  If `table` is hsd or bhsd, each head has tables of its own, as with learnt frequencies (Heo
+    et al. 2024, arXiv:2403.13298).  If `first_rows` is "kept", the first `kept` rows, such as class tokens, are not
+    rotated, and the tables have no rows for them.  y is (batch, heads, seq, size) or, if `order` is rows_first, (batch,
+    seq, heads, size).  x may be a slice of a packed product of queries, keys and values.  `--emit standard` writes
+    ONNX's RotaryEmbedding if all heads share the tables, and the columns of cos and sin are known to repeat.
     """
     require_cos_batch()
     require("{seq} rows are {kept} that stay and {patches} more", lambda seq, kept, patches: is_sum(seq, kept, patches))

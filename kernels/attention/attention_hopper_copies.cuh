@@ -138,8 +138,8 @@ struct Producer {
     }
 };
 
-// Copies the tiles that count among the first `tiles` tiles. If a row then needs a second pass, copies all of the first
-// `all` tiles. `leader`: whether this lane issues the copies.
+// Copies those of the first `tiles` tiles that the mask does not hide entirely. If a row then needs a second pass,
+// copies all of the first `all` tiles. `leader`: whether this lane issues the copies.
 template <class Mask>
 __device__ __forceinline__ void produce(Producer& producer, Mask& mask, int tiles, int all, bool leader) {
     u32 bits[BIT_WORDS] = {};

@@ -105,7 +105,7 @@ struct Fragment {
 template <int TERMS>
 struct CapPolynomial {
     float largest;  // largest product for which the polynomial holds
-    // If the row's reference (its score of weight 1) is at least `lowest`, products below -largest have no weight.
+    // Smallest reference of a row (the score of weight 1) at which products below -largest have no weight.
     float lowest;
     float terms[TERMS];
 
@@ -133,13 +133,13 @@ struct CapPolynomial {
 struct Cap {
     float limit;
     float rate;  // 2 log2(e) scale / limit
-    // If a row's reference (the score of weight 1) is at most `highest`, products above smallest.largest have weights
-    // above KEPT.
+    // If a row's reference (the score of weight 1) is at most `highest`, every product that is too large for the
+    // polynomial `smallest` (above smallest.largest) has a weight above KEPT.
     float highest;
     CapPolynomial<3> smallest;
     CapPolynomial<5> small;
 
-    // Returns the capped score in natural units; `reciprocal_limit` is 1 / limit.
+    // Returns limit * tanh(s / limit) for a score s = scale * q k; `reciprocal_limit` is 1 / limit.
     __device__ __forceinline__ float apply(float s, float reciprocal_limit) const {
         // tanh(x) = 1 - 2 / (1 + exp(2 x)), to 2e-7; the instruction tanh.approx is exact to 5e-4 only
         const float power = exp2_fast(2.0f * LOG2_E * s * reciprocal_limit);
@@ -247,8 +247,8 @@ struct ScoreMod {
     }
 
     // Applies cap, bias, mask and limits to the scores of a tile. Returns true if the scores are then in the units of
-    // ScoreUnits. With LATE_CAP it returns false, because the scores are still bare products of q and k, unless a mask
-    // adds numbers to them or replaces them by a finite number.
+    // ScoreUnits, as they always are without LATE_CAP. With LATE_CAP they are only if a mask adds numbers to them, or
+    // replaces some by a finite number; otherwise the scores are still bare products of q and k.
     __device__ __forceinline__ bool apply(float (&s)[SCORES], u32 info) const {
         const int first = (info & END) * BLOCK_N + column;
         const bool in_units = !LATE_CAP || (SECOND_PASS && masked != minus_infinity()) || (ADDITIVE && kind(info) == 1);
@@ -288,8 +288,9 @@ struct ScoreMod {
     }
 };
 
-// The form of a warp's scores with LATE_CAP: in the units of ScoreUnits, or still bare products of q and k. If these
-// products are small or smallest, the polynomial `small` or `smallest` of Cap holds for all of them.
+// The form of a warp's scores with LATE_CAP: in the units of ScoreUnits, or products of q and k, to which scale and cap
+// are not applied yet. If all of these products are small enough, the cap is computed by a polynomial: Cap::small for
+// SMALL_PRODUCTS, Cap::smallest for SMALLEST_PRODUCTS.
 enum class Scores { IN_UNITS, PRODUCTS, SMALL_PRODUCTS, SMALLEST_PRODUCTS };
 
 // A row's reference is the score whose weight is 1. It need not be the largest score: weights above 1 are as exact in
@@ -309,7 +310,7 @@ struct Softmax {
     float top[2] = {minus_infinity(), minus_infinity()};
     float sum[2] = {0.0f, 0.0f};  // per row, the sum of the weights in this thread's columns
     float scaled[2];              // the rows' references (the scores of weight 1), as exponents of 2
-    bool keeps = false;           // whether all rows of the warp may keep their references for the next tile
+    bool keeps = false;           // whether the next tile may be tried with the present references first
 
     // Computes packed weights from scores with the current references (the scores of weight 1), without determining the
     // largest score, and adds the weights to the sums. If weights are so large that a reference must be raised, returns
@@ -444,7 +445,7 @@ struct Softmax {
         return SCALE_IN_EXPONENT && FAR_SCORES && reference * scale < -FAR;
     }
 
-    // Turns scores of row r in natural units into weights.
+    // Replaces the scores s of row r by weights exp(s - from). The scores must be in natural units, which exp takes.
     __device__ __forceinline__ static void weigh(float (&s)[SCORES], int r, float from) {
 #pragma unroll
         for (int j = 0; j < BLOCK_N / 8; ++j)
@@ -464,8 +465,8 @@ struct Softmax {
         }
     }
 
-    // Returns the sum of the row's weights, added up over all lanes that share the row. With SINKS, the weight of the
-    // head's sink is added, a score with a value of zeros.
+    // Returns the sum of the row's weights, added up over all lanes that share the row. With SINKS, this
+    // includes the weight of the head's sink, which is one more score, whose value is zeros.
     __device__ __forceinline__ float total(int r, float sink) const {
         const float pair = sum[r] + __shfl_xor_sync(0xffffffffu, sum[r], 1);
         const float all = pair + __shfl_xor_sync(0xffffffffu, pair, 2);

@@ -119,7 +119,7 @@ struct WorkTile { int first, head, batch, key_head; };
 struct Barriers {
     u64 queries, vote, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
     u32 tile[STAGES], bits[STAGES][ROW_MASK ? BIT_WORDS : 1];                  // per stage: info (see KINDS), mask bits
-    u32 second_pass;                                                           // 1: a warpgroup has voted for this pass
+    u32 second_pass;                                                           // 1: a warpgroup voted for a second pass
     alignas(8) float bias[BIAS_FIRST ? STAGES : 1][BIAS_FIRST ? BLOCK_N : 2];  // one per column, in the scores' units
 };
 

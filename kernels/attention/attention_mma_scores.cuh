@@ -82,8 +82,8 @@ struct Scores {
     // A row sees the keys before its limit. With ADD_MASKED_SCORE, `masked` is added to the scores of the other keys.
     int limits[M_TILES][2];
     int last;       // the limit of the warp's last row; 0 if the warp has no rows
-    int unlimited;  // all rows of the block see the keys below this index; with WINDOW, those from `windowed` on
-    int windowed;
+    int unlimited;  // all rows of the block see the keys below this index, unless a WINDOW excludes keys
+    int windowed;   // with WINDOW: the first key that is in the windows of all rows of the warp
 #if MASK
     ScoreElements<MASK_T, MASK_BY_ROW> mask;
 #endif

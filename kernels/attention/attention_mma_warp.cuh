@@ -249,8 +249,9 @@ struct WarpState {
                 for (int i = 0; i < 4; ++i) o[mt][vt][i] *= factors[mt][i / 2];
     }
 
-    // The softmax of one row. With SCALE_IN_EXPONENT, scores and maxima are not yet multiplied by the scale, which is
-    // positive. Returns the factor for o.
+    // Turns a row's scores `s` of a tile into weights. Returns the factor for the row's sums `o` of earlier tiles,
+    // whose weights are relative to an earlier maximum. With SCALE_IN_EXPONENT, scores and maxima are not yet
+    // multiplied by the scale, which is positive.
     __device__ __forceinline__ float row_softmax(float (&s)[KEY_TILES][4], int mt, int half, float scale) {
         float best[2] = {top[mt][half], s[0][2 * half]}, total[2] = {0.0f, 0.0f};
 #pragma unroll

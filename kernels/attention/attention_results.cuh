@@ -14,9 +14,10 @@ __device__ __forceinline__ float normalized(float value, float sum) {
     return some ? __fdividef(value, sum) : ZERO_MASKED_ROWS ? 0.0f : __uint_as_float(0x7fffffffu);
 }
 
-// The slices of the keys that blocks share, as an argument of kernels, and their results in scratch memory: BLOCK_M rows
-// of HEAD_DIM_V floats for each slice, and the maximum and the sum of each row. If the addresses are null and there are
-// several slices, their blocks form one cluster. decode.py writes the fields in this order.
+// A kernel argument: `count` slices of the keys, each for one block, and the addresses of the slices' results in
+// scratch memory. For each slice, `partial` has BLOCK_M rows of HEAD_DIM_V floats, and `totals` has the maximum and the
+// sum of each row. If the addresses are null and there are several slices, their blocks form one cluster. decode.py
+// writes the fields in this order.
 struct Splits {
     float* partial;
     float2* totals;

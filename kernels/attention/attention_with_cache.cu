@@ -56,7 +56,7 @@ struct CachedTiles : Tiles {
 
     __device__ __forceinline__ void load_queries(u32 tile) const {
         Tiles::load_queries(tile);
-        if (TURNS) commit();  // a group of their own, so that queries arrive before the first tile
+        if (TURNS) commit();  // the copies of queries are a group, to be awaited before the first tile
     }
 
     __device__ __forceinline__ void prepare_queries(u32 tile) const {

@@ -59,7 +59,10 @@ NO_TURNS: Final = Turns(ABSENT, ABSENT, ABSENT, (ABSENT, ABSENT), (0.0, 0.0), 0,
 
 @dataclass(frozen=True)
 class Cache:
-    """The past caches and the new rows to append. The present caches are k and v of the Attention."""
+    """The caches of past keys and values, and the new rows to append to them.
+
+    The results, the present caches, are k and v of the Attention that reads them.
+    """
 
     past_k: HeadTensor
     past_v: HeadTensor

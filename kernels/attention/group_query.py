@@ -121,7 +121,7 @@ def group_query_candidates(node: FusedNode, inputs: Sequence[TensorSpec], device
 
 
 def _shifted(pointer: Pointer, by: int) -> Pointer:
-    """Return a pointer to scratch memory after `by` further buffers; other pointers stay as they are."""
+    """Return a pointer to scratch memory with its buffer's number increased by `by`; any other pointer is unchanged."""
     return replace(pointer, index=pointer.index + by) if pointer.kind == "scratch" else pointer
 
 

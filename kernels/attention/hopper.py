@@ -33,7 +33,7 @@ CAP_POLYNOMIALS: Final = (
     (0.9, (0.99998674, -0.33298706, 0.13076786, -0.04593853, 0.00984349)),
 )
 TANH_ERROR: Final = 1.2e-6
-# Range of softcaps that use a polynomial. Below it, the polynomial rarely holds for all scores that have a weight.
+# Range of softcaps that use a polynomial. With a lower softcap, it rarely holds for all scores that have a weight.
 CAPS: Final = (24.0, 100.0)
 CAP_RATES: Final = (1e-4, 1e3)  # range of scale / cap in which the polynomials' coefficients stay in fp32's range
 KEPT: Final = 1024  # a row keeps its reference score while a thread's weights of the row add up to at most this
@@ -151,7 +151,7 @@ def implementations(problem: Attention, device: Device) -> list[Implementation]:
 
 
 def _limit(problem: Attention, device: Device) -> int:
-    """Return the smallest key of CONFIGS from head_dim_v on whose first config fits; the largest key if none fits."""
+    """Return the smallest key of CONFIGS, from head_dim_v on, whose first config fits; the largest key if none fits."""
     limits = [limit for limit in CONFIGS if problem.head_dim_v <= limit]
     return next((limit for limit in limits if _fits(problem, CONFIGS[limit][0], device)), limits[-1])
 
@@ -162,7 +162,9 @@ def _fits(problem: Attention, config: HopperAttentionConfig, device: Device) -> 
 
 
 def _few(problem: Attention, configs: list[HopperAttentionConfig], limit: int) -> list[HopperAttentionConfig]:
-    """Return the configs for heads up to `limit` among which a node of dynamic length chooses.
+    """Return the few configs among which a node of dynamic length chooses.
+
+    `configs` are those for heads of up to `limit` elements.
 
     In 53 cases on an H200, plain and causal, the config that `_time` chooses among these takes 1.008 times as long as
     the fastest of all configs in the geometric mean, and 1.11 times at most.
@@ -188,8 +190,8 @@ def _time(problem: Attention, config: HopperAttentionConfig, device: Device) -> 
     keys = problem.keys
     if problem.causal is None:
         waves = math.ceil(waves)
-    # Under a causal mask, a block processes half of the keys on average, and half of the tile on the diagonal in
-    # addition. Blocks with few keys come last and fill gaps, so that waves are not rounded up.
+    # Under a causal mask, a block processes half of the keys on average, plus half of the tile on the diagonal. Blocks
+    # with few keys come last and fill gaps, so the number of waves is not rounded up.
     else:
         keys = minimum(keys, (keys + 64 * config.warpgroups + config.block_n) // 2)
     keys = -(-keys // config.block_n) * (config.block_n + TILE_OVERHEAD) + BLOCK_OVERHEAD

@@ -73,10 +73,10 @@ def _plans(
 
 
 def _joined_candidates(both: Joined, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
-    """Return the plans of an attention with operators fused into it, which run in its kernels or in a launch after it.
+    """Return the plans of an attention with fused operators, which run in the attention's kernel or a second launch.
 
-    attention_hopper stores only the dtype of q. If this kernel is expected to be the fastest, and the output that an
-    attention kernel stores has another dtype, plans with two launches come first.
+    attention_hopper can store only the dtype of q. If this kernel is expected to be the fastest, but the output to
+    store has another dtype, plans with two launches come first.
     """
     problem, out = attention_of(both.product, inputs[: both.own], device)
     strides = problem.out.batch_stride, problem.out.head_stride, problem.out.row_stride

@@ -22,7 +22,7 @@ MASK_MACROS: Final = {"none": 0, "boolean": 1, "inverted": 2, "additive": 3}
 MASK_STORAGE: Final = {**STORAGE, "bool": "b8"}
 MAX_CONFIGS: Final = 4
 CROWDED_REGISTERS: Final = 160  # registers per thread below which queries are read again for each tile of keys
-MIN_SPLIT_KEYS: Final = 1024  # number of keys above which warps share keys only if a key head has at most 64 rows
+MIN_SPLIT_KEYS: Final = 1024  # with more keys, warps share keys only if a key head has at most 64 rows
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def _ranked(problem: Attention, device: Device) -> list[MmaAttentionConfig]:
         enough = blocks >= device.multiprocessors
         return (config.block_m > _round_up(rows, 16), not enough, -config.block_m if enough else -blocks)
 
-    if problem.mask or problem.bias or problem.add_masked_score:  # these take registers for elements or row limits, too
+    if problem.mask or problem.bias or problem.add_masked_score:  # their elements or row limits take registers as well
         configs = [config for config in configs if config.m_tiles == 1]
     by_row = problem.add_masked_score or any(_differs_by_row(problem, x) for x in (problem.mask, problem.bias))
     if by_row or problem.lengths:

@@ -1,6 +1,6 @@
 // x (pixels, CHANNELS) is split along channels into PARTS tensors.
 //
-// A thread reads vectors of x, so that neighbouring threads read a whole row.
+// Each thread reads vectors of x, and neighbouring threads read neighbouring vectors, so together they read whole rows.
 #include "row_parts.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) split(const T* x, Parts<T> parts, long long pixels) {

@@ -2,9 +2,10 @@
 //
 //   y = epilogue(conv(x, w))    each channel of y reads the same channel of x; sums are in fp32
 //
-// An mma adds two taps of 16 positions of y and 8 channels. Each row of its operand A belongs to one position: it holds
-// the 8 channels of x at the first tap, and then those at the second tap. B is two diagonal matrices, one for each tap:
-// the weights of the 8 channels. So every product is exact, as in fp32, and no element is converted.
+// An mma adds the products of two taps, for 16 positions of y and 8 channels. Each row of its operand A belongs to one
+// position: it holds the 8 channels of x at the first tap, and then those at the second tap. B is two diagonal
+// matrices, one for each tap: the weights of the 8 channels. So every product is exact, as in fp32, and no element is
+// converted.
 //
 // Taps are paired along a row of the filter. If the number of columns is odd, the taps of the last column are paired
 // along that column; if its last tap has no partner, it is paired with a weight of 0.
@@ -41,7 +42,8 @@
 
 constexpr int THREADS = 32 * BLOCK_GROUPS * WARPS_M, ALL_GROUPS = CHANNELS / 8;
 constexpr int ROWS = (TP - 1) * SH + (KH - 1) * DH + 1, COLUMNS = (TQ - 1) * SW + (KW - 1) * DW + 1;
-// SPAN: chunks of a row of a plane whose columns are equal modulo SW. PITCH: chunks of a row of a plane.
+// A row of a plane has PITCH chunks: SPAN chunks for the columns with remainder 0 modulo SW, then SPAN chunks for those
+// with remainder 1, and so on.
 constexpr int SPAN = (COLUMNS + SW - 1) / SW, PITCH = SPAN * SW;
 
 // Returns the distance of planes in chunks. Lanes read or write all groups of a pixel before the next pixel; the
@@ -59,7 +61,7 @@ constexpr int PAIRS_W = KW / 2, PAIRS_H = KW % 2 ? (KH + 1) / 2 : 0, PAIRS = KH 
 
 static_assert(CHANNELS % 8 == 0 && TP % TH == 0 && sizeof(T) == 2, "see above");
 
-// Returns the chunk in a row of the patch that the first position of a strip reads at tap `s`.
+// Returns how many chunks after the one for tap 0 a position reads at tap `s` of the same row of the filter.
 __device__ constexpr int tap_chunk(int s) { return s * DW % SW * SPAN + s * DW / SW; }
 
 // Returns the row of the filter by which row `t` of a strip reads row `row` of x, or -1 if none.
@@ -100,7 +102,8 @@ struct Image {
     __device__ __forceinline__ void begin(u32 to, Place place) const {
         const int top = place.row * SH - pad_h, left = place.column * SW - pad_w;
         const T* from = x + i64(place.image) * height * width * CHANNELS + first_group * 8;
-        // If this loop were unrolled, the offsets of copies would take too many registers from tile to tile.
+        // If this loop were unrolled, the offsets of all copies would stay in registers from one tile to the next, and
+        // would take too many of them.
 #pragma unroll 1
         for (int i = threadIdx.x; i < ROWS * COLUMNS * BLOCK_GROUPS; i += THREADS) {
             const int pixel = i / BLOCK_GROUPS, group = i % BLOCK_GROUPS;

@@ -5,12 +5,12 @@
 //
 // A thread computes a strip of `strip_rows` x TW positions of y of VEC neighbouring channels, and keeps the weights of
 // these channels in registers. It slides down the rows of x: a row is loaded while earlier rows are used, is widened to
-// fp32 once, and is added to the KH rows of y that read it. The oldest of these rows of y is then complete. With the
-// next row of x, every other row of y moves from row r of the filter to row r + 1. Its sums move to the registers of
-// row r + 1 as well: the first fma reads one register and writes another, so that the loop over rows needs neither
-// copies nor unrolling. The first and the last KH - 1 rows of x contribute to fewer rows of the strip and have separate
-// code, because a branch per row of the filter makes the compiler copy all sums. A block is a patch of BH x BW such
-// strips: neighbouring threads read some elements of x in common, which come from L1.
+// fp32 once, and is added to the KH rows of y that read it. The oldest of these rows of y is then complete. A row of y
+// that used row r of the filter uses row r + 1 with the next row of x. Its sums move to the registers of row r + 1,
+// too: the first fma reads one register and writes another, so that the loop over rows needs neither copies nor
+// unrolling. The first and the last KH - 1 rows of x contribute to fewer rows of the strip and have separate code,
+// because a branch per row of the filter makes the compiler copy all sums. A block is a patch of BH x BW such strips:
+// neighbouring threads read some elements of x in common, which come from L1.
 //
 // A strip has at least KH - 1 rows, and y is no smaller than a strip.
 //

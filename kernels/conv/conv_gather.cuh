@@ -103,7 +103,7 @@ struct PixelCopy {
     // A piece of X_COPY bytes along k: the tap and the channel where it begins.
     struct Piece {
         Position tap;
-        i64 offset;   // bytes from the corner of a pixel, which is the address that its first tap reads
+        i64 offset;   // bytes from a pixel's corner (the address that its first tap reads) to the piece
         bool exists;  // whether the piece lies within k
 
         __device__ __forceinline__ Piece(const Pixels& pixels, const Taps& taps, int k) {

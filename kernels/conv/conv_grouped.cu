@@ -115,7 +115,7 @@ struct Filters {
         }
     }
 
-    __device__ __forceinline__ uint2 at(int step, int j) const {  // steps are numbered across groups
+    __device__ __forceinline__ uint2 at(int step, int j) const {  // steps of all groups are numbered in one sequence
         if constexpr (HELD) return held[step][j];
         else return from[(step * TILES_N + j) * 32];
     }

@@ -7,7 +7,7 @@ struct Position { int d, h, w; };
 // problem.py writes the fields in this order. An axis that the convolution lacks has the size 1 and the padding 0.
 struct ConvSizes {
     int images;
-    Position x, y, pads;  // pads: before x; of a transposed convolution, cut off before y
+    Position x, y, pads;  // pads: zeros before x; for a transposed convolution, elements that are cut off before y
 
     __device__ __forceinline__ int pixels() const { return images * y.d * y.h * y.w; }  // pixels of y
 };

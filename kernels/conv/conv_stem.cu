@@ -176,7 +176,7 @@ __device__ __forceinline__ int filter_of(int tile, int column) {
 // ---- words along k -----------------------------------------------------------------------------------------------
 
 // A word along k. `line` is the index of a row of the filter, counted over all channels, and `word` is the index of the
-// word in this row. word_of returns the word that one of four lanes reads; k is the index of the first lane's word.
+// word in this row. Four lanes read adjacent words; `word_of(k, lane)` returns word number k + lane along k.
 struct Word {
     int line, word;
 
@@ -248,7 +248,8 @@ struct Filters {
     }
 };
 
-// Returns a bit mask of the columns in word `word` of a row that belong to a tap.
+// Returns a mask of the bits of word `word` that belong to taps. A row of the filter has ROW_WORDS words; the first and
+// the last word can also hold an element next to the taps.
 __device__ __forceinline__ u32 mask_of(int word) {
     if constexpr (EACH == 1) return 0xffffffffu;
     u32 mask = 0xffffffffu;
@@ -257,8 +258,8 @@ __device__ __forceinline__ u32 mask_of(int word) {
     return mask;
 }
 
-// The offset of a word from a pixel's first word, a mask of the word's bits that belong to taps, and the bits to set in
-// the word: the value one in the word by which the bias is multiplied, and none in other words.
+// How to read a word along k from the patch: its offset from a pixel's first word, a mask of its bits that belong to
+// taps, and the bits to set in it. These are the value one in the word that is multiplied by the bias, else zeros.
 struct WordOfPatch {
     int offset;
     u32 mask, constant;

@@ -69,7 +69,7 @@ class DepthwiseConfig:
         return 4 * self.padded_taps(conv) * self.bx * self.vec
 
     def patches(self, conv: Conv) -> int:
-        """Return the number of blocks per slice of channels."""
+        """Return the number of patches of y; for each slice of channels, one block computes a patch."""
         depth, height, width = three(conv.y_sizes)
         return conv.n * depth * -(-height // (self.th * self.bh)) * -(-width // (self.tw * self.bw))
 
@@ -159,7 +159,7 @@ def _strips(conv: Conv, vec: int, tw: int, th: int) -> Iterator[DepthwiseConfig]
 
 
 def _columns(conv: Conv, tw: int, piece: int) -> int:
-    """Return how many columns of x `tw` neighbouring positions of y span with `piece` taps of a filter row."""
+    """Return the width of the part of x that `tw` neighbouring positions of y read by `piece` taps of a filter row."""
     (_, _, sw), (_, _, dw) = three(conv.strides), three(conv.dilations)
     return (tw - 1) * sw + (piece - 1) * dw + 1
 
@@ -196,7 +196,7 @@ def block(conv: Conv, vec: int, tw: int, th: int, threads: int = THREADS) -> tup
 
 
 def _patch_bytes(conv: Conv, wide: int, high: int) -> float:
-    """Return the number of positions of x that `high` x `wide` positions of y read."""
+    """Return the size of a patch: the number (not bytes) of positions of x that `high` x `wide` positions of y read."""
     (kd, kh, kw), (_, sh, sw), (_, dh, dw) = three(conv.kernel), three(conv.strides), three(conv.dilations)
     rows, columns = (high - 1) * sh + (kh - 1) * dh + 1, (wide - 1) * sw + (kw - 1) * dw + 1
     return float(kd * min(rows, high * kh) * min(columns, wide * kw))

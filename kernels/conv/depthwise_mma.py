@@ -25,7 +25,7 @@ CHANNELS: Final = 8  # channels per warp
 WARPS: Final = (4, 16)  # least and largest number of warps per block; a block with less work has fewer warps
 STRIP_ROWS: Final = (1, 2, 4, 7, 8, 14)
 MAX_GROUPS_OF_FEW: Final = 3  # values of `groups` that are tried for convolutions of dynamic sizes
-MIN_STRIP_ROWS: Final = 2  # least rows per strip of images of several rows: a fragment of x then serves several rows
+MIN_STRIP_ROWS: Final = 2  # least rows of y per strip, unless images have one row: the rows share fragments of x
 GROUPS: Final = (1, 2, 3, 4, 5, 6, 8)
 TILE_COLUMNS: Final = (8, 16, 32, 56)
 ROW_COLUMNS: Final = (112, 224, 448)  # additional tile widths for images of one row: their filters are long
@@ -250,8 +250,8 @@ def cost(conv: Conv, config: DepthwiseMmaConfig, device: Device) -> float:
 def _tile_cycles(conv: Conv, config: DepthwiseMmaConfig) -> tuple[float, float]:
     """Return (cycles per tile on a busy multiprocessor, cycles of the tile's copies).
 
-    The first number is dominated by the slowest of products, shared memory and instructions; the other two add a
-    part of their cycles.
+    The first number combines the cycles of products, of shared memory and of instructions: the slowest of the three
+    dominates, and the two others add a part of their cycles.
     """
     (kh, kw), (sh, _), (dh, _) = two(conv.kernel), two(conv.strides), two(conv.dilations)
     strips, pixels = config.groups * config.jobs, config.groups * config.tp * config.tq

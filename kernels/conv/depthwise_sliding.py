@@ -32,11 +32,11 @@ LOAD_CYCLES: Final = 700  # cycles until a row of x arrives
 ROW_INSTRUCTIONS: Final = 16  # instructions per row of x in addition to products and loads
 RESIDENT_WARPS: Final = 64  # warps per multiprocessor, if registers suffice
 
-MAX_SHARE: Final = 8  # `unused_shared` spreads at most this many blocks per multiprocessor evenly
+MAX_SHARE: Final = 8  # most blocks per multiprocessor for which `unused_shared` spreads blocks evenly
 SHARES: Final = (1, 2, 4)  # numbers of blocks per multiprocessor that plans for dynamic sizes distinguish
 WIDTHS: Final = (4, 8, 16)  # widths of y that plans for dynamic sizes distinguish, because no strip may be wider than y
-MAX_FEW_KERNELS: Final = 5  # kernels for dynamic sizes
-MAX_FEW: Final = 8  # configs for dynamic sizes: a kernel has a config for each number of rows per strip
+MAX_FEW_KERNELS: Final = 5  # maximum number of kernels for dynamic sizes
+MAX_FEW: Final = 8  # maximum number of configs for dynamic sizes; configs that differ in `rows` alone share a kernel
 SHARED_UNIT: Final = 128  # bytes: the allocation unit of a block's shared memory
 
 
@@ -72,7 +72,10 @@ class SlidingConfig:
         return conv.n * -(-height // (self.strip_rows(conv) * self.bh)) * -(-width // (self.tw * self.bw))
 
     def strip_rows(self, conv: Conv) -> int:
-        """Return the rows per strip, if the fewest strips of at most `rows` rows share the height of y equally."""
+        """Return the rows per strip, but at least `_least_rows`.
+
+        The fewest strips of at most `rows` rows that cover the height of y share it equally.
+        """
         height = two(conv.y_sizes)[0]
         rows: int = maximum(_least_rows(conv), -(-height // -(-height // self.rows)))
         return rows
@@ -91,7 +94,7 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
 
 
 def is_supported(conv: Conv) -> bool:
-    """Return whether conv_depthwise_sliding.cu computes this convolution, if registers hold its weights."""
+    """Return whether the kernel can compute this convolution; whether registers hold its weights is not checked."""
     (kh, _), (sh, _), (dh, _) = two(conv.kernel), two(conv.strides), two(conv.dilations)
     one_step = len(conv.kernel) <= 2 and sh == dh == 1 and kh > 1
     return one_step and depthwise.is_supported(conv) and two(conv.y_sizes)[0] >= _least_rows(conv)
@@ -120,7 +123,7 @@ def _few(problems: tuple[Conv, ...], device: Device) -> list[SlidingConfig]:
 
     kernels = covering_subset_of_each(problems, configs, cost_if_taken, MAX_FEW_KERNELS)
     rows = sorted({config.rows for config in kernels} | {-(-two(conv.y_sizes)[0] // 2) for conv in problems[:1]})
-    every = [replace(config, rows=each) for config in kernels for each in rows]  # rows are an argument, not a macro
+    every = [replace(config, rows=each) for config in kernels for each in rows]  # `rows` is an argument of the kernel
     return few(list(dict.fromkeys(every)), problems, cost_if_taken, MAX_FEW)
 
 

@@ -26,7 +26,7 @@ from onnxfuse.runtime.symint import best_first, is_symbolic, maximum
 K_BLOCK_BYTES: Final = (128, 64, 32)  # bytes of channels per block of k; the widest first
 MAX_CONFIGS: Final = 6
 MAX_SLICED: Final = 2  # configs with slices of k; epilogue.cu adds up the sums of the slices
-MAX_FEW_OF_PADS: Final = 2  # configs per combination of dynamic pads, which are macros of the kernel
+MAX_FEW_OF_PADS: Final = 2  # configs if pads are dynamic: pads are macros, so each combination needs its own kernels
 MAX_CORNER: Final = {1: 32767, 2: 127, 3: 15}  # largest corner offset of a TMA im2col box, by number of spatial axes
 MAX_OFFSET: Final = {1: 65534, 2: 254, 3: 30}  # largest offset of a filter tap in TMA, by number of spatial axes
 MAX_STRIDE: Final = 8

@@ -30,7 +30,7 @@ from onnxfuse.runtime.symint import for_later_plans, is_symbolic
 # The largest number of implementations to offer of each kernel, where several kernels compete.
 MAX_MMA: Final = 3
 MAX_DEPTHWISE: Final = 2
-MAX_OF_PRODUCTS: Final = 3  # maximum number of convolution kernels for a pointwise convolution in float32
+MAX_OF_PRODUCTS: Final = 3  # of convolution kernels, for a pointwise convolution, which gemm kernels compute as well
 # Taps of a strided depthwise convolution up to which CUDA cores come first. Tensor cores also compute the columns of y
 # that the stride skips: for eight strided filters of 3x3 and 5x5, with 64 to 672 channels and batch 32, they take 1.1
 # to 1.6 times as long as fma on an H200.
@@ -43,7 +43,7 @@ def _depthwise(conv: Conv, device: Device) -> list[Implementation]:
         general.reverse()
     kinds = [(depthwise_sliding.implementations, None), *general]
     every = [(found, most) for kind, most in kinds if (found := kind(conv, device))]
-    if len(every) == 1 or is_symbolic(conv.n, *conv.sizes):  # one kind, as plans for dynamic sizes have few kernels
+    if len(every) == 1 or is_symbolic(conv.n, *conv.sizes):  # with dynamic sizes, only the first kind: fewer kernels
         return every[0][0] if every else []
     return [way for found, most in every for way in found[:most]]
 

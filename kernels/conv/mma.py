@@ -114,7 +114,7 @@ def _tiles(conv: Conv, device: Device) -> list[MmaConfig]:
 
 def _slices(conv: Conv, tile: MmaConfig, counts: Sequence[int]) -> list[int]:
     """Return the `counts` of slices that leave each slice at least MIN_SLICE_TILES tiles of k."""
-    if conv.program:  # its operators run in the epilogue of conv_mma.cu, which then needs sums over all of k
+    if conv.program:  # its operators run in the epilogue of conv_mma.cu, on complete sums: k is not sliced
         return [1]
     return [count for count in counts if count == 1 or k_tiles(conv, tile) >= count * MIN_SLICE_TILES]
 
@@ -237,5 +237,5 @@ def defines(conv: Conv, config: ConvConfig, device: Device) -> Defines:
         "SPLIT": int(config.slices > 1), "WIDTH": _row_bytes(conv, filters) // ITEM_BYTES[conv.dtype],
         "TILE_M": tile.tile_m, "TILE_N": tile.tile_n, "TILE_K_BYTES": tile.tile_k_bytes, "STAGES": tile.stages,
         "WARPS_M": tile.warps_m, "WARPS_N": tile.warps_n, "X_COPY": x_copy, "W_COPY": w_copy, "GROUP_M": GROUP_M,
-        "MIN_BLOCKS": tile.min_blocks if vectors else 1,  # narrow copies need more registers
+        "MIN_BLOCKS": tile.min_blocks if vectors else 1,  # narrower copies need more registers
     }  # fmt: skip

@@ -60,7 +60,7 @@ class Conv:
     weights_constant: bool = False  # w is a constant of the model, so no kernel writes it
     transposed: bool = False
     program: EpilogueProgram | None = None  # elementwise operators applied to y before it is stored
-    gate: Pointer | None = None  # (n, ones, c): a factor for each channel of an image of x
+    gate: Pointer | None = None  # a factor for each image and channel of x: (n, 1, ..., 1, c)
     integers: Integers | None = None  # x and w have 8 bits
 
     @property

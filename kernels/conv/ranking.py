@@ -1,4 +1,4 @@
-"""Rank the configs of a kernel by one cost: all that fit the device, or for dynamic sizes a few good ones."""
+"""Rank a kernel's configs by estimated time: all configs that fit the device or, for dynamic sizes, a few good ones."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Ranking(Generic[Config]):
 
 @functools.lru_cache(maxsize=2048)
 def few_configs(ranking: Ranking[Config], problems: tuple[Conv, ...], device: Device) -> list[Config]:
-    """Return a few configs for `problems`, a convolution at usual sizes; at any size, at least one config is fast."""
+    """Return a few configs for a convolution, given at usual sizes in `problems`; at each size, one of them is fast."""
     return covering_subset_of_each(
         problems,
         lambda conv: (ranking.quick or ranking.configs)(conv, device),

@@ -90,7 +90,7 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
 def _few_of_width(conv: Conv, device: Device) -> list[StemConfig]:
     """Return a few configs for a convolution of dynamic width; at least one of them is fast at any size."""
     copy, vector, problems = _copy(conv), _vector(conv), []
-    for each in usual(conv):  # change the width to one with the same copy size as the width of `conv`
+    for each in usual(conv):  # its width is rounded, so that it has the same copy size as the width of `conv`
         width = -(-each.sizes[-1] // vector) * vector + copy % vector
         problems.append(replace(each, sizes=(*each.sizes[:-1], width), pads_begin=conv.pads_begin))
     return few_configs(replace(RANKING, most=MAX_FEW_OF_WIDTH), tuple(problems), device)

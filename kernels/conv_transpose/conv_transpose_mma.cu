@@ -101,8 +101,8 @@ struct PhaseTaps {
 struct WeightCopy {
     CopyW tile;
 
-    // `w` is the group's first channel at the first tap and the block's first column; a row has `bytes` bytes from this
-    // column on.
+    // `w` points to the weight of the block's first column, for the first tap and the group's first channel. From the
+    // block's first column on, a row of w has `bytes` bytes.
     __device__ __forceinline__ void begin(const PhaseTaps& taps, unsigned to, const char* w, int k, i64 bytes) {
         if constexpr (SHUFFLED) {
             tile.begin(to, w + k * LINE, CHANNELS - k, bytes);

@@ -24,7 +24,8 @@ namespace {
 constexpr int CHANNEL_BLOCKS = (CHANNELS + TILE_K - 1) / TILE_K;
 constexpr int TAPS_H = KERNEL_H / STRIDE_H, TAPS_W = KERNEL_W / STRIDE_W;  // taps per phase
 constexpr int ALL_BLOCKS = TAPS_H * TAPS_W * CHANNEL_BLOCKS;
-constexpr int FROM_H = PAD_H / STRIDE_H - (TAPS_H - 1), FROM_W = PAD_W / STRIDE_W - (TAPS_W - 1);  // TMA's first pixel
+// Row and column of the pixel of x at which TMA begins for an image's first position.
+constexpr int FROM_H = PAD_H / STRIDE_H - (TAPS_H - 1), FROM_W = PAD_W / STRIDE_W - (TAPS_W - 1);
 
 static_assert(KERNEL_H % STRIDE_H == 0 && KERNEL_W % STRIDE_W == 0, "phases have equally many taps");
 static_assert(FILTERS % PERIOD == 0 && PERIOD % 2 == 0, "pairs of column vectors");

@@ -87,10 +87,11 @@ def why_not(conv: Conv, device: Device) -> str | None:
 
 
 def widened(conv: Conv) -> Conv:
-    """Return an equal convolution with one phase along the width, if each pixel of y reads one pixel of x along it.
+    """Return an equal convolution with stride 1 along the width, or `conv` if that is not possible.
 
-    A group of neighbouring pixels of y then counts as one pixel with the filters of all of them, which are contiguous
-    in memory.  In the same way, the taps of w along the width count as one tap.
+    It is possible if each pixel of y reads only one pixel of x along the width.  The neighbouring pixels of y that read
+    the same pixel of x then count as one pixel with the filters of all of them, which are contiguous in memory.  In the
+    same way, the taps of w along the width count as one tap.
     """
     stride = conv.strides[-1]
     is_whole = conv.kernel[-1] == stride and not conv.pads_begin[-1] and conv.y_sizes[-1] == conv.sizes[-1] * stride
@@ -116,7 +117,10 @@ def box(conv: Conv) -> int:
 
 
 def _walk(conv: Conv) -> Iterator[tuple[int, int, int]]:
-    """Yield (begin, end, largest offset) of TMA's walk per axis: begin relative to the first pixel, end to the last."""
+    """Yield, for each axis, (begin, end, largest offset of a tap) of the walk in which TMA visits the pixels of x.
+
+    `begin` is relative to the first pixel of x along the axis, and `end` to the last one.
+    """
     given = zip(
         *map(two, (conv.kernel, conv.strides, conv.sizes, conv.y_sizes)), two(conv.pads_begin, missing=0), strict=True
     )

@@ -37,7 +37,7 @@ def _of_programs(conv: Conv, device: Device) -> list[Implementation]:
 def implementations(conv: Conv, device: Device) -> list[Implementation]:
     """Return the implementations of a transposed convolution with non-empty y, fastest expected first."""
     by_wgmma = hopper.implementations(conv, device)
-    if is_symbolic(conv.n, *conv.sizes):  # one kind, no cuDNN, as plans for dynamic sizes have few kernels
+    if is_symbolic(conv.n, *conv.sizes):  # plans for dynamic sizes have few kernels: of one kind, without cuDNN
         return by_wgmma or depthwise.implementations(conv, device) or mma.implementations(conv, device)
     others = depthwise.implementations(conv, device) or mma.implementations(conv, device)
     return with_library([*by_wgmma, *others], cudnn.implementations(conv, device))

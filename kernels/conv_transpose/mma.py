@@ -37,7 +37,7 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
 
 
 def configs(conv: Conv, device: Device) -> list[ConvConfig]:
-    """Return configs for each tile that fits the device: without slices of k, and with the fastest number of slices.
+    """Return, for each tile that fits the device, a config without slices of k and one with the best number of slices.
 
     If sizes are dynamic, only a few configs are returned; at any size, at least one of them is fast.
     """
@@ -70,7 +70,10 @@ def implementation(conv: Conv, config: ConvConfig, device: Device) -> Implementa
 
 
 def is_shuffled(conv: Conv) -> bool:
-    """Return whether each pixel of y reads one pixel of x, so that all phases are columns of one matrix product."""
+    """Return whether each pixel of y reads one pixel of x, so that one matrix product computes all pixels.
+
+    The phases (sets of pixels of y with the same remainders modulo the strides) are then columns of this product.
+    """
     unpadded = not any(conv.pads_begin) and conv.y_sizes == tuple(
         size * stride for size, stride in zip(conv.sizes, conv.strides, strict=True)
     )
@@ -83,7 +86,7 @@ def phases(conv: Conv) -> int:
 
 
 def positions(conv: Conv) -> int:
-    """Return the number of rows of the product of one phase."""
+    """Return the number of rows of the product of one phase (pixels of y with equal remainders modulo the strides)."""
     return conv.n * math.prod(-(-size // stride) for size, stride in zip(conv.y_sizes, conv.strides, strict=True))
 
 
@@ -93,10 +96,10 @@ def columns(conv: Conv) -> int:
 
 
 def equivalent(conv: Conv) -> Conv:
-    """Return an ordinary convolution that takes about the same time; its rows are the rows of all phases.
+    """Return an ordinary convolution that takes about the same time as the products of all phases together.
 
-    All phases count as having equally many taps, although some phases have no taps if strides and dilations have a
-    common divisor.
+    A phase is the set of all pixels of y whose positions have the same remainders modulo the strides.  All phases count
+    as having equally many taps, although some phases have no taps if strides and dilations have a common divisor.
     """
     count = phases(conv)
     taps = 1 if is_shuffled(conv) else max(1, round(conv.taps / count))
@@ -136,7 +139,8 @@ def defines(conv: Conv, config: ConvConfig, device: Device) -> Defines:
     tile, equal, shuffled = config.tile, equivalent(conv), is_shuffled(conv)
     x_copy, w_copy = mma.copy_bytes(equal)
     filters, item = conv.m // conv.group, ITEM_BYTES[conv.dtype]
-    row = filters * conv.kernel[-1] if shuffled and not conv.program else filters  # no access crosses a row's end
+    # The number of contiguous elements of y that one access may span; it must not cross their end.
+    row = filters * conv.kernel[-1] if shuffled and not conv.program else filters
     vectors = min(x_copy, w_copy) == VECTOR_BYTES and device.arch >= MMA_ARCH
     return {
         **conv.epilogue_defines(), **geometry_defines(conv), "DIMS": len(conv.kernel),
@@ -145,6 +149,6 @@ def defines(conv: Conv, config: ConvConfig, device: Device) -> Defines:
         "WIDTH": math.gcd(row * item, VECTOR_BYTES) // item if conv.aligned else 1,
         "TILE_M": tile.tile_m, "TILE_N": tile.tile_n, "TILE_K_BYTES": tile.tile_k_bytes, "STAGES": tile.stages,
         "WARPS_M": tile.warps_m, "WARPS_N": tile.warps_n, "X_COPY": x_copy, "W_COPY": w_copy, "GROUP_M": GROUP_M,
-        # With narrow copies, a thread needs more registers than it would have if several blocks had to fit.
+        # A thread that copies narrow pieces needs more registers than a thread has if several blocks must fit.
         "MIN_BLOCKS": mma.resident_blocks(tile, shared(tile), device) if vectors else 1,
     }  # fmt: skip

@@ -21,7 +21,8 @@ from onnxfuse.kernels.tensors import (
 )
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
 
-MODES: Final = ("DCR", "CRD")  # order of the channels that form a block: (position, channel) or (channel, position)
+# The order of x's channels, if they become blocks: (position in the block, channel of y), or the other way round.
+MODES: Final = ("DCR", "CRD")
 MAX_BLOCK: Final = 8
 MAX_HELD: Final = 64  # elements per thread
 THREADS: Final = 128  # threads per block

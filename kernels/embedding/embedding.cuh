@@ -81,7 +81,8 @@ struct RowPack<NUMBER, T, false> {
     __device__ __forceinline__ void add_to(float (&)[WIDTH]) const {}
 };
 
-// A row op of rows.cuh: the Norm of the sum. With SUM, the sum is written as well.
+// A row op, the struct by which rows.cuh computes a row: it normalizes the sum of the gathered and added rows. With
+// SUM, the sum is written as well.
 template <class Statistic>
 struct EmbeddingNorm : Norm<Statistic, false> {
     static constexpr bool LOCATES = true;

@@ -96,11 +96,12 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
 def _tilings(
     rows: int, length: int, width: int, item_bytes: Sequence[int], weight_bytes: int, device: Device
 ) -> list[RowTiling]:
-    """Return the same tilings as other norms, but only one for three inputs: a persistent grid would lack registers.
+    """Return the same tilings as other norms; but for three inputs, return only one tiling, without a persistent grid.
 
-    The three inputs are never all in fp32 registers at once. So a row of one warp needs no more registers than with two
-    inputs, except for single-element accesses with a symbolic number of rows. If a row has several warps, three inputs
-    leave one resident block per multiprocessor in place of two, so that each thread has twice the registers.
+    With three inputs, the threads of a persistent grid would have too few registers.
+    The three inputs are never all in fp32 registers at once. If one warp computes a row, it therefore needs no more
+    registers than with two inputs, except for single-element accesses with a symbolic number of rows. If several warps
+    compute a row, only one block per multiprocessor is resident, not two, so that each thread has twice the registers.
     """
     if len(item_bytes) < 3:
         return norm_tilings(rows, length, width, item_bytes, weight_bytes, USUAL_THREADS, device)
@@ -137,9 +138,10 @@ def _check(node: FusedNode, inputs: Sequence[TensorSpec], sources: Sequence[RowS
 
 
 def _broadcast(node: FusedNode, source: RowSource, ids: tuple[int, ...]) -> int:
-    """Return the value of the enum Broadcast for an addend: how it, or its ids, broadcast to the token ids (..., seq).
+    """Return, as a value of the enum Broadcast, how the rows of an addend broadcast to the token ids.
 
-    The number of positions may be another dynamic dim than seq; usually both are equal at run time.
+    `ids` is the shape (..., seq) of the token ids.  The addend may have a dynamic number of positions that is another
+    dim than seq; at run time, both are usually equal.
     """
     lead = (1,) * (len(ids) - len(source.lead)) + source.lead
     if len(lead) == len(ids):

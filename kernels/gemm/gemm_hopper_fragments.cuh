@@ -19,7 +19,7 @@ struct Fragment {
     Pair bias, extra, scale, residual[2];
     ProgramLoads<HAS_PROGRAM, 1> loads;
 
-    // Returns the number of columns of y from the fragment's first one on, in its row i; 0 if y has no such row.
+    // Returns how many columns y has from the fragment's first column on; 0 if y lacks the fragment's row i.
     __device__ __forceinline__ int left(const FragmentOutput& of, int i) const {
         return row + 8 * i < of.m ? of.n - column : 0;
     }

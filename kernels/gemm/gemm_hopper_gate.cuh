@@ -19,8 +19,8 @@ static_assert(sizeof(T) == 2 && BLOCKS == 1 && !GATED);
 // The offset at which TMA puts a row's first 16-byte chunk; chunk c is at this offset XOR 16 c.
 __device__ __forceinline__ u32 swizzled(int row) { return row * ROW_BYTES + (row % 8 << 4); }
 
-// Sums over `blocks` blocks of k for this consumer's rows, from row `first_row` of the tile on, like
-// `multiply`. `row` is the tile's first row of x; an image has `pixels` rows.
+// The counterpart of `multiply` for a gate: adds up the products of `blocks` blocks of k for this consumer's rows. They
+// begin at row `first_row` of the tile. `row` is the tile's first row of x; an image has `pixels` rows.
 __device__ __forceinline__ void multiply_gated(float (&d)[ATOMS][COLUMNS / 2], Ring<STAGES>& ring,
                                                const Barriers& barriers, u32 shared, int first_row, int blocks,
                                                int consumer, bool pass_on, int pixels, int row) {
@@ -59,7 +59,7 @@ __device__ __forceinline__ void multiply_gated(float (&d)[ATOMS][COLUMNS / 2], R
                     hopper::load_matrices(x[atom] + stage ^ (first + i) * K_BYTES, loaded[i][atom]);
                     hopper::load_matrices(factors[atom] + stage ^ (first + i) * K_BYTES, by[i][atom]);
                 }
-            hopper::wgmma_wait<1>();  // for all groups but the last: their fragments are overwritten next
+            hopper::wgmma_wait<1>();  // for all groups of wgmmas but the last: the next lines overwrite their fragments
             if (first == TOGETHER && block > 0 && thread == 0) hopper::barrier_arrive(before);
             u32(&products)[TOGETHER][ATOMS][4] = fragments[first / TOGETHER % 2];
 #pragma unroll

@@ -85,7 +85,7 @@ struct IntegerColumns {
     float scale[WIDTH];
     Pack<f32, WIDTH> sums[ROWS_OF_SUMS];
 
-    // `rows` are the rows of w_sums for the thread's two rows.
+    // The sums for the thread's first row of y are in row rows[0] of w_sums, and those for its second row in rows[1].
     __device__ __forceinline__ void load(const IntegerOutput& of, float x_scale, const int (&rows)[2], int column) {
         if constexpr (W_SCALES) unpack(load_cached<WIDTH>(of.w_scale + column), scale);
         else scale[0] = ColumnVectors::value(of.w_scale);
@@ -150,7 +150,8 @@ struct GroupOperands {
 
 // Finishes the 64 rows of an atom; `origin` is its first row and column. Operands are loaded before the exchange. Rows
 // and columns outside y are computed too, from operands of other elements, but are not stored. As this needs no
-// branches, the compiler computes numbers that depend only on scales of the program once.
+// branches, the compiler does not repeat the computation of numbers that depend only on scales of the program (the
+// elementwise operators fused into the product).
 __device__ __forceinline__ void finish_atom(const int (&d)[COLUMNS / 2], int2 origin, const IntegerOutput& of) {
     extern __shared__ __align__(1024) char memory[];
     char* own_memory = memory + EXCHANGE_AT + (threadIdx.x / 32 - 4) * EXCHANGE_BYTES;  // warps 0 to 3 are producers

@@ -24,7 +24,7 @@ static_assert(SPLIT_K > 1 && !PINGPONG);
 
 // The other blocks' sums of the columns that this block finishes.
 struct Exchange {
-    float4* sums;  // shared memory: SPLIT_K - 1 blocks x OWN_EIGHTS x products x THREADS
+    float4* sums;  // in shared memory: (SPLIT_K - 1 other blocks, OWN_EIGHTS, products, THREADS)
     int thread;    // index of the thread, below THREADS
     int rank;
 

@@ -43,7 +43,8 @@ __device__ __forceinline__ void finish_atom(const float (&d)[COLUMNS / 2], int2 
 
 #endif
 
-// Output: FragmentOutput, or another class with m and a function finish_atom.
+// Multiplies a consumer's tiles, and finishes the results atom by atom. Output: FragmentOutput, or another class for
+// which there is an overload of finish_atom.
 template <class Output>
 __device__ __forceinline__ void consume(u32 shared, const Barriers& barriers, const Tiles& tiles, int blocks,
                                         const Output& of) {

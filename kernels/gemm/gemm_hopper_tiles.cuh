@@ -23,7 +23,7 @@
 #define PROGRAM_AHEAD 0
 #endif
 
-// The type of y: as the kernel's parameter, and as a member of Results.
+// The type of y: RESULT declares y as a parameter of the kernel, and Result is its type as a member of Results.
 #if STORE_BY_THREADS
 #define RESULT T*
 #define RESULT_REFERENCE

@@ -11,7 +11,8 @@
 #define EACH_PRODUCT(before, name) before name, before name##_2, before name##_3
 #endif
 
-// The gate: as kernel parameters, and as initializers of the members of Gate.
+// The gate's parameters in the parameter list of a kernel, and the same parameters as initializers of the members of
+// Gate. Both are empty without X_GATE.
 #if X_GATE
 #define GATE_PARAMETERS , const __grid_constant__ TensorMap factors, int pixels
 #define GATE_ARGUMENTS &factors, pixels

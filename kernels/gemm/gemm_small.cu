@@ -44,8 +44,8 @@ __device__ __forceinline__ Pack<T, COUNT> load_or_zero(bool inside, const T* fro
     return loaded;
 }
 
-// The operands from a thread's first row and column on; `rows` and `columns` count the rest of y from there. `first`
-// points to the first element of each weight.
+// The operands from a thread's first row and column on. `rows` and `columns` are the numbers of rows and columns of y
+// from this first row and column to the end. `first` points to the first element of each weight.
 struct Operands {
     const T *x, *w[WEIGHTS], *first[WEIGHTS];
     int rows, columns;

@@ -47,7 +47,7 @@ constexpr int RING = STAGES * STAGE;
 constexpr int SUMS_PITCH = TILE_N + 4;  // floats per row: elements that a warp stores at once fall into different banks
 constexpr int TILES_K = (K + TILE_K - 1) / TILE_K;
 constexpr int OWN_COLUMNS = TILE_N / CLUSTER;                              // columns that a block finishes
-constexpr int EXCHANGE = CLUSTER > 1 ? WEIGHTS * TILE_M * TILE_N * 4 : 0;  // bytes of the cluster's sums of OWN_COLUMNS
+constexpr int EXCHANGE = CLUSTER > 1 ? WEIGHTS * TILE_M * TILE_N * 4 : 0;  // bytes of all blocks' sums of OWN_COLUMNS
 
 static_assert(sizeof(T) == 2, "ldmatrix moves 16-bit elements");
 static_assert(OWN_COLUMNS % 4 == 0 && OWN_COLUMNS % WIDTH == 0, "vectors end with a block's columns");
@@ -175,7 +175,7 @@ __device__ __forceinline__ void add_warps(const float* from, float (&to)[COUNT])
         }
 }
 
-// The sums that all blocks of a cluster have of the columns that this block finishes: CLUSTER x WEIGHTS x TILE_M x
+// The sums of the columns that this block finishes, from every block of the cluster: CLUSTER x WEIGHTS x TILE_M x
 // OWN_COLUMNS.
 struct Exchange {
     const float* sums;

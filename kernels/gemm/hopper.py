@@ -16,7 +16,7 @@ from onnxfuse.runtime.symint import always, best_first, maximum, minimum
 
 TILE_K: Final = 64  # 16-bit elements along k per stage: the 128 bytes that TMA swizzles
 ROW_BYTES: Final = 128
-GATE_IMAGES: Final = 8  # images whose gate factors a stage holds: the swizzle repeats after 8 rows
+GATE_IMAGES: Final = 8  # images whose gate factors a stage holds, one row each: TMA's swizzle repeats after 8 rows
 SUBTILE: Final = 64  # rows of y per TMA store, and columns if 64 divides a tile's columns
 NARROW_SUBTILE: Final = 32  # columns of y per TMA store if SUBTILE does not divide a tile's columns
 MIN_STAGES: Final = 3
@@ -34,8 +34,8 @@ ROW_REGISTERS: Final = 2  # registers per thread for a 2-byte operand with one n
 MAX_ACCUMULATORS_OF_THREADS: Final = 128  # maximum accumulators of a thread that loads operands of the epilogue
 GATE_STEP_CYCLES: Final = 80.0  # extra time per stage of k for a gate
 HALF_SHARE: Final = 0.85  # share of a multiprocessor's time that the main loop of one of its two blocks takes
-# Additional instructions per element in the epilogue of integers, if y is stored as integers too: for the exchange of
-# sums, the scales, and the quantizer.
+# Instructions per element that the epilogue of a product of integers takes beyond those of other epilogues: for the
+# exchange of sums, the scales, and the quantizer of a y that is stored as integers.
 INTEGER_INSTRUCTIONS: Final = 12
 EXCHANGE_PITCH: Final = 40  # sums per row, with padding, in the memory through which a warp exchanges int32 sums
 START_CYCLES: Final = 2000.0  # from a block's start on a multiprocessor to its first products
@@ -169,7 +169,8 @@ def step_cycles(config: HopperConfig, row_cycles: float = 0.0) -> float:
     """Estimate the clock cycles per stage of k; `row_cycles` is as in `cycles`."""
     rows, columns = config.tile_m, config.tile_n
     multiply = rows * columns * TILE_K / 2048  # TF32 takes as long: half the rate for half the elements
-    # Accesses of 128 bytes: TMA writes rows of x and columns of w. A wgmma reads its 64 rows of x and all columns of w.
+    # Number of accesses of 128 bytes to shared memory: TMA writes the rows of x and the columns of w, and each wgmma
+    # reads its 64 rows of x and all columns of w.
     shared = 2 * rows + columns + rows * columns / 64
     load = (rows + columns) * ROW_BYTES / 56  # L2 delivers 56 bytes per cycle
     return max(0.95 * multiply + 0.4 * shared, load, row_cycles * rows) + TURN_CYCLES * config.pingpong
@@ -218,7 +219,7 @@ def fits(gemm: Gemm, config: HopperConfig, device: Device) -> bool:
         if gemm.grouped or gemm.k <= (config.split_k - 1) * stage_k(gemm):  # some block would have no step of k
             return False
         beyond = blocks_beyond_room(gemm, config, device)
-        if always(lambda: beyond > 0, beyond):  # if `beyond` depends on dynamic sizes, `cycles` decides
+        if always(lambda: beyond > 0, beyond):  # blocks would wait; `cycles` counts the wait at dynamic sizes
             return False
     if not _has_registers(gemm, config) or stages(gemm, config, device) < MIN_STAGES:
         return False
@@ -233,7 +234,7 @@ def fits(gemm: Gemm, config: HopperConfig, device: Device) -> bool:
     vectors = column_vectors(gemm) + bool(gemm.residual)
     if config.pingpong and config.tile_m * config.tile_n > 128 * 128 and (vectors > 2 or gemm.gate):
         return False  # loaded vectors, or fragments of x, would not fit into registers beside the accumulators
-    narrow = tile_columns(gemm, config) % SUBTILE  # threads only store rows of whole subtiles
+    narrow = tile_columns(gemm, config) % SUBTILE  # columns beyond whole subtiles, which threads cannot store
     if narrow and (gemm.up or not gemm.transposed or stores_by_threads(gemm)):
         return False
     return narrow % NARROW_SUBTILE == 0

@@ -101,10 +101,11 @@ def _is_split(wgmma: Implementation) -> bool:
 
 
 def _has_empty_tiles(gemm: Gemm) -> bool:
-    """Return whether many rows have so few columns that cuBLASLt is expected to be faster than wgmma.
+    """Return whether y has so many rows and so few columns that cuBLASLt is expected to be faster than wgmma.
 
-    The result is False for a symbolic number of rows: cuBLASLt's plans then come after those of wgmma, so that guards
-    (conditions on the sizes) of cuBLASLt's plans do not restrict the plans of wgmma.
+    Tiles of wgmma are then partly empty.  The result is False for a symbolic number of rows: cuBLASLt's plans then come
+    after those of wgmma, so that guards (conditions on the sizes) of cuBLASLt's plans do not restrict the plans of
+    wgmma.
     """
     few = gemm.n <= FEW_COLUMNS or (gemm.k <= SHORT_K and gemm.n <= COLUMNS_OF_SHORT_K)
     return few and not is_symbolic(gemm.m) and gemm.m >= MANY_ROWS

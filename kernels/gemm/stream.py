@@ -118,7 +118,10 @@ def _with_ring(gemm: Gemm, config: StreamConfig, device: Device) -> StreamConfig
 
 
 def _in_flight(gemm: Gemm, config: StreamConfig, device: Device) -> int:
-    """Return the amount of weights that all resident rings hold, in columns times steps of k."""
+    """Return the amount of weights that the rings of all resident blocks hold, in columns times steps of k.
+
+    A ring is the shared memory into which a warp copies weights ahead of their multiplication.
+    """
     each = min(config.warps * config.stages, -(-_k_steps(gemm) // config.cluster)) * config.tile_n
     resident = min(2, fitting_blocks(config.shared(gemm.weight_count), device))
     return min(_block_count(gemm, config), resident * device.multiprocessors) * each

@@ -2,10 +2,10 @@
 //
 //   y = x w + bias, where nbits.cuh defines w; a gated product has a second weight
 //
-// The kernel takes as long as reading the weights once. A lane has the EACH neighbouring columns of a word of w; LANES
-// lanes share a row of w, and all other lanes and warps of the thread block divide k in units of UNIT rows of w: at
-// most one block of weights along k. The sums are added up in shared memory, and all threads run the epilogue
-// (epilogue.cuh) by row.
+// The kernel takes as long as reading the weights once. A word of w holds weights of EACH neighbouring columns, which
+// one lane multiplies. LANES neighbouring lanes read one row of w together. Such groups of lanes divide k among them,
+// in units of UNIT rows of w; the rows of a unit belong to one block of weights along k. The sums are added up in
+// shared memory, and all threads run the epilogue (epilogue.cuh) by row.
 //
 // Macros:
 //   ROWS, LANES, WARPS   as above

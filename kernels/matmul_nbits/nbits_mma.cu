@@ -8,8 +8,8 @@
 //   1. The blocks process tiles in turn; within a tile, the WARPS warps of a block process stages of k in turn. A
 //      warp's copies go on from tile to tile, and only the warp itself waits for them.
 //   2. The weights are mma's left operand: 16 rows of w, and 16 of k, so that tiles of 8 rows of x suffice. Four lanes
-//      share 32 elements along k. Both operands only need the same order of these elements, so a lane multiplies the
-//      weights of one word, or of two words with 8 bits.
+//      share 32 elements along k, in an order that only has to be the same in both operands. In the order that is used,
+//      the weights that a lane multiplies fill one word, or two words if weights have 8 bits.
 //   3. The bits of a weight are inserted into the mantissa of a power of two, and the zero point is subtracted from
 //      the result; both steps are exact. The sums of a block of k are multiplied by its scale in fp32.
 //   4. The warps' sums of a tile are added up in shared memory, and all threads run the epilogue (epilogue.cuh) by row.
@@ -189,7 +189,8 @@ struct Slot {
         return both[0];
     }
 
-    __device__ __forceinline__ unsigned zero(int eight, int block, int stage) const {  // an integer, or the bits of a T
+    // Returns the zero point: an integer or, with ZEROS 2, the bits of a T.
+    __device__ __forceinline__ unsigned zero(int eight, int block, int stage) const {
         if constexpr (ZEROS == 0) return ZERO;
         const unsigned from = base + ZEROS_AT + row_of_lane(eight) * ZERO_BYTES;
         if constexpr (ZEROS == 2) return load_shared<2>(from + block * 2);
@@ -222,8 +223,8 @@ __device__ __forceinline__ unsigned difference(bf16, unsigned a, unsigned b) {  
 
 // Bit operations convert a weight q to a number: the last bit of LEAD's mantissa counts 1, so that the bits LEAD | q
 // are the number LEAD + q. In NEAR, this bit counts 1 / 16, so that NEAR | 16 q is NEAR + q.
-constexpr unsigned LEAD = HALF ? 0x64006400u : 0x43004300u;  // a pair of 1024 in fp16, or of 128 in bf16
-constexpr unsigned NEAR = 0x54005400u;                       // a pair of 64 in fp16
+constexpr unsigned LEAD = HALF ? 0x64006400u : 0x43004300u;  // twice the number 1024 in fp16, or 128 in bf16
+constexpr unsigned NEAR = 0x54005400u;                       // twice the number 64 in fp16
 
 // The numbers that are subtracted from pairs of a block's weights: LEAD or NEAR plus the zero point, or, if that sum is
 // not exact, first LEAD or NEAR and then `zero`.
@@ -242,9 +243,9 @@ struct Offsets {
     }
 };
 
-// Masks that select a weight in each half of a word. They stay in registers, because an instruction has room for one
-// constant only. As `m` is not negative, m >> 31 is 0; the compiler does not know this, so it cannot make the masks
-// again for each instruction.
+// Masks that select a weight in each half of a word. They must stay in registers, because an instruction has room for
+// one constant only. The argument m is not negative, so m >> 31 is 0 and does not change the masks; but the compiler
+// does not know this, and therefore does not load them as constants again for each instruction.
 struct Masks {
     unsigned low, high;
 
@@ -257,8 +258,9 @@ __device__ __forceinline__ unsigned masked_or(unsigned bits, unsigned mask, unsi
     return d;
 }
 
-// Converts a lane's eight weights, of 32 elements along k, to pairs of numbers. With 4 bits, the pairs are the weights
-// (0, 4), (1, 5), (2, 6), (3, 7) of a word; with 8 bits, (0, 1) and (2, 3) of each of two words.
+// Converts a lane's eight weights, its share of 32 weights along k, to pairs of numbers. With 4 bits, one word has all
+// eight weights, and the pairs are (0, 4), (1, 5), (2, 6), (3, 7). With 8 bits, each of two words has four weights, in
+// the pairs (0, 1) and (2, 3).
 __device__ __forceinline__ void numbers(const unsigned (&words)[BITS / 4], const Masks& masks, const Offsets& offsets,
                                         unsigned (&to)[4]) {
 #pragma unroll
@@ -271,7 +273,7 @@ __device__ __forceinline__ void numbers(const unsigned (&words)[BITS / 4], const
             to[i] = difference(T(), masked_or(words[0] >> 4 * i, masks.low, LEAD), offsets.lead);
         } else if constexpr (HALF) {
             to[i] = difference(T(), select(words[i / 2], LEAD, i % 2 ? 0x5352 : 0x5150), offsets.lead);
-        } else {  // 16 * high + (low - zero) of the halves of a byte: exact in 8 bits of mantissa
+        } else {  // 16 * high + (low - zero), for the halves of a byte: exact in bf16's 8 bits of mantissa
             const unsigned bytes = select(words[i / 2], 0u, i % 2 ? 0x4342 : 0x4140);
             const unsigned high = difference(T(), masked_or(bytes >> 4, masks.low, LEAD), LEAD);
             unsigned low = difference(T(), masked_or(bytes, masks.low, LEAD), LEAD);
@@ -284,7 +286,7 @@ __device__ __forceinline__ void numbers(const unsigned (&words)[BITS / 4], const
 
 // ---- products ------------------------------------------------------------------------------------------------------
 
-// A lane's eight elements of a row of x, of 32 elements along k, in the pairs of `numbers`.
+// A lane's eight of 32 elements along k of a row of x, in the same pairs in which `numbers` returns weights.
 struct Elements {
     unsigned pairs[4];
 
@@ -331,8 +333,8 @@ struct Elements {
 
 using Sums = float[MMA_N][MMA_M][4];
 
-// Adds the products of a stage to the sums. A tile has `rows` rows of x; with NORM, they are in shared memory at
-// `normalized`. Lanes of further rows read one of these rows again, and their sums are not used.
+// Adds the products of a stage to the sums. A tile has `rows` rows of x, which NORM keeps in shared memory at
+// `normalized`. A lane whose row does not exist reads one of the existing rows, and its sums are not used.
 __device__ __forceinline__ void multiply_stage(Sums& sums, const Slot& slot, unsigned normalized, const T* x, int rows,
                                                int stage, const Masks& masks) {
     const T* row_of[MMA_M];
@@ -477,10 +479,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             commit_copies();
             slot = slot + 1 == DEPTH ? 0 : slot + 1;
         }
+        // With TILE_M 1, odd rows are not stored, so that the compiler leaves out their sums.
 #pragma unroll
         for (int n = 0; n < MMA_N; ++n)
 #pragma unroll
-            for (int i = 0; i < MMA_M * 4; i += TILE_M == 1 ? 2 : 1)  // sums of odd rows are then never computed
+            for (int i = 0; i < MMA_M * 4; i += TILE_M == 1 ? 2 : 1)
                 partial[buffer][warp][i / 4 * 8 + lane % 4 * 2 + i % 2][n * 16 + lane / 4 + i % 4 / 2 * 8] =
                     sums[n][i / 4][i % 4];
         __syncthreads();

@@ -113,7 +113,10 @@ class Product:
 
     @property
     def row_bits(self) -> int:
-        """The bits of a row of w: n elements in layout kn, k in nk, and k filled up to whole blocks in nbits."""
+        """The bits of a row of w.
+
+        A row has n elements in layout kn, k elements in nk, and in nbits k elements filled up to whole blocks.
+        """
         if self.layout == "kn":
             return self.weights[0].n * self.bits
         return (self.blocks * self.block_size if self.layout == "nbits" else self.k) * self.bits
@@ -211,13 +214,19 @@ def _unsupported_weights(node: FusedNode, given: dict[str, str]) -> str | None:
 
 
 def product_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> tuple[Product, TensorSpec]:
-    """Return the products that a node computes, and its first output.  Raises ValueError if shapes do not fit."""
+    """Return the products that a node computes, as one `Product`, and the node's first output.
+
+    Raises ValueError if shapes do not fit.
+    """
     product, outputs = products_of(node, inputs)
     return product, outputs[0]
 
 
 def products_of(node: FusedNode, inputs: Sequence[TensorSpec]) -> tuple[Product, tuple[TensorSpec, ...]]:
-    """Return the products that a node computes, and its outputs.  Raises ValueError if shapes do not fit."""
+    """Return the products that a node computes, as one `Product`, and the node's outputs.
+
+    Raises ValueError if shapes do not fit.
+    """
     x, first = required_spec(node, inputs, "x"), required_spec(node, inputs, "w")
     names = [name for name in WEIGHTS if node.input_index(name) is not None]
     layout, k = _layout(node), node.integer("k")

@@ -38,12 +38,13 @@ BLOCK_ROW: Final = BLOCK_THREADS * MAX_VALUES  # elements of the longest row tha
 def short_rows(length: int, width: int, device: Device, item_bytes: Sequence[int]) -> RowTiling:
     """Return the tiling for mostly short rows of arbitrary length, such as attention scores.
 
-    Most sequence lengths are not multiples of a vector. So there are two more ranges of lengths for rows that are
-    accessed by single elements. Long rows share one kernel, which reads them twice, element by element.
+    Most sequence lengths are not multiples of a vector. So rows that are accessed by single elements have two ranges of
+    lengths with kernels of their own. Rows beyond all ranges share one kernel, which reads them twice, element by
+    element.
     """
     if _within(length, SHORT_ROW):
         return _row_of_a_warp(SHORT_ROW, width, device, item_bytes)
-    if width == 1 and _within(length, WARP_ROW):  # a warp would need 32 addresses per thread, so a block has the row
+    if width == 1 and _within(length, WARP_ROW):  # a row per block: in a warp, a thread needs 32 addresses
         return RowTiling(1, SINGLES_THREADS, WARP_ROW // SINGLES_THREADS, longest=WARP_ROW)
     if _within(length, WARP_ROW):
         return _row_of_a_warp(WARP_ROW, width, device, item_bytes)

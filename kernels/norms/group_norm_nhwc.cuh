@@ -37,10 +37,10 @@ constexpr int group_lanes() {
 }
 constexpr int GROUP_LANES = group_lanes();
 
-// A span is SPAN neighbouring channels of one thread. GroupMemory::spans holds the sums of spans: a matrix with a row
-// for each row of threads, and a column for each span of a row. FOLDED_ROWS is the number of rows that remain after
-// `fold_rows` has added the other rows to them. Rows are folded only if a span is a whole group: each of the group's
-// lanes then reads another row of one column, and a column lies in one bank of shared memory.
+// A span is SPAN neighbouring channels of one thread. GroupMemory::spans holds the sums of spans as a matrix: it has a
+// row for each row of threads, and a column for each span of a row. `fold_rows` adds all rows to the first FOLDED_ROWS
+// rows. Rows are folded only if a span is a whole group. The lanes that add up such a group read different rows of a
+// single column, which lies in one bank of shared memory; folding leaves fewer rows to read.
 constexpr int COLUMNS = SPANS * VECTORS;
 
 constexpr int folded_rows() {
@@ -64,8 +64,8 @@ struct Thread {
     __device__ __forceinline__ int group(int i) const { return (vector * WIDTH + i) / GROUP; }
 };
 
-// The sums of a thread's channels. `pixel` is the block's first pixel; a group's first channel in this pixel is the
-// group's shift.
+// The sums of a thread's channels and of their squares, after a shift is subtracted from each group: the value of its
+// first channel at `pixel`, the block's first pixel.
 struct Moments {
     float shifts[SPANS], sums[SPANS], squares[SPANS];
 
@@ -145,7 +145,8 @@ __device__ __forceinline__ void block_moments(GroupMemory& memory, const Thread&
         }
         sum_lanes<GROUP_LANES>(sum, squares);
         if (group < GROUPS && threadIdx.x % GROUP_LANES == 0) {
-            const float mean = __fdiv_rn(sum, fmaxf(float(pixels) * GROUP, 1.0f));  // mean of the differences
+            // The mean of the differences between the elements and `shift`.
+            const float mean = __fdiv_rn(sum, fmaxf(float(pixels) * GROUP, 1.0f));
             memory.means[group] = shift + mean;
             const float around = fmaf(-sum, mean, squares);
             memory.squares[group] = around < 0.0f ? 0.0f : around;  // a NaN stays a NaN

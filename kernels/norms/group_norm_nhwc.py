@@ -33,7 +33,7 @@ THREADS: Final = 512  # largest number of threads per block, unless a pixel has 
 MAX_THREADS: Final = 1024
 SECTOR_BYTES: Final = 32  # smallest unit of a memory access
 LINE_BYTES: Final = 128  # bytes per L2 cache line
-MAX_MERGED: Final = 32  # largest number of groups per block in two launches, unless a cache line has more
+MAX_MERGED: Final = 32  # largest number of groups per block of a plan with two launches, unless a cache line has more
 STATIC_BYTES: Final = 48 << 10  # bytes of shared memory per block without opt-in
 MAX_CHUNKS: Final = 256  # largest number of chunks per image, in two launches
 CHUNK_PIXELS: Final = 2  # least number of pixels per thread of a chunk
@@ -49,16 +49,16 @@ LEAST_ROOM: Final = 24 << 10  # `_room` does not halve a reservation of at most 
 WAVE_US: Final = 3.2  # fixed time per wave of blocks
 MULTIPROCESSOR_BYTES_PER_US: Final = 30e3  # bytes that a multiprocessor moves per microsecond
 MEMORY_BYTES_PER_US: Final = 4.2e6  # bytes that the GPU's memory moves per microsecond
-BARRIER_US: Final = 0.1  # time per block of a cluster, so that the smaller of two equally fast clusters ranks first
+BARRIER_US: Final = 0.1  # added per block of a cluster, so that of two equally fast clusters the smaller ranks first
 TWO_LAUNCHES_US: Final = 5.7  # fixed time of two launches
-TWO_LAUNCHES_BYTES_PER_US: Final = 3.4e6  # bytes of x and y per microsecond of two launches, beyond the fixed time
+TWO_LAUNCHES_BYTES_PER_US: Final = 3.4e6  # bytes of x and y that two launches move per microsecond after the fixed time
 FULL_CLUSTER: Final = 2  # largest cluster that fills the GPU: in clusters of four, 128 blocks take two waves
 ROOM_OF_CLUSTERS: Final = 0.75  # share of multiprocessors that larger clusters can occupy
 
 
 @dataclass(frozen=True)
 class Images:
-    """The sizes of channels-last images, and of the groups and the vectors of their channels."""
+    """The sizes of channels-last images, whose channels form groups and are accessed in vectors."""
 
     images: int
     pixels: int
@@ -287,7 +287,7 @@ def tilings_of_any_size(x: Images, device: Device) -> list[GroupTiling]:
 
 @functools.lru_cache(maxsize=1024)
 def _usual_tilings(x: Images, device: Device) -> tuple[GroupTiling, ...]:
-    """Return the tilings that are most often the best at the usual sizes; a size of 0 is unknown.
+    """Return the tilings that are most often the best at the usual sizes; a size of 0 in `x` means "unknown".
 
     If the number of pixels is unknown, blocks have as many rows of threads as for large images.
     """

@@ -1,9 +1,11 @@
-// The program of program.cuh in a row op of rows.cuh: the operands that it reads for a thread's packs, and its results.
+// The program (operators that are fused after a norm, see program.cuh) as a row op of rows.cuh calls it: loads the
+// program's operands for a thread's packs of elements, and computes its results.
 #pragma once
 #include "program.cuh"
 
-// With PREFETCH_WEIGHTS, the program's operands of all packs are loaded along with the row. Otherwise the operands of
-// each pack are loaded when its results are stored, because registers are scarce.
+// A program, the operators that are fused into the kernel, and its operands. With PREFETCH_WEIGHTS, the operands for
+// all packs are loaded along with the row. Otherwise the operands for each pack are loaded when the pack's results are
+// stored, because registers are scarce.
 struct RowProgram {
     Program program;
     Program::OfRow of_row;

@@ -37,7 +37,7 @@ MAX_WARP_VALUES: Final = 32  # values per thread up to which one warp has a whol
 MAX_PREFETCH_VALUES: Final = 16  # values per thread up to which registers can also hold weights loaded early
 MAX_WARP_PREFETCH_VALUES: Final = 24  # MAX_PREFETCH_VALUES for a row of one warp without a residual
 MAX_BLOCK_VALUES: Final = 20  # values per thread in blocks of 1024 threads, where a thread has 64 registers
-USUAL_THREADS: Final = 512  # threads per block up to which rows get more threads instead of more values per thread
+USUAL_THREADS: Final = 512  # up to this many threads per block, longer rows get more threads, not more values a thread
 RESIDENT_BYTES: Final = 48 << 10  # bytes of rows in flight per multiprocessor, which bounds the registers per thread
 WARP_BLOCK_THREADS: Final = 128  # threads per block if a row has one warp or less
 # (registers per thread, registers for data) of persistent grids, whose threads hold their part of a row and load the
@@ -90,7 +90,7 @@ class RowTiling:
     in_shared: bool = False
     min_blocks: int = 1
     max_blocks: int = MAX_GRID  # blocks per launch; if rows exceed this, blocks loop over rows
-    longest: int | None = None  # for a symbolic length, elements of the longest row; 0: no limit
+    longest: int | None = None  # for a symbolic length: maximum elements of a row, or 0 for no limit; else None
 
     @property
     def defines(self) -> Defines:
@@ -170,7 +170,8 @@ def persistent_tiling(
 def persistent_is_faster(usual: RowTiling, persistent: RowTiling, rows: int, device: Device) -> bool:
     """Return whether a persistent grid is expected to be faster.
 
-    It is faster if not all rows are resident at once, but the rows are not many times the resident blocks either.
+    It is faster if the usual grid has more blocks than the GPU holds at once, but at most MAX_PERSISTENT_ROUNDS times
+    as many as the persistent grid.
     """
     blocks = estimate(_ceil_div(rows, usual.rows_per_block))
     return bool(usual.min_blocks * device.multiprocessors < blocks <= MAX_PERSISTENT_ROUNDS * persistent.max_blocks)
@@ -208,7 +209,7 @@ def _rows_of_warps(rows: int, length: int, width: int, few: bool, adds: bool, de
 
 
 def resident_blocks(tiling: RowTiling, device: Device, item_bytes: Sequence[int], weight_bytes: int) -> int:
-    """Return how many blocks can be resident on a multiprocessor with their rows (as stored or fp32) and weights."""
+    """Return how many blocks fit on a multiprocessor if registers hold rows (as stored or in fp32) and weights."""
     if device.arch < 80:
         return 1  # code for these GPUs needs more registers than are counted here
     words = max(4, sum(item_bytes)) + weight_bytes  # bytes per value

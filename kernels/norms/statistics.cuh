@@ -2,7 +2,7 @@
 // row.
 #pragma once
 
-constexpr float THREAD_ELEMENTS = float(CHUNKS) * WIDTH;  // elements of a thread whose packs all exist
+constexpr float THREAD_ELEMENTS = float(CHUNKS) * WIDTH;  // elements of a thread whose packs all lie in the row
 
 __device__ __forceinline__ float tree_sum(const float (&values)[WIDTH]) {
     float sums[WIDTH];

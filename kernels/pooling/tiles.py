@@ -53,7 +53,7 @@ class Tiling:
         return images * planes.y_size * down * across * math.ceil(vectors / self.lanes_c)
 
     def results(self, vectors: int) -> int:
-        """Return the vectors of y per block, on average over a row of blocks."""
+        """Return the results (vectors of y) per block, on average over the blocks that share the channels."""
         return self.tile_h * self.tile_w * self.lanes_w * self.lanes_h * vectors // math.ceil(vectors / self.lanes_c)
 
 
@@ -121,7 +121,8 @@ def tilings(
         threads = images * vectors * planes.y_size * across * down
         found[Tiling(tile_h, tile_w, lanes_c, lanes_w, lanes_h)] = threads
     busy = BUSY_THREADS * device.multiprocessors
-    enough = [tiling for tiling in found if estimate(found[tiling]) >= busy]  # TILES is ordered by increasing threads
+    # `found` has the order of TILES: from the largest tile, which has the fewest threads, to the smallest.
+    enough = [tiling for tiling in found if estimate(found[tiling]) >= busy]
     return enough + [tiling for tiling in reversed(found) if tiling not in enough]
 
 
@@ -131,9 +132,11 @@ def _is_several(size: int) -> bool:
 
 
 def even_lanes(extent: int, most: int, step: int = 1) -> int:
-    """Return the threads along an axis: more than half of `most`, at most `most`, with the fewest idle threads.
+    """Return the threads along an axis: `extent`, if that is at most `most`; else the number with the fewest idle ones.
 
-    The result is a multiple of `step`: 2 vectors of 16 bytes are a sector of memory.  For dynamic extents it is `most`.
+    This number is at most `most`, more than half of it, and differs from `most` by a multiple of `step`.  A step of 2
+    keeps pairs of vectors together: two vectors of 16 bytes are a sector of memory.  For a dynamic extent, the result
+    is `most`.
     """
     if is_symbolic(extent):
         return most

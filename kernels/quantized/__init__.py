@@ -1,4 +1,4 @@
-"""Matrix products and convolutions of integers of 8 bits, which stand for numbers by a scale and a zero point."""
+"""Matrix products and convolutions of 8-bit integers, each of which represents (integer - zero point) * scale."""
 
 from typing import Final
 

@@ -19,7 +19,8 @@ template <int KERNEL, int STRIDE, int PAD, int DILATION, int BEGIN, int END>
 struct AxisEdges {
     static constexpr int ROWS = (BEGIN + 1) * (END + 1);
 
-    // Returns the index, along this axis, of the row of sums for element `at` of y; x has `size` elements.
+    // Returns, for this axis alone, the index of the row of sums that element `at` of y needs: the index of its pair of
+    // counts of hidden taps. x has `size` elements along the axis.
     static __device__ __forceinline__ int row(int at, int size) {
         const int first = at * STRIDE - PAD, beyond = first + (KERNEL - 1) * DILATION - size;
         const int before = first < 0 ? min((-first + DILATION - 1) / DILATION, BEGIN) : 0;

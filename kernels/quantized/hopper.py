@@ -21,8 +21,8 @@ from onnxfuse.runtime.symint import best_first, is_symbolic
 WGMMA_ARCH: Final = 90
 # Consumers with tiles of their own (pingpong) are faster than consumers that share a tile, except with few tiles. On an
 # H200, 4096x4096x4096, 4096x7168x16384 and 8192x8192x8192 take 106, 677 and 734 us with own tiles of 128x128, and 124,
-# 805 and 938 us with a shared tile of 128x256. But 4096x768x3072 takes 18.0 us with a shared tile of 128x192, less than
-# with three other configs.
+# 805 and 938 us with a shared tile of 128x256. But 4096x768x3072 takes 18.0 us with a shared tile of 128x192, and
+# longer with three other configs.
 CONFIGS: Final = (*(each for each in hopper.CONFIGS if each.pingpong), HopperConfig(128, 192))
 SUMS: Final = Pointer("scratch", 0)  # the sums that quantized_sums.cu writes
 MAX_WIDTH: Final = 8  # columns of y that a thread finishes together

@@ -23,7 +23,7 @@ struct Sizes {
     Position x, y;
 };
 
-// Writes the row of a pixel of y to `row`.
+// Writes one row of the matrix that is multiplied by the weights: the elements of x that a pixel of y reads.
 __device__ __forceinline__ void gather(u32* row, const OPERAND* x, u32 zero, int pixel, const Sizes& of) {
     const int line = pixel / of.y.w, plane = line / of.y.h, image = plane / of.y.d;
     const int w = (pixel - line * of.y.w) * STRIDE_W - PAD_W, h = (line - plane * of.y.h) * STRIDE_H - PAD_H;

@@ -34,7 +34,7 @@ class Choice:
     parts: Sequence[tuple[Moved, Size]]
 
     def loads(self) -> Iterator[Load]:
-        """Yield all operands, each with the address at which it is read."""
+        """Yield the operands of all parts, each with the address at which it is read."""
         for part, _ in self.parts:
             if isinstance(part, Choice):
                 yield from part.loads()
@@ -42,7 +42,7 @@ class Choice:
                 yield part
 
     def splits(self) -> Iterator[tuple[Index, Size]]:
-        """Yield all indices, each with a size that it is compared with."""
+        """Yield each index that decides between parts, with a size that it is compared with."""
         for i, (part, end) in enumerate(self.parts):
             if i < len(self.parts) - 1:
                 yield self.index, end
@@ -94,7 +94,7 @@ def _moved(writer: ValueWriter, name: str, place: Place) -> Moved | None:
 
 
 def _loaded(writer: ValueWriter, choice: Choice) -> Reference:
-    """Write one load from an address that depends on the part that contains the index."""
+    """Write one load of a Choice: the address is in the part (such as an input of a Concat) that contains the index."""
     lanes, loads, splits = writer.lanes, list(choice.loads()), list(choice.splits())
     writer.accesses += loads
     writer.bounds += splits
@@ -114,7 +114,7 @@ def _loaded(writer: ValueWriter, choice: Choice) -> Reference:
 
 
 def _address(writer: ValueWriter, choice: Choice, in_lane: bool) -> str:
-    """Return the address in the part that contains the index.
+    """Return the address from which a Choice is loaded, in the code: the address in the part that contains the index.
 
     If the parts' addresses differ only by constants, the code selects the constant, not the whole address.
     """

@@ -156,8 +156,8 @@ class Writer:
     def keep(self, key: Any, reference: Reference) -> Reference:
         """Record that a variable holds a key's value.
 
-        The record is dropped at the end of the current block.  It is also dropped at the end of an open mask, unless
-        the variable is right in all lanes.
+        The record is dropped at the end of the current block.  It is also dropped at the end of an open mask (code for
+        some lanes of a vector), unless the variable is right in all lanes.
         """
         scope = len(self.scopes) - 1
         while not reference.masked and scope in self.masked_scopes:
@@ -272,9 +272,9 @@ class Writer:
         return self.declare(kind, text, True, name=self.name_of(name))
 
     def _load_step(self, name: str, address: Index, step: int) -> Reference:
-        """Load the two elements that a vector needs if `step` neighbours share an element of the operand.
+        """Load the two elements, at most, that a vector needs if `step` neighbouring lanes share an element.
 
-        Lanes before the next multiple of `step` use lane 0's element, the other lanes use the last lane's.
+        Lanes before the next multiple of `step` use the first lane's element, the other lanes the last lane's.
         """
         kind, lanes = NUMBER[self.program.dtypes[name]], self.lanes
         variable = next(each for each in address.atoms() if each.kind == "variable" and each.name == lanes.variable)
@@ -353,7 +353,7 @@ class Writer:
         return self.value(x, (*place[:axis], Index(0, ((atom, 1),)), *place[end:]))
 
     def _variables_of(self, name: str, place: Place) -> frozenset[str]:
-        """Return the variables of `place` that occur in addresses or conditions of the code for a value's element."""
+        """Return the variables of `place` that the code for a value at `place` uses in addresses or conditions."""
         key = (name, place)
         if key not in self.dependencies:
             draft = Writer(self.program, self.shapes, Arguments(self.shapes.sizes, False), False, {})

@@ -25,7 +25,7 @@ from onnxfuse.kernels.region.shapes import Shapes
 from onnxfuse.kernels.region.traffic import ACCUMULATOR_BYTES, Access, accesses, typical
 from onnxfuse.kernels.tensors import VECTOR_BYTES
 
-THREAD_COST: Final = 150  # minimum instructions per thread: 1.36 us for all threads that fit on an H200 at once
+THREAD_COST: Final = 150  # minimum cost of a thread in instructions; all threads that fit on an H200 take 1.36 us
 ACCESS_COST: Final = 4  # instructions per load or store
 DIVISION_COST: Final = 4  # instructions per division by a compile-time constant
 CHOICE_COST: Final = 3  # instructions with which a lane selects a part of a Concat, or a Pad's constant or its input
@@ -80,7 +80,10 @@ def cost(nest: Nest, lanes: Lanes, region: Region, repeated: str = "", repeats: 
 
 
 def cost_of_bytes(nest: Nest, region: Region) -> float:
-    """Return how many instructions issue while an element's bytes move; an operand counts with at most its own size."""
+    """Return how many instructions a multiprocessor issues while the bytes of one element move to or from memory.
+
+    All accesses to an operand together count as at most the size of the operand.
+    """
     moved: dict[str, int] = {}
     for each in accesses(nest, region.program):
         moved[each.operand] = moved.get(each.operand, 0) + each.moved
@@ -103,7 +106,7 @@ def _parts(access: Access, lanes: Lanes, shapes: Shapes) -> tuple[int, int]:
 def _stored_lines(
     address: Index, variables: tuple[Variable, ...], lanes: Lanes, access_bytes: int, item_bytes: int
 ) -> float:
-    """Return how many lines the L1 cache could read while a warp stores; parts of sectors take longer."""
+    """Return how many lines the L1 cache could read while a warp stores: more if parts of sectors are stored."""
     found = _touched(address, variables, lanes, access_bytes, item_bytes, SECTOR_BYTES)
     return sum(WHOLE_SECTOR_LINES if written >= SECTOR_BYTES else PART_SECTOR_LINES for written in found.values())
 
@@ -114,7 +117,7 @@ def _touched(
 ) -> Mapping[int, int]:
     """Return the bytes that one access of a warp touches, by unit of memory.
 
-    A unit has `unit` bytes.  The warp is the one that computes the elements in the middle.
+    A unit has `unit` bytes.  The warp is the one that computes the elements in the middle of all elements.
     """
     step = 1 if lanes.scattered else lanes.width
     first = math.prod(typical(each.extent) for each in variables) // step // 2 // WARP * WARP

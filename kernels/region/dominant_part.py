@@ -1,4 +1,4 @@
-"""Finds the part of a Concat along the innermost axis that holds most elements, so that they share one code path."""
+"""Finds the part of a Concat along the innermost axis that holds most elements, which one code path then computes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class DominantPart:
         return self.period - (self.end - self.begin)
 
     def count(self, elements: int) -> int:
-        """Return the maximum number of elements outside the part, in the rows to which `elements` neighbours belong."""
+        """Return how many elements outside the part there are at most in the rows that `elements` neighbours touch."""
         return (-(-elements // self.period) + 1) * self.others
 
 
@@ -64,7 +64,7 @@ def dominant_part(nest: Nest, program: Program, shapes: Shapes) -> DominantPart 
 
 
 def _is_readable(nest: Nest, found: DominantPart, program: Program, shapes: Shapes) -> bool:
-    """Return whether the part's loads are in bounds for all elements, and its values depend on no further branch."""
+    """Return whether the part's code could run for all elements: its loads are in bounds, and it needs no branch."""
     writer = draft(program, shapes, {})
     writer.within = found.within
     for name in nest.outputs:

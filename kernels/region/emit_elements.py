@@ -153,7 +153,7 @@ class ElementsText:
         """Write the values that do not depend on a variable, before the loop over it."""
         writer = self.writer
         for name, place in self._trial().values():
-            # A loaded value among the indices of a place is a variable that only the code of the trial declares.
+            # An index can be a loaded value: a variable that only the code of the trial declares.
             is_read = any(atom.kind == "value" for index in place for atom in index.atoms())
             if not is_read and not any(repeated.name in index.variables() for index in place):
                 writer.value(name, place)
@@ -183,7 +183,7 @@ class ElementsText:
         self._put_by_block({name: Reference(array) for name, array in found.items()})
 
     def _put_by_block(self, values: Mapping[str, Reference]) -> None:
-        """Write the exchange of a block's contiguous results among its threads, and their stores in adjacent chunks."""
+        """Write code by which the threads of a block exchange contiguous results and store them in adjacent chunks."""
         writer, threads, count = self.writer, self.tiling.threads, self.tiling.width * self.tiling.repeats
         for number, (i, name) in enumerate((i, n) for i, n in enumerate(writer.program.outputs) if n in values):
             dtype = writer.program.dtypes[name]
@@ -229,5 +229,5 @@ class ElementsText:
 
 
 def _place_of(variables: Sequence[Variable]) -> Index:
-    """Return the flat index of an element of a nest as an expression in the nest's variables."""
+    """Return the flat index of an element of a loop nest as an expression in the nest's variables."""
     return flat([variable_index(each.name, each.extent) for each in variables], [each.extent for each in variables])

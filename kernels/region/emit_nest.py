@@ -33,7 +33,7 @@ UNROLLED: Final = 4  # rounds of a reducing loop that are unrolled, so that seve
 
 
 class NestText:
-    """Writes the code of a nest.  In that code, `block` is the index of a thread's block among the nest's blocks."""
+    """Writes the code of a loop nest.  In it, `block` is the index of a thread's block among the blocks of the nest."""
 
     def __init__(
         self, nest: Nest, tiling: Tiling, writer: Writer, release: str, leaving: str, own: Sequence[Stored] = ()
@@ -53,7 +53,7 @@ class NestText:
         self.held: dict[str, dict[tuple[str, Place], str]] = {}
         self.kept = RowCacheText(nest, tiling, writer, self._enter)
         self.batched: dict[int, list[tuple[str, Place]]] = {}  # by index of a loop: vectors that are loaded in batches
-        self.ahead: list[tuple[str, Place]] = []  # vectors that are read in the loop that stores a tile
+        self.ahead: list[tuple[str, Place]] = []  # vectors that the storing loop of a tile reads: see `read_ahead`
         self.number = 0  # index of the next loop
         self.instructions = 0  # estimated instructions of all loops together, each counted once
 
@@ -151,13 +151,13 @@ class NestText:
         return self.tiling.lanes if isinstance(self.tiling, Rows) and self.tiling.lanes else self.tiling.threads
 
     def _held_width(self, name: str) -> int:
-        """Return the elements per vector that registers or shared memory hold, along the variables of a list."""
+        """Return the elements per vector, along the variables of a list, for vectors in registers or shared memory."""
         if name in self.shifted:
             return self.shifted[name].width
         return self.tiling.width if isinstance(self.tiling, Columns) else self._width_along(name)
 
     def _row_of_lanes(self, lanes: int) -> str:
-        """Write the index of a thread's row; return the condition on which the thread stores it, "" if there is none.
+        """Write the index of a thread's row; return the condition under which it stores the row, "" if it always does.
 
         If a warp has several rows, even threads beyond the last row compute one, because lanes exchange their results.
         """
@@ -178,10 +178,10 @@ class NestText:
         self.writer.line(f"const {self.type} row = exists ? own : {bound} - 1;")
 
     def repeated(self) -> dict[str, dict[tuple[str, Place], str]]:
-        """Return, for each list of variables, the vectors that registers hold, with their names.
+        """Return, for each list of variables, the vectors that a thread keeps in registers, with their names.
 
-        These are the vectors that several loops over the list read, or all vectors that a loop reads if a thread runs
-        several rounds of it.  Lists whose vectors do not fit into registers are missing.
+        A vector is kept if several loops over the list's variables read it.  If a thread has several vectors of each
+        operand in such a loop, all of them are kept.  A list is missing if its vectors do not fit into registers.
         """
         found: dict[str, dict[tuple[str, Place], str]] = {}
         for name in dict.fromkeys(name for name, _ in self.reads):
@@ -194,7 +194,7 @@ class NestText:
         return found
 
     def _head(self, name: str) -> tuple[str, str]:
-        """Write two variables: how many elements precede the shifted vectors, and how many such vectors follow.
+        """Write two variables: the number of elements before a row's first aligned vector, and that of whole vectors.
 
         Return the names of both variables.
         """
@@ -208,7 +208,7 @@ class NestText:
         return head, count
 
     def _rounds(self, name: str) -> int:
-        """Return the maximum number of vectors per thread in a loop over a list; 0 if that depends on dynamic dims."""
+        """Return the most vectors per thread in a loop over a list of variables; 0 if that depends on dynamic dims."""
         count, width = number_of(self.nest.count(name)), self._width_along(name)
         count = None if name in self.shifted else count
         return -(-count // (width * self.row_threads)) if count else 0
@@ -298,9 +298,10 @@ class NestText:
         return MAX_INSTRUCTIONS // (3 * max(1, self.instructions))
 
     def _batches(self, name: str, start: str, step: str, head: str, count: str) -> Iterator[None]:
-        """Write a loop over batches of rounds, and after it a last batch in which threads skip rounds beyond the end.
+        """Write a loop over batches of rounds; in a round, each thread computes one vector.
 
-        A batch first loads the vectors of all its rounds.
+        A batch first loads the vectors of all its rounds.  After the loop comes a last batch, in which threads skip the
+        rounds beyond the end.
         """
         writer, width, before = self.writer, self._held_width(name), self.writer.lanes
         keys, at = self.batched[self.number], writer.new_name("at")
@@ -336,7 +337,7 @@ class NestText:
             self.writer.line(f"load({address}, {text}[k]);")
 
     def _enter(self, name: str, at: str, head: str) -> None:
-        """Write the variables of a list for vector number `at`; from here on, the lanes are this vector's elements."""
+        """Write the values of a list's variables for vector number `at`, and make its elements the writer's lanes."""
         writer, variables, width = self.writer, self.nest.lists[name], self._width_along(name)
         if head:
             writer.lanes = self.shifted[name]
@@ -352,12 +353,15 @@ class NestText:
         return self.tiling.widths.get(name, 1) if isinstance(self.tiling, Rows) else 1
 
     def _divides(self, name: str, rounds: int) -> bool:
-        """Return whether a list has whole batches only; in a batch, each thread computes `rounds` vectors."""
+        """Return whether a list of variables has whole batches only, in which each thread computes `rounds` vectors."""
         count, each = number_of(self.nest.count(name)), rounds * self.row_threads * self._width_along(name)
         return self.tiling.shares == 1 and count is not None and count % each == 0
 
     def _loops(self, name: str, start: str, step: int | str) -> Iterator[None]:
-        """Write the loops over a list of variables: over vectors, and over elements before and after shifted ones."""
+        """Write the loops over a list of variables: a loop over vectors and, if these are shifted, one over elements.
+
+        Shifted vectors begin at a row's first aligned element; the elements before and after them are single.
+        """
         lanes, writer = self.shifted.get(name), self.writer
         if lanes is None:
             yield from self._loops_of_vectors(name, start, str(step))

@@ -1,6 +1,6 @@
 """Writes the cache of rows in shared memory: vectors that several loops read are copied there before the first loop.
 
-A list is one of `Nest.lists`: the variables that such a loop runs over.
+In this module, a list is one of `Nest.lists`: the variables of one loop over the elements of a row.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RowCacheText:
         """
         self.nest, self.tiling, self.writer, self.enter = nest, tiling, writer, enter
         self.memory = tiling.memory if isinstance(tiling, Rows) else 0
-        self.vectors: dict[str, dict[Vector, str]] = {}  # for each list of variables: vectors and their arrays' names
+        self.vectors: dict[str, dict[Vector, str]] = {}  # for each list of variables: array names by vector
         self.widths: dict[str, int] = {}  # for each list of variables: elements per vector
         self.arrived: set[str] = set()  # lists of variables whose vectors a loop has already read
 
@@ -77,7 +77,11 @@ class RowCacheText:
         writer.line("commit_copies();")
 
     def read(self, name: str, at: str, head: str, bound: str) -> None:
-        """Write, in a loop over a list, the reads of its vectors; the first loop waits for copies, and starts more."""
+        """Write the reads of the vectors of a list of variables, inside a loop over this list.
+
+        In the first loop over the list, each iteration also waits for the copies of its vectors, and starts the copies
+        of the vectors of a later iteration.
+        """
         if name not in self.vectors:
             return
         writer, is_first = self.writer, name not in self.arrived

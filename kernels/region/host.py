@@ -52,8 +52,8 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
         return [Plan(outputs, ())]
     largest = maximum(*(sizes.value(count) for count in dict.fromkeys(map(product, shapes.of.values()))))
     region = Region(program, shapes, aligned, device, is_wide=not largest < WORD - MAX_BEYOND)
-    # Tensors with more than 2^31 elements are rare.  A template, which holds the plans of a node for all sizes, gets
-    # only the plans that are necessary for such tensors, and none for speed.
+    # A template holds the plans of a node for all sizes.  Tensors with more than 2^31 elements are rare: for them, the
+    # template gets only the plans without which they could not be computed, but no further plans that are faster.
     with without_soft_guards(*([largest] if region.is_wide else [])):
         return [plan_of(region, stages_of(region, list(groups.values())), inputs, outputs)]
 

@@ -22,7 +22,10 @@ def chunk_of(count: int, dtype: str) -> int:
 
 
 def interleaved_lanes(short: Variable, lanes: Lanes) -> Lanes:
-    """Return `lanes`, narrowed until a thread can compute the lanes' elements at all values of the short variable."""
+    """Return `lanes`, narrowed until a thread can compute the elements of all lanes at all values of `short`.
+
+    The limit is MAX_INTERLEAVED elements.
+    """
     width = lanes.width
     while width > 1 and width * (number_of(short.extent) or 1) > MAX_INTERLEAVED:
         width //= 2
@@ -30,10 +33,11 @@ def interleaved_lanes(short: Variable, lanes: Lanes) -> Lanes:
 
 
 def interleaved(nest: Nest) -> Variable | None:
-    """Return the outputs' innermost variable if it is short and not the nest's last variable; None otherwise.
+    """Return a short variable that is innermost in the outputs, but not last in the nest; None if there is none.
 
-    The outputs have the nest's other variables in the same order.  So the elements of a vector along the last variable,
-    at all values of the short one, are contiguous in the outputs, and so are the elements of a block.
+    All other variables have the same order in the outputs and in the nest, and vectors lie along the nest's last
+    variable.  So the elements of one vector, taken at all values of the short variable, are contiguous in the outputs,
+    and so are the elements of a block.
     """
     variables, address = nest.lists[ELEMENTS], flat(nest.place, nest.shape)
     for short in variables[:-1]:

@@ -21,14 +21,16 @@ class Lanes:
     """The variable along which a vector lies, and the vector's width; from lane to lane, the variable increases by 1.
 
     `scattered` are variables that are arrays in the generated code: the elements of different lanes are far apart.
-    Shifted vectors begin after a row's first elements: `rest` plus lane 0's variable is a multiple of the width.
+    Shifted vectors begin some elements after the start of a row, so that they are aligned: `rest` plus the variable of
+    lane 0 is a multiple of the width.
     """
 
     variable: str = ""
     width: int = 1
     scattered: frozenset[str] = frozenset()
     rest: Index | None = None  # for shifted vectors: the address of the element where the variable is 0
-    linear: Index | None = None  # flat index of an element: in the code `at[j]` if scattered, else `at` * width
+    # The flat index of an element: in the code, lane j has at[j] if lanes are scattered, else at * width + j.
+    linear: Index | None = None
 
     @property
     def variables(self) -> frozenset[str]:

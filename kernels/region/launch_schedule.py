@@ -157,7 +157,7 @@ def _stored_nest(region: Region, keys: Keys, found: StoredByKey) -> Nest:
 
 
 def _with_common_rows(region: Region, own: Mapping[Keys, Nest], found: StoredByKey) -> dict[Keys, Nest]:
-    """Merge each nest into the nest that stores the reductions that it reads, if both reduce the same rows.
+    """Merge each nest that reads stored reductions into the nest that stores them, if both nests reduce the same rows.
 
     One launch then computes all these reductions, and reads each row once.
     """

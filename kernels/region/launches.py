@@ -1,4 +1,8 @@
-"""The kernels of a region, one for each launch: its blocks divide the launch's works, which are nests with tilings."""
+"""The kernels of a region, one for each launch.
+
+A launch has one or several works: a work is a loop nest over outputs of one shape, with a tiling that divides the nest
+among blocks.  Each block of the launch computes a part of one work.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +118,7 @@ def _body(
     stored: Mapping[Key, Stored],
     given: tuple[str, str],
 ) -> tuple[str, int]:
-    """Return the code, in which each block computes part of one of `works`, and the bytes of dynamic shared memory."""
+    """Return the code, in which each block computes part of one work, and the bytes of dynamic shared memory."""
     lines, before, begin, shared, row_bytes = list[str](), 0, "", 0, 0
     for i, work in enumerate(works):
         end = before + blocks[i]

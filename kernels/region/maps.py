@@ -17,7 +17,7 @@ from onnxfuse.kernels.region.sizes import Sizes
 
 
 def source(operation: Operation, output: str, place: Place, shapes: Shapes) -> Place:
-    """Return the place in an operation's only input that the element at `place` of its output reads.
+    """Return the place in an operation's only input from which the element at `place` of the output is copied.
 
     The operation may be any that only moves elements, except Concat and gathers.  For a Pad with a constant, the result
     may lie outside the input.

@@ -42,7 +42,8 @@ class Variable:
 class Nest:
     """A loop nest over outputs of one shape, or over the accumulators of a reduction, and its variables.
 
-    `lists` has, innermost last, the variables of rows, of a row's elements, and of other elements that are reduced.
+    `lists` holds several lists of variables, each with the innermost variable last: the variables of rows, those of a
+    row's elements, and those of other elements that are reduced.
     `places` expresses the axes of outputs and of reductions in these variables.
     """
 
@@ -92,9 +93,10 @@ class Nest:
         return name, tuple(NOTHING if dim == 1 else self.places[f"o{next(own)}"] for dim in extents)
 
     def list_of(self, extents: Sequence[Size]) -> str:
-        """Return the name of the list of loop variables that run over reduced axes of these extents.
+        """Return the name in `lists` of the loop variables for reduced axes with these extents.
 
-        It is ELEMENTS if the axes along the elements of a row have exactly these extents; axes of size 1 do not count.
+        The name is ELEMENTS if the outputs' axes within a row (see `element_axes`) have the same extents, apart from
+        axes of size 1.
         """
         dims = [dim for dim in extents if dim != 1]
         if dims and dims == [self.shape[axis] for axis in self.element_axes() if self.shape[axis] != 1]:
@@ -102,7 +104,7 @@ class Nest:
         return "reduced " + " ".join(f"[{dim}]" for dim in extents)
 
     def element_axes(self) -> list[int]:
-        """Return the axes of the outputs that run along the elements of a row."""
+        """Return the axes of the outputs along which a row's elements lie; the other axes count rows."""
         rows = {name for level in self.levels for each in level for name in _variables(each)}
         return [axis for axis in range(len(self.shape)) if f"o{axis}" not in rows]
 
@@ -195,7 +197,7 @@ def _reads(instance: Instance, program: Program, shapes: Shapes, stored: StoredB
 
 
 def flattened(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey, kept: int = 0) -> Nest:
-    """Merge all variables of a nest without reductions into one, except the first `kept`."""
+    """Merge the variables of a nest that has no reductions into one variable; the first `kept` variables stay."""
     variables, by = nest.lists[ELEMENTS][kept:], dict[str, Index]()
     one = Variable("e", product(each.extent for each in variables))
     left = variable_index(one.name, one.extent)
@@ -276,7 +278,7 @@ def _indices(nest: Nest) -> Iterator[Index]:
 
 
 def _splits(nest: Nest) -> Iterator[tuple[Variable, Size]]:
-    """Yield variables that occur in quotients or remainders, each with the extent `part` by which to split it."""
+    """Yield variables that occur in quotients or remainders, each with the extent `part` to give to `split`."""
     variables = {each.name: each for of in nest.lists.values() for each in of}
     for atom in dict.fromkeys(atom for index in _indices(nest) for atom in index.atoms()):
         if atom.kind not in ("div", "mod") or atom.of is None:

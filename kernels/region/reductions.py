@@ -20,7 +20,7 @@ ACCUMULATORS: Final = {  # for each operator: the accumulator's type in region.c
     "ReduceL1": ("Sum", "magnitude({})"), "ReduceLogSumExp": ("Online", "{}"), "Softmax": ("Online", "{}"),
     "LogSoftmax": ("Online", "{}"), "ArgMax": ("Extreme", "{}"), "ArgMin": ("Extreme", "{}"),
 }  # fmt: skip
-Key: TypeAlias = tuple[str, str, str, tuple[int, ...]]  # identifies a reduction, but not one of its results
+Key: TypeAlias = tuple[str, str, str, tuple[int, ...]]  # identifies a reduction; its results have the same key
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class Reference:
         return f"{self.text}[j]" if self.varies else self.text
 
     def where(self, masked: bool) -> Reference:
-        """Return a copy with another `masked`, which says whether lanes that need no value can hold a wrong one."""
+        """Return a copy that says whether lanes that do not need the value may hold a wrong value."""
         return replace(self, masked=masked)
 
     def of_text(self, text: str) -> Reference:

@@ -235,8 +235,8 @@ __device__ __forceinline__ float quotient(float a, float b) {
 }
 __device__ __forceinline__ double quotient(double a, double b) { return a / b; }
 
-// The nearest quotient, or in rare cases an adjacent number; exact if the quotient is representable. It has no branch,
-// and the part that depends only on b is computed once for many a.
+// The nearest quotient, or in rare cases an adjacent number; exact if the quotient is representable. The code has no
+// branch, and the part that depends only on b is computed once for many a.
 __device__ __forceinline__ float nearest_quotient(float a, float b) {
 #if __CUDA_ARCH__ >= 750
     const float near = reciprocal(b), size = fabsf(b);
@@ -400,7 +400,8 @@ __device__ __forceinline__ T quantized(float a, float scale, int zero) {
     const float size = __uint_as_float(bits), moved = size > 1e18f ? 1.0f / UPWARD : size < 1e-18f ? UPWARD : 1.0f;
     const float factor = has_quotients ? copysignf(moved, scale) : approximate_inverse(scale);
     const float b = has_quotients ? full_product(size, moved) : 1.0f;
-    const int lowest_quotient = lowest<T>() - zero;  // quotients up to a quarter lower are rounded to it as well
+    // Quotients are clamped to a quarter beyond the range's ends, and later rounded to these ends.
+    const int lowest_quotient = lowest<T>() - zero;
     const float low = (float(lowest_quotient) - 0.25f) * b, high = (float(lowest_quotient + 255) + 0.25f) * b;
     a = fminf(fmaxf(full_product(a, factor), low), high);
     const float inverse = approximate_inverse(b);
@@ -416,7 +417,7 @@ __device__ __forceinline__ T sign(T x) {
     return x > T(0) ? T(1) : x < T(0) ? T(-1) : x == x ? T(0) : x;
 }
 
-// Shifts by at least as many bits as the type has give 0.
+// A shift by at least as many bits as the type has gives 0.
 __device__ __forceinline__ unsigned char shifted_left(unsigned char x, unsigned char by) {
     return by < 8 ? x << by : 0;
 }
@@ -580,7 +581,7 @@ struct Online {
         top = distance > T(0) ? x : top;
     }
     template <int N>
-    __device__ __forceinline__ void add(const T (&x)[N]) {  // scales the sum once for N numbers
+    __device__ __forceinline__ void add(const T (&x)[N]) {  // rescales the sum only once
         T largest = top;
 #pragma unroll
         for (int i = 0; i < N; ++i) largest = x[i] > largest ? x[i] : largest;

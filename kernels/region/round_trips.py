@@ -18,9 +18,10 @@ MAX_SCALES: Final[Mapping[str, float]] = {"float32": 1e36, "float16": 128.0}
 
 
 def without_round_trips(program: Program) -> Program:
-    """Return a program in which an Identity of the integers replaces each QuantizeLinear that gives them back.
+    """Return a program in which an Identity of integers replaces each QuantizeLinear that restores these integers.
 
-    Operators that move elements between the DequantizeLinear and the QuantizeLinear are copied, to move the integers.
+    A DequantizeLinear with the same scale comes before such a QuantizeLinear.  The operators between the two only move
+    elements; copies of them move the integers.
     """
     made, dtypes = list[Operation](), dict(program.dtypes)
     for operation in program.operations:
@@ -42,8 +43,8 @@ def without_round_trips(program: Program) -> Program:
 def _moves_before(program: Program, operation: Operation) -> list[Operation] | None:
     """Return the DequantizeLinear whose integers a QuantizeLinear gives back, and the operators between the two.
 
-    Returns None for any other operation.  The scale must be one known number, because 0 and numbers that overflow give
-    other integers.
+    Returns None for any other operation.  The scale must be one known number: with a scale of 0, or if numbers
+    overflow, the QuantizeLinear would not give back the integers.
     """
     if operation.name != "QuantizeLinear":
         return None

@@ -35,7 +35,7 @@ class Stored:
 
     @property
     def is_whole(self) -> bool:
-        """Whether there is a single result with several shares; each block that reads the result merges them."""
+        """Whether several blocks accumulate the only result; each block that reads it merges their accumulators."""
         return product(self.shape) == 1 and self.shares != 1
 
     @property

@@ -13,8 +13,8 @@ from onnxfuse.kernels.region.program import Operation, Program
 from onnxfuse.kernels.region.sizes import Sizes
 from onnxfuse.region_operators import ELEMENTWISE, SUMS
 
-# Reductions whose result is undefined for empty inputs.  With the attribute `may_be_empty`, ReduceMax and ReduceMin
-# then give an infinity.
+# Reductions whose result is undefined for empty inputs.  But ReduceMax and ReduceMin with the attribute `may_be_empty`
+# reduce an empty input to an infinity.
 OF_SOME: Final = (*EXTREMES, "ReduceMax", "ReduceMin")
 
 
@@ -74,7 +74,7 @@ def _output(operation: Operation, shapes: list[Shape], sizes: Sizes, output: int
 
 
 def sizes_of(operation: Operation, name: str, shapes: Sequence[Shape], sizes: Sizes) -> tuple[Size, ...]:
-    """Return the values of a list attribute of integers or expressions over the dims of the operation's inputs."""
+    """Return the values of a list attribute; its elements are integers, or expressions over dims of the inputs."""
     return tuple(_size_of(each, shapes, sizes) for each in operation.attributes[name])
 
 

@@ -17,7 +17,7 @@ from onnxfuse.region_operators import ELEMENTWISE
 def staged_values(nest: Nest, across: Variable, program: Program, shapes: Shapes) -> list[tuple[str, Place]]:
     """Return the values, with places, that a tile computes along `across` and keeps in shared memory.
 
-    Of the values that are computed without loading an operand along the last variable, these are nearest to the
+    Among all values whose computation loads no operand along the last variable, the returned ones are nearest to the
     outputs.
     """
     found: dict[tuple[str, Place], None] = {}

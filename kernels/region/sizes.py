@@ -92,9 +92,9 @@ class Sizes:
         return divisor(size, self.divisors)
 
     def note_divisor(self, size: Size, by: int) -> None:
-        """Record that `by` divides a size.
+        """Record that `by` divides a size, if the size is a number times one symbol.
 
-        The record is a divisor of the size's symbol; there is none unless the size is a number times one symbol.
+        The recorded number is the divisor that the symbol must then have.
         """
         match size:
             case Dim(terms=(((name,), factor),)):

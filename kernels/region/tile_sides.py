@@ -55,5 +55,8 @@ def _side(extent: Size, most: int) -> int:
 
 
 def _covered(extent: Size, side: int) -> int:
-    """Return the number of elements that all tiles along an axis cover; for a dynamic axis, that of one tile."""
+    """Return the number of elements that the tiles along an axis cover together, including those beyond its end.
+
+    For a dynamic axis, one tile counts.
+    """
     return -(-(number_of(extent) or 1) // side) * side

@@ -1,6 +1,7 @@
 """Divides a nest among threads, by rows or by elements, and chooses the width of vectors.
 
-A list is one of `Nest.lists`: the variables of rows, of a row's elements, or of other elements that are reduced.
+A list is one of `Nest.lists`: the variables that count rows, the elements of a row, or the elements of another
+reduction.
 """
 
 from __future__ import annotations
@@ -59,14 +60,14 @@ MAX_TILED_WORDS: Final = 8  # maximum number of words per element of a tile in s
 MIN_TILED: Final = 8  # minimum number of elements along each axis that is tiled
 TILE_COST: Final = 30  # estimated instructions per element of a tile
 CHEAPER: Final = 0.9  # an alternative is chosen only if it costs less than this share of the default's cost
-COLUMNS: Final = 32  # number of adjacent threads with different rows; a block's other threads share these rows
+COLUMNS: Final = 32  # adjacent threads with different rows, in the tiling Columns; other threads have the same rows
 MANY_BLOCKS: Final = 2  # wanted blocks of columns per multiprocessor; vectors are narrowed until there are enough
 MIN_SHARED_ELEMENTS: Final = 32  # elements per row from which on several threads share a row in the tiling Columns
 MIN_SHARES: Final = 4  # blocks per row: fewer do not pay for the extra launch that merges their results
 MIN_NARROW_SHARES: Final = (
-    2  # replaces MIN_SHARES if rows are read by single elements: the launch that reads the result can use vectors
+    2  # replaces MIN_SHARES if one launch would read rows by single elements; with two, the second can use vectors
 )
-MIN_DIVIDED_ROUNDS: Final = 32  # vectors per thread: with fewer, one block reduces the whole row
+MIN_DIVIDED_ROUNDS: Final = 32  # with fewer vectors of a row per thread of one block, the row is not shared
 MAX_CHAIN: Final = 3  # maximum number of reductions of dynamic length that need one another, if blocks share rows
 MANY_DIMS: Final = 2  # dynamic dims that count rows of dynamic length: from this number on, blocks do not share rows
 MAX_SHARES: Final = 512  # maximum number of blocks per row; one block or warp merges their accumulators
@@ -76,7 +77,7 @@ Repeats: TypeAlias = tuple[str, int]  # a variable, and the number of its neighb
 ONCE: Final[Repeats] = ("", 1)
 MAX_REPEATS: Final = 8
 REPEATING_THREADS: Final = 1024  # minimum number of threads per multiprocessor if each has several values of a variable
-AHEAD_THREADS: Final = 256  # replaces REPEATING_THREADS if a thread loads its operands for all values first
+AHEAD_THREADS: Final = 256  # like REPEATING_THREADS, for threads that load the operands of all values first
 AHEAD_BYTES: Final = 128  # maximum bytes per thread that are loaded ahead
 SCATTERING_THREADS: Final = 1024  # wanted threads per multiprocessor; with fewer, each thread gets fewer elements
 SplitBy: TypeAlias = Literal["", "branches", "stores"]
@@ -111,23 +112,27 @@ class Tile(Tiling):
 
     width: int
     across: str  # name of the variable along which vectors are read
-    sides: tuple[int, int]  # elements of a tile along `across`, and along the last variable
+    sides: tuple[int, int]  # elements of a tile along the variable `across`, and along the last variable
     store_width: int  # elements per vector that is stored
 
 
 @dataclass(frozen=True)
 class Rows(Tiling):
-    """A warp, some of its lanes, or a block computes each row together; vectors lie along the row."""
+    """Each row is computed by a block, a warp, or some lanes of a warp; vectors lie along the row."""
 
     lanes: int = 0  # lanes of a warp that compute a row together; 0 if a block does
     widths: Mapping[str, int] = field(default_factory=dict)  # for each list of variables: elements per vector
-    shifted: Mapping[str, Lanes] = field(default_factory=dict)  # for each list of variables: its shifted vectors
+    # For each list of variables whose vectors begin at the first aligned element of a row: these vectors.
+    shifted: Mapping[str, Lanes] = field(default_factory=dict)
     memory: int = 0  # bytes of shared memory for operands of the row that several loops read
 
 
 @dataclass(frozen=True)
 class Columns(Tiling):
-    """Vectors lie across rows: each lane has another row.  Threads with the same rows divide the elements of a row."""
+    """Vectors lie across rows: each element of a vector (a lane) belongs to another row.
+
+    Threads with the same rows divide the elements of these rows among them.
+    """
 
     width: int
     columns: int  # number of adjacent threads of a block that have different rows
@@ -159,8 +164,8 @@ def _elements(nest: Nest, region: Region) -> Elements:
         width = width if is_symbolic(count) else _narrowed(count, width, device, SCATTERING_THREADS)
         return Elements(THREADS, width, is_scattered=True)
     variables = nest.lists[ELEMENTS]
-    # With several variables there is no tail, because the width divides the last one. `sizes.divisor` would not find
-    # the width in a product of several extents.
+    # A tail is the elements after the last whole vector. With several variables there is no tail, because the width
+    # divides the last variable. `sizes.divisor` would not find the width in a product of several extents.
     has_tail = width > 1 and len(variables) == 1 and sizes.divisor(variables[0].extent) % width != 0
     ahead = repeats > 1 and not is_between and _are_few(count, width * repeats, device)
     return Elements(THREADS, width, False, repeated, repeats, ahead, has_tail)
@@ -198,7 +203,7 @@ def _rows(nest: Nest, name: str, region: Region) -> Rows:
 def _row_memory(nest: Nest, name: str, width: int, is_shifted: bool, region: Region) -> int:
     """Return the bytes of shared memory that keep the operands of a row that several loops read; 0 if none are kept.
 
-    Registers hold shorter rows instead, unless their vectors are shifted.
+    Short rows are kept in registers instead, unless their vectors are shifted (begin at a row's first aligned element).
     """
     count, last = number_of(nest.count(name)), nest.lists[name][-1].name
     loops = sum(nest.elements_of(level[0], region.shapes)[0] == name for level in nest.levels) + (name == ELEMENTS)
@@ -226,7 +231,7 @@ def _shifted(nest: Nest, name: str, region: Region) -> Lanes | None:
         return None
     width = min(MAX_WIDTH, VECTOR_BYTES // max(along, key=lambda each: each.moved).item_bytes)
     rest = replaced(along[0].address, {variables[0].name: NOTHING})
-    if any(atom.kind == "value" for atom in rest.atoms()):  # the shift is computed before Gathers load indices
+    if any(atom.kind == "value" for atom in rest.atoms()):  # the shift depends on an index that a Gather loads later
         return None
     lanes = Lanes(variables[0].name, width, rest=rest)
     return lanes if all(lanes.are_contiguous(each.address, region.sizes) for each in along) else None
@@ -355,7 +360,7 @@ def fastest_variables(nest: Nest, region: Region, stored: StoredByKey) -> Nest:
         own, lanes, repeats = _best_lanes(each, region)
         short = interleaved(each)
         if short and short.name == repeats[0]:
-            order = 1  # preferred to a nest with one variable if costs are equal: it takes fewer instructions
+            order = 1  # if costs are equal, this nest is preferred, because it takes fewer instructions
         else:
             order = 0 if each is nest and repeats == ONCE else 2 if repeats == ONCE else 3
         return own / (CHEAPER if lanes.scattered else 1), order
@@ -539,7 +544,11 @@ def _all_widths(widest: int) -> Iterator[int]:
 
 
 def _widths(extent: Size, widest: int, sizes: Sizes) -> Iterator[int]:
-    """Yield widths that divide an extent, the widest first; may restrict the plan to extents that `widest` divides."""
+    """Yield widths that divide an extent, the widest first.
+
+    If an extent is dynamic, and `widest` divides its present value, the plan is restricted to extents that `widest`
+    divides.
+    """
     known = sizes.divisor(extent)
     if known % widest and not isinstance(extent, int) and sizes.value(extent) % widest == 0:
         sizes.note_divisor(extent, widest)

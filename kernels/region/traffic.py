@@ -69,7 +69,7 @@ def is_side_by_side(address: Index, variable: Variable) -> bool:
 
 
 def with_contiguous_last(nest: Nest, program: Program) -> Nest:
-    """Reorder each list of variables of a nest with reductions: the one with the most contiguous bytes comes last."""
+    """In a nest with reductions, move the variable with the most contiguous bytes to the end of each list."""
     lists = {
         name: tuple(sorted(variables, key=lambda each: each == _most_contiguous(nest, variables, program)))
         for name, variables in nest.lists.items()

@@ -27,7 +27,7 @@ from onnxfuse.kernels.tensors import (
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Struct, TensorSpec
 from onnxfuse.runtime.symint import estimate, is_symbolic, maximum
 
-LIKE: Final = "like"  # an operand that only provides the sizes of y by its shape, if these are computed in the graph
+LIKE: Final = "like"  # an operand whose shape gives the sizes of y, if nodes of the graph compute these sizes
 MODES: Final = ("nearest", "linear")
 COORDINATES: Final = ("half_pixel", "asymmetric", "pytorch_half_pixel", "align_corners")
 NEAREST: Final = ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil")
@@ -144,7 +144,7 @@ def _resized(node: FusedNode, shape: Sequence[int]) -> tuple[tuple[float, ...], 
         exact = [float(np.float32(each)) for each in given]
         return tuple(exact), tuple(_scaled(size, scale) for scale, size in zip(exact, shape, strict=True))
     n, *spatial, channels = (int(each) for each in given)
-    y_shape = (n or shape[0], *spatial, channels or shape[-1])  # 0 means the size of x, which the node may not know
+    y_shape = (n or shape[0], *spatial, channels or shape[-1])  # 0: as in x, where the model did not tell the size
     return tuple(_ratio(to, size) for to, size in zip(y_shape, shape, strict=True)), y_shape
 
 

@@ -85,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     wait_for_predecessor();
     const bool more = MORE_HEADS > 0 && group >= GROUPS;
     const int head = (more ? group - GROUPS : group) * THREAD_HEADS;
-    const INDEX tables = TABLE_BATCHED ? batch : 0;  // number of tables before those of this batch element
+    const INDEX tables = TABLE_BATCHED ? batch : 0;  // index of this batch element's tables
     const INDEX rows = TABLE_BY_ROWS ? seq - KEPT : 1, row = TABLE_BY_ROWS ? position - KEPT : 0;
     const INDEX table = ((TABLE_BY_HEADS ? tables * HEADS + head : tables) * rows + row) * TABLE_ROW;
     const bool turned = KEPT == 0 || position >= KEPT;

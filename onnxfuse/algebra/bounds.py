@@ -220,7 +220,10 @@ def _is_at_most_zero(size: Size) -> bool:
 
 
 def _extreme(op: str, sizes: Iterable[Size], beats: Callable[[Size, Size], bool]) -> Size:
-    """Return the `Max` or `Min` of sizes; `beats(a, b)` returns whether `b` can be dropped because `a` always wins."""
+    """Return the `Max` or `Min` of sizes.
+
+    `beats(a, b)` returns whether the result for `a` and `b` is always `a`, so that `b` can be dropped.
+    """
     flat: list[Size] = []  # Max(a, Max(b, c)) is Max(a, b, c)
     for size in sizes:
         inner = size.terms[0][0][0] if isinstance(size, Dim) and size == symbol(size.terms[0][0][0]) else None

@@ -18,7 +18,7 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-MAX_ROWS: Final = 1024  # maximum rows of sums; a filter of 11x11 with 5 pads on each side has 1,296
+MAX_ROWS: Final = 1024  # maximum number of rows of sums; a filter of 11x11 with 5 pads on each side would have 1,296
 Beyond: TypeAlias = tuple[tuple[int, int], ...]  # by axis: maximum number of taps before the image, and after it
 
 
@@ -39,7 +39,10 @@ def row_count(beyond: Beyond) -> int:
 
 
 def sums_inside(weights: npt.NDArray[np.int8], beyond: Beyond) -> npt.NDArray[np.int32]:
-    """Return the sums of integer weights (n, *kernel, channels) over channels and taps, by row: int32 (rows, n)."""
+    """Return the sums of integer weights (n, *kernel, channels) over channels and the taps inside: int32 (rows, n).
+
+    Each combination of ranges of taps has a row; the docstring of this module says in which order.
+    """
     of_taps = weights.sum(axis=-1, dtype=np.int32)
     is_inside = (
         np.array([

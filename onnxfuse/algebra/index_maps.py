@@ -20,7 +20,8 @@ Place: TypeAlias = tuple[Index, ...]  # the place of an element: one index per a
 def transposed(items: Sequence[T], perm: Sequence[int]) -> tuple[T, ...]:
     """Return a shape after a Transpose with this perm.
 
-    With `inverse(perm)` and the place of an output element, return the place in the input from which it is read.
+    The function also converts places: if `items` is the place of an element in the output of a Transpose with perm p,
+    and `perm` is inverse(p), the result is the place in the input from which the element is read.
     """
     return tuple(items[axis] for axis in perm)
 

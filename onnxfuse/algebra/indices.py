@@ -106,7 +106,7 @@ def flat(index: Iterable[Index], shape: Iterable[Size]) -> Index:
 
 
 def function(kind: str, of: Index, by: Size) -> Index:
-    """Return the function `kind` ("div", "mod", "reflect" and so on) of an index, as an index with one atom."""
+    """Return the function `kind` ("div", "mod", "reflect" and so on) of an index, as an index with this single term."""
     return Index(0, ((Atom(kind, by, of=of, by=by), 1),))
 
 

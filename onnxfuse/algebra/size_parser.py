@@ -31,7 +31,7 @@ def parse_size(text: str) -> Size:
         return symbol(text.strip())
 
 
-# "batch-size" is one name, because exporters write spaces around a minus sign.  A character that no group matches is an
+# "batch-size" is one name: exporters write a minus sign with spaces around it.  A character that no group matches is an
 # error.
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>\d+(?![\w.]))|(?P<name>[A-Za-z_?][\w.?]*(?:-[A-Za-z_][\w.]*)*)|(?P<sign>\*\*|//|[-+*%(),]))\s*|."

@@ -46,7 +46,7 @@ class Broadcast(str):
     parts: frozenset[str]  # the sizes as text, none of them a Broadcast
 
     def __new__(cls, name: str, parts: frozenset[str]) -> Broadcast:
-        """Return the symbol called `name` of the size to which `parts` broadcast."""
+        """Return a symbol called `name`; it stands for the size to which `parts` broadcast."""
         made = super().__new__(cls, name)
         made.parts = parts
         return made

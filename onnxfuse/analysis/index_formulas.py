@@ -55,7 +55,9 @@ def shifted(index: Index, by: int) -> Index:
 
 
 def at_source(value: Value, place: Place) -> Value | None:
-    """Return the contents of a view whose elements are those at the indices `place` of a tensor that contains `value`.
+    """Return the formula of a view's elements, given `value`, the formula of the elements of the view's source.
+
+    `place` has, for each axis of the source, the index from which an element of the view is read.
 
     None where the contents are not linear in the indices of the view.
     """

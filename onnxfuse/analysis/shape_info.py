@@ -180,7 +180,7 @@ class ShapeInfo:
     def require(self, size: Size, number: Size) -> None:
         """Record that an operator runs only if a size equals `number`, which may be symbolic if `size` is unknown.
 
-        Calls from a body that runs several times, or never, are ignored: they prove nothing about the graph around it.
+        Calls for a subgraph that runs several times, or never, are ignored: they prove nothing about the outer graph.
         """
         found = solved(size, number) if isinstance(number, int) else equated(size, number)
         if found and not self.is_repeated:
@@ -318,14 +318,14 @@ def exact_elements(value: Array) -> Array | None:
 
 
 def number_range(dtype: int) -> tuple[int, int]:
-    """Return the range in which a dtype holds every integer; (0, -1) for a dtype whose values are not tracked."""
+    """Return the bounds between which a dtype holds every integer; (0, -1), an empty range, for untracked dtypes."""
     if dtype in EXACT_INTEGERS:
         return -EXACT_INTEGERS[dtype], EXACT_INTEGERS[dtype]
     return INTEGER_RANGES.get(dtype, (0, -1))
 
 
 def _fits(value: Array, dtype: int) -> bool:
-    """Return whether the dtype holds every number among the elements, and every coefficient of a symbolic size.
+    """Return whether the dtype holds all elements that are numbers, and all coefficients of those that are symbolic.
 
     If a floating-point dtype can represent the result of an integer operation, the operation in this dtype is exact.
     The sizes that symbols stand for are assumed to be in range.

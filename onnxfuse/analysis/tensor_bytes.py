@@ -10,7 +10,7 @@ from onnx import helper
 from onnxfuse.algebra.sizes import Size, evaluate, symbols
 from onnxfuse.analysis.shape_info import ShapeInfo
 
-ASSUMED_BATCH, ASSUMED_SIZE = 1, 128  # assumed for dynamic dims: with "batch" in the name, and others
+ASSUMED_BATCH, ASSUMED_SIZE = 1, 128  # assumed for dynamic dims whose names contain "batch", and for all others
 MAX_INT64 = 2**63 - 1  # as ONNX counts sizes and bytes; divisions of larger integers may overflow
 
 

@@ -35,7 +35,7 @@ from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of, producer
 
 MAX_ELEMENTS: Final = 2**22  # larger constants are not read
-MAX_STEPS: Final = 16  # maximum number of nodes back to the operator that makes the triangle
+MAX_STEPS: Final = 16  # maximum number of nodes that are followed back from a tensor, as from a mask to its Trilu
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,10 @@ class ValueInfos:
 
 
 def _dims(info: onnx.ValueInfoProto | None, names: set[str]) -> list[RecordedSize] | None:
-    """Return the dims of a recorded shape: names in `names` as sizes, other names as strings; None without a shape."""
+    """Return the dims of a recorded shape; None without a shape.
+
+    Dims with names in `names` become sizes, and dims with other names become strings.
+    """
     if info is None or not info.type.tensor_type.HasField("shape"):
         return None
     return [_size(dim, names) for dim in info.type.tensor_type.shape.dim]

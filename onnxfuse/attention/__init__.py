@@ -19,15 +19,15 @@ from onnxfuse.attention.unbroadcast_masks import unbroadcast_masks
 from onnxfuse.passes import Pass
 
 ATTENTION: tuple[Pass, ...] = (
-    orient_products,  # the Transposes that it writes compose with views around them in the next round
+    orient_products,  # writes Transposes, which are composed with adjacent views in the next round
     heads_first,  # before axes are merged
     merge_window_axes,
     regroup_addends,  # makes scores keep one shape up to the Softmax
-    split_merged_heads,  # the views that it writes compose with views around them
+    split_merged_heads,  # writes views, which are composed with adjacent views
     merge_value_products,  # needs four axes
     canonicalize_scores,  # needs four axes
     extract_alibi,  # biases are separate addends by then
-    unbroadcast_masks,  # last, because it follows the index arithmetic of masks through constants and views
+    unbroadcast_masks,  # recognizes masks by their index arithmetic, which it follows through constants and views
 )
 # The passes that rewrite scores; they can change the results where a masked score is not finite.
 SCORE_PASSES = frozenset({"canonicalize_scores", "extract_alibi", "write_masked_sums"})

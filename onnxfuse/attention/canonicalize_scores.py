@@ -60,7 +60,7 @@ class Addend:
     factor: float = 1.0
 
     def times(self, factor: float) -> Addend:
-        """Return the addend after the scores are multiplied by a factor."""
+        """Return the addend times a factor, as it is if the scores are multiplied by the factor after the addition."""
         return replace(self, factor=self.factor * factor)
 
 
@@ -68,7 +68,7 @@ class Addend:
 class Mask:
     """A number that replaces the scores that a condition hides, or is added to them (`is_added`).
 
-    `swallows`: adding the number to any score gives the number.
+    `swallows` says that the sum of the number and any score is rounded to the number.
     """
 
     condition: Tensor
@@ -78,7 +78,7 @@ class Mask:
     is_added: bool = False
 
     def times(self, factor: float) -> Mask:
-        """Return the mask after the scores are multiplied by a factor."""
+        """Return the mask with its number times a factor, for masked scores that are multiplied by the factor."""
         return replace(self, number=self.number * factor)
 
 
@@ -203,8 +203,9 @@ def _selected(graph: Graph, product: Node | None, numbers: Tensor) -> tuple[Tens
 def _masked_bias(graph: Graph, shapes: ShapeInfo, tensor: Tensor) -> tuple[Addend, Mask] | None:
     """Return the bias and the mask if a tensor is a Where that replaces the hidden elements of a bias by a number.
 
-    The bias must have an axis for heads, the mask must have none, and the number must swallow scores.  The bias must be
-    the same for all queries: with any other bias, a kernel reads the result of the Where faster than bias and mask.
+    The bias must have an axis for heads, the mask must have none, and the number must be so low that its sum with any
+    score is the number.  The bias must be the same for all queries: with any other bias, a kernel reads the result of
+    the Where faster than bias and mask.
     """
     node = producer(tensor)
     if node is None or op_of(node) != "Where" or _has_heads(shapes.shape(node.inputs[0])):
@@ -228,9 +229,9 @@ def _has_heads(shape: Sequence[Size] | None) -> bool:
 
 
 def _is_replaced_after_diagonal(shapes: ShapeInfo, analysis: Callable[[], IndexAnalysis], scores: Scores) -> bool:
-    """Return whether the last step is a causal mask that replaces scores, and all earlier steps add biases of heads.
+    """Return whether the last step is a causal mask that replaces scores, and every earlier step adds a bias of heads.
 
-    Such a bias has an axis for heads.  It must not hold a mask's number.
+    A bias of heads has an axis for heads, and holds no number of a mask, such as -inf.
     """
     *others, mask = scores.steps
     sizes = shapes.shape(scores.product)
@@ -287,7 +288,10 @@ class _Writer:
     plain: Tensor | None = None  # the sum of the other addends
 
     def scores(self, scores: Scores, inner: Sequence[Addend | Mask], mask: Mask | None) -> Tensor:
-        """Return the product plus at most two tensors; with a mask that replaces scores, plus at most one tensor."""
+        """Return the product of queries and keys plus at most two tensors; or, if a mask replaces scores, plus one.
+
+        `mask` is the last step if that is a mask, else None; `inner` has all other steps.
+        """
         total, stem = self._times(scores.product, scores.factor), f"{self.end.name}_masked"
         for step in inner:
             self._add(step)
@@ -322,9 +326,10 @@ class _Writer:
             self.plain = self._sum(self.plain, tensor)
 
     def _replace(self, mask: Mask) -> None:
-        """Replace hidden elements of `plain` or `of_heads` by the mask's number.
+        """Replace elements that a mask hides, in the sum `plain` or the sum `of_heads`, by the mask's number.
 
-        The sum that stays as it is must hold no mask's number.  If neither sum can stay, they are added first.
+        The other sum is added later, so it must not hold the number of another mask.  It is `of_heads` only if the mask
+        has no axis for heads.  If neither sum can be left, the two are added first.
         """
         is_ordinary_of_heads, is_ordinary_plain = (
             each is None or is_ordinary(self.shapes, each) for each in (self.of_heads, self.plain)
@@ -337,7 +342,7 @@ class _Writer:
             self.of_heads, self.plain = self._under(mask, self._sum(self.of_heads, self.plain)), None
 
     def _under(self, mask: Mask, addend: Tensor | None) -> Tensor:
-        """Return an addend (None: 0) that is replaced by the mask's number where the mask hides scores."""
+        """Return the mask's number where the mask hides scores, and the addend (0 if it is None) elsewhere."""
         stem = f"{self.end.name}_mask"
         return self._where(mask, self._constant(f"{stem}_zero", 0.0) if addend is None else addend, stem)
 

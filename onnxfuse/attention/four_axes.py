@@ -45,7 +45,7 @@ def merge_window_axes(graph: Graph, shapes: ShapeInfo) -> int:
 
 @graph_pass(opset=7)  # from this opset on, broadcasting aligns the last axes
 def add_heads_axis(graph: Graph, shapes: ShapeInfo) -> int:
-    """Add axes to every attention with two or three, so that it has four.  Returns the number of attentions."""
+    """Add axes to every attention with two or three axes, so that it has four.  Returns the number of attentions."""
     return _rewrite_all(graph, shapes, lambda rank: rank < RANK, OneHead)
 
 
@@ -135,9 +135,10 @@ class MergedAxes:
         return made or self._repeated_last(tensor, shape, at, wanted)
 
     def _repeated_last(self, tensor: Tensor, shape: Shape, at: int, wanted: Shape) -> Tensor | None:
-        """Return a tensor that is repeated along the two axes; these are moved last, where a Reshape can merge them.
+        """Return a tensor that is repeated along the two axes, with these two axes merged.
 
-        None where one of their sizes is dynamic, or the tensor lacks an axis.
+        The axes are moved to the end, where a Reshape can merge them, and the merged axis is moved back.  Returns None
+        if one of the wanted sizes is dynamic, or if the tensor has fewer axes than the result.
         """
         others = [axis for axis in range(len(shape)) if axis not in (at, at + 1)]
         count, order = product(wanted), (*others, at, at + 1)
@@ -151,10 +152,10 @@ class MergedAxes:
         return None if made is None else self._viewed(made, back)
 
     def _expanded(self, tensor: Tensor, full: Shape, at: int, wanted: Shape) -> Tensor | None:
-        """Return a tensor whose two axes are expanded to the sizes `wanted`.
+        """Return a tensor of shape `full` with its axes `at` and `at + 1` expanded to the two sizes `wanted`.
 
-        Dynamic sizes are read at run time from the shape of V, the values of the attention.  Returns None where V does
-        not have such a size.
+        If a wanted size is dynamic, it is read at run time from the shape of V, the operand of values.  Returns None if
+        V does not have this size.
         """
         values, stem = self.last.inputs[1], f"{tensor.name}_merged"
         shape, target = self.shapes.shape(values), list[int | Tensor]([1] * len(full))
@@ -169,7 +170,7 @@ class MergedAxes:
         return write(self.shapes, "Expand", [tensor, joined_sizes(self.shapes, target, stem)], stem)
 
     def back(self, result: Tensor) -> Tensor | None:
-        """Return the result with the merged axes split again; None where V does not have their sizes."""
+        """Return the result with the merged axes split again; None if they are dynamic, and V lacks such axes."""
         made, sizes = self._reshaped(result, self.result), self.result[self.axis : self.axis + 2]
         if made is not None:
             return made

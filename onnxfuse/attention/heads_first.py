@@ -1,10 +1,11 @@
 """Move the axes of heads before the axis of queries, where one product computes the rows of all heads.
 
 Multi-query attention is one product of (batch, queries * heads, size) and keys that all heads share (gpt_bigcode).
-Grouped-query attention of Gemma in JAX is a product of (batch, queries, key heads, group, size) and keys that all
-queries share, of (batch, 1, key heads, size, keys).  The scores are reshaped for the Softmax to (batch, queries, heads,
-keys), and the result to (batch, queries, heads * size).  This pass gives queries, scores, masks and the result the axes
-(batch, heads, queries, ...) or (batch, key heads, group, queries, ...), without a Reshape between the two products.
+Grouped-query attention of Gemma in JAX is a product of queries (batch, queries, key heads, group, size) and keys
+(batch, 1, key heads, size, keys), which all queries share.  The scores are reshaped for the Softmax to (batch, queries,
+heads, keys), and the result to (batch, queries, heads * size).  This pass gives queries, scores, masks and the result
+the axes (batch, heads, queries, ...) or (batch, key heads, group, queries, ...), without a Reshape between the two
+products.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def _is_part(shapes: ShapeInfo, scores: Shape, tensor: Tensor, node: Node) -> bo
 
 
 def _heads(shapes: ShapeInfo, scores: Shape, node: Node) -> Shape | None:
-    """Return the axes that the heads of a product get: (heads,) or (key heads, group).
+    """Return the sizes of the axes that hold a product's heads: (heads,), or (key heads, query heads per key head).
 
     Returns None if the right operand is not the same for all queries, or if the product broadcasts the left operand.
     """

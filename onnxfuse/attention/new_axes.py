@@ -23,7 +23,7 @@ class Axes(Protocol):
         """Return the new shape of a tensor that the attention computes."""
 
     def operand(self, tensor: Tensor) -> Tensor | None:
-        """Return a tensor from outside of the attention with the new axes; None where that is not possible."""
+        """Give the new axes to a tensor that the attention reads but does not compute; None if that is not possible."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class NewAxes:
         return self._written[id(tensor)]
 
     def _rewritten(self, node: Node) -> Tensor | None:
-        """Rewrite a node with the new axes; return its output.  A Reshape between the nodes is left out."""
+        """Rewrite a node with the new axes and return its output; for a Reshape, return only its rewritten input."""
         if op_of(node) == "Reshape":
             return self.of(node.inputs[0])
         operands = [self.of(each) if each.name else each for each in node.inputs]

@@ -25,7 +25,10 @@ from onnxfuse.passes.graph_pass import graph_pass
 
 @graph_pass(opset=13)  # from this opset on, Softmax is over one axis
 def orient_products(graph: Graph, shapes: ShapeInfo) -> int:
-    """Give scores, probabilities and results a row for each query.  Returns the number of rewrites."""
+    """Transpose scores, probabilities and results of attentions that have a column for each query, not a row.
+
+    Returns the number of rewrites.
+    """
     count = 0
     for node in list(graph.nodes):
         if op_of(node) == "Softmax":

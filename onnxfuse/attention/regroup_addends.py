@@ -43,7 +43,7 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:
     if added is None or split is None or groups is None or shapes.shape(end) != shape or len(added) > len(split):
         return False
     added = (1,) * (len(split) - len(added)) + added
-    # By axis of `split`: whether the addends differ along this axis, or along another axis of its group.
+    # For each axis of `split`: whether the addends differ along any axis of its group, whose axes become one.
     differs = {i: any(added[j] != 1 for j in group) for group in groups for i in group}
     expanded = tuple(size if differs[i] else 1 for i, size in enumerate(split))
     view = View(None, tuple(product(expanded[i] for i in group) for group in groups))
@@ -92,10 +92,11 @@ def _groups(shape: Shape, split: Shape) -> list[list[int]] | None:
 def _target(
     graph: Graph, shapes: ShapeInfo, source: Tensor, repeats: Sequence[Size], groups: list[list[int]], split: Shape
 ) -> Tensor | None:
-    """Return the target of an Expand along axes of `split`.
+    """Return the target `repeats` of an Expand as a tensor, where the axes of `source` are split into those of `split`.
 
-    A dynamic size is computed: the size of an axis of `source`, divided by the sizes of the other axes of `split` that
-    this axis is split into.  Returns None where several sizes are dynamic, or one of these other sizes is dynamic.
+    One size of the target can be dynamic.  It is computed when the model runs: an axis of `source` is divided by the
+    other sizes into which this axis is split.  Returns None if several sizes are dynamic, or if one of
+    these other sizes is dynamic.
     """
     open_axes = [i for i, size in enumerate(repeats) if not isinstance(size, int)]
     sizes: list[int | Tensor] = [size if isinstance(size, int) else 1 for size in repeats]

@@ -40,12 +40,18 @@ THROUGH: Final = SCORES | {"MatMul"}
 
 @graph_pass(opset=7)  # from this opset on, broadcasting aligns the last axes
 def split_merged_heads(graph: Graph, shapes: ShapeInfo) -> int:
-    """Rewrite computations on three axes whose results are reshaped to four.  Returns the number of results."""
+    """Rewrite computations on three axes, whose results are reshaped to four, as computations on four axes.
+
+    Returns the number of rewritten results.
+    """
     return sum(_split_at(graph, shapes, node) for node in list(graph.nodes) if op_of(node) in REARRANGING)
 
 
 def _split_at(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:
-    """Split the source of a chain of views, if the views split its first axis in two; return whether it was split."""
+    """If the views that end in `last` split the first axis of their source in two, compute the source with two axes.
+
+    Returns whether the source was rewritten.
+    """
     chain = chain_to(last)
     source = chain[0].inputs[0] if chain else None
     node = None if source is None else producer(source)
@@ -118,7 +124,11 @@ class SplitHeads:
         return self._inside[id(tensor)] is not None
 
     def _can_write(self, tensor: Tensor, of_product: bool) -> bool:
-        """Return whether an operand can get the new axes; for a product, only by views with constant targets."""
+        """Return whether an operand can be written with its first axis split.
+
+        Views with constant targets can split it.  An operand of any node but a product may also broadcast over heads,
+        or get a Reshape, whose target may be computed at run time.
+        """
         if self.is_inside(tensor) or self._farthest_view(tensor) is not None:
             return True
         can_reshape = isinstance(self.parts[1], int) and self._has_first_axis(tensor)

@@ -224,7 +224,7 @@ class _Expected:
         """
         errors = tuple(self._difference(name, outputs.get(name), accepted) for name in self.outputs)
         if not all(each.passed for each in errors):
-            with suppress(VerificationError):  # the original does not run on the CPU, so that its noise is not known
+            with suppress(VerificationError):  # if the original does not run on the CPU, its noise is not known
                 reference = replace(self.on_cpu(), accepted=accepted)
                 errors, _ = settled(reference, [outputs] * len(reference.runs), errors)
         wrong = next((each for each in errors if not each.passed), None)

@@ -98,7 +98,7 @@ def tuning_tables(tuning: Tuning) -> Group:
 
 
 def _nodes(tuning: Tuning) -> Table:
-    """Return a table with a row for each kind of node, which names the fusion and, below it, the inputs."""
+    """Return a table with a row for each kind of node; the first cell has the fusion and, below it, the inputs."""
     table = columns("Fused nodes", "nodes", "kernel us", "body us", "chosen")
     for op in tuning.ops:
         times = ["-" if value is None else f"{1e6 * value:.2f}" for value in (op.kernel, op.body)]

@@ -189,7 +189,7 @@ class _Planned:
         return list({id(each): each for of_node in self.of_nodes for each in of_node}.values())
 
     def that_compiles(self) -> _Planned:
-        """Return self without the templates of nodes with a kernel that does not compile; such nodes run as bodies."""
+        """Return self without the templates of nodes whose kernels fail to compile; they run as ONNX functions."""
         failed = [next((error for t in own for error in t.refused.values()), None) for own in self.of_nodes]
         reasons = [
             why or (f"a kernel of it fails: {error.args[0].splitlines()[0]}" if error else None)

@@ -38,8 +38,8 @@ class Body:
     shapes: ShapeInfo
     captured: frozenset[str]  # the outer tensors, except constants, that the body reads
     taken: tuple[onnx.NodeProto, ...]  # Ifs that were removed from the body because their conditions are known
-    # Maps each carried or scanned input of the body to its initial tensor, and to the axis if it is a slice of that
-    # tensor.
+    # Maps the name of each carried input of the body to (the name of its initial tensor, None), and the name of each
+    # scanned input to (the name of the tensor that is sliced, the axis of the slices).
     begins: Mapping[str, tuple[str, int | None]]
 
     @property
@@ -79,7 +79,10 @@ def write_body(outer: Graph, body: Body, written: onnx.ModelProto) -> None:
 
 
 def _record_captured(outer: Graph, body: Body, written: onnx.GraphProto) -> None:
-    """Record the types of captured tensors that fused nodes in a body read; kernels are planned from these types."""
+    """Record the types of the captured tensors that fused nodes read in a body of an If, Loop or Scan.
+
+    Kernels are planned from these types.
+    """
     read = {name for node in nodes(written) if node.domain == DOMAIN for name in node.input}
     for tensor in body.graph.linked.inputs:
         if tensor.name in read and tensor.name in body.captured:
@@ -87,10 +90,10 @@ def _record_captured(outer: Graph, body: Body, written: onnx.GraphProto) -> None
 
 
 def _record_inputs(body: Body, written: onnx.GraphProto) -> None:
-    """Record the shapes of the body's inputs that hold in every iteration.
+    """Record shapes of the body's inputs; the recorded shapes are correct in every iteration.
 
-    Exporters may have recorded the shapes of the first iteration.  If the body already had fused nodes, the recorded
-    shapes stay: an earlier optimization recorded them, and it knew more about the shapes.
+    Exporters may have recorded shapes that are correct only in the first iteration.  If the body already had fused
+    nodes, the recorded shapes stay: an earlier optimization recorded them, and it knew more about the shapes.
     """
     if any(node.domain == DOMAIN for node in nodes(body.graph.model.graph)):
         return
@@ -118,7 +121,7 @@ def _declare_results(body: Body, written: onnx.GraphProto) -> None:
 
 
 class _Surroundings:
-    """A graph, with the tensors and constants that its bodies can read, by name."""
+    """A graph, with the tensors and constants that the bodies of its If, Loop and Scan nodes can read, by name."""
 
     def __init__(self, graph: Graph, shapes: ShapeInfo) -> None:
         self.graph, self.shapes = graph, shapes
@@ -178,7 +181,7 @@ class _Surroundings:
     def _scope(self, names: Mapping[str, None]) -> OuterScope:
         """Return the facts about the tensors with these names.
 
-        If the graph is itself a body, the tensors that it captures are among its inputs, so their facts are known too.
+        If the graph is itself a subgraph, its captured tensors are among its inputs, so their facts are known too.
         """
         shapes, dtypes, values = dict[str, Shape | None](), dict[str, int](), {}
         for name in names:

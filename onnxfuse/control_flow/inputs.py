@@ -21,8 +21,8 @@ FIRST_SCAN_WITHOUT_BATCH = 9  # the first opset in which a Scan has no batch axi
 def known_inputs(shapes: ShapeInfo, node: Node, body: onnx.GraphProto) -> dict[str, Known]:
     """Return the shape and dtype of each of the body's own inputs, by name.
 
-    Carried inputs get the shape of their initial values; `infer_repeated` finds out which of their sizes hold in every
-    iteration.
+    Carried inputs, which each iteration computes for the next, get the shape of their initial values; `infer_repeated`
+    finds out which of their sizes hold in every iteration.
     """
     names = [value.name for value in body.input]
     declared = {value.name: value.type.tensor_type for value in body.input}
@@ -52,7 +52,7 @@ def _type_of(shapes: ShapeInfo, tensor: Tensor, declared: onnx.TypeProto.Tensor)
 
 
 def carried(node: Node, names: list[str]) -> Mapping[str, Tensor]:
-    """Return the carried inputs of a body, each with its initial value."""
+    """Return the inputs of a body that each iteration computes for the next, each with its initial value."""
     if op_of(node) == "Loop":
         return dict(zip(names[2:], node.inputs[2:], strict=False))
     if op_of(node) == "Scan":

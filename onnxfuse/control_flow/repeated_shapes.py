@@ -76,10 +76,10 @@ def _changed(
 def _renamed(
     scope: OuterScope, steps: dict[Size, dict[Size, list[CarriedAxis]]], named: set[Size]
 ) -> dict[CarriedAxis, Dim]:
-    """Return new names for changed sizes, by carried axis; sizes that were equal and change equally share a name.
+    """Return new names for sizes that an iteration changes, by carried axis (a carried value and an axis).
 
-    If axes with one name from an earlier round change in different ways, only those that change in the first way keep
-    the name.
+    Sizes that were equal and change to equal sizes get one name.  If axes that got one name in an earlier round now
+    change in different ways, the axes that change in the first of these ways keep the name; the others get new names.
     """
     renamed: dict[CarriedAxis, Dim] = {}
     for old, following in steps.items():

@@ -55,7 +55,7 @@ class Fusion:
 
     @property
     def step(self) -> str:
-        """The name of this step in reports, if matching the fusion or writing its body raised."""
+        """The name by which reports call the fusion if an error was raised while matching it or writing its body."""
         return f"fusion {self.name}"
 
     @property

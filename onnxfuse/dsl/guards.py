@@ -65,7 +65,7 @@ class Guard:
     def answer(
         self, known: Mapping[str, object], relations: Mapping[str, Relation] = MappingProxyType({})
     ) -> bool | str:
-        """Return whether the condition holds, or else the name of an unknown fact that decides whether it does.
+        """Return whether the condition holds; if this depends on an unknown fact, return the name of the fact instead.
 
         If `known` lacks a name, or maps it to None, the operand, scalar or size of this name is absent: the condition
         gets None in its place.  A condition on the rank holds only for known ranks.  A relation that is missing in

@@ -51,7 +51,7 @@ class MatchState(Protocol):
 
     @property
     def choices(self) -> Mapping[str, str]:
-        """The label of each choice that is made, by the choice's name."""
+        """The labels of the options that matched so far, by the names of the choices: see words.choose."""
         ...
 
     def with_choice(self, name: str, label: str) -> Self:
@@ -128,7 +128,7 @@ class Matching(Protocol[TensorT, StateT]):
     def match_causal(
         self, term: Term, dims: str, score: Capture | None, tensor: TensorT, state: StateT
     ) -> Iterator[StateT]:
-        """Match a causal mask of these dimensions: a boolean one, or one that adds `score`."""
+        """Match a causal mask of the dimensions `dims`: a boolean mask or, with `score`, an additive one."""
         ...
 
     def is_zero(self, tensor: TensorT) -> bool:
@@ -136,7 +136,7 @@ class Matching(Protocol[TensorT, StateT]):
         ...
 
     def is_widened(self, term: Term, tensor: TensorT, state: StateT) -> bool:
-        """Return whether a tensor is the result of a Cast to float32; if so, record a miss of the term."""
+        """Return whether a tensor is the result of a Cast to float32; if so, record why the term does not match it."""
         ...
 
 
@@ -177,7 +177,7 @@ class Writing(Protocol):
         ...
 
     def holds(self, guard: Guard) -> bool:
-        """Return whether a condition is true of this variant."""
+        """Return whether a condition is true of the values, sizes and choices of the match that is written."""
         ...
 
     def select(self, term: Alternatives, options: Sequence[Term]) -> Term:
@@ -243,7 +243,7 @@ class Ending(NamedTuple):
     """One way to compute a term: one of `ops` reads all of `parts`, directly or through the operators `between`."""
 
     ops: frozenset[str]
-    parts: tuple[tuple[tuple[Ending, ...], slice], ...] = ()  # per computed part: its endings and possible inputs
+    parts: tuple[tuple[tuple[Ending, ...], slice], ...] = ()  # per part: ways to compute it, inputs that it can be
     between: frozenset[str] = frozenset()
 
 
@@ -278,7 +278,7 @@ class Term:
 
     @functools.cached_property
     def endings(self) -> tuple[Ending, ...] | None:
-        """The ways to compute the term; None wherever `root_ops` is None."""
+        """The ways to compute the term; None if `root_ops` is None."""
         return None if self.root_ops is None else (Ending(self.root_ops),)
 
     @functools.cached_property
@@ -323,7 +323,7 @@ class Term:
 
     @functools.cached_property
     def unshared_count(self) -> int:
-        """The number of nodes of the longest spelling; a term is counted again for each place where it occurs."""
+        """The number of nodes of the longest form of the term; a part counts again for each place where it occurs."""
         return self.own_nodes + sum(part.unshared_count for part in self.parts)
 
     def _count_nodes(self, choices: Mapping[str, str], seen: set[int]) -> int:
@@ -334,7 +334,7 @@ class Term:
         raise NotImplementedError(type(self).__name__)
 
     def can_write(self, body: Writing) -> bool:
-        """Return whether the body's opset and operands suffice to write the term."""
+        """Return whether the opset and the operands of a function body suffice to write the term as nodes."""
         return all(map(body.can_write, self.parts))
 
     def write(self, body: Writing) -> Value:
@@ -407,10 +407,11 @@ def union(sets: Sequence[frozenset[str] | None]) -> frozenset[str] | None:
 
 
 def _computed(parts: Sequence[Term], in_order: bool = False) -> tuple[tuple[tuple[Ending, ...], slice], ...]:
-    """Return, for each part that every match has and that an operator computes, its endings and its possible inputs.
+    """Return (endings, slice of inputs) for each part that every match has and that an operator computes.
 
-    With `in_order`, part i is input i of the operator or a later input, because attributes of the term may be inputs
-    before this part.  Otherwise, a part may be any input.
+    The endings are the ways to compute the part, and the slice tells which inputs the part may be.  With `in_order`,
+    part i is input i of the operator or a later input, because attributes of the term may be inputs before this part.
+    Otherwise, a part may be any input.
     """
     return tuple(
         (part.endings, slice(index if in_order else 0, None))
@@ -454,7 +455,7 @@ class Wrapper(Term):
         return m.match(self.inner, tensor, state)
 
     def write(self, body: Writing) -> Value:
-        """Write the innermost wrapped term: this wrapper, and wrappers inside it, add nothing to the body."""
+        """Write the innermost wrapped term: this wrapper, and wrappers inside it, add nothing to the ONNX function."""
         return body.value(self.unwrapped)
 
     def number(self, body: Writing) -> Literals | None:
@@ -494,7 +495,7 @@ class Rearrange(Term):
 
     @functools.cached_property
     def changes_rank(self) -> bool:
-        """Whether the sides certainly have different numbers of axes, so that a view computes the term."""
+        """Whether the pattern's sides certainly have different numbers of axes, so that a view computes the term."""
         left, right = (re.sub(r"\(.*?\)", "group", side).split() for side in self.pattern.split("->"))
         more, fewer = (left, right) if len(left) > len(right) else (right, left)
         return len(more) - more.count("...") > len(fewer) and "..." not in fewer
@@ -716,7 +717,7 @@ class _Associative(Term):
 
     @property
     def has_number(self) -> bool:
-        """Whether one of the values is a number; then a Sub in a sum, or a Div in a product, can apply it."""
+        """Whether one of the values is a number: then a Sub may compute a sum with it, or a Div a product with it."""
         return any(isinstance(t, Constant) or (isinstance(t, Capture) and t.kind == "scalar") for t in self.terms)
 
     @functools.cached_property

@@ -177,9 +177,10 @@ class Output(Term):
 
 
 def results(node: Term, count: int) -> tuple[Output, ...]:
-    """Return the outputs, all of one dtype, of one operator.
+    """Return the `count` outputs of one operator, which all have the same dtype.
 
-    They are either all outputs of a fusion, in order, or inside the `ort` or `standard` term of stored().
+    Use the outputs in one of two ways: return all of them, in order, as the outputs of a fusion, or use them inside the
+    `ort` or `standard` term of stored().
     """
     if not isinstance(node, Apply):
         raise PatternError(f"{here()}: results() needs an operator as its first argument")
@@ -199,7 +200,7 @@ def size(name: str) -> Dim:
 
 
 def either(*options: Term) -> Term:
-    """Return a value with several spellings; the body stores the first one that the opset can express."""
+    """Return a value with several spellings; the fused node's function has the first one that the opset can express."""
     return Either(options=options, span=here())
 
 
@@ -378,7 +379,7 @@ def causal(written: Term, dims: str, score: Term | None = None) -> Term:
 
     Of q queries and k keys, query i sees the keys up to i + k - q.  With a scalar parameter `score`, the tensor is 0
     where a key is seen, and `score` elsewhere.  Matches any tensor with these contents, however it is computed; the
-    body stores it as `written`.
+    body (the ONNX function of the fused operator) computes it as `written`.
     """
     if score is not None and not isinstance(score, Capture):
         raise PatternError(f"{here()}: causal() needs a scalar parameter as its third argument")
@@ -538,7 +539,7 @@ class Stored(Wrapper):
 
 
 def stored(value: Term, *, ort: Term | None = None, standard: Term | None = None) -> Term:
-    """Return `value`; bodies for some targets store an equal value in its place, if that can be written.
+    """Return `value`; functions written for some targets compute an equal term in its place, if they can.
 
     `ort` is for onnxruntime only (`--fallback ort`) and may use com.microsoft operators; `standard` is for
     `--emit standard` and has ONNX's own operator in place of the several operators of `value`.

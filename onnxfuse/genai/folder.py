@@ -75,7 +75,7 @@ class Folder:
         return self.path / model.name
 
     def name_libraries(self, libraries: Mapping[str, str]) -> None:
-        """Name libraries of onnxfuse in the session options of parts that run on CUDA, and none of an earlier run.
+        """Set onnxfuse's libraries in the session options of parts that run on CUDA; remove those of an earlier run.
 
         libraries  the library of each model that has one, by the model's name
 
@@ -131,7 +131,7 @@ def _parts(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _check_inside(folder: Path, name: str) -> None:
-    """Raise ModelError unless a name, with links followed, is that of a plain file in the folder."""
+    """Raise ModelError unless a name is that of a plain file in the folder, after following symbolic links."""
     path = folder / name
     try:
         inside = not Path(name).is_absolute() and ".." not in Path(name).parts

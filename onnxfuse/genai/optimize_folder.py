@@ -42,8 +42,8 @@ OF_ONE_MODEL: Final = ("calibrate", "inputs", "plan", "shapes")  # arguments of 
 class OptimizedModel:
     """A model of a folder that was optimized.
 
-    `compiled` is the result of compiling its kernels; where that is None, its fused nodes run as their bodies, and
-    `why_bodies` says why.
+    `compiled` is the result of compiling its kernels.  If it is None, each fused node runs as its body (the ONNX
+    function that it calls), and `why_bodies` says why.
     """
 
     name: str

@@ -151,10 +151,11 @@ def _is_small(known: Known, tensor: Tensor) -> bool:
 
 
 def _can(scope: Scope, known: Known, node: Node) -> bool:
-    """Return whether an operator accepts half precision at one of its inputs, and at one of its outputs.
+    """Return whether a node can run in half precision, by the dtypes that its operator accepts.
 
-    Only the inputs and outputs whose dtype can change count; a node without such an input, or without such an output,
-    need not have one.  If the dtype of input 0 can change, the operator must accept half precision at input 0.
+    If the conversion can change the dtypes of some inputs, the operator must accept half precision at one of these
+    inputs, and at input 0 if it is one of them.  If the conversion can change the dtypes of some outputs, the operator
+    must accept half precision at one of these outputs.
     """
     inputs = half_inputs(op_of(node), len(node.inputs), scope.graph.opset, known.precision)
     outputs = half_outputs(node, scope.graph.opset, known.precision)
@@ -228,7 +229,7 @@ def _inside(scope: Scope, known: Known) -> dict[str, Unit]:
 
 
 def _of_integers(scope: Scope, known: Known) -> Iterator[Node]:
-    """Yield the nodes of products and convolutions of integers, and nodes whose results only these nodes read."""
+    """Yield the nodes of products and convolutions of integers, and each node whose result only such nodes read."""
     units = [unit for unit in known.units if unit.fusion in QUANTIZED]
     members = {node: None for unit in units for node in _members(scope, unit)}
     yield from members
@@ -237,10 +238,10 @@ def _of_integers(scope: Scope, known: Known) -> Iterator[Node]:
 
 
 def _norms(scope: Scope, known: Known) -> Iterator[Node]:
-    """Yield the nodes of norms from the squares to the quotient; Casts around them convert from and to half precision.
+    """Yield, for each norm that one fused node computes in float32, the nodes from the squares to the quotient.
 
-    Half-precision models are exported in this way, and their fused norms compute in float32.  The scale and the shift
-    that follow, and an addition before the norm, are in half precision.
+    Half-precision models are exported with these nodes in float32, between Casts from and to half precision.  The scale
+    and the shift after the quotient, and an addition before the norm, are in half precision.
     """
     for unit in known.units:
         if not unit.in_float32 or "norm" not in unit.fusion or len(unit.nodes) == 1:

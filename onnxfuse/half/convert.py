@@ -72,7 +72,7 @@ def convert(model: onnx.ModelProto, known: Known, io: Io = "float32") -> Convert
 
 
 class _Part:
-    """A graph during conversion: the main graph, or a body of a node in the part `outer`."""
+    """A graph during conversion: the main graph, or the body of an If, Loop or Scan in the graph `outer`."""
 
     def __init__(self, known: Known, shapes: ShapeInfo, outer: _Part | None = None) -> None:
         self.known, self.graph, self.outer = known, shapes.graph, outer
@@ -238,7 +238,10 @@ class _Part:
         return self.casts[tensor.name, dtype]
 
     def _may_be_mask(self, tensor: Tensor, reader: Node) -> bool:
-        """Return whether a float32 operand of a node of the scores may have values below half precision's range."""
+        """Return whether a float32 operand may be a mask of attention scores with values below half precision's range.
+
+        Only nodes that compute scores, or addends of scores, read such masks; `reader` reads the operand.
+        """
         if reader not in self.choice.scores and not any(each is tensor for each in masked_inputs(reader)):
             return False
         seen, precision = self.known.ranges.get(tensor.name), self.known.precision

@@ -27,7 +27,7 @@ def score_nodes(scope: Scope) -> frozenset[Node]:
 
 
 def masked_inputs(node: Node) -> list[Tensor]:
-    """Return the scores and the addends of scores that a node reads."""
+    """Return the inputs of a node that are attention scores, or are added to attention scores, such as masks."""
     return [node.inputs[k] for k in MASKED_INPUTS.get(node.op, ()) if k < len(node.inputs)]
 
 

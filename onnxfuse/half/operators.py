@@ -72,7 +72,7 @@ def combines(node: Node) -> bool:
 
 
 def keeps_dtypes(op: str) -> bool:
-    """Return whether an operator that is not converted keeps its declared dtypes, which need not be float32."""
+    """Return whether an operator, if it is not converted, keeps its declared dtypes; others then compute in float32."""
     return "::" in op or op in CONTROL_FLOW or op in SEQUENCES
 
 

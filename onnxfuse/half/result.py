@@ -61,7 +61,7 @@ class HalfResult:
 
     @property
     def tolerances(self) -> dict[str, float]:
-        """The largest allowed error of each output: `max_error`, else the usual one, but at least the measured one."""
+        """The allowed error of each output: `max_error` if given, else the usual limit; at least the measured error."""
         usual = {e.name: max(USUAL_FACTOR * e.noise, ROUNDINGS[self.dtype]) for e in self.errors}
         allowed = usual if self.max_error is None else dict.fromkeys(usual, self.max_error)
         return {e.name: max(allowed[e.name], e.error) for e in self.errors}

@@ -77,7 +77,7 @@ class Scope:
 
     @cached_property
     def counted(self) -> frozenset[Node]:
-        """The nodes that compute positions, lengths or masks: by arithmetic, from integers and constants alone."""
+        """The nodes that compute counts (positions, lengths, masks) by arithmetic, only from integers and constants."""
         found: set[Node] = set()
         for node in self.graph.nodes:
             op, reals = op_of(node), [each for each in self.real_inputs(node) if not is_constant(each)]

@@ -14,7 +14,7 @@ from onnxfuse.half.scope import Scope, elements, is_arithmetic
 from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
 
 MEANS: Final = frozenset({"AveragePool", "GlobalAveragePool", "ReduceMean", "ReduceSum"})
-ON_THE_WAY: Final = REARRANGING | {"Div", "Mul"}  # operators between a mean and the difference; Div, Mul by constants
+ON_THE_WAY: Final = REARRANGING | {"Div", "Mul"}  # operators between a mean and the Sub; Div and Mul only by constants
 
 
 def variance_nodes(scope: Scope) -> frozenset[Node]:

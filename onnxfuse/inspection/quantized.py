@@ -44,7 +44,7 @@ OTHER_BITS: Final = (TensorProto.INT16, TensorProto.UINT16, TensorProto.INT4, Te
 
 @dataclass(frozen=True)
 class Quantized:
-    """The nodes of one quantized operator in one variant: their number, their constants' bytes, and how they run."""
+    """Quantized nodes with one description (`what`): their number, their constants' bytes, and how they run."""
 
     what: str
     nodes: int
@@ -79,7 +79,7 @@ def _name(node: Node) -> str:
 
 
 def _taken(shapes: ShapeInfo, node: Node) -> str:
-    """Return how onnxfuse fuses a node, or the quantizers and the operator that replace it; "" if it does not."""
+    """Return a phrase on how onnxfuse fuses a node, or operators that it writes in the node's place; else ""."""
     if _is_multiplied(node):
         return MULTIPLIED
     if op_of(node) == "QLinearMatMul":

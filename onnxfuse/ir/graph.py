@@ -22,7 +22,7 @@ from onnxfuse.ir.node import AttributeValue, Constant, Node, Tensor, consumers, 
 from onnxfuse.ir.protos import subgraphs
 from onnxfuse.ir.quantizers import joined_quantizers
 
-OPSET_OF_UNCUT_SLICES: Final = 10  # in this opset, inference gives a Slice the named sizes of its input
+OPSET_OF_UNCUT_SLICES: Final = 10  # in this opset, onnx infers a Slice's named sizes as those of its input
 
 
 def take_name(names: set[str], stem: str) -> str:
@@ -39,8 +39,8 @@ def take_name(names: set[str], stem: str) -> str:
 class RewrittenScores:
     """The Softmaxes whose scores were rewritten to match attention patterns, by the names of their original outputs.
 
-    `stay` holds the Softmaxes that did not become an attention in an earlier attempt, so their scores stay as they are.
-    `begun` maps the current output of a Softmax to its original output, if the Softmax was rewritten with other axes.
+    `stay` holds the Softmaxes whose scores must not be rewritten, because no attention contained them in an earlier
+    attempt.  `begun` maps the output of a Softmax that replaces another one, with other axes, to the original output.
     """
 
     stay: frozenset[str] = frozenset()
@@ -48,7 +48,7 @@ class RewrittenScores:
     begun: dict[str, str] = field(default_factory=dict)
 
     def name(self, softmax: Node) -> str:
-        """Return the name of a Softmax's original output."""
+        """Return the name of the output that a Softmax had before it was rewritten; else its present name."""
         name = softmax.outputs[0].name
         return self.begun.get(name, name)
 
@@ -96,10 +96,11 @@ class Graph:
     _operators: tuple[dict[Node, int], Set[str]] = field(default_factory=lambda: ({}, frozenset()))
     # Id of a node -> its NodeProto, and the names of the tensors that its subgraphs read.
     _captured: dict[int, tuple[onnx.NodeProto, frozenset[str]]] = field(default_factory=dict)
-    origins: dict[str, tuple[str, str]] = field(default_factory=dict)  # see `remember_origins`
+    # Name of a tensor -> the operator and the name of the node that computed it first; see `remember_origins`.
+    origins: dict[str, tuple[str, str]] = field(default_factory=dict)
     is_subgraph: bool = False
     scores: RewrittenScores = field(default_factory=RewrittenScores)
-    deferred: dict[Node, Deferred] = field(default_factory=dict)  # operators to fuse, unless they join regions
+    deferred: dict[Node, Deferred] = field(default_factory=dict)  # operators that become fused nodes unless in a region
     rewritten: list[tuple[str, str]] = field(default_factory=list)  # rules that were applied, with the replaced nodes
 
     @property
@@ -216,11 +217,11 @@ class Graph:
             self.recorded_types[tensor.name] = onnx.helper.make_tensor_value_info(tensor.name, dtype, known)
 
     def _dim_param(self, size: object) -> str | None:
-        """Return the name of a size for a recorded type; None for an unknown size (its text contains "?").
+        """Return the name of a size for a recorded type; None for an unknown size, whose text contains "?".
 
-        Also None in the opset in which onnx's inference gives a Slice the named sizes of its input.  With names,
-        onnxruntime would assume that two Slices of a tensor are equally large, and fail where one reuses the other's
-        memory.
+        In opset OPSET_OF_UNCUT_SLICES, None is returned for all sizes, because onnx's inference then gives a Slice the
+        named sizes of its input.  With names, onnxruntime would assume that two Slices of a tensor are equally large,
+        and fail where one reuses the other's memory.
         """
         is_named = size is not None and "?" not in str(size) and self.opset != OPSET_OF_UNCUT_SLICES
         return str(size) if is_named else None

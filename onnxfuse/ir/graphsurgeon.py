@@ -40,7 +40,9 @@ class IdentityNode(gs.Node):  # type: ignore[misc]
 
 
 def link(model: onnx.ModelProto, overridable: Iterable[str]) -> LinkedGraph:
-    """Link a model's main graph.  The initializers named in `overridable` become graph inputs without a value.
+    """Link the nodes of a model's main graph by Tensor objects, which know their producers and consumers.
+
+    The initializers named in `overridable` become graph inputs without a value.
 
     Subgraphs stay inside the message of their node and are not linked.  The tensors that they read must keep their
     names (`Graph.captured`), so that no fusion removes them.
@@ -54,7 +56,7 @@ def link(model: onnx.ModelProto, overridable: Iterable[str]) -> LinkedGraph:
     for part in (graph, *inner):
         for node in part.nodes:
             node.__class__ = IdentityNode
-    for part in inner:  # after the loop above: without IdentityNode, equal nodes of two branches would be confused
+    for part in inner:  # after the loop above: equal nodes of two branches are confused unless all are IdentityNodes
         for node in part.nodes:
             node.inputs.clear()
     return graph  # type: ignore[no-any-return]
@@ -90,7 +92,7 @@ def share_constant(tensor: Tensor, constant: Constant) -> None:
 
 
 def constant_of(proto: onnx.TensorProto) -> Constant:
-    """Return a constant for this initializer, not yet read by any node; its value stays in the message."""
+    """Return a constant for this initializer, not yet read by any node; its value stays in `proto`."""
     return gs.Constant(proto.name, LazyValues(proto))  # type: ignore[no-any-return]
 
 

@@ -43,7 +43,7 @@ class Constant(Tensor, Protocol):
 
 
 class Subgraph(Protocol):
-    """The body of an If, Loop or Scan.  It is written back from the node's message, so this type needs no methods."""
+    """The body of an If, Loop or Scan.  It is written back from the node's NodeProto, so this type needs no methods."""
 
     name: str
 

@@ -270,7 +270,10 @@ def _upsample(place: Place) -> None:
 
 
 def _resize(place: Place) -> None:
-    """State the coordinate mode; in mode nearest, coordinates are rounded up on shrunk axes and down on others."""
+    """Add the attributes that state how the older Resize computed coordinates.
+
+    In mode nearest, the older Resize rounded coordinates up along axes that shrink, and down along others.
+    """
     node = place.node
     scales = node.input[1]
     roi = "" if place.around.opset >= SINCE_OPTIONAL_ROI else place.constant(np.zeros(0, np.float32), "roi")
@@ -332,7 +335,10 @@ def _scatter(place: Place) -> None:
 
 
 def _flattened(place: Place) -> None:
-    """Compute along the last axis of a matrix: before opset 13, the operator flattened the axes from `axis` on."""
+    """Compute along the last axis of a matrix, as the operator did before opset 13.
+
+    The axes of the input before `axis` are merged into rows of the matrix, the axes from `axis` on into columns.
+    """
     node = place.node
     axis, rank = place.take("axis", 1), place.around.rank(node.input[0])
     place.give(axis=-1)
@@ -349,7 +355,7 @@ def _flattened(place: Place) -> None:
 
 
 def _zeros(place: Place) -> None:
-    """Mark a Reshape of `_flattened` with `allowzero`, so that a 0 in its target is a size."""
+    """Set `allowzero` of a Reshape that `_flattened` added, so that a 0 in its target is the size 0."""
     if place.node.output[0] in place.around.with_empty:
         place.give(allowzero=1)
 

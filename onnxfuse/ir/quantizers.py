@@ -30,7 +30,8 @@ def joined_quantizers(old: Tensor, new: Tensor) -> Iterator[tuple[Node, Node]]:
     if dequantizer is None:
         return
     replaced = producer(old)
-    if replaced is None or replaced.op not in (*PASSING, "DequantizeLinear"):  # else the quantizer reads one already
+    # If one of these operators computes `old`, its QuantizeLinears already read the result of a DequantizeLinear.
+    if replaced is None or replaced.op not in (*PASSING, "DequantizeLinear"):
         yield from ((dequantizer, quantizer) for quantizer in _quantizers(old))
 
 

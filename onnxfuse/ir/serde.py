@@ -25,7 +25,9 @@ MIN_SHARED_BYTES = 2**20  # bytes; the value of a constant at least this large i
 
 
 def read_graph(model: onnx.ModelProto, folder: Path | None = None) -> Graph:
-    """Link a model's main graph.  `folder` holds its external data; initializers are read when they are needed.
+    """Return a model's main graph, with its nodes and tensors linked to each other.
+
+    `folder` holds the model's external data.  The values of initializers are read when they are needed.
 
     Raises ModelError if the model's fused nodes are newer than this version of onnxfuse.
     """
@@ -48,9 +50,9 @@ def read_graph(model: onnx.ModelProto, folder: Path | None = None) -> Graph:
 def read_subgraph(
     outer: Graph, model: onnx.ModelProto, captured: Collection[str], constants: Mapping[str, Constant]
 ) -> Graph:
-    """Link a subgraph that was written as a model; the outer tensors that it reads are its last inputs.
+    """Return a subgraph that was written as a model; the last inputs of the model are the outer tensors that it reads.
 
-    `captured` holds the names of these inputs, and `constants` the values of those that are constant in the outer
+    `captured` holds the names of these inputs.  `constants` holds, by name, the inputs that are constant in the outer
     graphs.
     """
     linked = link(model, ())
@@ -71,7 +73,7 @@ def read_subgraph(
 
 
 def _remember_messages(graph: Graph) -> None:
-    """Store the message of each node in the graph.  A node in our domain that is not fused gets the domain FOREIGN."""
+    """Store each node's NodeProto in the graph.  A node in our domain that is not fused gets the domain FOREIGN."""
     bodies = {function.name: function for function in graph.model.functions if function.domain == DOMAIN}
     for node, proto in zip(graph.linked.nodes, graph.model.graph.node, strict=True):
         graph.protos[id(node)] = (node, proto)

@@ -25,7 +25,7 @@ PRODUCTS: Final = {"HardSigmoid": "scaled_hard_swish", "Sigmoid": "silu"}
 
 
 def activations(joins: Joins) -> Iterator[Joined]:
-    """Yield each channels-last gate joined with the activation of its result, which nothing else reads."""
+    """Yield each channels-last gate (a channel_scale) joined with the activation that alone reads the gate's result."""
     for end in joins.graph.nodes:
         gate, following, activation = _activation(joins, end)
         if gate is None or (GATE, joins.original(end.outputs[0])) in joins.excluded:

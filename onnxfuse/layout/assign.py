@@ -132,7 +132,7 @@ def _write(
     for rule in rules[:-1] if SQUEEZE in model.options.left_out else rules:
         joins.apply(rule)
     fused = {one.node: one for one in (*writer.fused, *joins.made)}
-    graph.linked.nodes.sort(key=lambda node: node in graph.deferred)  # deferred nodes come as late as readers allow
+    graph.linked.nodes.sort(key=lambda node: node in graph.deferred)  # deferred nodes come as late as consumers allow
     graph.sort()
     present = set(graph.nodes)
     standing = tuple(end for node, end in ends.items() if node in present and op_of(node) == "Transpose")
@@ -205,10 +205,10 @@ def _why_border(graph: Graph, tensor: Tensor, inward: bool, reasons: Mapping[Nod
 
 
 def _beside(tensor: Tensor, inward: bool, reasons: Mapping[Node, str]) -> Node | None:
-    """Return the producer of a tensor, or the consumer that decides its layout; None if there is none.
+    """Return the producer of a tensor if `inward`, else the consumer that decides its layout; None if there is none.
 
-    Among several consumers, one without a channels-last form decides.  A Shape never decides, because it reads either
-    layout.
+    Among several consumers, one without a channels-last form decides.  Other consumers are preferred to a Shape,
+    because a Shape reads either layout.
     """
     if inward:
         return producer(tensor)

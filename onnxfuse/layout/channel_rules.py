@@ -58,10 +58,10 @@ def split(model: Model, node: Node) -> Conversion | str | None:
 
 
 def between_transposes(function: onnx.FunctionProto) -> onnx.FunctionProto:
-    """Return the function of a concat or split in the form that other channels-last nodes have.
+    """Return the function of a channels-last concat or split, rewritten for channels-first images between Transposes.
 
-    The returned function joins or divides channels-first images, between Transposes.  When functions are expanded to
-    operators again, these Transposes cancel with those of neighbouring nodes.
+    The functions of other channels-last nodes have this form.  When functions are expanded to operators again, the
+    Transposes cancel with those of neighbouring nodes.
     """
     body = onnx.FunctionProto()
     body.CopyFrom(function)

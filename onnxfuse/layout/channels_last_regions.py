@@ -62,14 +62,17 @@ class _Use:
     computed_last: bool = False
     first_readers: int = 0  # number of nodes that read the tensor channels-first; plus 1 if its name must be kept
     last_readers: int = 0
-    # If the tensor is computed channels-last: bytes of the model's Transposes after it that cancel with its border, the
-    # Transpose to the other layout.
+    # The tensor's border is the Transpose to the other layout.  If the tensor is computed channels-last: bytes of the
+    # model's own Transposes after the tensor, which cancel with the border.
     saved_behind: int = 0
-    # Bytes of the model's Transposes before the tensor that cancel with its border; None if the border stays.
+    # Bytes of the model's Transposes before the tensor that cancel with its border; None if none of them cancels.
     saved_before: int | None = None
 
     def cost(self) -> int:
-        """Return the bytes of the tensor's border, minus the bytes of the model's Transposes that vanish with it."""
+        """Return the bytes of the tensor's border, minus the bytes of the model's Transposes that cancel with it.
+
+        A border is the Transpose of a tensor that is computed in one layout and read in the other.
+        """
         if self.computed_last:
             return self.bytes * bool(self.first_readers) - self.saved_behind
         if not self.last_readers:
@@ -153,7 +156,10 @@ class Regions:
         return any(node.outputs[i] is tensor for i in self.conversions[node].computes)
 
     def _saved_behind(self, tensor: Tensor, reader: Node) -> int | None:
-        """Return the bytes of Transposes after a tensor that vanish with its border; None if the border stays."""
+        """Return the bytes of the model's Transposes after a tensor that cancel with the Transpose at its border.
+
+        Returns None if the border stays.
+        """
         chain = [reader]
         while op_of(chain[-1]) in REARRANGING and op_of(chain[-1]) != "Transpose":
             following = self.model.graph.sole_consumer(chain[-1].outputs[0])
@@ -167,7 +173,10 @@ class Regions:
         return self._saved(transposed(shape, to_last(len(shape))), [first, *map(self._view, chain)], tensor)
 
     def _saved_before(self, tensor: Tensor) -> int | None:
-        """Return the bytes of Transposes before a tensor that vanish with its border; None if the border stays."""
+        """Return the bytes of the model's Transposes before a tensor that cancel with the Transpose at its border.
+
+        Returns None if the border stays.
+        """
         chain: list[Node] = []
         node = producer(tensor)
         while node is not None and op_of(node) in REARRANGING and not any(op_of(each) == "Transpose" for each in chain):
@@ -235,7 +244,7 @@ class Regions:
             first, last = self._reads(node, use.tensor)
             if any(each is use.tensor for each in node.inputs):
                 use.last_readers += by * last
-                # A node outside of `members` counts as one channels-first reader, and a member as `first` (0 or 1).
+                # A channels-first node counts as one channels-first reader; a channels-last node counts as `first`.
                 use.first_readers += by * (first - 1)
             if self._computes(node, use.tensor):
                 use.computed_last = by > 0
@@ -276,7 +285,8 @@ class Regions:
         shapes, tensors = self.model.shapes, [t for t in (*node.inputs, *node.outputs) if t.name and not is_constant(t)]
         read = [tensor_bytes(shapes, shapes.shape(tensor), shapes.dtype(tensor)) for tensor in tensors]
         is_of_integers = str_attribute(node, "fusion", "") == QUANTIZED_CONVOLUTION
-        return sum(read) + (2 * FLOAT_BYTES * read[0] if is_of_integers else 0)  # an integer has one byte
+        # Channels-first, x is dequantized: its numbers are written and read in float32.  An integer of x has one byte.
+        return sum(read) + (2 * FLOAT_BYTES * read[0] if is_of_integers else 0)
 
     def _is_gate(self, node: Node) -> bool:
         """Return whether a convolution is a matrix product of images of one pixel, as in a channel gate."""

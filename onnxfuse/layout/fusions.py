@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-# Fusion names: of pattern fusions that the layout step handles, and of fusions that it makes of several nodes.
+# Names of fusions: those of patterns, whose nodes the layout step changes, and those that only the layout step makes.
 PRODUCT: Final = "gemm_bias_activation"
 CONVOLUTION: Final = "conv_bias_activation"
 TRANSPOSED_CONVOLUTION: Final = "conv_transpose_bias_activation"

@@ -37,7 +37,7 @@ def _is_plain(gate: Call) -> bool:
 
 
 def pointwise(joins: Joins, node: Node | None) -> Call | None:
-    """Return a node if it is a channels-last 1x1 convolution that reads every pixel exactly once."""
+    """Return the call of a channels-last 1x1 convolution that reads every pixel exactly once; None for other nodes."""
     call = joins.call(node)
     if node is None or call is None or not call.is_channels_last(CONVOLUTION) or [*call.operands][:2] != ["x", "w"]:
         return None

@@ -66,11 +66,11 @@ class Call:
 
 @dataclass
 class Joins:
-    """A graph with channels-last images, while nodes in it are joined.
+    """A graph whose images are channels-last, while fused nodes in it are joined with their neighbours.
 
-    `writer` has made the images, and `known` holds the names of the tensors that existed before.  `records` holds the
-    records of fused nodes, by name.  `excluded` holds the nodes that must not be joined, as (fusion, name of the output
-    in the original model).
+    `writer` has written the channels-last images, and `known` holds the names of the tensors that the graph had before
+    that.  `records` holds the records of fused nodes, by name.  `excluded` holds the nodes that must not be joined, as
+    (fusion, name of the output in the original model).
     """
 
     writer: Writer
@@ -85,7 +85,10 @@ class Joins:
         self.graph, self.shapes, self.originals = self.writer.graph, self.writer.shapes, self.writer.originals
 
     def call(self, node: Node | None) -> Call | None:
-        """Return a fused or deferred node as a Call; None for any other operator, or if its function is not known."""
+        """Return the Call of a fused node, or of a deferred one, which becomes a fused node if no region takes it.
+
+        None for any other node, and for a node whose function is not known.
+        """
         later = self.graph.deferred.get(node) if node is not None else None
         if node is None or (later is None and node.domain != DOMAIN):
             return None

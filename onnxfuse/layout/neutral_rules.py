@@ -177,7 +177,7 @@ def pad(model: Model, node: Node) -> Conversion | str:
     if axes is None:
         return "its axes are not constant"
     count, places = len(axes), {axis % rank: i for i, axis in enumerate(axes)}
-    before = [places.get(axis) for axis in to_last(rank)]  # indices of the permuted axes' pads in the given list
+    before = [places.get(axis) for axis in to_last(rank)]  # for each channels-last axis: the index of its pad in `pads`
     order = [*before, *(None if place is None else place + count for place in before)]
     pads = integers(model, node, "pads")
     if pads is not None and len(pads) != 2 * count:
@@ -206,8 +206,8 @@ def reshape(model: Model, node: Node) -> Conversion | str:
         return "it does not keep both its images and its channels"
 
     def new_target(writer: Writer) -> Tensor:
-        # A 0 copies the size at its index.  This works for spatial axes, whose indices decrease by 1 in both the image
-        # and the target, but not for channels.
+        # A 0 in the target copies the image's size at the same index.  In channels-last order, the indices of spatial
+        # axes are lower by 1 in both the image and the target, so that a 0 stays right.  For channels, it would not.
         value = writer.shapes.exact_value(target)
         known = {} if value is not None and value[1] == channels else {1: channels}
         return in_order(writer, target, to_last(len(after)), known)

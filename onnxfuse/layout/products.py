@@ -1,4 +1,4 @@
-"""Store the weights of products and convolutions of integers as kernels read them, and store sums of the weights."""
+"""Store weights of integer products and convolutions in the layouts that kernels read, and sums of these weights."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ SUMS: Final = "w_sums"  # name of the operand that holds the sums of weights
 
 
 def store_rows(shapes: ShapeInfo, recorded: Collection[Fused]) -> dict[str, tuple[str, Perm]]:
-    """Store the weights of products of integers as (n, k), so that integers that kernels add are adjacent.
+    """Store the weights of products of integers as (n, k), so that the integers over which a kernel sums are adjacent.
 
     Nodes with records in `recorded` change, unless something else reads their weight.  Returns the name of each new
-    weight with the weight that it is a Transpose of, and the perm.  The body transposes the weight back, which
-    onnxruntime computes when it loads the model.
+    weight with the weight that it is a Transpose of, and the perm.  The body (the ONNX function that the node calls)
+    transposes the weight back; onnxruntime computes this Transpose when it loads the model.
     """
     graph, names = shapes.graph, {one.node for one in recorded}
     found = [node for node in graph.nodes if node.name in names and _has_columns(node)]

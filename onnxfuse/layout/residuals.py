@@ -20,14 +20,14 @@ from onnxfuse.rewrite.chain_bodies import chained, function_of
 CHANNELS_LAST: Final = (CONVOLUTION, GATE)  # fusions that have channels-last kernels only
 RESIDUAL: Final = "residual"  # the last operand of every fusion that can add a residual
 ADDED: Final = function_of(["x", RESIDUAL], [onnx.helper.make_node("Add", ["x", RESIDUAL], ["t1"], domain="")])
-OPS_OF_ONE_RANK: Final = frozenset({"Gemm", "Reshape"})  # operators that fix the rank of x in a body
+OPS_OF_ONE_RANK: Final = frozenset({"Gemm", "Reshape"})  # with them, an ONNX function works for one rank of x only
 
 
 @dataclass(frozen=True)
 class Addition:
     """A fused node that can add a residual itself.
 
-    If the node's operand x can be reshaped in place of the result, `moved` is the new shape of x.
+    If a Reshape follows the node, and x can be reshaped instead of the result, `moved` is the new shape of x.
     """
 
     call: Call
@@ -81,9 +81,10 @@ def _takes_a_residual(call: Call) -> bool:
 
 
 def _moved_view(shapes: ShapeInfo, call: Call, view: Node) -> Shape | None:
-    """Return the new shape of x, if x can be reshaped in place of the product's result.
+    """Return the shape that x must get so that the product computes the result of `view`, a Reshape after it.
 
-    None where the rows differ, the target is not constant, or the body works for one rank only.
+    Returns None if x and the product's result have different rows, if the target of the Reshape of x is not constant,
+    or if the product's body (its ONNX function) works for one rank only.
     """
     x, y, result = (shapes.shape(t) for t in (call.node.inputs[0], call.node.outputs[0], view.outputs[0]))
     if call.fusion != PRODUCT or OPS_OF_ONE_RANK & {node.op_type for node in call.body.node}:
@@ -95,10 +96,10 @@ def _moved_view(shapes: ShapeInfo, call: Call, view: Node) -> Shape | None:
 
 
 def _reshaped(joins: Joins, product: Node, shape: Shape, compared: Collection[str]) -> Tensor:
-    """Return the product's x, reshaped to `shape`.
+    """Return the operand x of a product, reshaped to `shape`.
 
-    This Reshape can also replace a Reshape before the product, if the source of the replaced Reshape is in `compared`:
-    the tensors whose values are available when the product is compared with the original.
+    If x is itself the result of a Reshape whose source is in `compared`, this source is reshaped instead of x.
+    `compared` holds the tensors whose values are available when the product is compared with the original.
     """
     graph, shapes, x = joins.graph, joins.shapes, product.inputs[0]
     before = producer(x)

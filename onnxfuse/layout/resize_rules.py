@@ -176,7 +176,7 @@ def _empty(writer: Writer, sizes: Tensor, places: Mapping[int, int], dtype: int)
 
 
 def _body(model: Model, node: Node, target: _Target) -> onnx.FunctionProto:
-    """Return a body with the Resize, the constants that it reads, and nodes for sizes that are computed."""
+    """Return the body (ONNX function) of the fused node: the Resize, and nodes that compute its other inputs."""
     proto, rank = node_proto(model.graph, node), model.shapes.rank(node.inputs[0]) or 0
     del proto.output[1:]
     before: list[onnx.NodeProto] = []
@@ -203,7 +203,11 @@ def _body(model: Model, node: Node, target: _Target) -> onnx.FunctionProto:
 
 
 def _nodes_of_sizes(axes: Sequence[int], spatial: Sequence[int], rank: int) -> list[onnx.NodeProto]:
-    """Return nodes that compute `sizes` for these axes from the shape of x, and from `spatial` or `like`'s shape."""
+    """Return nodes that compute `sizes`: the sizes of the Resize's result along `axes`.
+
+    The numbers of images and channels are those of x.  The spatial sizes are `spatial` or, if it is empty, those of the
+    channels-last operand LIKE.
+    """
     shapes = [
         helper.make_node("Shape", ["x"], ["x_shape"]),
         _constant("first", np.arange(2)),

@@ -145,7 +145,7 @@ def mul(model: Model, node: Node) -> Conversion | str | None:
 def _fused(
     model: Model, node: Node, fusion: str, operands: Mapping[str, Tensor], attributes: Mapping[str, AttributeValue]
 ) -> Conversion | str:
-    """Return the conversion to a node of this fusion; the node's body is the operator."""
+    """Return the conversion of a node to a fused node whose body (the ONNX function that it calls) is the operator."""
     body, is_gate = body_of(model, node, operands), fusion == GATE
     if isinstance(body, str):
         return body

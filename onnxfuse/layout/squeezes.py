@@ -75,7 +75,7 @@ def _squeezes(joins: Joins) -> Iterator[Squeeze]:
 
 
 def _of_images(joins: Joins, node: Node) -> Squeeze | None:
-    """Return the squeeze whose second product is this convolution of images of one pixel; None if there is none."""
+    """Return the squeeze that ends in this convolution of images of one pixel; None if there is none."""
     second = _convolution(joins, node)
     first = _convolution(joins, producer(node.inputs[0])) if second is not None else None
     mean = joins.call(producer(first.operands["x"])) if first is not None else None
@@ -95,7 +95,7 @@ def _is_plain(call: Call) -> bool:
 
 
 def _of_rows(joins: Joins, view: Node) -> Squeeze | None:
-    """Return the squeeze that ends in this view from rows to images of one pixel; None if there is none."""
+    """Return the squeeze-and-excite that ends with `view`, a view of rows as images of one pixel; None if none does."""
     shapes = joins.shapes
     if op_of(view) not in REGROUPING or not _joins_axes(shapes, view.inputs[:1], view.outputs):
         return None

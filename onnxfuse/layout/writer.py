@@ -70,12 +70,12 @@ class Writer:
     shapes: ShapeInfo
     functions: LocalFunctions
     recorded: frozenset[str]  # names of fused nodes that already have a record
-    fused: list[Fused] = field(default_factory=list)  # records of fused nodes that had no record
+    fused: list[Fused] = field(default_factory=list)  # records of the fused nodes that are not in `recorded`
     borders: list[Border] = field(default_factory=list)
     # New tensor -> the tensor that it is a Transpose of, and the perm.
     originals: dict[str, tuple[str, Perm]] = field(default_factory=dict)
     written: set[Node] = field(default_factory=set)  # the nodes that were written channels-last
-    vectors: dict[Hashable, Tensor] = field(default_factory=dict)  # permuted shapes and pads, cached
+    vectors: dict[Hashable, Tensor] = field(default_factory=dict)  # results of `vectors.in_order`, for reuse
     _images: dict[str, Tensor] = field(default_factory=dict)  # channels-first name -> channels-last version
     # Channels-first name -> channels-last version that a node computes.
     _computed: dict[str, Tensor] = field(default_factory=dict)
@@ -187,7 +187,7 @@ class Writer:
         self.written.add(node)
 
     def call(self, node: Node, call: ImageCall) -> None:
-        """Replace a node by the call of a channels-last function, which computes as many outputs as the body has."""
+        """Replace a node by the call of a channels-last function; only the outputs that `call.body` computes remain."""
         body = call.body
         outputs = node.outputs[: len(body.output)]
         ranks = [self.shapes.rank(output) or 0 for output in outputs]

@@ -97,8 +97,8 @@ def _bfloat16_too_early(m: MatchContext, nodes: Sequence[Node], state: State) ->
 def guard_holds(m: MatchContext, guard: Guard, root: Tensor, state: State, term: Term | None) -> bool:
     """Return whether a condition on the captured values is true.
 
-    If the condition is false and `term` is given, the condition's sentence is recorded as a miss of `term`.  If the
-    condition cannot be decided because a fact is unknown, a miss is recorded even if no `term` is given.
+    If the condition is false and `term` is given, the condition's sentence is recorded as the reason why `term` did not
+    match.  If the condition cannot be decided because a fact is unknown, this is recorded even if no `term` is given.
     """
     known = {**state.dims, **state.values, **state.operands, **state.choices}
     known |= {"rank": m.shapes.rank(root), "opset": m.graph.opset}
@@ -149,7 +149,8 @@ def refusal(
         or _output_of_output(inside, outputs[0])
     )
     interior = (t for n in nodes for t in n.outputs if t is not outputs[0])
-    if found or all(id(reader) in inside for t in interior for reader in t.outputs):  # no operand depends on the nodes
+    # If `nodes` alone read the interior values, no operand depends on `nodes`, so that no cycle is possible.
+    if found or all(id(reader) in inside for t in interior for reader in t.outputs):
         return found
     return _cycle(graph, nodes, operands)
 

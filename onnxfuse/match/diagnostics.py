@@ -112,7 +112,7 @@ def _token_text(token: str, dims: Dims) -> str:
 
 
 def arranged_axes_text(side: str, dims: Dims) -> str:
-    """Return the axes of one side of an arrangement for a message, with the sizes that are known."""
+    """Return the axes of one side of an arrangement, such as "n (h w) c", for a message, with the known sizes."""
     return ", ".join(_axis_text(names, dims) for names in axes_of(side))
 
 

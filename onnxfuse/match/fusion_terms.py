@@ -69,9 +69,9 @@ def _without_remarks(term: Term) -> Term:
 
 
 def _factors(terms: Sequence[Term]) -> Iterator[Term]:
-    """Yield the terms inside scaled() that a model may multiply or divide by a number: scaled() collects the factors.
+    """Yield the terms inside scaled() that may be multiplied or divided by numbers, which scaled() then collects.
 
-    These terms are the operands of the scaled operator, and their parts up to the next operator.
+    These terms are the operands of the scaled operator, and the parts of these operands up to the next operator.
     """
     work = [part for term in terms if isinstance(term, Scaled) for part in term.inner.unwrapped.parts]
     while work:

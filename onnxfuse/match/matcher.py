@@ -60,7 +60,7 @@ class Matcher(MatchContext):
         self._steps = 0
 
     def at(self, tensor: Tensor) -> Match | Miss:
-        """Return the first accepted match of `tensor` with the fusion's first output, or the nearest miss."""
+        """Return the first accepted match of `tensor` with the fusion's first output, or the failure nearest to one."""
         try:
             return self._at(tensor)
         except Exception as error:
@@ -168,7 +168,7 @@ class Matcher(MatchContext):
         return match_causal(self, term, dims, score, tensor, state)
 
     def is_widened(self, term: Term, tensor: Tensor, state: State) -> bool:
-        """Return whether a tensor is the result of a Cast to float32; if so, record a miss of the term."""
+        """Return whether a tensor is the result of a Cast to float32; if so, record why the term does not match it."""
         cast = self.float_cast(tensor)
         if cast is None or not self.is_to_float32(cast):
             return False
@@ -198,7 +198,7 @@ class Matcher(MatchContext):
             matcher = self._associative[id(term)] = AssociativeMatcher(self, self._decompositions, term)
         if state.factor is None:
             return matcher.match(tensor, state)
-        inside = matcher.match(tensor, state._replace(factor=None))  # factors inside a part do not scale the whole
+        inside = matcher.match(tensor, state._replace(factor=None))  # factors of operands do not scale the whole term
         return (after._replace(factor=state.factor) for after in inside)
 
     # --- outputs after the first ---------------------------------------------------------------------------------

@@ -89,13 +89,16 @@ def axes_of(side: str) -> list[list[str]]:
 
 @functools.cache  # called at every failure to rearrange
 def has_axes_of(side: str, rank: int) -> bool:
-    """Return whether one side of an arrangement can describe a tensor of `rank` axes."""
+    """Return whether one side of an arrangement, such as "n (h w) c", can describe a tensor of `rank` axes."""
     axes = axes_of(side)
     return len(axes) - 1 <= rank if ["..."] in axes else len(axes) == rank
 
 
 def arranged_axes_fit(side: str, shape: Sequence[Size], known: Dims) -> bool:
-    """Return whether one side of an arrangement can describe a shape, judged by the names whose sizes are known."""
+    """Return whether one side of an arrangement, such as "n (h w) c", can describe a shape.
+
+    Only names whose sizes are known can contradict the shape.
+    """
     axes = axes_of(side)
     if not has_axes_of(side, len(shape)):
         return False

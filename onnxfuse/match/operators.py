@@ -1,4 +1,4 @@
-"""Match an operator with a node: its inputs, and its attributes, which are inputs in some opsets."""
+"""Match an operator with a node: the operator's inputs, and its attributes, some of which are inputs in some opsets."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _input_name(m: MatchContext, op: str, index: int) -> str | None:
 
 
 def _attributes(m: MatchContext, term: Apply, node: Node, state: State) -> Iterator[State]:
-    """Yield the state if all attributes are as the pattern requires, and unmentioned ones have their defaults."""
+    """Yield the states in which all attributes are as the pattern requires; others must have their defaults."""
     for name in node.attrs:
         if name not in term.attributes and not _is_default(m, node, name):
             value = node.attrs[name]

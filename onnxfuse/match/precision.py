@@ -19,7 +19,7 @@ MOVING_OPS: Final = VIEWS | SLICING | {"Concat"}  # operators that do not round
 
 
 def lossy_precision(m: MatchContext, root: Tensor, state: State) -> str | None:
-    """Return why the fused node would be less precise than the match, or leave out an intended rounding; else None."""
+    """Return why the fused node would lose precision or leave out an intended rounding; None if it would do neither."""
     rounding = _rounding_cast(m, root, state)
     if rounding is not None:
         made = rounding.outputs[0]
@@ -33,9 +33,9 @@ def lossy_precision(m: MatchContext, root: Tensor, state: State) -> str | None:
 
 
 def _product_of_unrounded(m: MatchContext, root: Tensor, state: State) -> Node | None:
-    """Return a float32 product that multiplies queries or keys which the match itself computes in float32; else None.
+    """Return a float32 product of queries or keys that the match itself computes in float32; None if there is none.
 
-    Kernels round queries and keys that they rotate or normalize to the dtype of the operands.
+    A kernel would round these queries and keys, which it rotates or normalizes, to the dtype of the operands.
     """
     if m.shapes.dtype(root) not in HALF_PRECISION:
         return None
@@ -71,7 +71,7 @@ class _Rounding:
         self._ends = {id(tensor) for tensor in state.operands.values()}
 
     def is_on_purpose(self, root_dtype: int) -> bool:
-        """Return whether the graph rounds here although neither operands nor the result have the Cast's dtype."""
+        """Return whether the Cast's rounding is intended: neither the operands nor the result have the Cast's dtype."""
         made = self._cast.outputs[0]
         if not self._is_cast_on(made, computed=True):
             return False
@@ -102,7 +102,7 @@ class _Rounding:
         return False
 
     def _meets_operand(self, tensor: Tensor) -> bool:
-        """Return whether an operator combines the tensor, or a view of it, with an operand in the Cast's dtype."""
+        """Return whether an operator combines the tensor, or a view of it, with an operand of the Cast's new dtype."""
         for reader in tensor.outputs:
             if id(reader) not in self._inside:
                 continue
@@ -151,7 +151,7 @@ def _is_cast_to_float32(shapes: ShapeInfo, tensor: Tensor) -> bool:
 
 
 def _computed_by(tensor: Tensor) -> Node | None:
-    """Return the node that computes a tensor before its views and constant factors."""
+    """Return the node that computes a tensor, passing over views and over products with and divisions by constants."""
     node = producer(tensor)
     while node is not None and op_of(node) in {*VIEWS, "Mul", "Div"}:
         read = [t for t in node.inputs if not is_constant(t)] if op_of(node) in ("Mul", "Div") else node.inputs[:1]

@@ -38,7 +38,10 @@ def may_be(endings: Sequence[Ending], tensor: Tensor) -> bool:
 
 
 def _reads(inputs: Sequence[Tensor], part: Sequence[Ending], between: Set[str], depth: int) -> bool:
-    """Return whether one of `inputs` may end in one of the ways `part`, perhaps followed by operators in `between`."""
+    """Return whether one of `inputs` may be computed in one of the ways `part`.
+
+    Operators in `between` may follow.  If more than `depth` of them follow, the answer is True without a check.
+    """
     for tensor in inputs:
         if may_be(part, tensor):
             return True
@@ -75,7 +78,10 @@ class Prefilter:
         )
 
     def fitting(self, term: Alternatives, tensor: Tensor) -> Sequence[int]:
-        """Return the indices of the options that fit; cached by the tensor's operator, unless that is a Cast."""
+        """Return the indices of the options that `fits` accepts.
+
+        The indices are cached by the operator that computes the tensor, unless this operator is a Cast.
+        """
         key = id(term), op_of(tensor.inputs[0]) if tensor.inputs else ""
         if key not in self._fitting or key[1] == "Cast":
             self._fitting[key] = [i for i, option in enumerate(term.options) if self.fits(option, tensor)]

@@ -77,7 +77,7 @@ def is_made_by(value: Tensor, *ops: str) -> bool:
 
 
 def has_readers(value: Tensor) -> bool:
-    """Return whether more than one node reads a value."""
+    """Return whether a value has readers besides the matched one, which means that more than one node reads it."""
     return len(value.outputs) > 1
 
 

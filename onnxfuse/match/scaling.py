@@ -58,6 +58,9 @@ def scale_step(m: MatchContext, node: Node) -> tuple[Tensor, float] | None:
 
 
 def _no_number(node: Node, inputs: Sequence[Tensor]) -> str:
-    """Return the sentence of a miss; `inputs` were saved, because the node may have lost its inputs by now."""
+    """Return the sentence that explains a failed match.
+
+    `inputs` are the node's inputs at the time of the match, because the node may have lost its inputs by now.
+    """
     left, right = (t.name for t in inputs)
     return f"{op_of(node)} '{node.name}' takes '{left}' and '{right}'; required a constant number as one of them"

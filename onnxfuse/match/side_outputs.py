@@ -15,7 +15,7 @@ MAX_TENSORS_PER_DEPTH = 64  # tensors that are visited per depth
 
 
 class SideOutput(NamedTuple):
-    """An output of a fusion that is not an interior value of the fusion's first output."""
+    """An output of a fusion that is not computed on the way to the fusion's first output."""
 
     term: Term
     operands: tuple[str, ...]  # operands that the side output shares with the first output

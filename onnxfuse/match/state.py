@@ -38,7 +38,7 @@ class State(NamedTuple):
         return State(terms, values, operands, dims, choices, {**old, **new}, kept, factor)
 
     def keep_nodes_since(self, before: State) -> State:
-        """Return the state in which the nodes that were matched since `before` are only looked through."""
+        """Return the state in which the nodes that were matched since `before` will not be replaced, but stay."""
         new = [node for key, node in self.nodes.items() if key not in before.nodes]
         return self._replace(nodes=before.nodes).with_nodes(new, keep=True)
 
@@ -87,7 +87,7 @@ class Miss(NamedTuple):  # most attempts give a Miss; a NamedTuple takes a quart
 
     @property
     def of(self) -> int:
-        """About how many nodes the pattern has, in the variant that matched most."""
+        """About how many nodes the pattern has, in the variant that matched most; `matched` of these nodes agree."""
         return max(self.size(), self.matched)
 
     @property

@@ -71,7 +71,11 @@ class ViewSources:
 def match_rearrange(
     m: MatchContext, sources: ViewSources, term: Rearrange, tensor: Tensor, state: State
 ) -> Iterator[State]:
-    """Yield the state after each way to match a tensor with a rearranged value, from the farthest source that fits."""
+    """Yield the state after each way to match a tensor with a rearranged value.
+
+    The value may be the tensor itself, or any tensor from which a chain of views computes it.  The tensor before the
+    longest chain is tried first.
+    """
     inner, pattern, value = term.inner, term.pattern, term.inner.unwrapped
     keep = isinstance(value, Capture) or m.is_output(value)  # then the source stays in the graph
     arranged, nearest_source = False, tensor
@@ -180,7 +184,7 @@ def _layout_after(m: MatchContext, layout: layouts.ViewLayout | None, node: Node
 
 
 class FoundSlice(NamedTuple):
-    """The slice of a last axis "(a b)": `a` runs of `b` elements."""
+    """A slice of a last axis, which a pattern matches as "(a b)": `a` runs of `b` adjacent elements."""
 
     sizes: dict[str, Size]  # sizes of the names in the arrangement
     offset: int  # elements before the first run
@@ -239,7 +243,7 @@ def _is_within(width: int, offset: int, count: int, run: int, pitch: int) -> boo
 def _layout_and_offsets(
     m: MatchContext, shape: Sequence[Size], chain: Sequence[Node], tensor: Tensor
 ) -> tuple[layouts.ViewLayout, dict[int, int]] | None:
-    """Return the layout of the chain's result in a source of `shape`, and by axis the index where its slice begins."""
+    """Return the layout of the chain's result in a source of `shape`, and the first index of the slice by axis."""
     layout: layouts.ViewLayout | None = layouts.identity(shape)
     offsets: dict[int, int] = {}
     for node, after in zip(chain, (*chain[1:], None), strict=True):

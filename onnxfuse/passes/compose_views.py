@@ -51,7 +51,7 @@ def _makes_rows_of_groups(node: Node) -> bool:
 
 
 def _shorten(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:
-    """Shorten the longest possible chain that ends in the node."""
+    """Replace the longest possible chain of views that ends in `last` by a shorter one; return whether one was."""
     chain = chain_to(last)
     result = shapes.shape(last.outputs[0])
     views = [view_of(shapes, node) for node in chain]
@@ -134,7 +134,7 @@ def _removable_count(graph: Graph, chain: list[Node]) -> int:
 
 
 def layout_of(source: Sequence[Size], chain: Sequence[View]) -> ViewLayout | None:
-    """Return the layout of the chain's result in its source; None if the sizes do not determine it."""
+    """Return which elements of the source make up the chain's result; None if the sizes do not determine them."""
     layout: ViewLayout | None = identity(source)
     for view in chain:
         if layout is None:
@@ -155,7 +155,7 @@ def equivalent_chains(source: tuple[Size, ...], chain: tuple[View, ...]) -> tupl
     found: list[tuple[View, ...]] = []
     if (perm := _perm_of_source(source, layout)) is not None:
         found.append((View(perm, result),))
-    # The source counts as one axis here, because a Reshape may join axes of the source as well as split them.
+    # The source counts as one axis here, because a Reshape may merge and split axes of the source.
     length = (product(source),)
     flat = layout_of(length, (View(None, source), *chain))
     if flat is not None and (order := _order_in_source(length, flat)) is not None:
@@ -257,9 +257,10 @@ def farthest_view(shapes: ShapeInfo, tensor: Tensor, last: View) -> tuple[Tensor
 
 
 def sources_of(shapes: ShapeInfo, tensor: Tensor) -> Iterator[tuple[Tensor, Shape, tuple[View, ...], list[Node]]]:
-    """Yield the tensors from which views and products with a number compute a tensor, the farthest first.
+    """Yield each source from which `tensor` is computed by nothing but views and factors, the farthest source first.
 
-    Each is yielded with its shape, its views and its products.  Tensors of unknown shape are left out.
+    A source is yielded with its shape, the views between it and `tensor`, and the nodes that multiply or divide by a
+    number.  Sources of unknown shape are left out.
     """
     chain = _scaled_chain_to(shapes, tensor)
     for start, first in enumerate(chain):

@@ -51,7 +51,7 @@ class Axes:
 
     @property
     def right_leading(self) -> str:
-        """The leading axes from the first batch axis on; the right operand has size 1 along their row axes."""
+        """The leading axes from the first batch axis on; where they are rows, the right operand has size 1."""
         first = min((self.leading.index(axis) for axis in self.batch), default=len(self.leading))
         return self.leading[first:]
 
@@ -91,8 +91,8 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 def _letters(equation: str, ranks: Sequence[int]) -> tuple[list[str], str]:
     """Return the axes of the operands and of the result; the axes of an ellipsis get letters of their own.
 
-    Both are empty where the equation has no arrow, so that the result's axes are in alphabetical order, or where the
-    axes of an ellipsis are summed up.
+    Both are empty for two kinds of valid equations: without an arrow, where the result's axes are in alphabetical
+    order, and with an ellipsis whose axes are summed up.
     """
     operands, arrow, result = equation.partition("->")
     axes = operands.split(",")
@@ -117,7 +117,7 @@ def _product(
     shared = [axis for axis in left if axis in right]
     if len(missing := [axes for axes in letters if {*axes}.intersection(result) <= {*shared}]) == 1 and shared:
         return _product_of_vectors(writer, inputs, letters, result, sizes, letters.index(missing[0]))
-    if result[-1:] in left and any(axis in result for axis in shared):  # the last axis of the result is a row axis
+    if result[-1:] in left and any(axis in result for axis in shared):  # the left operand must become the right one
         return _product_in_order(writer, inputs[::-1], (right, left), result, sizes)
     return _product_in_order(writer, inputs, letters, result, sizes)
 
@@ -162,7 +162,7 @@ def _product_in_order(
     """Write an Einsum as a MatMul with the first input on the left; None where it is not a matrix product."""
     left, right = letters
     shared = [axis for axis in left if axis in right]
-    order = left if computes_probabilities(inputs[0]) else result  # a Transpose of probabilities costs more
+    order = left if computes_probabilities(inputs[0]) else result  # a Transpose of the result costs less
     kept = [axis for axis in order if axis in left and axis in result]
     rows = [axis for axis in kept if axis not in shared]
     axes = Axes(
@@ -212,7 +212,7 @@ class _Writer:
         return write_views(self.shapes, tensor, (View(None, tuple(wanted)),), self.stem)
 
     def with_ones(self, tensor: Tensor, axes: Axes) -> Tensor | None:
-        """Return the right operand with axes of size 1 in place of the rows among its leading axes."""
+        """Return the right operand with an axis of size 1 inserted for each row axis in `axes.right_leading`."""
         shape = self.shapes.shape(tensor)
         assert shape is not None
         kept = iter(shape)

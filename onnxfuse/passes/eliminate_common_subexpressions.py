@@ -1,4 +1,4 @@
-"""Merge nodes with equal operators, attributes and inputs, and equal tables that a product reads."""
+"""Merge nodes that have equal operators, attributes and inputs, and constant tables that are equal and read by Muls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_TABLE_SIZE = 2**20  # elements of a table that is compared by value: 8192 ro
 def eliminate_common_subexpressions(graph: Graph, shapes: ShapeInfo) -> int:
     """Merge equal nodes and equal constant tables of a sorted graph; return how many nodes and tables were removed."""
     first: dict[Hashable, Node] = {}  # first node by coarse key; few nodes share such a key, and exact keys are costly
-    exact: dict[Hashable, Node] = {}  # first node by exact key, which only nodes that share a coarse key have
+    exact: dict[Hashable, Node] = {}  # first node by exact key, computed only for nodes that share a coarse key
     has_exact: set[Node] = set()
     constant_keys: dict[int, Hashable] = {}
     count = _merge_tables(graph)

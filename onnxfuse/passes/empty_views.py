@@ -1,8 +1,8 @@
 """The shapes that chains of views give where an axis is empty; they can differ from the inferred ones.
 
 A 0 in the target of a Reshape copies the size of the source's axis.  So a Reshape to [-1, n] gives (n, 6) the shape
-(6, n), but if n is 0, the target [-1, 0] gives (0, 6) the shape (0, 6).  No chain of other views does both, so no other
-chain can replace a chain with such a Reshape.
+(6, n), but if n is 0, the target [-1, 0] gives (0, 6) the shape (0, 6).  No chain of other views gives both shapes, so
+no other chain can replace a chain with such a Reshape.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def gives_shape_if_empty(shapes: ShapeInfo, chain: Sequence[Node]) -> bool:
 
 
 def _is_plain(shapes: ShapeInfo, node: Node) -> bool:
-    """Return whether a view gives the inferred shape for empty tensors too."""
+    """Return whether a view also gives the inferred shape where sizes are 0."""
     target = shapes.value(node.inputs[1]) if op_of(node) == "Reshape" else None
     if target is None:
         return True
@@ -61,7 +61,7 @@ def _is_plain(shapes: ShapeInfo, node: Node) -> bool:
 
 
 def _viewed(shapes: ShapeInfo, node: Node, shape: list[int], numbers: Mapping[str, int]) -> list[int]:
-    """Return the shape that a view gives a tensor.  Raises CannotInfer or IndexError where it fails."""
+    """Return the shape that a view makes of `shape`.  Raises CannotInfer or IndexError for a shape that it rejects."""
     rank = len(shape)
     match op_of(node):
         case "Transpose":
@@ -93,7 +93,7 @@ def _reshaped(shapes: ShapeInfo, node: Node, shape: Sequence[int], numbers: Mapp
         if others != count:
             raise CannotInfer
         return target
-    if allows_zero and others == 0:  # onnxruntime leaves out sizes of 0 where it computes the -1
+    if allows_zero and others == 0:  # onnxruntime computes the -1 from the sizes that are not 0
         count, others = (math.prod(size for size in part if size and size != -1) for part in (shape, target))
     if others == 0 or count % others:
         raise CannotInfer

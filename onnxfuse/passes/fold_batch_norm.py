@@ -247,7 +247,7 @@ def _read_step(graph: Graph, node: Node, source: Tensor, channels: Channels) -> 
 
 
 def _read_batch_norm(graph: Graph, node: Node, source: Tensor, channels: Channels) -> AffineStep | None:
-    """Return a BatchNormalization as a step if it is in inference mode, with the channels on axis 1; else None."""
+    """Return a BatchNormalization, in inference mode and with the channels on axis 1, as an `AffineStep`; else None."""
     constants = [t for t in node.inputs[1:5] if is_constant(t)]
     if node.inputs[0] is not source or len(constants) < len(node.inputs[1:5]):
         return None

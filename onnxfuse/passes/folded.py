@@ -7,7 +7,7 @@ from typing import Final
 
 from onnxfuse.ir.node import Node
 
-STORED: Final = "stored"  # the kind of Constants that became initializers; reports count no Constants
+STORED: Final = "stored"  # the kind of Constants that became initializers; reports do not count Constants
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def _is_read_float(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 
 
 def _name_cut_axes(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
-    """Leave out of a Slice the axes that it takes whole, and count bounds from the start, if they are constant."""
+    """Make a Slice name only the axes that it cuts, with bounds counted from the start, if these are constant."""
     shape = shapes.shape(node.inputs[0])
     try:
         bounds = slice_bounds(shapes, node, shape) if shape else {}
@@ -91,10 +91,11 @@ def _gather_of_one_axis(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 
 
 def _gather_before_transpose(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
-    """Make a Gather of a Transpose's result read the Transpose's input instead, if no other Transpose is then needed.
+    """Make a Gather of a Transpose's result read the Transpose's input instead, if no Transpose is needed afterwards.
 
-    A Gather of one index removes an axis, and the other axes must keep their order without the Transpose.  Of a Gather
-    of several indices, only Transposes that undo the first one may read the result; they are replaced, too.
+    If the Gather has one index, it removes an axis; the other axes must have the same order without the Transpose.  If
+    it has several indices, all nodes that read its result must be Transposes that undo the first one; the new Gather
+    replaces these Transposes, too.
     """
     transpose, made, rank = producer(node.inputs[0]), node.outputs[0], shapes.rank(node.inputs[1])
     if transpose is None or op_of(transpose) != "Transpose" or rank not in (0, 1):

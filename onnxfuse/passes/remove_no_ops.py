@@ -22,8 +22,8 @@ RewriteRule: TypeAlias = Callable[[Graph, ShapeInfo, Node], bool]  # a rule retu
 
 RULES = RuleTable[RewriteRule]()
 NEUTRAL_SCALARS = {"Mul": 1, "Div": 1, "Add": 0, "Sub": 0}
-# A bias counts as a multiple of the scale of a product of dequantized integers if no quotient bias / scale is farther
-# from an integer than this number times the largest quotient.
+# The bias of a product of dequantized integers counts as integers times the product's scale if every quotient
+# bias / scale is close to an integer: the distance may be this number times (1 + the largest quotient).
 SUM_ROUNDING = 1e-6
 MAX_WEIGHT_RANK = 3  # the highest rank of a tensor that a weight scales or shifts: batch, sequence, features
 
@@ -257,10 +257,10 @@ def _flatten_weight(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 
 
 def _flatten_scale(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
-    """Drop first axes of size 1 of a constant that multiplies a scalar, if the product of both only scales tensors.
+    """Drop first axes of size 1 of a constant that a Mul multiplies by a scalar, if only Muls read the product.
 
-    The scaled tensors must have at least as many axes as the constant.  Quantizers write such a product of two scales,
-    and multiply sums of integers by it.
+    The tensors that these Muls scale must have at least as many axes as the constant.  Quantizers write such a product
+    of two scales, and multiply sums of integers by it.
     """
     (product,) = node.outputs
     scaled = [tensor for reader in product.outputs for tensor in reader.inputs if tensor is not product]
@@ -309,7 +309,10 @@ def _simplify_gemm(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 
 
 def _adds_sums(graph: Graph, node: Node) -> bool:
-    """Return whether the bias is a multiple of the scale of the product, or no dequantized integers are multiplied."""
+    """Return whether a Gemm adds its bias to sums without rounding the bias, also after onnxruntime's optimizations.
+
+    This is so if the bias is a multiple of the scale of the product, or if no dequantized integers are multiplied.
+    """
     step: Array = np.full((), number_parameter(graph, node, "alpha"))
     for tensor in node.inputs[:2]:
         maker = producer(tensor)
@@ -333,7 +336,11 @@ def _adds_sums(graph: Graph, node: Node) -> bool:
 
 
 def _fit(step: Sequence[int], other: Sequence[int]) -> bool:
-    """Return whether a scale of shape `step`, one number or one per column, fits the last axis of a shape `other`."""
+    """Return whether a scale fits a tensor: the scale has one number, or the last axis has size 1 or the scale's size.
+
+    step   the shape of the scale: one number, or one per column
+    other  the shape of the tensor
+    """
     return 1 in (math.prod(step), *other[-1:]) or not other or tuple(step) == tuple(other[-1:])
 
 
@@ -363,9 +370,9 @@ def _flatten_bias(graph: Graph, node: Node) -> bool:
 
 @RULES.rule("Shape")
 def _read_shape_of_indices(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
-    """Read the Shape of gathered rows from the indices, if its consumers take only sizes of axes of the indices.
+    """Make a Shape of gathered rows read the indices, if its consumers take only sizes of axes that the indices have.
 
-    Then an embedding can be fused even though its sizes are read.
+    Then an embedding can be fused even though sizes of its result are used.
     """
     gather, sizes = producer(node.inputs[0]), node.outputs[0]
     if gather is None or op_of(gather) != "Gather" or int_attribute(gather, "axis", 0):

@@ -50,7 +50,7 @@ def scatter_to_concat(graph: Graph, shapes: ShapeInfo) -> int:
 
 
 def _rewrite(graph: Graph, shapes: ShapeInfo, indices: IndexAnalysis, last: Node) -> bool:
-    """Replace the assignments that end in a node, if they write all of the tensor; return whether they do."""
+    """Replace a chain of assignments whose last one is `last`, if they write all elements; return whether they do."""
     result, found = last.outputs[0], list[Assignment]()
     node: Node | None = last
     while len(found) < MAX_ASSIGNMENTS and node is not None and op_of(node) == "ScatterND":
@@ -76,7 +76,7 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, indices: IndexAnalysis, last: Node
 
 
 def _stack(graph: Graph, shapes: ShapeInfo, result: Tensor, parts: Sequence[Assignment], axis: int) -> bool:
-    """Interleave the parts along an axis, if they write all of it; return whether they do."""
+    """Interleave the parts along an axis if together they write every element; return whether they do."""
     shape, step, stem = shapes.shape(result), parts[0].step, f"{result.name}_stacked"
     assert shape is not None
     if [part.first for part in parts] != list(range(step)):
@@ -119,7 +119,7 @@ def _are_adjacent(shapes: ShapeInfo, parts: Sequence[Assignment], axis: int, siz
 
 
 def _assignment(shapes: ShapeInfo, indices: IndexAnalysis, node: Node) -> Assignment | None:
-    """Return the assignment of a ScatterND whose indices are a range of one axis and all of each other axis.
+    """Return the assignment of a ScatterND that writes to a range of one axis, and to every index of the other axes.
 
     Returns None for any other ScatterND.
     """

@@ -55,7 +55,7 @@ def _is_inside(node: Node | None) -> bool:
 
 
 def _is_target_of_own(shape: Node) -> bool:
-    """Return whether the Shape of a view is part of the target to which a Reshape or an Expand brings that view."""
+    """Return whether a Shape reads a view, and its result is in the target of a Reshape or Expand of the same view."""
     node = producer(shape.inputs[0])
     if node is None or op_of(node) not in VIEWS:
         return False
@@ -104,9 +104,10 @@ def _picked(graph: Graph, reader: Node, count: int) -> tuple[list[int], int] | N
 def _written(
     shapes: ShapeInfo, tensor: Tensor, picked: Sequence[Origin], sizes: Tensor, rank: int, of_scores: bool
 ) -> Tensor | None:
-    """Return sizes as a tensor of rank 0 or 1; None if `tensor` itself, or several tensors, would have to be read.
+    """Return a tensor of rank 0 or 1 that holds the sizes `picked`, computed by Shapes of other tensors than `tensor`.
 
-    With `of_scores`, several tensors are allowed to be read, and a Shape can become a Shape and a Gather.
+    Returns None if `tensor` itself or several tensors would have to be read, or if a Shape would become a Shape and a
+    Gather.  With `of_scores`, only the first of these reasons counts.
     """
     maker = producer(sizes)
     replaces_shape = maker is not None and op_of(maker) == "Shape"
@@ -140,7 +141,7 @@ def _of_one_tensor(shapes: ShapeInfo, picked: Sequence[Origin]) -> Sequence[Orig
 
 
 def _run(shapes: ShapeInfo, run: Sequence[Origin], stem: str, rank: int) -> Tensor:
-    """Return a tensor of sizes that are all numbers, or all axes of one tensor."""
+    """Write the sizes of a run as a tensor; they are either numbers alone, or some sizes of a single tensor."""
     numbers = [each for each in run if isinstance(each, int)]
     if numbers:
         return integers(shapes.graph, f"{stem}_numbers", numbers)

@@ -50,7 +50,7 @@ def quantize_static(
     """Quantize the weights of a float32 model's convolutions and products to int8, and their other inputs to uint8.
 
     Weights have one scale per channel, and no zero points; activations have one scale and one zero point.  `model`,
-    called `name` in messages, has opset 13 or later, and is not changed.  Nodes in branches and bodies stay floats.
+    called `name` in messages, has opset 13 or later, and is not changed.  Nodes in subgraphs stay floats.
 
     Raises NothingToQuantizeError if there is no such weight, MissingPackageError without onnxruntime, and ModelError if
     the quantizer raises.

@@ -71,8 +71,8 @@ class WeightReaders:
     ) -> str:
         """Return the name of the weight that a node reads, if it can be quantized; else "", and count the reason.
 
-        `why_not` returns why the weight of a node with one of the operators stays; None if it can be quantized.  Nodes
-        in the branches and bodies of a node always stay.
+        `why_not` returns why the weight of a node stays as it is; None if it can be quantized.  Weights that nodes in
+        the branches or bodies of `node` read always stay, and are counted as well.
         """
         for inner in nodes(*subgraphs(node)):
             if self._weight_of(inner):
@@ -84,7 +84,7 @@ class WeightReaders:
         return name
 
     def told(self) -> tuple[StayingWeights, ...]:
-        """Return the nodes whose weights stay."""
+        """Return the nodes whose weights are not quantized, by operator and reason."""
         return tuple(StayingWeights(op, why, tuple(names)) for (op, why), names in self.stays.items())
 
     def _weight_of(self, node: onnx.NodeProto) -> str:

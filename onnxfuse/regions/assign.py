@@ -22,8 +22,8 @@ from onnxfuse.rewrite.replace import Fused, LocalFunctions, drop_functions
 class RegionResult:
     """The result of forming regions.
 
-    `fused` holds the records of new regions, and of fused nodes that operators joined.  `reasons` maps the label of
-    each other node to the reason why it is in no region.
+    `fused` holds the records of new regions, and of existing fused nodes into which operators were fused.  `reasons`
+    maps the label of each other node to the reason why the node is in no region.
     """
 
     fused: tuple[Fused, ...] = ()
@@ -33,8 +33,8 @@ class RegionResult:
 def assign_regions(joining: Joining, fused: Collection[Fused] = ()) -> RegionResult:
     """Replace the regions of a sorted graph by fused nodes, or fuse them into existing fused nodes; return the records.
 
-    `joining` holds the graph, and says which fused nodes operators can join.  `fused` holds the records of existing
-    fused nodes, and of operators that become fused nodes if no region takes them.
+    `joining` holds the graph, and decides whether operators can join a fused node.  `fused` holds the records of
+    existing fused nodes, and of operators that become fused nodes if no region takes them.
     """
     graph = joining.graph
     clusters, formed = form_regions(joining.shapes, joining.keep)
@@ -43,7 +43,8 @@ def assign_regions(joining: Joining, fused: Collection[Fused] = ()) -> RegionRes
     records, work = {one.node: one for one in fused}, deque(formed)
     while work:
         cluster = work.popleft()
-        if not all(node.outputs for node in cluster.nodes):  # an earlier join fused a match with some of these nodes
+        # A match that an operator joined before has been fused, and may have replaced nodes of this cluster.
+        if not all(node.outputs for node in cluster.nodes):
             continue
         order_by_reading(cluster, clusters.forms)
         join = find_epilogue_fusion(clusters, cluster, joining, joins)
@@ -64,7 +65,7 @@ def assign_regions(joining: Joining, fused: Collection[Fused] = ()) -> RegionRes
     functions = LocalFunctions(graph)
     made = [write_epilogue_fusion(clusters, join, functions, bodies, records) for join in joins.values()]
     made += [write_region(clusters, cluster, functions, bodies, records) for cluster in apart]
-    copies = [each for each in clusters.copies if each.outputs]  # only copies that no region took
+    copies = [each for each in clusters.copies if each.outputs]  # the copies that are not part of a region now
     for copy in copies:
         graph.names.add(copy.name)  # until now, the copy has the name of the original node
         copy.name = graph.unique_name(copy.name)
@@ -80,8 +81,9 @@ def _with_norms(
 ) -> tuple[list[Cluster], list[Node]]:
     """Merge each cluster with the fused norms that should be computed with it; return the clusters and all these norms.
 
-    `apart` holds clusters that join no fused node.  If operators were to join such a norm, their join is removed from
-    `joins`, and the operators become part of the cluster.
+    `apart` holds the clusters that are not fused into a fused node.  `joins` holds the clusters that are to be fused
+    into one, by the name of the node's result.  If this node is a merged norm, its entry is removed from `joins`, and
+    the operators of the entry become part of the merged cluster.
     """
     found, norms = list[Cluster](), list[Node]()
     for cluster in apart:
@@ -97,9 +99,9 @@ def _with_norms(
 
 
 def _is_made(clusters: Clusters, join: Join, records: dict[str, Fused], joining: Joining) -> bool:
-    """Return whether the cluster of a planned join is allowed to join the fused node.
+    """Return whether the cluster of a planned join can join its fused node; write this node if it does not exist yet.
 
-    If the join has a match, the match is first replaced by a fused node, whose record is added to `records`.
+    In that case, the join has the match that the fused node replaces, and the node's record is added to `records`.
     """
     (maker,) = join.result.inputs
     record = records.get(maker.name)

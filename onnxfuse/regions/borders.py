@@ -42,7 +42,7 @@ class Move:
     """
 
     nodes: Sequence[Node]  # in execution order
-    staying: Set[Node]  # those of `nodes` that also stay, because their cluster computes other results from them
+    staying: Set[Node]  # those of `nodes` that `left` computes as well, because it needs them for other results
     left: Cluster
     readers: Sequence[Cluster]
 
@@ -64,9 +64,9 @@ def settle_borders(clusters: Clusters) -> None:
 
 
 def _border(clusters: Clusters, tensor: Tensor) -> Border | None:
-    """Return the border at a tensor that an elementwise operator computes.
+    """Return a Border for a tensor that an elementwise operator computes; None if the operator cannot be moved.
 
-    Returns None unless all readers of the tensor are in clusters of the operator's level.
+    All readers of the tensor must be in clusters whose level (see order.py) is the operator's.
     """
     maker, of, level = tensor.inputs[0], clusters.of, clusters.level
     own = of[maker]
@@ -107,10 +107,10 @@ def _best_move(clusters: Clusters, border: Border) -> Move | None:
 
 
 def _ends(clusters: Clusters, border: Border) -> Iterator[list[Node]]:
-    """Yield growing groups of the last operators before a border's tensor.
+    """Yield growing groups of operators that compute a border's tensor; the first group is the tensor's producer.
 
-    Each group adds one operator to the group before it: among the producers that are allowed to move, the one that
-    computes the largest tensor which the group reads.
+    Each further group has one operator more.  It is chosen from the producers of the tensors that the group reads: of
+    those that `_moves` accepts, the one that computes the largest tensor.
     """
     found = [border.tensor.inputs[0]]
     while len(found) <= MAX_MOVED:
@@ -125,7 +125,7 @@ def _ends(clusters: Clusters, border: Border) -> Iterator[list[Node]]:
 
 
 def _moves(clusters: Clusters, border: Border, node: Node) -> bool:
-    """Return whether a node can move: it is in the border's own cluster, and is elementwise or moves no element."""
+    """Return whether a node can move: it is elementwise or only a view (FREE), and in the border's own cluster."""
     return clusters.of.get(node) is border.own and (node.op in POINTWISE or op_of(node) in FREE)
 
 
@@ -171,7 +171,7 @@ def _staying(clusters: Clusters, border: Border, nodes: Sequence[Node]) -> set[N
 
 
 def _apply(clusters: Clusters, border: Border, move: Move) -> None:
-    """Apply a move: the first reader gets the operators, or copies of operators that stay; other readers get copies."""
+    """Move operators to readers: the first reader gets them, or copies of those that also stay; others get copies."""
     # The first reader comes last: copies that it gets become inputs of the operators that move to it.  The other
     # readers copy these operators before, while they still have their original inputs.
     for i, reader in reversed(list(enumerate(move.readers))):
@@ -179,7 +179,7 @@ def _apply(clusters: Clusters, border: Border, move: Move) -> None:
         if copied:
             copies = _copies(clusters, reader, copied)
             clusters.level.update(dict.fromkeys(copies, clusters.level[border.tensor.inputs[0]]))
-    left = clusters.part(move.left.nodes)  # has fewer outputs than `move.left` if copies read other copies now
+    left = clusters.part(move.left.nodes)  # may have fewer outputs than `move.left`: copies may now read other copies
     for before, after in zip((border.own, *border.readers), (left, *move.readers), strict=True):
         after.place = before.place
         clusters.split(after)

@@ -122,7 +122,7 @@ class Clusters:
         self.of.update((node, part) for part in parts for node in part.nodes)
 
     def move(self, cluster: Cluster, level: int, place: int | None = None) -> None:
-        """Move a cluster's nodes to another level, at `place` if given, else before all other clusters of the level."""
+        """Move a cluster to another level (see `level`), to `place` if given, else before all clusters of the level."""
         self.level.update(dict.fromkeys(cluster.nodes, level))
         self._front -= 1
         cluster.place = self._front if place is None else place
@@ -201,9 +201,9 @@ class Clusters:
         return max(map(self.count, tensors), default=0)
 
     def _operations(self, cluster: Cluster, kinds: Mapping[str, Kind]) -> float:
-        """Return the number of operations of a cluster that recomputes inner values for each element that uses them.
+        """Return how many operations a cluster's kernel takes, which computes inner values again for each use.
 
-        Values that exist once for each reduced row are computed once.
+        Values that exist once for each reduced row are not computed again.
         """
         needed: dict[str, float] = {name: float(self.count(t)) for name, t in cluster.outputs.items()}
         total = 0.0

@@ -92,7 +92,7 @@ def by_index(expression: Expression, index: Callable[[str], int]) -> Expression:
 
 
 def measured(parameter: Tensor) -> list[Tensor]:
-    """Return the tensors whose shapes a parameter is computed from, nearest first."""
+    """Return the tensors from whose shapes nodes compute a parameter; those with fewer nodes in between come first."""
     work, seen, found = [parameter], set[int](), list[Tensor]()
     while work and len(seen) < MAX_FOLLOWED:
         node = producer(work.pop(0))

@@ -1,4 +1,4 @@
-"""Compute each DequantizeLinear where its result is read: the integers that it reads are smaller than this result."""
+"""Compute each DequantizeLinear where its result is read, because its input, of integers, has fewer bytes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def dequantize_at_readers(clusters: Clusters) -> None:
 
 
 def _copy(clusters: Clusters, node: Node, result: Tensor, readers: list[Node]) -> Node:
-    """Return a copy of a DequantizeLinear, which these nodes read in place of its result."""
+    """Return a copy of a DequantizeLinear whose result `readers` now read in place of the original's `result`."""
     graph, shapes = clusters.graph, clusters.shapes
     copied = graph.variable(result.name)
     shapes.record(copied, shapes.shape(result), shapes.dtype(result))

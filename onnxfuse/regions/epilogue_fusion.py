@@ -91,7 +91,8 @@ def _closes_no_cycle(clusters: Clusters, maker: Node, cluster: Cluster) -> bool:
     """Return whether a cluster can join `maker`, the node whose result it reads, without closing a cycle.
 
     No cycle is possible if `maker` has one result, and only the cluster reads it.  Otherwise, the producers of all
-    other operands of the cluster must be of a lower level than `maker`.  Then no combination of joins closes a cycle.
+    other operands of the cluster must be of a lower level than `maker`; levels never decrease from a producer to a
+    consumer.  Then no combination of joins closes a cycle.
     """
     result = maker.outputs[0]
     if len(maker.outputs) == 1 and all(node in cluster.nodes for node in consumers(result)):
@@ -221,7 +222,7 @@ def _has_rows_of(shape: Shape | None, result: Shape | None) -> bool:
 
 
 def _is_read_in_place(step: Step) -> bool:
-    """Return whether an epilogue can compute a step, or read through it so that neighbouring elements stay adjacent."""
+    """Return whether an epilogue can run a step: an elementwise operator, or a view that keeps the last axis intact."""
     return step.op in ("Constant", *VIEWS, *ELEMENTWISE) and step.keeps_last_axis
 
 
@@ -232,7 +233,7 @@ def write_epilogue_fusion(
     bodies: Mapping[str, onnx.FunctionProto],
     records: Mapping[str, Fused],
 ) -> Fused:
-    """Replace the nodes of a cluster, and the fused node whose result they join, by one node; return its record.
+    """Replace a fused node, and the cluster that becomes its epilogue, by one node; return the record of this node.
 
     `bodies` holds the functions that fused nodes call, by name, and `records` the records of fused nodes, by the node's
     name.  The graph must be sorted afterwards.

@@ -69,8 +69,8 @@ def is_worth_it(cluster: Cluster) -> bool:
 def _merge_all(clusters: Clusters) -> None:
     """Merge the nodes in execution order, and then the resulting clusters with later clusters that read them.
 
-    Before a cluster is merged with its readers, it moves to the latest level at which it can be computed, and back to
-    its own level if no reader can be merged with it.
+    Before a cluster is merged with its readers, it moves to the latest level (see order.py) at which it can be
+    computed, and back to its own level if no reader can be merged with it.
     """
     nodes = clusters.graph.nodes
     for node in nodes:
@@ -95,9 +95,10 @@ def _read_by(clusters: Clusters, node: Node, own: Cluster) -> list[Cluster]:
 
 
 def _latest_level(clusters: Clusters, cluster: Cluster) -> int:
-    """Return the latest level at which a cluster can be computed, by the levels of the nodes that read it.
+    """Return the highest level that a cluster can have, given the levels of the nodes that read its outputs.
 
-    Returns its present level if no node reads it, or if one of its outputs must keep its name.
+    Returns the cluster's present level if no node reads its outputs, or if one of them must keep its name.  A level is
+    a number that never decreases from a producer to a consumer.
     """
     readers = [node for tensor in cluster.outputs.values() for node in consumers(tensor)]
     if not readers or any(clusters.graph.is_fixed(name) for name in cluster.outputs):
@@ -106,7 +107,7 @@ def _latest_level(clusters: Clusters, cluster: Cluster) -> int:
 
 
 def _merge_with(clusters: Clusters, node: Node, neighbours: Callable[[Cluster], Iterable[Cluster]]) -> bool:
-    """Merge a node's cluster with neighbours of its level, largest gain first; return whether any was merged."""
+    """Merge a node's cluster with neighbours of the same level, largest gain first; return whether any was merged."""
     own, tried, is_merged = clusters.of[node], set[Cluster](), False
     while others := [one for one in dict.fromkeys(neighbours(own)) if one is not own and one not in tried]:
         tried.update(others)

@@ -12,7 +12,7 @@ from onnxfuse.regions.order import read_by, readers_of, set_places
 from onnxfuse.regions.siblings import merge_siblings
 
 MAX_BYTES: Final = LAUNCH_BYTES // 4  # maximum bytes of a small region: they move in a quarter of a launch's time
-MAX_OPEN: Final = 8  # maximum number of groups of a level that are compared with the next cluster
+MAX_OPEN: Final = 8  # maximum number of groups of one level with which the next cluster is compared
 
 
 @dataclass
@@ -47,14 +47,15 @@ class Group:
         )
 
     def shared_bytes(self, cluster: Cluster, clusters: Clusters) -> int:
-        """Return the bytes of a cluster's operands that the group also reads."""
+        """Return the bytes of the operands that both a cluster and this group read."""
         return clusters.bytes_of(tensor for name, tensor in cluster.operands.items() if name in self.operands)
 
 
 def share_launches(clusters: Clusters, apart: Collection[Cluster]) -> list[Cluster]:
-    """Merge clusters of a level that read the same tensors, or are small and independent; return all clusters.
+    """Merge clusters of one level that read the same tensors, or are small and independent.
 
-    `apart` holds the clusters that join no fused node; some may consist of a single operator.
+    `apart` holds the clusters that are not fused into a fused node; some may consist of a single operator.  Returns
+    these clusters after merging.  See order.py for levels.
     """
     by_level = defaultdict[int, dict[Cluster, None]](dict)
     for node in clusters.forms:
@@ -74,8 +75,8 @@ def share_launches(clusters: Clusters, apart: Collection[Cluster]) -> list[Clust
 def _groups(clusters: Clusters, in_order: Sequence[Cluster], small: Collection[Cluster]) -> Iterable[Group]:
     """Return groups of the small clusters among all clusters of a level.
 
-    Each cluster gets a step after the steps of the clusters that it reads, early enough to leave steps for its readers.
-    So clusters of one step never depend on each other, and any of them can be grouped.
+    The step of a cluster is greater than the steps of the clusters that it reads, and small enough to leave numbers for
+    the clusters that read it.  So clusters of one step never depend on each other, and any of them can be grouped.
     """
     latest = _latest_steps(clusters, in_order)
     step, groups = dict[Cluster, int](), list[Group]()
@@ -96,7 +97,7 @@ def _groups(clusters: Clusters, in_order: Sequence[Cluster], small: Collection[C
 
 
 def _latest_steps(clusters: Clusters, in_order: Sequence[Cluster]) -> dict[Cluster, int]:
-    """Return the highest step that each cluster can have, if no step exceeds the number of clusters."""
+    """Return the highest step (see `_groups`) that each cluster can have; no step exceeds the number of clusters."""
     found = dict[Cluster, int]()
     for cluster in reversed(in_order):
         behind = (found[each] - 1 for each in readers_of(clusters, cluster))

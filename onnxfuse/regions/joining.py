@@ -1,4 +1,8 @@
-"""The fused nodes that operators can join, and the matches that depend on what operators join or regions take."""
+"""Decide which fused nodes elementwise operators can join, and which matches are made only with such operators.
+
+Operators that join a fused node run in its kernel.  Some matches are not made, and are left to regions: fused nodes of
+connected operators that no pattern names.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +78,7 @@ class Joining:
         return [Matcher(self.graph, self.shapes, fusion, joined=True) for fusion in only_if_joined]
 
     def match_at(self, tensor: Tensor) -> Match | None:
-        """Return the match that ends at a tensor and pays only if operators join it; None if there is none."""
+        """Return the match, of a fusion that pays only if operators join its node, that ends at a tensor; else None."""
         maker = producer(tensor)
         if maker is None:
             return None

@@ -147,7 +147,7 @@ def _blocks(s: Steps, split: Sequence[Size], perm: list[int], joined: Sequence[S
 
 
 def _sizes(s: Steps) -> tuple[int, Size, int, Size, Size]:
-    """Return block size, batch, channels, rows and columns of a tensor."""
+    """Return the node's block size, and the batch, channels, rows and columns of its input."""
     shape = s.shape(s.node.inputs[0])
     if len(shape) != 4 or not isinstance(shape[1], int):
         raise StaysOut("its channels are not known")

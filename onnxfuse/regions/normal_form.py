@@ -47,7 +47,7 @@ def normal_form(shapes: ShapeInfo, node: Node) -> tuple[Step, ...] | str:
 
 
 def _is_computed_in_every_run(steps: Steps) -> bool:
-    """Return whether a node that reads only constants is not folded by onnxruntime, and kernels of regions compute it.
+    """Return whether onnxruntime does not fold a node of constants, so that kernels of regions compute it in every run.
 
     onnxruntime has no kernel to fold a Tile in half precision, and it does not fold a DequantizeLinear.  But the
     DequantizeLinear of a product's weights stays a node of its own.

@@ -1,4 +1,4 @@
-"""Merge fused norms into the regions that compute their inputs or move their rows, so that one kernel does both."""
+"""Merge fused norms with regions that compute their inputs or rearrange rows, so that one kernel computes both."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from onnxfuse.regions.steps import Step, Steps
 from onnxfuse.regions.write import measured_besides, order_by_reading
 
 FLOAT: Final = int(TensorProto.FLOAT)
-MOVED: Final = "#moved"  # name of the value with the moved rows, if rows are moved before the norm
+MOVED: Final = "#moved"  # name of the value that a norm reads, if its rows are moved first: see `with_moved_norm`
 ROW_MAPS: Final = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice", "Split", "Concat")
 
 
@@ -84,7 +84,7 @@ def _merged(clusters: Clusters, joining: Joining, cluster: Cluster, norm: Node, 
 
 
 def _belong(clusters: Clusters, cluster: Cluster, level: int) -> None:
-    """Record that the nodes of a cluster belong to it now, and move the cluster to a level."""
+    """Record that the nodes of a cluster belong to it now, and that they all have this level: see order.py."""
     clusters.split(cluster)
     clusters.move(cluster, level)
 
@@ -115,7 +115,7 @@ def with_moved_norm(clusters: Clusters, cluster: Cluster, joining: Joining) -> t
 
 
 def _moved_norm(clusters: Clusters, cluster: Cluster, joining: Joining) -> Node | None:
-    """Return the norm whose rows a cluster moves, if only the cluster reads the norm's result; else None."""
+    """Return the norm whose result a cluster rearranges by whole rows, if nothing else reads the result; else None."""
     if cluster.is_free or len(cluster.operands) != 1 or len(cluster.outputs) != 1:
         return None
     (result,), (output,) = cluster.operands.values(), cluster.outputs.values()

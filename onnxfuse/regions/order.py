@@ -1,7 +1,9 @@
 """Keep regions free of cycles, by levels of nodes and by the order of the clusters of a level.
 
-Levels exclude cycles through nodes outside of regions.  The order, given by places, excludes cycles through other
-clusters: each cluster follows the clusters that it reads, also after two clusters are merged.
+A cluster is a group of nodes that will become one region.  All of its nodes have the same level, a number that `levels`
+gives them: this excludes cycles through nodes outside of regions.  `Cluster.place` is the position of a cluster in the
+order of its level.  The order excludes cycles through other clusters: each cluster follows the clusters that it reads,
+also after two clusters are merged.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ def levels(graph: Graph, members: Collection[Node]) -> dict[Node, int]:
 
 
 def read_by(clusters: Clusters, own: Cluster) -> Iterable[Cluster]:
-    """Yield the clusters of the same level that a cluster reads; duplicates are possible."""
+    """Yield the clusters of the same level (see `levels`) that a cluster reads; duplicates are possible."""
     at = clusters.level[own.nodes[0]]
     for tensor in own.operands.values():
         maker = producer(tensor)
@@ -46,7 +48,7 @@ def read_by(clusters: Clusters, own: Cluster) -> Iterable[Cluster]:
 
 
 def readers_of(clusters: Clusters, own: Cluster) -> Iterable[Cluster]:
-    """Yield the clusters of the same level that read a cluster; duplicates are possible."""
+    """Yield the clusters of the same level (see `levels`) that read a cluster; duplicates are possible."""
     at = clusters.level[own.nodes[0]]
     for tensor in own.outputs.values():
         for node in tensor.outputs:
@@ -56,10 +58,11 @@ def readers_of(clusters: Clusters, own: Cluster) -> Iterable[Cluster]:
 
 
 def place_of_both(clusters: Clusters, a: Cluster, b: Cluster) -> int | None:
-    """Return the place for the cluster that two clusters of a level are merged into, after making room for it.
+    """Return the place, in the order of their level, for the cluster that two clusters become; make room for it.
 
-    Returns None, and moves nothing, if one of them depends on the other through a third cluster: merging would close a
-    cycle.  Also returns None if more than MAX_VISITED clusters would have to be visited.
+    A level is a set of clusters that may be merged (see `levels`); each cluster comes after those that it reads.
+    Returns None, and moves nothing, if one of the two depends on the other through a third cluster: merging would close
+    a cycle.  Also returns None if more than MAX_VISITED clusters would have to be visited.
     """
     first, last = (a, b) if a.place < b.place else (b, a)
     before = _between(first, last, last, lambda each: read_by(clusters, each))
@@ -90,7 +93,7 @@ def merge(clusters: Clusters, a: Cluster, b: Cluster, both: Cluster) -> bool:
 
 
 def _between(first: Cluster, last: Cluster, start: Cluster, neighbours: Neighbours) -> list[Cluster] | None:
-    """Return, in order, the clusters between two places that are reachable from `start`; None if they are too many."""
+    """Return, in order, the clusters between `first` and `last` that `start` reaches; None if they are too many."""
     found, work = set[Cluster](), [start]
     while work:
         for each in neighbours(work.pop()):
@@ -103,7 +106,10 @@ def _between(first: Cluster, last: Cluster, start: Cluster, neighbours: Neighbou
 
 
 def set_places(clusters: Clusters, of_level: Iterable[Cluster]) -> list[Cluster]:
-    """Assign new places to all clusters of a level, close to the order of their first nodes; return them in order."""
+    """Assign new places to all clusters of a level, and return the clusters in this order.
+
+    Each cluster follows the clusters that it reads.  Otherwise, the order is that of the clusters' first nodes.
+    """
     left = {each: len(set(read_by(clusters, each))) for each in of_level}
     # The heap holds numbers of clusters.  Positions of first nodes are not unique, because copies share a position.
     in_order = sorted(left, key=lambda each: clusters.graph.position[each.nodes[0]])

@@ -59,7 +59,10 @@ def _norm_of(joining: Joining, node: Node, records: Mapping[str, Fused]) -> Node
 def _fuse(
     joining: Joining, records: Mapping[str, Fused], bodies: Mapping[str, onnx.FunctionProto], norm: Node, node: Node
 ) -> Fused:
-    """Replace a norm and the node that reads its result by one node; its body is the bodies of both in sequence."""
+    """Replace a norm and the node that reads its result by one node.
+
+    The body of the new node (its ONNX function) consists of the bodies of both nodes in sequence.
+    """
     record, shapes = records[node.name], joining.shapes
     operands = str(norm.attrs["operands"]).split()
     names = {name: name if name == "x" else OF_NORM + name for name in operands}

@@ -64,7 +64,8 @@ def kinds_of(
 ) -> dict[str, Kind] | None:
     """Return the kinds of all values that depend on a reduction, by name; `nodes` must be in execution order.
 
-    Returns None if the nodes cannot be one region: their reductions have different rows, or a later node moves rows.
+    Returns None if the nodes cannot be one region: their reductions have different rows, or a node rearranges the
+    results of a reduction.
     """
     rows: Rows | None = None
     kinds: dict[str, Kind] = {}
@@ -98,7 +99,7 @@ def _axes(step: Step) -> tuple[int, ...]:
 
 
 def _kind_behind(shapes: ShapeInfo, node: Node, rows: Rows, kinds: Mapping[str, Kind]) -> Kind | None:
-    """Return the kind of a node's result if its operands depend on reductions; None if the node moves rows."""
+    """Return the kind of a node's result if its operands depend on reductions; None if the node rearranges rows."""
     out = shapes.shape(node.outputs[0])
     if out is None or len(node.outputs) > 1:
         return None

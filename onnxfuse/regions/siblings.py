@@ -28,7 +28,7 @@ def is_of_fused(tensor: Tensor) -> bool:
 def merge_siblings(
     clusters: Clusters, among: Iterable[Cluster], is_wanted: Callable[[Tensor], bool] = lambda tensor: True
 ) -> list[Cluster]:
-    """Merge clusters of one level that read a tensor in the order of its elements; return the resulting clusters.
+    """Merge clusters of one level (see `Clusters`) that read a tensor in its order; return the resulting clusters.
 
     Only tensors for which `is_wanted` is true are considered, the largest first.  `Cluster.place` must order the
     clusters of each level so that each cluster follows the clusters that it reads.

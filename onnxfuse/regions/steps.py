@@ -50,7 +50,7 @@ class Step:
     dtype: int  # dtype of the outputs
     # Tensors whose dims occur in the expressions of `attributes`, except the first input.
     measured: tuple[Tensor, ...] = ()
-    computed: tuple[ComputedInput, ...] = ()  # inputs of the node that hold sizes; the attributes have these sizes
+    computed: tuple[ComputedInput, ...] = ()  # inputs that hold sizes; `attributes` holds the same sizes
 
     @property
     def keeps_last_axis(self) -> bool:
@@ -181,13 +181,13 @@ class Steps:
             raise StaysOut(f"its {name} depends on {error.args[0]}, which is no dim of a tensor in front") from error
 
     def _indexed(self, expression: Expression, sources: Sequence[Tensor]) -> Expression:
-        """Return an expression with tensors as input indices; record which tensors besides the first input it reads."""
+        """Replace the tensors in an expression by input indices; record those tensors, except the first input."""
         first, by_name = self.node.inputs[0].name, {each.name: each for each in sources}
         self._measured |= {name: by_name[name] for name in tensors_in(expression) if name != first}
         return by_index(expression, lambda name: 0 if name == first else 1 + list(self._measured).index(name))
 
     def data_and_measured(self) -> list[str]:
-        """Return the inputs of an operator's last step: the first input, and the tensors whose dims are read."""
+        """Return inputs of an operator's last step: its first input, and the tensors whose dims its attributes use."""
         return [self.data(0), *self._measured]
 
     def integer(self, name: str, default: int) -> int:

@@ -21,8 +21,9 @@ MAX_PERIOD: Final = 600  # nodes in one copy of a block
 MIN_SAVED: Final = 3  # a repeated block is drawn once only if that draws at least this many nodes less
 MAX_ITEMS: Final = 60  # nodes and blocks drawn side by side; more are divided into sections
 SECTION: Final = 36  # nodes and blocks in a section
-# Distances that are tried in turn: if nodes with equal labels read the same value, and are at least this many positions
-# apart in the reading order, the node that computes the value is put first.  With None, no node is put first.
+# Distances that are tried in turn.  If nodes with equal labels read the same value, and two of these nodes are at least
+# the distance apart in the reading order (in positions), the node that computes the value is put first in that order.
+# With None, no node is put first.
 DISTANCES: Final = (4, 12, 40, None)
 
 

@@ -29,8 +29,8 @@ class FusionNote:
 class Facts:
     """The model's name and maker, the weights' bytes, the versions and the time of the run, and the graphs.
 
-    `graphs` are the main graph and the bodies in it, before and after.  `why_not` maps the labels of unfused nodes to
-    the reason why they are not fused.
+    `graphs` are the main graph and the bodies of its If, Loop and Scan nodes, before and after.  `why_not` maps
+    the labels of unfused nodes to the reason why they are not fused.
     """
 
     name: str

@@ -66,7 +66,7 @@ class Dropped:
 
 @dataclass(frozen=True)
 class RegionGain:
-    """Counts of regions, of the nodes in them and of operators that joined other kernels; and the estimated savings."""
+    """Counts of regions, of the nodes in regions, and of operators fused into other nodes, with estimated savings."""
 
     nodes: int
     replaced: int
@@ -313,7 +313,7 @@ def _fused_tables(report: Report) -> Iterator[RenderableType]:
 
 
 def _lines(report: Report, everything: bool) -> Iterator[Line]:
-    """Yield the lines on all other changes, and on operators that stay and why they do."""
+    """Yield the lines that follow the tables: on other changes, and on operators that stay, with the reasons."""
     for fusion, why in report.unmatched.items():
         yield Line(f"[yellow]{escape(fusion)} matches nothing[/]: {escape(why)}")
     yield folded_line([one.kind for one in report.folded])

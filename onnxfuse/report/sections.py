@@ -112,7 +112,7 @@ def operators(plain: Mapping[str, Any]) -> list[Bar]:
 
 
 def fate_counts(report: Shown) -> dict[str, int]:
-    """Return how many nodes of the original had each fate.
+    """Return how many nodes of the original had each fate: fused, merged or another of FATES.
 
     Nodes of branches that are never taken count as merged.  Nodes that converting to a newer opset added do not count.
     """

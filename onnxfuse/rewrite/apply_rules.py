@@ -102,7 +102,10 @@ def _apply(graph: Graph, shapes: ShapeInfo, matcher: Matcher, rule: Rewrite, roo
 
 
 def _rewritten_softmaxes(graph: Graph, match: Match, root: Tensor) -> set[str]:
-    """Return the names of the Softmaxes in a match, or else after it; empty if scores of one of these must stay."""
+    """Return the names of the Softmaxes in a match; if it has none, those of the Softmaxes after it.
+
+    Returns an empty set if the scores that one of these Softmaxes reads must stay as they are.
+    """
     inside = {graph.scores.name(node) for node in match.nodes if op_of(node) == "Softmax"}
     if inside:
         return inside if graph.scores.stay.isdisjoint(inside) else set()

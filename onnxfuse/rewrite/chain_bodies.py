@@ -14,7 +14,7 @@ from onnxfuse.ir.domain import DOMAIN
 def function_of(operands: Sequence[str], nodes: Sequence[onnx.NodeProto], opset: int = 0) -> onnx.FunctionProto:
     """Return a function that consists of `nodes`; the last node computes the function's results.
 
-    The opset can be left out if the function becomes the `after` of `chained`.
+    The opset can be left out if the function is only passed to `chained` as its argument `after`.
     """
     imports = [helper.make_opsetid("", opset)] if opset else []
     return helper.make_function(DOMAIN, "", operands, nodes[-1].output, nodes, imports)

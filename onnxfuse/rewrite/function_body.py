@@ -77,7 +77,8 @@ def _written(fusion: Fusion, variant: Variant, select: SelectOption) -> tuple[Bo
 def function(fusion: Fusion, variant: Variant, name: str, attributes: Sequence[str]) -> onnx.FunctionProto:
     """Return the body as a model-local function `onnxfuse::name` with the operands as inputs.
 
-    If a form that is preferred for the variant's operators cannot be written, the metadata entry REFUSED says why.
+    If a term is preferred for the variant's set of operators, but cannot be written, the metadata entry REFUSED of the
+    function says why.
     """
     builder, outputs = _written(fusion, variant, first_option)
     domains = {node.domain for node in builder.nodes} - {""}
@@ -157,7 +158,7 @@ class BodyBuilder:
         return capture.kind == "attribute" or capture.name in self.variant.values
 
     def holds(self, guard: Guard) -> bool:
-        """Return whether a condition is true of this variant."""
+        """Return whether a condition is true of the values, sizes and choices of this variant."""
         return self.variant.holds(guard)
 
     def label(self, choice: str) -> str:
@@ -165,7 +166,7 @@ class BodyBuilder:
         return self.variant.choices[choice]
 
     def operand(self, name: str) -> Value:
-        """Return an operand, cast to float32 if an output has a wider dtype or the variant requires it."""
+        """Return an operand, cast to float32 if an output has a wider dtype or `in_float32` of the variant is set."""
         return self._operands[name]
 
     def scalar(self, name: str) -> float:
@@ -194,7 +195,8 @@ class BodyBuilder:
     def full(self, value: Number, dims: str) -> Array:
         """Return an array in which all elements are `value`; `dims` names its axes, separated by spaces.
 
-        An axis of symbolic size is dropped.  So is an axis `name?` if the variant has no dimension of this name.
+        An axis of symbolic size is left out.  An axis `name?` is optional: it is left out if the variant (the form of
+        the fused operator that was found) has no dimension of this name.
         """
         names = [name.rstrip("?") for name in dims.split() if not name.endswith("?") or name[:-1] in self.variant.dims]
         sizes = [self.size(name) for name in names]
@@ -250,9 +252,9 @@ class BodyBuilder:
         )
 
     def _lacks_attribute(self, term: Apply, found: OpSchema) -> bool:
-        """Return whether the opset's operator has an attribute of the term neither as attribute nor as input.
+        """Return whether an attribute of the term is neither an attribute nor an input of the operator in this opset.
 
-        `_lacks_steps` checks the steps of a Slice.
+        The steps of a Slice are left out, because `_lacks_steps` checks them.
         """
         names = (name for name in term.attributes if name not in found.attributes and name != "steps")
         return any(input_index(term.op, name, self.opset) is None for name in names)
@@ -367,7 +369,7 @@ class BodyBuilder:
         return left * right if op == "Mul" else left + right
 
     def _promoted(self, values: Sequence[Value | Literals | None]) -> list[Value | None]:
-        """Return all values in the widest floating dtype among them; numbers are integers if all operands are."""
+        """Return all values in the widest floating dtype among them; if all are integers, literals become integers."""
         found = [v.dtype for v in values if isinstance(v, Value) and v.dtype != TensorProto.BOOL]
         widest = max(found, key=lambda dtype: FLOAT_BITS.get(dtype, 0), default=int(TensorProto.FLOAT))
         return [

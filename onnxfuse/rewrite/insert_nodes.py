@@ -27,8 +27,8 @@ def insert_nodes(
     operands  the tensors that the nodes read, by the names of the values in `protos`
     outputs   pairs of the name of a value and the tensor that it becomes; a value that is an operand, or becomes a
               second tensor, gets an Identity
-    label     the prefix of new names; only values that are computed from nothing but constants are named after the
-              first of these constants instead
+    label     the prefix of new names; a value that is computed from constants alone is instead named after the first
+              of its constants
     """
     graph, tensors = shapes.graph, dict(operands)
     computed = {name for proto in protos for name in proto.output}
@@ -40,7 +40,7 @@ def insert_nodes(
         else:
             copies.append((name, tensor))
     made = []
-    # The beginnings of the names of values that are computed from constants alone.
+    # For each value that is computed from constants alone: the beginning of its name in the graph.
     stems = {name: tensor.name for name, tensor in operands.items() if is_constant(tensor)}
     for proto in protos:
         if proto.op_type == "Constant":

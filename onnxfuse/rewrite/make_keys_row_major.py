@@ -39,7 +39,9 @@ RANK: Final = 4
 def make_keys_row_major(
     graph: Graph, shapes: ShapeInfo, fusions: Sequence[Fusion], keep: Set[str] = frozenset()
 ) -> int:
-    """Rewrite the keys of attentions that match a pattern only with rewritten keys; return how many were rewritten.
+    """Rewrite the keys of every attention that matches no pattern with its present keys, but one with rewritten keys.
+
+    Returns the number of attentions whose keys were rewritten.
 
     `keep` holds the labels of nodes that are not fused.
     """
@@ -57,7 +59,7 @@ def make_keys_row_major(
 
 
 def _settle(graph: Graph, shapes: ShapeInfo, matchers: Sequence[Matcher], end: Node, scores: Node) -> bool:
-    """Rewrite the keys of the attention that ends in `end` if it matches only with rewritten keys.
+    """Rewrite the keys of the attention that ends in `end` if the attention matches only with rewritten keys.
 
     Returns whether the keys were rewritten.
     """
@@ -83,7 +85,10 @@ def _scores(end: Node) -> Node | None:
 
 
 def _reads_rows(shapes: ShapeInfo, columns: Tensor) -> bool:
-    """Return whether the columns are views of keys in a layout that kernels read, or do not have four axes."""
+    """Return whether `columns`, the transposed keys, are views of keys in a layout that kernels read.
+
+    Also returns True if `columns` do not have four axes.
+    """
     shape = shapes.shape(columns)
     if shape is None or len(shape) != RANK:
         return True
@@ -95,7 +100,9 @@ def _reads_rows(shapes: ShapeInfo, columns: Tensor) -> bool:
 
 
 def _through_rows(graph: Graph, shapes: ShapeInfo, columns: Tensor) -> Tensor | None:
-    """Return the same keys as views of rows, with as few copies as possible.
+    """Write the keys as rows, and return a tensor that is equal to `columns`, as a view of these rows.
+
+    The views that write the rows are chosen to make as few copies as possible.
 
     Returns None if a shape is unknown, if the views cannot be written, or if a cache would be copied.
     """
@@ -128,7 +135,7 @@ def _is_cache(graph: Graph, keys: Tensor) -> bool:
 
 
 def _ways(start: Shape, views: Sequence[View], columns: Shape) -> Iterator[tuple[tuple[View, ...], tuple[View, ...]]]:
-    """Yield, for each layout that kernels read, the views from a source to this layout, and from it to the columns."""
+    """Yield, for each layout of keys that kernels read, the views from a source to it, and from it to `columns`."""
     for rows, after in _layouts(columns):
         whole = (View(None, start), *views, *_inverse(rows, after, columns))
         before = written_from(start, whole)
@@ -147,7 +154,7 @@ def _layouts(columns: Shape) -> Iterator[tuple[Shape, tuple[View, ...]]]:
 
 
 def _inverse(rows: Shape, after: Sequence[View], columns: Shape) -> tuple[View, ...]:
-    """Return the views that undo `after`: from columns to rows."""
+    """Return the views from shape `columns` to shape `rows`, which undo `after`, the views from rows to columns."""
     perm = after[-1].perm
     assert perm is not None
     back = tuple(perm.index(i) for i in range(RANK))

@@ -25,7 +25,7 @@ class Ones:
     new: tuple[int, ...]
 
 
-Target: TypeAlias = list[int | None] | Ones | str  # a Reshape's target; Ones if no other axes change; or UNCHANGED
+Target: TypeAlias = list[int | None] | Ones | str  # a Reshape's target; Ones if only axes of size 1 change; UNCHANGED
 
 
 class ViewBuilder(Protocol):
@@ -103,9 +103,9 @@ def reshape_targets(builder: ViewBuilder, term: Rearrange) -> tuple[Target | Non
 
 
 def _arrangement(builder: ViewBuilder, term: Rearrange) -> tuple[Arrangement, list[str]]:
-    """Return the arrangement after a slice is taken, and the names of its left side.
+    """Return the arrangement to apply to the result of `_packed_slice`, and the names of the arrangement's left side.
 
-    A slice of several runs already has an axis for each name of the packed axis (see `_packed_slice`).
+    A slice of several runs already has an axis for each name of the packed axis.
     """
     arrangement, name = parse_arrangement(term.pattern, builder.leading_rank), term.slice_name
     if name is not None and builder.captured_number(f"{name}_pitch") is not None:
@@ -118,7 +118,11 @@ def _arrangement(builder: ViewBuilder, term: Rearrange) -> tuple[Arrangement, li
 
 
 def _packed_slice(builder: ViewBuilder, value: Value, name: str, arrangement: Arrangement) -> Value:
-    """Return the slice of the last axis: one run of elements, or several runs, which get an axis for each name."""
+    """Return the slice that is taken from the last axis.
+
+    If the slice is one run of elements, it stays one axis.  If it is several runs, it gets an axis for each name of the
+    packed axis.
+    """
     offset, pitch = builder.captured_number(f"{name}_offset"), builder.captured_number(f"{name}_pitch")
     *others, last = arrangement.source
     sizes = [builder.size(each) for each in last]
@@ -195,9 +199,9 @@ def _with_placeholders(
 ) -> list[int | None] | None:
     """Return a target without -1: each unknown size is a 0, which copies the size of the input's axis of equal index.
 
-    Placeholders before a 0 move it to the index of the axis that it copies.  Returns None if this axis is absent or has
-    a lower index.  A -1 is avoided because runtimes refuse it if another size is 0 at run time: the -1 could then be
-    any number.
+    A 0 must be at the index of the axis that it copies, so placeholders are inserted before it if necessary.  Returns
+    None if the input lacks this axis, or has it at a lower index.  A -1 is avoided because runtimes refuse it if
+    another size is 0 at run time: the -1 could then be any number.
     """
     result: list[int | None] = []
     for size, names in zip(target, wanted, strict=True):

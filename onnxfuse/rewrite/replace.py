@@ -120,7 +120,7 @@ def drop_functions(graph: Graph, called: Collection[Node]) -> None:
 def replace_match(graph: Graph, shapes: ShapeInfo, match: Match, functions: LocalFunctions) -> Fused | Miss:
     """Replace the matched nodes by a call of the fused operator.
 
-    Returns a Miss, and changes nothing, where the opset cannot express the body.
+    Returns a Miss, and changes nothing, if the operator's body (its ONNX function) cannot be written in the opset.
     """
     with step(match.fusion.step):
         return _replace(graph, shapes, match, functions)
@@ -172,7 +172,7 @@ def put_call(shapes: ShapeInfo, nodes: Iterable[Node], call: FunctionCall) -> No
 
 
 def write_deferred(shapes: ShapeInfo) -> None:
-    """Replace the operators in `graph.deferred` that no region took, and are still in the graph, by fused nodes."""
+    """Replace the operators in `graph.deferred` by fused nodes, except those that regions took out of the graph."""
     graph = shapes.graph
     deferred, present = graph.deferred, set(graph.nodes)
     for node, one in deferred.items():
@@ -211,7 +211,7 @@ def own_attributes(node: Node) -> dict[str, AttributeValue]:
 
 
 def _operators(functions: LocalFunctions, match: Match) -> OperatorSet:
-    """Return the set of operators that are allowed in the body of a match."""
+    """Return the set of operators that are allowed in the ONNX function that a match becomes."""
     replaces_contrib = any(node.name in functions.contrib for node in match.nodes)
     return "ort" if functions.operators == "onnx" and replaces_contrib else functions.operators
 
@@ -240,7 +240,7 @@ def _variant(graph: Graph, shapes: ShapeInfo, match: Match, outputs: list[Tensor
 
 @functools.cache
 def _asked_by_others(fusion: Fusion) -> frozenset[str]:
-    """Return the names that conditions use in the terms for other operator sets (the `others` of stored() terms)."""
+    """Return the names that conditions use within the bodies for other operator sets, the `others` of Stored terms."""
     found: dict[int, Term] = {}
     work = list(fusion.outputs)
     while work:

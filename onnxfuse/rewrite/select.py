@@ -54,13 +54,13 @@ class FusionResult:
 
 
 def nearness(miss: Miss) -> tuple[float, str, str]:
-    """Return a key that sorts misses, the nearest first."""
+    """Return a key that sorts failed matches, the one nearest to a match first."""
     return -miss.matched / miss.of, miss.fusion.name, miss.node
 
 
 @functools.cache
 def has_softmax(fusion: Fusion) -> bool:
-    """Return whether a fusion is an attention: its terms have a MatMul and a Softmax, and it is not tried last."""
+    """Return whether a fusion is an attention: it has a MatMul and a Softmax, and is not declared with `last`."""
     ops = {op for term in walk(*fusion.outputs) for op in term.own_ops}
     return not fusion.last and {"MatMul", "Softmax"} <= ops
 
@@ -194,8 +194,8 @@ class _Sweep:
     def run(self, nodes: Sequence[Node]) -> list[Fused]:
         """Try every node once, and return the new fused nodes.
 
-        A match with side outputs, which are not interior values of its first output, waits until all nodes were tried,
-        because other matches have priority.
+        A match with side outputs waits until all nodes were tried, because other matches have priority.  A side output
+        is an output that the match does not compute on the way to its first output.
         """
         fused: list[Fused | None] = []
         later: dict[int, tuple[Node, Match | None]] = {}

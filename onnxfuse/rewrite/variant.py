@@ -29,17 +29,17 @@ class Variant:
     in_float32: bool = False  # whether operands in half precision are cast to float32 first
 
     def key(self) -> Hashable:
-        """Return a key that is equal for variants with equal bodies."""
+        """Return a key; variants with equal keys have equal bodies (ONNX functions)."""
         maps = self.dtypes, self.values, self.dims, self.choices
         scalars = self.opset, self.out, self.rank, self.operators, self.in_float32
         return (*scalars, *(repr(sorted(m.items())) for m in maps))
 
     def holds(self, guard: Guard) -> bool:
-        """Return whether a condition on captured values is true for this variant."""
+        """Return whether a pattern's condition is true of the values, sizes and choices of this variant."""
         return guard.check(self._known)
 
     def sentence(self, guard: Guard) -> str:
-        """Return the sentence of a condition, with the values of this variant."""
+        """Return the sentence that states a pattern's condition, with this variant's values in its placeholders."""
         return guard.sentence.format(**{name: self._known.get(name) for name in guard.names})
 
     @functools.cached_property

@@ -39,7 +39,7 @@ def merge_fills(a: Term = tensor(), b: Term = tensor(), scores: Term = tensor(),
 
 @rewrite(of_scores=True, example={"scores": SCORES, "mask": (2, 1, 4, 5), "number": -10000.0})
 def masked_sum(scores: Term = tensor(), mask: Term = tensor(), number: Term = scalar()) -> Rules:
-    """`scores * mask + (1 - mask) * number`, for a mask of 0 and 1 (GPT), is a fill.
+    """`scores * mask + (1 - mask) * number`, for a mask of 0 and 1 (GPT), is a fill: Where(mask, scores, number).
 
     Where the mask is 1, the sum is the score plus 0.  Where the mask is 0, the sum is 0 plus the number, because scores
     are finite.

@@ -67,7 +67,7 @@ def kept_axis(x: Term = tensor("... d")) -> Rules:
 
 @rewrite(out="batch groups 1 1 1")
 def kept_axes_of_groups(x: Term = tensor("batch groups size height width")) -> Rules:
-    """A mean of each group that drops three axes, and a view that adds them back, keep the axes (torch.var)."""
+    """A mean of each group that drops three axes, and a view that adds them back, become one mean (torch.var)."""
     dropped = op.ReduceMean(x, axes=[2, 3, 4], keepdims=0)
     yield rearrange(dropped, "batch groups -> batch groups 1 1 1"), op.ReduceMean(x, axes=[2, 3, 4], keepdims=1)
 

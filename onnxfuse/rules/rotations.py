@@ -20,7 +20,7 @@ PART: Final = "batch heads rows pairs"  # shape of the first (or the second) ele
 TABLE: Final = "batch? heads? rows? size"
 HALF_TABLE: Final = "batch? heads? rows? pairs"
 ROWS: Final = "1 rows size"
-MIDDLE: Final = "heads 1 size"  # rows are the second axis where heads are not transposed yet
+MIDDLE: Final = "heads 1 size"  # a table (rows, 1, size): before heads are transposed, x is (batch, rows, heads, size)
 HAS_THREE_AXES: Final = (
     "a table has three axes",
     lambda cos_axes, sin_axes: {cos_axes, sin_axes} != {"plain"},
@@ -99,7 +99,7 @@ def stacked_halves(a: Term = tensor(PART), b: Term = tensor(PART)) -> Rules:
 def signed_table(
     a: Term = tensor(PART), b: Term = tensor(PART), first: Term = tensor(HALF_TABLE), second: Term = tensor(HALF_TABLE)
 ) -> Rules:
-    """Where halves of x are swapped (torch.roll), and the sines of one half negated, that half is negated instead."""
+    """Swapped halves of x (torch.roll) times sines with one half negated: a half of x is negated instead."""
     require(*AXES_ARE_INPUTS)
     require(*OF_ONE)
     require("the sines are tables", lambda a, first, second, is_table: is_table(first, a) and is_table(second, a))
@@ -225,7 +225,7 @@ def _rotation(a: Term, b: Term, cos: Term, sin: Term) -> tuple[Term, Term]:
 
 
 def _written(a: Term, b: Term, cos: Term, sin: Term) -> tuple[Term, Term]:
-    """Return both parts of the complex product that `_rotation` found, as patterns match it."""
+    """Return both parts of the complex product that `_rotation` found, in the spelling that patterns match."""
     return _complex_product(a, b, cos, choose("real", usual=sin, odd=sin, back=-sin))
 
 

@@ -48,7 +48,7 @@ def product_of_context(
     nk: Term = weight(),
     beta: Term = attribute(),
 ) -> Rules:
-    """A product of the flattened rows of an attention's heads is a product of rows with an axis for the batch."""
+    """A product of an attention's result, flattened to (batch rows, heads size), becomes one of unflattened rows."""
     rows = rearrange(x, "batch heads rows size -> batch rows (heads size)")
     flattened = rearrange(x, "batch heads rows size -> (batch rows) (heads size)")
     weights = rearrange(kn, "(heads size) n -> (heads size) n"), rearrange(nk, "n (heads size) -> n (heads size)")

@@ -35,7 +35,8 @@ def _load(templates: Sequence[PreparedTemplate]) -> None:
             if not _exits.is_set():
                 planner.mend(template)
                 planner.complete(template)
-    except Exception as error:  # CuPy and the driver have no common error class; runs report it, too
+    except Exception as error:  # CuPy and the driver have no common error class
+        # A run that needs a missing kernel compiles it itself, and reports the error if that fails.
         log.info("kernels are compiled when a run needs them: %s: %s", type(error).__name__, error)
     finally:
         _working.discard(threading.current_thread())

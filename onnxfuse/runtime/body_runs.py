@@ -106,7 +106,7 @@ def run_body(request: BodyRequest, node: FusedNode, device: Device) -> None:
 
 
 def forget_node(kernel: int) -> None:
-    """Drop the sessions that ran the body of a node, because the node is gone."""
+    """Drop the sessions that ran the body (the ONNX function) of a node, because the node is gone."""
     _sessions.pop(kernel, None)
 
 

@@ -58,7 +58,8 @@ class Call:
     proto: onnx.NodeProto
     node: FusedNode
     dtypes: tuple[str | None, ...]  # dtypes of the node's inputs; None if unknown
-    # Shapes of the inputs, or None if unknown.  An input that is a number has one dynamic dim, the number.
+    # Shapes of the inputs, or None if unknown.  An input that is a number (an int32 in host memory) is recorded as a
+    # shape of one dynamic dim, whose size is the number.
     shapes: tuple[NamedShape | None, ...]
     constants: tuple[bool, ...]  # whether the model holds the values of each input
     has_ranks: bool  # whether onnxruntime can infer the ranks of the outputs: see native/infer.h
@@ -67,7 +68,7 @@ class Call:
 
 
 def read_model(source: str | Path | bytes | onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model; if `source` is a path or bytes, without large weights.  Raises ModelError if reading fails."""
+    """Return the model; from a path or bytes, it is read without large weights.  Raises ModelError if that fails."""
     return source if isinstance(source, onnx.ModelProto) else read_without_weights(source)
 
 

@@ -37,7 +37,7 @@ def numbers_of(node: FusedNode) -> tuple[int, ...]:
 def lengths_of(node: FusedNode, outputs: Sequence[TensorSpec]) -> Mapping[str, int]:
     """Return, by name, the largest value of each operand that holds lengths: the length of a sequence in a full cache.
 
-    The function `lengths` of a host gives them; most hosts have none.
+    The function `lengths` of the fusion's host returns them; most hosts have no such function.
     """
     function = getattr(find_host(node.fusion), "lengths", None)
     return cast(Mapping[str, int], function(node, outputs)) if function else {}

@@ -56,7 +56,7 @@ class Family:
 
 @dataclass(frozen=True)
 class KernelFolder:
-    """A folder with the sources of kernels, directly in it or in its subfolders, and its families."""
+    """A folder of families (the kernels of related fusions); sources lie directly in it or in its subfolders."""
 
     folder: Path
     families: tuple[Family, ...]

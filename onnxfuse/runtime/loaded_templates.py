@@ -214,7 +214,7 @@ def load_all(
                 if key not in of_template:
                     continue
                 code = template.situation.device.ordinal, key
-                length = 0 if code in compiled else _length(steps[0].kernel)  # 0: compiled for an earlier template
+                length = 0 if code in compiled else _length(steps[0].kernel)  # 0: an earlier template compiles it
                 compiled.add(code)
                 pool.add(length, partial(template.load, steps, goes_on))
 

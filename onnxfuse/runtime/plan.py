@@ -226,7 +226,7 @@ class Launch:
 
     @property
     def values(self) -> tuple[Value, ...]:
-        """The pointers and scalars of the arguments, in order: the fields of a struct, the pointer of a tensor map."""
+        """The pointers and scalars of the arguments, in order: a struct has several, a tensor map has one pointer."""
         return tuple(value for argument in self.arguments for value in _values(argument))
 
 

@@ -146,7 +146,7 @@ def read_inputs(words: Sequence[int]) -> tuple[TensorSpec, ...]:
 
 
 def attribute_bytes(name: str, value: Attribute) -> bytes:
-    """Return an attribute as `read_attributes` reads it."""
+    """Return an attribute in the bytes that `read_attributes` reads."""
     head = struct.pack("<I", len(name.encode())) + name.encode()
     if isinstance(value, str):
         data = value.encode()

@@ -28,7 +28,7 @@ from onnxfuse.runtime.template_key import Situation, signature
 
 log: Final = logging.getLogger("onnxfuse")
 MAX_UNUSED_TEMPLATES: Final = 512  # templates that are kept for nodes that have not run yet, or whose sessions ended
-MAX_PATTERNS: Final = 64  # lists of input dims (see `expect`) that are kept for equal nodes
+MAX_PATTERNS: Final = 64  # maximum number of lists of input dims that `expect` keeps per group of equal nodes
 Dims = tuple[tuple[int, ...], ...]  # dims of each input of a node; dynamic size number k is written as -1 - k
 
 
@@ -107,7 +107,7 @@ class Planner:
         with self._lock:
             of_node = self._node(request).templates
             given = None if request.measure else self._template_of_files(situation, request.inputs)
-            # A node that already has the template of a file asks because the template has no plan for these sizes.
+            # If the node already has the template of a file, that template has no plan for these sizes.
             if given is not None and given not in of_node and given.loads():
                 of_node.append(given)
                 return given.data()
@@ -153,9 +153,10 @@ class Planner:
     def mend(self, prepared: PreparedTemplate) -> None:
         """Give a template the next candidate plans if none of its kernels could be loaded.
 
-        The next plans are made for the sizes of the variants that were dropped.  If these plans fail too, the node runs
-        as its body (the ONNX function that it calls) at all sizes, from the next session on.  If all kernels compiled
-        and only the GPU refused to load them, nothing is done: the GPU may lack memory for a while.
+        The next plans are made for the sizes of the dropped variants (plans for a range of sizes, whose kernels could
+        not be loaded).  If these plans fail too, the node runs as its body (the ONNX function that it calls) at all
+        sizes, from the next session on.  If all kernels compiled and only the GPU refused to load them, nothing is
+        done: the GPU may lack memory for a while.
         """
         errors = prepared.refused.values()
         if prepared.kernels or not any(isinstance(each, KernelError) for each in errors):
@@ -194,9 +195,10 @@ class Planner:
             return self._template_of_files(situation, inputs)
 
     def prepare(self, situation: Situation, inputs: Sequence[TensorSpec]) -> PreparedTemplate:
-        """Make the template of inputs whose dynamic dim number k is written as -1 - k; load none of its kernels yet.
+        """Return the template (the plans for all sizes) of inputs whose dynamic dim number k is written as -1 - k.
 
-        Raises the host's error if the host has no plan for any sizes.
+        The template is made by the first call, which loads none of its kernels.  Raises the error of the host, the
+        module that makes the plans, if the host has no plan for any sizes.
         """
         with self._lock:
             key = situation.key(inputs)
@@ -231,7 +233,7 @@ class Planner:
                 self._node(request).templates.append(template)
 
     def _node(self, request: native.Request) -> _SessionNode:
-        """Return the node of a request, which is added if it is new."""
+        """Return the node that made a request; a node without earlier requests is added to the known nodes."""
         counts = request.count_runs
         return self._nodes.setdefault(request.kernel, _SessionNode(counts, counts and not request.cuda_graph))
 

@@ -23,7 +23,7 @@ from onnxfuse.runtime.template import size_count
 from onnxfuse.runtime.template_key import Situation
 
 log: Final = logging.getLogger("onnxfuse")
-Made: TypeAlias = list[tuple[Situation, PreparedTemplate | GivenTemplate]]  # nodes with their templates
+Made: TypeAlias = list[tuple[Situation, PreparedTemplate | GivenTemplate]]  # nodes and their templates
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def _prepare(calls: Sequence[Call], target: Target, choice: PlanChoice, made: Ma
 def _templates(
     calls: Sequence[Call], target: Target, choice: PlanChoice
 ) -> Iterator[tuple[Situation, PreparedTemplate | GivenTemplate]]:
-    """Yield nodes with their templates, which are loaded from plan files if possible, and made otherwise."""
+    """Yield nodes with their templates (plans for all sizes), loaded from plan files if possible, else made now."""
     for call in calls:
         inputs = inputs_of(call)
         if inputs is None:

@@ -110,7 +110,8 @@ def convolution_engines(convolution: Convolution, ordinal: int, max_count: int) 
     operands are left out, too.  The list is empty if cuDNN has none.  Raises NativeError if cuDNN is missing.
     """
     library, data = cudnn(), convolution_bytes(convolution)
-    width = 3 + MAX_ENGINE_WORDS  # workspace, whether the engine compiles, and its number of words; then its words
+    # The words per engine: its workspace, whether it compiles, the number of words that name it, and these words.
+    width = 3 + MAX_ENGINE_WORDS
     words, found = (ctypes.c_int64 * (width * max_count))(), ctypes.c_int()
     native.check(library.onnxfuse_engines(ordinal, data, len(data), max_count, width, words, ctypes.byref(found)))
     rows = [words[i * width : (i + 1) * width] for i in range(found.value)]

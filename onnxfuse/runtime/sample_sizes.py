@@ -13,7 +13,7 @@ MAX_SAMPLES: Final = 1024  # about the largest number of samples, which are comb
 LARGEST_SIZE: Final = 1 << 16  # the largest sample of a dim
 HALVED_ONCE: Final = {26, 194, 1538}  # sizes divisible by 2 but not by 4, which affect the width of memory accesses
 USUAL: Final = 128  # the usual size of a dim
-# With more dims, at most one of them is 0 in a sample, because each set of zeros may need a kernel of its own.
+# If there are more sizes, a sample has at most one 0, because each set of sizes that are 0 may need its own kernel.
 MAX_SIZES_WITH_ZEROS: Final = 4
 
 
@@ -49,7 +49,7 @@ def samples_with_zeros(count: int) -> Iterator[tuple[int, ...]]:
 
 
 def sizes_between(low: int, high: int, per_octave: int) -> list[int]:
-    """Return the sizes of the usual spread from `low` to `high`, and `low` and `high` themselves."""
+    """Return `low`, `high`, and the sizes between them for which templates are usually made (see `_spread`)."""
     return sorted({low, high, *(size for size in _spread(per_octave) if low <= size <= high)})
 
 
@@ -59,7 +59,7 @@ def is_unusual(size: int) -> tuple[bool, float]:
 
 
 def _spread(per_octave: int) -> list[int]:
-    """Return sizes from 1 on: in each octave, `per_octave` even steps and an odd size; also HALVED_ONCE."""
+    """Return sizes from 1 on: in each octave, `per_octave` equally spaced sizes and an odd one; also HALVED_ONCE."""
     found = {1, 2, 3}
     octave = 4
     while octave <= LARGEST_SIZE:

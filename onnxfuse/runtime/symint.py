@@ -37,7 +37,7 @@ class Trace:
     hard: dict[int, bool] = field(default_factory=dict)  # conditions of the plan: comparison -> required answer
     soft: dict[int, bool] = field(default_factory=dict)
     later: dict[int, bool] = field(default_factory=dict)  # conditions only of the plans after the first
-    fixed: dict[str, int] = field(default_factory=dict)  # where a size was used as a plain integer, and its value
+    fixed: dict[str, int] = field(default_factory=dict)  # sizes used as plain integers: place in the code -> value
     is_choosing: bool = True  # comparisons of estimates become soft guards; see `without_soft_guards`
 
     def size(self, index: int, hint: int) -> int:
@@ -45,7 +45,9 @@ class Trace:
         return cast(int, SymInt(self, self.expressions.number(Op.SIZE, index), hint))
 
     def fix(self, value: SymInt, where: str = "") -> int:
-        """Add a guard (a condition of the plan) that a symbolic integer equals its hint, and return the hint.
+        """Return a symbolic integer's hint, which is its value at the sizes for which the plan is made.
+
+        Adds a guard (a condition of the plan) that the integer equals this value.
 
         where  the key under which `fixed` stores the hint; by default, the line of the host's code
         """
@@ -136,7 +138,7 @@ class Symbolic:
         return self.trace.expressions.text(self.number)
 
 
-_COMPUTE: Final[Mapping[Op, Callable[[Any, Any], Any]]] = {  # by operation: its function of the operands' hints
+_COMPUTE: Final[Mapping[Op, Callable[[Any, Any], Any]]] = {  # computes a result's hint from the operands' hints
     Op.ADD: operator.add, Op.SUBTRACT: operator.sub, Op.MULTIPLY: operator.mul, Op.FLOOR_DIVIDE: operator.floordiv,
     Op.MODULO: operator.mod, Op.MINIMUM: min, Op.MAXIMUM: max, Op.LESS: operator.lt, Op.LESS_EQUAL: operator.le,
     Op.EQUAL: operator.eq, Op.REAL_DIVIDE: operator.truediv, Op.POWER: operator.pow,
@@ -437,9 +439,9 @@ def _tie(size: SymInt, other: int | SymInt) -> bool:
 
 
 def always(condition: Callable[[], Any], *values: Any) -> bool:
-    """Return whether a condition on plain values holds.
+    """Return whether a condition holds at all sizes: False unless `values`, on which it depends, are plain numbers.
 
-    If one of `values` is symbolic, the result is False, and no guard is added.
+    No guard is added.
     """
     return not is_symbolic(*values) and bool(condition())
 
@@ -454,7 +456,8 @@ def best_first(items: Iterable[T], cost: Callable[[T], Any], slack: float = SLAC
     ordered = sorted(costs, key=lambda pair: _hint(pair[0]))
     symbolic = next((each for each, _ in costs if is_symbolic(each)), None)
     if symbolic is not None and symbolic.trace.is_choosing and len(costs) > 1:
-        # The minimum is over the items in the given order, not by cost, so that its expression is equal for all hints.
+        # The minimum takes the costs in the order of `items`, not sorted: the order of sorted costs would depend on the
+        # hints (the sizes at which the host plans), and so would the expression of the minimum.
         _ = ordered[0][0] * 1.0 <= minimum(*(each for each, _ in costs)) * (1.0 + slack)
     return [item for _, item in ordered]
 

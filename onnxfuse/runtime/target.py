@@ -55,7 +55,7 @@ class Target:
         return session_environment(self.provider, self.device, self.options, self.optimization)
 
     def settings(self, choice: PlanChoice) -> int:
-        """Return the flags that the native library repeats in requests for templates."""
+        """Return the session's flags, which the native library passes back to Python in each request for a template."""
         measure, observe = choice == "measured", choice == "observed"
         return (
             native.TF32 * self.tf32

@@ -27,8 +27,8 @@ log: Final = logging.getLogger("onnxfuse")
 T = TypeVar("T")
 MAX_VARIANTS: Final = 48  # plans made for speed; more are made only for sizes at which none of these is correct
 MAX_ALL_VARIANTS: Final = 96
-# A kernel may be left out if that slows no sample down by more than MAX_LOSS of its time, and the mean over all samples
-# is at most MAX_MEAN_LOSS, both by estimate.
+# A kernel may be left out if that slows no sample (combination of sizes) down by more than MAX_LOSS of its time, and
+# the mean slowdown of all samples is at most MAX_MEAN_LOSS, both by estimate.
 MAX_LOSS: Final = 0.03
 MAX_MEAN_LOSS: Final = 0.001
 MAX_LOSS_ELSEWHERE: Final = 1.0  # as MAX_LOSS, for a plan at samples that do not count in the choice between plans
@@ -50,7 +50,10 @@ class Variant:
 
     @property
     def guards(self) -> tuple[tuple[int, bool], ...]:
-        """The hard guards, with which the plan is correct, and the soft ones, with which it is the host's choice."""
+        """The conditions on sizes: first the hard guards, then the soft ones.
+
+        The hard guards make the plan correct; with the soft ones too, the host (which makes the plans) would choose it.
+        """
         return (*self.hard, *self.soft)
 
     @property
@@ -74,7 +77,7 @@ class Template:
 
     @property
     def kernels(self) -> list[Kernel]:
-        """The different kernels of all variants, in a fixed order."""
+        """The different kernels of all variants (plans for ranges of sizes), in a fixed order."""
         return list({repr(kernel): kernel for each in self.variants for kernel in each.kernels}.values())
 
     def chosen(self, sizes: Sequence[int]) -> Variant | None:
@@ -105,7 +108,7 @@ class Template:
 
 
 def distance(sizes: Sequence[int], hints: Sequence[int]) -> float:
-    """Return how far sizes are from the sizes of a variant's hints: the sum of |log2(size / hint)|."""
+    """Return how far sizes are from a variant's hints, its sizes when it was planned: sum of |log2(size / hint)|."""
     return float(sum(abs(np.log2(max(1, a)) - np.log2(max(1, b))) for a, b in zip(sizes, hints, strict=True)))
 
 
@@ -142,10 +145,11 @@ def make_template(
 ) -> Template:
     """Return the template of a node for inputs in which dynamic dim number k is written as -1 - k.
 
-    Without dynamic dims, the template has one variant.  The host plans at samples, which are combinations of sizes: the
-    `given` samples, the usual spread, and samples with zeros.  Only the given samples count in the choice between
-    plans; if none are given, only the usual spread counts.  At a sample that counts, the host plans unless the guards
-    of an earlier variant hold.  At any other sample, it plans only if no earlier variant is correct and fast enough.
+    Without dynamic dims, the template has one variant (a plan with the guards under which it holds).  The host (the
+    module that makes plans) plans at samples, which are combinations of sizes: the `given` samples, the usual samples,
+    and samples with zeros.  Only the given samples count in the choice between plans; if none are given, only the usual
+    samples count.  At a sample that counts, the host plans unless the guards of an earlier variant hold.  At any other
+    sample, it plans only if no earlier variant is correct and fast enough.
 
     Raises the host's error if the host has plans only for sizes at which outputs have no elements.
     """
@@ -165,7 +169,7 @@ def make_template(
         if variant:
             template.variants.append(variant)
             samples.cover([variant])
-        else:  # no plan for these sizes, nor for others at which the host's comparisons have the same answers
+        else:  # no plan here, nor at other sizes for which all of the host's comparisons have the same results
             samples.leave_out((*record.hard.items(), *record.soft.items()))
         if len(template.variants) >= MAX_VARIANTS:
             for each in template.variants:
@@ -182,8 +186,8 @@ def make_template(
 def candidates_at(host: Host, template: Template, sizes: Sequence[int], record: Trace | None = None) -> list[Variant]:
     """Return all plans that a host offers at these sizes, the expected fastest first.
 
-    `record`, an empty trace, receives the guards of these plans.  Raises the host's errors, and ValueError if the host
-    uses a number that depends on dynamic sizes as a plain one.
+    `record`, an empty trace, receives the guards of these plans.  Raises the host's errors.  Also raises
+    ValueError if a number depends on dynamic sizes, but the host uses it where Python requires a plain number.
     """
     record = record or Trace(template.expressions)
     symbolic = [record.size(i, size) for i, size in enumerate(sizes)]
@@ -202,9 +206,9 @@ def candidates_at(host: Host, template: Template, sizes: Sequence[int], record: 
 
 
 def _no_plan_of_dynamic_sizes(template: Template, error: TypeError) -> str:
-    """Return why the host that raised `error` has no plan: it uses a symbolic number as a plain one.
+    """Return why the host (the module that makes plans) has no plan: using a symbolic number as a plain one failed.
 
-    The text names the line of the host, not of the arithmetic in symint.py that it calls.
+    The text names the line of the host, not the line in symint.py, which the host calls and which raised `error`.
     """
     frames = traceback.extract_tb(error.__traceback__)
     at = next((f for f in reversed(frames) if Path(f.filename).name != Path(symint.__file__).name), frames[-1])
@@ -233,9 +237,9 @@ def concrete(plan: T) -> T:
 
 
 def _finished(plan: Plan) -> Plan:
-    """Return a plan as templates hold it, with plain integers for compile-time constants.
+    """Return a plan as templates hold it: without symbolic integers where a launch needs plain ones (see `_plain`).
 
-    The plan has no steps if there is nothing to compute.
+    The plan has no steps if all of its outputs are empty.
     """
     if all(0 in output.shape for output in plan.outputs):
         return replace(plan, steps=())
@@ -243,9 +247,9 @@ def _finished(plan: Plan) -> Plan:
 
 
 def _plain(step: Launch) -> Launch:
-    """Return a launch with plain integers as compile-time constants, TMA boxes, block, shared memory and cluster.
+    """Return a launch in which `_integer` has replaced those symbolic integers that must be plain ones.
 
-    See `_integer`, which converts them.
+    They are the compile-time constants and the sizes of TMA boxes, block, shared memory and cluster.
     """
     kernel = step.kernel
     defines = {name: _integer(value, f"{kernel.source} {name}") for name, value in kernel.defines.items()}
@@ -280,9 +284,10 @@ class _Samples:
     """
 
     def __init__(self, template: Template, given: Sequence[Sequence[int]]) -> None:
-        """Collect samples; the given ones, or else the usual ones, count in the choice between plans.
+        """Collect samples (combinations of sizes): `given` or usual ones, and others.
 
-        Samples with zeros never count.
+        The given samples count in the choice between plans; if there are none, the usual samples count.  Samples with
+        sizes of 0, which are added, never count.
         """
         rows = template.expressions
         count = size_count(template.inputs)
@@ -290,8 +295,8 @@ class _Samples:
         points = [_columns(given, range(count), count)] if given else []
         for more in usual_samples, samples_with_zeros:
             columns = _columns([*more(len(free))], free, count)
-            # Ties are applied in reverse order: the expression of an earlier tie may contain the size of a later tie,
-            # but not the other way round.
+            # A tie is a size that usually equals an expression of other sizes.  Ties are applied in reverse order: the
+            # expression of an earlier tie may contain the size of a later tie, but not the other way round.
             for i, number in reversed(rows.ties.items()):
                 columns[i] = rows.evaluate(list(columns))[number]
             points.append(columns)
@@ -310,10 +315,10 @@ class _Samples:
         return tuple(map(int, self.columns[:, at]))
 
     def cover(self, variants: Iterable[Variant]) -> None:
-        """Leave out the combinations for which these variants suffice.
+        """Leave out the combinations of sizes for which these variants (plans) suffice.
 
-        A variant suffices where its guards hold.  For combinations that do not count, it also suffices if it is correct
-        and its loss is at most MAX_LOSS_ELSEWHERE.
+        A variant suffices where its guards hold.  For combinations that do not count in the choice between plans, a
+        variant also suffices if it is correct and its loss is at most MAX_LOSS_ELSEWHERE.
         """
         for each in variants if len(self.columns) else ():
             loss = self._loss(each)
@@ -321,14 +326,15 @@ class _Samples:
             self.left &= self.counts | (loss > MAX_LOSS_ELSEWHERE)
 
     def leave_out(self, guards: Sequence[tuple[int, bool]]) -> None:
-        """Leave out the combinations for which these guards (conditions on sizes) hold."""
+        """Unmark, in `left`, the combinations of sizes for which these guards (conditions on sizes) hold."""
         if len(self.columns):
             self.left &= ~holds(self._evaluated(), guards)
 
     def needed(self) -> list[Variant]:
-        """Return the template's variants, except those that no combination needs and those whose kernels gain little.
+        """Return the template's variants, except those that are not needed and those whose kernels gain little.
 
-        A kernel gains little if it is only slightly faster than others, and at few combinations.
+        A variant is not needed if others are as good at all combinations of sizes.  A kernel gains little if it is only
+        slightly faster than others, and at few combinations.
         """
         variants = self.template.variants
         losses = [self._loss(each)[self.meant] for each in variants]
@@ -363,9 +369,9 @@ class _Samples:
 
 
 def _columns(rows: Sequence[Sequence[int]], places: Sequence[int], count: int) -> Values:
-    """Return an array with a row for each of `count` sizes and a column for each combination in `rows`.
+    """Return combinations of `count` sizes as an array: a column for each combination in `rows`, a row for each size.
 
-    `places` are the numbers of the sizes that a combination has; all other sizes are 1.
+    A combination in `rows` has only the sizes with the numbers in `places`; all other sizes are 1.
     """
     found = np.ones((count, len(rows)), np.int64)
     found[list(places)] = np.array(rows, np.int64).reshape(len(rows), len(places)).T

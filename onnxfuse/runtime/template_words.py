@@ -63,7 +63,7 @@ class TemplateWords:
         return b"".join((head, self.expressions, functions, *(each.data for each in self.variants)))
 
     def with_functions(self, functions: Sequence[int]) -> TemplateWords:
-        """Return the template with other functions, as many as before."""
+        """Return the template with other CUfunction handles or numbers of kernels, as many as before."""
         return replace(self, functions=tuple(functions))
 
     def for_inputs(self, inputs: Sequence[TensorSpec]) -> TemplateWords | None:
@@ -102,7 +102,10 @@ class TemplateWords:
 
 
 def words_of(template: Template, functions: Mapping[str, int]) -> TemplateWords:
-    """Return the words of a template; `functions` are the CUfunction handles of its kernels by `Kernel.key`."""
+    """Encode a template as words (64-bit integers), which the native library reads.
+
+    `functions` maps the `Kernel.key` of each kernel of the template to the kernel's CUfunction handle.
+    """
     indices = {key: i for i, key in enumerate(functions)}
     # The variants come first, because encoding them adds expressions.
     variants = tuple(_words_of_variant(each, indices) for each in template.variants)

@@ -1,6 +1,7 @@
-"""Spelling rules of onnxruntime's attention operators.
+"""Spelling rules of onnxruntime's attention operators: the rules write each operator as smaller ONNX operators.
 
-They read queries, keys and values, or an input and the weights that project it to queries, keys and values.
+The attention operators read queries, keys and values, or an input and the weights that project it to queries, keys
+and values.
 """
 
 from __future__ import annotations
@@ -175,7 +176,7 @@ def _multi_head_attention(call: Call) -> dict[int, Term]:
 
 @RULES.rule("com.microsoft::DecoderMaskedMultiHeadAttention")
 def _decoder_masked_multi_head_attention(call: Call) -> dict[int, Term]:
-    is_cross = call.rank(1) == 4 and not any(map(call.has, (5, 6, 8, 9)))  # only cross attention has a spelling
+    is_cross = call.rank(1) == 4 and not any(map(call.has, (5, 6, 8, 9)))  # only cross attention can be spelled out
     stay_if(not is_cross, "it shares the memory of its cache, or has beams")
     return _multi_head(call, bias=10, mask=3, added=4, past=5)
 

@@ -42,7 +42,7 @@ class Call:
     dims        sizes by name
     values      scalars by name
     may_remain  operators of the spelling that need not be fused, besides `spell_out.MAY_REMAIN`
-    of_regions  whether regions take the spelling, not patterns
+    of_regions  whether regions, not patterns, are to fuse the operators of the spelling
     """
 
     def __init__(self, graph: Graph, shapes: ShapeInfo, node: Node) -> None:

@@ -1,4 +1,4 @@
-"""The spelling rule of onnxruntime's GroupQueryAttention, for sequences that are all as long as the tensors.
+"""Spell out onnxruntime's GroupQueryAttention in basic operators, if all sequences are as long as the tensors.
 
 The operator reads the length of each sequence, so that sequences may be padded on the right, and caches may be longer
 than their contents.  The operator equals the attention that fusions match, over past and new keys, only if all
@@ -28,10 +28,10 @@ from onnxfuse.spell_out.views import parts_of, repeat_heads, split_heads
 RULES = RuleTable[Rule]()
 
 QUERY, KEY, VALUE, PAST_KEY, PAST_VALUE, LENGTHS, TOTAL, COS, SIN, _, BIAS = range(11)
-# Inputs without a spelling: positions, a sink, scales of a quantized cache, norms of queries and keys, and lengths of
-# queries.
+# Inputs with which the operator is not spelled out in basic operators: positions, a sink, scales of a quantized cache,
+# norms of queries and keys, and lengths of queries.
 UNKNOWN_INPUTS: Final = (9, *range(11, 17))
-SUPPORTED_VALUES: Final = {  # by attribute: the only values for which there is a spelling, the default first
+SUPPORTED_VALUES: Final = {  # by attribute: the only values with which the operator is spelled out, the default first
     "local_window_size": (-1,), "smooth_softmax": (-1, 0), "causal": (1,), "sliding_window_cache": (0,),
     "kv_cache_bit_width": (0,), "rotary_interleaved": (0,),
 }  # fmt: skip

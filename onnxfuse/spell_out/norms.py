@@ -1,4 +1,7 @@
-"""Spelling rules of norms: after a sum, of embeddings, of channels-last images, or over several axes."""
+"""Spelling rules, which write large operators as smaller ones: norms of sums, of embeddings and of other tensors.
+
+The other tensors are channels-last images, and tensors that are normalized over several axes.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +123,7 @@ def _group_norm(call: Call) -> dict[int, Term]:
     if op_of(call.node) == "com.microsoft::SkipGroupNorm":
         skip = _skipped(call, is_last)
         image = image + rearrange(call.input(4), CHANNELS) + skip if call.has(4) else image + skip
-        call.may_remain.add("Add")  # the Add of a time embedding, which is often a separate node in exports
+        call.may_remain.add("Add")  # an Add of a time embedding may stay a node, as in many exports
     normalized = _normalized_groups(call, image)
     result = cast_like(silu(normalized) if call.attribute("activation", 0) else normalized, like=image)
     return {0: channels_last(result), 1: channels_last(image)} if is_last else {0: result, 1: image}

@@ -1,4 +1,4 @@
-"""The spelling rule of ONNX's Attention with packed heads, fewer heads of keys, a past, or lengths of keys."""
+"""Spell out ONNX's Attention in basic operators if it has packed heads, shared key heads, a past, or key lengths."""
 
 from __future__ import annotations
 
@@ -76,7 +76,10 @@ def _by_heads(call: Call, index: int, rows: str, heads: str, size: str) -> Term:
 
 
 def _mask(call: Call, queries: Term, keys: Term) -> Term:
-    """Return the mask that the node reads, combined with the masks of a causal past and of key lengths."""
+    """Return the mask that the node reads, combined with two other masks if the node needs them.
+
+    A causal node with past keys needs a causal mask, and a node with lengths a mask of the keys within each length.
+    """
     causal = call.attribute("is_causal", 0) == 1
     given = call.optional(MASK)
     if not call.has(LENGTHS) and not (causal and call.has(PAST_KEY)):

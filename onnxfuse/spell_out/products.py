@@ -84,7 +84,7 @@ def _nhwc_conv(call: Call) -> dict[int, Term]:
 
 
 def window_attributes(call: Call) -> dict[str, Any]:
-    """Return the attributes of a convolution or pool, without empty lists, which onnxruntime takes for the defaults."""
+    """Return the attributes of a convolution or pool, without empty lists, which to onnxruntime mean the defaults."""
     return {name: value for name, value in call.node.attrs.items() if name in WINDOW_ATTRIBUTES and value != []}
 
 

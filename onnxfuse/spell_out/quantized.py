@@ -39,7 +39,10 @@ GEMM_ATTRIBUTES: Final[Mapping[str, float]] = {"alpha": 1.0, "transA": 0, "trans
 
 @RULES.rule("QLinearMatMul")
 def _product(call: Call) -> dict[int, Term]:
-    """Spell out a product.  If operand 2 is computed, as in attention, the MatMul of floats need not be fused."""
+    """Spell out a product as a MatMul of floats between quantizers.
+
+    If a node computes the second matrix, as in attention, the MatMul may stay unfused.
+    """
     if not is_constant(call.tensor(3)):
         call.may_remain.add("MatMul")
     return quantized(call, op.MatMul(numbers(call, 0), numbers(call, 3, axis=-1)), 6)
@@ -179,7 +182,7 @@ def _along(call: Call, scale: int, axis: int) -> dict[str, Any]:
 
 
 def in_region(call: Call, value: Term, scale: int) -> dict[int, Term]:
-    """Return `value` quantized, for a spelling that counts as fused only if a region takes it."""
+    """Return `value` quantized, and note that regions, not patterns, must fuse the operators that replace the node."""
     call.of_regions = True
     return quantized(call, value, scale)
 

@@ -50,8 +50,8 @@ for _family in (
 # Operators of a spelling that need not be fused, because they only move or mask elements.  Operators on integers and
 # booleans need not be fused either.
 MAY_REMAIN: Final = VIEWS | SLICING | {"Cast", "Concat", "Where"}
-# Many fusions contain these operators.  That a fusion did not match at one of them therefore does not explain why a
-# spelling was not fused.
+# Many fusions contain these operators.  So a fusion that does not match at one of them does not explain why the nodes
+# that replace an operator (its spelling) were not fused.
 SUMS_AND_FACTORS: Final = frozenset({"Add", "Div", "Mul", "Sub"})
 
 
@@ -64,7 +64,7 @@ class Spelled:
     output: str
     made: frozenset[str]  # names of the nodes that replace the operator
     may_remain: frozenset[str] = frozenset()  # operators of these nodes that need not be fused
-    of_regions: bool = False  # whether regions take these nodes, not patterns
+    of_regions: bool = False  # whether regions, not patterns, are to fuse these nodes
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class SpelledOut:
 
     @property
     def of_patterns(self) -> tuple[Spelled, ...]:
-        """The operators that were spelled out so that patterns, not regions, can match the result."""
+        """The operators that were spelled out (written in basic operators) for patterns, not for regions."""
         return tuple(one for one in self.spelled if not one.of_regions)
 
 
@@ -129,7 +129,8 @@ def spell_out(graph: Graph, shapes: ShapeInfo, keep: Collection[str] = frozenset
 def left_over(graph: Graph, shapes: ShapeInfo, spelled_out: SpelledOut, fusing: FusionResult) -> dict[str, Stays]:
     """Return, by first output, the spelled-out operators that were not fully fused, with the reason.
 
-    Nodes of a spelling that need not be fused (see `MAY_REMAIN`) do not count, nor do spellings that wait for regions.
+    Nodes that need not be fused (see `MAY_REMAIN`) do not count.  Operators that were spelled out for regions, not for
+    patterns, are left out.
     """
     computing = (node for node in graph.nodes if op_of(node) not in MAY_REMAIN)
     remaining = {

@@ -77,7 +77,7 @@ class MeasuredVerdicts:
     ) -> int | None:
         """Return the index of the fastest of a node's plans by earlier measurements, or by measuring now if `measure`.
 
-        Passes on MeasuringStopped, which the `alone` of __init__ may raise.
+        Raises MeasuringStopped if `alone`, the function given to __init__, does.
         """
         device, of_trial = situation.device, inputs_of_trial(situation.node, inputs, plans[0].outputs)
         make = trials.get(situation.provider) if measure else None

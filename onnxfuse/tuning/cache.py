@@ -33,7 +33,8 @@ class Measurement:
     measured: str  # the time of the measurement, as ISO 8601 in UTC
 
 
-_unwritten: Final[dict[str, dict[str, Measurement]]] = {}  # lost when this process ends; by digests of subject and case
+# Measurements that could not be written to disk, by the digests of subject and case; they end with this process.
+_unwritten: Final[dict[str, dict[str, Measurement]]] = {}
 
 
 def store(environment: Environment, subject: Data, case: Data, chosen: str, seconds: Mapping[str, float]) -> bool:

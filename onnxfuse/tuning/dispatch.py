@@ -36,7 +36,9 @@ TunePolicy = Literal["never", "cached", "now", "background"]
 Mode = Literal["plain", "cuda graph"]  # how a session runs: normally, or by a captured CUDA graph
 PLAIN: Final = "plain"
 CUDA_GRAPH: Final = "cuda graph"
-ALL_KERNELS: Final = "kernels"  # ways to run a whole model; a third runs each node in the way that is faster alone
+# Two variants of a whole model: all fused nodes run as kernels, or all as bodies (ONNX functions).  A third variant
+# (see `mix_name`) runs each node in the way that is faster for this node alone.
+ALL_KERNELS: Final = "kernels"
 ALL_BODIES: Final = "bodies"
 
 

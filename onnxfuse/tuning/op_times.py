@@ -104,7 +104,7 @@ def op_times(
 
     dispatches    how the nodes run in a session of the model
     cuda_graph    time in a CUDA graph, where the operator can be captured
-    only_kernels  leave out the nodes that run as their bodies
+    only_kernels  leave out the nodes that run as ONNX functions
     unfused       also time the unfused nodes
     choice        which of a kernel's candidate plans runs
     """
@@ -249,7 +249,7 @@ def _timed(op: _Operator, row: OpTime, cuda_graph: bool) -> OpTime:
 def _bound(op: _Operator, copies: int, kernels: bool, cuda_graph: bool) -> BoundSession:
     """Start a session with `copies` copies of the operator, and warm it up.
 
-    Raises OnnxfuseError if `kernels` is true and a copy runs as its body.
+    Raises OnnxfuseError if `kernels` is true and a copy runs as its ONNX function, not as a kernel.
     """
     model, feeds, shapes = _repeated(op, copies)
     repeated = replace(op.whole, model=model, feeds=feeds)

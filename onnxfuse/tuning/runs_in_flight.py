@@ -10,7 +10,7 @@ from typing import Final, Protocol, TypeVar
 T = TypeVar("T")
 
 QUIET_SECONDS: Final = 0.02  # work starts after this time without a run; if runs are more frequent, it never starts
-PATIENCE_SECONDS: Final = 2.0  # the longest wait for QUIET_SECONDS without a run, while a trial holds memory
+PATIENCE_SECONDS: Final = 2.0  # how long work, which holds GPU memory meanwhile, waits for QUIET_SECONDS without a run
 MAX_ATTEMPTS: Final = 10  # calls of one piece of work, which is repeated if a run began meanwhile
 
 

@@ -215,7 +215,7 @@ class GpuTrial:
         return self._sets[:count]
 
     def _swapped(self, memory: Buffers) -> Buffers:
-        """Return the buffers of every second run: its inputs are outputs of the previous run, where types fit."""
+        """Return the buffers for every second run: where types fit, it reads the outputs of the run before it."""
         inputs, outputs = map(list, memory)
         for output, source in self._chained:
             inputs[source], outputs[output] = outputs[output], inputs[source]
@@ -291,8 +291,9 @@ def _chained(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Ite
 def _terms(constant: TensorSpec) -> int:
     """Return how many products are summed for a result if the constant is a matrix or filter; 1 for vectors.
 
-    The largest axis of a filter is taken as its output channels.  That is right where a run reads the previous run's
-    output, because there are then as many output channels as input channels, or one filter for each channel.
+    The largest axis of a filter is assumed to be its output channels.  The assumption is right if the output has the
+    input's shape, so that a run can read the output of the run before: then there are as many output channels as input
+    channels, or one filter for each channel.
     """
     if len(constant.shape) < 2:
         return 1

@@ -113,8 +113,8 @@ def tune(
     others    functions that make inputs of other sizes, at which the plans of the kernels are measured, too
 
     Raises UsageError where nothing can be tuned, OnnxfuseError where the model does not load with these options. The
-    result says why a variant that does not run was left out. If the kernels of a model do not run, nothing is kept
-    for the whole model, because the reason may be temporary.
+    result says why a variant (such as all nodes as kernels) was left out if it does not run. If the kernels of a model
+    do not run, nothing is kept for the whole model, because the reason may be temporary.
     """
     task = _task(fused)
     dispatches = _dispatch_to_kernels(task)
@@ -255,8 +255,8 @@ def _time_model(task: _Task, mode: Mode, original: onnx.ModelProto | None) -> Mo
 def _variants(task: _Task, mode: Mode, original: onnx.ModelProto | None) -> dict[str, Callable[[], BoundSession]]:
     """Return functions that load the model's variants: all nodes as bodies, all as kernels, a mix, and the original.
 
-    In the mix, each node runs in the way that is faster when the node is timed alone.  The mix is left out if it equals
-    one of the first two variants.
+    A node's body is the ONNX function that the node calls.  In the mix, each node runs in the way that is faster when
+    the node is timed alone.  The mix is left out if it equals one of the first two variants.
 
     Raises onnxruntime's error if the bodies do not run.
     """
@@ -278,7 +278,8 @@ def _variants(task: _Task, mode: Mode, original: onnx.ModelProto | None) -> dict
 def _seconds_in_turns(variants: Mapping[str, Callable[[], BoundSession]], mode: Mode) -> dict[str, float] | None:
     """Return the median seconds of the variants that run; None if memory does not hold all variants at once.
 
-    Raises onnxruntime's error if the bodies do not run.
+    A variant is a session of the model.  Raises onnxruntime's error if the variant ALL_BODIES does not run, in which
+    every fused node runs as its ONNX function.
     """
     bound: dict[str, BoundSession] = {}
     for name, make in variants.items():

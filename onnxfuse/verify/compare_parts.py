@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 PART_TOLERANCES: Final[Mapping[str, float]] = {
     "float64": 1e-12,  # 2^-53 = 1.1e-16, and sums of some thousand terms
     "float32": 1e-5,  # 2^-24 = 6e-8, and sums of some thousand terms in another order
-    "float16": 4e-3,  # 2^-11 = 4.9e-4: eight roundings; a fused node rounds once where the replaced nodes rounded often
+    "float16": 4e-3,  # eight roundings of 2^-11 = 4.9e-4: replaced nodes round each result, a fused node only the last
     "bfloat16": 3.2e-2,  # 2^-8 = 3.9e-3: eight roundings, as for float16
 }
 # A fused node may differ by this many times the error of the replaced nodes themselves, measured on the operands and on
@@ -145,7 +145,7 @@ def values_of_run(unfused: UnfusedGraph, names: Iterable[str], feeds: Mapping[st
     needed = list(dict.fromkeys(names))
     values = {name: feeds[name] for name in needed if name in feeds}
     wanted, folder = [name for name in needed if name not in values], unfused.graph.folder
-    if wanted:  # no variable holds the model, so that its weights are freed before the session, which has copies, runs
+    if wanted:  # no variable holds the model: its weights are freed before the session, which has copies of them, runs
         try:
             results = run(_open(_model_of_run(unfused, wanted), folder), feeds)
         except OnnxruntimeFailure:
@@ -177,9 +177,10 @@ def _model_of_run(unfused: UnfusedGraph, wanted: Sequence[str]) -> onnx.ModelPro
 
 
 def _drawn_fault(unfused: UnfusedGraph, part: Part, compare: Callable[[Feeds, bool], str]) -> str:
-    """Return how a fused node differs on drawn values, at sizes of 1 if nothing can be compared at other sizes.
+    """Return how a fused node differs from the nodes that it replaced on random values; "" where it does not.
 
-    The branch of an If, for example, may run only at sizes of 1.  Raises VerificationError as `_compare_part` does.
+    If nothing can be compared at the usual sizes, the comparison is repeated with all dynamic sizes 1: the branch of an
+    If, for example, may run only at sizes of 1.  Raises VerificationError as `_compare_part` does.
     """
     try:
         return compare(operands_by_shape(unfused, part), False)
@@ -419,7 +420,10 @@ class _Check:
         return f"its output '{self.name}' differs in {found}" if found else ""
 
     def _in_float32(self) -> Array:
-        """Return the replaced nodes' output in float32; elements that are not finite keep the value of `self.old`."""
+        """Return the replaced nodes' output in float32.
+
+        Where an element is not finite in float32, the result has the element of `self.old`.
+        """
         old = _wide(self.old)
         return old if self.exact is None else np.where(np.isfinite(_wide(self.exact)), _wide(self.exact), old)
 

@@ -26,7 +26,7 @@ TOLERANCES: Mapping[str, float] = {
     "float32": 1e-5,  # 2^-24 = 6e-8: some hundred roundings in another order
     "complex128": 1e-12,  # the same as float64
     "complex64": 1e-5,  # the same as float32
-    "float16": 2e-3,  # 2^-11 = 4.9e-4: four roundings; a fused op rounds once where its nodes rounded each time
+    "float16": 2e-3,  # 2^-11 = 4.9e-4: four roundings; each replaced node rounds, but a fused node only once
     "bfloat16": 1.6e-2,  # 2^-8 = 3.9e-3: four roundings, as for float16
     TF32: 4e-3,  # 2^-11 = 4.9e-4: rounding of factors; a ResNet-50 and a vocoder are off by 2.3e-3 and 2.8e-3
 }  # every other dtype is exact: integers, booleans and strings have no roundings

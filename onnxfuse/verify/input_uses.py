@@ -325,7 +325,10 @@ def _constant(name: str, links: Links) -> int:
 
 
 def _tensor_of_constant(node: onnx.NodeProto) -> TensorProto | None:
-    """Return the tensor of a Constant node; None if it has another kind of value, on which no use depends."""
+    """Return the value of a Constant node as a tensor.
+
+    None for values other than tensors and integers, because they say nothing about how inputs are used.
+    """
     for attribute in node.attribute:
         if attribute.name == "value":
             tensor: TensorProto = attribute.t

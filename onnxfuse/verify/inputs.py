@@ -151,7 +151,7 @@ def load_samples(
 
 
 def _inputs_like(arrays: Mapping[str, Array], model: onnx.ModelProto, more: int = 0) -> list[Input]:
-    """Return the inputs of a model; an input of unknown rank gets the rank of its array minus `more`."""
+    """Return the inputs of a model; an unknown rank is that of the array, which has `more` axes more."""
     return model_inputs(with_ranks(model, {name: max(0, value.ndim - more) for name, value in arrays.items()}))
 
 
@@ -215,7 +215,8 @@ def sizes_to_try(
 ) -> Iterator[dict[str, int]]:
     """Yield different sets of sizes of all dynamic dims, in the order of DIM_SIZES; given arrays fix their own sizes.
 
-    After the first set, sets for which an input would be too big are left out.  Last come the sets of `step_sizes`.
+    After the first set, sets for which an input would be too big are left out.  Last come the sets in `steps`, as
+    `step_sizes` completes them.
     """
     names = _single_names(inputs)
     audio = any(

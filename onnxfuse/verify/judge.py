@@ -35,7 +35,7 @@ def differences(reference: Reference, results: Results) -> tuple[tuple[OutputDif
 def settled(
     reference: Reference, results: Results, errors: tuple[OutputDifference, ...]
 ) -> tuple[tuple[OutputDifference, ...], dict[str, str]]:
-    """Return the same as `differences`, but from `errors`, which are already judged by the tolerances of dtypes.
+    """Return the results of `differences` for `errors`, which so far are judged by the tolerances of dtypes alone.
 
     The original's noise is measured, and ties (nearly equal scores) are looked for, only where an output differs by
     more than its tolerance.

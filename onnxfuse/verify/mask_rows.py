@@ -39,7 +39,7 @@ def mask_inputs(model: onnx.ModelProto, given: Collection[str]) -> dict[str, Mas
 
 
 def with_mask_rows(feeds: Mapping[str, Array], masks: Mapping[str, Mask]) -> Iterator[dict[str, Array]]:
-    """Yield inputs with redrawn masks, until the mask with the fewest rows has had rows of all kinds."""
+    """Yield inputs with redrawn masks, until even the mask with the fewest rows has had a row of each kind."""
     sizes = {name: _rows(feeds[name].shape) for name in masks}
     known = {name: size for name, size in sizes.items() if size is not None}
     fewest = min((rows for rows, _ in known.values()), default=0)
@@ -61,7 +61,7 @@ def _rows(shape: tuple[int, ...]) -> tuple[int, int] | None:
 
 
 def _drawn(value: Array, mask: Mask, rows: int, columns: int, first: int) -> Array:
-    """Return a mask whose row i is of kind number (first + i) % KINDS, in the order of the comment at KINDS."""
+    """Return a mask whose row i has kind (first + i) % KINDS: 0 masks all of it, 1 keeps only its end, 2 masks none."""
     kept = np.array([0, (columns + 1) // 2, columns])[(first + np.arange(rows)) % KINDS]
     left = (np.arange(columns) >= columns - kept[:, None]).reshape(value.shape)
     if mask == "flags":

@@ -63,7 +63,7 @@ def _hidden(arrays: Sequence[Array]) -> str:
 
 
 def redrawn(feeds: Mapping[str, Array], kind: str, given: Collection[str]) -> dict[str, Array]:
-    """Return new values for the floating-point inputs that are not `given`, made by the change `kind` of REDRAWS."""
+    """Return the floating-point inputs that are not `given`, with new values, as the entry `kind` of REDRAWS says."""
     factor, offset = REDRAWS[kind]
     floats = {n: v for n, v in feeds.items() if n not in given and v.dtype.name in FLOAT_NAMES}
     return {n: (np.abs(v.astype(np.float64)) * factor + offset).astype(v.dtype) for n, v in floats.items()}

@@ -21,7 +21,7 @@ from onnxfuse.verify.rounded_results import model_that_rounds
 
 # Relative error that a value may have after some roundings in another order, as after a fused node.
 SOME_ROUNDINGS: Final = 1e-6
-STEADY_DRAWS: Final = 8  # random draws of perturbed values: half by one unit in the last place, half by SOME_ROUNDINGS
+STEADY_DRAWS: Final = 8  # random draws of values perturbed by one unit in the last place; half also by SOME_ROUNDINGS
 # How many integers of an output may differ, as a multiple of how many differ between the original's own runs.
 INTEGERS_FACTOR: Final = 4.0
 
@@ -70,7 +70,7 @@ def _causes(reference: Reference) -> Iterator[_Cause]:
 
 
 def _moved_by(cause: _Cause, reference: Reference) -> dict[str, float]:
-    """Return how far a cause changes each output; empty if onnxruntime does not run the variant."""
+    """Return how far a cause of noise changes each output; empty if onnxruntime does not run the changed model."""
     found: dict[str, float] = {}
     try:
         session = reference.open(cause.model(), optimize=cause.optimize)
@@ -148,6 +148,6 @@ def _how_unsteady(expected: object, actual: object) -> str:
 
 
 def _move_some(name: str, value: Array, draw: int) -> Array:
-    """Return values perturbed by one unit in the last place, or by SOME_ROUNDINGS in the second half of the draws."""
+    """Return values perturbed by one unit in the last place and, from half of STEADY_DRAWS on, by SOME_ROUNDINGS."""
     moved = move_by_one_ulp(name, value, draw)
     return move_by_rounding(name, moved, SOME_ROUNDINGS, draw) if draw >= STEADY_DRAWS // 2 else moved

@@ -101,7 +101,7 @@ def unfused_graph(graph: Graph, shapes: ShapeInfo) -> UnfusedGraph:
 
 
 def _ordinary(graph: Graph, shapes: ShapeInfo) -> Iterator[str]:
-    """Yield the operands of Adds that hold no mask values such as -inf, and the tensors that they are views of."""
+    """Yield the operands of Adds, and the tensors of which operands are views, unless they hold masks (like -inf)."""
     bounds, seen = Bounds(shapes), set[str]()
     for tensor in (each for node in graph.nodes if op_of(node) == "Add" for each in node.inputs):
         while tensor.name not in seen and bounds.of(tensor) < MASKS_FROM:
@@ -150,7 +150,7 @@ class Part:
 
     @property
     def nodes(self) -> list[onnx.NodeProto]:
-        """The nodes that make the fused node's inputs from `operands`; the fused node; those that make `outputs`."""
+        """The fused node, after nodes that make its inputs from `operands`, and before nodes that make `outputs`."""
         before = [transpose(*self.originals[n], n) for n in dict.fromkeys(self._sources) if n in self.originals]
         before += [node for _, nodes in self.derived.values() for node in nodes]
         after = [
@@ -243,7 +243,7 @@ class _Derivations:
     """Finds the nodes that compute operands that only the optimized model has, such as Reshapes of other tensors."""
 
     def __init__(self, unfused: UnfusedGraph, optimized: onnx.ModelProto, originals: Mapping[str, Original]) -> None:
-        """Derive operands from the tensors that the original also has, perhaps in another layout."""
+        """Store the tensors to derive operands from: those that the original has, too, perhaps in another layout."""
         self.given = {*unfused.types, *originals}
         self.nodes = {name: n for n in optimized.graph.node if not n.domain for name in n.output}
         self.constants = {tensor.name: tensor for tensor in optimized.graph.initializer}

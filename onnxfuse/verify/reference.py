@@ -137,7 +137,7 @@ class Reference:
         )  # fmt: skip
 
     def _limit(self, name: str) -> tuple[float | None, str]:
-        """Return the tolerance that replaces the one of an output's dtype, or None, and what set the tolerance."""
+        """Return the tolerance of an output (None: the default of its dtype), and a text that names its source."""
         accepted = self.accepted.tolerances.get(name)
         return (accepted, self.accepted.set_by) if self.tolerance is None and accepted else (self.tolerance, GIVEN)
 

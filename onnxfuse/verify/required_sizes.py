@@ -32,8 +32,9 @@ PAST, NEW = "past_length", "new_length"  # names given to the dims that have no 
 class Required:
     """The inputs of a model; dims for which only one size is possible are that number, and equal dims have one name.
 
-    `steps` are sizes at which a model with a cache also runs, with several sequences: a prompt without a past, and one
-    token with a past.  With a past, onnxruntime's CPU provider takes several tokens only if there is one sequence.
+    For a model with a cache, `steps` holds more sets of sizes at which it runs with several sequences: a prompt without
+    a past, and one token with a past.  With a past, onnxruntime's CPU provider takes several tokens only if there is
+    one sequence.
     """
 
     inputs: list[Input]

@@ -31,10 +31,10 @@ def _range(name: str, text: str) -> Range:
 
 
 def spread(ranges: Mapping[str, Sequence[Range]], inputs: Sequence[Input]) -> list[list[str]]:
-    """Return, largest first, shapes as for `--shape`, with sizes at the ranges' ends and the powers of two in them.
+    """Return, largest first, shapes in the form of `--shape`, for combinations of sizes from the ranges.
 
-    Dims of one name have one size.  Raises UsageError if a named dim has two different ranges, and if there are more
-    than MAX_SPREAD combinations.
+    The sizes of a range are its ends and the powers of two between them.  Dims of one name have one size.
+    Raises UsageError if a named dim has two different ranges, and if there are more than MAX_SPREAD combinations.
     """
     names = {each.name: _dim_names(each) for each in inputs if each.name in ranges}
     sizes = {dim: sorted(_powers(*wanted), reverse=True) for dim, wanted in ranges_of_dims(ranges, inputs).items()}

@@ -61,7 +61,7 @@ def _contrib_attention(shapes: ShapeInfo, node: Node) -> list[PartialShape | Non
 
 
 def _require_heads_of_cache(shapes: ShapeInfo, node: Node, heads: int, size: Size) -> None:
-    """Require that caches of a GroupQueryAttention have `heads` heads of `size` elements, unless these have 4 bits."""
+    """Require that caches of a GroupQueryAttention have `heads` heads of `size` elements; skip caches of 4 bits."""
     for index in PAST_KEY, PAST_VALUE:
         past = shapes.shape(node.inputs[index]) if has_input(node, index) else None
         if past is not None and len(past) == 4 and int_attribute(node, "kv_cache_bit_width", 0) != 4:

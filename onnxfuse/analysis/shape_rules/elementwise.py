@@ -36,7 +36,7 @@ def broadcast_sizes(shapes: ShapeInfo, a: Size, b: Size) -> Size:
         shapes.require(b, a)
     if large:  # sizes that broadcast are equal, or one of them is 1
         return large[0]
-    # If `Min(512, seq)` (rows sliced from a table) broadcasts with `seq`, both sizes are equal, or there is one row.
+    # `Min(512, seq)` is a number of rows sliced from a table.  If it broadcasts with `seq`, it equals `seq` or is 1.
     for limited, size in ((b, a), (a, b)):
         if without_min_constants(limited) == size:
             shapes.not_limited.update(limited_sizes(limited, least=2))

@@ -78,9 +78,9 @@ def _if_empty(
 
 
 def tells_empty_axes(reshape: Node, target: Sequence[Size], source: Shape | None) -> bool:
-    """Return whether a Reshape never gives other sizes than its target states, even if axes of its input are empty.
+    """Return whether a Reshape, even of an input with empty axes, either gives the sizes of its target or fails.
 
-    The target has a -1, whose size the Reshape computes.  For empty axes, the Reshape may also fail.
+    The target has a -1, whose size the Reshape computes.
 
     With `allowzero`, onnxruntime computes the size at the -1 as the element count divided by the product of the nonzero
     sizes, so each target size that may be 0 must also be a size of the source.

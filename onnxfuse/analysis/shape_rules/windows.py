@@ -103,7 +103,7 @@ def _window_counts(node: Node, spatial: Shape, kernel: Sequence[Size]) -> list[S
             counts.append(_ceil_mode_count(size, extent, strides[i], pads[i], pads[i + rank]))
         else:
             room = size + (0 if mode == "VALID" else pads[i] + pads[i + rank]) - extent
-            if isinstance(room, int) and room < 0:  # runtimes round the negative quotient toward zero
+            if isinstance(room, int) and room < 0:  # runtimes round this negative quotient toward zero, not down
                 counts.append(1 - -room // strides[i])
             else:
                 counts.append(room // strides[i] + 1)
@@ -183,7 +183,7 @@ def _resize(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
 
 
 def _scales(shapes: ShapeInfo, node: Node) -> Sequence[Size | float]:
-    """Return the scale of each axis: any number if `scales` is constant, but only integers if it is computed."""
+    """Return the scale of each axis: any number if `scales` is constant; computed scales must be integers."""
     scales = attribute_or_input(shapes.graph, node, "scales")
     if isinstance(scales, list):
         numbers = [scale for scale in scales if isinstance(scale, int | float)]

@@ -195,7 +195,7 @@ Function Driver::load(const void* image, const char* entry, void** module) const
 }
 
 void Driver::configure(Function function, uint32_t shared, bool large_cluster) const {
-  if (shared) {  // less than 48 KB may need the attribute, too, because static memory counts against the same 48 KB
+  if (shared) {  // even less than 48 KB may need the attribute: static shared memory counts toward the limit of 48 KB
     check(cuFuncSetAttribute(function, kMaxDynamicShared, static_cast<int>(shared)), "cuFuncSetAttribute");
   }
   if (large_cluster) check(cuFuncSetAttribute(function, kNonPortableCluster, 1), "cuFuncSetAttribute");

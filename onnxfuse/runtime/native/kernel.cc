@@ -200,7 +200,7 @@ struct BodyOutputs {
   }
 };
 
-// Returns the key of the same inputs, marked as unaligned: the key of the plan for unaligned outputs.
+// Returns the key with all inputs marked as unaligned.  The plan for such inputs can also write unaligned outputs.
 Key without_alignment(Key key) {
   for (size_t at = 0; at + 2 < key.size(); at += 3 + static_cast<size_t>(key[at + 2])) key[at + 1] &= ~kAligned;
   return key;
@@ -339,8 +339,8 @@ FusedKernel::SharedPlan FusedKernel::first_fit(const Templates& templates, const
                                                SharedPlan (Template::*plan)(const Key&)) const {
   using Fit = Template::Fit;
   for (const Fit fit : {Fit::kExact, Fit::kBetter, Fit::kNotConstant}) {
-    // Templates that Python made fit exactly, so less close fits are tried only if there are templates of plan files.
-    // Templates whose fit is only kNotConstant are not used if Python can make a template that fits better.
+    // A template that Python made fits exactly or not at all, so other fits are tried only if plan files gave
+    // templates.  If Python can make templates, kNotConstant is not tried, because a new template fits better.
     if (setup_.asks_python && (fit == Fit::kNotConstant || (given_.empty() && fit != Fit::kExact))) break;
     for (const auto& each : templates) {
       if (!each->fits(key, fit)) continue;
@@ -367,8 +367,9 @@ FusedKernel::SharedPlan FusedKernel::make(const Key& key, Stream stream) {
     throw std::runtime_error("plan files have no plan for these inputs: " + onnxfuse::describe(setup_.files) +
                              "; make them again with these shapes");
   }
-  // At the first request, Python loads only the kernels of the variant that it would choose for these inputs.  If
-  // rounding makes this library choose another variant, a second request makes Python load all kernels.
+  // At the first request, Python loads only the kernels of the variant (a plan for a range of sizes) that it would choose
+  // for these inputs.  If rounding makes this library choose another variant, a second request makes Python load all
+  // kernels.
   for (const int settings : {0, kAllKernels}) {
     const std::shared_ptr<Template> added = ask(key, stream, settings);
     if (!added) return nullptr;
@@ -384,7 +385,7 @@ std::shared_ptr<Template> FusedKernel::ask(const Key& key, Stream stream, int se
   }
   if (const std::optional<std::string> bytes = ask_for_plan(request_for(key, settings))) return add(*bytes);
   std::unique_lock<std::shared_mutex> lock(mutex_);
-  if (of_body_.size() >= kMaxInputsOfBody) of_body_.clear();  // Python is asked again for these inputs
+  if (of_body_.size() >= kMaxInputsOfBody) of_body_.clear();  // Python is asked again about the removed keys
   of_body_.insert(key);
   return nullptr;
 }

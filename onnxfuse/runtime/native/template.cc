@@ -20,7 +20,8 @@ constexpr double kMaxTunedDistance = 1.0;  // as MAX_TUNED_DISTANCE of onnxfuse.
 std::atomic<size_t> max_recent_plans{4096};
 std::atomic<int64_t> plan_count{0}, plans_freed{0};
 
-// Returns the distance of sizes from a variant's hints, at which it was planned: the sum of |log2(size / hint)|.
+// Returns the distance of sizes from a variant's hints, the sizes for which it was planned: the sum of
+// |log2(size / hint)|.
 double distance(const std::vector<int64_t>& sizes, const std::vector<int64_t>& hints) {
   double sum = 0.0;
   for (size_t i = 0; i < sizes.size(); ++i) {
