@@ -108,7 +108,7 @@ class Halving:
     asked: dict[str, str] = field(default_factory=dict)  # nodes requested to stay in float32, and why
     converted: Converted | None = None
     noises: list[dict[str, float]] = field(default_factory=list)  # results of `_noise(0)`, `_noise(1)`, ...
-    raised: list[LeftOut] = field(default_factory=list)  # steps that raised
+    raised: list[LeftOut] = field(default_factory=list)  # steps of the conversion that raised an exception
 
     @cached_property
     def source(self) -> onnx.ModelProto:

@@ -35,7 +35,7 @@ class PartsText:
         return divide(extent, width) or sizes.named(f"({extent}) / {width}", sizes.value(extent) // width)
 
     def bound(self, name: str, width: int) -> str:
-        """Return the number of vectors of `width` elements in a list of variables."""
+        """Return how many vectors of `width` elements the loops of the variables `name` have: the end of `name`."""
         return self.writer.arguments.size(self.vectors(self.nest.count(name), width))
 
     def split(self, name: str, variables: Sequence[Variable], width: int) -> None:

@@ -97,7 +97,7 @@ def elements(tensor: Tensor) -> int:
 
 
 def is_arithmetic(node: Node) -> bool:
-    """Return whether a node is elementwise or only moves values, so that it uses no learnt features."""
+    """Return whether a node is elementwise or only moves values, and reads no row of a table of weights."""
     op = op_of(node)
     if op in GATHERS and elements(node.inputs[0]):
         return False  # it reads rows of a weight table

@@ -18,7 +18,7 @@ class SideOutput(NamedTuple):
     """An output of a fusion that is not computed on the way to the fusion's first output."""
 
     term: Term
-    operands: tuple[str, ...]  # operands that the side output shares with the first output
+    operands: tuple[str, ...]  # operands from which the first output is computed, too
     ops: frozenset[str]  # the operators of the side output's terms
 
 

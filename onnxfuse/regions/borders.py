@@ -125,7 +125,7 @@ def _ends(clusters: Clusters, border: Border) -> Iterator[list[Node]]:
 
 
 def _moves(clusters: Clusters, border: Border, node: Node) -> bool:
-    """Return whether a node can move: it is elementwise or only a view (FREE), and in the border's own cluster."""
+    """Return whether a node can go to another cluster: it is in `border.own`, and is elementwise or a view (FREE)."""
     return clusters.of.get(node) is border.own and (node.op in POINTWISE or op_of(node) in FREE)
 
 

@@ -57,7 +57,7 @@ def find_fates(graph: Rewritten, fused: Iterable[Fused], folded: Iterable[Folded
     replaced = {index: tuple(by_label.get(label, label) for label in one.replaces) for index, one in records.items()}
     stands_for: list[int | None] = [None] * len(before)
     fates: list[Fate] = ["merged"] * len(before)
-    into = {one.node: one for one in folded if one.kind != "pad"}  # kind "pad": a Pad that no weights absorbed
+    into = {one.node: one for one in folded if one.kind != "pad"}  # a Pad becomes an attribute, not weights
     for i, node in enumerate(before):
         if node.label in into:
             fates[i] = "constant" if into[node.label].kind in CONSTANT_KINDS else "weights"
