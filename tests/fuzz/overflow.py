@@ -22,6 +22,7 @@ from runtimes import DequantizeLinear, MatMulNBits
 from onnxfuse.ir.execution_order import in_execution_order
 from onnxfuse.ir.protos import graphs, tensors
 from onnxfuse.verify.cpu_session import open_session, run
+from onnxfuse.verify.widen import arrays_to_float32, model_to_float32
 
 DTYPE_ATTRIBUTES = {"to", "dtype"}
 ROUNDING = 2.0**-50  # of float64, of the largest value on the way to a result
@@ -73,12 +74,20 @@ def in_float64(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> dict[str, An
 
 
 def largest_inside(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> float:
-    """Return the largest finite number that a model holds, reads or computes outside bodies, in float64 if it can."""
-    found = _run(_with_all_outputs(to_float64(model)), to_float64_arrays(feeds))
+    """Return the largest finite number that a model holds, reads or computes outside Loops, in float64 if it can."""
+    found = _run_in_float64(model, feeds)
     found = found if found is not None else _run(_with_all_outputs(model), feeds) or {}
+    if opened := _with_taken_branches(model, {**feeds, **found}):
+        found |= _run_in_float64(opened, feeds) or {}
     held = map(numpy_helper.to_array, tensors(model.graph, *model.functions))
     arrays = [value for value in (*found.values(), *feeds.values(), *held) if isinstance(value, np.ndarray)]
     return max((_largest(value.astype(np.float64)) for value in arrays if value.dtype.kind in "fV"), default=0.0)
+
+
+def _run_in_float64(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return all values outside bodies; None if the model does not run in float64."""
+    wide = to_float64(model_to_float32(model))
+    return _run(_with_all_outputs(wide), to_float64_arrays(arrays_to_float32(feeds)))
 
 
 def _largest(value: Any) -> float:
@@ -99,6 +108,28 @@ def _with_all_outputs(model: onnx.ModelProto) -> onnx.ModelProto:
     made = dict.fromkeys(name for node in result.graph.node for name in node.output if name)
     result.graph.output.extend(onnx.ValueInfoProto(name=name) for name in made if name not in present)
     return result
+
+
+def _with_taken_branches(model: onnx.ModelProto, values: Mapping[str, Any]) -> onnx.ModelProto | None:
+    """Return the model with the nodes of taken branches in place of If nodes; None if no condition is known.
+
+    Names of two taken branches may collide; such a model does not run.
+    """
+    result = onnx.ModelProto()
+    result.CopyFrom(model)
+    del result.graph.node[:]
+    for node in model.graph.node:
+        condition = values.get(node.input[0]) if node.op_type == "If" else None
+        if condition is None:
+            result.graph.node.append(node)
+            continue
+        (branch,) = (a.g for a in node.attribute if a.name == ("then_branch" if np.all(condition) else "else_branch"))
+        result.graph.node.extend(branch.node)
+        result.graph.initializer.extend(branch.initializer)
+        for inner, outer in zip(branch.output, node.output, strict=True):
+            if inner.name != outer:
+                result.graph.node.append(helper.make_node("Identity", [inner.name], [outer]))
+    return result if result.graph.node != model.graph.node else None
 
 
 class Conv(op_conv.Conv):  # the evaluator finds it by the name of the operator

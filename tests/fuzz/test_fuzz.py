@@ -41,7 +41,7 @@ from judge import (
     limited,
 )
 from mutants import MUTATIONS, differs, mutant_of
-from overflow import allow_exact, in_float64
+from overflow import allow_exact, in_float64, largest_inside
 from random_graphs import random_graph
 from reduction import reduced
 from roundings import ULP, nudged, rounded_otherwise
@@ -772,6 +772,19 @@ def test_products_with_weights_of_8_bits_are_compared_in_float32(scale: str, sai
     casts = text.replace("READER", "c = Cast <to = 11> (d) f = Cast <to = 1> (c) y = MatMul (x, f)")
     other = text.replace("READER", "y = MatMul (x, d)").replace("SCALE", scale)
     require_verdict(casts.replace("SCALE", "0.02"), other, {"n": 4}, said)
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_the_largest_number_of_a_branch_is_that_of_the_branch_that_is_taken(taken: bool) -> None:
+    """Float16 cannot hold 4e6, the weight in one branch, or its product, so that it is sought in float64."""
+    weight = "w = DequantizeLinear (q, scale)  p = Mul (x, w)  y = Identity (p)"
+    model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["" : 21]>
+        g (float16[2] x, bool c) => (float16[2] y) <int8[2] q = {{100, 2}}, float16 scale = {{30848}}> {{
+          y = If (c) <then_branch = t () => (float16[2] y) {{ {weight} }}, else_branch = e () => (float16[2] z) {{
+            z = Identity (x) }}> }}""")
+    feeds = {"x": np.array([1, 0.5], np.float16), "c": np.array(taken)}
+    scale = float(np.array(30848, np.uint16).view(np.float16))
+    assert largest_inside(model, feeds) == (100 * scale if taken else scale)
 
 
 @pytest.mark.parametrize(
