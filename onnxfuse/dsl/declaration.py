@@ -42,7 +42,7 @@ class Fusion:
     out: tuple[str, ...]
     guards: tuple[Guard, ...]
     casts: bool
-    source: str
+    function: Callable[..., object]  # the decorated function
     span: Span
     example: Mapping[str, ExampleValue] = field(default_factory=dict)
     last: bool = False
@@ -57,6 +57,11 @@ class Fusion:
     def step(self) -> str:
         """The name by which reports call the fusion if an error was raised while matching it or writing its body."""
         return f"fusion {self.name}"
+
+    @property
+    def source(self) -> str:
+        """The Python source of the declaration."""
+        return inspect.getsource(self.function)
 
     @property
     def operands(self) -> tuple[Capture, ...]:
@@ -136,7 +141,7 @@ def fusion(
         _check_outputs(outputs, names, f"{span}: '{function.__name__}'")
         return Fusion(
             function.__name__, inspect.getdoc(function) or "", captures, outputs, names, tuple(guards), casts,
-            inspect.getsource(function), span, _checked_example(example or {}, captures, span), last,
+            function, span, _checked_example(example or {}, captures, span), last,
             _checked_images(channels_last, captures, len(outputs), span), epilogue, prologue,
         )  # fmt: skip
 
@@ -165,12 +170,12 @@ def rewrite(
         with _collected_guards() as guards:
             pairs = [(left, as_term(right)) for left, right in function(*captures)]
         shapes = _checked_example(example or {}, captures, span)
-        source, doc = inspect.getsource(function), inspect.getdoc(function) or ""
+        doc = inspect.getdoc(function) or ""
         return tuple(
             Rewrite(
                 Fusion(
-                    function.__name__, doc, _captures_in(left, captures), (left,), (out,), tuple(guards), False, source,
-                    span, shapes,
+                    function.__name__, doc, _captures_in(left, captures), (left,), (out,), tuple(guards), False,
+                    function, span, shapes,
                 ),
                 right,
                 of_scores,

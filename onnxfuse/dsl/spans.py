@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from types import CodeType
 
@@ -32,8 +33,6 @@ def here() -> Span:
 
 
 def _span(code: CodeType, instruction: int) -> Span:
-    for i, (line, end_line, column, end_column) in enumerate(code.co_positions()):
-        if i == instruction // 2:
-            one_line = line == end_line and column is not None and end_column is not None
-            return Span(code.co_filename, line or 0, column or 0, (end_column or 0) if one_line else -1)
-    return Span(code.co_filename, code.co_firstlineno, 0, -1)
+    line, end_line, column, end_column = next(islice(code.co_positions(), instruction // 2, None))
+    one_line = line == end_line and column is not None and end_column is not None
+    return Span(code.co_filename, line or 0, column or 0, (end_column or 0) if one_line else -1)
