@@ -10,7 +10,7 @@
 // which turns leaky_relu into a PRelu. An epilogue has at most one of up_bias, slope and column_shift, which kernels
 // call `extra`.
 //
-// A kernel hands over its accumulators in one of two ways:
+// A kernel applies the epilogue to its accumulators in one of two ways:
 //   by row       The kernel has the accumulators of W adjacent columns of one row, and calls Epilogue::finish, which
 //                loads the column vectors and the residual and stores y. load_columns and load_residual only load, for
 //                kernels that start these loads earlier.
@@ -59,7 +59,7 @@ __device__ __forceinline__ float epilogue_columns(float acc, float up, const Col
     return HAS_RESIDUAL && !RESIDUAL_FIRST && !PROGRAM_RESIDUAL ? y + residual : y;
 }
 
-// Pointers to the column vectors, for kernels that hand over accumulators by fragment and load single columns.
+// Pointers to the column vectors, for kernels that apply the epilogue "by fragment" and load column by column.
 struct ColumnVectors {
     const T *bias, *extra, *scale;
 
@@ -144,7 +144,7 @@ struct Epilogue : EpilogueOperands {
         if constexpr (HAS_RESIDUAL) loads.residual = load_once<W>(residual + at);
     }
 
-    // Computes y from W accumulators and the loaded operands, and stores it at index `at` unless it is not `inside` y.
+    // Computes y from W accumulators and the loaded operands, and stores it at index `at` if that is `inside` y.
     // STREAM: y is stored so that it is evicted from L2 first.
     template <bool STREAM, int W, bool WRAPS, class Index>
     __device__ __forceinline__ void finish(Index at, const EpilogueLoads<W, WRAPS>& loads, const float (&acc)[W],

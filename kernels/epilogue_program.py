@@ -124,7 +124,9 @@ class EpilogueProgram:
     arguments: tuple[Argument, ...]  # arguments of the launch after the kernel's own
     y: Pointer  # the output that the kernel stores; any output if the program stores all
     residual: Pointer | None  # the operand that the kernel loads as its residual
-    registers: int  # registers per thread for stores of outputs, and for operands of eight groups of 2 x 2 elements
+    # Registers per thread: for stores of outputs, for an exact Tanh, and for the program's operands at 2 rows x 16
+    # columns of y, which are a thread's share of 64 x 64 elements under wgmma.
+    registers: int
     dtype: str  # dtype of y
     is_precise: bool  # whether some output is float32
     element_bytes: int  # sum of the bytes per value of operands that have one value per element or per column

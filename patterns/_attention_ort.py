@@ -115,7 +115,7 @@ def has_no_weight(masked_score: float, dtype: str) -> bool:
 
 
 def attention_dtypes(dtypes: dict[str, str]) -> set[str]:
-    """Return the floating dtypes of the operands that attention itself reads."""
+    """Return the floating dtypes of all operands except those of rotations and norms before the attention."""
     return {dtype for name, dtype in dtypes.items() if name not in BEFORE_ATTENTION} - {"bool"}
 
 
@@ -232,7 +232,7 @@ def _rows(x: Term) -> Term:
 
 
 def _zero_where_all_masked(context: Term, bias: Term) -> Term:
-    """Return `context` with 0 for each query whose scores are all -inf, as a softmax gives with its NaNs replaced by 0.
+    """Return `context` with 0 for each query whose scores are all -inf, as if the NaNs of their softmax were 0.
 
     The Slice changes nothing except in onnxruntime 1.31, where a reduction of an empty tensor keeps the axis's size.
     """

@@ -19,7 +19,7 @@
 //   BX, BW, BH          threads of a block: vectors of channels, strips along the width and along the height
 //   TW, TH              positions of y of a thread along the width and along the height
 //   AHEAD               rows of x that are loaded ahead; 1 if ROLLED
-//   PIECE               taps of a filter's row that are used at a time; KW unless ROLLED
+//   PIECE               taps of a filter's row that are used at a time; KW with ROLLED 0
 //   K?, S?, D?          filter size, stride and dilation along depth (D), height (H) and width (W); 1 for missing axes
 //   W_HWIO              1: w is (taps, CHANNELS); 0: (CHANNELS, taps)
 //   WEIGHTS_CONSTANT    1: no kernel writes w
@@ -33,7 +33,7 @@
 constexpr int THREADS = BX * BW * BH, SLICE = BX * VEC;                      // SLICE: channels of a block
 constexpr int PIECES = (KW + PIECE - 1) / PIECE, ROW_TAPS = PIECES * PIECE;  // pieces and taps of a padded filter row
 constexpr int TAPS = KD * KH * ROW_TAPS;
-constexpr int ROWS = (TH - 1) * SH + (KH - 1) * DH + 1;  // rows of x that a strip reads, unless ROLLED
+constexpr int ROWS = (TH - 1) * SH + (KH - 1) * DH + 1;  // with ROLLED 0: rows of x that a strip reads
 constexpr int PLANE = VEC < 4 ? VEC : 4;                 // channels of a load from shared memory
 constexpr bool HELD = !ROLLED && TAPS * VEC <= 36;       // weights are kept in registers
 

@@ -221,7 +221,7 @@ struct Weights {
 
 struct Filters {
     uint2 held[HELD ? STEPS : 1][TILES_N];
-    const uint2* from;  // the lane's weights, unless registers hold them
+    const uint2* from;  // with HELD 0: the lane's weights, in shared memory
 
     // Loads the weights into registers if HELD, else to `memory` in the order in which the mma reads them.
     __device__ __forceinline__ void load(const Weights& weights, u32* memory) {
@@ -372,7 +372,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     u32* weights = reinterpret_cast<u32*>(memory);
     u32* patches = weights + WEIGHT_WORDS;
     Tile* ahead = reinterpret_cast<Tile*>(patches + PATCH_WORDS);  // each patch's tile; kept here to save registers
-    // The weights in the layout of w. Unless HELD, the memory of the patches holds them at first.
+    // The weights in the layout of w. With HELD 0, patches overwrite them later.
     T* raw = reinterpret_cast<T*>(HELD ? weights : patches);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_filter = blockIdx.y * BLOCK_N;
 

@@ -1,5 +1,5 @@
-// The epilogue of the Hopper GEMMs in which each thread loads the operands and stores y for its own accumulators, in
-// wgmma's layout (the way "by fragment" of epilogue.cuh).
+// The epilogue of Hopper GEMMs "by fragment" (see epilogue.cuh): each thread loads the operands and stores y for its
+// own accumulators, in wgmma's layout.
 //
 // Macros: those of gemm_hopper.cuh.
 #pragma once

@@ -40,8 +40,8 @@ constexpr bool TF32 = ITEM == 4;
 
 // ---- global memory -> shared memory ------------------------------------------------------------------------------
 
-// Returns the offset of a chunk in a row of weights: swizzled_offset, unless PAIRS. PAIRS is for TF32 weights k x n,
-// where a warp reads a fragment from two adjacent chunks of four rows: all eight chunks fall into different banks.
+// Returns the offset of a chunk in a row of weights; without PAIRS, it is swizzled_offset. PAIRS is for TF32 weights
+// k x n: a warp reads a fragment from two adjacent chunks of four rows, and all eight are in different banks.
 template <int ROW_BYTES, bool PAIRS>
 __device__ __forceinline__ int weight_offset(int row, int chunk) {
     if constexpr (PAIRS) return row * ROW_BYTES + ((chunk ^ (row & 3) << 1) << 4);

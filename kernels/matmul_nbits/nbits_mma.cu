@@ -286,7 +286,7 @@ __device__ __forceinline__ void numbers(const unsigned (&words)[BITS / 4], const
 
 // ---- products ------------------------------------------------------------------------------------------------------
 
-// A lane's eight of 32 elements along k of a row of x, in the same pairs in which `numbers` returns weights.
+// Eight elements of a row of x: a lane's share of 32 along k, in the same pairs in which `numbers` returns weights.
 struct Elements {
     unsigned pairs[4];
 

@@ -58,9 +58,9 @@ class ElementsText:
         self.store.write()
 
     def _alike(self, variable: Variable, alike: DominantPart) -> None:
-        """Write vectors as if all elements were in the dominant part; then some threads compute one other element each.
+        """Write vectors as if a Concat's dominant part had all elements; some threads then compute elements outside it.
 
-        The vectors overwrite the other elements with wrong values.  So the same block stores right values afterwards.
+        The vectors write wrong values to elements outside the part, so the same block then stores the right values.
         """
         nest, writer, width, threads = self.nest, self.writer, self.tiling.width, self.tiling.threads
         bound, kind, others = self.parts.bound(ELEMENTS, width), self.type, alike.others
@@ -78,7 +78,8 @@ class ElementsText:
         writer.line(f"const {kind} {other} = {row} * {alike.period} + {column};")
         ends = f"{other} < {begin} + {threads * width} && {other} < {writer.arguments.size(variable.extent)}"
         writer.line(f"const bool {is_other} = {other} >= {begin} && {ends};")
-        # In the next branch, `variable` is another element's index, so results computed for `at` must not be reused.
+        # The next branch declares `variable` again, as the index of another element.  So it must not reuse values that
+        # were computed for the first index.
         writer.scopes = [{}]
         with writer.branch(f"if ({is_other})"):
             writer.line(f"const {kind} {variable.name} = {other};")

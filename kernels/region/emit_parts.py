@@ -35,11 +35,11 @@ class PartsText:
         return divide(extent, width) or sizes.named(f"({extent}) / {width}", sizes.value(extent) // width)
 
     def bound(self, name: str, width: int) -> str:
-        """Return how many vectors of `width` elements the loops of the variables `name` have: the end of `name`."""
+        """Return the number of vectors of `width` elements in the list `name`, at which loops over the list end."""
         return self.writer.arguments.size(self.vectors(self.nest.count(name), width))
 
     def split(self, name: str, variables: Sequence[Variable], width: int) -> None:
-        """Write variables as parts of the flat index `name`, in units of `width` values of the last variable."""
+        """Write variables as parts of the flat index `name`, which counts vectors along the last variable."""
         writer, left = self.writer, f"{name}[j]" if self.writer.lanes.scattered else name
         first, *others = variables
         for variable in reversed(others):

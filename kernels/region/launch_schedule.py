@@ -38,13 +38,13 @@ class Work:
 
 @dataclass
 class Stages:
-    """The works (nests with tilings) of each launch, in order, and the reductions that earlier launches store."""
+    """The nests of each launch with their tilings, in order, and the reductions that earlier launches store."""
 
     launches: list[list[Work]] = field(default_factory=list)
     stored: dict[Key, Stored] = field(default_factory=dict)
 
     def add(self, launch: int, work: Work) -> None:
-        """Add a work (a nest with its tiling) to a launch."""
+        """Add a nest with its tiling to a launch."""
         while len(self.launches) <= launch:
             self.launches.append([])
         self.launches[launch].append(work)
@@ -241,6 +241,6 @@ def _is_merged(keys: Keys, own: Mapping[Keys, Nest], nests: Sequence[Nest]) -> b
 
 
 def _of_one_launch(works: Sequence[Work]) -> list[Work]:
-    """Return the works of one launch with equal numbers of threads per block."""
+    """Return the nests of one launch, changed so that all have the same number of threads per block."""
     tilings = of_one_block([work.tiling for work in works])
     return [replace(work, tiling=tiling) for work, tiling in zip(works, tilings, strict=True)]

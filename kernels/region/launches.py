@@ -1,7 +1,7 @@
 """The kernels of a region, one for each launch.
 
-A launch has one or several works: a work is a loop nest over outputs of one shape, with a tiling that divides the nest
-among blocks.  Each block of the launch computes a part of one work.
+A launch computes one or several loop nests, each over outputs of one shape.  A tiling divides a nest among blocks: each
+block of the launch computes a part of one nest.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _body(
     stored: Mapping[Key, Stored],
     given: tuple[str, str],
 ) -> tuple[str, int]:
-    """Return the code, in which each block computes part of one work, and the bytes of dynamic shared memory."""
+    """Return the code, in which each block computes a part of one nest, and the bytes of dynamic shared memory."""
     lines, before, begin, shared, row_bytes = list[str](), 0, "", 0, 0
     for i, work in enumerate(works):
         end = before + blocks[i]

@@ -12,8 +12,8 @@ from typing import Final
 from onnxfuse.kernels.region.program import Operation, Program
 
 MOVES: Final = ("Identity", "Reshape", "Transpose", "Unsqueeze", "Squeeze", "Expand", "Slice")
-# The largest scale with which no integer of 8 bits overflows, by dtype.  bfloat16 is missing, because 255 * scale can
-# be a step off.
+# The largest scale with which no integer of 8 bits overflows, by dtype.  bfloat16 is missing, because it can
+# round 255 * scale to about 254 * scale.
 MAX_SCALES: Final[Mapping[str, float]] = {"float32": 1e36, "float16": 128.0}
 
 
@@ -41,10 +41,10 @@ def without_round_trips(program: Program) -> Program:
 
 
 def _moves_before(program: Program, operation: Operation) -> list[Operation] | None:
-    """Return the DequantizeLinear whose integers a QuantizeLinear gives back, and the operators between the two.
+    """Return a DequantizeLinear, whose integers `operation` restores, and the operators between the two.
 
-    Returns None for any other operation.  The scale must be one known number: with a scale of 0, or if numbers
-    overflow, the QuantizeLinear would not give back the integers.
+    Returns None if `operation` is not a QuantizeLinear that restores integers.  The scale must be one known
+    number: with a scale of 0, or if numbers overflow, the QuantizeLinear would not restore them.
     """
     if operation.name != "QuantizeLinear":
         return None

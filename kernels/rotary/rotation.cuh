@@ -47,7 +47,7 @@ __device__ __forceinline__ void interleave(float (&first)[WIDTH], float (&second
     for (int i = 0; i < WIDTH; ++i) first[i] = both[i], second[i] = both[WIDTH + i];
 }
 
-// The rotation by the angles of one piece of the tables.
+// The rotation of one piece of a head, by angles from the tables.
 struct Rotation {
     float cos_first[WIDTH], sin_first[WIDTH], cos_second[WIDTH], sin_second[WIDTH];
 
@@ -100,9 +100,9 @@ struct Rotation {
     }
 };
 
-// Whether the two vectors of a piece are adjacent. If they are, one access of neighbouring threads reads every other
-// vector of 16 bytes, and takes as long as if it read all of them. So if each vector holds whole pairs (INSIDE), the
-// two vectors of a piece are ROTATED_HALF apart instead.
+// Whether the two vectors of a piece are adjacent; otherwise, they are ROTATED_HALF elements apart. The latter is
+// faster, because neighbouring threads then access adjacent vectors, not every second vector. Interleaved pairs allow
+// it only if both elements of a pair are in the same vector (INSIDE).
 constexpr bool X_ADJACENT = INTERLEAVED && !INSIDE, Y_ADJACENT = Y_INTERLEAVED && !INSIDE;
 
 // The two vectors of a piece: where each begins within a head, in x and in y.

@@ -60,7 +60,7 @@ class Addend:
     factor: float = 1.0
 
     def times(self, factor: float) -> Addend:
-        """Return the addend times a factor, as it is if the scores are multiplied by the factor after the addition."""
+        """Return the addend times a factor, by which the sum of scores and addend is multiplied."""
         return replace(self, factor=self.factor * factor)
 
 
@@ -179,10 +179,10 @@ def parse_scores(graph: Graph, shapes: ShapeInfo, tensor: Tensor, steps: int = M
 
 
 def _selected(graph: Graph, product: Node | None, numbers: Tensor) -> tuple[Tensor, Mask] | None:
-    """Return the scores and the mask if a product of scores and constants 0 and 1 is added to a constant.
+    """Return the scores and the mask if `product` + `numbers` computes a Where of scores and a number.
 
-    The constant must be 0 where scores are multiplied by 1, and one finite number elsewhere.  tf2onnx writes a Where of
-    scores and a number in this way.
+    `product` must multiply the scores by a constant tensor of zeros and ones.  `numbers` must be a constant tensor with
+    0 where the scores are multiplied by 1, and one finite number elsewhere.  tf2onnx writes a Where in this way.
     """
     if product is None or op_of(product) != "Mul" or not is_constant(numbers):
         return None
@@ -328,8 +328,8 @@ class _Writer:
     def _replace(self, mask: Mask) -> None:
         """Replace elements that a mask hides, in the sum `plain` or the sum `of_heads`, by the mask's number.
 
-        The other sum is added later, so it must not hold the number of another mask.  It is `of_heads` only if the mask
-        has no axis for heads.  If neither sum can be left, the two are added first.
+        The other sum is added later, so it must not hold the number of another mask.  If the mask has an axis
+        for heads, the other sum is `plain`.  If neither sum can be added later, the two are added first.
         """
         is_ordinary_of_heads, is_ordinary_plain = (
             each is None or is_ordinary(self.shapes, each) for each in (self.of_heads, self.plain)

@@ -268,7 +268,7 @@ class Term:
 
     @property
     def own_nodes(self) -> int:
-        """About how many nodes the term itself stands for, without its parts."""
+        """The estimated number of nodes that the term itself stands for, without its parts."""
         return 0
 
     @functools.cached_property

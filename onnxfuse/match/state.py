@@ -53,7 +53,7 @@ class State(NamedTuple):
         return State(terms, values, {**operands, name: tensor}, dims, choices, nodes, kept, factor)
 
     def with_choice(self, name: str, label: str) -> State:
-        """Return the state with the label of a choice."""
+        """Return the state in which the choice `name` has this label."""
         terms, values, operands, dims, choices, nodes, kept, factor = self
         return State(terms, values, operands, dims, {**choices, name: label}, nodes, kept, factor)
 
@@ -87,7 +87,7 @@ class Miss(NamedTuple):  # most attempts give a Miss; a NamedTuple takes a quart
 
     @property
     def of(self) -> int:
-        """About how many nodes the pattern has, in the variant that matched most; `matched` of these nodes agree."""
+        """The estimated number of nodes in the pattern's nearest variant; `matched` of them were found in the graph."""
         return max(self.size(), self.matched)
 
     @property

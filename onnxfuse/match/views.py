@@ -73,8 +73,7 @@ def match_rearrange(
 ) -> Iterator[State]:
     """Yield the state after each way to match a tensor with a rearranged value.
 
-    The value may be the tensor itself, or any tensor from which a chain of views computes it.  The tensor before the
-    longest chain is tried first.
+    The value may be `tensor`, or any tensor of which `tensor` is a view.  The farthest one is tried first.
     """
     inner, pattern, value = term.inner, term.pattern, term.inner.unwrapped
     keep = isinstance(value, Capture) or m.is_output(value)  # then the source stays in the graph
@@ -108,7 +107,7 @@ def match_rearrange(
 
 
 def _is_rounded(m: MatchContext, source: Tensor, nodes: Sequence[Node]) -> bool:
-    """Return whether Casts among the nodes round the source; if so, the operand is their result, not the source."""
+    """Return whether a Cast in `nodes` rounds the source; the pattern's operand is then the Cast's result."""
     casts = [node for node in nodes if op_of(node) == "Cast" and not m.is_to_float32(node)]
     return any(m.shapes.dtype(cast.outputs[0]) != m.shapes.dtype(source) for cast in casts)
 
@@ -243,7 +242,7 @@ def _is_within(width: int, offset: int, count: int, run: int, pitch: int) -> boo
 def _layout_and_offsets(
     m: MatchContext, shape: Sequence[Size], chain: Sequence[Node], tensor: Tensor
 ) -> tuple[layouts.ViewLayout, dict[int, int]] | None:
-    """Return the layout of the chain's result in a source of `shape`, and the first index of the slice by axis."""
+    """Return the layout of the chain's result, and for each sliced axis of the source the first index that is kept."""
     layout: layouts.ViewLayout | None = layouts.identity(shape)
     offsets: dict[int, int] = {}
     for node, after in zip(chain, (*chain[1:], None), strict=True):

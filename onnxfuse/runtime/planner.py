@@ -64,7 +64,7 @@ class _SessionNode:
     """A node of a session."""
 
     counts_runs: bool  # whether the node's runs are counted, so that its plans are measured between runs
-    may_change: bool  # whether later runs may use other plans: no CUDA graph holds the present ones
+    may_change: bool  # whether later runs may use other plans, because no CUDA graph holds the present ones
     templates: list[PreparedTemplate | GivenTemplate] = field(default_factory=list)
 
 
@@ -134,7 +134,7 @@ class Planner:
         (the module that makes the plans) has plans only for known sizes, as a host that calls a library has, the result
         is a template for these sizes alone.  If the kernels of a plan cannot be loaded, the next correct plan is used.
 
-        Raises KernelError or NativeError if the kernels of no plan can be loaded, and the host's errors.
+        Raises KernelError or NativeError if the kernels of no plan can be loaded, and any error of the host.
         """
         while True:
             variant = prepared.template.chosen(sizes)
@@ -183,7 +183,7 @@ class Planner:
             self.plan_files.pop(key, None)
 
     def expect(self, node: FusedNode, dims: Dims, device: Device) -> None:
-        """Make nodes equal to this one, with inputs of these dims, share one template for all dynamic sizes."""
+        """Share one template, for all dynamic sizes, among nodes equal to this one whose inputs have these dims."""
         with self._lock:
             of_node = self._patterns[signature(node, (), device)]
             if dims not in of_node:
@@ -211,7 +211,7 @@ class Planner:
     def equip(self, known: Iterable[tuple[Situation, PreparedTemplate | GivenTemplate]]) -> None:
         """Give the nodes of new sessions their templates, so that they need not request them in their first runs.
 
-        known  nodes of models with their templates, in which the kernels that first runs probably need are loaded
+        known  nodes of models and their templates, with the kernels loaded that first runs probably need
 
         A node is identified by its name and by everything that a template depends on except inputs.  If its template is
         for other inputs or cannot be read, the node requests one as if it had none.
@@ -311,7 +311,7 @@ class Planner:
 
         samples  combinations of sizes that the template is made for; if there are none, the usual spread of sizes
 
-        Raises the host's error if the host has no plan for any sample.
+        Raises the error of the host (the module that makes the plans) if the host has no plan for any sample.
         """
         host, node, device = _host_of(situation), situation.node, situation.device
         if why := host.supports(node, tuple(spec.dtype for spec in inputs), device):
@@ -348,9 +348,9 @@ class Planner:
     ) -> bool:
         """Add the plan that was measured to be the fastest at these sizes; return False if none is known.
 
-        measure  whether measuring the plans now is allowed; other nodes can be planned meanwhile
+        measure  whether the plans may be measured now; other threads can plan nodes while this thread measures
 
-        Raises the host's errors.
+        Raises any error of the host, which is the module that makes the plans.
         """
         template, situation = prepared.template, prepared.situation
         with self._lock:
@@ -369,7 +369,7 @@ class Planner:
 def _add_variant(prepared: PreparedTemplate, sizes: tuple[int, ...]) -> None:
     """Add the first plan for these sizes whose kernels are not known to fail.
 
-    Raises the host's errors, and an earlier error of loading kernels if the kernels of all plans have failed.
+    If the kernels of all plans have failed, raises one of their errors.  Also raises any error of the host.
     """
     variants = candidates_at(_host_of(prepared.situation), prepared.template, sizes)
     errors = [prepared.error_of(each) for each in variants]

@@ -186,7 +186,7 @@ def make_template(
 def candidates_at(host: Host, template: Template, sizes: Sequence[int], record: Trace | None = None) -> list[Variant]:
     """Return all plans that a host offers at these sizes, the expected fastest first.
 
-    `record`, an empty trace, receives the guards of these plans.  Raises the host's errors.  Also raises
+    `record`, an empty trace, receives the guards of these plans.  Raises any error of the host, and
     ValueError if a number depends on dynamic sizes, but the host uses it where Python requires a plain number.
     """
     record = record or Trace(template.expressions)

@@ -23,7 +23,7 @@ from onnxfuse.spell_out.views import join_heads, parts_of, split_heads
 RULES = RuleTable[Rule]()
 
 MASK_FILTER: Final = -10000.0  # the number that is added to the scores of keys that padding hides
-LOWEST: Final[Mapping[int, float]] = {  # by dtype: the number that is added to the scores of keys after their query
+LOWEST: Final[Mapping[int, float]] = {  # by dtype: the number that a causal mask adds to the scores of later keys
     TensorProto.FLOAT: -3.4028234663852886e38,
     TensorProto.FLOAT16: -65504.0,
     TensorProto.BFLOAT16: -3.3895313892515355e38,
@@ -63,11 +63,12 @@ def attended(call: Call, heads: Heads, bias: int, mask: int | None = None) -> Te
 
 
 def _masks(call: Call, heads: Heads, columns: Term, kept: Term | None) -> list[Term]:
-    """Return the terms that masks add to scores; `kept` is true for keys that padding does not hide.
+    """Return the terms that the padding mask and the causal mask add to scores.
 
-    Usually each mask is a term of its own: it adds a number to the scores of the keys that it hides.  If the padding's
-    number is nearly as low as the causal mask's, a key that both masks hide gets the causal mask's number alone.  Both
-    masks are then one term: one mask if the numbers are equal, else a Where that selects a number.
+    `kept` is true for keys that padding does not hide.  Each mask adds one number to the scores of the keys that it
+    hides, usually as a term of its own.  If the padding mask's number is nearly as low as the causal mask's, a key that
+    both hide gets only the causal mask's number.  Then one term has both masks: a single mask if their numbers are
+    equal, else a Where that selects one of the numbers.
     """
     number = call.attribute("mask_filter_value", MASK_FILTER)
     hidden = [] if kept is None else [cast_like(op.Where(kept, 0.0, number), like=heads.keys)]
@@ -199,7 +200,7 @@ def _multi_head(call: Call, bias: int, mask: int, added: int, past: int) -> dict
 
 
 def _new_heads(call: Call, bias: int) -> Heads:
-    """Return queries, new keys and new values split into heads, with their biases."""
+    """Return queries, new keys and new values split into heads, after their biases are added."""
     query, key, value = (call.shape(index) for index in range(3))
     if query is None:
         raise NoSpelling("the rank of its queries is not known")

@@ -39,7 +39,7 @@ DIM_SIZES = (
     ((1,), (448,)),
     ((1,), (1024,)),
 )
-# Tried after DIM_SIZES if a float input of at most three axes may hold audio samples.  The 1 is for a dim that may be
+# Sizes to try after DIM_SIZES if a float input of at most three axes may hold audio.  The 1 is for a dim that may be
 # the batch size of another input, such as the state of a recurrent network.
 AUDIO_SIZES = tuple(((1,), (2**n, 1)) for n in range(8, 16))
 MAX_DIMS_AT_EDGES = 4  # dims set to 0 or 1 one at a time: a decoder's batch, length, cache length and one more
@@ -68,7 +68,7 @@ def model_inputs(model: onnx.ModelProto) -> list[Input]:
 
 
 def with_ranks(model: onnx.ModelProto, ranks: Mapping[str, int]) -> onnx.ModelProto:
-    """Return the model, or a copy in which inputs of unknown rank, by name, have as many unnamed dims as `ranks` says.
+    """Return the model, or a copy in which inputs of unknown rank have `ranks[name]` unnamed dims.
 
     Every size is allowed for these dims.
     """
@@ -178,7 +178,7 @@ def _read_arrays(path: str | os.PathLike[str]) -> dict[str, Array]:
         raise UsageError(f"'{path}' does not exist; expected an .npz file with one array per model input") from error
     except UsageError:
         raise
-    except Exception as error:  # numpy, zipfile and zlib raise many, such as MemoryError for a shape that is too large
+    except Exception as error:  # numpy, zipfile and zlib raise many types, such as MemoryError for too large a shape
         why = first_line(error)
         raise UsageError(f"'{path}' is no .npz file of plain arrays: {why}; write it with np.savez") from error
 
@@ -420,7 +420,10 @@ def _counted_size(each: Input, inputs: Sequence[Input], shapes: Mapping[str, tup
 
 
 def _size_of_image(inputs: Sequence[Input], shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Return height and width of the first input that has the rank of images, by default with the channels first."""
+    """Return height and width of the first input with four axes, which is taken for images.
+
+    Their channels are on the last axis if its size is static and that of axis 1 is dynamic; else they are on axis 1.
+    """
     for each in inputs:
         if len(each.dims) == 4:
             channels_last = isinstance(each.dims[3], int) and not isinstance(each.dims[1], int)
