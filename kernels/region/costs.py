@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from onnxfuse.algebra.indices import Atom, Index
@@ -122,33 +122,43 @@ def _touched(
     step = 1 if lanes.scattered else lanes.width
     first = math.prod(typical(each.extent) for each in variables) // step // 2 // WARP * WARP
     found = dict[int, int]()
-    for thread in range(first, first + WARP):
-        begin = item_bytes * _evaluated(address, _values(thread * step, variables))
-        end = begin + access_bytes
+    for at in _evaluated(address, _values(range(first * step, (first + WARP) * step, step), variables)):
+        begin, end = item_bytes * at, item_bytes * at + access_bytes
         for each in range(begin // unit, (end - 1) // unit + 1):
             found[each] = found.get(each, 0) + min(end, (each + 1) * unit) - max(begin, each * unit)
     return found
 
 
-def _values(left: int, variables: tuple[Variable, ...]) -> dict[str, int]:
-    """Return the values of the variables at the element with the flat index `left`."""
-    found = {}
+def _values(elements: Sequence[int], variables: tuple[Variable, ...]) -> dict[str, list[int]]:
+    """Return the values that each variable has at elements, which are given by their flat indices."""
+    found, left = {}, list(elements)
     for each in reversed(variables):
-        left, found[each.name] = divmod(left, max(1, typical(each.extent)))
+        extent = max(1, typical(each.extent))
+        found[each.name] = [at % extent for at in left]
+        left = [at // extent for at in left]
     return found
 
 
-def _evaluated(index: Index, values: Mapping[str, int]) -> int:
-    return typical(index.constant) + sum(typical(factor) * _atom(each, values) for each, factor in index.terms)
+def _evaluated(index: Index, values: Mapping[str, list[int]]) -> list[int]:
+    """Return the index for each thread of a warp, whose variables have these values."""
+    found = [typical(index.constant)] * WARP
+    for atom, factor in index.terms:
+        times = typical(factor)
+        found = [so_far + times * value for so_far, value in zip(found, _atom(atom, values), strict=True)]
+    return found
 
 
-def _atom(atom: Atom, values: Mapping[str, int]) -> int:
+def _atom(atom: Atom, values: Mapping[str, list[int]]) -> list[int]:
     if atom.kind == "variable":
-        return values.get(atom.name, 0)
+        return values.get(atom.name, [0] * WARP)
     if atom.of is None:  # a loaded value: any number, but the same one at the same place
-        seed = sum((i + 1) * 7919 * values.get(name, 0) for i, name in enumerate(atom.varies))
-        return (seed * 2654435761 >> 9) % max(1, typical(atom.extent))
+        seeds = [0] * WARP
+        for i, name in enumerate(atom.varies, 1):
+            if name in values:
+                seeds = [seed + i * 7919 * value for seed, value in zip(seeds, values[name], strict=True)]
+        extent = max(1, typical(atom.extent))
+        return [(seed * 2654435761 >> 9) % extent for seed in seeds]
     of, by = _evaluated(atom.of, values), max(1, typical(atom.by))
     if atom.kind == "div":
-        return of // by
-    return of % by if atom.kind in ("mod", "wrap") else min(max(of, 0), by - 1)
+        return [each // by for each in of]
+    return [each % by if atom.kind in ("mod", "wrap") else min(max(each, 0), by - 1) for each in of]

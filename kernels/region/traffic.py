@@ -48,6 +48,8 @@ def _moved(address: Index, item_bytes: int, extents: Mapping[str, int]) -> int:
 
 def typical(size: Size) -> int:
     """Return the value of a size if each dynamic dim is DYNAMIC_DIM."""
+    if isinstance(size, int):
+        return size
     return sum(factor * DYNAMIC_DIM ** len(monomial) for monomial, factor in terms_of(size))
 
 
