@@ -57,6 +57,7 @@ from onnxfuse.steps import (
     REGIONS,
     SPELLING,
     LeftOut,
+    Progress,
     StepError,
     also_raised,
     step,
@@ -66,7 +67,6 @@ from onnxfuse.verify.parts import UnfusedGraph, unfused_graph
 MAX_SIMPLIFY_ROUNDS = 4
 MAX_SPELLING_ROUNDS = 4  # after this many rounds, decomposed operators that are still not fused are kept as they were
 T = TypeVar("T")
-Progress: TypeAlias = Callable[[str, int, int], None]  # called with the stage, the amount done and the total
 
 
 @dataclass

@@ -22,7 +22,6 @@ from onnxfuse.errors import ModelError, UsageError, VerificationError
 from onnxfuse.fuse_model import (
     Check,
     FusedModel,
-    Progress,
     Regions,
     Settings,
     StageTimer,
@@ -55,7 +54,7 @@ from onnxfuse.report.outline import Rewritten, outline
 from onnxfuse.report.report import Dropped, Report, Subgraph, quantized_operators
 from onnxfuse.report.unmatched import why_no_region, why_not_made, why_unmatched
 from onnxfuse.rewrite.replace import REGION, Fused
-from onnxfuse.steps import REPORT, SPELLING, LeftOut, attempt
+from onnxfuse.steps import REPORT, SPELLING, LeftOut, Progress, attempt
 from onnxfuse.unfuse_model import has_fused_nodes, in_operators
 from onnxfuse.verifier import WEIGHT_FOLDING, Verifier
 from onnxfuse.verify.accepted import NOTHING_ACCEPTED, Accepted, state_accepted

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NoReturn, TypeVar
+from typing import Final, NoReturn, TypeAlias, TypeVar
 
 from onnxfuse.errors import OnnxfuseError, described
 
@@ -25,6 +25,7 @@ ESTIMATE: Final = "estimating traffic"
 VERIFICATION: Final = "verification"
 REPORT: Final = "report"
 
+Progress: TypeAlias = Callable[[str, int, int], None]  # called with a stage, the amount done and the total; 0: unknown
 T = TypeVar("T")
 
 

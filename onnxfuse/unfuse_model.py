@@ -13,7 +13,7 @@ import onnx.inliner
 
 from onnxfuse.analysis.shape_inference import read_and_infer
 from onnxfuse.errors import ModelError, VerificationError
-from onnxfuse.fuse_model import Progress, simplify
+from onnxfuse.fuse_model import simplify
 from onnxfuse.ir.domain import DOMAIN, is_fused
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.load import load
@@ -23,7 +23,7 @@ from onnxfuse.layout.channel_rules import CHANNEL_FUSIONS, between_transposes
 from onnxfuse.passes.merge_equal_sizes import merge_equal_sizes
 from onnxfuse.pipeline import SCORE_PASSES, WEIGHT_PASSES
 from onnxfuse.report.traffic import Traffic, estimate_traffic
-from onnxfuse.steps import without_what_raises
+from onnxfuse.steps import Progress, without_what_raises
 from onnxfuse.verify.compare import NOT_VERIFIED, Verification, compare
 from onnxfuse.verify.own_process import DEFAULT_TIMEOUT, own_process
 

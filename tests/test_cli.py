@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,6 +19,7 @@ import numpy as np
 import onnx
 import pytest
 from click.testing import CliRunner, Result
+from rich.console import Console
 from rich.progress import Progress
 from test_optimize import BLOCK, LONE_RELU, SQUARE_ROOT_OF_RELU, STORED, WRONG, parse
 
@@ -223,15 +227,32 @@ def test_a_pipe_is_refused(block: Path) -> None:
     assert (result.exit_code, "is a device or a pipe; expected an ONNX file" in error_line(result)) == (FAILED, True)
 
 
-def test_no_progress_bar_is_written_to_a_file(block: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_in_a_file_is_a_line_now_and_then(
+    block: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A short command writes none, and a bar is for terminals only."""
     monkeypatch.setattr(terminal, "SECONDS_WITHOUT_PROGRESS", 0.0)
+    monkeypatch.setattr(terminal, "SECONDS_BETWEEN_LINES", 1000.0)
     result = run("optimize", block, tmp_path / "out.onnx")
     assert (result.exit_code, result.stderr) == (DONE, "")
+    monkeypatch.setattr(terminal, "SECONDS_BETWEEN_LINES", 0.001)
+    errors = io.StringIO()
+    with redirect_stderr(errors), terminal.shown_progress() as show:
+        for stage, done, of, wanted in (
+            ("fuse", 3, 504, " s: fuse, 3 of 504"),
+            ("verify: run it", 0, 0, " s: verify: run it"),
+        ):
+            show(stage, done, of)
+            until = time.monotonic() + 100
+            while not any(line.endswith(wanted) for line in errors.getvalue().splitlines()):
+                assert time.monotonic() < until, errors.getvalue()
 
 
 def test_the_progress_bar_forgets_the_stage_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stage of unknown length has no count, and its bar moves; it does not stand at the count before it."""
     monkeypatch.setattr(terminal, "SECONDS_WITHOUT_PROGRESS", 0.0)
+    on_terminal = Console(file=io.StringIO(), force_terminal=True)
+    monkeypatch.setattr(terminal, "console", lambda stderr: on_terminal)
     bars: list[Progress] = []
     monkeypatch.setattr(
         "rich.progress.Progress", lambda *columns, **how: bars.append(Progress(*columns, **how)) or bars[0]

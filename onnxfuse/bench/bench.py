@@ -17,7 +17,6 @@ import onnx
 
 from onnxfuse.bench.machine import device, versions
 from onnxfuse.errors import ModelError, OnnxfuseError, VerificationError, first_line
-from onnxfuse.fuse_model import Progress
 from onnxfuse.ir.domain import is_fused
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.load import load
@@ -26,6 +25,7 @@ from onnxfuse.ir.protos import nodes
 from onnxfuse.optimizer import optimize
 from onnxfuse.runtime.target import PlanChoice
 from onnxfuse.session import InferenceSession, explain_session, open_session
+from onnxfuse.steps import Progress
 from onnxfuse.tuning.bound_session import BoundSession, Provider, TimedModel, bind, check_outputs, start_session
 from onnxfuse.tuning.dispatch import CUDA_GRAPH, PLAIN, Mode, TunePolicy
 from onnxfuse.tuning.memory_rate import copy_rate

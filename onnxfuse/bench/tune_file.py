@@ -15,7 +15,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from onnxfuse.fuse_model import Progress
 from onnxfuse.ir.domain import is_fused
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.load import load
@@ -24,6 +23,7 @@ from onnxfuse.optimizer import optimize
 from onnxfuse.printing import columns, escape, two_lines
 from onnxfuse.runtime.cache_folder import cache_folder
 from onnxfuse.session import open_session
+from onnxfuse.steps import Progress
 from onnxfuse.tuning.bound_session import Provider, TimedModel
 from onnxfuse.tuning.dispatch import shapes_text
 from onnxfuse.tuning.tune import ORIGINAL, ModelTimes, Tuning, check_kernels_run, tune

@@ -6,13 +6,14 @@ import functools
 import logging
 import sys
 import threading
+import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -22,9 +23,10 @@ from onnxfuse.errors import printable
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from onnxfuse.steps import LeftOut
+    from onnxfuse.steps import LeftOut, Progress
 
 SECONDS_WITHOUT_PROGRESS: Final = 2.0  # a progress bar appears after this time
+SECONDS_BETWEEN_LINES: Final = 10.0  # of progress in a pipe or a file
 UNLIMITED: Final = 100_000  # columns; output into a pipe or a file is not wrapped
 
 
@@ -93,32 +95,66 @@ def show_tracebacks(left_out: Iterable[LeftOut]) -> None:
 
 
 @contextmanager
-def shown_progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Show a progress bar on a terminal once the work has taken SECONDS_WITHOUT_PROGRESS."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+def shown_progress() -> Iterator[Progress]:
+    """Show progress on stderr: by a bar on a terminal, and in a pipe by a line every SECONDS_BETWEEN_LINES."""
+    with _bar() if console(stderr=True).is_terminal else _lines() as show:
+
+        def shown(stage: str, done: int, of: int) -> None:
+            if interrupts.seen():  # Ctrl-C was pressed, but some code swallowed the KeyboardInterrupt
+                raise KeyboardInterrupt
+            show(stage, done, of)
+
+        yield shown
+
+
+@contextmanager
+def _bar() -> Iterator[Progress]:
+    """Show a bar once the work has taken SECONDS_WITHOUT_PROGRESS; it pulses while the amount of work is unknown."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
 
     columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    bar = Progress(*columns, console=console(stderr=True), transient=True)
+    bar = Bar(*columns, console=console(stderr=True), transient=True)
     shown, task = "load", bar.add_task("load", total=None)
 
     def show(stage: str, done: int, of: int) -> None:
-        """Show progress of a stage; each stage has its own bar, which pulses while the amount of work is unknown."""
+        """Show progress of a stage; each stage has its own bar."""
         nonlocal shown, task
-        if interrupts.seen():  # Ctrl-C was pressed, but some code swallowed the KeyboardInterrupt
-            raise KeyboardInterrupt
         if stage != shown or not of:
             bar.remove_task(task)
             shown, task = stage, bar.add_task(stage, total=None)
         bar.update(task, completed=done, total=of or None)
 
     timer = threading.Timer(SECONDS_WITHOUT_PROGRESS, bar.start)
-    if bar.console.is_terminal:  # in a file, an erased bar would leave an empty line
-        timer.start()
+    timer.start()
     try:
         yield show
     finally:
         timer.cancel()
-        if timer.ident is not None:  # the timer was started
-            timer.join()
+        timer.join()
         if bar.live.is_started:  # stopping prints a newline
             bar.stop()
+
+
+@contextmanager
+def _lines() -> Iterator[Progress]:
+    """Print a line every SECONDS_BETWEEN_LINES that says what is being done, and how much of it is done."""
+    started, ended, latest = time.monotonic(), threading.Event(), ("load", 0, 0)
+
+    def show(*progress: Any) -> None:
+        nonlocal latest
+        latest = progress
+
+    def print_lines() -> None:
+        while not ended.wait(SECONDS_BETWEEN_LINES):
+            stage, done, of = latest
+            amount = f", {done} of {of}" if of else ""
+            echo(f"{time.monotonic() - started:.0f} s: {stage}{amount}", err=True)
+
+    thread = threading.Thread(target=print_lines, daemon=True)
+    thread.start()
+    try:
+        yield show
+    finally:
+        ended.set()
+        thread.join()

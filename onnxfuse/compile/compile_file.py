@@ -29,6 +29,7 @@ from onnxfuse.runtime.planner import planner
 from onnxfuse.runtime.saved_plans import backend_of, compile_kernels, plan_file_of, saved_template
 from onnxfuse.runtime.support import require_bodies, why_no_kernel
 from onnxfuse.runtime.template_key import Situation
+from onnxfuse.steps import Progress
 from onnxfuse.tuning import cache
 from onnxfuse.tuning.autotune import MeasuredVerdicts
 from onnxfuse.tuning.dispatch import PLAIN, cached_preferences, model_subject
@@ -36,7 +37,6 @@ from onnxfuse.verify.inputs import model_inputs
 from onnxfuse.verify.requested_shapes import with_known_ranks
 from onnxfuse.verify.shape_ranges import Range, parse_ranges, ranges_of_dims
 
-Progress = Callable[[str, int, int], None]
 planner.verdicts = MeasuredVerdicts()  # the planner then chooses between plans by earlier measurements
 UNKNOWN_RANKS: Final = "the rank of an operand is not known, so that it is planned when it first runs"
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -33,8 +33,8 @@ from onnxfuse.report.report import Report
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime.gpu_kinds import named_gpus
 from onnxfuse.runtime.plan_file import PLANS_SUFFIX
+from onnxfuse.steps import Progress
 
-Progress = Callable[[str, int, int], None]
 OF_ONE_MODEL: Final = ("calibrate", "inputs", "plan", "shapes")  # arguments of `optimize` that fit one model
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import onnx
 
 from onnxfuse.errors import NO_ONNXRUNTIME, MissingPackageError, OnnxfuseError, UsageError, VerificationError
+from onnxfuse.steps import Progress
 
 try:
     import onnxruntime as ort
@@ -35,7 +36,6 @@ PROVIDERS: Final[Mapping[Provider, str]] = {"cpu": "CPUExecutionProvider", "cuda
 NO_NUMPY_DTYPE: Final = ("float8", "float4", "int4", "int2")  # element types that OrtValue.numpy does not convert
 WARM_UP_RUNS: Final = 3  # with CUDA graphs, the first of them runs the model twice and captures it
 ProvidersWithOptions = Sequence[tuple[str, Mapping[str, str]]]
-Progress = Callable[[str, int, int], None]  # called with the stage, and the numbers of steps done and of all steps
 Open = Callable[[str | bytes, ort.SessionOptions, ProvidersWithOptions], ort.InferenceSession]
 
 
