@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from onnxfuse.dsl import Term, choose, contrib, either, op, rearrange, require, shared, size
+from onnxfuse.dsl import Term, choose, contrib, either, op, rearrange, require, shared, size, when
 from onnxfuse.patterns._linear import linear_by_layout
 
 EXAMPLE: Final[Mapping[str, int | str]] = {"bits": 4, "block_size": 16, "scales": "n blocks", "zero_points": "n zeros"}
@@ -46,33 +46,50 @@ def quantized_linear(x: Term, weight: Quantized, bias: Term, number: str = "") -
 
 
 def _dequantized(weight: Quantized, first: str, second: str, axis: int) -> Term:
-    """Dequantize the weight; `first` and `second` are the names of its axes.
+    """Dequantize the weight; `first` and `second` are the names of its axes, and `axis` is that of k.
 
     Other nodes may read the result, such as the embedding that shares the weight of the last product.
     """
-    axes, blocks = f"{first} {second}", f"{first} {second}".replace("k", "blocks")
-    w, scales, zero_points = (
-        rearrange(term, f"{names} -> {names}")
-        for term, names in ((weight.w, axes), (weight.scales, blocks), (weight.zero_points, blocks))
+    axes, n, block_size = f"{first} {second}", (first, second)[1 + axis], weight.block_size
+    blocks = axes.replace("k", "blocks")
+    w, scales = _with_axes(weight.w, axes), _with_axes(weight.scales, blocks)
+    in_blocks = (
+        op.DequantizeLinear(w, scales, _with_axes(weight.zero_points, blocks), axis=axis, block_size=block_size),
+        op.DequantizeLinear(w, scales, axis=axis, block_size=block_size),
+    )
+    without_blocks = (
+        op.DequantizeLinear(w, _with_axes(weight.scales, n), axis=1 + axis, block_size=block_size),
+        op.DequantizeLinear(w, _with_axes(weight.scales, ""), block_size=block_size),
     )
     return shared(
         either(
-            op.DequantizeLinear(w, scales, zero_points, axis=axis, block_size=weight.block_size),
-            op.DequantizeLinear(w, scales, axis=axis, block_size=weight.block_size),
+            *(when(each, "the weight has no blocks", lambda block_size: block_size) for each in in_blocks),
+            *(when(each, "the weight has blocks", lambda block_size: not block_size) for each in without_blocks),
         )
     )
 
 
+def _with_axes(operand: Term, names: str) -> Term:
+    return rearrange(operand, f"{names} -> {names}")
+
+
 def require_blocks() -> None:
-    """Require blocks along k whose size and bits both kernels and onnxruntime support."""
+    """Require blocks along k whose size and bits both kernels and onnxruntime support, or float8 weights.
+
+    Integers without blocks are left to `quantized_gemm`.
+    """
     require("weights have 2, 4 or 8 bits; bits is {bits}", lambda bits: bits in (None, 2, 4, 8))
     require(
+        "a weight without blocks is of float8 numbers",
+        lambda block_size, dtypes: block_size or "float8_e4m3fn" in dtypes.values(),
+    )
+    require(
         "a block has a power of two of elements, and at least 16; block_size is {block_size}",
-        lambda block_size: block_size >= 16 and block_size & (block_size - 1) == 0,
+        lambda block_size: not block_size or (block_size >= 16 and block_size & (block_size - 1) == 0),
     )
     require(
         "{blocks} blocks of {block_size} cover the {k} elements of a column",
-        lambda k, blocks, block_size: isinstance(k, int) and blocks == -(-k // block_size),
+        lambda k, blocks, block_size: isinstance(k, int) and blocks == (-(-k // block_size) if block_size else None),
     )
     require(
         "a block of {block_size} elements of {bits} bits has {bytes} bytes",

@@ -107,7 +107,8 @@ def implementations(product: Product, device: Device) -> list[Implementation]:
     This is the one place that decides which kernels run how many rows, and in which order they are tried.  If
     no kernel runs a product, the result is empty if its epilogue has a program; otherwise ValueError is raised.
     """
-    few = _of_few_rows(product, device) if len({weight.zeros for weight in product.weights}) == 1 else []
+    forms = {(weight.zeros, weight.has_one_scale) for weight in product.weights}
+    few = _of_few_rows(product, device) if len(forms) == 1 else []
     with for_later_plans(product.m if few else 0):
         if product.norm:
             return [*few, *_after_norm(product, product.norm, device)][:MAX_IMPLEMENTATIONS]
@@ -152,8 +153,9 @@ def _of_few_rows(product: Product, device: Device) -> list[Implementation]:
 def _takes_mma(product: Product, device: Device) -> bool:
     are_whole = product.k % 8 == 0 and product.row_bits // 8 % VECTOR_BYTES == 0  # rows of x and of weights
     are_whole = are_whole and (product.weights[0].zeros != PACKED_ZEROS or product.zero_bits % 8 == 0)
-    has_blocks = product.bits in (4, 8) and product.block_size >= MIN_MMA_BLOCK
-    return device.arch >= MMA_ARCH and product.item == 2 and product.aligned and are_whole and has_blocks
+    are_integers = not product.is_float8 and product.bits in (4, 8)
+    takes = device.arch >= MMA_ARCH and product.item == 2 and product.aligned
+    return takes and are_whole and are_integers and product.block_size >= MIN_MMA_BLOCK
 
 
 def _mma_configs(product: Product, device: Device) -> list[MmaConfig]:

@@ -4,7 +4,7 @@
 //
 // Bytes hold elements with the lowest bits first. Column n of y has one row of w, of W_ROW_BYTES, and BLOCKS_K scales;
 // a row of packed zero points has ZERO_BITS bits. Elements of signed integers are read as unsigned ones that are MIDDLE
-// larger, and so are their zero points.
+// larger, and so are their zero points. Without blocks, a column is the beginning of one block, or all have one scale.
 //
 // Macros:
 //   GEMM_N, GEMM_K   n and k; GEMM_N_2 and GEMM_N_3 are n of further weights
@@ -13,6 +13,8 @@
 //   W_ROW_BYTES      bytes of a row of w
 //   ZERO_BITS        bits of a row of packed zero points
 //   SIGNED           1: elements and packed zero points are signed
+//   FLOAT8           1: elements are float8 numbers, e4m3fn, without zero points
+//   ONE_SCALE        1: all blocks have one scale
 //   ZEROS            0: no zero points, each counts as ZERO; 1: packed like the weights; 2: zero points of type T
 //   PRODUCTS         products of one x in this launch, 1 to 3; 1 if GATED, where the second weight is `up`
 //   WEIGHTS_CONSTANT 1: no kernel writes weights, scales and zero points, so that they are read before the predecessor
@@ -43,6 +45,17 @@ __device__ __forceinline__ unsigned load_elements(const unsigned char* from) {
     else return load_part(reinterpret_cast<const unsigned*>(from)) ^ SIGNS;
 }
 
+// Returns the number that an element stands for; that of a signed integer is MIDDLE larger.
+__device__ __forceinline__ float number(unsigned element) {
+    if constexpr (!FLOAT8) return static_cast<float>(element);
+    // After the sign, e4m3fn has 4 bits of exponent, whose bias is 120 smaller than that of a float, and 3 of fraction.
+    // A subnormal number is computed as 2^-6 more, minus 2^-6.
+    const unsigned bits = element & 127, bias = bits < 8 ? 121 : 120;
+    float size = __uint_as_float((bits << 20) + (bias << 23)) - (bits < 8 ? 0x1p-6f : 0.0f);
+    if (bits == 127) size = __uint_as_float(0x7fffffffu);  // NaN
+    return __uint_as_float(__float_as_uint(size) | (element & 128) << 24);
+}
+
 struct Quantized {
     const unsigned char* w;
     const T* scales;
@@ -50,9 +63,12 @@ struct Quantized {
 
     __device__ __forceinline__ const unsigned char* row(int n) const { return w + (long long)n * W_ROW_BYTES; }
 
+    // Returns the place of the scale of a block that is stored after `index` others.
+    __device__ __forceinline__ const T* scale_at(long long index) const { return ONE_SCALE ? scales : scales + index; }
+
     __device__ __forceinline__ float scale(int n, int block) const {
         float value[1];
-        unpack(load_cached<1, WEIGHTS_CONSTANT>(scales + (long long)n * BLOCKS_K + block), value);
+        unpack(load_cached<1, WEIGHTS_CONSTANT>(scale_at((long long)n * BLOCKS_K + block)), value);
         return value[0];
     }
 

@@ -19,7 +19,7 @@ constexpr int THREADS = 32 * WARPS, EACH = WORD * 8 / BITS, TILE_N = LANES * EAC
 constexpr int UNIT = BLOCK_SIZE < 32 ? BLOCK_SIZE : 32;  // rows of w in a unit, at most a block of k
 constexpr int UNITS = (K + UNIT - 1) / UNIT, OWNERS = WARPS * (32 / LANES);
 constexpr int STEP = 8;  // rows of w that a lane loads before it multiplies any
-constexpr int SCALE_VECTOR = WORD == 1 ? 1 : EACH < 16 / int(sizeof(T)) ? EACH : 16 / int(sizeof(T));
+constexpr int SCALE_VECTOR = WORD == 1 || ONE_SCALE ? 1 : EACH < 16 / int(sizeof(T)) ? EACH : 16 / int(sizeof(T));
 static_assert(ZEROS < 2, "DequantizeLinear has zero points of the weights' type");
 static_assert(N % WIDTH == 0 && TILE_N % WIDTH == 0, "vectors end with a block's columns");
 static_assert(UNIT % STEP == 0 && STEP % X_VECTOR == 0 && K % X_VECTOR == 0, "vectors of x end with steps and with k");
@@ -28,6 +28,7 @@ static_assert(UNIT % STEP == 0 && STEP % X_VECTOR == 0 && K % X_VECTOR == 0, "ve
 // mantissa of 2^23 counts 1, so that the bits 2^23 | q are the number 2^23 + q, and the difference of two such numbers
 // is exact.
 __device__ __forceinline__ float difference(unsigned word, unsigned zeros, int index) {
+    if constexpr (FLOAT8) return number(word >> (index * BITS) & QUANT_MASK);
     constexpr unsigned LEAD_OF_ONES = 0x4b000000u;  // 2^23
     const unsigned zero = ZEROS == 0 ? ZERO : zeros >> (index * BITS) & QUANT_MASK;
     return __uint_as_float(word >> (index * BITS) & QUANT_MASK | LEAD_OF_ONES) - __uint_as_float(zero | LEAD_OF_ONES);
@@ -42,7 +43,6 @@ __device__ __forceinline__ void add_units(float (&sums)[ROWS][EACH], const Quant
     for (int unit = owner; unit < UNITS; unit += OWNERS) {
         const int block = unit * UNIT / BLOCK_SIZE;
         const long long at = (long long)block * columns + column;  // index of the first scale and zero point
-        const T* of_block = quantized.scales + at;
         float scales[EACH], own[ROWS][EACH] = {};
         unsigned zeros = 0;
         if constexpr (ZEROS == 1)
@@ -50,7 +50,7 @@ __device__ __forceinline__ void add_units(float (&sums)[ROWS][EACH], const Quant
 #pragma unroll
         for (int i = 0; i < EACH; i += SCALE_VECTOR) {
             float some[SCALE_VECTOR];
-            unpack(load_cached<SCALE_VECTOR, WEIGHTS_CONSTANT>(of_block + i), some);
+            unpack(load_cached<SCALE_VECTOR, WEIGHTS_CONSTANT>(quantized.scale_at(at + i)), some);
 #pragma unroll
             for (int j = 0; j < SCALE_VECTOR; ++j) scales[i + j] = some[j];
         }

@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             zero = quantized.zero_value(COLUMNS_FIRST ? 0 : row, block);
         }
         const unsigned q = words[i * BITS / WORD_BITS] >> (bit + i * BITS % WORD_BITS) & QUANT_MASK;
-        values[i] = (static_cast<float>(q ^ SIGN) - zero) * scale;
+        values[i] = (number(q ^ SIGN) - zero) * scale;
     }
     wait_for_predecessor();  // it may still read the scratch memory that the store overwrites
     store<false>(result + (long long)row * COLUMNS + column, values);

@@ -35,7 +35,7 @@ __device__ __forceinline__ void add_products(float (&own)[ROWS], const Quantized
             float values[X_VECTOR];
 #pragma unroll
             for (int i = 0; i < X_VECTOR; ++i)
-                values[i] = (static_cast<float>(word >> ((v + i) * BITS) & QUANT_MASK) - zero) * scale;
+                values[i] = (number(word >> ((v + i) * BITS) & QUANT_MASK) - zero) * scale;
 #pragma unroll
             for (int i = 0; i < ROWS; ++i) {
                 if (i >= rows) break;

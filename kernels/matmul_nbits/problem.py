@@ -27,7 +27,8 @@ from onnxfuse.kernels.tensors import (
 )
 from onnxfuse.runtime.plan import Argument, Device, FusedNode, Pointer, Scalar, Struct, TensorSpec, Value
 
-BITS: Final = {"int4": 4, "uint4": 4, "int8": 8, "uint8": 8}  # bits of a weight in the layouts kn and nk, by dtype
+FLOAT8: Final = "float8_e4m3fn"
+BITS: Final = {"int4": 4, "uint4": 4, "int8": 8, "uint8": 8, FLOAT8: 8}  # by dtype of a weight in layouts kn and nk
 PACKED_BITS: Final = (2, 4, 8)  # bits of a weight in the layout nbits, which packs weights into bytes
 LAYOUTS: Final = ("nbits", "kn", "nk")
 MIN_BLOCK: Final = 16
@@ -44,6 +45,7 @@ class Weight:
     scales: Pointer
     zero_points: Value
     zeros: int  # the macro ZEROS of nbits.cuh
+    has_one_scale: bool  # of all columns
     bias: Pointer | None = None  # n elements
 
 
@@ -84,6 +86,7 @@ class Product:
     bits: int
     block_size: int
     is_signed: bool  # elements and packed zero points are signed
+    is_float8: bool  # elements are float8 numbers
     dtype: str  # dtype of x, the scales, the bias and y
     aligned: bool  # every pointer is a multiple of 16 bytes
     weights_constant: bool  # no kernel writes the weights, so they can be read before the previous kernel ends
@@ -140,7 +143,8 @@ class Product:
         """Return the macros of nbits.cuh for one weight."""
         return {
             "GEMM_N": weight.n, "GEMM_K": self.k, "BITS": self.bits, "BLOCK_SIZE": self.block_size,
-            "SIGNED": int(self.is_signed), "ZEROS": weight.zeros,
+            "SIGNED": int(self.is_signed), "ZEROS": weight.zeros, "FLOAT8": int(self.is_float8),
+            "ONE_SCALE": int(weight.has_one_scale),
             "ZERO": 1 << (self.bits - 1) if self.layout == "nbits" or self.is_signed else 0,
             "ZERO_BITS": self.zero_bits,
             "WEIGHTS_CONSTANT": int(self.weights_constant),
@@ -177,7 +181,7 @@ class Product:
 def unsupported(node: FusedNode, dtypes: Sequence[str], device: Device) -> str | None:
     """Return why no kernel computes this product on this device; None if one does."""
     given = dict(zip(node.operands, dtypes, strict=True))
-    dtype, block_size = given["x"], node.integer("block_size")
+    dtype, block_size = given["x"], _block_size(node)
     norm = norm_of(node)
     of_norm = {name: given.pop(OF_NORM + name) for name in norm.operands if name != "x"} if norm else {}
     if dtype not in STORAGE:
@@ -206,10 +210,10 @@ def _unsupported_weights(node: FusedNode, given: dict[str, str]) -> str | None:
         required = ("uint8",) if is_packed else tuple(BITS)
         if given[name] not in required:
             return f"{node.fusion}: {name} is {given[name]}; the kernel takes {', '.join(required)}"
-        zeros = given.get(_of_weight(name, "zero_points"), given[name])
-        allowed = ("uint8", given["x"]) if is_packed else (given[name],)
-        if zeros not in allowed:
-            return f"{node.fusion}: the zero points of {name} are {zeros}; required {' or '.join(allowed)}"
+        zeros = given.get(_of_weight(name, "zero_points"))
+        allowed = ("uint8", given["x"]) if is_packed else () if given[name] == FLOAT8 else (given[name],)
+        if zeros and zeros not in allowed:
+            return f"{node.fusion}: the zero points of {name} are {zeros}; required {' or '.join(allowed) or 'none'}"
     return None
 
 
@@ -232,7 +236,7 @@ def products_of(node: FusedNode, inputs: Sequence[TensorSpec]) -> tuple[Product,
     layout, k = _layout(node), node.integer("k")
     if not x.shape or x.shape[-1] != k:
         raise ValueError(f"{node.label}: x has shape {list(x.shape)}; required {k} as the last size")
-    sizes = node.integer("bits", 4) if layout == "nbits" else BITS[first.dtype], node.integer("block_size")
+    sizes = node.integer("bits", 4) if layout == "nbits" else BITS[first.dtype], _block_size(node)
     weights = tuple(_weight(node, inputs, name, k, sizes) for name in names)
     norm = norm_of(node)
     stored = [
@@ -242,7 +246,8 @@ def products_of(node: FusedNode, inputs: Sequence[TensorSpec]) -> tuple[Product,
     aligned = all(spec.aligned for spec in inputs)
     product = Product(
         math.prod(x.shape[:-1]), k, weights, layout, *sizes,
-        is_signed=layout != "nbits" and first.dtype.startswith("int"), dtype=x.dtype, aligned=aligned,
+        is_signed=layout != "nbits" and first.dtype.startswith("int"), is_float8=first.dtype == FLOAT8,
+        dtype=x.dtype, aligned=aligned,
         weights_constant=all(spec.constant for spec in stored), x=required_pointer(node, "x"), y=Pointer("output", 0),
         is_gated="up" in names, activation=node.text("activation", "none"),
     )  # fmt: skip
@@ -264,10 +269,11 @@ def _weight(node: FusedNode, inputs: Sequence[TensorSpec], name: str, k: int, si
     n, blocks = node.integer(name.replace("w", "n").replace("up", "n")), -(-k // block_size)
     is_packed = layout == "nbits"
     zeros, bias = (operand_spec(node, inputs, _of_weight(name, each)) for each in ("zero_points", "bias"))
+    has_one_scale = required_spec(node, inputs, _of_weight(name, "scales")).shape == ()
     packed_zeros = zeros is not None and (not is_packed or zeros.dtype == "uint8")
     for operand, count in (
         (name, n * blocks * block_size * bits // 8 if is_packed else n * k),
-        (_of_weight(name, "scales"), n * blocks),
+        (_of_weight(name, "scales"), 1 if has_one_scale else n * blocks),
         (_of_weight(name, "zero_points"), n * (-(-blocks * bits // 8) if packed_zeros and is_packed else blocks)),
         (_of_weight(name, "bias"), n),
     ):
@@ -277,7 +283,7 @@ def _weight(node: FusedNode, inputs: Sequence[TensorSpec], name: str, k: int, si
     return Weight(
         n, required_pointer(node, name), required_pointer(node, _of_weight(name, "scales")),
         operand_pointer(node, _of_weight(name, "zero_points")),
-        0 if zeros is None else PACKED_ZEROS if packed_zeros else TYPED_ZEROS,
+        0 if zeros is None else PACKED_ZEROS if packed_zeros else TYPED_ZEROS, has_one_scale,
         None if bias is None else required_pointer(node, _of_weight(name, "bias")),
     )  # fmt: skip
 
@@ -285,6 +291,11 @@ def _weight(node: FusedNode, inputs: Sequence[TensorSpec], name: str, k: int, si
 def _of_weight(weight: str, operand: str) -> str:
     """Return the name of an operand that belongs to a weight: w_2 has scales_2, and up has up_scales."""
     return f"up_{operand}" if weight == "up" else f"{operand}{weight.removeprefix('w')}"
+
+
+def _block_size(node: FusedNode) -> int:
+    """Return the elements of a block; without blocks, a column is the beginning of one."""
+    return node.integer("block_size", 0) or max(MIN_BLOCK, 1 << (node.integer("k") - 1).bit_length())
 
 
 def _layout(node: FusedNode) -> str:

@@ -80,7 +80,7 @@ def _name(node: Node) -> str:
 
 def _taken(shapes: ShapeInfo, node: Node) -> str:
     """Return a phrase on how onnxfuse fuses a node, or operators that it writes in the node's place; else ""."""
-    if _is_multiplied(node):
+    if _is_multiplied(shapes, node):
         return MULTIPLIED
     if op_of(node) == "QLinearMatMul":
         return AS_FLOATS
@@ -102,18 +102,20 @@ def _dequantize_linear(shapes: ShapeInfo, node: Node) -> Description:
     if not int_attribute(node, "block_size", 0):
         return f"DequantizeLinear of {dtype} weights", WHOLE
     what = f"DequantizeLinear of {dtype} weights, {_blocks(node, 2)}"
-    if [op_of(reader) for reader in consumers(node.outputs[0])] == ["MatMul"]:
+    if "int" in dtype and [op_of(reader) for reader in consumers(node.outputs[0])] == ["MatMul"]:
         return what, JOINED
     return what, WHOLE
 
 
-def _is_multiplied(node: Node) -> bool:
+def _is_multiplied(shapes: ShapeInfo, node: Node) -> bool:
     """Return whether a node computes a product of integers, or dequantizes weights or biases of such products only."""
     if op_of(node) in ("MatMulInteger", "ConvInteger"):
         return is_constant(node.inputs[1]) and [op_of(reader) for reader in consumers(node.outputs[0])] == ["Cast"]
     if op_of(node) in OF_INTEGERS:
         return is_constant(node.inputs[3])
     if _name(node) != "DequantizeLinear" or not is_constant(node.inputs[0]) or int_attribute(node, "block_size", 0):
+        return False
+    if shapes.dtype(node.inputs[0]) == TensorProto.FLOAT8E4M3FN:
         return False
     readers = consumers(node.outputs[0])
     if [op_of(reader) for reader in readers] == ["Transpose"]:

@@ -298,6 +298,19 @@ def _write_zero_point(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     return True
 
 
+@RULES.rule("DequantizeLinear")
+def _remove_zero_points(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
+    """Remove the zero points of a float8 weight, which are all 0."""
+    weight, is_float8 = node.inputs[0], shapes.dtype(node.inputs[0]) == TensorProto.FLOAT8E4M3FN
+    if not is_float8 or not is_constant(weight) or not has_input(node, 2):
+        return False
+    zero_points = node.inputs[2]
+    if not is_constant(zero_points) or constant_value(graph, zero_points).any():
+        return False
+    node.inputs = node.inputs[:2]
+    return True
+
+
 @RULES.rule("Gemm")
 def _simplify_gemm(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     """Reshape the bias of a Gemm to one axis, and fold the factor `alpha` into the scale of its weight.

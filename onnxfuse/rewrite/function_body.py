@@ -256,8 +256,15 @@ class BodyBuilder:
 
         The steps of a Slice are left out, because `_lacks_steps` checks them.
         """
-        names = (name for name in term.attributes if name not in found.attributes and name != "steps")
+        names = (
+            name for name, wanted in term.attributes.items()
+            if name not in found.attributes and name != "steps" and not self._is_absent(wanted)
+        )  # fmt: skip
         return any(input_index(term.op, name, self.opset) is None for name in names)
+
+    def _is_absent(self, wanted: object) -> bool:
+        """Return whether a value of an attribute is captured, and absent in the model, so that it is not written."""
+        return isinstance(wanted, Capture) and self.variant.values.get(wanted.name) is None
 
     def _lacks_steps(self, term: Apply) -> bool:
         """Return whether a term is a Slice with steps other than 1 in an opset before 10, which has no steps."""

@@ -21,6 +21,7 @@ Result = tuple[np.ndarray, np.ndarray]  # in float64, and the error of rounded w
 NUMPY = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 ULP = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-20}  # of a weight; sums in float32 are less exact
 EPSILON = 1e-5  # of norms
+FLOAT8 = "float8_e4m3fn"
 LOWEST = {"int4": -8, "int8": -128}  # of the dtypes whose elements are signed
 
 
@@ -30,6 +31,7 @@ class Case:
 
     zeros   the zero points: none, packed like the weights, or typed as x
     stored  the dtype of the weight's elements for the layouts kn and nk; weights of the layout nbits are bytes
+    scaled  the elements with one scale: blocks, columns or, with all, the whole weight
     gate    the activation of a gated product, which has a second weight
     others  the columns of one or two further products of x
     size    the factor of all elements of x
@@ -46,6 +48,7 @@ class Case:
     bias: bool = False
     layout: str = "nbits"
     stored: str = "uint8"
+    scaled: str = "blocks"
     gate: str = ""
     others: tuple[int, ...] = ()
     size: float = 1.0
@@ -53,7 +56,7 @@ class Case:
 
     def __str__(self) -> str:
         parts = [f"{self.m}x{self.n}x{self.k}", self.dtype, f"{self.bits}b{self.block_size}", self.zeros]
-        parts += [] if self.layout == "nbits" else [self.layout, self.stored]
+        parts += [] if self.layout == "nbits" else [self.layout, self.stored, self.scaled]
         parts += ["bias"] if self.bias else []
         parts += [self.gate, *map(str, self.others), *([] if self.size == 1 else [f"times {self.size}"]), self.norm]
         return " ".join(filter(None, parts))
@@ -61,7 +64,7 @@ class Case:
     @property
     def blocks(self) -> int:
         """The blocks of a row of weights."""
-        return -(-self.k // self.block_size)
+        return -(-self.k // self.block_size) if self.scaled == "blocks" else 1
 
     @property
     def weights(self) -> dict[str, int]:
@@ -72,7 +75,8 @@ class Case:
     def node(self) -> FusedNode:
         """Return the fused node."""
         fusion = "gated_matmul_nbits" if self.gate else "parallel_matmul_nbits" if self.others else "matmul_nbits"
-        attributes = {"k": self.k, "block_size": self.block_size, "weight_layout": self.layout}
+        attributes: dict[str, int | str] = {"k": self.k, "weight_layout": self.layout}
+        attributes |= {"block_size": self.block_size} if self.scaled == "blocks" else {}
         attributes |= {name.replace("w", "n"): n for name, n in self.weights.items() if name != "up"}
         attributes |= {"bits": self.bits} if self.layout == "nbits" else {}
         attributes |= {"activation": self.gate} if self.gate else {}
@@ -96,7 +100,12 @@ class Case:
             of = named(name)
             arrays[name] = self._packed(random, (n, self.blocks * self.block_size if self.is_padded else self.k))
             scales = random.choice([-1.0, 1.0], (n, self.blocks)) * random.uniform(0.5, 1.5, (n, self.blocks))
-            arrays[of("scales")] = self._turned(scales / 2**self.bits)
+            if self.stored == FLOAT8:
+                scales *= 64  # no number becomes subnormal in float16
+                scales[n // 2, 1:] = 0
+            scales = scales / 2**self.bits
+            forms = {"blocks": self._turned(scales), "columns": scales[:, 0], "all": scales[0, 0]}
+            arrays[of("scales")] = forms[self.scaled]
             if self.zeros == "packed":
                 arrays[of("zero_points")] = self._packed(random, (n, self.blocks))
             if self.zeros == "typed":
@@ -117,7 +126,11 @@ class Case:
     def _packed(self, random: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
         """Return bytes with random elements of an n x k matrix; each row begins a byte if it is padded."""
         rows, columns = shape if self.is_padded else (1, shape[0] * shape[1])
-        return random.integers(0, 256, (rows, -(-columns * self.bits // 8)), dtype=np.uint8)
+        packed = random.integers(0, 256, (rows, -(-columns * self.bits // 8)), dtype=np.uint8)
+        if self.stored == FLOAT8:  # NaN is in the first and the last column only
+            packed[packed & 127 == 127] = 0
+            packed[0, [0, -1]] = 127, 255
+        return packed
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape that a model declares for an operand."""
@@ -142,6 +155,7 @@ class Case:
         q = self._elements(arrays[weight], n, self.blocks * self.block_size if self.is_padded else self.k)[:, : self.k]
         scales = arrays[of("scales")].astype(np.float64)
         scales = scales.T if self.layout == "kn" else scales
+        scales = scales if self.scaled == "blocks" else np.broadcast_to(scales, n)[:, None]
         zeros = arrays.get(of("zero_points"))
         if zeros is None:
             points: np.ndarray = np.full((n, self.blocks), 2.0 ** (self.bits - 1) if self.is_padded else 0.0)
@@ -149,13 +163,15 @@ class Case:
             points = self._elements(zeros, n, self.blocks)
         else:
             points = zeros.astype(np.float64)
-        assert q.min(initial=signed) >= signed
-        points, scales = (np.repeat(each, self.block_size, 1)[:, : self.k] for each in (points, scales))
+        assert self.stored == FLOAT8 or q.min(initial=signed) >= signed
+        length = self.block_size if self.scaled == "blocks" else self.k
+        points, scales = (np.repeat(each, length, 1)[:, : self.k] for each in (points, scales))
         return np.asarray((q - points) * scales)
 
     def _elements(self, packed: np.ndarray, n: int, count: int) -> np.ndarray:
         """Return n rows of so many elements as float64."""
-        found = unpacked(packed, self.bits)
+        is_float8 = self.stored == FLOAT8
+        found = packed.view(ml_dtypes.float8_e4m3fn).astype(np.float64) if is_float8 else unpacked(packed, self.bits)
         if not self.is_padded:
             found = found.reshape(-1)[: n * count]
             found = found.reshape(count, n).T if self.layout == "kn" else found.reshape(n, count)
@@ -197,11 +213,10 @@ def check_within(case: Case, stored: Mapping[str, np.ndarray], found: Sequence[n
     if case.norm == "add_rms_norm":
         results.append((case.sum(stored), np.zeros(())))
     for y, (expected, noise) in zip(found, results, strict=True):
-        errors, allowed = np.abs(y.astype(np.float64) - expected), ULP[case.dtype] * (np.abs(expected) + noise)
-        if not errors.size:
-            continue
-        worst = np.unravel_index(np.argmax(errors - allowed), errors.shape)
-        assert (errors <= allowed).all(), f"at {worst}: {y[worst]}, not {expected[worst]} +- {allowed[worst]}"
+        allowed = ULP[case.dtype] * (np.abs(expected) + noise)
+        wrong = ~(np.abs(y.astype(np.float64) - expected) <= allowed) & ~(np.isnan(y) & np.isnan(expected))
+        for at in map(tuple, np.argwhere(wrong)):
+            raise AssertionError(f"at {at}: {y[at]}, not {expected[at]} +- {allowed[at]}")
 
 
 def gated(activation: str, gate: Result, up: Result) -> Result:
@@ -240,9 +255,9 @@ def model(case: Case, stored: Arrays) -> onnx.ModelProto:
             nodes.append(helper.make_node("MatMulNBits", ["x", *operands], [result], domain="com.microsoft", **sizes))
         else:
             axis, numbers = (0, f"{weight}_kn") if case.layout == "kn" else (1, f"{weight}_nk")
-            nodes.append(
-                helper.make_node("DequantizeLinear", operands, [numbers], axis=axis, block_size=case.block_size)
-            )
+            of_blocks = {"axis": axis, "block_size": case.block_size}
+            attributes = {"blocks": of_blocks, "columns": {"axis": 1 - axis}, "all": {}}[case.scaled]
+            nodes.append(helper.make_node("DequantizeLinear", operands, [numbers], **attributes))
             if axis:
                 nodes.append(helper.make_node("Transpose", [numbers], [f"{weight}_kn"], perm=[1, 0]))
             nodes.append(helper.make_node("MatMul", ["x", f"{weight}_kn"], [result]))
@@ -313,12 +328,26 @@ NORMALIZED = [
     )
     for norm in ("rms_norm", "add_rms_norm")
 ]  # fmt: skip
-CASES = [*OF_OPERATOR, *OF_STANDARD_OPERATORS, *GATED, *PARALLEL, *NORMALIZED]
+OF_FLOAT8 = [
+    replace(case, bits=8, layout=layout, stored=FLOAT8, scaled=scaled)
+    for scaled in ("blocks", "columns", "all")
+    for layout in ("kn", "nk")
+    for case in (
+        Case(1, 96, 512, bias=True), Case(6, 64, 136, "bfloat16", block_size=16), Case(90, 128, 384, block_size=128),
+        Case(2, 50, 100, "float32", block_size=16, bias=True), Case(3, 33, 49, bias=True),
+        Case(2, 64, 512, gate="silu", size=0.05), Case(70, 40, 264, gate="gelu", size=0.05),
+        Case(12, 40, 64, others=(16,)), Case(4, 40, 264, others=(16, 72), norm="add_rms_norm"),
+        Case(100, 40, 264, norm="rms_norm"),
+    )
+]  # fmt: skip
+CASES = [*OF_OPERATOR, *OF_STANDARD_OPERATORS, *OF_FLOAT8, *GATED, *PARALLEL, *NORMALIZED]
 # Whole models: bits and layouts, gates and several products.
 IN_MODELS = [
     *(Case(5, 64, 200, bits=bits, block_size=block, zeros=zeros, bias=True) for bits in (2, 4, 8)
       for block in (16, 64) for zeros in ("none", "packed", "typed")),
     *(Case(5, 64, 208, zeros="packed", layout=layout, stored=stored, bits=4 if stored.endswith("4") else 8)
       for layout in ("kn", "nk") for stored in ("int4", "uint4", "int8", "uint8")),
+    *(Case(5, 64, 208, layout=layout, stored=FLOAT8, bits=8, scaled=scaled) for layout in ("kn", "nk")
+      for scaled in ("blocks", "columns", "all")),
     Case(5, 64, 256, gate="silu"), Case(5, 64, 256, others=(32, 48)),
 ]  # fmt: skip

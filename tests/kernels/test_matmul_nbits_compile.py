@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from architectures import A100, DEVICES, H200, T4, check_compiles
-from nbits_cases import CASES, GATED, PARALLEL, Case
+from nbits_cases import CASES, FLOAT8, GATED, PARALLEL, Case
 from sampling import sampled
 from template_checks import check_template
 
@@ -93,6 +93,7 @@ def test_what_no_kernel_runs_is_refused() -> None:
         ({}, ["float64", *dtypes[1:]], "x is float64"),
         ({}, [*dtypes[:3], "int8"], "zero points of w are int8"),
         ({"weight_layout": "kn"}, ["float16", "int32", *dtypes[2:]], "w is int32"),
+        ({"weight_layout": "kn"}, ["float16", FLOAT8, "float16", FLOAT8], "float8_e4m3fn; required none"),
     ):
         changed = replace(node, attributes={**node.attributes, **attributes})
         assert reason in (supports(changed, given, H200) or "")

@@ -137,21 +137,33 @@ def chosen(spelling: Spelling) -> dict[str, str]:
 
 def reached(spelling: Spelling, *roots: Term) -> tuple[Term, ...]:
     """Return every term of the variant below the roots, every option of an Alternatives included."""
-    return _reached(roots, frozenset(spelling.choices.items()), _rank(spelling.fusion, spelling.leading))
+    rank = _rank(spelling.fusion, spelling.leading)
+    return _reached(spelling.fusion, roots, frozenset(spelling.choices.items()), rank)
 
 
 @functools.cache  # most spellings of a fusion have the same labels
-def _reached(roots: tuple[Term, ...], choices: frozenset[tuple[str, str]], rank: int) -> tuple[Term, ...]:
+def _reached(
+    fusion: Fusion, roots: tuple[Term, ...], choices: frozenset[tuple[str, str]], rank: int
+) -> tuple[Term, ...]:
     found: dict[Term, None] = {}
     labels, work = dict(choices), list(roots)
     while work:
         term = work.pop()
-        if term in found or any(guard.names == ("rank",) and not guard.holds(rank) for guard in term.guards):
+        if term in found or not _is_possible(fusion, term, {"rank": rank}):
             continue
         found[term] = None
         work += [term.labelled(labels.get(term.name, term.labels[0]))] if is_choice(term) else term.parts
         work += term.attribute_captures
     return tuple(found)
+
+
+def _is_possible(fusion: Fusion, term: Term, known: Mapping[str, object] = MappingProxyType({})) -> bool:
+    """Return whether the guards of a term hold as far as they ask for what is known, and for attributes.
+
+    In generated models, attributes that guards ask for have their examples.
+    """
+    known = {**fusion.example, **known}
+    return all(guard.check(known) for guard in term.guards if known.keys() >= set(guard.names))
 
 
 def is_choice(term: Term) -> TypeGuard[Alternatives]:
@@ -946,7 +958,8 @@ def _ways(
 def every_option(fusion: Fusion) -> set[tuple[int, int]]:
     """Return what `Spellings.options` must hold."""
     eithers = [t for t in walk(*fusion.outputs) if has_spellings(t)]
-    return {(id(t), index) for t in eithers for index in range(len(t.options))}
+    options = ((t, index, option) for t in eithers for index, option in enumerate(t.options))
+    return {(id(t), index) for t, index, option in options if _is_possible(fusion, option)}
 
 
 def every_label(fusion: Fusion) -> set[tuple[str, str]]:
