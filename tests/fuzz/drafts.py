@@ -218,13 +218,14 @@ def types_in(graph: onnx.GraphProto) -> dict[str, onnx.TypeProto]:
 
 
 def names_odd_size(model: onnx.ModelProto) -> bool:
-    """Return whether a constant target of a Reshape or the like holds a huge size, or scales make negative ones.
+    """Return whether a constant target of a Reshape or the like holds a huge size, or scales or N are negative.
 
     What is reshaped to that may be taken for a shape.  onnx 1.23 then makes a dimension of each of its elements, be
     they 10^9: Concat and Mul do so where values are propagated, Expand does it below opset 13, also in onnxruntime.
     A Slice of what may be a shape ends the process if its step is 2^31 or more (970012128).  The inputs of functions
     have the names of the graph's constants (1030023441).  A backward Slice of a negative size, which onnx infers for a
-    Resize by a negative scale, ends the process, too, in onnxruntime as well (1050004084).
+    Resize by a negative scale, ends the process, too, in onnxruntime as well (1050004084).  So does any Slice of the
+    result of a MatMulNBits whose N is negative, in onnxruntime (1110029878).
     """
     constants = {t.name: t for t in model.graph.initializer}
     every = list(nodes(model.graph, *model.functions))
@@ -236,4 +237,6 @@ def names_odd_size(model: onnx.ModelProto) -> bool:
     scales = {name for node in every if node.op_type in RESIZING for name in node.input[1:]}
     arrays = [numpy_helper.to_array(constants[name]) for name in targets | scales if name in constants]
     is_huge = any(array.dtype.kind == "i" and (array > MAX_SIZE).any() for array in arrays)
-    return is_huge or any(array.dtype.kind == "f" and not (array >= 0).all() for array in arrays)
+    counts = [a.i for node in every if node.op_type == "MatMulNBits" for a in node.attribute if a.name == "N"]
+    is_negative = any(array.dtype.kind == "f" and not (array >= 0).all() for array in arrays)
+    return is_huge or is_negative or min(counts, default=0) < 0

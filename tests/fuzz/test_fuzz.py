@@ -20,7 +20,7 @@ import onnx
 import pytest
 import run as fuzzer
 from changes import duplicate
-from drafts import inferred, shape_at, types
+from drafts import inferred, names_odd_size, shape_at, types
 from draws import draws
 from fuzz_cases import FuzzCase, case_of, draw_case
 from hostile import wrong_versions
@@ -772,6 +772,23 @@ def test_products_with_weights_of_8_bits_are_compared_in_float32(scale: str, sai
     casts = text.replace("READER", "c = Cast <to = 11> (d) f = Cast <to = 1> (c) y = MatMul (x, f)")
     other = text.replace("READER", "y = MatMul (x, d)").replace("SCALE", scale)
     require_verdict(casts.replace("SCALE", "0.02"), other, {"n": 4}, said)
+
+
+@pytest.mark.parametrize("count", [-1, 2])
+def test_a_negative_count_of_columns_is_not_drawn(count: int) -> None:
+    """A Slice of what onnxruntime infers for such a MatMulNBits ends the process (1110029878)."""
+    model = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]>
+        g (float[4,32] x, uint8[2,1,16] w, float[2] s) => (float[4,2] y) {{
+          y = com.microsoft.MatMulNBits <K = 32, N = {count}, bits = 4, block_size = 32> (x, w, s) }}""")
+    assert names_odd_size(model) is (count < 0)
+
+
+def test_a_softmax_along_a_missing_axis_runs_without_elements() -> None:
+    """onnxruntime does not know the rank of the original's v, and ends before it checks the axis (1110042641)."""
+    model = onnx.parser.parse_model("""<ir_version: 7, opset_import: ["" : 13]>
+        g (float[3,n,2] x, int64[2] shape, int64[n,1] a, int64[1,n] b) => (float y) <float c = {-10000}> {
+          v = Reshape (x, shape)  less = Less (a, b)  w = Where (less, v, c)  y = Softmax <axis = 2> (w) }""")
+    assert judge(model, {"n": 0}, 0).kind == "same"
 
 
 @pytest.mark.parametrize("taken", [True, False])

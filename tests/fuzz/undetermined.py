@@ -44,6 +44,8 @@ ERRORS_OF_REWRITES = (
 )
 # The error of inference at a node that kernels run: a reduction of a scalar, along any axis.
 REDUCES_SCALAR = "axis must be in [-rank, rank-1]. Input rank was 0"
+# The error of inference at a node whose kernel ends before it checks the axis, if there are no elements.
+MISSING_AXIS = "(Softmax) [ShapeInferenceError] 'axis' must be in"
 
 
 def joins_unequal_sizes(model: onnx.ModelProto, outputs: Sequence[str], feeds: Mapping[str, Any]) -> bool:
