@@ -55,6 +55,7 @@ from undetermined import (
     has_huge_scales,
     has_windows_beyond_data,
     joins_unequal_sizes,
+    normalizes_few_elements,
     normalizes_other_channels,
     overflows_int32,
     pools_nothing,
@@ -458,6 +459,15 @@ def test_a_value_that_onnxruntime_loses_without_its_optimizations_counts_with_th
     session = Session(folded)
     assert outputs_of(session, {}) is None and LOST_VALUE in session.error
     assert compare(original, folded, {}, 0).kind == kind
+
+
+@pytest.mark.parametrize(("size", "is_excused"), [(2, True), (1, False), (0, False)])
+def test_a_norm_of_groups_of_one_element_excuses_no_other_shape(size: int, is_excused: bool) -> None:
+    """Seeds 1110046637 and 1110048870."""
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 14]> g (float[1,2,1] x) => (float[1,2,1] y)
+          <float[2] one = {1, 1}> { y = InstanceNormalization (x, one, one) }""")
+    feeds = {"x": np.ones((1, 2, 1), np.float32)}
+    assert normalizes_few_elements(model, model, feeds, np.ones(2), np.ones(size)) is is_excused
 
 
 @pytest.mark.parametrize(("found", "is_excused"), [([-np.inf, 1.0], True), ([np.nan, 2.0], False), ([0.0, 1.0], False)])
