@@ -31,7 +31,9 @@ def draws(
 ) -> Iterator[dict[str, Any]]:
     """Yield inputs: at the first sizes of the symbols, at others, at 0 and 1 of some symbols, and of all of them.
 
-    There are none for a model whose inputs are no tensors of numbers, or have no sizes that can be drawn.
+    There are none for a model whose inputs are no tensors of numbers, or have no sizes that can be drawn.  A symbol in
+    the shape of an input that has a default value is always the default's size: onnxruntime reuses the memory of one
+    tensor for another whose dims are the same symbols, and refuses a run in which they differ (seed 1110048610).
 
     sizes    the first sizes of the symbols
     dims     of inputs whose shapes the model does not declare
@@ -41,12 +43,15 @@ def draws(
         return
     kept, dims = {tensor.name: tensor for tensor in model.graph.initializer}, dims or {}
     declared = {each.name: _dims(each.type.tensor_type, dims.get(each.name, ())) for each in model.graph.input}
+    given = {dim.dim_param: size for each in model.graph.input if each.name in kept
+             for dim, size in zip(each.type.tensor_type.shape.dim, kept[each.name].dims, strict=False)
+             if dim.dim_param}  # fmt: skip
     words = sorted({word for each in declared.values() for d in each if isinstance(d, str) for word in WORD.findall(d)})
     for draw, pool in enumerate(POOLS):
         if draw > WHOLE and not words:
             return
         random, numbers = Random(seed * len(POOLS) + draw), np.random.default_rng(seed * len(POOLS) + draw)
-        now = dict(sizes) if draw == 0 else {word: random.choice(pool) for word in words}
+        now = (dict(sizes) if draw == 0 else {word: random.choice(pool) for word in words}) | given
         feeds = {}
         for each in model.graph.input:
             dtype = each.type.tensor_type.elem_type

@@ -751,6 +751,18 @@ def test_onnxruntime_takes_a_slice_of_opset_10_for_its_input(opset: int, is_excu
     assert not reuses_memory_of_a_slice(model, "another error")
 
 
+def test_a_symbol_is_the_size_of_a_default_value() -> None:
+    """Seed 1110048610."""
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 14]>
+        g (float[n] w, float[m,n] v, float[1] t) => (float[m,n] y) <float[4] w = {1, 2, 3, 4}> {
+          a = Mul (v, t) y = Mul (a, w) }""")
+    shapes = [tuple(map(np.shape, feeds.values())) for feeds in draws(model, {"n": 3, "m": 3}, 0)]
+    assert shapes[0] == ((4,), (3, 4), (1,)) and {rows for _, (rows, _), _ in shapes} > {0, 1}
+    assert {v[1] for _, v, _ in shapes} == {4}
+    model.graph.input[1].type.tensor_type.shape.dim.pop(0)
+    assert judge(model, {"n": 4}, 0, Options(dtype="bfloat16")).kind == "same"
+
+
 ROUNDED = "o = Div (x, s) r = Round (o) i = Clip (r, low, high) z = Mul (i, s)"  # equals d
 
 
