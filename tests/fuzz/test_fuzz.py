@@ -1060,6 +1060,26 @@ def test_onnxruntime_makes_a_zero_point_uint8_if_the_graph_of_its_nodes_holds_it
     assert "output_dtype INT8 does not match" in session.error
 
 
+@pytest.mark.parametrize(
+    ("scale", "options"),
+    [("0.25", Options(then="unfuse")), ("-0.25", Options(emit="standard")),
+     ("-0.25", Options(dtype="bfloat16", then="unfuse"))],
+)  # fmt: skip
+def test_operators_of_a_fused_attention_leave_out_masked_scores(scale: str, options: Options) -> None:
+    """The scores of the first key are infinite; the original adds a mask to them, which gives NaN."""
+    text = """<ir_version: 10, opset_import: ["" : 21]>
+        g (float[b,4,n,8] q, float[b,4,8,3] x, float[b,4,3,8] v, bool[b,1,n,3] m) => (float[] y)
+        <float[3] c = {inf, 1, 1}, float s = {SCALE}, float z = {0}, float low = {-inf}> {
+          k = Mul (x, c) t = Mul (q, s) a = MatMul (t, k) w = Where (m, z, low) d = Add (a, w)
+          p = Softmax <axis = -1> (d) y = MatMul (p, v) }"""
+    model, finite, other = (
+        onnx.parser.parse_model(text.replace("SCALE", scale).replace("inf, 1, 1", first))
+        for first in ("inf, 1, 1", "1, 1, 1", "2, 1, 1")
+    )
+    assert judge(model, {"b": 2, "n": 5}, 0, options).kind == "same"
+    assert compare_on(finite, other, Inputs({"b": 2, "n": 5}, 0), options).kind == "wrong"
+
+
 def test_a_rounding_on_purpose_that_is_lost_is_found() -> None:
     there = CHAIN.replace("a = Abs(x)", "w = Cast<to=10>(x) v = Cast<to=1>(w) a = Abs(v)")
     verdict = compare(onnx.parser.parse_model(there), onnx.parser.parse_model(CHAIN), {"n": 50}, 0)
