@@ -41,6 +41,7 @@ from undetermined import (
     copies_sizes_of_empty_axes,
     expands_to_several_axes,
     has_huge_scales,
+    has_matrix_as_scale,
     has_rows_of_no_iterations,
     has_windows_beyond_data,
     hides_nan,
@@ -319,6 +320,7 @@ def _compare_outputs(
             or normalizes_other_channels(model, given, other.error)
             or never_runs(model, given, other.error)
             or pools_nothing(model, given, other.error)
+            or has_matrix_as_scale(model, other.error)
             or REDUCES_SCALAR in other.error
             or (MISSING_AXIS in other.error and not all(map(np.size, expected.values())))
             or (original.options.emit == "standard" and computes_nothing(optimized, other.error, feeds, expected))

@@ -679,6 +679,20 @@ def test_pools_of_integers_of_no_channels(pool: str, channels: int, is_excused: 
     assert not pools_nothing(model, feeds, "another error")
 
 
+@pytest.mark.parametrize(
+    ("scale", "kind"),
+    [("one = Constant <value = float[1,1] {1}> () t = Mul (s, one)", "same"), ("t = Mul (s, k)", "unrunnable")],
+)
+def test_onnxruntime_refuses_a_matrix_as_constant_scale(scale: str, kind: str) -> None:
+    """Seed 1110047551.  With a scale that depends on an input, onnxruntime's optimizations run the original."""
+    text = """<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]>
+        g (int8[n,8] x, float[1,1] k) => (int8[n,8] y) <float s = {0.125}, float r = {0.3}, int8 z = {0}> {
+          SCALE y = com.microsoft.QLinearSoftmax <axis = 1, opset = 17> (x, t, z, r, z) }"""
+    folded = "t = Constant <value = float[1,1] {0.125}> ()"
+    first, second = (onnx.parser.parse_model(text.replace("SCALE", each)) for each in (scale, folded))
+    assert compare(first, second, {"n": 2}, 0).kind == kind
+
+
 @pytest.mark.parametrize(("how", "is_excused"), [("axis = 0, block_size = 2", True), ("axis = 1", False)])
 def test_onnxruntime_takes_scales_of_blocks_for_scales_of_columns(how: str, is_excused: bool) -> None:
     """Seed 1062003722."""

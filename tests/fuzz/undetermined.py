@@ -217,6 +217,15 @@ def pools_nothing(model: onnx.ModelProto, feeds: Mapping[str, Any], error: str) 
     return is_pool and "PoolAttributes::SetOutputSize" in error and any(np.size(each) == 0 for each in feeds.values())
 
 
+def has_matrix_as_scale(model: onnx.ModelProto, error: str) -> bool:
+    """Return whether onnxruntime refuses a QLinearSoftmax for the axes of its scale, and in the original too.
+
+    It looks at a constant scale alone.  Its own optimizations fold a computed one, as onnxfuse does (seed 1110047551).
+    """
+    said = "BuildLookupTableIfFixed"
+    return said in error and said in Session(model, optimize=True).error
+
+
 def hides_nan(model: onnx.ModelProto) -> bool:
     """Return whether a model looks for NaN, and so may give a number in the place of one."""
     return any(node.op_type == "IsNaN" for node in nodes(model.graph, *model.functions))
