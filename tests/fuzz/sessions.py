@@ -11,6 +11,8 @@ from onnxfuse.verify.cpu_session import open_session, run
 
 Arrays = Mapping[str, Any]
 
+MAX_ERROR = 1000  # characters: the message of a node in two Loops has those of the Loops before it
+
 
 class Session:
     """A model in onnxruntime, by default without optimizations; `error` is what it said last."""
@@ -21,7 +23,7 @@ class Session:
         try:
             self.session = open_session(model, None, optimize=optimize)
         except Exception as error:  # onnxruntime has no public base class of its errors
-            self.error = " ".join(str(error).split())[:300]
+            self.error = " ".join(str(error).split())[:MAX_ERROR]
 
 
 def outputs_of(session: Session, feeds: Arrays) -> dict[str, Any] | None:
@@ -31,5 +33,5 @@ def outputs_of(session: Session, feeds: Arrays) -> dict[str, Any] | None:
     try:
         return run(session.session, feeds)
     except Exception as error:  # as above
-        session.error = " ".join(str(error).split())[:300]
+        session.error = " ".join(str(error).split())[:MAX_ERROR]
         return None

@@ -42,6 +42,7 @@ ERRORS_OF_REWRITES = (
     "output_dtype INT8 does not match y_zero_point type UINT8",
     "No Op registered for Round with domain_version of 10",  # by which it quantizes the bias of a product
 )
+LOST_VALUE = "OrtValue::Get()"  # in the error of a node that reads a value which nothing has made
 # The error of inference at a node that kernels run: a reduction of a scalar, along any axis.
 REDUCES_SCALAR = "axis must be in [-rank, rank-1]. Input rank was 0"
 # The error of inference at a node whose kernel ends before it checks the axis, if there are no elements.
@@ -215,6 +216,15 @@ def pools_nothing(model: onnx.ModelProto, feeds: Mapping[str, Any], error: str) 
     """Return whether onnxruntime refuses a pool of no channels, and the model has one of integers, which it runs."""
     is_pool = any(node.op_type.startswith("QLinear") and node.op_type.endswith("Pool") for node in nodes(model.graph))
     return is_pool and "PoolAttributes::SetOutputSize" in error and any(np.size(each) == 0 for each in feeds.values())
+
+
+def has_lost_value(model: onnx.ModelProto, feeds: Mapping[str, Any], error: str) -> bool:
+    """Return whether onnxruntime drops a value that a Loop reads, and in the original by its optimizations, too.
+
+    It removes Casts that follow each other, also those whose results a body reads (seed 1120010330).
+    """
+    session = Session(model, optimize=True)
+    return LOST_VALUE in error and outputs_of(session, dict(feeds)) is None and LOST_VALUE in session.error
 
 
 def has_matrix_as_scale(model: onnx.ModelProto, error: str) -> bool:
