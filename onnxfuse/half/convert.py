@@ -162,7 +162,7 @@ class _Part:
                 self.sources[result.name] = source
                 node.inputs.clear()
                 node.outputs.clear()
-                if self.graph.is_kept(result):
+                if self.graph.is_kept(result):  # others read the source, which needs no rounding
                     wanted = self.dtypes[result.name] = self.outputs.get(result.name) or self.half
                     self._cast(source, result, wanted)
                     self.casts.setdefault((source.name, wanted), result)
