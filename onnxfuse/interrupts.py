@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 SECONDS_TO_CLEAN_UP: Final = 3.0  # time after a Ctrl-C during which further ones are ignored
 SECONDS_UNTIL_RAISED_AGAIN: Final = 0.02
 # Functions during which a Ctrl-C is delayed.  In importlib's functions, onnx's extension crashes if Python code that it
-# runs raises.  In Worker.start, an error would leave behind the new process, because it is not recorded yet.
+# runs raises.  In Worker.start, an error would leave the new process running, because it is not recorded yet.
 UNINTERRUPTED: Final = {"ExtensionFileLoader.create_module", "ExtensionFileLoader.exec_module", "Worker.start"}
 
 _last: float | None = None  # the time of the last Ctrl-C

@@ -361,8 +361,8 @@ struct Softmax {
     }
 
     // With LATE_CAP, raises the rows' references (the scores of weight 1) to the largest scores of this tile, if these
-    // are larger, and writes to `factor` the factors for earlier sums and results. `in_units`: the scores are no longer
-    // bare products of q and k. Returns the form of the scores.
+    // are larger, and writes to `factor` the factors for earlier sums and results. `in_units`: the result of
+    // `apply` for these scores. Returns the form of the scores.
     __device__ __forceinline__ Scores raise(const float (&s)[SCORES], const Cap& cap, bool in_units,
                                             float (&factor)[2]) {
         bool small = true, smallest = true;

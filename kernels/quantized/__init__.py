@@ -1,4 +1,4 @@
-"""Matrix products and convolutions of 8-bit integers, each of which represents (integer - zero point) * scale."""
+"""Matrix products and convolutions of 8-bit integers; an integer represents (integer - zero point) * scale."""
 
 from typing import Final
 

@@ -29,7 +29,7 @@ SKEWS: Final = (0, 1, 2, 4)  # candidates: words of padding after every 32 rows,
 
 
 def tiles(nest: Nest, tiling: Tile, sizes: Sizes) -> list[Variable]:
-    """Return the variables that number the blocks, each of which computes one tile.
+    """Return the variables that number the blocks; a block computes one tile.
 
     They are the variables of the nest that a tile does not span, and then two that count tiles along its two axes.
     """

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import click
 
@@ -141,9 +141,9 @@ def _lines() -> Iterator[Progress]:
     """Print a line every SECONDS_BETWEEN_LINES that says what is being done, and how much of it is done."""
     started, ended, latest = time.monotonic(), threading.Event(), ("load", 0, 0)
 
-    def show(*progress: Any) -> None:
+    def show(stage: str, done: int, of: int) -> None:
         nonlocal latest
-        latest = progress
+        latest = stage, done, of
 
     def print_lines() -> None:
         while not ended.wait(SECONDS_BETWEEN_LINES):

@@ -1,4 +1,4 @@
-"""Match an operator with a node: the operator's inputs, and its attributes, some of which are inputs in some opsets."""
+"""Match an operator with a node: its inputs and its attributes.  In some opsets, an attribute is an input instead."""
 
 from __future__ import annotations
 

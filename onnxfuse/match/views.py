@@ -73,7 +73,7 @@ def match_rearrange(
 ) -> Iterator[State]:
     """Yield the state after each way to match a tensor with a rearranged value.
 
-    The value may be `tensor`, or any tensor of which `tensor` is a view.  The farthest one is tried first.
+    The value may be `tensor`, or any tensor that has `tensor` as a view.  The farthest one is tried first.
     """
     inner, pattern, value = term.inner, term.pattern, term.inner.unwrapped
     keep = isinstance(value, Capture) or m.is_output(value)  # then the source stays in the graph

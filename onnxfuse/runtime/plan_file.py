@@ -274,6 +274,6 @@ def _template(data: bytes, kernels: Sequence[tuple[int, KernelCode]], device: in
 
 
 def _libraries(flags: int) -> dict[str, bool]:
-    """Return the libraries that `flags` name; True for a library of which plans name an algorithm or an engine."""
+    """Return the libraries that `flags` name; True for a library if plans name an algorithm or an engine of it."""
     parts = {name: flags >> 2 * i for i, name in enumerate(LIBRARIES)}
     return {name: bool(part & 2) for name, part in parts.items() if part & 3}

@@ -101,7 +101,7 @@ def unfused_graph(graph: Graph, shapes: ShapeInfo) -> UnfusedGraph:
 
 
 def _ordinary(graph: Graph, shapes: ShapeInfo) -> Iterator[str]:
-    """Yield the operands of Adds, and the tensors of which operands are views, unless they hold masks (like -inf)."""
+    """Yield the operands of Adds, and the tensors that these are views of, unless they hold masks (like -inf)."""
     bounds, seen = Bounds(shapes), set[str]()
     for tensor in (each for node in graph.nodes if op_of(node) == "Add" for each in node.inputs):
         while tensor.name not in seen and bounds.of(tensor) < MASKS_FROM:

@@ -31,9 +31,9 @@ def draws(
 ) -> Iterator[dict[str, Any]]:
     """Yield inputs: at the first sizes of the symbols, at others, at 0 and 1 of some symbols, and of all of them.
 
-    There are none for a model whose inputs are no tensors of numbers, or have no sizes that can be drawn.  A symbol in
-    the shape of an input that has a default value is always the default's size: onnxruntime reuses the memory of one
-    tensor for another whose dims are the same symbols, and refuses a run in which they differ (seed 1110048610).
+    There are none for a model with an input that is not a tensor of numbers, or has no sizes that can be drawn.  A
+    symbol in the shape of an input that has a default value is always the default's size: onnxruntime reuses the memory
+    of one tensor for another whose dims are the same symbols, and refuses a run in which they differ (seed 1110048610).
 
     sizes    the first sizes of the symbols
     dims     of inputs whose shapes the model does not declare

@@ -158,7 +158,7 @@ def _reached(
 
 
 def _is_possible(fusion: Fusion, term: Term, known: Mapping[str, object] = MappingProxyType({})) -> bool:
-    """Return whether the guards of a term hold as far as they ask for what is known, and for attributes.
+    """Return whether the guards of a term hold, if they ask only for `known` values and for attributes.
 
     In generated models, attributes that guards ask for have their examples.
     """
