@@ -25,7 +25,7 @@ class Activation:
     source: str  # where the formula is defined: an ONNX operator, or a paper
     alpha: float = 0.0  # defaults of alpha and beta in ONNX, if the operator has these parameters
     beta: float = 0.0
-    parameters: tuple[str, ...] = ()  # which of "alpha" and "beta" the function has
+    parameters: tuple[str, ...] = ()  # the parameters that the function has: "alpha", "beta", both or none
     gated: bool = False  # whether gated units use it, as activation(gate) * up
 
 

@@ -1,4 +1,4 @@
-"""Lower and upper bounds of symbolic sizes; the maximum and the minimum of sizes, which are found by these bounds."""
+"""Lower and upper bounds of symbolic sizes, and the maximum and minimum of sizes, which are derived from the bounds."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def lower_bound(size: Size) -> int | None:
 
 @functools.lru_cache(maxsize=65536)  # cached, because the same operands occur in many sizes
 def _lower_bound(size: Dim, substitutions: int) -> int | None:
-    """Return a lower bound of a size, found by at most `substitutions` replacements, one after the other.
+    """Return a lower bound of a size; None if none is found.
 
-    Each of them replaces a `Max`, a `Min` or the quotients in the size by a bound.
+    At most `substitutions` times, the search replaces a `Max`, a `Min` or all quotients in the size by a bound.
     """
     total: int | None = 0
     for monomial, coefficient in size.terms:
@@ -101,7 +101,7 @@ def _bound_of_quotients(size: Dim, substitutions: int) -> int | None:
     if not quotients:
         return None
     factor = math.lcm(*(number for _, number in quotients.values()))
-    total: Size = 0  # a lower bound of `factor * size`, without the `quotients`
+    total: Size = 0  # a lower bound of `factor * size`, in which bounds replace the quotients
     for monomial, coefficient in size.terms:
         if len(monomial) == 1 and monomial[0] in quotients:
             a, number = quotients[monomial[0]]
@@ -120,9 +120,9 @@ def upper_bound(size: Size) -> int | None:
 
 @functools.lru_cache(maxsize=65536)  # cached, because each step of index arithmetic calls it
 def is_nonnegative(size: Size) -> bool:
-    """Return whether the size is proved to be 0 or more if each name in it stands for 1 or more.
+    """Return whether the size is proved to be 0 or more, assuming that each name in it stands for 1 or more.
 
-    Every dim of a tensor that has elements is 1 or more, and tensors without elements are never read.
+    The assumption is safe for index arithmetic: a tensor with a dim of 0 has no elements, so it is never read.
     """
     above, terms = size, terms_of(size)
     # Each name is replaced by name + 1: a name stands for 1 or more, but `lower_bound` assumes only 0 or more.  A size
@@ -177,9 +177,9 @@ _OPERATIONS: Final[Mapping[str, Callable[..., Size]]] = {
 
 
 def solved(size: Size, number: int) -> tuple[str, int] | None:
-    """Return the only symbol of a size, and the value of this symbol with which the size equals `number`.
+    """Solve `size == number` for a size that is linear in one symbol; return the symbol's name and its value.
 
-    None where the size depends on several symbols, or where no integer of at least 1 is such a value.
+    Return None for any other size, and where the value is not a positive integer.
     """
     if isinstance(size, int):
         return None
@@ -191,11 +191,11 @@ def solved(size: Size, number: int) -> tuple[str, int] | None:
 
 
 def equated(size: Size, other: Size) -> tuple[str, Size] | None:
-    """Return the symbol of `size`, and the symbol of `other` that can replace it if both sizes are equal; else None.
+    """Return the symbol of `size` and the symbol of `other` to replace it with, given that both sizes are equal.
 
-    Each size must be the same number times one symbol.  A name of the model replaces an unknown symbol, and an older
-    unknown symbol replaces a newer one.  Of two names of the model (tf2onnx names the batch of each input), the
-    alphabetically first one replaces the other.
+    Return None unless each size is the same number times one symbol, and the symbol of `other` has precedence: a name
+    of the model replaces an unknown symbol, and an older unknown symbol replaces a newer one.  Of two names of the
+    model (tf2onnx names the batch of each input), the alphabetically first one replaces the other.
     """
     match size, other:
         case Dim(terms=(((unknown,), factor),)), Dim(terms=(((known,), same),)) if factor == same and unknown != known:

@@ -1,10 +1,10 @@
-"""Sums of a filter's weights over the taps that lie inside the image, for each range of such taps.
+"""Sums of the weights of a filter, for each set of its taps that can lie inside the image.
 
-If an image of integers has a zero point, a product subtracts the zero point times the sum of the weights.  A
-convolution reads zeros in its padding, so its sum must only count the taps inside the image.  Along an axis, the
-padding hides some of the first taps and some of the last taps.  Each pair of these two counts is a range; each
-combination of ranges along all axes has a row of sums.  The count of hidden last taps varies fastest, and the last axis
-of the filter is the innermost one.
+If an image of integers has a zero point, a convolution subtracts the zero point times the sum of the weights.  It reads
+zeros in the padding, which include no zero point, so the sum must only count the taps inside the image.  Along an axis,
+the padding hides some of the first taps and some of the last taps.  Each pair of these two counts is a range; each
+combination of ranges along all axes has a row of sums.  Rows are in row-major order: the last axis of the filter varies
+fastest, and within an axis the count of hidden last taps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Beyond: TypeAlias = tuple[tuple[int, int], ...]  # by axis: maximum number of ta
 def most_taps_beyond(
     kernel: Sequence[int], dilations: Sequence[int], pads_begin: Sequence[int], pads_end: Sequence[int]
 ) -> Beyond:
-    """Return, by axis, the largest numbers of taps that lie before the image and after it."""
+    """Return, for each axis, how many taps of the filter can lie before the image, and how many after it."""
     axes = zip(kernel, dilations, zip(pads_begin, pads_end, strict=True), strict=True)
     return tuple(
         (min(taps, -(-max(begin, 0) // dilation)), min(taps, -(-max(end, 0) // dilation)))
@@ -39,7 +39,7 @@ def row_count(beyond: Beyond) -> int:
 
 
 def sums_inside(weights: npt.NDArray[np.int8], beyond: Beyond) -> npt.NDArray[np.int32]:
-    """Return the sums of integer weights (n, *kernel, channels) over channels and the taps inside: int32 (rows, n).
+    """Return sums of integer weights (n, *kernel, channels) over channels and taps inside the image: int32 (rows, n).
 
     Each combination of ranges of taps has a row; the docstring of this module says in which order.
     """

@@ -50,7 +50,7 @@ class Index:
 
     @property
     def range(self) -> tuple[Size, Size] | None:
-        """The least and the greatest value that the atoms' ranges allow; None if the sign of a factor is unknown."""
+        """The bounds of the index, from the ranges of its atoms; None if the sign of a factor is unknown."""
         low = high = self.constant
         for atom, factor in self.terms:
             if is_nonnegative(factor):
@@ -106,7 +106,7 @@ def flat(index: Iterable[Index], shape: Iterable[Size]) -> Index:
 
 
 def function(kind: str, of: Index, by: Size) -> Index:
-    """Return the function `kind` ("div", "mod", "reflect" and so on) of an index, as an index with this single term."""
+    """Return an index with one term: the function `kind` ("div", "mod", "reflect" and so on) of another index."""
     return Index(0, ((Atom(kind, by, of=of, by=by), 1),))
 
 

@@ -291,7 +291,8 @@ def _size(terms: dict[Monomial, int]) -> Size:
             return Dim((kept[0],))
     elif len(kept) <= MAX_TERMS and all(len(m) <= MAX_DEGREE and abs(c) <= MAX_COEFFICIENT for m, c in kept):
         return Dim(tuple(sorted(kept, key=_order)))
-    # The digested text includes the coefficients; unlike `str`, `hex` accepts integers of any length.
+    # A digest of this text names the unknown size, so the text includes the coefficients.  They are written by `hex`,
+    # because `str` refuses very long integers.
     return _unknown(str([(monomial, hex(coefficient)) for monomial, coefficient in sorted(kept)]))
 
 

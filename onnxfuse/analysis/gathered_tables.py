@@ -1,4 +1,4 @@
-"""Finds the inputs of a node that are gathered: only the rows selected by another input are read."""
+"""Finds the inputs that a node gathers: it reads only the rows that another input selects."""
 
 from __future__ import annotations
 

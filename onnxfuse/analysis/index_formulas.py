@@ -57,9 +57,8 @@ def shifted(index: Index, by: int) -> Index:
 def at_source(value: Value, place: Place) -> Value | None:
     """Return the formula of a view's elements, given `value`, the formula of the elements of the view's source.
 
-    `place` has, for each axis of the source, the index from which an element of the view is read.
-
-    None where the contents are not linear in the indices of the view.
+    `place` has, for each axis of the source, the index from which an element of the view is read.  Return None where
+    the result is not linear in the indices of the view.
     """
     if isinstance(value, bool):
         return value
@@ -96,7 +95,7 @@ def negated(value: Value) -> Value | None:
 
 
 def causal_mask_value(queries: Size, keys: Size) -> Value:
-    """Return the formula of a causal mask [..., queries, keys]: true up to the diagonal through the last element."""
+    """Return the formula of a causal mask [..., queries, keys]: true up to the diagonal ending at the last element."""
     return less_or_equal(axis_index(-1, keys), axis_index(-2, queries), queries - keys)
 
 

@@ -17,23 +17,23 @@ _CONSTANT_DTYPES = {
     "value_float": TensorProto.FLOAT, "value_int": TensorProto.INT64, "value_string": TensorProto.STRING,
 }  # fmt: skip
 
-_ONNXRUNTIME_SOURCES = {  # by operator: the inputs, instead of input 0, that give the first output its dtype
+_ONNXRUNTIME_SOURCES = {  # operator -> inputs; the first that is present gives output 0 its dtype (default: input 0)
     "com.microsoft::QuantizeLinear": (2,), "com.microsoft::DequantizeLinear": (1,),
     "com.microsoft::MatMulIntegerToFloat": (2,), "com.microsoft::EmbedLayerNormalization": (2,),
     "com.microsoft::GatherBlockQuantized": (2,), "com.microsoft::QGemm": (8, 1),
     "com.microsoft::QLinearConcat": (1,), "com.microsoft::QLinearWhere": (1,),
 }  # fmt: skip
 
-# Inputs that give the first output its dtype, although in newer opsets the schema has different type names for both.
+# Operator -> inputs that give output 0 its dtype, although newer schemas give the two different type parameters.
 _SOURCES = {"DequantizeLinear": (1,)}
 
-_CACHES: dict[int, tuple[int, ...]] = {1: (0,), 2: (0,)}  # for operators whose outputs 1 and 2 are keys and values
-_FURTHER_OUTPUTS: dict[str, dict[int, tuple[int, ...]]] = {  # by operator and output: inputs that give the dtype
+_CACHES: dict[int, tuple[int, ...]] = {1: (0,), 2: (0,)}  # outputs 1 and 2 are keys and values; input 0 gives the dtype
+_FURTHER_OUTPUTS: dict[str, dict[int, tuple[int, ...]]] = {  # operator -> output -> inputs that give it its dtype
     "com.microsoft::SkipLayerNormalization": {3: (0,)}, "com.microsoft::SkipSimplifiedLayerNormalization": {3: (0,)},
     "com.microsoft::EmbedLayerNormalization": {2: (2,)}, "com.microsoft::SkipGroupNorm": {1: (0,)},
     "com.microsoft::Attention": {1: (0,)}, "com.microsoft::MultiHeadAttention": _CACHES,
     "com.microsoft::DecoderMaskedMultiHeadAttention": _CACHES, "com.microsoft::SparseAttention": _CACHES,
-    "com.microsoft::GroupQueryAttention": {1: (3, 0), 2: (4, 0)},  # of the past, if any: it may be quantized
+    "com.microsoft::GroupQueryAttention": {1: (3, 0), 2: (4, 0)},  # the past, if present: it can be quantized
 }  # fmt: skip
 
 

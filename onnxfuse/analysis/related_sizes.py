@@ -61,10 +61,10 @@ def _same_axis(shapes: ShapeInfo, node: Node, shape: Shape, axis: int) -> Size |
 
 
 def _rest(shapes: ShapeInfo, node: Node, shape: Shape, axis: int) -> Size | None:
-    """Return the size of a Reshape's axis from the element count and all other sizes, rounded up.
+    """Return the element count of a Reshape divided by the sizes of all axes but `axis`, rounded up.
 
-    None if another size is unknown.  The quotient is rounded up because assumed sizes may not divide evenly, and the
-    view should not look smaller than its source.
+    Return None if another size is unknown and has no estimate.  The quotient is rounded up, because estimates may not
+    divide evenly, and the view should not look smaller than its source.
     """
     source, others = shapes.shape(node.inputs[0]), (*shape[:axis], *shape[axis + 1 :])
     are_known = all(not name or name in shapes.related for name in map(_unknown, others))

@@ -22,7 +22,7 @@ MAX_DEPTH: Final = 24  # maximum number of nodes between a table and the node th
 
 
 def repeated_columns(shapes: ShapeInfo, tensor: Tensor) -> str:
-    """Return how the columns of a table repeat, as the graph proves: HALVES, PAIRS, both joined by a space, or ""."""
+    """Return how the columns of a table provably repeat: HALVES, PAIRS, both joined by a space, or ""."""
     size = _last_size(shapes, tensor)
     if not isinstance(size, int) or size % 2:
         return ""
@@ -30,7 +30,7 @@ def repeated_columns(shapes: ShapeInfo, tensor: Tensor) -> str:
 
 
 def repeat_columns(value: Array, columns: str) -> Array:
-    """Overwrite the second copy of each column by the first, in place, and return the array."""
+    """Overwrite the second copy of each column of `value` by the first, and return `value`."""
     for kind in columns.split():
         first, second = _parts(value, kind)
         second[...] = first

@@ -116,7 +116,7 @@ def integers(shapes: ShapeInfo, node: Node, name: str) -> list[Size] | None:
             raise CannotInfer
         found = value.tolist()
     numbers = found if isinstance(found, list) else [found]
-    if not all(isinstance(number, int | Dim) for number in numbers):  # the parameter has several axes, or fractions
+    if not all(isinstance(number, int | Dim) for number in numbers):  # the parameter is a matrix, or has fractions
         raise CannotInfer
     return cast("list[Size]", numbers)
 
@@ -170,7 +170,7 @@ def normalize_axis(axis: Size, rank: int) -> int:
 def shape_of_known_rank(shapes: ShapeInfo, node: Node, index: int) -> tuple[Size | None, ...]:
     """Return a shape of unknown dimensions; its rank is the length of the input that gives the shape.
 
-    Raises CannotInfer where that length exceeds the rank limit: a malformed model may reshape to 10^9 axes.
+    Raises CannotInfer where that length exceeds the rank limit: a malformed model can reshape to 10^9 axes.
     """
     rank = _vector_length(shapes, node, index)
     if op_of(node) == "Expand":

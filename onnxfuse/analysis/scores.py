@@ -100,7 +100,7 @@ def is_product_of_slopes(shapes: ShapeInfo, bias: Tensor) -> bool:
 
 
 def is_factored_bias(shapes: ShapeInfo, node: Node) -> bool:
-    """Return whether a node computes a bias, slopes times positions, that is added to scores that can be rewritten.
+    """Return whether a node computes slopes times positions, a bias that is added to scores that can be rewritten.
 
     If a Cast follows the product of slopes and positions, the result is true for both the Mul and the Cast.
     """

@@ -130,7 +130,7 @@ def infer_node(shapes: ShapeInfo, node: Node) -> None:
             shape = inferred[i] if i < len(inferred) else None
         else:
             shape = inferred
-        if shape is not None and not all(map(_is_size, shape)):  # the node is invalid
+        if shape is not None and not all(map(_is_size, shape)):  # the node is invalid: a size is negative or no integer
             shape = None
         completed = shapes.completed(output.name, shape and _recordable(shapes, output.name, shape), is_foreign)
         if output.name:  # an omitted output has no name

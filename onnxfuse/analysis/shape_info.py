@@ -49,10 +49,10 @@ class OuterScope:
 class Learned:
     """Facts about sizes that the operators of a model imply, because they could not run otherwise.
 
-    `not_limited` names symbols such as `Min(512, seq)` whose limit never applies.  `numbers` maps a symbol to the
-    number that it must equal, such as the channels of a Conv's image, or an unknown symbol to the symbol that it must
-    equal.  `unknown` maps the origin of an unknown size, described by a key, to the symbol of this size.  `related`
-    maps an unknown symbol to a number that estimates it.
+    `not_limited` names symbols such as `Min(512, seq)` whose limit never applies.  `numbers` maps a symbol to the size
+    that it must equal: usually a number, such as the channel count of a Conv's weights, sometimes another symbol.
+    `unknown` maps a key, which says where an unknown size comes from, to the symbol of this size.  `related` maps an
+    unknown symbol to a number that estimates it.
     """
 
     not_limited: frozenset[str] = frozenset()
@@ -178,7 +178,7 @@ class ShapeInfo:
         return without_min_constants(size, self.known.not_limited)
 
     def require(self, size: Size, number: Size) -> None:
-        """Record that an operator runs only if a size equals `number`, which may be symbolic if `size` is unknown.
+        """Record that an operator runs only if `size` equals `number`, which can be symbolic.
 
         Calls for a subgraph that runs several times, or never, are ignored: they prove nothing about the outer graph.
         """
@@ -196,7 +196,7 @@ class ShapeInfo:
         return Learned(frozenset(self.not_limited), numbers, self._unknown, self.related)
 
     def _settled(self, name: str, shape: Shape | None) -> Shape | None:
-        """Return a shape with each symbol that must equal a number replaced by that number."""
+        """Return the shape of the tensor `name`, with each symbol replaced by the size that it must equal, if any."""
         if shape is None or not self.known.numbers:
             return shape
         settled = tuple(substituted(size, self.known.numbers) for size in shape)
@@ -205,7 +205,7 @@ class ShapeInfo:
         return settled
 
     def is_settled(self, name: str) -> bool:
-        """Return whether a constraint replaced a symbol in a tensor's shape, or in its recorded shape, by a number."""
+        """Return whether inference found a number for a dimension that was symbolic before or in the model's record."""
         if name in self._with_numbers or not self.known.numbers:
             return name in self._with_numbers
         pairs = zip(self._shapes.get(name) or (), self.infos.recorded_shape(name) or (), strict=False)
@@ -232,7 +232,7 @@ class ShapeInfo:
         return self._unknown[key]
 
     def is_part(self, size: Size, whole: Size) -> bool:
-        """Return whether a size is 1 or equal to `whole`, because it broadcasts to `whole`."""
+        """Return whether `size` is 1 or equal to `whole`, because `whole` is the broadcast of it and other sizes."""
         names = [name for name, other in self.known.numbers.items() if other == whole and isinstance(name, Broadcast)]
         wholes = [broadcast_parts(whole), *(broadcast_parts(symbol(name)) for name in names)]
         return any(broadcast_parts(size) < each for each in wholes)
@@ -299,7 +299,7 @@ class ShapeInfo:
 
 
 def constant_dtype(tensor: Constant) -> int:
-    """Return a constant's onnx.TensorProto.DataType; graphsurgeon keeps that number only where numpy has no dtype."""
+    """Return a constant's onnx.TensorProto.DataType; graphsurgeon stores a NumPy dtype instead where there is one."""
     dtype = tensor.dtype
     return dtype if isinstance(dtype, int) else int(onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
 
@@ -318,17 +318,17 @@ def exact_elements(value: Array) -> Array | None:
 
 
 def number_range(dtype: int) -> tuple[int, int]:
-    """Return the bounds between which a dtype holds every integer; (0, -1), an empty range, for untracked dtypes."""
+    """Return the bounds between which a dtype holds every integer; (0, -1), an empty range, for unsupported dtypes."""
     if dtype in EXACT_INTEGERS:
         return -EXACT_INTEGERS[dtype], EXACT_INTEGERS[dtype]
     return INTEGER_RANGES.get(dtype, (0, -1))
 
 
 def _fits(value: Array, dtype: int) -> bool:
-    """Return whether the dtype holds all elements that are numbers, and all coefficients of those that are symbolic.
+    """Return whether the dtype holds each element exactly; of a symbolic element, it must hold each coefficient.
 
     If a floating-point dtype can represent the result of an integer operation, the operation in this dtype is exact.
-    The sizes that symbols stand for are assumed to be in range.
+    The values of symbols are assumed to be in range.
     """
     low, high = number_range(dtype)
     numbers = (n for e in value.flat for n in ((e,) if isinstance(e, int) else (c for _, c in e.terms)))

@@ -42,7 +42,7 @@ MAX_STEPS: Final = 16  # maximum number of nodes that are followed back from a t
 class TwoNumbers:
     """A tensor that is `here` where the condition `where` is true, and `elsewhere` where it is false.
 
-    A condition that is a bool is true, or false, for all elements.
+    If the condition is a bool, it applies to all elements.
     """
 
     where: bool | AtMostZero
@@ -130,7 +130,7 @@ def _constant(analysis: Formulas, tensor: Constant) -> TwoNumbers | None:
 
 
 def compared(analysis: Formulas, node: Node) -> Value | None:
-    """Return the boolean formula of comparing a tensor of two numbers with a number; None for any other comparison."""
+    """Return the formula of a comparison of a tensor of two numbers with one number; None for other comparisons."""
     compare = COMPARISONS[op_of(node)]
     for i in (0, 1):
         numbers, number = two_numbers(analysis, node.inputs[i]), analysis.fill_value(node.inputs[1 - i])

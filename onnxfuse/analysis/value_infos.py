@@ -39,7 +39,8 @@ class ValueInfos:
         """Run onnx's inference on a copy of the model without weights and without recorded shapes."""
         self._names_of_inputs, self._names = _dim_names(model.graph.input), _recorded_names(model.graph)
         light, weights = _without_weights(model)
-        # Tools may record other shapes for ambiguous slices, and for the nodes after them, than onnxruntime computes.
+        # A backward Slice up to the largest integer is ambiguous: tools may record other shapes for it, and for the
+        # nodes after it, than onnxruntime computes.
         self.has_ambiguous_slices = hide_ends(light)
         graph = _inferred(light)
         if _hide_wrong_results(light, graph):

@@ -105,7 +105,7 @@ def _integers_if_known(shapes: ShapeInfo, node: Node, name: str) -> list[Size] |
 
 
 def _clamped_start(start: Size | None, size: Size, step: Size) -> Size | None:
-    """Return the start; for a backward slice, at least `-size`.
+    """Return the start of a Slice; if the step is negative, at least `-size`.
 
     ONNX clamps a smaller start to the first element; Python would return an empty slice for it.
     """

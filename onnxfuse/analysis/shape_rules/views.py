@@ -78,9 +78,7 @@ def _if_empty(
 
 
 def tells_empty_axes(reshape: Node, target: Sequence[Size], source: Shape | None) -> bool:
-    """Return whether a Reshape, even of an input with empty axes, either gives the sizes of its target or fails.
-
-    The target has a -1, whose size the Reshape computes.
+    """Return whether a Reshape with a -1 in its target fails, or gives the inferred sizes, if its input is empty.
 
     With `allowzero`, onnxruntime computes the size at the -1 as the element count divided by the product of the nonzero
     sizes, so each target size that may be 0 must also be a size of the source.

@@ -70,7 +70,7 @@ def _global_pool(shapes: ShapeInfo, node: Node) -> Shape:
 
 
 def _image(shapes: ShapeInfo, node: Node) -> tuple[Shape, Shape, Shape]:
-    """Return the spatial sizes of an image, and the sizes before and after these."""
+    """Return the sizes of an image in three parts: before the spatial axes, of these axes, and after them."""
     image = input_shape(shapes, node)
     first, end = (1, len(image) - 1) if int_attribute(node, "channels_last", 0) else (2, len(image))
     return image[:first], image[first:end], image[end:]
