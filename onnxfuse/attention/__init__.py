@@ -1,8 +1,7 @@
 """Attention in one form: four axes, a row for each query, and scores with scale, biases and masks in one order.
 
-A round of `pipeline.py` applies the passes of ATTENTION in this order; `add_heads_axis` is applied once no other pass
-changes anything.
-`analysis/scores.py` finds the nodes between a Softmax and its products.
+Each round of `pipeline.py` applies the passes of ATTENTION in this order.  `add_heads_axis` is applied only once no
+other pass changes anything.  `analysis/scores.py` finds the nodes between a Softmax and its products.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from onnxfuse.passes import Pass
 
 ATTENTION: tuple[Pass, ...] = (
     orient_products,  # writes Transposes, which are composed with adjacent views in the next round
-    heads_first,  # before axes are merged
+    heads_first,  # before `merge_window_axes`, which would merge batch and queries
     merge_window_axes,
     regroup_addends,  # makes scores keep one shape up to the Softmax
     split_merged_heads,  # writes views, which are composed with adjacent views
-    merge_value_products,  # needs four axes
-    canonicalize_scores,  # needs four axes
-    extract_alibi,  # biases are separate addends by then
+    merge_value_products,  # needs attention of four axes, as the passes above write it
+    canonicalize_scores,  # needs attention of four axes
+    extract_alibi,  # needs biases that are added separately, as `canonicalize_scores` writes them
     unbroadcast_masks,  # recognizes masks by their index arithmetic, which it follows through constants and views
 )
 # The passes that rewrite scores; they can change the results where a masked score is not finite.

@@ -1,17 +1,17 @@
 """Write the scores that a Softmax reads in the order that patterns match.
 
 Patterns match a product of queries and keys that is first scaled, then gets at most one bias and, at the end, one mask.
-Models write other orders: they scale the sum of a product and a mask, replace the scores that one mask hides and add
-another mask, add three tensors, replace the hidden elements of a bias of heads before they add the bias (Falcon), or
-replace the scores that two masks hide one after the other (x-transformers).
+Models write other orders.  They scale the sum of a product and a mask; replace the scores that one mask hides, and add
+another mask; add three tensors; replace the masked elements of a bias before they add it (Falcon); or replace the
+scores that one mask hides, and then those that another mask hides (x-transformers).
 
 This pass distributes factors over sums.  It adds the addends to each other before it adds them to the scores: one sum
 for tensors with an axis for heads, and one for all others.  A factor per head, as in cosine attention, moves to the
 queries.  A causal mask that replaces scores becomes a mask that is added, because kernels compute the numbers of an
 added causal mask from positions instead of reading them.
 
-A key that two masks hide must keep the score that one mask gives it.  In a row whose keys are all hidden, as in left
-padding, hidden keys still have weight.  The lowest finite number gives such a weight, but the sum of two lowest numbers
+A key that two masks hide must keep the score that one mask gives it.  The reason is a row whose keys are all hidden, as
+in left padding: there, keys with the lowest finite number as score still have weight, but the sum of two lowest numbers
 is -inf.  So a mask that replaces scores becomes an added mask only if its number swallows every score, which means that
 the sum of the number and a score is the number.  Where this mask hides a key, its number also replaces the numbers of
 the masks before it.
@@ -54,25 +54,25 @@ OPERANDS: Final = {
 
 @dataclass(frozen=True)
 class Addend:
-    """A tensor times a number, which is added to scores."""
+    """An addend of scores: a tensor times the number `factor`."""
 
     tensor: Tensor
     factor: float = 1.0
 
     def times(self, factor: float) -> Addend:
-        """Return the addend times a factor, by which the sum of scores and addend is multiplied."""
+        """Return the addend times a factor, for a sum of scores and addend that is multiplied by the factor."""
         return replace(self, factor=self.factor * factor)
 
 
 @dataclass(frozen=True)
 class Mask:
-    """A number that replaces the scores that a condition hides, or is added to them (`is_added`).
+    """A mask: its number replaces the scores that its condition hides, or is added to them if `is_added`.
 
     `swallows` says that the sum of the number and any score is rounded to the number.
     """
 
     condition: Tensor
-    inverted: bool  # the condition is true where scores are hidden, not where they are kept
+    inverted: bool  # whether the condition is true where scores are hidden; else it is true where they are kept
     number: float
     swallows: bool
     is_added: bool = False
@@ -84,22 +84,22 @@ class Mask:
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores as a product times `factor`, followed by `steps`; `nodes` compute the scores from the product."""
+    """Attention scores: `product` times `factor`, then `steps` in order; `nodes` are the nodes that compute them."""
 
     product: Tensor
     factor: float = 1.0
     steps: tuple[Addend | Mask, ...] = ()
     nodes: tuple[Node, ...] = ()
-    is_usual: bool = True  # patterns match this order
+    is_usual: bool = True  # whether patterns match the steps in this order
 
     def then(self, node: Node, *steps: Addend | Mask, is_usual: bool = True) -> Scores:
-        """Return the scores after one more node."""
+        """Return the scores extended by a node that performs `steps`."""
         has_mask = any(isinstance(each, Mask) for each in self.steps)
         is_usual &= self.is_usual and not has_mask and len(self.steps) < MAX_ADDENDS
         return replace(self, steps=(*self.steps, *steps), nodes=(*self.nodes, node), is_usual=is_usual)
 
     def times(self, factor: float, node: Node) -> Scores:
-        """Return the scores after a node that multiplies them by a number."""
+        """Return the scores extended by a node that multiplies them by a number."""
         steps = tuple(each.times(factor) for each in self.steps)
         return replace(self, factor=self.factor * factor, steps=steps).then(node, is_usual=False)
 
@@ -204,8 +204,8 @@ def _masked_bias(graph: Graph, shapes: ShapeInfo, tensor: Tensor) -> tuple[Adden
     """Return the bias and the mask if a tensor is a Where that replaces the hidden elements of a bias by a number.
 
     The bias must have an axis for heads, the mask must have none, and the number must be so low that its sum with any
-    score is the number.  The bias must be the same for all queries: with any other bias, a kernel reads the result of
-    the Where faster than bias and mask.
+    score is the number.  The bias must also be the same for all queries: otherwise, reading the result of the Where is
+    faster for a kernel than reading bias and mask.
     """
     node = producer(tensor)
     if node is None or op_of(node) != "Where" or _has_heads(shapes.shape(node.inputs[0])):
@@ -229,9 +229,9 @@ def _has_heads(shape: Sequence[Size] | None) -> bool:
 
 
 def _is_replaced_after_diagonal(shapes: ShapeInfo, analysis: Callable[[], IndexAnalysis], scores: Scores) -> bool:
-    """Return whether the last step is a causal mask that replaces scores, and every earlier step adds a bias of heads.
+    """Return whether the last step is a causal mask that replaces scores, and all earlier steps add biases per head.
 
-    A bias of heads has an axis for heads, and holds no number of a mask, such as -inf.
+    Such a bias has an axis for heads, and holds no number of a mask, such as -inf.
     """
     *others, mask = scores.steps
     sizes = shapes.shape(scores.product)
@@ -283,7 +283,7 @@ class _Writer:
     graph: Graph
     shapes: ShapeInfo
     end: Tensor
-    is_causal: bool  # the last mask is causal
+    is_causal: bool  # whether the last mask is causal
     of_heads: Tensor | None = None  # the sum of the addends with an axis for heads
     plain: Tensor | None = None  # the sum of the other addends
 
@@ -305,10 +305,10 @@ class _Writer:
         return total if mask is None else self._where(mask, total, stem)
 
     def _may_be_added(self) -> bool:
-        """Return whether adding the mask is exact, and better than replacing scores.
+        """Return whether adding the mask is exact, and lets a kernel read less than replacing scores does.
 
-        Adding is better if some addends have an axis for heads and others have none.  If all of them have this axis,
-        adding is better for a causal mask, because kernels compute its numbers from positions.
+        This holds if some addends have an axis for heads and others have none.  If all addends have this axis, it
+        holds for a causal mask only, because kernels compute the numbers of an added causal mask from positions.
         """
         if self.of_heads is not None and not is_ordinary(self.shapes, self.of_heads):
             return False
@@ -326,10 +326,10 @@ class _Writer:
             self.plain = self._sum(self.plain, tensor)
 
     def _replace(self, mask: Mask) -> None:
-        """Replace elements that a mask hides, in the sum `plain` or the sum `of_heads`, by the mask's number.
+        """Write the mask's number over the elements that the mask hides in one of the sums `plain` and `of_heads`.
 
-        The other sum is added later, so it must not hold the number of another mask.  If the mask has an axis
-        for heads, the other sum is `plain`.  If neither sum can be added later, the two are added first.
+        The other sum is added later, so it must not hold the number of another mask.  The changed sum is `of_heads` if
+        the mask has an axis for heads.  If neither sum can be added later, the two are added first.
         """
         is_ordinary_of_heads, is_ordinary_plain = (
             each is None or is_ordinary(self.shapes, each) for each in (self.of_heads, self.plain)
@@ -342,7 +342,7 @@ class _Writer:
             self.of_heads, self.plain = self._under(mask, self._sum(self.of_heads, self.plain)), None
 
     def _under(self, mask: Mask, addend: Tensor | None) -> Tensor:
-        """Return the mask's number where the mask hides scores, and the addend (0 if it is None) elsewhere."""
+        """Return a tensor with the mask's number where the mask hides scores, and the addend or 0 elsewhere."""
         stem = f"{self.end.name}_mask"
         return self._where(mask, self._constant(f"{stem}_zero", 0.0) if addend is None else addend, stem)
 

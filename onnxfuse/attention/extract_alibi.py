@@ -40,7 +40,7 @@ EPSILON: Final = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 @dataclass(frozen=True)
 class Factored:
-    """A tensor that is one slope per head times positions, which are the same for all heads."""
+    """A tensor as the product of two factors: one slope per head, and positions that all heads share."""
 
     slopes: Array
     positions: Tensor
@@ -71,7 +71,7 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, node: Node, side: int) -> bool:
     found = biases.factored(bias, HEADS_AXIS) if is_computed_from_product(node.inputs[1 - side]) else None
     if found is None:
         return False
-    rank = RANK if is_constant(found.positions) else -HEADS_AXIS  # constants get four axes, like masks
+    rank = RANK if is_constant(found.positions) else -HEADS_AXIS  # constant positions get four axes, like masks
     positions = biases.with_axes(found.positions, [*range(rank - biases.rank(found.positions))])
     stem, own = f"{bias.name}_of_slopes", shapes.dtype(positions)
     values = found.slopes.reshape(heads, 1, 1).astype(tensor_dtype_to_np_dtype(own))
@@ -85,14 +85,14 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, node: Node, side: int) -> bool:
 
 @dataclass(frozen=True)
 class _Biases:
-    """Factors biases of one dtype; a bias that is rounded to a narrower dtype on the way is left alone."""
+    """Splits biases of one dtype into slopes and positions, unless the model rounds them to a narrower dtype."""
 
     graph: Graph
     shapes: ShapeInfo
     dtype: int
 
     def rank(self, positions: Tensor) -> int:
-        """Return the number of axes of positions; `factored` has checked that their shape is known."""
+        """Return the number of axes of `positions`; `factored` has checked that this number is known."""
         return self.shapes.rank(positions) or 0
 
     def factored(self, tensor: Tensor, axis: int, steps: int = MAX_STEPS) -> Factored | None:
@@ -138,7 +138,7 @@ class _Biases:
         return value.astype(np.float64) if np.all(np.isfinite(value)) else None
 
     def _table(self, table: Constant, axis: int) -> Factored | None:
-        """Return the factors of a table in which every head is a multiple of one head; None for other tables."""
+        """Return the factors of a table in which each head's rows are a multiple of one head's; else None."""
         if len(table.shape) < -axis or table.shape[axis] == 1 or not 0 < math.prod(table.shape) <= MAX_TABLE_ELEMENTS:
             return None
         value = np.moveaxis(constant_value(self.graph, table), axis, 0)
@@ -174,7 +174,7 @@ class _Biases:
             return None
         kept = [place for place in range(len(shape)) if place not in added]
         found = self.factored(node.inputs[0], kept.index(len(shape) + axis) - len(kept), steps - 1)
-        lacking = 0 if found is None else len(source) - self.rank(found.positions)  # axes that broadcasting adds
+        lacking = 0 if found is None else len(source) - self.rank(found.positions)  # broadcasting adds these axes
         if found is None or lacking < 0:
             return None
         axes = [place - lacking for place in added if place >= lacking]

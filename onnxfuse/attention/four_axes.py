@@ -1,11 +1,10 @@
 """Give every attention four axes: (batch, heads, rows, columns).
 
 Vision models compute attention in windows, groups or units of pooled queries, with q, k and v of (batch, windows,
-heads, rows, size).  Two of the three axes before the rows are merged, usually the first two.  In two cases, the second
-and the third axis are merged instead.  If a Transpose of the result moves only the second axis next to the size, the
-second axis is the axis of heads.  If the Transpose moves the second and the third axis next to the size, both are
-groups of heads that share keys.  Tensors that the computation reads are reshaped, and so is its result; these Reshapes
-compose with the views around them.
+heads, rows, size).  This file merges two of the three axes before the rows, usually the first two.  It merges the
+second and the third axis if a Transpose of the result moves the second axis, or both, next to the last axis.  In the
+first case, the second axis is the axis of heads; in the other case, both are heads, in groups that share keys.  Tensors
+that the computation reads are reshaped, and so is its result; these Reshapes compose with the views around them.
 
 Attention of one head is often written as softmax(q k^T) v of (batch, rows, size), as in the middle of a variational
 autoencoder, or with a module for each head.  Such an attention gets an axis of size 1 for heads, and one for the batch
@@ -82,7 +81,7 @@ class OneHead:
         return (*batch, 1, *shape[-2:])
 
     def operand(self, tensor: Tensor) -> Tensor | None:
-        """Return a tensor with the new axes; a tensor of fewer axes broadcasts over them as it is."""
+        """Return a tensor with the new axes; a tensor of fewer axes is returned unchanged, because it broadcasts."""
         sizes = self.shapes.shape(tensor)
         if sizes is None or 0 in sizes:  # in a Reshape target, 0 would copy the size of another axis
             return None
@@ -106,7 +105,7 @@ class MergedAxes:
 
     @cached_property
     def axis(self) -> int:
-        """The first merged axis: 1 if a Transpose of the result moves axis 1, or 1 and 2, next to the size, else 0."""
+        """The first merged axis: 1 if a Transpose moves axis 1 (or 1 and 2) of the result next to the last; else 0."""
         for reader in consumers(self.last.outputs[0]):
             perm = ints_attribute(reader, "perm", ()) if op_of(reader) == "Transpose" else []
             if len(perm) == RANK + 1 and perm[-1] == RANK and (perm[-2] == 1 or perm[-3:-1] == [1, 2]):
@@ -118,7 +117,7 @@ class MergedAxes:
         return _joined(shape, self.axis)
 
     def operand(self, tensor: Tensor) -> Tensor | None:
-        """Return a tensor with the axes merged; it broadcasts over axes that it does not have."""
+        """Return a tensor with the two axes merged; without these axes, it is returned unchanged and broadcasts."""
         shape = self.shapes.shape(tensor)
         if shape is None:
             return None
@@ -135,7 +134,7 @@ class MergedAxes:
         return made or self._repeated_last(tensor, shape, at, wanted)
 
     def _repeated_last(self, tensor: Tensor, shape: Shape, at: int, wanted: Shape) -> Tensor | None:
-        """Return a tensor that is repeated along the two axes, with these two axes merged.
+        """Expand a tensor along the two axes and merge them.
 
         The axes are moved to the end, where a Reshape can merge them, and the merged axis is moved back.  Returns None
         if one of the wanted sizes is dynamic, or if the tensor has fewer axes than the result.
@@ -170,7 +169,7 @@ class MergedAxes:
         return write(self.shapes, "Expand", [tensor, joined_sizes(self.shapes, target, stem)], stem)
 
     def back(self, result: Tensor) -> Tensor | None:
-        """Return the result with the merged axes split again; None if they are dynamic, and V lacks such axes."""
+        """Return the result with the merged axes split again; None if their sizes are dynamic and not those of V."""
         made, sizes = self._reshaped(result, self.result), self.result[self.axis : self.axis + 2]
         if made is not None:
             return made
@@ -206,10 +205,10 @@ class MergedAxes:
         return None if 0 in wanted else self._viewed(tensor, View(None, wanted))
 
     def _merged_before_slice(self, source: Tensor, views: tuple[View, ...]) -> tuple[Tensor, tuple[View, ...]]:
-        """If `source` is a slice of the last axis of a packed product, slice the product after a Reshape to three axes.
+        """Move a Slice of a packed product's last axis after a Reshape of the product to three axes.
 
-        Patterns read a slice of three axes in place.  Returns the new source and views, or the given ones if `source`
-        is not such a slice.
+        Patterns can read a slice of a tensor of three axes without a copy.  Returns the new source and views, or the
+        given ones if `source` is not such a slice.
         """
         node, shape = producer(source), self.shapes.shape(source)
         whole = None if node is None or op_of(node) not in SLICING else self.shapes.shape(node.inputs[0])

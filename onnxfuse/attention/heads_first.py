@@ -26,7 +26,7 @@ AFTER_SOFTMAX = frozenset(("Cast", "Reshape"))
 
 @graph_pass(opset=13)  # from this opset on, Softmax is over one axis
 def heads_first(graph: Graph, shapes: ShapeInfo) -> int:
-    """Rewrite every attention whose result has its heads between queries and values.  Returns their number."""
+    """Rewrite each attention whose result has the axes of heads after queries.  Returns the number of attentions."""
     return sum(_rewrite(graph, shapes, node) for node in softmaxes_of_attention(graph))
 
 
@@ -55,7 +55,7 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, softmax: Node) -> bool:
 
 
 def _product_with_values(graph: Graph, softmax: Node) -> Node | None:
-    """Return the product that alone reads a Softmax's probabilities, as its left operand; None if there is none."""
+    """Return the MatMul whose left operand is a Softmax's probabilities, if nothing else reads them; else None."""
     tensor = softmax.outputs[0]
     while (reader := graph.sole_consumer(tensor)) is not None and op_of(reader) in AFTER_SOFTMAX:
         tensor = reader.outputs[0]

@@ -81,7 +81,7 @@ def _joined(graph: Graph, shapes: ShapeInfo, values: list[Tensor], stem: str, to
 
 
 def _unrepeated(shapes: ShapeInfo, values: Tensor) -> Tensor | None:
-    """Return the tensor whose heads, each repeated several times in succession, are `values`; None if there is none."""
+    """Return the tensor from which `values` are made by repeating each head several times; None if there is none."""
     tensor, found = values, []
     for op in ("Reshape", "Expand", "Unsqueeze"):
         node = producer(tensor)

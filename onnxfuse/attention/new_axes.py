@@ -17,7 +17,7 @@ SCORES: Final = ELEMENTWISE | {"Softmax"}  # operators between the two matrix pr
 
 
 class Axes(Protocol):
-    """How the axes of an attention change."""
+    """A change of the axes of all tensors in an attention."""
 
     def shape(self, shape: Shape) -> Shape:
         """Return the new shape of a tensor that the attention computes."""
@@ -28,12 +28,12 @@ class Axes(Protocol):
 
 @dataclass
 class NewAxes:
-    """Rewrites nodes with other axes; if one cannot be rewritten, the new nodes before it remain without consumers."""
+    """Writes copies of nodes with other axes.  If a node cannot be copied, earlier copies remain without consumers."""
 
     shapes: ShapeInfo
-    inside: Mapping[int, Node]  # the nodes, by the ids of their outputs
+    inside: Mapping[int, Node]  # the nodes to rewrite, by the ids of their outputs
     axes: Axes
-    is_transposed: bool = False  # the operands of products are swapped
+    is_transposed: bool = False  # whether to swap the operands of products
     _written: dict[int, Tensor | None] = field(default_factory=dict)
 
     def of(self, tensor: Tensor) -> Tensor | None:
@@ -65,7 +65,7 @@ class NewAxes:
 
 
 def nodes_from_product(tensor: Tensor, is_part: Callable[[Tensor, Node], bool]) -> dict[int, Node]:
-    """Return the nodes that compute a tensor from a product, by the ids of their outputs; empty without a product.
+    """Return the nodes from a product to a tensor, by the ids of their outputs; none if no product computes it.
 
     `is_part` is called with a tensor and its producer, and decides whether the producer can be one of these nodes.
     """
@@ -101,7 +101,7 @@ def attention_before(graph: Graph, shapes: ShapeInfo, last: Node) -> dict[int, N
 
 
 def are_read_by(graph: Graph, nodes: Iterable[Node], readers: Collection[Node], besides: Collection[str] = ()) -> bool:
-    """Return whether only the nodes `readers` and the operators `besides` read the results of `nodes`."""
+    """Return whether all consumers of `nodes` are among `readers`, or have an operator among `besides`."""
     made = [tensor for node in nodes for tensor in node.outputs]
     return not any(map(graph.is_kept, made)) and all(
         reader in readers or op_of(reader) in besides for tensor in made for reader in consumers(tensor)

@@ -58,7 +58,7 @@ def _over_last_axis(graph: Graph, shapes: ShapeInfo, softmax: Node) -> bool:
 
 
 def _is_read_by_column(graph: Graph, shapes: ShapeInfo, probabilities: Tensor) -> bool:
-    """Return whether all consumers are Transposes, or products that sum over the rows of the probabilities."""
+    """Return whether each consumer is a Transpose, or a MatMul with the probabilities as its right operand."""
     return not graph.is_kept(probabilities) and all(
         _is_swap(shapes, reader) or (op_of(reader) == "MatMul" and reader.inputs[0] is not probabilities)
         for reader in consumers(probabilities)
@@ -87,7 +87,7 @@ def _product_of_rows(graph: Graph, shapes: ShapeInfo, swap: Node) -> bool:
 
 
 def _scores_of_rows(shapes: ShapeInfo, scores: Tensor) -> Tensor | None:
-    """Return scores computed from a product with the last two axes swapped; None if no product computes them.
+    """Return scores with their last two axes swapped, computed from `q k^T`, not `k q^T`; None without a product.
 
     Each tensor from the product to `scores` must have only one consumer.  If a Transpose of the last two axes lies
     between the product and `scores`, the input of this Transpose replaces its result.
@@ -117,7 +117,7 @@ class Transposed:
         return (*shape[:-2], shape[-1], shape[-2])
 
     def operand(self, tensor: Tensor) -> Tensor:
-        """Return a tensor with its last two axes swapped; a vector becomes a column, and a number stays."""
+        """Return a tensor with its last two axes swapped; a vector becomes a column, and a scalar is unchanged."""
         node, shape = producer(tensor), self.shapes.shape(tensor)
         if not shape:
             return tensor

@@ -1,11 +1,11 @@
-"""Add tensors to scores in their own shape, where a model reshapes the scores to more axes for the sum, and back.
+"""Add tensors to scores without a Reshape of the scores, where models reshape them to more axes for the sum, and back.
 
 In Swin, each window of a shifted image has a mask.  The scores are reshaped to (batch, windows, heads, rows, columns),
 the masks are added, and the sum is reshaped to (batch * windows, heads, rows, columns) again.  In SAM and MViT, biases
 of positions along height and width are added to scores with two axes for each of rows and columns.
 
-This pass reshapes the addends instead of the scores.  If a Reshape merges several axes and an addend differs along one
-of them, the addend is first expanded along the others.
+This pass reshapes the addends instead.  If a Reshape merges several axes and an addend is not constant along one of
+them, the addend is first expanded along the others.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:
     if added is None or split is None or groups is None or shapes.shape(end) != shape or len(added) > len(split):
         return False
     added = (1,) * (len(split) - len(added)) + added
-    # For each axis of `split`: whether the addends differ along any axis of its group, whose axes become one.
+    # For each axis of `split`: whether the sum of addends has a size other than 1 along any axis of the same group.
+    # The axes of a group are merged into one.
     differs = {i: any(added[j] != 1 for j in group) for group in groups for i in group}
     expanded = tuple(size if differs[i] else 1 for i, size in enumerate(split))
     view = View(None, tuple(product(expanded[i] for i in group) for group in groups))
@@ -92,11 +93,11 @@ def _groups(shape: Shape, split: Shape) -> list[list[int]] | None:
 def _target(
     graph: Graph, shapes: ShapeInfo, source: Tensor, repeats: Sequence[Size], groups: list[list[int]], split: Shape
 ) -> Tensor | None:
-    """Return the target `repeats` of an Expand as a tensor, where the axes of `source` are split into those of `split`.
+    """Return the sizes `repeats`, the target of an Expand, as a tensor.
 
-    One size of the target can be dynamic.  It is computed when the model runs: an axis of `source` is divided by the
-    other sizes into which this axis is split.  Returns None if several sizes are dynamic, or if one of
-    these other sizes is dynamic.
+    One of the sizes can be dynamic.  It is one of the sizes into which an axis of `source` is split.  It is computed at
+    run time: the size of this axis is divided by the other sizes.  Returns None if several sizes are dynamic, or if
+    one of these other sizes is dynamic.
     """
     open_axes = [i for i, size in enumerate(repeats) if not isinstance(size, int)]
     sizes: list[int | Tensor] = [size if isinstance(size, int) else 1 for size in repeats]

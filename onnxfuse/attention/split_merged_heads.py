@@ -48,7 +48,7 @@ def split_merged_heads(graph: Graph, shapes: ShapeInfo) -> int:
 
 
 def _split_at(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:
-    """If the views that end in `last` split the first axis of their source in two, compute the source with two axes.
+    """Compute the source of views that end in `last` with four axes, if the views split its first axis in two.
 
     Returns whether the source was rewritten.
     """
@@ -98,10 +98,10 @@ class SplitHeads:
         return {key: node for key, node in self._inside.items() if node is not None}
 
     def are_read_by(self, chain: Sequence[Node]) -> bool:
-        """Return whether the source of `chain` comes from a MatMul, and no other node reads a tensor in between.
+        """Return whether a MatMul computes the source of `chain`, and no node outside reads a tensor between the two.
 
-        Nodes in `nodes` and `chain`, and Shapes, may read these tensors.  A bias or mask may have any readers, for
-        example if all layers share the mask: it is then written with three axes, too.
+        Nodes in `nodes` and `chain`, and Shapes, are inside.  A bias or mask can have other readers, for example if all
+        layers share the mask: it is then computed with three axes as well as with four.
         """
         source = chain[0].inputs[0]
         products = nodes_from_product(source, lambda tensor, _: id(tensor) in self.nodes)
@@ -111,7 +111,7 @@ class SplitHeads:
         )
 
     def is_inside(self, tensor: Tensor) -> bool:
-        """Return whether the node that computes a tensor can be rewritten with four axes, and its operands as well."""
+        """Return whether the producer of a tensor, and each operand of the producer, can be written with four axes."""
         if id(tensor) not in self._inside:
             node = producer(tensor)
             found = node is not None and op_of(node) in THROUGH and self._has_first_axis(tensor)
@@ -126,8 +126,8 @@ class SplitHeads:
     def _can_write(self, tensor: Tensor, of_product: bool) -> bool:
         """Return whether an operand can be written with its first axis split.
 
-        Views with constant targets can split it.  An operand of any node but a product may also broadcast over heads,
-        or get a Reshape, whose target may be computed at run time.
+        Views with constant targets can split it.  If the operand is not read by a product, it can also broadcast over
+        heads, or get a Reshape whose target is computed at run time.
         """
         if self.is_inside(tensor) or self._farthest_view(tensor) is not None:
             return True
@@ -143,9 +143,9 @@ class SplitHeads:
         return shape is not None and (len(shape) < RANK or (len(shape) == RANK and shape[0] == 1))
 
     def _farthest_view(self, tensor: Tensor) -> tuple[Tensor, tuple[View, ...], list[Node]] | None:
-        """Return the farthest tensor from which views give `tensor` with its first axis split, and these views.
+        """Return the earliest tensor from which views alone compute `tensor` with its first axis split, and the views.
 
-        Also returns the products with a number on the way; see `farthest_view`.
+        Multiplications by a number can lie between the views.  They are returned, too; see `farthest_view`.
         """
         node, shape = producer(tensor), self.shapes.shape(tensor)
         if node is None or shape is None or op_of(node) not in REARRANGING or not self._has_first_axis(tensor):
@@ -174,12 +174,12 @@ class SplitHeads:
         split, stem = self.shape(shape), f"{tensor.name}_heads"
         constant = reshape_target(shape, split)
         target = self._computed_target(tensor, stem) if constant is None else integers(self.graph, stem, constant)
-        # A 0 in a computed target is a size of 0, and does not copy the input's size.
+        # With allowzero, a 0 in a computed target is a size of 0.  Without it, the 0 would copy the input's size.
         attributes = {"allowzero": 1} if constant is None and self.graph.opset >= ALLOWZERO_OPSET else {}
         return write(self.shapes, "Reshape", [tensor, target], stem, attributes)
 
     def _computed_target(self, tensor: Tensor, stem: str) -> Tensor:
-        """Write the target (merged / heads, heads, rows, columns); a -1 would be undetermined beside an empty axis."""
+        """Write the target (merged / heads, heads, rows, columns); a -1 would be ambiguous if an axis is empty."""
         assert isinstance(self.parts[1], int)  # checked by `_can_write`
         heads = integers(self.graph, f"{stem}_count", [self.parts[1]])
         merged, rest = (sizes_along(self.shapes, tensor, axes, stem) for axes in ([0], [1, 2]))

@@ -47,13 +47,13 @@ def unbroadcast_masks(graph: Graph, shapes: ShapeInfo) -> int:
 
 
 class _Substitution:
-    """Tensors that broadcast to other tensors, and can replace them where an operator broadcasts."""
+    """Smaller tensors that broadcast to larger ones, and replace them as operands of operators that broadcast."""
 
     def __init__(self, graph: Graph, shapes: ShapeInfo) -> None:
         """Analyze the integer and boolean tensors of a sorted graph."""
         self.graph, self.shapes = graph, shapes
         self.indices = IndexAnalysis(graph, shapes)
-        self.smaller: dict[str, Tensor] = {}  # smaller tensor by the name of the tensor that it can replace
+        self.smaller: dict[str, Tensor] = {}  # name of a tensor -> the smaller tensor that can replace it
 
     def visit(self, node: Node) -> bool:
         """Find a substitute for the node's output; return whether all consumers read the substitute now."""
@@ -79,7 +79,10 @@ class _Substitution:
         return False
 
     def _substitute(self, node: Node, tensor: Tensor | None) -> bool:
-        """Replace the node's output by a tensor of the same shape, or store a smaller tensor for its consumers."""
+        """Replace the node's output by `tensor` if the shapes are equal; else store it as the output's smaller tensor.
+
+        Returns whether the output was replaced.
+        """
         output = node.outputs[0]
         if tensor is None:
             return False
@@ -101,22 +104,22 @@ class _Substitution:
         takes_all = all(index == axis_index(axis, size) for index, axis, size in triples)
         used = [axis for axis in axes if axis]
         if any(-axis > len(shape) or shape[axis] != size for axis, size in zip(axes, sizes, strict=True) if axis):
-            return None  # the tensor broadcasts along this axis
+            return None  # the indices do not run over all elements of this axis exactly once
         new = [i for i in range(len(shape)) if i - len(shape) not in used]
         small_shape = [1 if i in new else size for i, size in enumerate(shape)]
         target = reshape_target(sizes, small_shape)
         if not takes_all or used != sorted(set(used)) or (target is None and 0 in axes):
             return None
         stem = f"{output.name}_thin"
-        # A Reshape might need a -1, which is not allowed beside a size of 0, so Unsqueeze is preferred.  But only a
-        # Reshape can move axes of size 1.
+        # Unsqueeze is preferred, because a Reshape might need a -1, which is ambiguous if another size is 0.  But only
+        # a Reshape can move axes of size 1.
         if 0 not in axes:
             return unsqueezed(self.shapes, value.tensor, new, stem)
         inputs = [value.tensor, integers(self.graph, f"{stem}_shape", target or [])]
         return write(self.shapes, "Reshape", inputs, stem)
 
     def _single_row(self, node: Node) -> Tensor | None:
-        """Return the row of a small table that all indices select, such as the embedding of equal token types."""
+        """Return the one row that all indices of a Gather select from a small table, such as that of token types."""
         table, index = node.inputs[0], self.indices.index(node, 1)
         row, dtype = index.constant if index is not None and not index.terms else None, self.shapes.dtype(table)
         if not is_constant(table) or not table.shape or dtype not in FUSIBLE_FLOATS:
@@ -166,9 +169,9 @@ class _Substitution:
         return False
 
     def _result_among(self, op: str, inputs: Sequence[Tensor]) -> Tensor | None:
-        """Return the input that equals the result up to broadcasting, because the other inputs are neutral.
+        """Return the input whose broadcast is the result, because the other inputs do not change it; else None.
 
-        Returns None if there is no such input.
+        For example, And of a mask and a tensor that is true everywhere is the mask.
         """
         if op == "Where" and isinstance(condition := self._fill_value(inputs[0]), bool):
             return inputs[1 if condition else 2]
