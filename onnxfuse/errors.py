@@ -1,4 +1,4 @@
-"""The exceptions that users meet, and the first lines of other exceptions."""
+"""The exceptions that users see, and functions that shorten and escape the texts of exceptions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_ONNXRUNTIME_TO_COMPARE: Final = "onnxruntime is not installed, so nothing was
 def printable(text: str, keep: str = "") -> str:
     r"""Return a text with all non-printing characters, except those in `keep`, written as escapes.
 
-    Names in models are untrusted: control characters (`\x1b`) may control the terminal, and direction marks (`\u202e`)
+    Names in models are untrusted: control characters (`\x1b`) can control the terminal, and direction marks (`\u202e`)
     reorder the text on the screen.
     """
     if text.isprintable():
@@ -24,7 +24,7 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def shortened(text: str, most: int = 60) -> str:
-    """Return a text of more than about `most` characters with dots in place of its middle."""
+    """Return a text; if it has more than `most` characters, dots replace its middle."""
     return text if len(text) <= most else f"{text[: most - 20]}...{text[-10:]}"
 
 

@@ -32,7 +32,7 @@ class Extension:
 
     @property
     def origin(self) -> str:
-        """The package of the module, in words for a sentence."""
+        """The package's name and version, as a part of a sentence."""
         return f"package {self.package} {self.version}".rstrip()
 
     @property
@@ -61,6 +61,6 @@ def extensions(group: str) -> Iterator[Extension]:
 
 
 def extending_packages() -> dict[str, str]:
-    """Return the versions of the packages that add fusions or kernels, by their names."""
+    """Return the versions of the packages that add fusions or kernels, by package name."""
     found = (each for group in (PATTERNS, KERNELS) for each in extensions(group))
     return {each.package: each.version for each in found}

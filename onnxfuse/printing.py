@@ -26,7 +26,7 @@ BRACKET: Final = "\ue000"  # replaces "[" in escaped text; it is non-printing, s
 def escape(text: str, keep: str = "") -> str:
     """Return rich markup that prints a text literally, with non-printing characters escaped as by `printable`.
 
-    rich.markup.escape does not escape a "[" without a following "]", so two names together may form a tag, such as a
+    rich.markup.escape does not escape a "[" without a following "]", so two names together can form a tag, such as a
     link.
     """
     return printable(text, keep).replace("[", BRACKET)
@@ -90,7 +90,7 @@ def two_lines(first: str, second: str) -> Text:
 
 
 def counted(count: int, what: str, several: str = "") -> str:
-    """Return a number with its noun."""
+    """Return a number with its noun `what`, or with the plural `several`."""
     return f"{count} {what}" if count == 1 else f"{count:,} {several or f'{what}s'}"
 
 

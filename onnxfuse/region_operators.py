@@ -1,4 +1,4 @@
-"""The operators and dtypes that programs of regions can have, and for which kernels can be generated.
+"""The operators and dtypes that the programs of regions can contain: kernels can be generated for them.
 
 A region is a fused node made of connected operators that no pattern names.  Its program lists these operators.
 """
@@ -19,7 +19,7 @@ from onnxfuse.algebra.operators import (
 
 HALVES: Final = ("float16", "bfloat16")
 FLOATS: Final = (*HALVES, "float32", "float64")
-PRODUCTS: Final = (*HALVES, "float32")  # dtypes of products whose kernels can run the operators that follow
+PRODUCTS: Final = (*HALVES, "float32")  # dtypes of products whose kernels can run the consumers, too
 INTEGERS: Final = ("int8", "uint8", "int32", "int64")
 DTYPES: Final = (*FLOATS, *INTEGERS, "bool")
 
@@ -33,7 +33,7 @@ OF_FLOATS: Final = (
     "IsNaN", "IsInf",
 )  # fmt: skip
 OF_ALL: Final = ("Relu", "Neg", "Abs", "Sign", "Where", "Cast", "Identity")
-QUANTIZED: Final = ("int8", "uint8")  # dtypes that QuantizeLinear gives
+QUANTIZED: Final = ("int8", "uint8")  # dtypes of QuantizeLinear's result
 QUANTIZERS: Final = {  # operator -> the dtypes of its first input
     "QuantizeLinear": (*HALVES, "float32"), "DequantizeLinear": (*QUANTIZED, "int32"),
 }  # fmt: skip
@@ -44,8 +44,8 @@ GATHERS: Final = ("Gather", "GatherElements")
 MAPS: Final = frozenset(
     ("Reshape", "Transpose", "Unsqueeze", "Squeeze", "Expand", "Slice", "Concat", "Split", "Pad", "Tile", *GATHERS)
 )
-# Views of operands of an epilogue (operators that run in the kernel of the product before them): each element of their
-# outputs is one element of one input.
+# Operators whose output elements are elements of one input.  An epilogue, the operators that run in the kernel of the
+# product before them, can read its operands through them.
 VIEWS: Final = ("Reshape", "Transpose", "Unsqueeze", "Squeeze", "Expand", "Slice", "Split")
 SUMS: Final = (
     "ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceSumSquare", "ReduceL1", "ReduceL2",

@@ -1,4 +1,4 @@
-"""The steps of optimizing a model: one that raises is left out for that model, and the report names it."""
+"""The steps of optimizing a model: a step that raises an exception is left out, and the report names it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ESTIMATE: Final = "estimating traffic"
 VERIFICATION: Final = "verification"
 REPORT: Final = "report"
 
-Progress: TypeAlias = Callable[[str, int, int], None]  # called with a stage, the amount done and the total; 0: unknown
+Progress: TypeAlias = Callable[[str, int, int], None]  # called with (stage, amount done, total or 0 if unknown)
 T = TypeVar("T")
 
 
@@ -51,13 +51,13 @@ class LeftOut:
     traceback: str
 
     def __str__(self) -> str:
-        """Return a sentence on which step was left out, and why."""
+        """Return a sentence that names the step, and says why it was left out."""
         return f"{self.step} raised {self.error} ({self.where}); please report this model"
 
 
 @contextmanager
 def step(name: str) -> Iterator[None]:
-    """Raise StepError for an error of the block; pass on errors that the user can act on, and StepErrors."""
+    """Raise StepError for any exception of the block, except StepErrors and errors that the user can act on."""
     try:
         yield
     except Exception as error:
@@ -65,7 +65,7 @@ def step(name: str) -> Iterator[None]:
 
 
 def raise_of(name: str, error: Exception) -> NoReturn:
-    """Raise the same error as `step`, where a context manager for each call would take too long."""
+    """Raise `error` or a StepError for it, as `step` does; for calls where a context manager would be too slow."""
     if isinstance(error, OnnxfuseError | StepError):
         raise error
     raise StepError(name, error) from error
@@ -86,7 +86,7 @@ def without_what_raises(attempt: Callable[[frozenset[str]], T]) -> tuple[T, tupl
 
 
 def also_raised(found: Mapping[str, LeftOut], error: StepError) -> dict[str, LeftOut]:
-    """Return `found` with the step of `error` added; raise that step's exception if it is in `found` already."""
+    """Return `found` with the step of `error` added; if the step is in `found` already, raise its exception."""
     assert isinstance(error.__cause__, Exception)
     if error.step in found:
         raise error.__cause__ from None
@@ -105,7 +105,7 @@ def attempt(name: str, run: Callable[[], T], otherwise: T, raised: list[LeftOut]
 
 
 def left_out(name: str, error: Exception) -> LeftOut:
-    """Return the record of a step that raised this exception."""
+    """Return the record of the step `name`, which raised `error`."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if _is_own(frame.filename)] or frames
     where = f"{_shown(Path(own[-1].filename))}:{own[-1].lineno}" if own else "of unknown place"

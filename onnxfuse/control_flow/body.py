@@ -1,7 +1,7 @@
 """The body of an If, Loop or Scan as a separate graph, in which the tensors that it captures are additional inputs.
 
-Every rewrite of the main graph can therefore also be applied to a body.  A body knows the values of initializers
-outside it, but does not write them, so that no initializer is duplicated.
+Every rewrite of the main graph can therefore also be applied to a body.  The values of outer initializers are known in
+a body, but not copied into it, so that no initializer is duplicated.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Body:
 
 
 def read_bodies(graph: Graph, shapes: ShapeInfo, ops: Collection[str] = CONTROL_FLOW) -> Iterator[Body]:
-    """Yield the bodies of a sorted graph's Ifs, Loops and Scans, or only of operators in `ops`, before any rewrite."""
+    """Yield the bodies, not yet rewritten, of a sorted graph's Ifs, Loops and Scans (or only of operators in `ops`)."""
     found = [node for node in graph.nodes if has_subgraph(node) and is_control_flow(graph.protos[id(node)][1])]
     found = [node for node in found if op_of(node) in ops]
     surroundings = _Surroundings(graph, shapes) if found else None
@@ -106,10 +106,10 @@ def _record_inputs(body: Body, written: onnx.GraphProto) -> None:
 
 
 def _declare_results(body: Body, written: onnx.GraphProto) -> None:
-    """Declare the known shapes of a Scan's results, which onnxruntime requires.
+    """Declare the known shapes of a Scan's results.
 
-    onnxruntime infers shapes of an If's results, but not of a Loop's, if the Loop comes from the branch of an If whose
-    condition is known.
+    onnxruntime requires these shapes.  It infers them if an If computes a result, but not if a Loop does, and a Loop
+    computes the result where a branch with the Loop has replaced an If whose condition is known.
     """
     if op_of(body.node) != "Scan":
         return
@@ -143,7 +143,7 @@ class _Surroundings:
         tensor = self.tensors.get(name)
         if (
             tensor is None and name in self.initializers and name not in self.graph.fixed_names
-        ):  # a caller may change an initializer with a fixed name
+        ):  # a caller can override an initializer with a fixed name
             return constant_of(self.initializers[name])
         return tensor if is_constant(tensor) else None
 
@@ -192,9 +192,10 @@ class _Surroundings:
         return OuterScope(shapes, {n: dtype for n, dtype in dtypes.items() if dtype}, values, self.shapes.numbers)
 
     def _is_shared(self, name: str) -> bool:
-        """Return whether a constant has other readers than one body, so that the body must not change it.
+        """Return whether more than one body, or a node outside all bodies, reads a constant.
 
-        The constant itself would have to stay for the other readers, and the changed copy would take more memory.
+        A body must not change a shared constant: the original would stay for the other readers, and the changed copy
+        would take more memory.
         """
         tensor = self.tensors.get(name)
         is_read = tensor is not None and bool(tensor.outputs)

@@ -12,7 +12,7 @@ from onnxfuse.ir.protos import copy_without, defined_names, graphs, is_control_f
 
 
 def with_known_branches(model: onnx.ModelProto, shapes: ShapeInfo) -> tuple[onnx.ModelProto, list[onnx.NodeProto]]:
-    """Return the model, in which nodes of a branch replace each If with a known condition, and the list of these Ifs.
+    """Replace each If with a known condition by the nodes of its branch; return the model and the list of these Ifs.
 
     `shapes` holds the facts about the model's graph.  An If stays where a name in its branch has another meaning
     outside.  If no If is replaced, the same model object is returned.

@@ -40,7 +40,7 @@ def infer_repeated(graph: Graph, node: Node, body: onnx.GraphProto, scope: Outer
         if not changed:
             return shapes
         scope = replace(scope, shapes={**scope.shapes, **changed})
-        graph.recorded_types.clear()  # the recorded types held only in the first iterations
+        graph.recorded_types.clear()  # the recorded types may be wrong after the first iteration
         graph.misdeclared.clear()
     return infer_shapes(graph, scope=replace(scope, shapes={**scope.shapes, **{name: None for name, _ in pairs}}))
 
@@ -50,8 +50,8 @@ def _changed(
 ) -> dict[str, Shape | None]:
     """Return the new shapes of carried values that the body changes, with names for the changed sizes.
 
-    A value whose rank changes gets the shape None.  `named` holds the sizes named in earlier rounds, and then also
-    the new ones.
+    A value whose rank changes gets the shape None.  `named` holds the sizes that earlier rounds named; the sizes that
+    this round names are added to it.
     """
     tensors = graph.linked.tensors()
     changed: dict[str, Shape | None] = {}

@@ -47,7 +47,7 @@ def _results(body: Body, shapes: ShapeInfo) -> dict[int, Shape | None]:
 
 
 def _outside(shapes: ShapeInfo, output: Tensor, axis: int, size: Size) -> Size:
-    """Return a size in the body of an If, Loop or Scan as a size in the graph around the body.
+    """Return a size of a body's tensor as a size in the graph around the body.
 
     The result is an unknown size if the size is unknown in the body or varies between iterations.
     """

@@ -29,7 +29,7 @@ def keep_unequal_branches(graph: Graph, shapes: ShapeInfo) -> Collection[Node]:
 
 
 def _are_equal(first: list[Shape | None], *others: list[Shape | None]) -> bool:
-    """Return whether the results of all branches have the same known ranks, and no axis has different known sizes."""
+    """Return whether the results of the branches have equal known ranks, and no axis has two different numbers."""
     return all(_is_one(*pair) for other in others for pair in zip(first, other, strict=True))
 
 
