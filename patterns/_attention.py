@@ -23,10 +23,10 @@ SLOPES: Final = "heads 1 1"
 POSITIONS: Final = "batch? 1 queries? keys??"
 BIASED: Final = ("slopes", "position")  # the labels of the choice `bias_kind` that add a bias
 INFINITY: Final = float("inf")
-SWALLOWS_SCORES: Final = -1e30  # in float32, adding a finite score to a value below this does not change the value
-MAX_CAP: Final = 1e9  # kernels and ONNX's Attention multiply by the cap, and the products must stay finite
+SWALLOWS_SCORES: Final = -1e30  # in float32, adding a score to a number below this does not change the number
+MAX_CAP: Final = 1e9  # kernels and ONNX's Attention multiply scores by the cap; the results must stay finite
 LOWEST_FLOAT16: Final = -65504.0
-LOWEST: Final = {"float16": LOWEST_FLOAT16, "bfloat16": -3.3895313892515355e38}  # a Cast turns lower values into -inf
+LOWEST: Final = {"float16": LOWEST_FLOAT16, "bfloat16": -3.3895313892515355e38}  # a Cast makes lower values -inf
 NO_WEIGHT: Final = "a masked score is -65504 or less, so that its key has no weight beside others; it is {masked_score}"
 SWALLOWS: Final = "the mask adds -inf where it is false, or in float32 less than -1e30; it adds {masked_score}"
 IN_RANGE: Final = "a masked score is -inf, or a number that {dtype} has; it is {masked_score}"
@@ -60,10 +60,10 @@ def require_grouped_heads() -> None:
 
 
 def layouts(name: str, x: Term, rows: str, heads: str, size: str, result: str) -> dict[str, Term]:
-    """Return a dict with a term for each layout of x that kernels read without a copy, by the layout's label.
+    """Return, by label, a term for each layout of x that kernels read without a copy.
 
     Each term rearranges x to the axes `result`; `rows`, `heads` and `size` name the dimensions of x.  In the first two
-    layouts, x may be a slice of a packed product, such as one product of queries, keys and values; `name` is the
+    layouts, x can be a slice of a packed product, such as one product of queries, keys and values; `name` is the
     prefix of the slice's attributes.
     """
     return {
@@ -95,7 +95,7 @@ def value_rows(v: Term, result: str, rows: str = "keys") -> Term:
 
 
 def in_layout(context: Term, axes: str) -> Term:
-    """Return a choice `out_layout` of the layouts in which consumers may read `context`, whose axes are `axes`."""
+    """Return `context`, whose axes are `axes`, in any layout that consumers read; `out_layout` names the layout."""
     return choose(
         "out_layout",
         packed=rearrange(context, f"{axes} -> batch queries (heads value_size)"),
@@ -223,5 +223,5 @@ def attend(queries: Term, columns: Term, keys: Term, values: Term, scores: Score
 
 
 def _where(kind: str, cleared: Term) -> Term:
-    """Return `cleared`, the probabilities with 0 for masked keys, but only for matches whose mask is of this kind."""
+    """Return `cleared`, the probabilities with 0 for masked keys; it matches only with a mask of this kind."""
     return when(cleared, f"the mask is {kind}", lambda mask_kind: mask_kind == kind)

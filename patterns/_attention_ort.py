@@ -107,9 +107,9 @@ def _is_causal(
 
 
 def has_no_weight(masked_score: float, dtype: str) -> bool:
-    """Return whether adding `masked_score` to a score makes its probability 0, if its row has an unmasked score.
+    """Return whether a key whose mask adds `masked_score` has probability 0 if another key of the row is unmasked.
 
-    In float16, the lowest number qualifies, because scores of one row do not differ by 65,000.
+    In float16, the lowest number suffices, because the scores of a row differ by less than 65,000.
     """
     return masked_score <= LOWEST_FLOAT16 if dtype == "float16" else masked_score < SWALLOWS_SCORES
 
@@ -177,13 +177,13 @@ def sees_all(form: str, mask_kind: str, bias_kind: str, mask: object, is_causal:
 
 
 def adding_is_exact(form: str, mask_kind: str, fully_masked: str, masked_score: float, dtype: str) -> bool:
-    """Return whether the body (ONNX function) may add the mask to scores, although the matched mask may replace them.
+    """Return whether the body (ONNX function) can add the mask to scores without changing the result.
 
-    A boolean mask replaces a score by `masked_score`, so the sum of any score and `masked_score` must be
+    If the model replaces a masked score by `masked_score`, the sum of any score and `masked_score` must be
     `masked_score`.
     """
     if fully_masked == "cleared" and masked_score > -INFINITY:
-        return False  # a row in which all keys are masked would have equal probabilities
+        return False  # the added number would give equal weights, not 0, to the keys of a fully masked row
     if form != "softmax" or mask_kind not in ("boolean", "inverted"):
         return form == "softmax"
     return masked_score == -INFINITY or (dtype == "float32" and masked_score < SWALLOWS_SCORES)
@@ -232,9 +232,9 @@ def _rows(x: Term) -> Term:
 
 
 def _zero_where_all_masked(context: Term, bias: Term) -> Term:
-    """Return `context` with 0 for each query whose scores are all -inf, as if the NaNs of their softmax were 0.
+    """Return `context` with 0 for each query whose `bias` is -inf for all keys; its softmax would be NaN.
 
-    The Slice changes nothing except in onnxruntime 1.31, where a reduction of an empty tensor keeps the axis's size.
+    The Slice is needed only in onnxruntime 1.31, which keeps the size of the reduced axis if a tensor is empty.
     """
     largest = op.Slice(op.ReduceMax(bias, axes=[-1]), starts=[0], ends=[1], axes=[-1], steps=[1])
     counts = op.Transpose(op.Greater(largest, -INFINITY), perm=[0, 2, 1, 3])

@@ -92,8 +92,8 @@ def _attended(
     rows = _size(queries, axis), _size(keys, axis)
     if past:
         rows = rows[0], _size(past[0], 2) + rows[1]
-    # The operator divides scores by its softcap inside tanh, so the scale contains `cap`, too.  Parameters that are
-    # absent are left out of a product.
+    # The operator computes softcap * tanh(scores / softcap), so the scale contains `cap`, too.  Absent parameters are
+    # left out of these products.
     attributes = {"scale": scores.scale * scores.cap, "softcap": scores.softcap * scores.cap, **heads}
     precision = when(
         as_term(TensorProto.FLOAT), "a softmax in float32", lambda dtypes, dtype: _is_in("float16", dtypes, dtype)
@@ -157,7 +157,7 @@ def _masks(queries: Term, rows: tuple[Term, Term], scores: Scores, has_past: boo
 
 
 def _is_operator(has_past: bool) -> Callable[..., bool]:
-    """Return the condition that the fused node replaces an Attention whose mask and is_causal can be written unchanged.
+    """Return the condition that the fused node replaces an Attention, and can be written with its mask and is_causal.
 
     With a past, is_causal must be 0, because the past would shift a causal mask.
     """
@@ -190,7 +190,7 @@ def _kept(rows: tuple[Term, Term], scores: Scores) -> Term:
 
 
 def _is_kept(has_past: bool) -> Callable[..., bool]:
-    """Return the condition under which a boolean mask alone says which keys are left out."""
+    """Return the condition under which Attention with a boolean mask, and no bias, computes the same."""
 
     def holds(
         form: str, mask_kind: str, bias_kind: str, fully_masked: str, masked_score: float, is_causal: object
@@ -204,7 +204,7 @@ def _is_kept(has_past: bool) -> Callable[..., bool]:
 
 
 def _added(queries: Term, rows: tuple[Term, Term], scores: Scores) -> Term:
-    """Return the additive mask of scores; its finite numbers are above the lowest number of the dtype."""
+    """Return the additive mask of scores, with each finite number above the lowest number of the dtype."""
     swallowing = cast_like(op.Where(_kept(rows, scores), 0.0, LOWEST_ADDED["float32"]), like=queries)
     whole = mask_and_bias(queries, rows, scores)
     clipped = (
@@ -217,8 +217,8 @@ def _added(queries: Term, rows: tuple[Term, Term], scores: Scores) -> Term:
 def _above_lowest(added: Term, above: float) -> Term:
     """Return the additive mask with `above` in place of lower finite numbers.
 
-    Elements of -inf, sums of two masks that both hold the lowest number, are not replaced, because the row's other keys
-    then have all the weight.
+    An element of -inf stays: it is the sum of two masks that both hold the lowest number, and the row has other keys,
+    which have all the weight.
     """
     limited = op.Max(added, above)
     finite_alone = op.Where(op.Greater(added, -INFINITY), limited, added)
@@ -253,8 +253,8 @@ def _may_be_lowest(wanted: str) -> Callable[..., bool]:
 def rotated_by_operator(x: Term, cos: Term, sin: Term, rows: str, **heads: AttributeValue) -> dict[str, Term]:
     """Return x, of (batch, heads, rows, size) or with heads side by side, rotated by RotaryEmbedding.
 
-    The labels of the result are those of `_rotary.rotated`.  The operator reads each column of its tables once, and
-    does not broadcast their rows.  An attribute num_heads is given where heads lie side by side.
+    The result has the same labels as the result of `_rotary.rotated`.  The operator's tables hold each column once, and
+    their rows are not broadcast.  If heads lie side by side, `heads` must hold the attribute num_heads.
     """
     if rows == "patches":
         x = when(

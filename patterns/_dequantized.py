@@ -27,7 +27,7 @@ def dequantized_weight(w: Term, scale: Term, zero_point: Term, axis: int) -> Ter
 
 
 def scaled_sums(sums: Term, scale: Term) -> Term:
-    """Return sums of products of integers, times the product of both scales, in the operators of dynamic quantizers."""
+    """Return integer `sums` times `scale`, the product of both scales, in the operators of dynamic quantizers."""
     return op.Mul(op.Cast(sums, to=FLOAT), scale)
 
 
@@ -37,7 +37,7 @@ def both_scales(x_scale: Term, w_scale: Term) -> Term:
 
 
 def require_eight_bits() -> None:
-    """Require x and w of 8 bits: the kernels multiply no other integers."""
+    """Require that x and w have 8 bits: the kernels multiply no other integers."""
     require(
         "x and w have 8 bits; found {dtypes}",
         lambda dtypes: {dtypes["x"], dtypes["w"]} <= {"int8", "uint8"},

@@ -46,7 +46,7 @@ def quantized_linear(x: Term, weight: Quantized, bias: Term, number: str = "") -
 
 
 def _dequantized(weight: Quantized, first: str, second: str, axis: int) -> Term:
-    """Dequantize the weight; `first` and `second` are the names of its axes, and `axis` is that of k.
+    """Dequantize the weight; `first` and `second` name its axes, and k is on axis `axis` (0 or -1).
 
     Other nodes may read the result, such as the embedding that shares the weight of the last product.
     """

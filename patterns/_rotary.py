@@ -17,7 +17,7 @@ def require_cos_batch() -> None:
 
 
 def rotated_rows(x: Term, axes: str, rotate: Callable[[Term, str], dict[str, Term]]) -> dict[str, Term]:
-    """Return a dict by label of the forms in which x is rotated; most forms may leave the first `kept` rows unrotated.
+    """Return the forms of a rotation of x, by label; in most forms, the first `kept` rows can stay unrotated.
 
     `rotate` returns the forms for a tensor and its axes.  Vision transformers leave class tokens and registers
     unrotated: these precede the patches and have no positions.
@@ -35,9 +35,9 @@ def rotated_rows(x: Term, axes: str, rotate: Callable[[Term, str], dict[str, Ter
 
 
 def rotated(x: Term, cos: Term, sin: Term, axes: str, *, of_heads: bool = False) -> dict[str, Term]:
-    """Return the forms of the rotation x * cos + turned(x) * sin, as a dict by label.
+    """Return the forms of the rotation x * cos + turned(x) * sin, by label.
 
-    `axes` names the axes of x: three, in any order, and then the size of a head.  With `of_heads` each head may have
+    `axes` names the four axes of x; the last one is the elements of a head.  With `of_heads`, each head can have
     tables of its own.  turned(x) replaces each pair of elements (a, b) by (-b, a).
 
     rotate_half rotates all elements of a head, and pairs the elements of its first half with those of its second half;
@@ -73,7 +73,7 @@ def rotated(x: Term, cos: Term, sin: Term, axes: str, *, of_heads: bool = False)
 
 
 def is_sum(rows: object, kept: object, patches: object) -> bool:
-    """Return whether rows = kept + patches, or whether one of the three is not a known number."""
+    """Return whether kept > 0 and rows = kept + patches; True if one of the three is not a known number."""
     if isinstance(rows, int) and isinstance(kept, int) and isinstance(patches, int):
         return kept > 0 and rows == kept + patches
     return True
@@ -123,7 +123,7 @@ def _stacked(parts: Iterable[Term], leading: str, count: str) -> Term:
 def _per_head(table: Term, axes: str, count: str, of_heads: bool) -> Term:
     """Return a pattern for a table of `count` columns, rearranged to broadcast to a tensor with the axes `axes`.
 
-    With `of_heads`, the pattern also matches tables with an axis of heads, as long as the tensor's.
+    With `of_heads`, the pattern also matches tables that have an axis of heads of the same size as the tensor's.
     """
     names = ["cos_batch" if name == "batch" else "1" if name.endswith("heads") else name for name in axes.split()]
     result, rows = " ".join((*names[:-1], count)), next(name for name in names[1:] if name != "1")
@@ -140,5 +140,5 @@ def _per_head(table: Term, axes: str, count: str, of_heads: bool) -> Term:
             "bhsd": rearrange(table, f"cos_batch {heads} -> cos_batch {each}"),
             "hsd": rearrange(table, f"{heads} -> {each}"),
         }
-    last = "b1sd" if names[1] == "1" else "bs1d"  # tried last: tables of other layouts match it through a view
+    last = "b1sd" if names[1] == "1" else "bs1d"  # tried last, because tables of other layouts match it, too
     return choose("table", **{label: layouts[label] for label in sorted(layouts, key=lambda label: label == last)})

@@ -35,7 +35,7 @@ def standardized(rows: Term, axes: list[int], epsilon: Term) -> Term:
 
 
 def standardized_groups(x: Term, epsilon: Term) -> Term:
-    """Return x with the mean and the variance of each group of channels removed."""
+    """Return x with each group of channels normalized to mean 0 and variance 1."""
     rows = rearrange(x, "n (groups size) ... -> n groups (size ...)")
     ones, zeros = full(1, "groups"), full(0, "groups")
     normalized_rows = either(
@@ -103,7 +103,7 @@ def group_norm(
     normalized = choose(
         "scale_layout",
         broadcast=stored(
-            broadcast_bias + broadcast_scale * spatial,  # the bias is matched first: most nodes fail there
+            broadcast_bias + broadcast_scale * spatial,  # the bias is matched first, because most other Adds fail there
             standard=group_operator(*reshaped),
         ),
         channels=group_operator(*by_channel),

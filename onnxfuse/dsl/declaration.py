@@ -55,7 +55,7 @@ class Fusion:
 
     @property
     def step(self) -> str:
-        """The name by which reports call the fusion if an error was raised while matching it or writing its body."""
+        """The fusion's name in reports of errors that were raised while matching it or writing its body."""
         return f"fusion {self.name}"
 
     @property
@@ -197,7 +197,7 @@ def _collected_guards() -> Iterator[list[Guard]]:
 
 
 def _check_outputs(outputs: Sequence[Term], names: Sequence[str], where: str) -> None:
-    """Raise PatternError if outputs do not fit their names, or some of them, but not all, are results of one node."""
+    """Raise PatternError if outputs do not fit their names, or if only some of them are made by `results`."""
     if len(outputs) != len(names):
         raise PatternError(f"{where} returns {len(outputs)} values, out= names {len(names)}")
     results = [(each.index, each.count) for each in outputs if isinstance(each, Output)]

@@ -77,7 +77,7 @@ class Guard:
             return "rank"
         try:
             return bool(self.holds(**asked, **{name: relations.get(name, _unrelated) for name in self.relations}))
-        except TypeError:  # raised by `None > 2`
+        except TypeError:  # raised by comparisons of an unknown value, such as `None > 2`
             if not unknown:
                 raise
             return unknown

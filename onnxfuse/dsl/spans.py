@@ -1,4 +1,4 @@
-"""The position of a term in the source of its pattern, which messages quote."""
+"""The source ranges of terms in the files of patterns; messages quote them."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class MatchState(Protocol):
         ...
 
     def keep_nodes_since(self, before: Self) -> Self:
-        """Return the state in which the nodes that were matched since `before` stay in the graph."""
+        """Return this state with a note: the nodes matched since the state `before` must stay in the graph."""
         ...
 
 
@@ -83,7 +83,7 @@ class Matching(Protocol[TensorT, StateT]):
         ...
 
     def holds(self, guard: Guard, state: StateT, term: Term | None = None) -> bool:
-        """Return whether a condition holds in the state; if it does not, record a miss of `term`, if given."""
+        """Return whether a condition holds in the state; if not, record why `term`, if given, does not match."""
         ...
 
     def match_absent(self, term: Absent, tensor: TensorT, state: StateT) -> Iterator[StateT]:
@@ -113,7 +113,7 @@ class Matching(Protocol[TensorT, StateT]):
     def match_rearrange(self, term: Rearrange, tensor: TensorT, state: StateT) -> Iterator[StateT]:
         """Match the inner term with its axes rearranged.
 
-        If the inner term is a PackedSlice, a slice of it may be rearranged; attributes then describe the slice.
+        If the inner term is a PackedSlice, a slice of it matches, too; attributes of the fused node describe the slice.
         """
         ...
 
@@ -243,7 +243,7 @@ class Ending(NamedTuple):
     """One way to compute a term: one of `ops` reads all of `parts`, directly or through the operators `between`."""
 
     ops: frozenset[str]
-    parts: tuple[tuple[tuple[Ending, ...], slice], ...] = ()  # per part: ways to compute it, inputs that it can be
+    parts: tuple[tuple[tuple[Ending, ...], slice], ...] = ()  # by part: its endings, its possible input positions
     between: frozenset[str] = frozenset()
 
 
@@ -283,7 +283,7 @@ class Term:
 
     @functools.cached_property
     def needed_ops(self) -> frozenset[frozenset[str]]:
-        """Sets of operators that are not in COMMON_OPS; every spelling of the term contains an operator of each set."""
+        """Sets of operators outside COMMON_OPS; each spelling of the term contains an operator of every set."""
         return frozenset().union(*(part.needed_ops for part in self.parts))
 
     @property
@@ -409,9 +409,9 @@ def union(sets: Sequence[frozenset[str] | None]) -> frozenset[str] | None:
 def _computed(parts: Sequence[Term], in_order: bool = False) -> tuple[tuple[tuple[Ending, ...], slice], ...]:
     """Return (endings, slice of inputs) for each part that every match has and that an operator computes.
 
-    The endings are the ways to compute the part, and the slice tells which inputs the part may be.  With `in_order`,
-    part i is input i of the operator or a later input, because attributes of the term may be inputs before this part.
-    Otherwise, a part may be any input.
+    The endings are the ways to compute the part, and the slice selects the inputs that can be the part.  With
+    `in_order`, part i is input i of the operator or a later one, because attributes of the term can be inputs in the
+    model, before this part.  Otherwise, a part can be any input.
     """
     return tuple(
         (part.endings, slice(index if in_order else 0, None))
@@ -464,7 +464,7 @@ class Wrapper(Term):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PackedSlice(Wrapper):
-    """The source of a Rearrange, or a range of elements on the source's last axis."""
+    """The operand of a Rearrange: a value, or a slice of the value's last axis."""
 
     name: str
 
@@ -623,7 +623,7 @@ class Constant(Term):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Absent(Term):
-    """An optional input of an operator that is left out."""
+    """An operator's optional input that is left out."""
 
     is_leaf: ClassVar[bool] = True
 

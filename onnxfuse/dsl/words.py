@@ -1,7 +1,7 @@
 """The words of the pattern language: functions that patterns use in addition to Python's operators.
 
-A word is one function and, where it means something new, one class of terms beside it that says how the word is matched
-and written (see terms.py).  A word that is listed in `__all__` is exported by onnxfuse and onnxfuse.dsl.
+A word is one function.  A word with a new meaning also has a class of terms next to it, which says how the word is
+matched and written (see terms.py).  A word that is listed in `__all__` is exported by onnxfuse and onnxfuse.dsl.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def either(*options: Term) -> Term:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Choose(Alternatives):
-    """Variants of the fused operator: which one was found becomes the attribute `name` of the fused node."""
+    """Variants of the fused operator; the label of the one that matches becomes the fused node's attribute `name`."""
 
     name: str
 
@@ -428,7 +428,7 @@ class OrZeros(Wrapper):
 
 
 def or_zeros(operand: Term, like: Term, dims: str | None = None) -> Term:
-    """Return an optional operand, which the fused node lacks if the model has zeros, or nothing, in its place.
+    """Return an optional operand that also matches zeros: the fused node then lacks it, as if the model did.
 
     The body then has zeros of the dtype of `like` and of the dimensions `dims`, by default those of the operand.  The
     operator that reads the operand must treat an omitted operand as 0.
@@ -458,7 +458,7 @@ def shared(value: Term) -> Term:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Known(Wrapper):
-    """An operand that must be computed as `inner`; the nodes that compute it stay in the graph."""
+    """An operand that matches only if the graph computes it as `inner`; the nodes that compute it stay."""
 
     operand: Capture
 
@@ -490,7 +490,7 @@ def known(operand: Term, value: Term) -> Term:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Unrounded(Wrapper):
-    """A value that matches only if no Cast to float32 computes it; the Cast's input may be rounded on purpose."""
+    """A value that matches only if no Cast to float32 computes it; models may round such a Cast's input on purpose."""
 
     def match(self, m: Matching[TensorT, StateT], tensor: TensorT, state: StateT) -> Iterator[StateT]:
         if not m.is_widened(self, tensor, state):
@@ -525,7 +525,7 @@ def cast_like(value: Term, like: Term) -> Term:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Stored(Wrapper):
-    """A value that is matched as `inner`; a body whose operator set is a key of `others` stores that term instead."""
+    """A value that matches as `inner`; a body for an operator set in `others` has that term instead, if possible."""
 
     others: Mapping[OperatorSet, Term]
 

@@ -29,7 +29,7 @@ def _half(value: Term, index: int, axis: int = 0) -> Term:
 
 
 def _by_columns(value: Term) -> Term:
-    """Return scales or zero points with the columns as first axis; older quantizers store them as one axis."""
+    """Return scales or zero points with the columns as first axis; older quantizers store them as a vector."""
     return op.Reshape(value, shape=[size("columns"), -1])
 
 
