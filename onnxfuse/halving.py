@@ -57,7 +57,7 @@ DRAWS_TRIED: Final = 8
 RUNS: Final = 2
 MAX_KEPT: Final = 0.5  # share of nodes; if errors require more nodes in float32, the conversion is refused
 MAX_WIDENED: Final = 0.1  # without max_error, at most this share of nodes stays in float32 to make errors usual
-NOISE_DRAWS: Final = 8  # calls of `_noise` if the first does not explain an error; their results may differ tenfold
+NOISE_DRAWS: Final = 8  # calls of `_noise`, if one does not explain all errors: results can differ tenfold
 
 Model = tuple[onnx.ModelProto, Path | None]
 Scaling = Callable[[ShapeInfo, Mapping[str, Range], Weights], dict[str, Range]]
@@ -112,7 +112,7 @@ class Halving:
 
     @cached_property
     def source(self) -> onnx.ModelProto:
-        """The model in the opset in which it is converted.
+        """The model before conversion, for bfloat16 in a newer opset if operators need it.
 
         Raises UsageError for a model whose operators have no bfloat16, and ModelError if a newer opset changes results.
         """
@@ -271,15 +271,17 @@ class Halving:
                 return replace(result, note=f"its errors were not measured: {first_line(error)}")
 
     def settle(self, attempt: Callable[[bool], tuple[Made, HalfResult]]) -> tuple[Made, HalfResult]:
-        """Return the attempt that keeps the fewest nodes in float32 and has errors that are allowed, and these errors.
+        """Try to convert the model with more and more nodes in float32, until its errors are allowed.
+
+        Returns the result of the attempt with the fewest such nodes, and its errors.
 
         attempt  converts the model, with the nodes in float32 that this object requests, and measures the errors; if
                  its argument is true, it verifies the model first
 
-        By default, errors must be usual (`HalfError.is_usual`), and at most MAX_WIDENED of the nodes may stay in
-        float32.  If so few nodes do not suffice, the first model with finite outputs is returned, with a note.  Raises
-        VerificationError if outputs are not finite, or errors exceed max_error, although MAX_KEPT of the nodes stay in
-        float32.
+        By default, errors must be usual (`HalfError.is_usual`), and at most the share MAX_WIDENED of the nodes stays in
+        float32.  If that is not enough, the first model with finite outputs is returned, with a note.  Raises
+        VerificationError if outputs are not finite, or errors exceed max_error, although the share MAX_KEPT of the
+        nodes stays in float32.
         """
         first = attempt(True)
         result = first[1]
@@ -326,7 +328,7 @@ class Halving:
         return f"output '{worst.name}' {found} in {name}, {share}; {advice}"
 
     def _ask(self, count: int, reason: str) -> None:
-        """Request float32 for the `count` nodes that add most to the error, and for the nodes to be fused with them."""
+        """Request float32 for the `count` nodes that add most to the error, and for all nodes fused with them."""
         queue = self._queue  # the order of the first conversion, before more nodes are requested
         self.asked.clear()
         for name in queue[:count]:
@@ -377,7 +379,7 @@ class Halving:
         return self._distances([run(session, each) for each in feeds])
 
     def _distances(self, results: Sequence[Mapping[str, object]]) -> dict[str, float]:
-        """Return each floating-point output's largest error; `results` can hold the runs of several models in a row."""
+        """Return the largest error of each floating-point output over all runs; several models' runs can follow."""
         assert self.reference is not None
         runs = self.reference.runs
         exact = [{**each.outputs, **each.float32_outputs} for each in runs]
@@ -403,7 +405,7 @@ class Halving:
 
     @cached_property
     def _queue(self) -> list[str]:
-        """The nodes in the order in which to keep them in float32: the suspects, then the others, last nodes first."""
+        """The nodes in the order in which to keep them in float32: suspects first, then the others from the last on."""
         assert self.converted is not None and self.reference is not None
         feeds, converted = self.reference.runs[0].feeds, self.converted
         half, given = model_that_rounds(converted.model, converted.types), arrays_to_float32(self.feeds(feeds))
@@ -425,7 +427,7 @@ def _is_finite(result: HalfResult) -> bool:
 
 
 def _why(result: HalfResult, max_error: float | None) -> str:
-    """Return the reason to keep more nodes in float32 than in the conversion with these errors."""
+    """Return why the errors of a conversion require more nodes in float32."""
     worst = result.worst if max_error is not None or not _is_finite(result) else result.unusual
     assert worst is not None
     return f"the error of '{worst.name}' was {worst.error:.1e}"

@@ -33,7 +33,7 @@ from onnxfuse.ir.node import Constant, Node, Tensor, consumers, is_constant, op_
 from onnxfuse.passes.folded import node_label
 
 LARGE_MASK: Final = 1e4  # a constant this large that is added to scores is a mask: no score is near it
-LARGE_ANGLE: Final = 64.0  # radians; float16 rounds angles from this one on by 0.03 or more
+LARGE_ANGLE: Final = 64.0  # radians; float16 can round an angle from this one on by 0.03 or more
 BITS_LEFT: Final = 3  # a sum with fewer correct bits than this after cancellation stays in float32
 
 CANNOT: Final = "{precision} is no dtype of this operator in opset {opset}"
@@ -64,7 +64,7 @@ class Known:
     weights: Weights
     units: Sequence[Unit] = ()
     ranges: Mapping[str, Range] = field(default_factory=dict)
-    asked: Mapping[str, str] = field(default_factory=dict)  # by node: why it was requested to stay in float32
+    asked: Mapping[str, str] = field(default_factory=dict)  # node requested to stay in float32 -> reason
 
     @property
     def precision(self) -> Precision:
@@ -74,12 +74,12 @@ class Known:
 
 @dataclass(frozen=True)
 class Choice:
-    """The nodes that stay in float32, each with the reason; and the constants that are masks or bounds."""
+    """The nodes of a graph that stay in float32, each with the reason, and the constants that are masks or bounds."""
 
     by_rule: Mapping[Node, str]
     kept: Mapping[Node, str]  # nodes that stay because of their values
     clamped: frozenset[str]  # the constants that are masks or bounds: their numbers beyond the range stay finite
-    scores: frozenset[Node]  # see `score_nodes`
+    scores: frozenset[Node]  # nodes that compute attention scores or their addends; see `score_nodes`
 
     def is_wide(self, node: Node) -> bool:
         """Return whether a node computes in float32."""
@@ -133,7 +133,7 @@ def _by_rule(scope: Scope, known: Known, scores: frozenset[Node]) -> dict[Node, 
             found |= {each: ANGLE for each in _angle(scope, known, node) if each not in found}
     masks = _mask_chain(scope, scores)
     found |= {node: COUNTS for node in nodes if node in scope.counted and node not in found and node not in masks}
-    # Views after the last arithmetic in float32 are converted, so that the Cast to half precision precedes them.
+    # Views that follow the last arithmetic in float32 run in half precision: the Cast to half precision precedes them.
     for node in reversed(nodes):
         if found.get(node) in (COUNTS, ANGLE) and op_of(node) in (*MOVES, "Cast"):
             readers = [each for tensor in node.outputs for each in consumers(tensor)]
@@ -292,7 +292,7 @@ def _by_range(
 def describe_range(name: str, seen: Range, precision: Precision, is_score: bool) -> str:
     """Return why half precision cannot hold a tensor; "" if it can.
 
-    If a mask has lowered scores to less than -LARGE_MASK, only the highest score counts.
+    If the lowest score is below -LARGE_MASK, a mask lowered it, so only the highest score is checked.
     """
     magnitude = seen.highest if is_score and seen.lowest < -LARGE_MASK else seen.magnitude
     if magnitude > precision.limit:
@@ -350,10 +350,10 @@ def _by_weight(
 
 
 def _other_exponent(scope: Scope, known: Known, tensor: Constant) -> str:
-    """Describe an exponent that half precision would round to an integer; "" for none.
+    """Describe an exponent of a Pow that half precision would round to an integer; "" if there is none.
 
-    The rounding would change results: a negative base to the power of the original exponent is NaN, but the power of
-    the integer is a number.
+    The rounding would change results: a negative base raised to the original exponent is NaN, but raised to an integer,
+    it is a number.
     """
     if constant_dtype(tensor) != TensorProto.FLOAT:
         return ""

@@ -140,7 +140,7 @@ class _Part:
     # --- nodes -----------------------------------------------------------------------------------------------
 
     def _convert(self, node: Node) -> None:
-        """Append a node, with its inputs cast to the dtypes that it takes now, and its outputs in their new dtypes."""
+        """Append a node, with its inputs cast to the dtypes that it must read, and its outputs in their new dtypes."""
         scope, opset, precision, op = self.scope, self.graph.opset, self.known.precision, op_of(node)
         reads, writes = scope.real_inputs(node), scope.real_outputs(node)
         wide = self.choice.is_wide(node)
@@ -162,7 +162,7 @@ class _Part:
                 self.sources[result.name] = source
                 node.inputs.clear()
                 node.outputs.clear()
-                if self.graph.is_kept(result):  # others read the source, which needs no rounding
+                if self.graph.is_kept(result):  # a new Cast writes it; other consumers read the source, unrounded
                     wanted = self.dtypes[result.name] = self.outputs.get(result.name) or self.half
                     self._cast(source, result, wanted)
                     self.casts.setdefault((source.name, wanted), result)
@@ -222,7 +222,7 @@ class _Part:
         return self.sources.get(tensor.name, tensor)
 
     def _read(self, tensor: Tensor, dtype: int, reader: Node | None = None) -> Tensor:
-        """Return a tensor in a dtype; add a Cast if it has another one."""
+        """Return a tensor in the dtype `dtype`, through a Cast if it has another dtype."""
         if is_constant(tensor):
             return self._weight(tensor, dtype)
         tensor = self._source(tensor)
@@ -250,7 +250,7 @@ class _Part:
         return seen is None or seen.lowest < -precision.limit
 
     def _is_lowest(self, tensor: Tensor) -> bool:
-        """Return whether a tensor holds, or is seen to hold, numbers below the range of half precision."""
+        """Return whether a constant, or a tensor in the observed runs, holds numbers below half precision's range."""
         lowest, seen = -self.known.precision.largest, self.known.ranges.get(tensor.name)
         if tensor.name in self.clamped and is_constant(tensor):
             return bool((constant_value(self.graph, tensor) < lowest).any())
@@ -270,7 +270,7 @@ class _Part:
         return write(shapes, "Where", [is_infinite, tensor, finite], stem)
 
     def _weight(self, tensor: Constant, dtype: int) -> Constant:
-        """Return a constant in a dtype; its graph stores one copy for each dtype in which it is read."""
+        """Return a constant in the dtype `dtype`; the graph that owns it stores one copy for each dtype."""
         key = tensor.name, dtype
         if key in self.weights:
             return self.weights[key]

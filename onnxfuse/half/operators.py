@@ -72,12 +72,12 @@ def combines(node: Node) -> bool:
 
 
 def keeps_dtypes(op: str) -> bool:
-    """Return whether an operator, if it is not converted, keeps its declared dtypes; others then compute in float32."""
+    """Return whether an operator that is not converted keeps the model's dtypes; all others compute in float32 then."""
     return "::" in op or op in CONTROL_FLOW or op in SEQUENCES
 
 
 def half_inputs(op: str, count: int, opset: int, precision: Precision) -> frozenset[int]:
-    """Return the positions of inputs that may have half precision; inputs that are not floating-point may be included.
+    """Return the positions of inputs that can have half precision, and possibly of inputs that are not floating-point.
 
     op     the operator, with its domain unless that is ONNX's, as `op_of` returns it
     count  the number of its inputs

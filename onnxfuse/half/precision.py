@@ -54,6 +54,6 @@ PRECISIONS: Final = {each.name: each for each in (FLOAT16, BFLOAT16)}
 class Kept:
     """A node that stays in float32, and why."""
 
-    node: str  # its name, or its first output
+    node: str  # the node's name, or the name of its first output
     op: str
     reason: str

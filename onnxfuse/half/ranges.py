@@ -85,7 +85,7 @@ def range_of(value: Array) -> Range:
 
 
 def slices(model: onnx.ModelProto) -> Iterator[list[onnx.NodeProto]]:
-    """Yield the nodes in execution order, cut where their weights exceed MAX_SLICE."""
+    """Yield the nodes in execution order, in slices whose weights have at most about MAX_SLICE bytes."""
     sizes = {t.name: size_of(t) for t in model.graph.initializer}
     piece: list[onnx.NodeProto] = []
     held: set[str] = set()
@@ -174,7 +174,7 @@ def _range_nodes(name: str, opset: int) -> list[Line]:
         ("Not", [f"{name}::counts"], "is_zero", {}),
         ("Cast", [f"{name}::is_zero"], "one_of_zero", {"to": TensorProto.FLOAT}),
         ("Mul", [f"{name}::one_of_zero", "::up"], "up_of_zero", {}),
-        ("Add", [f"{name}::size", f"{name}::up_of_zero"], "sizes", {}),  # used in place of Where, which opset 7 lacks
+        ("Add", [f"{name}::size", f"{name}::up_of_zero"], "sizes", {}),  # serves as Where, which opset 7 lacks
         ("ReduceMin", [f"{name}::sizes"], "smallest", {"keepdims": 0}),
     ]
 

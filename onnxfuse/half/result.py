@@ -20,13 +20,13 @@ ADDED_MASKS: Final = "where all keys of a row are masked, {} weights them by the
 
 @dataclass(frozen=True)
 class HalfError:
-    """How far an output is from the same output in float32, relative to its largest value.
+    """The error of an output: its difference from the same output in float32, relative to the largest value.
 
     For the measurement, nodes compute in float32, and each node's output is rounded to half precision, as kernels round
     it: onnxruntime's CPU provider has few half-precision operators, and does not round between most of them.  `noise`
-    is how far the float32 output changes if each weight and each input is perturbed, up or down at random, by one
-    rounding error of half precision: the root mean square of several such changes.  Error and noise are infinite if
-    NaN or infinite values appear.
+    is the change of the float32 output if each weight and each input is perturbed, up or down at random, by one
+    rounding error of half precision; it is the root mean square over several such perturbations.  Error and noise are
+    infinite if NaN or infinite values appear.
     """
 
     name: str

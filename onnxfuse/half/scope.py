@@ -16,7 +16,7 @@ from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
 from onnxfuse.passes.folded import node_label
 
-LARGE_WEIGHT = 4096  # elements; a product with a constant at least this large computes features, not indices
+LARGE_WEIGHT = 4096  # elements; a product with a constant of at least this size computes features, not indices
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def is_arithmetic(node: Node) -> bool:
     """Return whether a node is elementwise or only moves values, and reads no row of a table of weights."""
     op = op_of(node)
     if op in GATHERS and elements(node.inputs[0]):
-        return False  # it reads rows of a weight table
+        return False  # the Gather reads rows of a weight table
     return op in ELEMENTWISE or op in MOVES
 
 

@@ -32,7 +32,7 @@ def variance_nodes(scope: Scope) -> frozenset[Node]:
         if node in found or not reads & inner or not is_arithmetic(node):
             continue
         if any(elements(each) > 1 for each in scope.real_inputs(node)):
-            continue  # the part to keep in float32 ends before the multiplication by the norm's scale
+            continue  # the arithmetic in float32 ends before the multiplication by the norm's scale
         found.add(node)
         if reads <= inner:
             inner.add(node)

@@ -85,10 +85,7 @@ class Weights:
         return tensor
 
     def _stored(self, tensor: onnx.TensorProto, value: Array) -> onnx.TensorProto:
-        """Return a tensor with another value, which is appended to the scratch file if the tensor's data is external.
-
-        Small values stay in memory.
-        """
+        """Return a tensor with another value; if its data is external and not small, write it to the scratch file."""
         result = onnx.numpy_helper.from_array(value, tensor.name)
         size = len(result.raw_data)
         if not uses_external_data(tensor) or size < EXTERNAL_THRESHOLD or self.scratch is None:
@@ -104,7 +101,7 @@ class Weights:
 
 
 def describe_loss(value: Array, precision: Precision, clamp: bool = False) -> str:
-    """Return an unacceptable loss of a weight in half precision, as the end of a sentence; "" for none."""
+    """Describe the loss of a weight in half precision, as the end of a sentence; "" if the loss is acceptable."""
     flat = value.reshape(-1)
     lost = norm = 0.0
     for start in range(0, flat.size, CHECKED_AT_ONCE):
