@@ -182,7 +182,7 @@ class Halving:
             return None
         with self.timer.stage("verify"):
             try:
-                # No extreme inputs: float16 rounds the scores of fully masked rows, so the results of these rows
+                # `extremes` is False, because float16 rounds the scores of fully masked rows, so that their results
                 # differ.
                 inputs = self.inputs or {}
                 return run_original(self.original, self.folder, inputs, self._tell, self.shapes, extremes=False)

@@ -72,7 +72,7 @@ class _Source:
 @functools.cache
 def _dtype_source(op: str, opset: int, index: int) -> _Source:
     found = schema(op, opset)
-    if found is None:  # an operator of onnxruntime, in its own domain or in the ONNX domain
+    if found is None:  # an operator of onnxruntime only, even if in the ONNX domain
         inputs = _FURTHER_OUTPUTS.get(op, {}).get(index, ()) if index else _ONNXRUNTIME_SOURCES.get(op, (0,))
         return _Source(inputs) if op in SHAPE_RULES else _Source()
     if not found.outputs:

@@ -288,9 +288,9 @@ class _Writer:
     plain: Tensor | None = None  # the sum of the other addends
 
     def scores(self, scores: Scores, inner: Sequence[Addend | Mask], mask: Mask | None) -> Tensor:
-        """Return the product of queries and keys plus at most two tensors; or, if a mask replaces scores, plus one.
+        """Write the scores as a product plus at most two tensors, or plus at most one if a mask then replaces scores.
 
-        `mask` is the last step if that is a mask, else None; `inner` has all other steps.
+        `mask` is the last step if that is a mask that replaces scores, else None; `inner` has all other steps.
         """
         total, stem = self._times(scores.product, scores.factor), f"{self.end.name}_masked"
         for step in inner:

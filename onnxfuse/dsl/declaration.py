@@ -158,7 +158,7 @@ def rewrite(
     `computed` numbers.  A condition of one pair is a `when` on its left side.
 
     out      dimensions of the result, as in `fusion`
-    of_scores  the rule holds for finite scores only, and applies where an attention may be made of the result
+    of_scores  the rule holds for finite scores only, and applies where the result can become part of an attention
     example  shapes of operands, for generated models, as in `fusion`
 
     Raises PatternError where the declaration is wrong.

@@ -95,11 +95,11 @@ class Matching(Protocol[TensorT, StateT]):
         ...
 
     def match_constant(self, term: Constant, tensor: TensorT, state: StateT) -> Iterator[StateT]:
-        """Match a number."""
+        """Match a number that the pattern states."""
         ...
 
     def match_operator(self, term: Apply, tensor: TensorT, state: StateT) -> Iterator[StateT]:
-        """Match an operator."""
+        """Match an operator with its inputs and attributes."""
         ...
 
     def match_output(self, operator: Apply, index: int, tensor: TensorT, state: StateT) -> Iterator[StateT]:
@@ -193,7 +193,7 @@ class Writing(Protocol):
         ...
 
     def scalar(self, name: str) -> float:
-        """Return the value of a scalar."""
+        """Return the number of the scalar with this name."""
         ...
 
     def full(self, value: Number, dims: str) -> NDArray[Any]:
@@ -201,7 +201,7 @@ class Writing(Protocol):
         ...
 
     def operand(self, name: str) -> Value:
-        """Return an operand."""
+        """Return the value of the operand with this name."""
         ...
 
     def write_operator(self, term: Apply) -> Value:

@@ -79,8 +79,8 @@ def tensor(dims: str | None = None, *, optional: bool = False) -> Capture:
     `dims` names its axes, for example "... d": a name stands for one size throughout the fusion, "..." for any leading
     axes (the same throughout), and a number for an axis of that size.  A "?" after a name (`name?`) means that the axis
     has the named size or size 1, or is missing; `1?` means that it has size 1 or is missing.  `name??` also matches an
-    axis of any symbolic size, if the axis broadcasts to one over which a product of the fusion sums: the model then
-    runs only if the symbolic size equals the named size or 1.  Without `dims`, a rearrange() of the tensor names the
+    axis of any symbolic size that broadcasts to an axis over which a product of the fusion sums: the model then runs
+    only if the symbolic size equals the named size or 1.  Without `dims`, a rearrange() of the tensor names the
     axes.  Raises PatternError if `dims` has anything else.
     """
     _check_dims(dims)

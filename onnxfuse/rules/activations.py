@@ -41,7 +41,7 @@ def _hard_sigmoid(x: Term, slope: Term, offset: Term, top: Term) -> tuple[Term, 
 def hard_sigmoid(
     x: Term = tensor(), slope: Term = scalar(if_absent=1.0), offset: Term = scalar(), top: Term = scalar()
 ) -> Rules:
-    """`clip(slope x + offset, 0, 1)` of an x with other consumers is a HardSigmoid.
+    """`clip(slope x + offset, 0, 1)` becomes a HardSigmoid if x has other consumers.
 
     If x has no other consumers, slope and offset are instead folded into the operator that computes x.
     """
@@ -59,9 +59,9 @@ def scaled_hard_sigmoid(
     top: Term = scalar(),
     inverse: Term = scalar(),
 ) -> Rules:
-    """`clip(slope x + offset, 0, top) / top`, alone or times another tensor, is a HardSigmoid.
+    """`clip(slope x + offset, 0, top) / top`, alone or times another tensor, becomes a HardSigmoid.
 
-    In a product with another tensor, the division may be applied to any factor or to the product.
+    In a product with another tensor, the division can be applied to any factor or to the product.
     """
     require(
         "the factor is 1 / top",
@@ -80,7 +80,7 @@ def scaled_hard_sigmoid(
 
 @rewrite(example={"x": IMAGE})
 def leaky_relu(x: Term = tensor(), alpha: Term = scalar()) -> Rules:
-    """A PRelu with one slope is a LeakyRelu."""
+    """A PRelu with one slope for all elements becomes a LeakyRelu."""
     require("the slope is finite", lambda alpha: math.isfinite(alpha))
     yield op.PRelu(x, alpha), op.LeakyRelu(x, alpha=alpha)
 
@@ -95,7 +95,7 @@ def prelu_of_channels(x: Term = tensor(), slope: Term = weight()) -> Rules:
 
 @rewrite(example={"x": IMAGE, "slope": (4, 1, 1)})
 def prelu(x: Term = tensor(), slope: Term = weight(), factor: Term = scalar(if_absent=1.0)) -> Rules:
-    """A PRelu is relu(x) - slope relu(-x), or relu(x) + slope (x - |x|) / 2."""
+    """`relu(x) - slope relu(-x)` and `relu(x) + slope (x - |x|) / 2` become a PRelu."""
     require("the slopes are finite", lambda slope, factor, is_finite: is_finite(slope) and math.isfinite(factor))
     require(*SLOPES_BROADCAST)
     negative, twice = slope * factor * op.Relu(-x), slope * factor * (x - op.Abs(x))
@@ -107,7 +107,7 @@ def prelu(x: Term = tensor(), slope: Term = weight(), factor: Term = scalar(if_a
 
 @rewrite(example={"x": IMAGE, "factor": -0.5})
 def complement_of_erf(x: Term = tensor(), factor: Term = scalar()) -> Rules:
-    """1 - erf(-x) is 1 + erf(x), because erf is odd: the GELU of TensorFlow is written so."""
+    """`1 - erf(-x)`, as in the GELU of TensorFlow, becomes `1 + erf(x)`, because erf is odd."""
     erf = when(op.Erf(x * factor), "the factor is below 0", lambda factor: factor < 0)
     yield op.Sub(1, op.Erf(-x)), op.Erf(x) + 1
     yield op.Sub(1, op.Erf(op.Mul(-x, factor))), op.Erf(x * factor) + 1

@@ -29,7 +29,7 @@ def conv_to_matmul(
     auto_pad: Term = attribute(),
     kernel_shape: Term = attribute(),
 ) -> Rules:
-    """A convolution whose windows do not overlap, as in the patch embedding of vision transformers, is a MatMul.
+    """A convolution whose windows do not overlap, as in the patch embedding of vision transformers, becomes a MatMul.
 
     The convolution computes (batch, channels, patches), which is then transposed.  The MatMul computes (batch, patches,
     channels) directly, so that later operators can be fused into it.
@@ -103,7 +103,7 @@ def row_of_an_image(
     alpha: Term = scalar(optional=True),
     beta: Term = scalar(optional=True),
 ) -> Rules:
-    """A bias, factor or activation moves before the Squeeze of a convolution's image of one row (Keras' Conv1D)."""
+    """A bias, factor or activation moves before the Squeeze of a convolution's result of one row (Keras' Conv1D)."""
     require("a convolution computes the image", lambda image, is_made_by: is_made_by(image, *CONVOLUTIONS))
     squeeze = "batch channels 1 width -> batch channels width"
     squeezed, vector = rearrange(image, squeeze), op.Unsqueeze(row, axes=[2])

@@ -17,7 +17,7 @@ SCORES: Final = (2, 3, 4, 5)
 
 @rewrite(example={"a": (4, 5), "b": (2, 1, 1, 5), "scores": SCORES})
 def merge_fills(a: Term = tensor(), b: Term = tensor(), scores: Term = tensor(), number: Term = scalar()) -> Rules:
-    """Two fills with the same number, each under its mask, are one fill under both masks.
+    """Two Wheres that fill scores with the same number, each under a mask, become one Where under both masks.
 
     If both conditions are true where the number replaces scores, the new condition is Or(a, b).  But if a or b is a
     triangle (a causal mask), the new condition is And(Not(a), Not(b)), which is true where scores are kept, because a
@@ -39,7 +39,7 @@ def merge_fills(a: Term = tensor(), b: Term = tensor(), scores: Term = tensor(),
 
 @rewrite(of_scores=True, example={"scores": SCORES, "mask": (2, 1, 4, 5), "number": -10000.0})
 def masked_sum(scores: Term = tensor(), mask: Term = tensor(), number: Term = scalar()) -> Rules:
-    """`scores * mask + (1 - mask) * number`, for a mask of 0 and 1 (GPT), is a fill: Where(mask, scores, number).
+    """`scores * mask + (1 - mask) * number`, for a mask of 0 and 1 (GPT), becomes `Where(mask, scores, number)`.
 
     Where the mask is 1, the sum is the score plus 0.  Where the mask is 0, the sum is 0 plus the number, because scores
     are finite.
@@ -55,7 +55,7 @@ def masked_sum(scores: Term = tensor(), mask: Term = tensor(), number: Term = sc
 
 @rewrite(example={"x": SCORES, "y": (), "kept": (2, 1, 1, 5)})
 def selected_sum(x: Term = tensor(), y: Term = tensor(), kept: Term = tensor()) -> Rules:
-    """`x * kept + y * Not(kept)`, as tf2onnx writes a Where, is a Where, because finite numbers times 0 are 0."""
+    """`x * kept + y * Not(kept)`, as tf2onnx writes it, becomes a Where, because finite numbers times 0 are 0."""
     require("x and y are finite", lambda x, y, is_bounded: is_bounded(x) and is_bounded(y))
     hidden = shared(op.Cast(shared(op.Not(kept)), to=TensorProto.FLOAT))
     selected = op.Add(op.Mul(x, shared(op.Cast(kept, to=TensorProto.FLOAT))), shared(op.Mul(y, hidden)))
@@ -81,9 +81,10 @@ def limited_sum(scores: Term = tensor(), mask: Term = tensor(), number: Term = s
 
 @rewrite(of_scores=True, example={"scores": SCORES, "kept": (2, 1, 4, 5), "number": -math.inf})
 def limited_fill(scores: Term = tensor(), kept: Term = tensor(), number: Term = scalar()) -> Rules:
-    """`Max(scores + mask, number)` is a fill if the mask holds 0 and the number, and the number swallows scores.
+    """`Max(scores + mask, number)` becomes a Where of the scores and the number, if the mask holds 0 and the number.
 
-    XGLM in float16 limits its scores in this way.  The sum of float16's lowest number and a score below 16 is that
+    The sum of the number and any score must be the number, or the number must be the lowest of float16.  XGLM in
+    float16 limits its scores in this way.  The sum of float16's lowest number and a score below 16 is that
     number or -inf, which the Max raises to the number.  A larger score gives a larger sum, which has weight only if all
     keys of its row are masked.
     """
@@ -100,9 +101,9 @@ def limited_fill(scores: Term = tensor(), kept: Term = tensor(), number: Term = 
 
 @rewrite(of_scores=True, example={"scores": SCORES, "mask": (2, 1, 4, 5)})
 def masked_probabilities(scores: Term = tensor(), mask: Term = tensor()) -> Rules:
-    """Probabilities times a mask of 0 and 1, divided by their sum (flax.nnx), are the probabilities of masked scores.
+    """Probabilities times a mask of 0 and 1, divided by their sum (flax.nnx), become a Softmax of masked scores.
 
-    Rows in which all keys are masked are 0.  Where masked scores are 87 above all others, the sum of a row may
+    Rows in which all keys are masked are 0.  Where masked scores are 87 above all others, the sum of a row can
     underflow: the original gives 0 for such rows, and the rewritten form gives the probabilities of the unmasked keys.
     """
     require("the mask holds 0 and 1", lambda mask, holds_zero_or_one: holds_zero_or_one(mask))

@@ -28,7 +28,7 @@ def subtracted_maximum(x: Term = tensor(), axis: Term = attribute()) -> Rules:
 
 @rewrite(example={"x": ROWS, "v": (2, 4, 5)})
 def softmax_in_steps(x: Term = tensor(), v: Term = tensor()) -> Rules:
-    """`exp(x - max(x)) / sum(exp(x - max(x)))` is a Softmax; a product with values may come before the division."""
+    """`exp(x - max(x)) / sum(exp(x - max(x)))` becomes a Softmax; a MatMul with v can precede the division."""
     require("x is not wider", lambda dtypes: dtypes["x"] in ("float32", "float16", "bfloat16"))
     powers = op.Exp(op.Sub(x, op.ReduceMax(x, axes=[-1], keepdims=1)))
     total = op.ReduceSum(powers, axes=[-1], keepdims=1)
@@ -38,7 +38,7 @@ def softmax_in_steps(x: Term = tensor(), v: Term = tensor()) -> Rules:
 
 @rewrite(out="... 1 d")
 def softmax_of_one_row(x: Term = tensor("... d"), scale: Term = scalar(optional=True)) -> Rules:
-    """Scores of one query get their axis of queries before the Softmax, not after it."""
+    """The scores of a single query get their axis of size 1 for queries before the Softmax, not after it."""
     require("the result has four axes", lambda rank: rank == 4)
     row = rearrange(x, "... d -> ... 1 d")
     for scores, with_axis in ((op.Mul(x, scale), op.Mul(row, scale)), (op.Div(x, scale), op.Div(row, scale)), (x, row)):
@@ -47,7 +47,7 @@ def softmax_of_one_row(x: Term = tensor("... d"), scale: Term = scalar(optional=
 
 @rewrite(example={"x": ROWS, "y": ROWS})
 def sum_of_two(x: Term = tensor(), y: Term = tensor()) -> Rules:
-    """A Sum of two tensors is an Add."""
+    """A Sum of two tensors becomes an Add."""
     yield op.Sum(x, y), op.Add(x, y)
 
 

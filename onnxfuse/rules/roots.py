@@ -18,7 +18,7 @@ def power_of_mean(
     keepdims: Term = attribute(),
     epsilon: Term = scalar(),
 ) -> Rules:
-    """A power of 0.5 or -0.5 of a mean of squares plus a number above 0 is a root, or its reciprocal.
+    """`(mean(x²) + epsilon)` to the power 0.5 or -0.5 becomes a square root, or the reciprocal of a square root.
 
     The power and the root differ only for -0 and -inf, which such a sum cannot be.
     """
@@ -30,7 +30,7 @@ def power_of_mean(
 
 @rewrite(out="batch rows 1")
 def pooled_mean(x: Term = tensor("batch rows columns")) -> Rules:
-    """A GlobalAveragePool of three axes, as tf2onnx writes the mean over the last of them, is a ReduceMean."""
+    """A GlobalAveragePool of three axes, as tf2onnx writes the mean over the last axis, becomes a ReduceMean."""
     yield op.GlobalAveragePool(x), op.ReduceMean(x, axes=[-1], keepdims=1)
 
 

@@ -63,7 +63,7 @@ def _joined(a: Term, b: Term) -> Term:
 
 @rewrite(example={"x": (2, 5, 4), "axes": [1]})
 def negated_table(x: Term = tensor(), axes: Term = attribute()) -> Rules:
-    """A tensor is negated before an Unsqueeze, not after it, so that both tables of a rotation keep the same views."""
+    """The negation of an unsqueezed table moves before the Unsqueeze, so that both tables of a rotation stay alike."""
     require("the axes are known", lambda axes: axes is not None)
     require("it is added to tables of heads", lambda rank: rank == 4)
     yield -shared(op.Unsqueeze(x, axes=axes)), op.Unsqueeze(-x, axes=axes)
@@ -71,7 +71,7 @@ def negated_table(x: Term = tensor(), axes: Term = attribute()) -> Rules:
 
 @rewrite(out="batch heads rows whole")
 def negated_half(a: Term = tensor(PART), b: Term = tensor(PART)) -> Rules:
-    """Where Paddle multiplies a half of a head by -1, the half is negated instead."""
+    """A multiplication of half of a head by -1, as Paddle writes it, becomes a Neg."""
     require(*AXES_ARE_INPUTS)
     require(*OF_ONE)
     yield _by_halves(op.Mul(b, -1.0), a), _by_halves(-b, a)
@@ -80,7 +80,7 @@ def negated_half(a: Term = tensor(PART), b: Term = tensor(PART)) -> Rules:
 
 @rewrite(out=f"{PART} 2")
 def negated_column(a: Term = tensor(PART), b: Term = tensor(PART)) -> Rules:
-    """Where Paddle multiplies one element of each pair of neighbours by -1, the element is negated instead."""
+    """A multiplication of one element of each pair of neighbours by -1, as Paddle writes it, becomes a Neg."""
     require(*AXES_ARE_INPUTS)
     require(*OF_ONE)
     yield _by_columns(op.Mul(b, -1.0), a), _by_columns(-b, a)
@@ -99,7 +99,7 @@ def stacked_halves(a: Term = tensor(PART), b: Term = tensor(PART)) -> Rules:
 def signed_table(
     a: Term = tensor(PART), b: Term = tensor(PART), first: Term = tensor(HALF_TABLE), second: Term = tensor(HALF_TABLE)
 ) -> Rules:
-    """Swapped halves of x (torch.roll) times sines with one half negated: a half of x is negated instead."""
+    """Where the swapped halves of x (torch.roll) are multiplied by half-negated sines, half of x is negated instead."""
     require(*AXES_ARE_INPUTS)
     require(*OF_ONE)
     require("the sines are tables", lambda a, first, second, is_table: is_table(first, a) and is_table(second, a))

@@ -22,7 +22,7 @@ def _of_rows(rows: Term, x: Term, kn: Term, nk: Term, beta: Term) -> Iterator[tu
 def product_of_rows(
     x: Term = tensor("batch rows ... k"), kn: Term = weight("k n"), nk: Term = weight("n k"), beta: Term = attribute()
 ) -> Rules:
-    """A product of flattened rows, as TensorFlow's Tensordot computes it, is a product of the rows as they are."""
+    """A product of flattened rows, as in TensorFlow's Tensordot, becomes a product of the rows without a Reshape."""
     for flat, product in _of_rows(rearrange(x, "batch rows ... k -> (batch rows ...) k"), x, kn, nk, beta):
         yield rearrange(flat, "(batch rows ...) n -> batch rows ... n"), product
 
@@ -34,7 +34,7 @@ def product_of_heads(
     nk: Term = weight(),
     beta: Term = attribute(),
 ) -> Rules:
-    """A product of flattened rows whose columns become heads, as in an Einsum of Keras, is a product of the rows."""
+    """A product of flattened rows, then split into heads (Keras' Einsum), becomes a product of unflattened rows."""
     weights = rearrange(kn, "k (heads size) -> k (heads size)"), rearrange(nk, "(heads size) k -> (heads size) k")
     for flat, product in _of_rows(rearrange(x, "batch rows k -> (batch rows) k"), x, *weights, beta):
         heads = rearrange(flat, "(batch rows) (heads size) -> batch rows heads size")
@@ -48,7 +48,7 @@ def product_of_context(
     nk: Term = weight(),
     beta: Term = attribute(),
 ) -> Rules:
-    """A product of an attention's result, flattened to (batch rows, heads size), becomes one of unflattened rows."""
+    """A product of an attention's result, flattened to (batch * rows, columns), becomes one of unflattened rows."""
     rows = rearrange(x, "batch heads rows size -> batch rows (heads size)")
     flattened = rearrange(x, "batch heads rows size -> (batch rows) (heads size)")
     weights = rearrange(kn, "(heads size) n -> (heads size) n"), rearrange(nk, "n (heads size) -> n (heads size)")
@@ -63,7 +63,7 @@ def bias_of_heads(
     kn: Term = weight(),
     bias: Term = weight("heads size"),
 ) -> Rules:
-    """A bias that is added to the heads of a product is added to the columns of the product."""
+    """A bias that is added to a product after a Reshape to heads is added before this Reshape instead."""
     product = known(y, op.MatMul(x, rearrange(kn, "k (heads size) -> k (heads size)")))
     heads = "batch rows (heads size) -> batch rows heads size"
     yield rearrange(product, heads) + bias, rearrange(product + rearrange(bias, "heads size -> (heads size)"), heads)

@@ -135,7 +135,7 @@ def _conv_transpose(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
     sizes: list[Size | None] = []
     for i, size in enumerate(spatial):
         window = (kernel[i] - 1) * dilations[i] + 1 + output_padding[i]
-        # With SAME, the output has size * stride elements; fewer elements if the window is smaller than the stride,
+        # With auto_pad SAME, the output has size * stride elements, or fewer if the window is smaller than the stride,
         # because padding is never negative.
         padding = maximum(0, window - strides[i]) if is_same else pads[i] + pads[i + rank]
         sizes.append((size - 1) * strides[i] + window - padding)
