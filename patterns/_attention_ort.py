@@ -52,6 +52,7 @@ def group_query_attention(
 
     `queries`, `keys` and `values` have the axes QUERIES, GROUPED_KEYS and GROUPED_VALUES; with a past, `keys` and
     `values` hold only this step's rows.
+
     The past and the returned caches are (batch, kv_heads, rows, size).
     """
     rows = axis_size(queries, 1) if past[0] is None else axis_size(past[0], 2) + axis_size(queries, 1)

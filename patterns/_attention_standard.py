@@ -80,7 +80,7 @@ def standard_attention(
 
 
 def _lies_by_rows(q_layout: str, size: object = None, value_size: object = None) -> bool:
-    """Return whether queries are (batch, rows, ...), and their heads have a known size, so a Reshape joins them."""
+    """Return whether queries are (batch, rows, ...) and the size of heads is known: a Reshape can then join heads."""
     return q_layout != "bhsd" and all(each is None or isinstance(each, int) for each in (size, value_size))
 
 

@@ -22,7 +22,7 @@ def finished(
 ) -> Term:
     """Return activation(product + residual) * column_scale + column_shift.
 
-    The residual may also be added last, in place of the shift.  `slope` is the slope of a PRelu.
+    The residual can also be added last, in place of the shift.  `slope` is the slope of a PRelu.
     """
     require(
         "an activation or a residual follows the convolution",

@@ -1,4 +1,4 @@
-"""An activation that no other fusion took in, if exporters write it in several nodes."""
+"""An activation that is not part of another fusion, if exporters write it in several nodes."""
 
 from onnxfuse.dsl import Term, choose, fusion, tensor
 from onnxfuse.patterns._activations import spelled

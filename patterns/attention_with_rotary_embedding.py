@@ -45,7 +45,7 @@ Q_AXES, K_AXES = "batch heads queries size", "batch kv_heads keys size"
 
 
 def normalized_heads(name: str, x: Term, rows: str, heads: str, scale: Term, epsilon: Term) -> Term:
-    """Return queries or keys as (batch heads rows size); if the graph has an RMS norm of each head, after the norm."""
+    """Return queries or keys as (batch heads rows size), normalized by an RMS norm per head if the graph has one."""
     heads_first, rows_first = f"batch {heads} {rows} size", f"batch {rows} {heads} size"
     by_heads, by_rows = (layouts(name, x, rows, heads, "size", axes) for axes in (heads_first, rows_first))
 

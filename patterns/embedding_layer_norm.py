@@ -1,4 +1,4 @@
-"""LayerNorm of a sum of embeddings: table rows that tokens, positions and token types select, or rows of tensors."""
+"""LayerNorm of a sum of embeddings: table rows selected by tokens, positions and token types, or other tensors."""
 
 from onnxfuse.dsl import Term, choose, fusion, op, require, scalar, tensor, weight
 from onnxfuse.patterns._norms import layer_normalized, require_epsilon
@@ -21,7 +21,7 @@ def embedding_layer_norm(
     """sum = table[ids] + table_2[ids_2] + table_3[ids_3] + added + row, at most three of them; y = layer_norm(sum)"""
     require(
         "as many positions as ids, {s}, or one are added; there are {p}",
-        # A slice [:s] of a table of 512 rows has p = min(512, s) rows, which shares the symbol s.
+        # A slice [:s] of a table of 512 rows has p = min(512, s) rows, so s and p share the symbol s.
         lambda s, p, share_symbols: p in (None, s) or share_symbols(s, p),
     )
     tokens, second, third = op.Gather(table, ids), op.Gather(table_2, ids_2), op.Gather(table_3, ids_3)

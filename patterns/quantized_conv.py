@@ -1,4 +1,4 @@
-"""A convolution of integers of 8 bits: of an image and weights that are dequantized."""
+"""A convolution of an image with weights, both stored as 8-bit integers with scales and zero points."""
 
 from onnxfuse.dsl import Term, attribute, choose, fusion, op, or_zeros, rearrange, require, tensor, weight, when
 from onnxfuse.patterns._convolutions import EXAMPLE

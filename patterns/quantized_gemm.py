@@ -1,4 +1,4 @@
-"""A matrix product of integers of 8 bits: of a tensor and a weight, each with a scale and a zero point."""
+"""A matrix product of a tensor and a weight, both stored as 8-bit integers with scales and zero points."""
 
 from onnxfuse.dsl import Term, choose, either, fusion, op, or_zeros, rearrange, require, tensor, weight
 from onnxfuse.patterns._dequantized import both_scales, dequantized, dequantized_weight, require_eight_bits, scaled_sums

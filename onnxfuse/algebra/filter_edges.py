@@ -34,7 +34,7 @@ def most_taps_beyond(
 
 
 def row_count(beyond: Beyond) -> int:
-    """Return the number of rows of sums."""
+    """Return the number of rows that `sums_inside` returns."""
     return math.prod((before + 1) * (after + 1) for before, after in beyond)
 
 

@@ -24,7 +24,7 @@ def parse_size(text: str) -> Size:
     try:
         rest = [token for token in tokens if token is not None]
         size = _parse_sum(rest)
-        # A too large expression becomes a symbol named by its text.
+        # An expression beyond the limits of sizes.py becomes a symbol that is named by its text.
         is_too_large = UNKNOWN not in text and not is_known(size)
         return symbol(text.strip()) if rest or None in tokens or is_too_large else size
     except (ValueError, IndexError, ZeroDivisionError, RecursionError):

@@ -56,7 +56,7 @@ class IndexAnalysis:
         """Analyze the nodes of the graph in order."""
         self.graph, self.shapes, self.note = graph, shapes, shapes.note
         self.values: dict[str, Value | None] = {}
-        self.numbers: dict[str, TwoNumbers | None] = {}  # tensors with two distinct values; filled on demand
+        self.numbers: dict[str, TwoNumbers | None] = {}  # results of `two_numbers`, by tensor name
         # By the name of a Concat's result: the columns that it joins, which a GatherND may read as indices.
         self.index_columns: dict[str, tuple[Value | None, ...]] = {}
         for node in graph.nodes:

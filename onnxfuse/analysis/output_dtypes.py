@@ -33,7 +33,7 @@ _FURTHER_OUTPUTS: dict[str, dict[int, tuple[int, ...]]] = {  # operator -> outpu
     "com.microsoft::EmbedLayerNormalization": {2: (2,)}, "com.microsoft::SkipGroupNorm": {1: (0,)},
     "com.microsoft::Attention": {1: (0,)}, "com.microsoft::MultiHeadAttention": _CACHES,
     "com.microsoft::DecoderMaskedMultiHeadAttention": _CACHES, "com.microsoft::SparseAttention": _CACHES,
-    "com.microsoft::GroupQueryAttention": {1: (3, 0), 2: (4, 0)},  # the past, if present: it can be quantized
+    "com.microsoft::GroupQueryAttention": {1: (3, 0), 2: (4, 0)},  # the past, which can be quantized, or query
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Estimates of unknown sizes: about as large as the sizes that they were computed from.
+"""Estimates of unknown sizes: each is assumed to be about as large as the sizes from which it is computed.
 
 Only costs are computed from these estimates.  For example, an unknown size after a computed Pad is estimated by the
 size before the Pad, although the Pad could make the axis of any size.

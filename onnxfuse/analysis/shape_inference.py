@@ -39,7 +39,7 @@ MAX_ROUNDS = 4  # maximum number of inference rounds; each can find new constrai
 def read_and_infer(model: onnx.ModelProto, folder: Path | None) -> ShapeInfo:
     """Read and sort a model's main graph, and return the facts about its tensors; `ShapeInfo.graph` is the graph.
 
-    Raises ModelError for a graph with a cycle, and for fused nodes of another version.
+    Raises ModelError for a graph with a cycle, and for fused nodes of another version of onnxfuse.
     """
     graph = read_graph(model, folder)
     graph.sort()

@@ -27,7 +27,7 @@ MAX_EXACT_INTEGER = 2**24  # the largest floating-point constant that is read as
 
 
 class CannotInfer(Exception):
-    """A fact that the answer depends on is unknown; this is not an error of the model."""
+    """An inference rule needs a fact that is unknown; this is not an error of the model."""
 
 
 @dataclass(frozen=True)

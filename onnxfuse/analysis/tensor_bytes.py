@@ -11,7 +11,7 @@ from onnxfuse.algebra.sizes import Size, evaluate, symbols
 from onnxfuse.analysis.shape_info import ShapeInfo
 
 ASSUMED_BATCH, ASSUMED_SIZE = 1, 128  # assumed for dynamic dims whose names contain "batch", and for all others
-MAX_INT64 = 2**63 - 1  # as ONNX counts sizes and bytes; divisions of larger integers may overflow
+MAX_INT64 = 2**63 - 1  # ONNX's largest size; larger integers could overflow in divisions
 
 
 def tensor_bytes(shapes: ShapeInfo, shape: Sequence[Size] | None, dtype: int, first_axis: int = 0) -> int:
@@ -27,7 +27,7 @@ def tensor_bytes(shapes: ShapeInfo, shape: Sequence[Size] | None, dtype: int, fi
 
 
 def assumed_number(shapes: ShapeInfo, size: Size) -> int:
-    """Return a size with assumed values for its symbols; 0 if the value is negative, or a division by 0."""
+    """Return a size with assumed values for its symbols; 0 if the value is negative, or divides by 0."""
     assumed = {name: shapes.related.get(name, assumed_size(name)) for name in symbols(size)}
     try:
         return min(max(0, evaluate(size, assumed)), MAX_INT64)

@@ -169,7 +169,7 @@ class MergedAxes:
         return write(self.shapes, "Expand", [tensor, joined_sizes(self.shapes, target, stem)], stem)
 
     def back(self, result: Tensor) -> Tensor | None:
-        """Return the result with the merged axes split again; None if their sizes are dynamic and not those of V."""
+        """Return the result with the merged axes split again; None if a size is dynamic and not a size of V."""
         made, sizes = self._reshaped(result, self.result), self.result[self.axis : self.axis + 2]
         if made is not None:
             return made
@@ -182,7 +182,7 @@ class MergedAxes:
         return self._viewed(result, moved, View(None, (*rows, *sizes)), View(order, self.result))
 
     def _split(self, result: Tensor) -> Tensor | None:
-        """Write a Reshape that splits the merged axes; their sizes are read from V, and the others from the result."""
+        """Write a Reshape that splits the merged axes; read their sizes from V, and the others from the result."""
         values, stem = self.last.inputs[1], f"{result.name}_split"
         shape, axes = self.shapes.shape(values), (self.axis, self.axis + 1)
         if shape is None or len(shape) != len(self.result) or any(shape[axis] != self.result[axis] for axis in axes):

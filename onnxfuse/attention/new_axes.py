@@ -1,4 +1,4 @@
-"""Rewrite the nodes of an attention, from one product to the other, with other axes."""
+"""Rewrite the nodes of an attention, from its first to its second matrix product, with other axes."""
 
 from __future__ import annotations
 

@@ -28,10 +28,10 @@ Number: TypeAlias = int | float
 Operand: TypeAlias = "Term | Number"
 PlainValue: TypeAlias = int | float | str | list[int] | list[float] | list[str]
 AttributeValue: TypeAlias = "Term | Dim | Number | str | Sequence[Number | Dim] | None"
-OperatorSet: TypeAlias = Literal["onnx", "ort", "standard"]  # which operators a body may have; see words.stored
+OperatorSet: TypeAlias = Literal["onnx", "ort", "standard"]  # the operators allowed in a body; see words.stored
 Literals: TypeAlias = float | NDArray[Any]  # one number, or an array; it takes the dtype of the other operand
 
-# Operators that most models have, or that differ between spellings: their absence from a model says little.
+# Operators that most models have, or that differ between spellings.  Their absence does not show that nothing matches.
 COMMON_OPS = VIEWS | {"Add", "Mul", "Sub", "Div", "Neg", "Cast", "Pow", "Sqrt", "Slice", "Where"}
 
 
@@ -273,7 +273,7 @@ class Term:
 
     @functools.cached_property
     def root_ops(self) -> frozenset[str] | None:
-        """The operators that can compute the term; None if any operator, or none, may compute it, as for an operand."""
+        """The operators that can compute the term; None if any tensor can be the term, as for an operand."""
         return None if self.is_leaf else union([part.root_ops for part in self.parts])
 
     @functools.cached_property
@@ -298,7 +298,7 @@ class Term:
 
     @property
     def dim_specs(self) -> tuple[str, ...]:
-        """The texts that name dimensions in this term, without its parts."""
+        """The texts that name dimensions in this term itself, not in its parts."""
         return ()
 
     @property

@@ -458,7 +458,7 @@ def shared(value: Term) -> Term:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Known(Wrapper):
-    """An operand that matches only if the graph computes it as `inner`; the nodes that compute it stay."""
+    """An operand that matches only if the graph computes it as `inner`; the nodes that do so stay in the graph."""
 
     operand: Capture
 
@@ -482,7 +482,7 @@ class Known(Wrapper):
 
 
 def known(operand: Term, value: Term) -> Term:
-    """Return an operand, for a rewrite rule, that matches only if the graph computes it as `value`; its nodes stay."""
+    """Return a rule's operand that matches only if the graph computes it as `value`; these nodes stay in the graph."""
     if not isinstance(operand, Capture):
         raise PatternError(f"{here()}: known() needs a parameter as its first argument")
     return Known(inner=value, operand=operand, span=here())
@@ -504,7 +504,7 @@ def unrounded(value: Term) -> Term:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Precision(Wrapper):
-    """A value that the body computes in float32 (`like` None) or casts to `like`'s dtype; matching ignores it."""
+    """A value that the body computes in float32 (`like` None) or casts to `like`'s dtype; matching ignores dtypes."""
 
     like: Term | None = None
 

@@ -19,7 +19,7 @@ class Precision:
     """A half-precision dtype: its range, and the loss that is accepted for a weight."""
 
     name: str  # the name, as in --dtype
-    number: int  # its number in onnx.TensorProto.DataType
+    number: int  # the dtype's number in onnx.TensorProto.DataType
     largest: float
     limit: float  # largest magnitude accepted in observed runs; less than `largest`, because other inputs may give more
     smallest: float  # the smallest normal magnitude: smaller ones lose bits

@@ -1,4 +1,4 @@
-"""Find the nodes at which half precision loses the most, which should stay in float32 next."""
+"""Find the nodes that lose the most precision in half precision, and should be the next to stay in float32."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def row_of_an_image(
 def scales_of_channels(
     sums: Term = tensor(IMAGE), x_scale: Term = tensor("1?"), w_scale: Term = weight("channels 1 1")
 ) -> Rules:
-    """The scales of the channels of a convolution of integers become a vector, as kernels read them."""
+    """The scales per channel of an integer convolution become a vector, as kernels read them."""
     require("integers are added", lambda sums, is_made_by: is_made_by(sums, "ConvInteger"))
     require("scales are float32", lambda dtypes: dtypes["w_scale"] == "float32")
     numbers = op.Cast(sums, to=TensorProto.FLOAT)

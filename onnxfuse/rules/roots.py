@@ -67,7 +67,7 @@ def kept_axis(x: Term = tensor("... d")) -> Rules:
 
 @rewrite(out="batch groups 1 1 1")
 def kept_axes_of_groups(x: Term = tensor("batch groups size height width")) -> Rules:
-    """A mean of each group that drops three axes, and a view that adds them back, become one mean (torch.var)."""
+    """A mean per group that drops three axes, and a view that adds them back, become a mean with keepdims=1."""
     dropped = op.ReduceMean(x, axes=[2, 3, 4], keepdims=0)
     yield rearrange(dropped, "batch groups -> batch groups 1 1 1"), op.ReduceMean(x, axes=[2, 3, 4], keepdims=1)
 
@@ -79,10 +79,10 @@ def groups_of_channels_last(
     bias: Term = weight("1 1 1 groups size"),
     epsilon: Term = scalar(),
 ) -> Rules:
-    """A GroupNorm of channels-last images, as Keras computes it, is the GroupNorm of transposed images.
+    """A GroupNorm of channels-last images, as Keras computes it, becomes a GroupNorm of transposed images.
 
     Keras computes x * slopes + (bias - mean * slopes), which is NaN for an infinite scale, so the scale must be finite.
-    The variance may be mean(x^2) - mean^2, as in a LayerNorm of Flax.
+    The variance can be written as mean(x^2) - mean^2, as in Flax.
     """
     require("the scale is finite", lambda scale, is_finite: is_finite(scale))
     mean = op.ReduceMean(x, axes=[1, 2, 4], keepdims=1)

@@ -20,7 +20,7 @@ PART: Final = "batch heads rows pairs"  # shape of the first (or the second) ele
 TABLE: Final = "batch? heads? rows? size"
 HALF_TABLE: Final = "batch? heads? rows? pairs"
 ROWS: Final = "1 rows size"
-MIDDLE: Final = "heads 1 size"  # a table (rows, 1, size): before heads are transposed, x is (batch, rows, heads, size)
+MIDDLE: Final = "heads 1 size"  # a table (rows, 1, size), for an x that is not yet transposed: axis "heads" holds rows
 HAS_THREE_AXES: Final = (
     "a table has three axes",
     lambda cos_axes, sin_axes: {cos_axes, sin_axes} != {"plain"},
@@ -34,8 +34,8 @@ TWO: Final = "{size} elements are {pairs} pairs", lambda size, pairs: pairs is N
 def _table(name: str, plain: Term, rows: Term, middle: Term) -> tuple[Term, Term]:
     """Return a table of a rotation, and the same table as patterns match it; the choice `<name>_axes` names its shape.
 
-    A table (1, rows, size) loses its first axis.  A table (rows, 1, size) gets an axis for the batch: its axis of size
-    1 is the axis of heads, which are not transposed yet.
+    A table (1, rows, size) loses its first axis.  A table (rows, 1, size) gets an axis for the batch; its axis of size
+    1 is the axis of heads, because such a table is multiplied before heads are transposed.
     """
     axes = f"{name}_axes"
     return (
@@ -63,7 +63,7 @@ def _joined(a: Term, b: Term) -> Term:
 
 @rewrite(example={"x": (2, 5, 4), "axes": [1]})
 def negated_table(x: Term = tensor(), axes: Term = attribute()) -> Rules:
-    """The negation of an unsqueezed table moves before the Unsqueeze, so that both tables of a rotation stay alike."""
+    """The negation of a table moves before its Unsqueeze, so that both tables of a rotation have the same views."""
     require("the axes are known", lambda axes: axes is not None)
     require("it is added to tables of heads", lambda rank: rank == 4)
     yield -shared(op.Unsqueeze(x, axes=axes)), op.Unsqueeze(-x, axes=axes)
@@ -114,7 +114,7 @@ def signed_table(
 
 @rewrite(out=HEADS)
 def cast_before_turned(x: Term = tensor(HEADS)) -> Rules:
-    """If turned(x) is cast to float32, x is cast before it is turned."""
+    """A Cast to float32 of turned(x), which has pairs (-b, a) in place of (a, b), becomes a Cast of x."""
     require(*AXES_ARE_INPUTS)
     require(*TWO)
     require("x is not wider", lambda dtypes: dtypes["x"] in ("float32", "float16", "bfloat16"))
@@ -240,7 +240,7 @@ def sum_of_joined(
     cos: Term = tensor(HALF_TABLE),
     sin: Term = tensor(HALF_TABLE),
 ) -> Rules:
-    """A sum of two Concats, of products with cos and of products with sin, becomes a Concat of two sums."""
+    """A Concat of products with cos plus a Concat of products with sin becomes a Concat of two sums."""
     require(*AXES_ARE_INPUTS)
     require(*OF_ONE)
     require("cos and sin are tables", lambda a, cos, sin, is_table: is_table(cos, a) and is_table(sin, a))
@@ -289,7 +289,7 @@ def complex_in_one_form(
     cos_middle: Term = tensor("heads 1 pairs", optional=True),
     sin_middle: Term = tensor("heads 1 pairs", optional=True),
 ) -> Rules:
-    """A product of complex numbers in another spelling, or with the other sign of the sines, is a rotation."""
+    """A product of complex numbers in another spelling, or with the other sign of the sines, becomes the usual one."""
     require(*AXES_ARE_INPUTS)
     require(*OF_ONE)
     require("cos is a table", lambda a, cos, is_table: cos is None or is_table(cos, a))
