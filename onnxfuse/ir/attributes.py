@@ -79,7 +79,7 @@ def _wrong_type(node: Node, name: str, found: object, required: str) -> TypeErro
 
 @dataclass(frozen=True, eq=False)
 class AtRunTime:
-    """A parameter whose value is known only at run time, and the input that holds it.  It equals no number."""
+    """A parameter whose value is known only at run time, with the input that holds it; it never equals a number."""
 
     tensor: Tensor
 

@@ -35,8 +35,8 @@ from onnxfuse.ir.validate import DTYPE_ATTRIBUTES, label
 def convert_opset(model: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     """Return a model converted to a newer opset; `model` is not changed.  Functions are inlined where possible.
 
-    A model that has this opset, a newer one or none at all is returned as it is.  Raises ModelError, which names the
-    node, if a node cannot be expressed in the newer opset, or if onnxruntime has no kernel for the converted node.  The
+    A model whose opset is the same, newer or missing is returned unchanged.  Raises ModelError, which names the node,
+    if a node cannot be expressed in the newer opset, or if onnxruntime has no kernel for the converted node.  The
     caller has to set the IR version by `state_ir_version`.
     """
     old = opset_of(model)
@@ -85,7 +85,7 @@ def state_ir_version(model: onnx.ModelProto) -> None:
 
 
 def _as_model(function: onnx.FunctionProto) -> onnx.ModelProto:
-    """Return a function as a model with the function's nodes; its inputs and outputs have no types."""
+    """Return a model that has the function's nodes; the model's inputs and outputs have no types."""
     inputs, outputs = (
         [onnx.ValueInfoProto(name=name) for name in names] for names in (function.input, function.output)
     )
@@ -141,14 +141,17 @@ def _next_version(op: str, opset: int, newest: int) -> int | None:
 def _is_changed(op: str, version: int) -> bool:
     """Return whether an opset defines a new version of an operator."""
     old, new = schema(op, version - 1), schema(op, version)
-    if old is None:  # an operator that onnxruntime adds to the ONNX domain
+    if old is None:  # ONNX does not define this operator; onnxruntime adds it to the ONNX domain
         return (op, version) in ADAPTERS or LACKING.get(op) == version
     return new is None or old.since_version != new.since_version
 
 
 @functools.cache
 def changes(op: str, version: int) -> tuple[str, ...]:
-    """Return, as texts, how an opset changes an operator, except for dtypes, optional inputs and neutral attributes."""
+    """Return, as texts, the attributes, inputs and outputs of an operator that an opset changes.
+
+    Changes that keep older nodes valid are omitted: more dtypes, optional inputs, and attributes in NEUTRAL_DEFAULTS.
+    """
     old, new = schema(op, version - 1), schema(op, version)
     if old is None or new is None or new.deprecated:
         return (f"{op}, which one of both opsets does not have",)

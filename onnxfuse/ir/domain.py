@@ -19,7 +19,7 @@ TEXTS: Final = frozenset({"fusion", "operands"})  # string attributes of every f
 
 
 def is_fused(node: onnx.NodeProto) -> bool:
-    """Return whether onnxfuse wrote a node; other nodes in its domain may call the user's own functions."""
+    """Return whether onnxfuse wrote a node; users' own functions can have onnxfuse's domain, too."""
     if node.domain != DOMAIN:
         return False
     return {each.name for each in node.attribute if each.type == onnx.AttributeProto.STRING} >= TEXTS
@@ -36,7 +36,7 @@ def is_whole(node: onnx.NodeProto, body: onnx.FunctionProto | None) -> bool:
 
 
 def check_version(model: onnx.ModelProto) -> None:
-    """Raise ModelError for a model whose operators of onnxfuse have a newer version than DOMAIN_VERSION.
+    """Raise ModelError if a model's fused nodes have a newer version than DOMAIN_VERSION.
 
     A model without fused nodes is allowed to import any version, and any model is allowed to import UNVERSIONED.
     """

@@ -1,4 +1,4 @@
-"""Element types: ONNX's numbers, their names, and the sets of them that fusions and passes use."""
+"""Element types (dtypes): their numbers in ONNX, their names, and the sets of dtypes that fusions and passes use."""
 
 from __future__ import annotations
 

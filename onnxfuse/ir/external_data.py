@@ -1,4 +1,4 @@
-"""External data: the range of a file that holds a tensor's values; only plain files of the model's folder are read."""
+"""Find and read the values that a tensor keeps in another file; only plain files in the model's folder are read."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def state_range(tensor: onnx.TensorProto, offset: int, length: int) -> None:
 def with_values(tensor: onnx.TensorProto, folder: Path | None) -> onnx.TensorProto:
     """Return a copy of an external tensor that holds its values.  Raises ModelError as `external_range` does.
 
-    onnx's own reader refuses names that plain files can have, such as one with a backslash.
+    onnx's own reader is not used: it refuses some valid file names, such as names with a backslash.
     """
     path, offset, length = external_range(tensor, folder)
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""The bytes of a model on disk, and of its weights."""
+"""Count the bytes that a model and its weights take on disk."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def file_bytes(path: Path, model: onnx.ModelProto) -> int:
 
 
 def weight_bytes(model: onnx.ModelProto) -> int:
-    """Return the bytes of all initializers, and of the values of Constants, at any depth and in functions."""
+    """Return the total bytes of all initializers and of all Constants' values, including subgraphs and functions."""
     return sum(map(size_of, tensors(model.graph, *model.functions)))

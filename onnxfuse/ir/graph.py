@@ -22,7 +22,7 @@ from onnxfuse.ir.node import AttributeValue, Constant, Node, Tensor, consumers, 
 from onnxfuse.ir.protos import subgraphs
 from onnxfuse.ir.quantizers import joined_quantizers
 
-OPSET_OF_UNCUT_SLICES: Final = 10  # in this opset, onnx infers a Slice's named sizes as those of its input
+OPSET_OF_UNCUT_SLICES: Final = 10  # in this opset, onnx's inference gives a Slice the named sizes of its input
 
 
 def take_name(names: set[str], stem: str) -> str:
@@ -39,8 +39,8 @@ def take_name(names: set[str], stem: str) -> str:
 class RewrittenScores:
     """The Softmaxes whose scores were rewritten to match attention patterns, by the names of their original outputs.
 
-    `stay` holds the Softmaxes whose scores must not be rewritten, because no attention contained them in an earlier
-    attempt.  `begun` maps the output of a Softmax that replaces another one, with other axes, to the original output.
+    `stay` holds the Softmaxes whose scores must not be rewritten: in an earlier attempt, no attention pattern matched
+    them after the rewrite.  If a rewrite replaced a Softmax, `begun` maps the new one's output to the original output.
     """
 
     stay: frozenset[str] = frozenset()
@@ -55,7 +55,7 @@ class RewrittenScores:
 
 @dataclass(frozen=True)
 class Deferred:
-    """A fused node that is to replace an operator of the same name: the name of its function, and its attributes.
+    """A fused node that will later replace an operator of the same name: its function's name and its attributes.
 
     `inputs` holds, for each operand, the index of the operator's input.
     """
@@ -100,8 +100,9 @@ class Graph:
     origins: dict[str, tuple[str, str]] = field(default_factory=dict)
     is_subgraph: bool = False
     scores: RewrittenScores = field(default_factory=RewrittenScores)
-    deferred: dict[Node, Deferred] = field(default_factory=dict)  # operators that become fused nodes unless in a region
-    rewritten: list[tuple[str, str]] = field(default_factory=list)  # rules that were applied, with the replaced nodes
+    # Operators that fused nodes will replace, unless a region (a generated kernel) takes them first.
+    deferred: dict[Node, Deferred] = field(default_factory=dict)
+    rewritten: list[tuple[str, str]] = field(default_factory=list)  # (name of an applied rule, node that it replaced)
 
     @property
     def nodes(self) -> list[Node]:
@@ -116,7 +117,7 @@ class Graph:
         return self._operators[1]
 
     def is_kept(self, tensor: Tensor) -> bool:
-        """Return whether the tensor must keep its name: as an output, for a subgraph, or because of `fixed_names`."""
+        """Return whether a tensor must keep its name: as an output, because a subgraph reads it, or as a fixed name."""
         return tensor.name in self.outputs or self.is_fixed(tensor.name)
 
     def is_fixed(self, name: str) -> bool:
@@ -163,7 +164,7 @@ class Graph:
         return graphsurgeon.new_constant(self.unique_name(stem), value)
 
     def variable(self, stem: str, like: Tensor | None = None) -> Tensor:
-        """Return a new tensor for a node to compute; it gets the recorded dtype and shape of `like`, if given."""
+        """Return a new tensor that a node will compute; it copies the recorded dtype and shape of `like`, if given."""
         recorded = (like.dtype, like.shape) if like is not None else ()
         return graphsurgeon.new_variable(self.unique_name(stem), *recorded)
 
@@ -190,7 +191,7 @@ class Graph:
         inputs: Iterable[Tensor] | None = None,
         attributes: Mapping[str, AttributeValue] | None = None,
     ) -> Node:
-        """Replace a node by another operator with the node's name and outputs; `inputs` is by default the node's."""
+        """Replace a node by another operator with the same name and outputs, and by default the same inputs."""
         inputs, outputs = list(node.inputs if inputs is None else inputs), list(node.outputs)
         node.inputs.clear()
         node.outputs.clear()

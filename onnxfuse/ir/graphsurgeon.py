@@ -56,7 +56,7 @@ def link(model: onnx.ModelProto, overridable: Iterable[str]) -> LinkedGraph:
     for part in (graph, *inner):
         for node in part.nodes:
             node.__class__ = IdentityNode
-    for part in inner:  # after the loop above: equal nodes of two branches are confused unless all are IdentityNodes
+    for part in inner:  # needs IdentityNodes: otherwise `clear` confuses equal nodes of two branches
         for node in part.nodes:
             node.inputs.clear()
     return graph  # type: ignore[no-any-return]
@@ -87,7 +87,7 @@ def make_constant(tensor: Tensor, value: Array) -> None:
 
 
 def share_constant(tensor: Tensor, constant: Constant) -> None:
-    """Turn an input into a constant that shares the value of another constant."""
+    """Convert a graph input into a constant that shares the value of another constant."""
     tensor.to_constant(constant._values)  # type: ignore[attr-defined]
 
 
@@ -102,16 +102,16 @@ def copy_of(constant: Constant, name: str) -> Constant:
 
 
 def stored_value(constant: Constant) -> Array | onnx.TensorProto | onnx.SparseTensorProto:
-    """Return a constant's value: an array, or the message that was read; the message's data can be in another file."""
+    """Return a constant's value: an array, or the protobuf message that was read, whose data can be in another file."""
     stored = constant._values  # type: ignore[attr-defined]
     return stored if isinstance(stored, np.ndarray) else stored.tensor
 
 
 def share_value(constant: Constant, written: onnx.TensorProto) -> None:
-    """Replace a constant's value by the message into which it was written, so that memory holds it once."""
+    """Replace a constant's value by the protobuf message written from it, so that memory holds the data once."""
     constant._values = LazyValues(written)  # type: ignore[attr-defined]
 
 
 def export_node(node: Node) -> onnx.NodeProto:
-    """Return a node as a message, without the parts that graphsurgeon drops, such as metadata and doc strings."""
+    """Return a node as a NodeProto, without the parts that graphsurgeon drops, such as metadata and doc strings."""
     return OnnxExporter.export_node(node)  # type: ignore[no-any-return]

@@ -31,13 +31,13 @@ MAX_NODES_INLINED: Final = 100_000  # optimizing this many nodes takes about a m
 # Limit of the nodes after all calls are expanded; onnx's shape inference takes 33 us per node.
 MAX_NODES_EXPANDED: Final = 1_000_000
 MAX_DEPTH: Final = 30  # limit of nested subgraphs; each takes 3 of the 100 message levels that protobuf reads
-# In these domains, onnxruntime takes its own operator of a name, if it has one, and not the model's function.
+# In these domains, onnxruntime prefers its own operator to a function of the same name in the model.
 KERNEL_DOMAINS: Final = frozenset({DOMAIN, ORT_DOMAIN, "ai.onnx.ml", *ONNX_DOMAINS})
 
 
 @dataclass(frozen=True)
 class Inlined:
-    """A model after inlining, and the number of inlined calls; `kept` says in sentences why functions stay."""
+    """A model after inlining, and the number of inlined calls; `kept` holds sentences that say why functions remain."""
 
     model: onnx.ModelProto
     calls: int = 0
@@ -47,7 +47,7 @@ class Inlined:
 def inline_functions(model: onnx.ModelProto) -> Inlined:
     """Return the model with calls of its own functions inlined, except fused operators; `model` is not changed.
 
-    Functions that would add more than MAX_NODES_INLINED nodes are also kept.
+    Functions also remain if inlining them would add more than MAX_NODES_INLINED nodes.
     """
     functions = {_key(f): f for f in model.functions}
     kept = {key: "" for key in functions if key[0] in KERNEL_DOMAINS}
@@ -66,8 +66,8 @@ def _inlined(
     """Return the model with all functions except `kept` inlined; weights are not read.
 
     onnx's inliner skips functions whose opset number differs from the model's, so functions get the model's number
-    first.  No operator changes its meaning by that: onnx and onnxruntime refuse functions whose operators the two
-    opsets define differently.
+    first.  This is safe: onnx and onnxruntime refuse a function if the two opsets define one of its operators
+    differently.
     """
     light = copy_without(without_initializers(model), "functions")
     needed = _reached(functions, kept)
@@ -90,7 +90,7 @@ def _inlined(
 
 
 def _calls_of_others(model: onnx.ModelProto) -> Iterator[Key]:
-    """Yield the called functions that are in the domain of fused operators without being fused operators."""
+    """Yield the called functions that are in onnxfuse's domain but that onnxfuse did not write."""
     for node in nodes(model.graph, *model.functions):
         if node.domain == DOMAIN and not is_fused(node):
             yield node.domain, node.op_type, node.overload
@@ -107,7 +107,7 @@ def _calls(part: onnx.GraphProto | onnx.FunctionProto, functions: Collection[Key
 
 
 def _reached(functions: Mapping[Key, onnx.FunctionProto], kept: Collection[Key]) -> set[Key]:
-    """Return the functions that stay: `kept`, and all functions that they call, directly or not."""
+    """Return the functions that remain in the model: `kept`, and all that they call, directly or indirectly."""
     reached, work = set[Key](), list(kept)
     while work:
         key = work.pop()
@@ -155,7 +155,7 @@ def _called_first(inner: Mapping[Key, Counter[Key]]) -> list[Key]:
 
 
 def check_expanded(model: onnx.ModelProto, name: str) -> None:
-    """Raise ModelError if expanding all calls, also of fused operators, gives too many nodes or too deep nesting.
+    """Raise ModelError if expanding all calls, including fused operators, gives too many nodes or too deep nesting.
 
     onnx's shape inference visits all expanded nodes.  Their number can grow exponentially: if each of 60 functions
     calls the next one twice, the number doubles 60 times.  A cycle of calls, which no runtime accepts, is not expanded.

@@ -1,4 +1,4 @@
-"""Read operators that converters write and ONNX lacks: tf2onnx writes Erfc for the exact GELU."""
+"""Replace operators that converters write although ONNX lacks them: tf2onnx writes Erfc for the exact GELU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FIRST_CAST_LIKE: Final = 15  # the first opset with CastLike
 def without_invented_operators(model: onnx.ModelProto, name: str) -> onnx.ModelProto:
     """Return the model with each Erfc(x) of the ONNX domain replaced by 1 - Erf(x), and warn about the nodes.
 
-    onnxruntime refuses such a model as it is.  Before opset 15, x must be float32.  `name` is the model's name in the
+    onnxruntime refuses models with Erfc.  Before opset 15, x must be float32.  `name` is the model's name in the
     warning.
     """
     parts = (model.graph, *model.functions)
@@ -44,7 +44,7 @@ def _is_erfc(node: onnx.NodeProto) -> bool:
 
 
 def _spelled(node: onnx.NodeProto, names: set[str], casts: bool) -> Iterator[onnx.NodeProto]:
-    """Yield the nodes that compute 1 - Erf(x); with `casts`, the 1 has the dtype of x.  `names` are in use."""
+    """Yield the nodes that compute 1 - Erf(x); with `casts`, CastLike gives 1 the dtype of x; `names` are taken."""
 
     def new(stem: str) -> str:
         while stem in names:

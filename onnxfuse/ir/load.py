@@ -1,4 +1,4 @@
-"""Read and check model files; an error names, in one sentence, the fault of a file and its remedy."""
+"""Read and check model files; an error says in one sentence what is wrong with a file, and how to correct it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ from onnxfuse.ir.validate import label, validate
 SUPPORTED_OPSETS = range(7, 25)
 SUPPORTED_TEXT = f"{SUPPORTED_OPSETS[0]} to {SUPPORTED_OPSETS[-1]}"
 PROTOBUF_LIMIT = 2**31 - 1
-EXTERNAL_THRESHOLD = 1024  # bytes; smaller tensors stay inside the model file, where they take less space than a page
+# Bytes; smaller tensors stay inside the model file, because each tensor in a data file starts a new page.
+EXTERNAL_THRESHOLD = 1024
 # Operators that onnxruntime accepts in the ONNX domain although the opset lacks them.
 ONNXRUNTIME_OPERATORS = frozenset({
     "Affine", "Crop", "DynamicSlice", "GRUUnit", "GivenTensorFill", "GroupNormalization", "ImageScaler",
@@ -75,7 +76,7 @@ def load(source: str | os.PathLike[str] | bytes | onnx.ModelProto) -> tuple[onnx
 
 
 def _in_short_domain(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model with the domain "ai.onnx" written as "", its other name; onnx's checker distinguishes both."""
+    """Return the model with domain "ai.onnx" renamed to "": both mean ONNX, but onnx's checker distinguishes them."""
     long = "ai.onnx"
     if all(node.domain != long for node in nodes(model.graph, *model.functions)):
         return model
@@ -95,7 +96,7 @@ def _in_short_domain(model: onnx.ModelProto) -> onnx.ModelProto:
 def _without_references(model: onnx.ModelProto, name: str) -> onnx.ModelProto:
     """Return the model without `ref_attr_name` in nodes outside functions, where onnxruntime ignores it.
 
-    Such an attribute, which refers to a function's attribute, keeps its own value.  Raises ModelError if it has none.
+    An attribute that had this field keeps its own value.  Raises ModelError if it has none.
     """
     found = [(node, a) for node in nodes(model.graph) for a in node.attribute if a.ref_attr_name]
     for node, attribute in found:
@@ -157,7 +158,7 @@ def _check(model: onnx.ModelProto, folder: Path | None, name: str) -> None:
 
 
 def _what_and_where(text: str) -> str:
-    """Return, as one line, a message of the checker and the node that caused it."""
+    """Return, as one line, the checker's message and the node that caused it."""
     line = " ".join(text.strip().split("\n")[0].split())
     nodes = re.findall(r"Bad node spec for node\. Name: (.*) OpType: (.*)", text)
     if not nodes:
@@ -194,7 +195,7 @@ def _has_operator(op: str, opset: int) -> bool:
 
 
 def _hide_from_checker(outline: onnx.ModelProto) -> None:
-    """Move the nodes that onnxruntime, but not ONNX, accepts in the ONNX domain to a domain without schemas."""
+    """Move nodes with ONNXRUNTIME_OPERATORS to a domain without schemas, because ONNX's checker refuses them."""
     for part in (outline.graph, *outline.functions):
         owner = part if isinstance(part, onnx.FunctionProto) else outline
         opset = opset_of(owner)
@@ -280,7 +281,7 @@ def _describe_undefined(
     definitions: dict[str, str],
     outer_definitions: dict[str, str],
 ) -> str:
-    """Return, as the end of a sentence, why `tensor` is not defined where the node reads it."""
+    """Return why `tensor` is not defined where the node reads it; the text completes an error message."""
     if tensor in outer_definitions and tensor not in definitions:
         later = f"which {outer_definitions[tensor]} of the graph around it writes only later"
         return f"{label(node)} in a subgraph reads '{tensor}', {later}; ONNX graphs are acyclic and in execution order"
@@ -315,7 +316,7 @@ def _exists(file: Path) -> bool:
 
 
 def _without_values(tensor: onnx.TensorProto) -> onnx.TensorProto:
-    """Return an empty tensor in place of a large or external one, so that the checker reads little data."""
+    """Return an empty tensor if the given one is large or external, so that the checker reads little data."""
     if not uses_external_data(tensor):
         found = len(tensor.raw_data)
         if found < EXTERNAL_THRESHOLD:

@@ -18,8 +18,8 @@ class Tensor(Protocol):
     """A value in a graph; it is not hashable.  Tensors of one name are one object: compare them with `is`."""
 
     name: str  # "" for an omitted optional input or output
-    inputs: list[Node]  # [its producer]; empty for graph inputs and initializers
-    outputs: list[Node]  # its consumers; a node occurs once per input that reads the tensor
+    inputs: list[Node]  # a list with the tensor's producer; empty for graph inputs and initializers
+    outputs: list[Node]  # the tensor's consumers; a node occurs once per input that reads the tensor
 
     @property
     def dtype(self) -> DType | None:
@@ -43,7 +43,7 @@ class Constant(Tensor, Protocol):
 
 
 class Subgraph(Protocol):
-    """The body of an If, Loop or Scan.  It is written back from the node's NodeProto, so this type needs no methods."""
+    """The body of an If, Loop or Scan.  Bodies are written from their node's NodeProto, so no methods are needed."""
 
     name: str
 
@@ -81,7 +81,7 @@ def tensor_before(tensor: Tensor, ops: Collection[str]) -> Tensor:
 
 
 def consumers(tensor: Tensor) -> list[Node]:
-    """Return the nodes that read the tensor, each of them once."""
+    """Return the nodes that read the tensor, without duplicates."""
     return list(dict.fromkeys(tensor.outputs))
 
 

@@ -51,7 +51,7 @@ class Refused(Exception):
 
 @dataclass
 class Surroundings:
-    """The facts that adapters use about the model around a node; a function is given as a model."""
+    """Facts about the model that contains the rewritten node; for a node of a function, `model` holds that function."""
 
     model: onnx.ModelProto  # the model before the conversion
     opset: int  # the opset to convert to
@@ -301,7 +301,7 @@ def _resize(place: Place) -> None:
 
 
 def _one_of_both(place: Place) -> None:
-    """Omit the scales if sizes are given, and omit an empty region: both are optional in the newer opset."""
+    """Omit a Resize's scales if sizes are given, and omit an empty region: both are optional in the newer opset."""
     inputs = place.node.input
     if len(inputs) > 3 and inputs[3]:
         inputs[2] = ""
@@ -312,12 +312,12 @@ def _one_of_both(place: Place) -> None:
 
 
 def _over_images(place: Place) -> None:
-    if place.node.attribute:  # onnxruntime's own operator of older opsets has other attributes
+    if place.node.attribute:  # before opset 9, onnxruntime has an operator of this name with other attributes
         raise Refused(f"it has the attribute '{place.node.attribute[0].name}', which opset 9 does not have")
 
 
 def _in_float32(place: Place) -> None:
-    """Compute in float32, the only dtype for which the newer operator's function definition type-checks."""
+    """Cast the operands to float32, the only dtype for which the newer operator's function definition type-checks."""
     dtype, result = place.around.dtype(place.node.input[0]), place.node.output[0]
     if dtype == TensorProto.FLOAT:
         return
@@ -375,7 +375,10 @@ def _dft_axis(place: Place) -> None:
 
 
 def _scale_of_groups(place: Place) -> None:
-    """Repeat scale and bias, which have one element per group, for each channel; keep float64 in float64."""
+    """Expand a GroupNormalization's scale and bias from one element per group to one per channel.
+
+    A node in float64 still computes in float64.
+    """
     node = place.node
     groups = next(each.i for each in node.attribute if each.name == "num_groups")
     channels = place.compute("Shape", [node.input[0]], "channels", start=1, end=2)
@@ -429,7 +432,7 @@ ADAPTERS: Final[dict[tuple[str, int], Adapter]] = {
     ("GridSample", 20): _grid_sample,
     ("GroupNormalization", 21): _scale_of_groups,
 }
-# Operator -> the first opset in which onnxruntime no longer has a kernel for it.
+# Operator -> the first opset for which onnxruntime does not have a kernel.
 LACKING: Final = {
     **dict.fromkeys(
         ("Affine", "Crop", "DynamicSlice", "ImageScaler", "ParametricSoftplus", "Scale", "ScaledTanh"), 10

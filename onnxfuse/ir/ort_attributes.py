@@ -7,7 +7,7 @@ from typing import Final
 import onnx
 from onnx import AttributeProto
 
-# By type, the attributes of the operators of com.microsoft that onnxfuse reads.
+# Type -> the attributes with this type in the operators of com.microsoft that onnxfuse reads.
 _NAMES: Final = {
     AttributeProto.FLOAT: """activation_alpha activation_beta activation_gamma alpha beta epsilon k_norm_epsilon
         mask_filter_value q_norm_epsilon qk_norm_epsilon scale softcap swiglu_limit""",
@@ -24,7 +24,7 @@ _NAMES: Final = {
     AttributeProto.STRING: "activation activation_type auto_pad k_quant_type v_quant_type",
 }
 _TYPES: Final = {name: kind for kind, names in _NAMES.items() for name in names.split()}
-# By operator and attribute: types that are not those in _NAMES.
+# Exceptions from _NAMES: (operator, attribute) -> type.
 _OTHERS: Final = {
     ("GroupNorm", "activation"): AttributeProto.INT,
     ("SkipGroupNorm", "activation"): AttributeProto.INT,
@@ -46,7 +46,7 @@ def required_type(op: str, name: str) -> int | None:
 
 
 def wrong_attribute(node: onnx.NodeProto) -> str | None:
-    """Return which attribute of a node of com.microsoft has another type than its operator requires; None if none."""
+    """Return the first attribute of a node of com.microsoft whose type its operator does not allow; None if none."""
     for each in node.attribute:
         required = required_type(node.op_type, each.name)
         if required is not None and each.type != required:

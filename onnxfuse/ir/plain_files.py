@@ -38,7 +38,7 @@ def require_plain(path: Path) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file atomically: write a temporary file beside it, then rename it.
+    """Write a file atomically: write a temporary file in the same folder, then rename it.
 
     The new file gets the permissions of the file that it replaces; a symbolic link is followed.  Raises OSError if
     writing fails, if the path is not a plain file, or if the file is write-protected.
@@ -82,8 +82,8 @@ def create(new: Path, replaced: Path) -> Iterator[BinaryIO]:
 def new_folder(folder: Path) -> Iterator[Path]:
     """Make a new folder under a temporary name, and give it the name `folder` at the end of the `with` block.
 
-    An old folder of that name is removed; a symbolic link is followed.  If the block raises, nothing has changed.
-    Raises OSError if the working directory would be removed.
+    An old folder of that name is removed; a symbolic link is followed.  If the block raises an error, the old folder is
+    unchanged.  Raises OSError if the working directory would be removed.
     """
     folder = Path(os.path.realpath(folder))
     if folder.exists() and Path.cwd().is_relative_to(folder):
@@ -99,7 +99,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def _swap(part: Path, folder: Path, old: Path) -> None:
-    """Rename `part` to `folder`; if `folder` exists, rename that to `old` first."""
+    """Rename `part` to `folder`; if `folder` exists, rename it to `old` first."""
     if not folder.exists():
         part.rename(folder)
         return
@@ -115,6 +115,6 @@ def stamp_of(path: Path) -> tuple[int, ...]:
     """Return a stamp of a file that changes when the file is written; () if there is no such file."""
     try:
         found = path.stat()
-    except OSError:  # reading the file raises an error that says more
+    except OSError:  # the caller then reads the file, and that raises an error with the reason
         return ()
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

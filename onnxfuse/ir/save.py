@@ -30,17 +30,18 @@ TEMPORARY = re.compile(r"\.onnxfuse-[0-9a-f]{16}\.tmp")  # names of files that a
 
 
 def save(model: onnx.ModelProto, path: str | os.PathLike[str], *, folder: Path | None = None) -> None:
-    """Write the model completely or not at all; `path` may be the file that the model was read from.
+    """Write the model completely or not at all; `path` can be the file it was read from.
 
-    If tensors are external (relative to `folder`), or the model would exceed 2 GiB, a data file is written beside the
+    If tensors are external (relative to `folder`), or the model would exceed 2 GiB, a data file is written next to the
     model: `<path>.<digest of its content>.data`.  The data file holds the external tensors and every initializer of at
     least 1 KiB.
 
     The write takes effect by one rename, of the model file: if the program is killed at any time, either the old model
-    and its data are there, or the new ones.  The old model's data file, if it has such a name, is removed last,
-    unless another file in the folder contains the data file's name, as a copy of the old model does.  A symbolic link
-    is followed.  `model` is not changed.  Raises ModelError if writing fails; an output that existed before is then
-    unchanged.
+    and its data are there, or the new ones.  The old model's data file is removed last if it has a name of this form.
+    It stays if another file in the folder, such as a copy of the old model, contains the data file's name.
+
+    A symbolic link is followed.  `model` is not changed.  Raises ModelError if writing fails; an existing output is
+    then unchanged.
     """
     target = Path(path)
     check_target(target)
@@ -211,7 +212,8 @@ def _publish(new_data: Path, data: Path | None, new_model: Path, target: Path) -
             new_data.replace(data)
         new_model.replace(target)
     except BaseException:
-        if data is not None and not was_there and new_model.exists():  # an interrupt may come after the rename
+        # After the model's rename, an interrupt must not remove its data.
+        if data is not None and not was_there and new_model.exists():
             data.unlink(missing_ok=True)
         raise
     for old in unused:
@@ -236,7 +238,7 @@ def _data_files(target: Path) -> set[Path]:
 
 
 def _is_named(data: Path, others: Collection[Path]) -> bool:
-    """Return whether another file in the folder may be a model that reads this data file; `others` are ignored.
+    """Return whether another file in the folder is possibly a model that reads this data file; skip the files `others`.
 
     A file counts if its bytes contain the data file's name, or if it cannot be read.  Temporary files of other
     processes do not count, because these write their own data.
@@ -247,7 +249,7 @@ def _is_named(data: Path, others: Collection[Path]) -> bool:
         try:
             if path.stat().st_size <= PROTOBUF_LIMIT and _contains(path, os.fsencode(data.name)):
                 return True
-        except FileNotFoundError:  # another process may remove the file meanwhile
+        except FileNotFoundError:  # another process has removed the file meanwhile
             continue
         except OSError:
             return True

@@ -19,7 +19,7 @@ from onnxfuse.ir.graphsurgeon import export_node, link, share_constant, share_va
 from onnxfuse.ir.node import Constant, Node, OuterVariable, is_constant
 from onnxfuse.ir.protos import copy_without, drop_constant_inputs, graphs, opset_of, overridable_initializers
 
-# In a graph, nodes of our domain that are not fused have this domain instead.  They are written in our domain again.
+# In a graph, nodes of onnxfuse's domain that are not fused nodes have this domain; writing them restores DOMAIN.
 FOREIGN = f"not {DOMAIN}"
 MIN_SHARED_BYTES = 2**20  # bytes; the value of a constant at least this large is freed after it was written
 
@@ -50,7 +50,7 @@ def read_graph(model: onnx.ModelProto, folder: Path | None = None) -> Graph:
 def read_subgraph(
     outer: Graph, model: onnx.ModelProto, captured: Collection[str], constants: Mapping[str, Constant]
 ) -> Graph:
-    """Return a subgraph that was written as a model; the last inputs of the model are the outer tensors that it reads.
+    """Return the linked graph of a subgraph, given as a model whose last inputs are the outer tensors that it reads.
 
     `captured` holds the names of these inputs.  `constants` holds, by name, the inputs that are constant in the outer
     graphs.
@@ -109,7 +109,7 @@ def write_model(graph: Graph) -> onnx.ModelProto:
 
 
 def _write_initializers(graph: Graph, result: onnx.GraphProto, alive: Collection[str]) -> set[str]:
-    """Write the initializers that are still read: unchanged ones as they were, new ones from their values.
+    """Write the initializers that are still read: copy unchanged ones, and write new ones from their values.
 
     Afterwards, a large new constant refers to the bytes that were written, so that memory holds its value only once.
     """
@@ -152,7 +152,7 @@ def constant_proto(graph: Graph, constant: Constant, name: str) -> onnx.TensorPr
 
 
 def _declare_functions(model: onnx.ModelProto) -> None:
-    """If the model has fused operators, import their domain, and raise the IR version to 8, which functions require."""
+    """Import onnxfuse's domain if the model has fused operators; raise the IR version to 8, which functions require."""
     if not any(f.domain == DOMAIN for f in model.functions):
         return
     imported = next((each for each in model.opset_import if each.domain == DOMAIN), None)
@@ -163,7 +163,7 @@ def _declare_functions(model: onnx.ModelProto) -> None:
 
 
 def node_proto(graph: Graph, node: Node) -> onnx.NodeProto:
-    """Return a node as a message: the original one with the present inputs and outputs, or a new one."""
+    """Return a node's NodeProto: the one that was read, with the node's present inputs and outputs, or a new one."""
     if id(node) not in graph.protos:
         return export_node(node)
     proto = onnx.NodeProto()

@@ -1,4 +1,4 @@
-"""Slices as onnx's inference and onnxruntime read them.
+"""Handle Slices whose meaning differs between the ONNX specification, onnx's inference and onnxruntime.
 
 A backward Slice, with a negative step, whose end is the largest integer is empty by the ONNX specification; in
 onnxruntime it extends to the first element.
@@ -14,7 +14,7 @@ import onnx.numpy_helper
 
 from onnxfuse.ir.protos import ONNX_DOMAINS, graphs, nodes, stored_integers
 
-# Exporters write this number (tf2onnx) or the largest int32 or int64 as the end of a slice up to the last element.
+# tf2onnx writes this number as the end of a slice up to the last element; others write the largest int32 or int64.
 TO_THE_END: Final = 10**9
 LARGEST_INTEGERS: Final = (2**31 - 1, 2**63 - 1)
 ENDS, STEPS = 2, 4  # indices of a Slice's inputs
@@ -46,8 +46,9 @@ def hide_ends(model: onnx.ModelProto) -> bool:
     process where it takes the size of a sliced axis to be negative, and in opset 10 it would give outputs the named
     sizes of the uncut input.
 
-    Returns whether the end of any Slice is ambiguous.  Constant ends and steps are looked up by name in the graph, its
-    subgraphs and the functions; if two constants share a name, the answer may be true needlessly.
+    Returns whether the end of any Slice is ambiguous (see `is_ambiguous_end`).  Constant ends and steps are looked up
+    by name in the graph, its subgraphs and the functions; if two constants share a name, the result can be true for a
+    Slice that is not ambiguous.
     """
     slices = [node for node in nodes(model.graph, *model.functions) if is_slice(node)]
     wanted = {node.input[i] for node in slices if has_steps(node) for i in (ENDS, STEPS)}

@@ -179,7 +179,7 @@ def _dtypes(kind: onnx.TypeProto) -> Iterator[int]:
 
 
 def _check_attribute(node: onnx.NodeProto, attribute: AttributeProto) -> None:
-    """Raise ModelError unless the attribute's strings are UTF-8, and the data type that it holds, if any, is known."""
+    """Raise ModelError unless an attribute's strings are UTF-8 and, if its value is a dtype, this dtype is known."""
     kind = attribute.type
     if kind == AttributeProto.INT:
         names_dtype = attribute.name in DTYPE_ATTRIBUTES and node.domain in ONNX_DOMAINS

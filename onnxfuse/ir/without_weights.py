@@ -1,4 +1,4 @@
-"""Read a model without the values of its weights; sessions of large models would otherwise read them twice.
+"""Read a model without the values of its weights, because a session's runtime reads the weights itself.
 
 A protobuf field is a tag, which holds its number and wire type, followed by its content; a nested message is content
 after a length prefix (https://protobuf.dev/programming-guides/encoding).  So a reader can skip the values of
@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 
 from onnxfuse.ir.load import PROTOBUF_LIMIT, read
 
-LARGE: Final = 1024  # bytes; smaller tensors keep their values, which may be shapes
+LARGE: Final = 1024  # bytes; smaller tensors keep their values, because these can be shapes
 GRAPH, INITIALIZER = 7, 5  # field numbers: `graph` in ModelProto, `initializer` in GraphProto
 # Field numbers of TensorProto's values: float_data to uint64_data, and raw_data.
 VALUES: Final = frozenset({4, 5, 6, 7, 9, 10, 11})
@@ -49,7 +49,7 @@ def _light(stream: BinaryIO) -> bytes:
 
 
 class _Message:
-    """A reader of the fields in a stream."""
+    """A reader that copies a protobuf message from a stream, field by field."""
 
     def __init__(self, stream: BinaryIO) -> None:
         """Start at the beginning of a stream."""
