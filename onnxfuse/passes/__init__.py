@@ -1,4 +1,4 @@
-"""Rewrites that need no pattern: equivalent graphs get one form, constants are computed, weights are rescaled."""
+"""Rewrites that need no pattern: they give equivalent graphs one form, fold constants, and rescale weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from onnxfuse.ir.graph import Graph
 from onnxfuse.passes.folded import Folded
 
 # A pass changes a sorted graph in place, and records the types of the tensors that it adds.  It returns the nodes that
-# it folded, or the number of changes.  `graph_pass` turns a function into a pass: it checks the opset before, and after
+# it folded, or the number of changes.  `graph_pass` makes a pass of a function: it first checks the opset, and after
 # changes it removes unread nodes and sorts the graph.
 Pass: TypeAlias = Callable[[Graph, ShapeInfo], list[Folded] | int]
 

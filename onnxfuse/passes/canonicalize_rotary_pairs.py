@@ -1,4 +1,4 @@
-"""Rewrite rotary embeddings so that Slices take the elements of each pair, as the patterns of fusions do.
+"""Rewrite rotary embeddings so that Slices take the elements of each pair, which the patterns of fusions require.
 
 Some models reshape heads to (..., pairs, 2), or to (..., 2, pairs), and then take one of the two, as torch's `unbind`
 does.  A Slice that takes every other element of a head, or half of it, replaces the Reshape and the operator after it.
@@ -23,7 +23,10 @@ RANK: Final = 5  # minimum rank of heads reshaped to pairs: batch, heads, rows, 
 
 @graph_pass(opset=13)  # from this opset on, the axes of Unsqueeze are an input
 def canonicalize_rotary_pairs(graph: Graph, shapes: ShapeInfo) -> int:
-    """Replace parts of tensors (..., pairs, 2) or (..., 2, pairs) by Slices; return the number of changes."""
+    """Replace operators that take one element of each pair by Slices; return the number of changes.
+
+    The operators read tensors of shape (..., pairs, 2) or (..., 2, pairs).
+    """
     parts = [(node, made) for node in graph.nodes if op_of(node) in SLICING for made in node.outputs]
     return sum(_slice_instead(graph, shapes, node, made) for node, made in parts)
 

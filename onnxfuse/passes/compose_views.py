@@ -36,10 +36,10 @@ class View:
 def compose_views(graph: Graph, shapes: ShapeInfo) -> int:
     """Replace chains of views by shorter ones: no view, or as few as possible of Reshape > Transpose > Reshape.
 
-    Sizes may be symbolic; a chain stays if a Reshape in its place would need a target that is computed at run time.
-    A chain that ends in the Reshape before the InstanceNormalization of a GroupNorm stays too: the pattern of GroupNorm
-    requires that this Reshape reads a tensor with the axes of the norm's final result, and that tensor may be a view.
-    Returns the number of replaced chains.
+    Sizes may be symbolic; a chain stays if a Reshape in its place would need a target that is computed at run time.  A
+    chain that ends in the Reshape before the InstanceNormalization of a GroupNorm also stays.  The pattern of GroupNorm
+    requires that this Reshape reads a tensor with the axes of the norm's final result, and a shorter chain could skip
+    this tensor.  Returns the number of replaced chains.
     """
     views = [node for node in graph.nodes if op_of(node) in REARRANGING and not _makes_rows_of_groups(node)]
     return sum(_shorten(graph, shapes, node) for node in reversed(views))  # from the end: longest chains first
@@ -51,7 +51,7 @@ def _makes_rows_of_groups(node: Node) -> bool:
 
 
 def _shorten(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:
-    """Replace the longest possible chain of views that ends in `last` by a shorter one; return whether one was."""
+    """Replace the longest possible chain of views that ends in `last` by a shorter one; return whether there is one."""
     chain = chain_to(last)
     result = shapes.shape(last.outputs[0])
     views = [view_of(shapes, node) for node in chain]
@@ -74,7 +74,7 @@ def _shorten(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:
 
 
 def shorter_chain(source: tuple[Size, ...], chain: tuple[View, ...]) -> tuple[View, ...] | None:
-    """Return the chain of fewer views that has the same effect on a tensor of shape `source`; None if there is none."""
+    """Return a chain of fewer views with the same effect on a tensor of shape `source`; None if there is none."""
     if any(size == 0 for size in (*source, *chain[-1].shape)):
         return None
     for candidate in _shorter_chains(source, chain, len(chain)):
@@ -161,7 +161,7 @@ def equivalent_chains(source: tuple[Size, ...], chain: tuple[View, ...]) -> tupl
     if flat is not None and (order := _order_in_source(length, flat)) is not None:
         before = transposed(result, order)
         found.append((View(None, before), View(inverse(order), result)))
-    # Each axis of the result is split into the runs of the source that it consists of; a Reshape joins them at the end.
+    # Each axis of the result is split into contiguous parts of the source; a Reshape joins the parts at the end.
     runs = coalesce((tuple(sub_axis for axis in layout for sub_axis in axis),))[0]
     split = tuple((run,) for run in runs)
     perm = _perm_of_source(source, split + tuple(() for size in source if size == 1))
@@ -205,9 +205,9 @@ def _order_in_source(source: Sequence[Size], layout: ViewLayout) -> list[int] | 
 
 
 def _replace(graph: Graph, shapes: ShapeInfo, last: Node, source: Tensor, views: Sequence[View]) -> bool:
-    """Replace the node by the views; return False, and change nothing, if a target would not be constant.
+    """Replace the node by the views; return False if a Reshape would need a computed target.
 
-    The result keeps its name, by which verification finds it in the original.
+    In that case nothing changes.  The result keeps its name, because verification compares tensors of the same name.
     """
     end = last.outputs[0]
     if not views:
@@ -225,7 +225,7 @@ def _replace(graph: Graph, shapes: ShapeInfo, last: Node, source: Tensor, views:
 
 
 def _scaled_chain_to(shapes: ShapeInfo, tensor: Tensor) -> list[Node]:
-    """Return the chain of views and of products with a number that computes a tensor, in execution order."""
+    """Return the chain of views and scalings by a number that computes a tensor, in execution order."""
     chain: list[Node] = []
     node = producer(tensor)
     while node is not None and len(chain) < MAX_CHAIN_NODES:
@@ -244,7 +244,7 @@ def _is_scaling(shapes: ShapeInfo, node: Node) -> bool:
 
 
 def farthest_view(shapes: ShapeInfo, tensor: Tensor, last: View) -> tuple[Tensor, tuple[View, ...], list[Node]] | None:
-    """Return the farthest tensor from which views with constant targets compute the view `last` of `tensor`.
+    """Return the earliest tensor from which views with constant targets compute the view `last` of `tensor`.
 
     Also returns the fewest such views, and the nodes on the way that multiply or divide by a number.  The views do not
     contain these products, so the caller has to apply them to the result.
@@ -257,7 +257,7 @@ def farthest_view(shapes: ShapeInfo, tensor: Tensor, last: View) -> tuple[Tensor
 
 
 def sources_of(shapes: ShapeInfo, tensor: Tensor) -> Iterator[tuple[Tensor, Shape, tuple[View, ...], list[Node]]]:
-    """Yield each source from which `tensor` is computed by nothing but views and factors, the farthest source first.
+    """Yield each source from which only views and scalings by a number compute `tensor`, the earliest source first.
 
     A source is yielded with its shape, the views between it and `tensor`, and the nodes that multiply or divide by a
     number.  Sources of unknown shape are left out.
@@ -285,7 +285,7 @@ def written_from(source: tuple[Size, ...], views: tuple[View, ...]) -> tuple[Vie
 
 
 def can_write_views(source: Sequence[Size] | None, views: Sequence[View]) -> bool:
-    """Return whether the views of a tensor of shape `source` need no target that is computed at run time."""
+    """Return whether all Reshapes among the views have constant targets for a tensor of shape `source`."""
     return None not in _operators(source, views)
 
 

@@ -1,4 +1,4 @@
-"""Replace every Einsum that is a Transpose or matrix products by Transpose, MatMul and Reshape nodes.
+"""Replace every Einsum that equals a Transpose or matrix products by Transpose, MatMul and Reshape nodes.
 
 An Einsum of several operands multiplies the first two first, as onnxruntime does.
 
@@ -51,7 +51,7 @@ class Axes:
 
     @property
     def right_leading(self) -> str:
-        """The leading axes from the first batch axis on; where they are rows, the right operand has size 1."""
+        """The leading axes from the first batch axis on; row axes among them have size 1 in the right operand."""
         first = min((self.leading.index(axis) for axis in self.batch), default=len(self.leading))
         return self.leading[first:]
 
@@ -125,7 +125,7 @@ def _product(
 def _product_of_vectors(
     writer: _Writer, inputs: Sequence[Tensor], letters: tuple[str, str], result: str, sizes: dict[str, Size], at: int
 ) -> Tensor | None:
-    """Write an Einsum whose operand `at` has vectors, such as one query, as the MatMul of matrices of one row."""
+    """Write an Einsum whose operand `at` lacks a row axis, such as a single query, as a MatMul with one row there."""
     row = next(letter for letter in ascii_letters if letter not in sizes)
     sizes = sizes | {row: 1}
     axes, result_with_row = [*letters], f"{result[:-1]}{row}{result[-1:]}"
@@ -142,7 +142,7 @@ def _product_of_vectors(
 def _pairwise(
     writer: _Writer, node: Node, letters: Sequence[str], shapes: Sequence[Shape], result: str
 ) -> Tensor | None:
-    """Write an Einsum of several operands as a MatMul of the first two, and an Einsum of the product and the others.
+    """Write an Einsum of several operands as a MatMul of the first two and an Einsum of the product with the others.
 
     Returns None where the first two make no matrix product.
     """
@@ -162,7 +162,8 @@ def _product_in_order(
     """Write an Einsum as a MatMul with the first input on the left; None where it is not a matrix product."""
     left, right = letters
     shared = [axis for axis in left if axis in right]
-    order = left if computes_probabilities(inputs[0]) else result  # a Transpose of the result costs less
+    # Probabilities are large, so the result is transposed instead.
+    order = left if computes_probabilities(inputs[0]) else result
     kept = [axis for axis in order if axis in left and axis in result]
     rows = [axis for axis in kept if axis not in shared]
     axes = Axes(
@@ -201,7 +202,7 @@ class _Writer:
         return tensor if axes == wanted else self("Transpose", [tensor], perm=[axes.index(axis) for axis in wanted])
 
     def merged(self, tensor: Tensor, axes: str, groups: Sequence[str], sizes: dict[str, Size]) -> Tensor | None:
-        """Merge each of `groups`, adjacent groups of a tensor's last axes, into one axis."""
+        """Merge the axes of each group into one axis; the groups are adjacent and are the tensor's last axes."""
         behind = [product(sizes[axis] for axis in group) for group in groups]
         return self.reshaped(tensor, (*(sizes[axis] for axis in axes[: -len("".join(groups))]), *behind))
 

@@ -1,4 +1,4 @@
-"""Merge nodes that have equal operators, attributes and inputs, and constant tables that are equal and read by Muls."""
+"""Merge nodes with the same operator, attributes and inputs; also merge equal constant tables that Muls read."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of
 from onnxfuse.passes.graph_pass import graph_pass
 
 MAX_COMPARED_BYTES = 4096  # constants up to this size are compared by value, larger ones by identity
-MAX_TABLE_SIZE = 2**20  # elements of a table that is compared by value: 8192 rows of heads of 128
+MAX_TABLE_SIZE = 2**20  # maximum elements of a table that is compared by value: 8192 rows of 128
 
 
 @graph_pass()
 def eliminate_common_subexpressions(graph: Graph, shapes: ShapeInfo) -> int:
     """Merge equal nodes and equal constant tables of a sorted graph; return how many nodes and tables were removed."""
-    first: dict[Hashable, Node] = {}  # first node by coarse key; few nodes share such a key, and exact keys are costly
-    exact: dict[Hashable, Node] = {}  # first node by exact key, computed only for nodes that share a coarse key
+    first: dict[Hashable, Node] = {}  # coarse key -> its first node; exact keys are costly, and few nodes need them
+    exact: dict[Hashable, Node] = {}  # exact key -> its first node, only for nodes that share a coarse key
     has_exact: set[Node] = set()
     constant_keys: dict[int, Hashable] = {}
     count = _merge_tables(graph)
@@ -42,10 +42,10 @@ def eliminate_common_subexpressions(graph: Graph, shapes: ShapeInfo) -> int:
 
 
 def _merge_tables(graph: Graph) -> int:
-    """Merge equal constants of two or more axes that products read; return how many were removed.
+    """Merge equal constants of two or more axes that Muls read; return how many were removed.
 
-    JAX writes the table of a rotary embedding once for each product that reads it.  Patterns of rotary embeddings
-    require that the products of both halves read one table.
+    JAX writes the table of a rotary embedding once for each Mul that reads it.  Patterns of rotary embeddings require
+    that the Muls of both halves of the heads read the same table.
     """
     read = (tensor for node in graph.nodes if op_of(node) == "Mul" for tensor in node.inputs)
     by_type: dict[Hashable, dict[int, Constant]] = {}

@@ -33,7 +33,7 @@ def integers(graph: Graph, stem: str, numbers: Sequence[int]) -> Tensor:
 
 
 def sizes_along(shapes: ShapeInfo, tensor: Tensor, axes: Sequence[int], stem: str) -> Tensor:
-    """Return the vector of a tensor's sizes along axes, read at run time."""
+    """Return a vector of a tensor's sizes along these axes, which nodes compute at run time."""
     sizes = write(shapes, "Shape", [tensor], f"{stem}_sizes")
     return write(shapes, "Gather", [sizes, integers(shapes.graph, f"{stem}_axes", axes)], f"{stem}_size", {"axis": 0})
 
@@ -50,7 +50,7 @@ def joined_sizes(shapes: ShapeInfo, sizes: Sequence[int | Tensor], stem: str) ->
 
 
 def sliced(shapes: ShapeInfo, tensor: Tensor, axis: int, start: int, end: int, step: int, stem: str) -> Tensor:
-    """Return each `step`-th part of a tensor along one axis, from `start` to before `end`; needs opset 10."""
+    """Return every `step`-th slice of a tensor along one axis, from `start` to `end` (excluded); needs opset 10."""
     bounds = (integers(shapes.graph, f"{stem}_bounds", [number]) for number in (start, end, axis, step))
     return write(shapes, "Slice", [tensor, *bounds], stem)
 

@@ -1,4 +1,4 @@
-"""The shapes that chains of views give where an axis is empty; they can differ from the inferred ones.
+"""Compute the shapes that chains of views give where an axis is empty; they can differ from the inferred shapes.
 
 A 0 in the target of a Reshape copies the size of the source's axis.  So a Reshape to [-1, n] gives (n, 6) the shape
 (6, n), but if n is 0, the target [-1, 0] gives (0, 6) the shape (0, 6).  No chain of other views gives both shapes, so

@@ -60,7 +60,7 @@ def fold_batch_norm(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
 
 
 def _fold_after(graph: Graph, shapes: ShapeInfo, node: Node) -> list[Folded]:
-    """Fold the chain of steps that reads the node's output, or a Transpose of it."""
+    """Fold the chain of affine steps that reads the node's output, or a Transpose of it."""
     channels = output_channels(graph, shapes, node)
     steps = _steps_after(graph, shapes, node, node.outputs[0], channels)
     if not _is_worth_folding(node, steps):
@@ -87,7 +87,7 @@ def _fold_after(graph: Graph, shapes: ShapeInfo, node: Node) -> list[Folded]:
 
 
 def _fold_behind_transpose(graph: Graph, shapes: ShapeInfo, node: Node, channels: Channels) -> list[Folded]:
-    """Fold the steps after a Transpose that is a convolution's only consumer, as in channels-last models."""
+    """Fold the affine steps after a Transpose that is a convolution's only consumer, as in channels-last models."""
     view = graph.sole_consumer(node.outputs[0])
     perm = ints_attribute(view, "perm") if view is not None and op_of(view) == "Transpose" else None
     if view is None or perm is None or not op_of(node).startswith("Conv") or channels.rank != len(perm):
@@ -106,7 +106,7 @@ def _fold_behind_transpose(graph: Graph, shapes: ShapeInfo, node: Node, channels
 
 
 def _steps_after(graph: Graph, shapes: ShapeInfo, node: Node, start: Tensor, channels: Channels) -> list[AffineStep]:
-    """Return the steps after `start`, up to the last result that has the same dtype as `start`.
+    """Return the affine steps after `start`, up to the last result that has the same dtype as `start`.
 
     `start` is the output of the linear node, or a Transpose of this output.
     """
@@ -130,7 +130,7 @@ def _steps_after(graph: Graph, shapes: ShapeInfo, node: Node, start: Tensor, cha
 
 
 def _disconnect(steps: Sequence[AffineStep], into: Node) -> list[Folded]:
-    """Disconnect the steps from their inputs; return their records for reports."""
+    """Disconnect the folded steps from their inputs; return a record of each for reports."""
     folded = [Folded(FOLDED_KINDS[step.node.op], node_label(step.node), node_label(into)) for step in steps]
     for step in steps:
         step.node.inputs.clear()
@@ -147,7 +147,7 @@ def _is_worth_folding(node: Node, steps: list[AffineStep]) -> bool:
 
 
 def _fold_before(graph: Graph, shapes: ShapeInfo, node: Node) -> list[Folded]:
-    """Fold the steps that compute the node's input: as many of the last steps as can be folded exactly.
+    """Fold the affine steps that compute the node's input: as many of the last ones as can be folded exactly.
 
     Only BatchNormalization and steps that start at a graph input are folded: other scales before a node are the affine
     part of a norm or the 0.5 of a GELU, which belong to the operators before them.
@@ -265,7 +265,7 @@ def _read_batch_norm(graph: Graph, node: Node, source: Tensor, channels: Channel
 
 
 def _compose(steps: Sequence[AffineStep]) -> tuple[Array, Array]:
-    """Return the scale and the shift of all steps together."""
+    """Return the scale and the shift that have the effect of all steps together."""
     scale, shift = np.ones(1), np.zeros(1)
     for step in steps:
         scale, shift = scale * step.scale, shift * step.scale + step.shift

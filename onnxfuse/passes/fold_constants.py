@@ -45,11 +45,11 @@ SIZED_BY_VALUE = frozenset({"ConstantOfShape", "Expand", "Range", "Tile"})  # sm
 def fold_constants(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
     """Turn Constant nodes, known shape arithmetic, and nodes that read only constants into initializers.
 
-    Results of more than MAX_GROWTH_BYTES are not folded if they would make the file larger.  Only the results of matrix
-    products may make the file larger, by MAX_PRODUCTS_GROWTH in all: DeBERTa projects its table of relative positions
-    in every layer.  Sizes are compared over whole groups of connected nodes: NFNet standardizes the filters of each
-    convolution in several nodes, whose results replace the filters.  Nodes that read large weights from an external
-    file are not folded.
+    Results of more than MAX_GROWTH_BYTES are not folded if they would make the file larger.  Only matrix products are
+    allowed to make it larger, by MAX_PRODUCTS_GROWTH in total: DeBERTa, for example, projects a constant table of
+    relative positions in every layer.  Sizes are compared over whole groups of connected nodes: NFNet standardizes the
+    filters of each convolution in several nodes, whose results replace the filters.  Nodes that read large weights from
+    an external file are not folded.
     """
     return [*_fold_constant_nodes(graph, shapes), *_fold_known_values(graph, shapes), *_fold_evaluated(graph, shapes)]
 
@@ -165,7 +165,7 @@ def _of_constants(graph: Graph, shapes: ShapeInfo) -> list[Node]:
 
 
 def _groups(nodes: Sequence[Node]) -> list[list[Node]]:
-    """Return the connected groups of nodes, in order: no node reads a result of another group."""
+    """Split the nodes into connected groups, in order; no node reads a result of another group."""
     group_of: dict[int, list[Node]] = {}  # a node's group, by the node's id
     producers = {id(tensor): node for node in nodes for tensor in node.outputs}
     for node in nodes:
@@ -208,8 +208,8 @@ def _growth(
 ) -> float:
     """Return by how many bytes folding the node makes the file larger; 0 if its outputs are small.
 
-    Inputs that only this node reads are subtracted, because they are not stored any more.  Infinity means that the node
-    must not be folded: it reads a large external weight, or its outputs have unknown sizes and may be large.
+    Inputs that only this node reads are subtracted, because folding removes them from the file.  Infinity means that
+    the node must not be folded: it reads a large external weight, or its outputs have unknown sizes and may be large.
     """
     freed = 0
     for tensor in node.inputs:

@@ -35,7 +35,7 @@ class Window:
 
 @graph_pass()
 def fold_pads(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
-    """Fold each Pad whose consumers can all pad themselves; return the nodes that vanished."""
+    """Fold each Pad whose consumers can all do the padding themselves; return the nodes that vanished."""
     return [one for node in list(graph.nodes) if op_of(node) == "Pad" for one in _fold(graph, shapes, node)]
 
 
@@ -105,7 +105,7 @@ def _readers(graph: Graph, padded: Tensor) -> Iterator[tuple[Node, Node | None]]
 
 
 def _window(graph: Graph, pad: Node, node: Node, transpose: Node | None, sizes: Sizes, value: float) -> Window | None:
-    """Return how a consumer of a padded tensor, or of a Transpose of it, can pad itself; None if it cannot."""
+    """Return how a consumer of a padded tensor, or of its Transpose, can do the padding itself; None if it cannot."""
     if transpose is not None:
         sizes = [sizes[axis] for axis in perm_of(transpose, len(sizes))]
     read = pad.outputs[0] if transpose is None else transpose.outputs[0]

@@ -27,7 +27,7 @@ from onnxfuse.passes.graph_pass import graph_pass
 IN_INTEGERS: Final = ("DynamicQuantize", "QLinear", "ConvInteger", "MatMulInteger", "com.microsoft::")
 INTEGERS: Final = ("int8", "uint8", "int32")
 FLOATS: Final = ("float32", "float16")
-FIRST_WITH_FLOAT_BIASES: Final = 11  # the first opset with the Round by which onnxruntime quantizes biases
+FIRST_WITH_FLOAT_BIASES: Final = 11  # the first opset with Round, which onnxruntime uses to quantize biases
 SAME_SCALE: Final = 1e-6  # the largest relative difference of two scales that count as equal
 FIRST_WITH_PRECISION: Final = 23  # the opset in which QuantizeLinear has an attribute `precision`
 NORMS: Final = frozenset(f"{kind}Normalization" for kind in ("Batch", "Group", "Instance", "Layer", "RMS"))
@@ -53,9 +53,9 @@ def fold_quantized_weights(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
 
 
 def _folded(graph: Graph, node: Node, compute: Callable[[Graph, Node], Array | None]) -> list[Folded]:
-    """Turn the result of a node into an initializer if `compute` gives it and its name need not be kept.
+    """Convert a node's result into an initializer if `compute` returns its value.
 
-    Returns the change; an empty list for none.
+    Returns the change in a list; the list is empty if `compute` returns None or the tensor must keep its name.
     """
     (tensor,), value = node.outputs, compute(graph, node)
     if value is None or graph.is_kept(tensor):
@@ -119,7 +119,7 @@ def _are_weights(graph: Graph, tensor: Tensor, readers: Set[str]) -> bool:
 def _dequantized(graph: Graph, node: Node) -> Array | None:
     """Return onnxruntime's result for a DequantizeLinear of constants with a dtype of INTEGERS.
 
-    Returns None for other nodes, and if each block of elements has a scale.
+    Returns None for other nodes, and if the scale is given per block.
     """
     values = _constant(graph, node, 0)
     if op_of(node) != "DequantizeLinear" or values is None or values.dtype.name not in INTEGERS:

@@ -1,4 +1,4 @@
-"""Replace computed targets of Reshape and Expand, and computed ends of Slice, by constants that keep dimensions."""
+"""Replace computed targets of Reshape and Expand, and computed ends of Slice, by equivalent constants."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def fold_shapes(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
 def reshape_target(shape: Sequence[Size] | None, wanted: Sequence[Size]) -> list[int] | None:
     """Return the constant target that reshapes a tensor of `shape` to the sizes `wanted`; None if there is none.
 
-    A number stays a number, and a symbolic size that equals the size of the same axis of `shape` becomes 0.  One other
-    size may become -1, but not beside a 0: if the dimension that the 0 keeps is empty, -1 could be any number, and
-    runtimes refuse it.
+    A number stays a number, and a symbolic size that equals the size of the same axis of `shape` becomes 0. One other
+    size can become -1, but not if the target has a 0: if the dimension that the 0 keeps is empty, -1 could be any
+    number, and runtimes refuse it.
     """
     sizes = shape or ()
     if any(size == 0 and (i >= len(sizes) or sizes[i] != 0) for i, size in enumerate(wanted)):
@@ -60,7 +60,7 @@ def reshape_target(shape: Sequence[Size] | None, wanted: Sequence[Size]) -> list
 
 
 def _target(sizes: Sequence[Size], wanted: Sequence[Size], *, infers_a_size: bool) -> list[int] | None:
-    """Return a target like `reshape_target`, but allow a 0 in `wanted` and, with `infers_a_size`, a -1 beside a 0."""
+    """Return a target like `reshape_target`, but allow a 0 in `wanted` and, with `infers_a_size`, both 0 and -1."""
     target: list[int] = []
     for i, size in enumerate(wanted):
         if isinstance(size, int):

@@ -17,7 +17,7 @@ from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of
 from onnxfuse.passes.fold_constants import MAX_GROWTH_BYTES
 
-# Inputs up to this magnitude must not overflow with rescaled weights.  Numbers in float16 are below it.
+# Inputs up to this magnitude must not overflow with rescaled weights.  All float16 numbers are smaller.
 LARGE_INPUT = 2.0**16
 
 
@@ -34,7 +34,7 @@ class Channels:
 class RescaledWeights:
     """The new weight and bias of a linear node, in the dtype of its old weight."""
 
-    weight: Array | None  # None: the weight stays as it is
+    weight: Array | None  # None: the weight is unchanged
     bias: Array | None  # None: the node has no bias
 
 
@@ -87,7 +87,7 @@ def turns_shift_into_bias(graph: Graph, node: Node) -> bool:
 
 
 def scale_outputs(graph: Graph, node: Node, channels: Channels, scale: Array, shift: Array) -> RescaledWeights | None:
-    """Return new weights with which the node computes `output * scale + shift`; None if that is not possible."""
+    """Return new weights that make the node compute `output * scale + shift`; None if that is not possible."""
     bias = _read_bias(graph, node)
     if bias is None:
         return None
@@ -105,10 +105,7 @@ def scale_outputs(graph: Graph, node: Node, channels: Channels, scale: Array, sh
 
 
 def scale_inputs(graph: Graph, node: Node, channels: Channels, scale: Array, shift: Array) -> RescaledWeights | None:
-    """Return weights with which the node's result for `input` is its present result for `input * scale + shift`.
-
-    None where that is not possible.
-    """
+    """Return new weights that make the node apply `input * scale + shift` to its input first; None if impossible."""
     bias = _read_bias(graph, node)
     if bias is None or (shift.any() and not turns_shift_into_bias(graph, node)):
         return None
@@ -183,8 +180,8 @@ def _read_bias(graph: Graph, node: Node) -> Array | None:
 def _rounded(graph: Graph, node: Node, blocks: Array | None, bias: Array) -> RescaledWeights | None:
     """Return new weights and a new bias in the dtype of the node's weights.
 
-    None if they exceed its range, if a sum of products could overflow although the result without folding does not, or
-    if a large weight that other nodes read would be stored a second time.
+    Returns None if they exceed its range, if a sum of products could overflow although the result without folding does
+    not, or if a large weight that other nodes read would be stored a second time.
     """
     weight = weight_of(node)
     dtype = constant_value(graph, weight).dtype

@@ -30,9 +30,9 @@ def _write_usual_attributes(graph: Graph, shapes: ShapeInfo) -> int:
     """Rewrite attributes that only onnxruntime's kernels accept to valid equivalents; return the number of changes.
 
     Kernels count a negative axis of Flatten from the end in all opsets, but below opset 11 onnxruntime's shape
-    inference refuses it once the rank is known, and other passes may make the rank known.  Kernels read a `keepdims`
-    other than 0 and 1 as 0, but onnxruntime's transpose optimizer, which moves the Transposes that layouts add, reads
-    such a `keepdims` as 1.
+    inference refuses it once the rank is known, and other passes can make the rank known.  Kernels read a `keepdims`
+    other than 0 and 1 as 0, but onnxruntime's transpose optimizer, which moves the Transposes that a channels-last
+    layout adds, reads such a `keepdims` as 1.
     """
     changes = 0
     for node in graph.nodes:

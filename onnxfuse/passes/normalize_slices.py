@@ -1,9 +1,9 @@
 """Write operators that take parts of a tensor in few forms.
 
 A Slice names only the axes that it cuts, a Gather of evenly spaced constant indices becomes a Slice, and a Gather moves
-before a Transpose that is then no longer needed.  PyTorch writes `x[..., [-2], :]` as a Transpose, a GatherND and a
-Transpose.  JAX writes `x[..., ::2]` as a Slice along all axes or, if the batch is dynamic, as a Transpose, a Gather of
-the indices 0, 2, 4, and so on, and a Transpose back.
+before a Transpose if this makes the Transpose unnecessary.  PyTorch writes `x[..., [-2], :]` as a Transpose, a GatherND
+and a Transpose.  JAX writes `x[..., ::2]` as a Slice along all axes or, if the batch is dynamic, as a Transpose, a
+Gather of the indices 0, 2, 4, and so on, and a Transpose back.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def normalize_slices(graph: Graph, shapes: ShapeInfo) -> int:
 
 
 def _is_read_float(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
-    """Return whether a node computes floats, and its result is read: an earlier rule may have replaced the node."""
+    """Return whether a node computes floats, and its result is read: an earlier rule can have replaced the node."""
     is_read = bool(node.outputs) and (graph.is_kept(node.outputs[0]) or bool(node.outputs[0].outputs))
     return is_read and shapes.dtype(node.outputs[0]) in FUSIBLE_FLOATS
 

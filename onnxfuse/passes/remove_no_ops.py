@@ -22,8 +22,8 @@ RewriteRule: TypeAlias = Callable[[Graph, ShapeInfo, Node], bool]  # a rule retu
 
 RULES = RuleTable[RewriteRule]()
 NEUTRAL_SCALARS = {"Mul": 1, "Div": 1, "Add": 0, "Sub": 0}
-# The bias of a product of dequantized integers counts as integers times the product's scale if every quotient
-# bias / scale is close to an integer: the distance may be this number times (1 + the largest quotient).
+# A bias of a product of dequantized integers counts as a multiple of the product's scale if each quotient bias / scale
+# differs from an integer by at most SUM_ROUNDING * (1 + the largest quotient).
 SUM_ROUNDING = 1e-6
 MAX_WEIGHT_RANK = 3  # the highest rank of a tensor that a weight scales or shifts: batch, sequence, features
 
@@ -38,8 +38,8 @@ def _remove(graph: Graph, shapes: ShapeInfo, node: Node, source: Tensor) -> bool
     """Replace the node's output by `source`; return False, and change nothing, if both must keep their names.
 
     The node also stays if its output is a graph output that declares more dims than are known of `source`, and other
-    nodes read `source`, too.  They would then read a tensor with the declared dims, which may be wrong, and onnxruntime
-    refuses nodes whose inputs have wrong dims.
+    nodes read `source`, too.  These would then read the declared dims, which can be wrong, and onnxruntime refuses
+    nodes whose inputs have wrong dims.
     """
     output = node.outputs[0]
     if graph.is_kept(output) and len(source.outputs) > 1 and _says_more(shapes, output, source):
@@ -181,7 +181,7 @@ def _sliced_part(shapes: ShapeInfo, node: Node) -> Tensor | None:
         return None
     try:
         ((axis, taken),) = slice_ranges(shapes, node, node.outputs[0]).items()
-    except (CannotInfer, ValueError):  # the node's ranges are unknown, or lie along several axes
+    except (CannotInfer, ValueError):  # the Slice's ranges are unknown, or it cuts several axes or none
         return None
     sizes = [None if shape is None else shape[axis] for shape in map(shapes.shape, concat.inputs)]
     if axis != int_attribute(concat, "axis", 0) % len(whole):
@@ -244,7 +244,7 @@ def _remove_neutral(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 def _flatten_weight(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     """Reshape a weight of shape (1, d) or (1, 1, d) to (d) if that broadcasts with the other input in the same way.
 
-    A constant of four axes is left as it is: it may be a row of a table of rotary embedding, or a mask.
+    A constant of four axes is unchanged: it can be a row of a rotary embedding's table, or a mask.
     """
     for index, weight in enumerate(node.inputs if graph.opset >= 7 else ()):
         rank = shapes.rank(node.inputs[1 - index]) or 0
@@ -257,7 +257,7 @@ def _flatten_weight(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 
 
 def _flatten_scale(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
-    """Drop first axes of size 1 of a constant that a Mul multiplies by a scalar, if only Muls read the product.
+    """Drop leading axes of size 1 of a constant that a Mul multiplies by a scalar, if only Muls read the product.
 
     The tensors that these Muls scale must have at least as many axes as the constant.  Quantizers write such a product
     of two scales, and multiply sums of integers by it.
@@ -322,7 +322,7 @@ def _simplify_gemm(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 
 
 def _adds_sums(graph: Graph, node: Node) -> bool:
-    """Return whether a Gemm adds its bias to sums without rounding the bias, also after onnxruntime's optimizations.
+    """Return whether a Gemm adds its bias without rounding it, even after onnxruntime's optimizations.
 
     This is so if the bias is a multiple of the scale of the product, or if no dequantized integers are multiplied.
     """
@@ -333,7 +333,7 @@ def _adds_sums(graph: Graph, node: Node) -> bool:
             return True
         factor = constant_value(graph, scale)
         if max(step.ndim, factor.ndim) > 1 or not _fit(step.shape, factor.shape):
-            return True  # onnxruntime makes no QGemm of blocks, or of scales for rows
+            return True  # onnxruntime does not make a QGemm if scales are per block or per row
         step = step * factor
     if not has_input(node, 2):
         return True
@@ -383,7 +383,7 @@ def _flatten_bias(graph: Graph, node: Node) -> bool:
 
 @RULES.rule("Shape")
 def _read_shape_of_indices(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
-    """Make a Shape of gathered rows read the indices, if its consumers take only sizes of axes that the indices have.
+    """Make a Shape of a Gather's result read the indices, if its consumers take only sizes of the indices' axes.
 
     Then an embedding can be fused even though sizes of its result are used.
     """

@@ -5,8 +5,9 @@ length of the others.  Where such nodes write all of a tensor, the values that i
 `x[..., ::2] = y` and `x[..., 1::2] = z`, y and z get a new axis, along which they are joined, so that their elements
 alternate.
 
-If a Transpose follows the last ScatterND, the parts are first transposed in the same way, but with the axis at the end,
-and the joined parts are transposed back.  The last Transpose and the one after the ScatterND cancel, or become one.
+If a Transpose reads the last ScatterND, the parts are first transposed by its perm, but with the assigned axis last,
+and the joined parts are transposed back.  This last Transpose and the one that read the ScatterND then cancel, or
+become one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from onnxfuse.passes.compose_views import View, write_views
 from onnxfuse.passes.emit import unsqueezed, write
 from onnxfuse.passes.graph_pass import graph_pass
 
-MAX_ASSIGNMENTS: Final = 8  # maximum number of assignments to one tensor that are followed
+MAX_ASSIGNMENTS: Final = 8  # maximum number of assignments in a chain that is replaced
 
 
 class Assignment(NamedTuple):
@@ -94,7 +95,7 @@ def _stack(graph: Graph, shapes: ShapeInfo, result: Tensor, parts: Sequence[Assi
 
 
 def _order_with_axis_last(tensor: Tensor, rank: int, axis: int) -> list[int]:
-    """Return the perm of a Transpose that reads the tensor, with this axis last; the identity if no Transpose does."""
+    """Return the perm of a Transpose that reads the tensor, with `axis` moved last; the identity if there is none."""
     perms = [ints_attribute(reader, "perm") for reader in consumers(tensor) if op_of(reader) == "Transpose"]
     orders = sorted((perm for perm in perms if perm is not None), key=lambda perm: perm[-1] != axis)
     return [*(each for each in orders[0] if each != axis), axis] if orders else list(range(rank))

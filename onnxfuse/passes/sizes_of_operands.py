@@ -106,8 +106,8 @@ def _written(
 ) -> Tensor | None:
     """Return a tensor of rank 0 or 1 that holds the sizes `picked`, computed by Shapes of other tensors than `tensor`.
 
-    Returns None if `tensor` itself or several tensors would have to be read, or if a Shape would become a Shape and a
-    Gather.  With `of_scores`, only the first of these reasons counts.
+    Returns None if `tensor` itself would have to be read.  Without `of_scores`, also returns None if several tensors
+    would have to be read, or if a Shape would become a Shape and a Gather.
     """
     maker = producer(sizes)
     replaces_shape = maker is not None and op_of(maker) == "Shape"
@@ -124,9 +124,9 @@ def _written(
 
 
 def _of_one_tensor(shapes: ShapeInfo, picked: Sequence[Origin]) -> Sequence[Origin]:
-    """If the sizes are the whole shape of one tensor, return all of them as axes of this tensor.
+    """Return sizes that are the whole shape of one tensor as axes of this tensor; return other sizes unchanged.
 
-    This includes sizes that are given as numbers.  Any other sizes are returned unchanged.
+    Sizes of the shape that are given as numbers become axes, too.
     """
     source = next((each[0] for each in picked if not isinstance(each, int)), None)
     shape = None if source is None else shapes.shape(source)
@@ -141,7 +141,7 @@ def _of_one_tensor(shapes: ShapeInfo, picked: Sequence[Origin]) -> Sequence[Orig
 
 
 def _run(shapes: ShapeInfo, run: Sequence[Origin], stem: str, rank: int) -> Tensor:
-    """Write the sizes of a run as a tensor; they are either numbers alone, or some sizes of a single tensor."""
+    """Write a run of sizes as a tensor; a run has either only numbers, or only sizes of a single tensor."""
     numbers = [each for each in run if isinstance(each, int)]
     if numbers:
         return integers(shapes.graph, f"{stem}_numbers", numbers)
@@ -167,7 +167,7 @@ def _is_range(shapes: ShapeInfo, run: Sequence[Origin]) -> bool:
 
 @dataclass
 class Origins:
-    """The tensors that the sizes of other tensors come from."""
+    """Finds, for the size of a tensor's axis, the earliest tensor and axis that give it; results are cached."""
 
     shapes: ShapeInfo
     _known: dict[tuple[int, int], Origin] = field(default_factory=dict)  # by the tensor's id and axis
