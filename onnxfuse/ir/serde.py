@@ -73,7 +73,10 @@ def read_subgraph(
 
 
 def _remember_messages(graph: Graph) -> None:
-    """Store each node's NodeProto in the graph.  A node in our domain that is not fused gets the domain FOREIGN."""
+    """Store each node's NodeProto in the graph.
+
+    A node in onnxfuse's domain that is not a fused node gets the domain FOREIGN.
+    """
     bodies = {function.name: function for function in graph.model.functions if function.domain == DOMAIN}
     for node, proto in zip(graph.linked.nodes, graph.model.graph.node, strict=True):
         graph.protos[id(node)] = (node, proto)

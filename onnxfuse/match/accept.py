@@ -20,7 +20,7 @@ from onnxfuse.match.side_outputs import may_be_absent
 from onnxfuse.match.state import Match, State
 
 BFLOAT16_OPSET = 13  # the first opset whose operators take bfloat16
-MAX_VIEWS_FOLLOWED = 12  # nodes outside the match that are followed to find one that will stay
+MAX_VIEWS_FOLLOWED = 12  # longest chain of nodes outside the match that is searched for one that will stay
 
 
 def accept(m: MatchContext, root: Tensor, state: State, has_side_outputs: bool) -> Match | None:
@@ -77,10 +77,10 @@ def _found(term: Term, state: State) -> Tensor | None:
 
 
 def _bfloat16_too_early(m: MatchContext, nodes: Sequence[Node], state: State) -> str | None:
-    """Return why a function cannot contain `nodes` (a tensor is bfloat16 in an opset without bfloat16), or None.
+    """Return why a function cannot contain `nodes`, or None: some older opsets do not have bfloat16 operators.
 
-    onnxruntime refuses a bfloat16 node of these opsets in a function, where it checks types against the operators'
-    schemas, but may run the same node in a graph.
+    In a function, onnxruntime checks types against the operators' schemas, and so refuses a bfloat16 node of these
+    opsets.  In a graph, it can run the same node.
     """
     if m.graph.opset >= BFLOAT16_OPSET:
         return None
@@ -118,7 +118,7 @@ def guard_holds(m: MatchContext, guard: Guard, root: Tensor, state: State, term:
 
 
 def _unknown(fact: str, root: Tensor) -> str:
-    """Return the sentence of a miss which says that a condition needs a fact that is unknown."""
+    """Return the sentence of a miss for a condition that cannot be decided, because `fact` is unknown."""
     return f"the {fact} of '{root.name}' is not known" if fact in ("rank", "dtype") else f"{fact} is not known"
 
 
@@ -167,7 +167,7 @@ def needed_outputs(
 
 
 def _is_needed(graph: Graph, tensor: Tensor, inside: set[int], read: set[int]) -> bool:
-    """Return whether a node that will stay reads the tensor, or the graph needs it by name."""
+    """Return whether a tensor must be computed: a node that will stay reads it, or it must keep its name."""
     return graph.is_kept(tensor) or any(_stays(graph, r, inside, read) for r in tensor.outputs if id(r) not in inside)
 
 

@@ -29,7 +29,7 @@ class MatchContext(ABC):
     """The facts that the rules of matching share while one fusion is matched on one graph."""
 
     def __init__(self, graph: Graph, shapes: ShapeInfo, fusion: Fusion, joined: bool = False) -> None:
-        """`joined` says whether later operators will be fused into the match."""
+        """Create the context; `joined` says whether later operators will be fused into the match."""
         self.graph, self.shapes, self.fusion, self.casts = graph, shapes, fusion, fusion.casts
         self.joined = joined
         self.nearest = NearestMiss(fusion)
@@ -77,7 +77,7 @@ class MatchContext(ABC):
         return is_constant(tensor) and not constant_value(self.graph, tensor).any()
 
     def rank_raising_constant(self, node: Node) -> Constant | None:
-        """Return the one-element constant that gives a node's result more axes than the other inputs have, or None."""
+        """Return the one-element constant that has more axes than the node's other inputs, or None."""
         numbers = [t for t in node.inputs if is_constant(t) and t.shape and math.prod(t.shape) == 1]
         if not numbers:
             return None
@@ -108,7 +108,7 @@ class MatchContext(ABC):
         """Return the tensor before the Casts that the fusion absorbs, and these Casts.
 
         For an operand, only Casts to float32 are absorbed: other Casts round the operand to the dtype that the kernel
-        reads.  If a term occurs several times in a pattern, it may match several Casts of one tensor.
+        reads.  A term that occurs several times in a pattern can match several Casts of one tensor.
         """
         casts = []
         while self.casts and (node := self.float_cast(tensor)):

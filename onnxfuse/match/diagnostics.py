@@ -1,4 +1,4 @@
-"""The texts of misses: a miss reports the failed check before which most of a pattern matched.
+"""Texts of misses (failed matches): of all failed attempts, a miss reports the one in which most nodes matched.
 
 Functions at the end describe tensors and shapes for messages.
 """
@@ -21,7 +21,7 @@ from onnxfuse.match.state import Dims, Miss, State
 # a part of a term.  "the term": all of a term, but a condition failed.  "the pattern": all of the pattern, but the
 # matched nodes must not be replaced.
 Agreed: TypeAlias = Literal["nothing", "a part", "the term", "the pattern"]
-MAX_VALUE_CHARACTERS = 60  # characters of a value that a message shows
+MAX_VALUE_CHARACTERS = 60  # maximum characters of a value in a message
 
 
 class NearestMiss:
@@ -29,12 +29,12 @@ class NearestMiss:
 
     def __init__(self, fusion: Fusion) -> None:
         self.fusion = fusion
-        self._refused = False  # an attempt matched the whole pattern, but the match must not be replaced
+        self._refused = False  # whether an attempt matched the whole pattern, but the match must not be replaced
         self._best: tuple[tuple[int, int, bool], Callable[[], str], Span, State, str] | None = None
         self._sizes: dict[tuple[tuple[str, str], ...], int] = {}
 
     def forget(self) -> None:
-        """Drop the failures so far, before matching at another tensor."""
+        """Drop the recorded failures, before matching at another tensor."""
         self._best, self._refused = None, False
 
     def fail(
@@ -95,12 +95,12 @@ def node_name(tensor: Tensor) -> str:
 
 
 def shape_text(shape: Sequence[Size] | None) -> str:
-    """Return a shape for a message."""
+    """Return a shape as text for a message."""
     return "unknown rank" if shape is None else ", ".join(map(str, shape))
 
 
 def spec_text(spec: str, dims: Dims) -> str:
-    """Return named dimensions for a message, with the sizes that are known."""
+    """Return named dimensions as text for a message, with the sizes that are known."""
     return ", ".join(_token_text(token, dims) for token in spec.split())
 
 
@@ -124,13 +124,13 @@ def _axis_text(names: Sequence[str], dims: Dims) -> str:
 
 
 def number_text(value: object) -> str:
-    """Return a scalar or attribute for a message."""
+    """Return a scalar or attribute as text for a message."""
     if value is None:
         return "absent"
     return f"{value:g}" if isinstance(value, float) else repr(value)
 
 
 def value_text(value: object) -> str:
-    """Return a value for a message, shortened to MAX_VALUE_CHARACTERS."""
+    """Return a value as text for a message, shortened to MAX_VALUE_CHARACTERS."""
     text = repr(value)
     return text if len(text) <= MAX_VALUE_CHARACTERS else text[: MAX_VALUE_CHARACTERS - 3] + "..."

@@ -22,8 +22,9 @@ MAX_FUSIONS: Final = 256  # a bound on the cache, because a process can read fol
 class FusionTerms:
     """Facts about the terms of a fusion, by `id(term)`, which is valid as long as the fusion exists."""
 
-    visible: Mapping[int, Term]  # each term without the wrappers that matching ignores
-    repeated: Set[int]  # terms that occur several times, or are outputs: each must be one tensor
+    visible: Mapping[int, Term]  # for each term: the term without the wrappers that matching ignores
+    # Terms that occur several times, or are outputs: all occurrences of a term must match one tensor.
+    repeated: Set[int]
     root_ops: Mapping[int, frozenset[str] | None]  # the operators that can compute a term; None: any operator
     fusion_root_ops: frozenset[str]  # operators of the first output, and Cast if the fusion absorbs Casts
     side_outputs: tuple[SideOutput, ...]
@@ -69,7 +70,7 @@ def _without_remarks(term: Term) -> Term:
 
 
 def _factors(terms: Sequence[Term]) -> Iterator[Term]:
-    """Yield the terms inside scaled() that may be multiplied or divided by numbers, which scaled() then collects.
+    """Yield the terms inside scaled() whose constant factors scaled() collects.
 
     These terms are the operands of the scaled operator, and the parts of these operands up to the next operator.
     """

@@ -40,7 +40,7 @@ from onnxfuse.match.sums_and_products import AssociativeMatcher, Decompositions
 from onnxfuse.match.views import ViewSources, match_rearrange
 from onnxfuse.steps import raise_of
 
-MAX_SIDE_OUTPUT_COMBINATIONS = 8  # choices of side outputs that are tried for one State
+MAX_SIDE_OUTPUT_COMBINATIONS = 8  # maximum combinations of side outputs that are tried for one State
 MAX_STEPS_PER_TENSOR = 20_000  # a bound on backtracking; the patterns need far fewer steps
 
 
@@ -48,7 +48,7 @@ class Matcher(MatchContext):
     """Matches one fusion against one graph.  It implements the protocol `Matching` of the pattern language."""
 
     def __init__(self, graph: Graph, shapes: ShapeInfo, fusion: Fusion, joined: bool = False) -> None:
-        """Prepare for a fusion; `joined` says whether later operators will be fused into the match."""
+        """Prepare to match a fusion; `joined` says whether later operators will be fused into the match."""
         super().__init__(graph, shapes, fusion, joined)
         known = fusion_terms(fusion)
         self._visible, self._repeated, self._side_outputs = known.visible, known.repeated, known.side_outputs
@@ -114,7 +114,7 @@ class Matcher(MatchContext):
         return self.match(term, tensor, state) if isinstance(term, Wrapper) else self._match_once(term, tensor, state)
 
     def _match_once(self, term: Term, tensor: Tensor, state: State) -> Iterator[State]:
-        """Match a term; if it occurs several times and has a tensor already, only this tensor matches."""
+        """Match a term; if it occurs several times and already has a tensor, only this tensor matches."""
         self._steps += 1
         if self._steps > MAX_STEPS_PER_TENSOR:
             return iter(())
@@ -146,15 +146,15 @@ class Matcher(MatchContext):
         return guard_holds(self, guard, self._root, state, term)
 
     def match_absent(self, term: Absent, tensor: Tensor, state: State) -> Iterator[State]:
-        """Match an input that is left out."""
+        """Match an omitted input: no tensor matches it."""
         return match_absent(self, term, tensor, state)
 
     def match_capture(self, term: Capture, tensor: Tensor, state: State) -> Iterator[State]:
-        """Match a parameter of the fused operator."""
+        """Bind the tensor to a parameter of the fused operator."""
         return match_capture(self, term, tensor, state)
 
     def match_constant(self, term: Constant, tensor: Tensor, state: State) -> Iterator[State]:
-        """Match a number."""
+        """Match a number with a constant of one element."""
         return match_constant(self, term, tensor, state)
 
     def match_full(self, term: Term, value: Number, dims: str, tensor: Tensor, state: State) -> Iterator[State]:
@@ -176,7 +176,7 @@ class Matcher(MatchContext):
         return True
 
     def match_operator(self, term: Apply, tensor: Tensor, state: State) -> Iterator[State]:
-        """Match an operator."""
+        """Match an operator with the node that computes the tensor."""
         return match_operator(self, term, tensor, state)
 
     def match_output(self, operator: Apply, index: int, tensor: Tensor, state: State) -> Iterator[State]:

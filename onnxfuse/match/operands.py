@@ -16,7 +16,7 @@ from onnxfuse.match.named_dims import unify
 from onnxfuse.match.scaling import unscaled
 from onnxfuse.match.state import Dims, State
 
-MAX_NODES_OF_A_WEIGHT = 16  # constant folding is advised if at most this many nodes compute a weight
+MAX_NODES_OF_A_WEIGHT = 16  # a miss advises constant folding if at most this many nodes compute a weight
 
 
 def match_capture(m: MatchContext, term: Capture, tensor: Tensor, state: State) -> Iterator[State]:
@@ -50,7 +50,7 @@ def match_capture(m: MatchContext, term: Capture, tensor: Tensor, state: State) 
 def _unified(m: MatchContext, spec: str, term: Capture, tensor: Tensor, state: State) -> Sequence[Dims]:
     """Return the ways to bind the names of an operand's dimensions; empty if its shape does not agree.
 
-    An operand that broadcasts may be a slice [:s] of a table of 64 rows, whose size is Min(64, s).  If this size must
+    An operand that broadcasts can be a slice [:s] of a table of 64 rows, whose size is Min(64, s).  If this size must
     agree with an axis of size s, the model only runs where Min(64, s) is s, so s itself is tried as well.
     """
     shape = m.shapes.shape(tensor)
@@ -70,7 +70,7 @@ def _unified(m: MatchContext, spec: str, term: Capture, tensor: Tensor, state: S
 
 
 def match_absent(m: MatchContext, term: Absent, tensor: Tensor, state: State) -> Iterator[State]:
-    """Yield nothing, because the input is present."""
+    """Yield nothing: the pattern requires that the input is omitted, but it is present."""
     m.fail(term, state, lambda: f"'{tensor.name}' is given; required to be left out")
     return iter(())
 

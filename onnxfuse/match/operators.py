@@ -122,7 +122,7 @@ def _input_name(m: MatchContext, op: str, index: int) -> str | None:
 
 
 def _attributes(m: MatchContext, term: Apply, node: Node, state: State) -> Iterator[State]:
-    """Yield the states in which all attributes are as the pattern requires; others must have their defaults."""
+    """Yield the states in which the attributes are as the pattern requires; those it omits must have their defaults."""
     for name in node.attrs:
         if name not in term.attributes and not _is_default(m, node, name):
             value = node.attrs[name]
@@ -148,7 +148,7 @@ def _is_default(m: MatchContext, node: Node, name: str) -> bool:
 
 
 def _attribute(m: MatchContext, term: Apply, node: Node, name: str, wanted: object, state: State) -> Iterator[State]:
-    """Yield the state if an attribute is as the pattern requires, with captured values bound."""
+    """Yield the state, with captured values bound, if an attribute has the value that the pattern requires."""
     value = attribute_or_input(m.graph, node, name)
     if isinstance(wanted, Capture):
         if value is None and wanted.optional:

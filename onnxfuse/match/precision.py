@@ -1,4 +1,4 @@
-"""Where a match computes in another precision than its operands and its result."""
+"""Find nodes of a match that compute in another precision than its operands and its result."""
 
 from __future__ import annotations
 
@@ -131,8 +131,8 @@ class _Rounding:
 def computing_dtype(shapes: ShapeInfo, nodes: Iterable[Node], dtype: int) -> int:
     """Return the dtype in which a body of `nodes` has to compute, if their result has `dtype`.
 
-    If the nodes cast operands in half precision to float32 and multiply them, the product may exceed the range of
-    `dtype`, so that the body computes in float32, too.
+    If the nodes cast operands in half precision to float32 and multiply them, the product can exceed the range of
+    `dtype`.  Then the body computes in float32, too.
     """
     in_float32 = dtype in HALF_PRECISION and any(
         all(_is_cast_to_float32(shapes, tensor) for tensor in node.inputs) for node in _float32_products(shapes, nodes)
@@ -151,7 +151,7 @@ def _is_cast_to_float32(shapes: ShapeInfo, tensor: Tensor) -> bool:
 
 
 def _computed_by(tensor: Tensor) -> Node | None:
-    """Return the node that computes a tensor, passing over views and over products with and divisions by constants."""
+    """Return the node that computes a tensor; views and scalings by constants after this node are skipped."""
     node = producer(tensor)
     while node is not None and op_of(node) in {*VIEWS, "Mul", "Div"}:
         read = [t for t in node.inputs if not is_constant(t)] if op_of(node) in ("Mul", "Div") else node.inputs[:1]

@@ -10,7 +10,7 @@ from onnxfuse.dsl.terms import Alternatives, Ending, Term
 from onnxfuse.ir.node import Node, Tensor, op_of
 from onnxfuse.match.fusion_terms import fusion_terms
 
-MAX_DEPTH: Final = 4  # how many operators of a sum, a product or a chain of views are followed
+MAX_DEPTH: Final = 4  # maximum operators of a sum, a product or a chain of views that are searched
 
 
 def may_occur(fusion: Fusion, present: Set[str]) -> bool:
@@ -38,9 +38,9 @@ def may_be(endings: Sequence[Ending], tensor: Tensor) -> bool:
 
 
 def _reads(inputs: Sequence[Tensor], part: Sequence[Ending], between: Set[str], depth: int) -> bool:
-    """Return whether one of `inputs` may be computed in one of the ways `part`.
+    """Return whether one of `inputs` can be computed in one of the ways `part`.
 
-    Operators in `between` may follow.  If more than `depth` of them follow, the answer is True without a check.
+    Operators in `between` are allowed after them.  If there are more than `depth`, the result is True without a check.
     """
     for tensor in inputs:
         if may_be(part, tensor):

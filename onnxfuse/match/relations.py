@@ -1,4 +1,4 @@
-"""The functions of tensors that the conditions of patterns can call."""
+"""Functions of tensors that the conditions of patterns can call."""
 
 from __future__ import annotations
 

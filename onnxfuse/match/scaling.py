@@ -34,7 +34,7 @@ def match_scaled(
 
 
 def unscaled(m: MatchContext, tensor: Tensor, state: State) -> tuple[Tensor, State]:
-    """Return an operand inside scaled() without its constant factors, which the state's factor collects."""
+    """Return an operand inside scaled() without its constant factors, and the state with its factor times these."""
     factor = state.factor
     nodes: list[Node] = []
     while factor is not None and (node := producer(tensor)) is not None and (step := scale_step(m, node)) is not None:
@@ -58,9 +58,9 @@ def scale_step(m: MatchContext, node: Node) -> tuple[Tensor, float] | None:
 
 
 def _no_number(node: Node, inputs: Sequence[Tensor]) -> str:
-    """Return the sentence that explains a failed match.
+    """Return the sentence of a miss: the pattern needs a product with a number, but the node has no constant number.
 
-    `inputs` are the node's inputs at the time of the match, because the node may have lost its inputs by now.
+    `inputs` are the node's inputs at the time of the match, because a later rewrite can have removed them.
     """
     left, right = (t.name for t in inputs)
     return f"{op_of(node)} '{node.name}' takes '{left}' and '{right}'; required a constant number as one of them"

@@ -11,7 +11,7 @@ from onnxfuse.dsl.words import Output
 from onnxfuse.ir.node import Tensor, op_of
 
 MAX_DEPTH = 7  # maximum nodes from a shared operand to an output, as in rotary_table: Cast, MatMul, Transpose, Concat …
-MAX_TENSORS_PER_DEPTH = 64  # tensors that are visited per depth
+MAX_TENSORS_PER_DEPTH = 64  # maximum number of tensors that are visited per depth
 
 
 class SideOutput(NamedTuple):

@@ -1,4 +1,4 @@
-"""The results of matching: the State on the way, the Match at the end, or the nearest Miss."""
+"""The results of matching: the State during matching, and the Match or the nearest Miss at its end."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class State(NamedTuple):
         return State(terms, values, operands, dims, choices, {**old, **new}, kept, factor)
 
     def keep_nodes_since(self, before: State) -> State:
-        """Return the state in which the nodes that were matched since `before` will not be replaced, but stay."""
+        """Return a state in which the nodes matched since the state `before` stay in the graph."""
         new = [node for key, node in self.nodes.items() if key not in before.nodes]
         return self._replace(nodes=before.nodes).with_nodes(new, keep=True)
 

@@ -73,10 +73,10 @@ def match_rearrange(
 ) -> Iterator[State]:
     """Yield the state after each way to match a tensor with a rearranged value.
 
-    The value may be `tensor`, or any tensor that has `tensor` as a view.  The farthest one is tried first.
+    The value can be `tensor`, or any tensor that `tensor` is a view of.  The one most views away is tried first.
     """
     inner, pattern, value = term.inner, term.pattern, term.inner.unwrapped
-    keep = isinstance(value, Capture) or m.is_output(value)  # then the source stays in the graph
+    keep = isinstance(value, Capture) or m.is_output(value)  # true if the source stays in the graph
     arranged, nearest_source = False, tensor
     farthest = sources.of(tensor, scaling=False, slicing=False)[-1].tensor
     if isinstance(value, Capture) and value.kind == "weight" and not is_constant(farthest):
@@ -121,7 +121,7 @@ def _not_arranged(m: MatchContext, pattern: str, tensor: Tensor, source: Tensor,
 
 
 def _arrange(m: MatchContext, term: Rearrange, view: ViewSource, tensor: Tensor, state: State) -> State | None:
-    """Return the state with the sizes, and perhaps a slice, bound so that the arrangement gives the tensor.
+    """Return the state with the sizes (and a slice, if any) that make the arrangement give the tensor.
 
     Returns None if the term's arrangement of the view's source does not give the tensor.
     """

@@ -173,7 +173,7 @@ class Origins:
     _known: dict[tuple[int, int], Origin] = field(default_factory=dict)  # by the tensor's id and axis
 
     def of(self, tensor: Tensor, axis: int) -> Origin:
-        """Return the tensor nearest to the graph's inputs that a size comes from, and its axis; or a constant size."""
+        """Return the tensor nearest to the graph's inputs that gives a size, and its axis; or a constant size."""
         path: list[tuple[int, int]] = []
         while True:
             key = id(tensor), axis
