@@ -1,1 +1,1 @@
-"""From matches to fused nodes: select a match, write its body as a function, and replace its nodes."""
+"""Make fused nodes of matches: select a match, write its body as a function, and replace its nodes."""

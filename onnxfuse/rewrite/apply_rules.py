@@ -23,9 +23,9 @@ from onnxfuse.steps import StepError
 
 
 def rules_pass(name: str, rules: Sequence[Rewrite], of: Set[str] | None = None) -> Pass:
-    """Return a pass called `name` that applies the rules to graphs with any operator in `of`, if that is given."""
+    """Return a pass called `name` that applies the rules; with `of`, it skips graphs without any operator in `of`."""
 
-    @graph_pass(opset=7)  # from this opset on, broadcasting is as it is today
+    @graph_pass(opset=7)  # from this opset on, operators broadcast by numpy's rules
     def apply(graph: Graph, shapes: ShapeInfo) -> int:
         if of and of.isdisjoint(graph.operators):
             return 0
@@ -40,7 +40,7 @@ def rules_pass(name: str, rules: Sequence[Rewrite], of: Set[str] | None = None) 
 
 
 def near_misses(graph: Graph, shapes: ShapeInfo, rules: Sequence[Rewrite]) -> list[Miss]:
-    """Return the misses of rules in a sorted graph: why each does not match at nodes where its left side can end."""
+    """Return, as misses, why rules do not match in a sorted graph, at the nodes where their left sides can end."""
     tried = (matcher.at(node.outputs[0]) for node, _, matcher in _candidates(graph, shapes, rules))
     return [found for found in tried if isinstance(found, Miss)]
 
@@ -69,7 +69,7 @@ def _candidates(graph: Graph, shapes: ShapeInfo, rules: Sequence[Rewrite]) -> It
 
 
 def _apply(graph: Graph, shapes: ShapeInfo, matcher: Matcher, rule: Rewrite, root: Tensor) -> bool:
-    """Replace a match of the left side by the right side; return whether that was done.
+    """Replace a match of the left side by the right side; return whether there was a replacement.
 
     Nothing is replaced if the left side does not match, if the opset cannot express the right side, or if the rule
     rewrites attention scores and these scores must not change.
@@ -102,9 +102,9 @@ def _apply(graph: Graph, shapes: ShapeInfo, matcher: Matcher, rule: Rewrite, roo
 
 
 def _rewritten_softmaxes(graph: Graph, match: Match, root: Tensor) -> set[str]:
-    """Return the names of the Softmaxes in a match; if it has none, those of the Softmaxes after it.
+    """Return the names of the Softmaxes in a match or, if it has none, of the Softmaxes after it.
 
-    Returns an empty set if the scores that one of these Softmaxes reads must stay as they are.
+    Returns an empty set if the scores that one of these Softmaxes reads must not be rewritten.
     """
     inside = {graph.scores.name(node) for node in match.nodes if op_of(node) == "Softmax"}
     if inside:

@@ -45,7 +45,7 @@ def chained(before: onnx.FunctionProto, after: onnx.FunctionProto, operand: str 
 
 
 def with_operands(body: onnx.FunctionProto, names: Mapping[str, str]) -> onnx.FunctionProto:
-    """Return a body with operands renamed; no value of the body has one of the new names."""
+    """Return a body with operands renamed; the new names must not be names of other values in the body."""
     result = onnx.FunctionProto()
     result.CopyFrom(body)
     result.input[:] = [names.get(name, name) for name in body.input]

@@ -140,7 +140,7 @@ class BodyBuilder:
     def _why_not(self, term: Term) -> str:
         """Return why a term cannot be written: a condition that does not hold, or a missing operator.
 
-        For a term with several spellings, this is the reason for the last one, which is the most general.
+        If there are several ways to write a term, this is the reason for the last one, which is the most general.
         """
         if isinstance(term, When) and not self.holds(term.guard):
             return f"required: {self.variant.sentence(term.guard)}"
@@ -216,7 +216,7 @@ class BodyBuilder:
         return Value(name, dtype)
 
     def cast(self, value: Value, dtype: int) -> Value:
-        """Return the value cast to another floating dtype; a value of any other dtype stays as it is."""
+        """Return the value cast to another floating dtype; a value of any other dtype is returned unchanged."""
         if value.dtype == dtype or value.dtype not in FLOAT_BITS or dtype not in FLOAT_BITS:
             return value
         return self.node("Cast", [value], dtype, to=dtype)
@@ -263,7 +263,7 @@ class BodyBuilder:
         return any(input_index(term.op, name, self.opset) is None for name in names)
 
     def _is_absent(self, wanted: object) -> bool:
-        """Return whether a value of an attribute is captured, and absent in the model, so that it is not written."""
+        """Return whether an attribute's value is captured but absent in the model: then it is not written."""
         return isinstance(wanted, Capture) and self.variant.values.get(wanted.name) is None
 
     def _lacks_steps(self, term: Apply) -> bool:
@@ -287,7 +287,7 @@ class BodyBuilder:
         return next((dtype for part in parts if (dtype := self._dtype(part)) is not None), None)
 
     def _is_static(self, wanted: object) -> bool:
-        """Return whether an attribute can be written: it depends on no size that is known only at run time."""
+        """Return whether an attribute can be written: it does not depend on sizes that are known only at run time."""
         if isinstance(wanted, list):
             return all(map(self._is_static, wanted))
         return not isinstance(wanted, Dim) or is_static(self._attribute(wanted))
@@ -407,5 +407,5 @@ class BodyBuilder:
 
 
 def is_static(size: object) -> TypeGuard[int]:
-    """Return whether a dimension is a number."""
+    """Return whether a dimension is a number, not a symbol."""
     return isinstance(size, int) and not isinstance(size, bool) and math.isfinite(size)

@@ -39,7 +39,7 @@ RANK: Final = 4
 def make_keys_row_major(
     graph: Graph, shapes: ShapeInfo, fusions: Sequence[Fusion], keep: Set[str] = frozenset()
 ) -> int:
-    """Rewrite the keys of every attention that matches no pattern with its present keys, but one with rewritten keys.
+    """Rewrite the keys of every attention that matches a pattern only with rewritten keys.
 
     Returns the number of attentions whose keys were rewritten.
 
@@ -52,7 +52,7 @@ def make_keys_row_major(
     chosen = [fusion for fusion in fusions if has_softmax(fusion) and may_occur(fusion, present)] if pairs else []
     matchers = [Matcher(graph, shapes, fusion) for fusion in chosen]
     count = sum(_settle(graph, shapes, matchers, *pair) for pair in pairs) if matchers else 0
-    if matchers:  # removes the views that were written for attentions that still do not match
+    if matchers:  # remove the views that were written for attentions that still do not match
         graph.remove_dead()
         graph.sort()
     return count
@@ -102,7 +102,7 @@ def _reads_rows(shapes: ShapeInfo, columns: Tensor) -> bool:
 def _through_rows(graph: Graph, shapes: ShapeInfo, columns: Tensor) -> Tensor | None:
     """Write the keys as rows, and return a tensor that is equal to `columns`, as a view of these rows.
 
-    The views that write the rows are chosen to make as few copies as possible.
+    The views that write the rows are chosen so that they copy as few tensors as possible.
 
     Returns None if a shape is unknown, if the views cannot be written, or if a cache would be copied.
     """
@@ -125,7 +125,7 @@ def _copies_and_views(views: Sequence[View]) -> tuple[int, int]:
 
 
 def _is_cache(graph: Graph, keys: Tensor) -> bool:
-    """Return whether keys are a cache, which is kept from step to step and costs more to copy than to read as it is.
+    """Return whether keys are a cache, which is kept from step to step; a copy costs more than reading columns.
 
     A cache is a graph input or output, or a Concat with a graph input.
     """

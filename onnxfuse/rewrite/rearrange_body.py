@@ -14,7 +14,7 @@ from onnxfuse.dsl.terms import Rearrange, Term, Value
 from onnxfuse.errors import PatternError
 
 UNCHANGED: Final = "unchanged"
-PLACEHOLDER: Final = None  # an axis of size 1 that a Squeeze removes again
+PLACEHOLDER: Final = None  # stands for an axis of size 1 that a Squeeze removes again
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class Ones:
     new: tuple[int, ...]
 
 
-Target: TypeAlias = list[int | None] | Ones | str  # a Reshape's target; Ones if only axes of size 1 change; UNCHANGED
+# A Reshape's target; Ones if only axes of size 1 change; UNCHANGED if none does.
+Target: TypeAlias = list[int | None] | Ones | str
 
 
 class ViewBuilder(Protocol):
@@ -118,7 +119,7 @@ def _arrangement(builder: ViewBuilder, term: Rearrange) -> tuple[Arrangement, li
 
 
 def _packed_slice(builder: ViewBuilder, value: Value, name: str, arrangement: Arrangement) -> Value:
-    """Return the slice that is taken from the last axis.
+    """Return the slice of the last axis whose offset and pitch were captured for `name`.
 
     If the slice is one run of elements, it stays one axis.  If it is several runs, it gets an axis for each name of the
     packed axis.
@@ -130,7 +131,7 @@ def _packed_slice(builder: ViewBuilder, value: Value, name: str, arrangement: Ar
         return value
     if pitch is None:
         return _slice(builder, value, {len(others): (offset, product(sizes))})
-    blocks = builder.size(f"{name}_blocks")  # not -1, which is undetermined if another axis is empty
+    blocks = builder.size(f"{name}_blocks")  # a number instead of -1, which is undetermined if another axis is empty
     by_block = builder.constant([*(0 for _ in others), blocks, pitch], TensorProto.INT64)
     value = builder.node("Reshape", [value, by_block], value.dtype)
     axis = len(others)
@@ -167,7 +168,7 @@ def _repeat(builder: ViewBuilder, value: Value, order: Sequence[str], repeated: 
 
 
 def _with_axes(builder: ViewBuilder, op: str, value: Value, axes: Sequence[int]) -> Value:
-    """Append a Squeeze or an Unsqueeze."""
+    """Append a Squeeze or an Unsqueeze (`op`) of these axes, and return its output."""
     if builder.opset < 13:
         return builder.node(op, [value], value.dtype, axes=list(axes))
     return builder.node(op, [value, builder.constant(list(axes), TensorProto.INT64)], value.dtype)
@@ -176,7 +177,7 @@ def _with_axes(builder: ViewBuilder, op: str, value: Value, axes: Sequence[int])
 def _target(
     builder: ViewBuilder, wanted: Sequence[tuple[str, ...]], present: Sequence[tuple[str, ...]]
 ) -> Target | None:
-    """Return the Reshape target from the axes `present` to the axes `wanted`; None if two sizes are unknown."""
+    """Return the target of a Reshape from the axes `present` to `wanted`; None if two sizes are unknown."""
     wanted, present = (
         [tuple(n for n in names if builder.size(n) != 1) for names in axes] for axes in (wanted, present)
     )

@@ -46,7 +46,7 @@ class Fused:
 
     @property
     def match(self) -> str:
-        """The name of the match, equal in every run."""
+        """A name of the match that is the same in every run."""
         return f"{self.fusion}:{self.output}" + (f" in {self.where}" if self.where else "")
 
 
@@ -100,7 +100,7 @@ class LocalFunctions:
 
 
 def drop_functions(graph: Graph, called: Collection[Node]) -> None:
-    """Remove functions that fusing added and that only the nodes in `called` call, before these get other functions.
+    """Remove functions that fusing added and that only the nodes in `called` call; these will get other functions.
 
     The graph must be the main one, so that calls in all subgraphs are known.
     """
@@ -163,7 +163,7 @@ def put_call(shapes: ShapeInfo, nodes: Iterable[Node], call: FunctionCall) -> No
         node.outputs.clear()
     made = graph.add_node(call.function, call.inputs, call.outputs, call.attributes, name=call.name, domain=DOMAIN)
     # The types of inputs are recorded too, because the planner of kernels uses onnx's own inference, which finds fewer
-    # dims.  Tensors with fixed names get no shape: an If may read them in branches of different shapes, and onnxruntime
+    # dims.  Tensors with fixed names get no shape: an If can read them in branches of different shapes, and onnxruntime
     # refuses such an If if it can infer both shapes.
     for tensor in (*call.outputs, *(tensor for tensor in call.inputs if not is_constant(tensor))):
         shape = None if tensor.name in graph.fixed_names else shapes.shape(tensor)
@@ -200,13 +200,13 @@ def attributes_of(
         "fusion": fusion,
         "operands": " ".join(operands),
         "output_types": [shapes.dtype(tensor) for tensor in outputs],
-        "attributes": " ".join(sorted(own)),  # so that a reader notices a missing attribute
+        "attributes": " ".join(sorted(own)),  # lists the names, so that a missing attribute is noticed
         **own,
     }
 
 
 def own_attributes(node: Node) -> dict[str, AttributeValue]:
-    """Return the attributes of a fused node that other fused nodes need not have."""
+    """Return the attributes of a fused node that are specific to its fusion."""
     return {name: node.attrs[name] for name in str(node.attrs["attributes"]).split()}
 
 
@@ -240,7 +240,7 @@ def _variant(graph: Graph, shapes: ShapeInfo, match: Match, outputs: list[Tensor
 
 @functools.cache
 def _asked_by_others(fusion: Fusion) -> frozenset[str]:
-    """Return the names that conditions use within the bodies for other operator sets, the `others` of Stored terms."""
+    """Return the names in the conditions of bodies for other operator sets (the `others` of Stored terms)."""
     found: dict[int, Term] = {}
     work = list(fusion.outputs)
     while work:
@@ -271,7 +271,7 @@ def _is_in_float32(shapes: ShapeInfo, match: Match, out: int, dtypes: Set[int]) 
 def _attributes(
     shapes: ShapeInfo, match: Match, variant: Variant, outputs: Sequence[Tensor]
 ) -> dict[str, AttributeValue]:
-    """Return the attributes that a kernel needs besides the tensors."""
+    """Return the attributes of a fused node, which give its kernel everything except the tensors."""
     dims = {name: size for name, size in match.dims.items() if is_static(size)}
     values = {name: value for name, value in match.values.items() if value is not None}
     columns = {name: str(value) for name, value in variant.values.items() if name.endswith(COLUMNS)}

@@ -25,7 +25,7 @@ NEAR_MISS_SHARE = 0.3  # a miss is reported if at least this share of the patter
 
 @dataclass(frozen=True)
 class FusionResult:
-    """The fused nodes, and all misses."""
+    """The result of `fuse`: the fused nodes, and all misses."""
 
     fused: tuple[Fused, ...] = ()
     missed: tuple[Miss, ...] = ()
@@ -54,7 +54,7 @@ class FusionResult:
 
 
 def nearness(miss: Miss) -> tuple[float, str, str]:
-    """Return a key that sorts failed matches, the one nearest to a match first."""
+    """Return a key that sorts misses so that the miss nearest to a match comes first."""
     return -miss.matched / miss.of, miss.fusion.name, miss.node
 
 
@@ -66,7 +66,7 @@ def has_softmax(fusion: Fusion) -> bool:
 
 
 def ends_of_attention(graph: Graph) -> list[Node]:
-    """Return the products whose first operand comes from a Softmax that comes from another product."""
+    """Return the last products of attentions: their first operand comes from a Softmax of another product."""
     softmaxes = (node for node in graph.nodes if op_of(node) == "Softmax")
     scores = {node for node in softmaxes if any(map(_is_product, nodes_up_to_products(node.inputs)))}
     ends = (node for node in graph.nodes if _is_product(node))
@@ -78,7 +78,7 @@ def _is_product(node: Node) -> bool:
 
 
 def nodes_up_to_products(tensors: Iterable[Tensor]) -> Iterator[Node]:
-    """Yield the nodes that compute tensors, nearest first, back to products; MAX_NODES_BETWEEN at most."""
+    """Yield the nodes that compute tensors, nearest first, back to products; at most MAX_NODES_BETWEEN."""
     work, seen = list(tensors), set[Node]()
     while work and len(seen) < MAX_NODES_BETWEEN:
         made = producer(work.pop(0))
@@ -88,7 +88,7 @@ def nodes_up_to_products(tensors: Iterable[Tensor]) -> Iterator[Node]:
             work += () if _is_product(made) else made.inputs
 
 
-Leave: TypeAlias = Callable[[Match], bool]  # a function that returns whether a match is left as it is
+Leave: TypeAlias = Callable[[Match], bool]  # a function that returns whether a match is not replaced
 
 
 def leave_none(match: Match) -> bool:
@@ -100,11 +100,10 @@ def leave_none(match: Match) -> bool:
 class Selection:
     """Which matches are allowed to be replaced, and which operators the bodies can have.
 
-    operators  the set of operators that are allowed in bodies
-    contrib    names of nodes that a body may replace with operators of com.microsoft, whatever `operators` says
-    exclude    matches that are not replaced, as pairs of the fusion's name and the first output's name
-    keep       labels of nodes that no match may contain
-    leave      a function that returns whether a match is left as it is; only asked for the fusions that are tried last
+    operators the set of operators that are allowed in bodies contrib names of nodes that a body may replace with
+    operators of com.microsoft, whatever `operators` says exclude matches that are not replaced, as pairs of the
+    fusion's name and the first output's name keep labels of nodes that no match may contain leave a function that
+    returns whether a match is not replaced; only called for the fusions that are tried last
     """
 
     operators: OperatorSet = "onnx"
@@ -138,7 +137,7 @@ def fuse(
         while nodes:
             new = sweep.run(nodes)
             fused += new
-            # A complete match is refused if a node outside reads its tensors; such a node may have been replaced now.
+            # A complete match is refused if a node outside reads its tensors; that node can have been replaced since.
             refused = {miss.node for miss in sweep.misses.values() if miss.complete} if new else set()
             nodes = [node for node in graph.nodes[::-1] if node_label(node) in refused]
     remaining = frozenset(map(node_label, graph.nodes))
@@ -172,7 +171,8 @@ def _by_root(
     by_root: dict[str, list[_Candidate]] = defaultdict(list)
     present = {op_of(node) for node in graph.nodes}
     for fusion in fusions:
-        matcher = Matcher(graph, shapes, fusion)  # made even if the fusion cannot occur, to check the declaration
+        # Created even if the fusion cannot occur, because this checks the fusion's declaration.
+        matcher = Matcher(graph, shapes, fusion)
         if may_occur(fusion, present):
             excluded = frozenset(out for name, out in selection.exclude if name == fusion.name)
             for op in matcher.prefilter.fusion_root_ops:

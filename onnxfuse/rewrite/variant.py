@@ -1,4 +1,4 @@
-"""The properties that determine the body of a fused operator."""
+"""The properties that determine a body, which is the ONNX function of a fused operator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Variant:
     """Everything that a body depends on: the opset, dtypes, and the captured values, sizes and choices."""
 
     opset: int
-    dtypes: Mapping[str, int]  # dtypes of the present operands by name, in order
+    dtypes: Mapping[str, int]  # dtypes of the present operands, by name, in the fusion's order
     out: tuple[int, ...]  # dtypes of the outputs
     rank: int  # rank of the first output
     values: Mapping[str, object] = field(default_factory=dict)
