@@ -31,7 +31,7 @@ def quantizer(module: str) -> ModuleType:
 
 @contextmanager
 def logging_unchanged() -> Iterator[None]:
-    """Restore the root logger after the `with` block; suppress warnings in the block, because quantizers print them."""
+    """Suppress warnings in the `with` block, because quantizers print them; restore the root logger afterwards."""
     root = logging.getLogger()
     level, handlers = root.level, root.handlers[:]
     root.setLevel(logging.ERROR)

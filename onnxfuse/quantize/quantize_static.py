@@ -30,11 +30,11 @@ INT8: Final = "int8"
 OPERATORS: Final = ("Conv", "Gemm", "MatMul")
 OLDEST_OPSET: Final = 13  # the first opset in which DequantizeLinear can have one scale per channel
 OPTIMISTIC: Final = "these errors are those of samples that gave the ranges; other inputs may be off by more"
-MAX_SAMPLES_COMPARED: Final = 8  # maximum number of samples to measure errors on; all samples give ranges
+MAX_SAMPLES_COMPARED: Final = 8  # maximum number of samples to measure errors on; all samples are used for ranges
 
 
 class _Samples:
-    """The samples as the quantizer reads them."""
+    """The samples, with the interface of onnxruntime's CalibrationDataReader."""
 
     def __init__(self, samples: Sequence[Mapping[str, Array]]) -> None:
         self._left: Iterator[Mapping[str, Array]] = iter(samples)
@@ -83,7 +83,7 @@ def _why_not(node: onnx.NodeProto, weight: TensorProto) -> str | None:
 
 
 def _with_names(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a copy in which each node has a name of its own, by which the quantizer knows it."""
+    """Return a copy in which each node has a unique name, because the quantizer selects nodes by name."""
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     seen = {""}

@@ -34,8 +34,8 @@ QUANTIZABLE: Final = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT
 def quantize_weights(model: onnx.ModelProto, folder: Path | None, dtype: str, name: str) -> QuantizedModel:
     """Quantize the weights of the main graph's MatMuls to "int4" or "int8"; the model, called `name`, is not changed.
 
-    Weights are constants of two axes, or Transposes of such, in float32, float16 or bfloat16, that callers cannot
-    override.  Scales have the dtype of the weight, and there are no zero points.
+    Weights are constants of two axes, or Transposes of them, in float32, float16 or bfloat16; callers cannot override
+    them.  Scales have the dtype of the weight, and there are no zero points.
 
     Raises NothingToQuantizeError if there is no such weight, MissingPackageError if onnxruntime or onnx_ir is missing.
     """
@@ -60,11 +60,11 @@ def _read(graph: onnx.GraphProto) -> set[str]:
 
 
 def _remove_unused(graph: onnx.GraphProto, candidates: set[str]) -> None:
-    """Remove the nodes with these outputs, and the inputs of these names, that nothing reads any more.
+    """Remove the nodes that compute unread tensors of `candidates`, and graph inputs of these names.
 
     Before IR version 4, weights are inputs, too.
     """
-    for _ in range(2):  # first Transposes, then the Constants that only these read
+    for _ in range(2):  # first Transposes, then the Constants that only they read
         unused = candidates - _read(graph)
         left = [node for node in graph.node if not unused.intersection(node.output)]
         del graph.node[:]
@@ -83,7 +83,8 @@ class _Quantizing:
     dtype: str
     library: ModuleType
     tensors: list[TensorProto] = field(default_factory=list)  # the new initializers
-    quantized: dict[str, list[str]] = field(default_factory=dict)  # by weight: packed numbers and scales
+    # Name of a weight -> names of its packed numbers and scales.
+    quantized: dict[str, list[str]] = field(default_factory=dict)
     sources: set[str] = field(default_factory=set)  # the weights that were quantized, and their Transposes
     count: int = 0
     bytes_before: int = 0

@@ -27,7 +27,7 @@ class OutputError:
 
 @dataclass(frozen=True)
 class StayingWeights:
-    """Nodes of one operator whose weights stay as they are for one reason."""
+    """Nodes of one operator whose weights are not quantized, all for the same reason."""
 
     op: str
     reason: str
@@ -36,7 +36,7 @@ class StayingWeights:
 
 @dataclass(frozen=True)
 class WeightsResult:
-    """The facts about quantized weights: how many nodes have them, which nodes with weights stay, and the errors.
+    """The facts about quantized weights: how many nodes have them, which nodes keep their weights, and the errors.
 
     `block_size` is 0 for weights with one scale per channel.  `activations` is the dtype to which the tensors that
     these nodes read are quantized; "" for floats.  `bytes_before` and `bytes_after` count the bytes of the weights
@@ -56,7 +56,7 @@ class WeightsResult:
 
     @property
     def products(self) -> str:
-        """How many products have quantized weights, and what that saves, as a text."""
+        """A text with the number of products with quantized weights, and the bytes before and after."""
         if not self.nodes:
             return f"none in {self.dtype}, because no MatMul has a weight that can be quantized"
         size = f"{bytes_text(self.bytes_before)} -> {bytes_text(self.bytes_after)}"
@@ -94,7 +94,7 @@ def _json_errors(errors: Iterable[OutputError]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class QuantizedModel:
-    """A model with quantized weights, and the facts about them; weights that were not quantized are as before."""
+    """A model with quantized weights, and the facts about them; all other weights are unchanged."""
 
     model: onnx.ModelProto
     result: WeightsResult

@@ -1,4 +1,4 @@
-"""Find the nodes of a model that read weights, and count those whose weights stay as they are, with reasons."""
+"""Find the nodes of a model that read weights, and record why weights are not quantized."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OF_FUNCTION: Final = "it is a function of the model, and the weights that it rea
 
 
 class NothingToQuantizeError(UsageError):
-    """A model without a weight that can be quantized; `result` has the nodes with weights, and why these stay."""
+    """A model has no weight that can be quantized; `result` has the nodes with weights, and the reasons."""
 
     def __init__(self, name: str, ops: str, result: WeightsResult) -> None:
         why = "; ".join(f"{len(each.nodes)} {each.op}: {each.reason}" for each in result.stays)
@@ -35,9 +35,9 @@ class NothingToQuantizeError(UsageError):
 
 @dataclass
 class WeightReaders:
-    """The nodes of a model that read weights, which are constants of at least two axes, or Transposes of such.
+    """The nodes of a model that read weights: constants of at least two axes, or Transposes of them.
 
-    Weights of the operators `ops` can be quantized.
+    Only the weights of the operators `ops` can be quantized.
     """
 
     model: onnx.ModelProto
@@ -71,8 +71,8 @@ class WeightReaders:
     ) -> str:
         """Return the name of the weight that a node reads, if it can be quantized; else "", and count the reason.
 
-        `why_not` returns why the weight of a node stays as it is; None if it can be quantized.  Weights that nodes in
-        the branches or bodies of `node` read always stay, and are counted as well.
+        `why_not` returns why the weight of a node is not quantized; None if it can be.  Weights that nodes in the
+        branches or bodies of `node` read are never quantized, but are counted as well.
         """
         for inner in nodes(*subgraphs(node)):
             if self._weight_of(inner):

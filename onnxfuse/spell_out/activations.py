@@ -16,7 +16,7 @@ from onnxfuse.spell_out.views import parts_of
 RULES = RuleTable[Rule]()
 
 
-OF_SUMS: Final[Mapping[str, Callable[[Term], Term]]] = {  # by operator: the function that it applies to its inputs' sum
+OF_SUMS: Final[Mapping[str, Callable[[Term], Term]]] = {  # operator -> the function that it applies to its inputs' sum
     "com.microsoft::BiasAdd": lambda x: x,
     "com.microsoft::BiasGelu": gelu,
     "com.microsoft::FastGelu": gelu_tanh,

@@ -46,7 +46,7 @@ def attended(call: Call, heads: Heads, bias: int, mask: int | None = None) -> Te
     """Return `softmax(scale * queries keys^T + masks) values` as (batch, queries, heads * value_size).
 
     `bias` is the index of the input that is added to the scores, and `mask` the index of the input that hides keys.
-    Either input may be absent.
+    Either input can be absent.
     """
     size = known(call.dims["size"], "the size of its heads is not known")
     scale = call.scalar("scale", call.attribute("scale", 0.0) or size**-0.5)
@@ -75,7 +75,7 @@ def _masks(call: Call, heads: Heads, columns: Term, kept: Term | None) -> list[T
     if not heads.is_causal:
         return hidden
     nothing, sizes = as_term(None), (axis_size(heads.queries, 2), axis_size(columns, 3))
-    lowest = LOWEST.get(call.dtype(0), 0.0)  # operators of other dtypes are not spelled out
+    lowest = LOWEST.get(call.dtype(0), 0.0)  # 0.0 is never used: other dtypes are not spelled out
     score = call.scalar("masked_score", lowest)
     if kept is None or number >= lowest / 2:
         return [*hidden, causal_bias(*sizes, nothing, heads.queries, score)]
@@ -108,7 +108,7 @@ def _kept(call: Call, index: int, length: Term) -> Term:
 def _name_heads(call: Call, hidden: Size, value_hidden: Size) -> tuple[int, int]:
     """Store the number and the sizes of heads in `call.dims`; return the column counts of keys and of values.
 
-    `hidden` and `value_hidden` are these counts, over all heads.  Raises NoSpelling if one of them is symbolic.
+    `hidden` and `value_hidden` are these counts, for all heads together.  Raises NoSpelling if one is symbolic.
     """
     heads = call.attribute("num_heads", 0)
     size, value_size = (_size_of_head(columns, heads) for columns in (hidden, value_hidden))
@@ -123,7 +123,7 @@ def _size_of_head(columns: Size, heads: int) -> int:
 
 
 def name_keys(call: Call, past: int) -> None:
-    """Store the number of keys in `call.dims`: of the new keys and, if the node has a past, of the past keys.
+    """Store the number of keys in `call.dims`: the new keys and, if the node has a past, also the past keys.
 
     The input `past` has the past keys, and the input after it the past values.
     """
@@ -177,7 +177,8 @@ def _multi_head_attention(call: Call) -> dict[int, Term]:
 
 @RULES.rule("com.microsoft::DecoderMaskedMultiHeadAttention")
 def _decoder_masked_multi_head_attention(call: Call) -> dict[int, Term]:
-    is_cross = call.rank(1) == 4 and not any(map(call.has, (5, 6, 8, 9)))  # only cross attention can be spelled out
+    # Keys of four axes, and no past or beams: cross attention.
+    is_cross = call.rank(1) == 4 and not any(map(call.has, (5, 6, 8, 9)))
     stay_if(not is_cross, "it shares the memory of its cache, or has beams")
     return _multi_head(call, bias=10, mask=3, added=4, past=5)
 

@@ -1,10 +1,10 @@
 """Spell out onnxruntime's GroupQueryAttention in basic operators, if all sequences are as long as the tensors.
 
-The operator reads the length of each sequence, so that sequences may be padded on the right, and caches may be longer
+The operator reads the length of each sequence, so that sequences can be padded on the right, and caches can be longer
 than their contents.  The operator equals the attention that fusions match, over past and new keys, only if all
 sequences of the batch are as long as the past and the new keys together.  These lengths must follow from the model's
 shapes, or from a mask of ones that the model builds and counts.  A mask that is a graph input is not enough, because
-it may have fewer ones.
+callers can pass fewer ones.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from onnxfuse.spell_out.views import parts_of, repeat_heads, split_heads
 RULES = RuleTable[Rule]()
 
 QUERY, KEY, VALUE, PAST_KEY, PAST_VALUE, LENGTHS, TOTAL, COS, SIN, _, BIAS = range(11)
-# Inputs with which the operator is not spelled out in basic operators: positions, a sink, scales of a quantized cache,
-# norms of queries and keys, and lengths of queries.
+# An operator that has any of these inputs is not spelled out: positions, a sink, scales of a quantized cache, norms of
+# queries and keys, and lengths of queries.
 UNKNOWN_INPUTS: Final = (9, *range(11, 17))
 SUPPORTED_VALUES: Final = {  # by attribute: the only values with which the operator is spelled out, the default first
     "local_window_size": (-1,), "smooth_softmax": (-1, 0), "causal": (1,), "sliding_window_cache": (0,),
     "kv_cache_bit_width": (0,), "rotary_interleaved": (0,),
 }  # fmt: skip
-UNIFORM: Final = VIEWS | {"Cast", "Tile"}  # operators that, from equal elements, compute equal elements
+UNIFORM: Final = VIEWS | {"Cast", "Tile"}  # if all elements of their input are equal, so are those of their output
 
 
 @RULES.rule("com.microsoft::GroupQueryAttention")
@@ -80,7 +80,7 @@ def _name_sizes(call: Call) -> int:
 
 
 def _check_lengths(call: Call) -> None:
-    """Raise NoSpelling if a sequence may be shorter than past and new keys together."""
+    """Raise NoSpelling unless every sequence is known to be as long as past and new keys together."""
     keys = call.dims["keys"]
     for index, length in (LENGTHS, keys - 1), (TOTAL, keys):
         tensor = call.tensor(index)
@@ -94,7 +94,7 @@ def _check_lengths(call: Call) -> None:
 
 
 def _number(call: Call, tensor: Tensor) -> Size | None:
-    """Return the number that all elements of an integer tensor equal; None where it is not known."""
+    """Return the value that all elements of an integer tensor have; None if it is not known, or they differ."""
     value, node = call.shapes.value(tensor), producer(tensor)
     if value is not None and value.size:
         elements = list(value.reshape(-1))

@@ -45,7 +45,7 @@ def _loss(call: Call, scores: Term) -> Term:
     labels = call.input(1)
     ignored = op.Equal(labels, call.attribute("ignore_index", 0)) if "ignore_index" in call.node.attrs else None
     if ignored is not None:
-        labels = op.Where(ignored, 0, labels)  # a label to be ignored may be out of range
+        labels = op.Where(ignored, 0, labels)  # a label to be ignored can be out of range
     of_labels = op.GatherElements(scores, op.Unsqueeze(labels, axes=[CLASSES]), axis=CLASSES)
     losses: Term = op.Neg(op.Squeeze(of_labels, axes=[CLASSES]))
     weights: Term | None = op.Gather(call.input(2), labels) if call.has(2) else None

@@ -105,7 +105,7 @@ def _embed_layer_normalization(call: Call) -> dict[int, Term]:
 
 
 def _lengths(call: Call) -> Term:
-    """Return how many ids of each sequence the mask keeps; 0 if there is no mask."""
+    """Return the number of ids that the mask keeps in each sequence; 0 if there is no mask."""
     if not call.has(7):
         return op.Gather(op.Sub(call.input(0), call.input(0)), 0, axis=1)
     counts = op.Cast(op.Equal(call.input(7), 1), to=call.dtype(7))
@@ -123,7 +123,7 @@ def _group_norm(call: Call) -> dict[int, Term]:
     if op_of(call.node) == "com.microsoft::SkipGroupNorm":
         skip = _skipped(call, is_last)
         image = image + rearrange(call.input(4), CHANNELS) + skip if call.has(4) else image + skip
-        call.may_remain.add("Add")  # an Add of a time embedding may stay a node, as in many exports
+        call.may_remain.add("Add")  # an Add of a time embedding can remain a node, as in many exports
     normalized = _normalized_groups(call, image)
     result = cast_like(silu(normalized) if call.attribute("activation", 0) else normalized, like=image)
     return {0: channels_last(result), 1: channels_last(image)} if is_last else {0: result, 1: image}

@@ -16,7 +16,8 @@ from onnxfuse.spell_out.views import join_heads, repeat_heads, split_heads
 RULES = RuleTable[Rule]()
 
 Q, K, V, MASK, PAST_KEY, PAST_VALUE, LENGTHS = range(7)
-NEEDLESS = {"q_num_heads", "kv_num_heads", "softmax_precision"}  # not needed in the form that patterns match
+# Attributes that are not needed in the form that patterns match.
+NEEDLESS = {"q_num_heads", "kv_num_heads", "softmax_precision"}
 
 
 @RULES.rule("Attention")
@@ -68,7 +69,7 @@ def _name_sizes(call: Call) -> None:
 
 
 def _by_heads(call: Call, index: int, rows: str, heads: str, size: str) -> Term:
-    """Return an input as (batch, heads, rows, size)."""
+    """Return an input as (batch, heads, rows, size); heads packed in the last axis are split."""
     return call.input(index) if call.rank(index) == 4 else split_heads(call.input(index), rows, size, heads)
 
 
@@ -95,10 +96,10 @@ def _mask(call: Call, queries: Term, keys: Term) -> Term:
 
 
 def _within_length(call: Call, causal: bool) -> Term:
-    """Return a mask of keys within each sequence's length, and, if causal, not after their query."""
+    """Return a mask that is true for keys within each sequence's length and, if causal, not after the query."""
     places = op.Range(0, axis_size(call.input(K), 2 if call.rank(K) == 4 else 1), 1)
     lengths = rearrange(call.input(LENGTHS), "batch -> batch 1 1 1")
-    if not causal:  # onnxruntime requires a mask with a row for each query
+    if not causal:  # the mask is repeated, because onnxruntime requires a row for each query
         return rearrange(op.Less(places, lengths), "batch 1 1 keys -> batch 1 queries keys")
     rows = axis_size(call.input(Q), 2 if call.rank(Q) == 4 else 1)
     behind = rearrange(op.Range(1, rows + 1, 1), "queries -> queries 1")

@@ -24,10 +24,10 @@ from onnxfuse.spell_out.products import window_attributes
 RULES = RuleTable[Rule]()
 OF_INTEGERS: Final = ("QLinearMatMul", "QLinearConv", "com.microsoft::QGemm")  # operators whose input 3 is the weight
 SOFTMAX_OF_AXIS_SINCE: Final = (
-    13  # from this opset on, Softmax reduces one axis; before it, this axis and all axes after it
+    13  # from this opset on, Softmax reduces one axis; in older ones, also all axes after it
 )
 TWICE: Final = "is quantized, dequantized and quantized again; onnxruntime would merge the two pairs of quantizers"
-LARGEST_SCALE: Final = 2.0**32  # dequantized numbers are then below 2^40, so sums of 2^31 products stay finite
+LARGEST_SCALE: Final = 2.0**32  # with it, dequantized numbers are below 2^40, so sums of 2^31 products stay finite
 QUANTIZERS_WITH_AXES_SINCE: Final = 13
 QUANTIZERS_OF_FLOAT16_SINCE: Final = 19
 DEQUANTIZED: Final = (TensorProto.INT8, TensorProto.UINT8, TensorProto.INT32)  # dtypes; int32 is for biases
@@ -41,7 +41,7 @@ GEMM_ATTRIBUTES: Final[Mapping[str, float]] = {"alpha": 1.0, "transA": 0, "trans
 def _product(call: Call) -> dict[int, Term]:
     """Spell out a product as a MatMul of floats between quantizers.
 
-    If a node computes the second matrix, as in attention, the MatMul may stay unfused.
+    If a node computes the second matrix, as in attention, the MatMul can remain unfused.
     """
     if not is_constant(call.tensor(3)):
         call.may_remain.add("MatMul")
@@ -76,7 +76,7 @@ def _bias(call: Call, index: int, axis: int, alpha: float) -> Term | None:
 
 @RULES.rule("com.microsoft::DequantizeLinear")
 def _dequantize(call: Call) -> dict[int, Term]:
-    """Write ONNX's DequantizeLinear, where kernels support the integers, and the opset has the scale's dtype."""
+    """Write ONNX's DequantizeLinear, if kernels support the integers, and the opset has the scale's dtype."""
     stay_if(call.dtype(0) not in DEQUANTIZED, f"it dequantizes {dtype_name(call.dtype(0))}; kernels take 8 bits")
     _require_float32(call)
     return {0: numbers(call, 0, axis=call.attribute("axis", 1))}
@@ -158,9 +158,9 @@ def _average_pool(call: Call) -> dict[int, Term]:
 def numbers(call: Call, index: int, axis: int | None = None) -> Term:
     """Return the dequantized input `index`; its scale and zero point are the next two inputs.
 
-    If there are several scales, they differ along `axis`; if `axis` is None, an operator with several scales stays.
+    If there are several scales, they differ along `axis`; if `axis` is None, several scales raise NoSpelling.
     """
-    call.may_remain.add("DequantizeLinear")  # it gets a copy for each region that reads its result
+    call.may_remain.add("DequantizeLinear")  # each region that reads its result contains a copy of it
     scale = call.tensor(index + 1)
     held = call.constant(index + 1)
     is_large = held is not None and not (np.abs(held) <= LARGEST_SCALE).all()
@@ -172,7 +172,7 @@ def numbers(call: Call, index: int, axis: int | None = None) -> Term:
 
 
 def _along(call: Call, scale: int, axis: int) -> dict[str, Any]:
-    """Return the attribute `axis` of a quantizer if it has several scales."""
+    """Return the attribute `axis` for a quantizer with several scales; no attributes if it has one scale."""
     shape = call.axes(scale, f"the rank of '{call.tensor(scale).name}' is not 0 or 1", 0, 1)
     if shape in ((), (1,)):
         return {}

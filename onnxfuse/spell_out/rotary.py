@@ -14,8 +14,8 @@ from onnxfuse.spell_out.views import join_heads, parts_of, split_heads
 
 RULES = RuleTable[Rule]()
 
-# A rotation of packed heads is split into heads only if all its readers are of these operators, because attention is
-# then fused with it.
+# A rotation of packed heads is split into heads only if all its readers are these operators, because it is then fused
+# with the attention.
 READERS: Final = frozenset({"Attention", "com.microsoft::MultiHeadAttention"})
 
 

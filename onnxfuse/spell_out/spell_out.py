@@ -104,7 +104,7 @@ def spell_out(graph: Graph, shapes: ShapeInfo, keep: Collection[str] = frozenset
     for node in list(graph.nodes):
         rule = RULES.get(op_of(node))
         if spelled and node.outputs and not shapes.dtype(node.outputs[0]):
-            infer_node(shapes, node)  # an earlier spelling may have made the types of this node's inputs known
+            infer_node(shapes, node)  # the types of this node's inputs can be known only since an earlier spelling
         if rule is None or not node.outputs or node.outputs[0].name in keep:
             continue
         call, label, output = Call(graph, shapes, node), node_label(node), node.outputs[0].name
@@ -127,7 +127,7 @@ def spell_out(graph: Graph, shapes: ShapeInfo, keep: Collection[str] = frozenset
 
 
 def left_over(graph: Graph, shapes: ShapeInfo, spelled_out: SpelledOut, fusing: FusionResult) -> dict[str, Stays]:
-    """Return, by first output, the spelled-out operators that were not fully fused, with the reason.
+    """Return the spelled-out operators that were not fully fused, by first output, with the reasons.
 
     Nodes that need not be fused (see `MAY_REMAIN`) do not count.  Operators that were spelled out for regions, not for
     patterns, are left out.
@@ -150,7 +150,7 @@ def left_over(graph: Graph, shapes: ShapeInfo, spelled_out: SpelledOut, fusing: 
 
 
 def left_by_regions(graph: Graph, spelled_out: SpelledOut, reasons: Mapping[str, str]) -> dict[str, Stays]:
-    """Return, by first output, the operators that were spelled out for regions but not fused, with the reason.
+    """Return the operators that were spelled out for regions but not fused, by first output, with the reasons.
 
     `reasons` says why nodes are in no region, by their labels.
     """
@@ -173,7 +173,7 @@ def _nearest_miss(names: Set[str], missed: Iterable[Miss]) -> str:
 
 
 def in_terms_of_model(fused: Iterable[Fused], spelled: Iterable[Spelled]) -> tuple[Fused, ...]:
-    """Return the fused nodes, which name spelled-out operators instead of the nodes that replaced these operators."""
+    """Return fused nodes whose records name the spelled-out operators, not the nodes that replaced these."""
     operators = {name: one.node for one in spelled for name in one.made}
 
     def of_model(names: Iterable[str]) -> tuple[str, ...]:
