@@ -18,7 +18,7 @@ from onnxfuse.rewrite.chain_bodies import chained, function_of
 
 ALONE: Final = "activation"  # fusion name of an activation that does not follow a fused node
 # Activations that are one operator with x as its only input: operator -> activation name.  A Gelu has no name here and
-# is not fused, because it may be either of two activations.
+# is not fused, because it can be either of two activations.
 ACTIVATIONS: Final = {"Relu": "relu", "Tanh": "tanh", **ACTIVATION_OF, "Gelu": ""}
 # Activations that are x times a function of x: operator of that function -> activation name.
 PRODUCTS: Final = {"HardSigmoid": "scaled_hard_swish", "Sigmoid": "silu"}

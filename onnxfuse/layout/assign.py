@@ -86,8 +86,8 @@ def assign_layouts(
     one number per channel) is fused with such an Add, too, and with the activation after it.  A pointwise convolution
     is fused with the gate that it reads.  `recorded` holds the records of the existing fused nodes.
 
-    Nodes in `graph.deferred`, which elementwise regions can still take, have records, too; `write_deferred` makes them
-    fused nodes.
+    Nodes in `graph.deferred` have records, too: elementwise regions can still take them, and `write_deferred` makes the
+    rest fused nodes.
     """
     if options.layout == "nchw":
         return LayoutResult()
@@ -111,7 +111,7 @@ def assign_layouts(
 def _write(
     model: Model, chosen: Sequence[Conversion], reasons: Mapping[Node, str], recorded: Collection[Fused]
 ) -> LayoutResult:
-    """Make the `chosen` nodes channels-last, and return the result; `reasons` says why other nodes stay as they are."""
+    """Make the `chosen` nodes channels-last; `reasons` says why other nodes stay channels-first."""
     graph, shapes, first = model.graph, model.shapes, node_label(chosen[0].node)
     drop_functions(graph, {one.node for one in chosen if one.kind is not Kind.NEUTRAL})
     known = frozenset(graph.names)
@@ -132,7 +132,8 @@ def _write(
     for rule in rules[:-1] if SQUEEZE in model.options.left_out else rules:
         joins.apply(rule)
     fused = {one.node: one for one in (*writer.fused, *joins.made)}
-    graph.linked.nodes.sort(key=lambda node: node in graph.deferred)  # deferred nodes come as late as consumers allow
+    # Puts deferred nodes as late as their consumers allow.
+    graph.linked.nodes.sort(key=lambda node: node in graph.deferred)
     graph.sort()
     present = set(graph.nodes)
     standing = tuple(end for node, end in ends.items() if node in present and op_of(node) == "Transpose")
@@ -141,7 +142,7 @@ def _write(
 
 
 def _choose(model: Model, answers: Mapping[Node, Conversion | str]) -> tuple[Sequence[Conversion], Sequence[Refused]]:
-    """Return the conversions of nodes in the regions that become channels-last, and the regions that do not pay."""
+    """Return the conversions of the nodes that become channels-last, and the regions for which that does not pay."""
     conversions = {node: answer for node, answer in answers.items() if isinstance(answer, Conversion)}
     convolutions = [node for node, answer in conversions.items() if answer.kind is Kind.CONVOLUTION]
     if all(answer.kind is Kind.NEUTRAL for answer in conversions.values()):
@@ -157,7 +158,7 @@ def _answer(model: Model, node: Node, kept: Collection[str]) -> Conversion | str
 
 
 def _compose(graph: Graph, shapes: ShapeInfo, writer: Writer, known: Collection[str]) -> None:
-    """Merge Transposes at borders with views of the model, so that both vanish.
+    """Merge the Transposes at the ends of regions with views of the model, so that both vanish.
 
     A fused node or an Add can then read or compute another tensor with the same values; `writer.originals`
     maps this tensor to the one that it replaces.  An input is not recorded if it is in `known`, the names of the
@@ -207,7 +208,7 @@ def _why_border(graph: Graph, tensor: Tensor, inward: bool, reasons: Mapping[Nod
 def _beside(tensor: Tensor, inward: bool, reasons: Mapping[Node, str]) -> Node | None:
     """Return the producer of a tensor if `inward`, else the consumer that decides its layout; None if there is none.
 
-    Among several consumers, one without a channels-last form decides.  Other consumers are preferred to a Shape,
+    If there are several consumers, one without a channels-last form decides.  Other consumers are preferred to a Shape,
     because a Shape reads either layout.
     """
     if inward:

@@ -1,7 +1,7 @@
 """Axes of images in the channels-first layout of ONNX, (N, C, H, W), and in the channels-last one, (N, H, W, C).
 
-An image has one to three spatial axes: (N, C, W), (N, C, H, W) or (N, C, D, H, W).  Attributes of nodes use the
-layout names for two spatial axes (nchw, nhwc, ohwi, hwio) for any number of spatial axes.
+An image has one to three spatial axes: (N, C, W), (N, C, H, W) or (N, C, D, H, W).  For any number of spatial axes,
+attributes of nodes use the layout names of two: nchw, nhwc, ohwi and hwio.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def body_of_node(
 def channels_last_function(
     body: onnx.FunctionProto, perms: Mapping[str, Perm], output_perms: Mapping[str, Perm]
 ) -> onnx.FunctionProto:
-    """Return a function with the operators of `body`, whose operands and outputs are transposed.
+    """Return a function that computes `body` from transposed operands, and returns transposed outputs.
 
     `perms` and `output_perms` map names in `body` to the perms that convert the body's layout to the function's; other
     operands and outputs keep their layout.

@@ -1,4 +1,4 @@
-"""Concat and Split along channels become functions of channels-last images, which have their own kernels."""
+"""Convert Concat and Split along channels to fused nodes on channels-last images, which have their own kernels."""
 
 from __future__ import annotations
 

@@ -4,16 +4,17 @@ A region starts as all connected nodes with a channels-last form, including a co
 one layout and read in the other needs a Transpose, called a border here, which reads and writes the tensor's bytes.  A
 border costs nothing if it cancels with adjacent views, or merges with views that move the tensor anyway.  Then the
 region is trimmed, first in execution order and then against it.  A neutral node, whose operator works in either layout,
-leaves if that adds no bytes of Transposes, and a node with its own kernel, such as a pool, leaves if that saves bytes.
+is removed if that adds no bytes of Transposes.  A node with its own kernel, such as a pool, is removed only if that
+saves bytes.
 
 Without a convolution, nodes with kernels (such as pools) form a region if Transposes of the model vanish: a model of
 channels-last images has Transposes around each of these nodes.
 
-With `auto`, a region is kept under two conditions.  One of its convolutions must compute more than one pixel; those of
-a channel gate compute one.  Its Transposes must move at most MAX_BORDER_SHARE of the bytes that its convolutions read
-and write: a Transpose runs as fast as a copy, and channels-first convolutions take about twice as long as channels-last
-ones (ResNet-50 in float16, batch 32, on an H200: 3.68 and 2.13 ms in onnxruntime).  Channels-first, convolutions of
-integers compute in float32, so that they also move the numbers that they dequantize.
+With `auto`, a region is kept under two conditions.  At least one of its convolutions must compute more than one pixel;
+the convolutions of a channel gate compute one.  Its Transposes must move at most MAX_BORDER_SHARE of the bytes that its
+convolutions read and write: a Transpose runs as fast as a copy, and channels-first convolutions take about twice as
+long as channels-last ones (ResNet-50 in float16, batch 32, on an H200: 3.68 and 2.13 ms in onnxruntime).  A
+channels-first convolution of integers computes in float32, so that it also moves the dequantized numbers.
 """
 
 from __future__ import annotations
@@ -55,15 +56,15 @@ class Refused:
 
 @dataclass
 class _Use:
-    """The present layout of a tensor that may be an image: how it is computed, and how many nodes read each layout."""
+    """The present layout of a tensor that can be an image: how it is computed, and how many nodes read each layout."""
 
     tensor: Tensor
     bytes: int
     computed_last: bool = False
     first_readers: int = 0  # number of nodes that read the tensor channels-first; plus 1 if its name must be kept
     last_readers: int = 0
-    # The tensor's border is the Transpose to the other layout.  If the tensor is computed channels-last: bytes of the
-    # model's own Transposes after the tensor, which cancel with the border.
+    # If the tensor is computed channels-last: bytes of the model's Transposes after it that cancel with its border,
+    # which is the Transpose to channels-first.
     saved_behind: int = 0
     # Bytes of the model's Transposes before the tensor that cancel with its border; None if none of them cancels.
     saved_before: int | None = None
@@ -147,7 +148,7 @@ class Regions:
         return use
 
     def _reads(self, node: Node, tensor: Tensor) -> tuple[bool, bool]:
-        """Return two answers: whether a converted node reads a tensor channels-first, and whether channels-last."""
+        """Return whether a converted node reads a tensor channels-first, and whether it reads it channels-last."""
         one = self.conversions[node]
         indices = {i for i, each in enumerate(node.inputs) if each is tensor}
         return bool(indices.difference(one.reads, one.reads_either)), bool(indices.intersection(one.reads))
@@ -200,7 +201,7 @@ class Regions:
         if shorter is None:
             return None
         before, after = (sum(view.perm is not None for view in chain) for chain in (known, shorter))
-        if after == before:  # the border stays a Transpose
+        if after == before:  # no Transpose cancels with the border
             return None
         return (before - 1 - after) * tensor_bytes(self.model.shapes, source, self.model.shapes.dtype(tensor))
 
@@ -244,7 +245,8 @@ class Regions:
             first, last = self._reads(node, use.tensor)
             if any(each is use.tensor for each in node.inputs):
                 use.last_readers += by * last
-                # A channels-first node counts as one channels-first reader; a channels-last node counts as `first`.
+                # A channels-first node counts as one channels-first reader.  Once it is channels-last, it counts as
+                # `first`: 0 or 1.
                 use.first_readers += by * (first - 1)
             if self._computes(node, use.tensor):
                 use.computed_last = by > 0
@@ -254,7 +256,7 @@ class Regions:
     def _has_kernels(self, region: Iterable[Node]) -> bool:
         """Return whether a node of the region has its own channels-last kernel, as pools do.
 
-        A reduction counts as a pool only where a Transpose makes the image that it reads.
+        A reduction counts only if it reads the result of a Transpose.
         """
         return any(
             self.conversions[node].kind is not Kind.NEUTRAL
@@ -285,7 +287,8 @@ class Regions:
         shapes, tensors = self.model.shapes, [t for t in (*node.inputs, *node.outputs) if t.name and not is_constant(t)]
         read = [tensor_bytes(shapes, shapes.shape(tensor), shapes.dtype(tensor)) for tensor in tensors]
         is_of_integers = str_attribute(node, "fusion", "") == QUANTIZED_CONVOLUTION
-        # Channels-first, x is dequantized: its numbers are written and read in float32.  An integer of x has one byte.
+        # A channels-first convolution dequantizes x, so that its numbers are written and read in float32.  As integers,
+        # they have one byte each.
         return sum(read) + (2 * FLOAT_BYTES * read[0] if is_of_integers else 0)
 
     def _is_gate(self, node: Node) -> bool:

@@ -22,10 +22,10 @@ Layout: TypeAlias = Literal["auto", "nchw", "nhwc"]
 
 
 class Kind(Enum):
-    """How a node becomes channels-last."""
+    """The ways in which a node becomes channels-last."""
 
     CONVOLUTION = auto()  # the node is a convolution, which becomes faster
-    WRAPPED = auto()  # the node's function transposes, but its kernel works without Transposes
+    WRAPPED = auto()  # the function of the fused node has Transposes, but its kernel needs none
     NEUTRAL = auto()  # the same operator works in either layout
 
 
@@ -34,7 +34,7 @@ class Conversion:
     """A rule's answer: a node that can become channels-last, and how.
 
     `reads` and `computes` are the indices of the inputs and outputs that become channels-last.  Inputs in
-    `reads_either` are read in whichever layout they are computed in.
+    `reads_either` are read in the layout in which they are computed.
     """
 
     node: Node
@@ -131,7 +131,7 @@ def fused_node(node: Node, call: ImageCall) -> Conversion:
 
 
 def body_of(model: Model, node: Node, operands: Mapping[str, Tensor]) -> onnx.FunctionProto | str:
-    """Return a body with this node, its constants, and the inputs `operands`; or why that is not possible."""
+    """Return a body with this node, its constants, and the inputs `operands`; or a text why that is impossible."""
     names = {tensor.name: name for name, tensor in operands.items()}
     if len(names) < len(operands):
         return "it reads one tensor twice"

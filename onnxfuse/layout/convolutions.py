@@ -1,4 +1,4 @@
-"""Rules for Conv and ConvTranspose: their functions transpose, but their kernels read channels-last images directly."""
+"""Rules for Conv and ConvTranspose: the fused nodes' functions have Transposes, but their kernels need none."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _stays(model: Model, operands: Mapping[str, Tensor], y: Tensor) -> str:
 
 
 def _converted(node: Node, call: ImageCall) -> Conversion:
-    """Return the conversion of a convolution to a call.
+    """Return the conversion of a convolution to the call of a fused node.
 
     The image of a stem (see MAX_STEM_CHANNELS) is read in the layout in which the image is computed.
     """

@@ -1,4 +1,4 @@
-"""Fusions of single operators on channels-last images; the layout step creates them, no pattern does."""
+"""Fusions of single operators on channels-last images, which have no patterns: the layout step creates them."""
 
 from __future__ import annotations
 

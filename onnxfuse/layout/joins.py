@@ -41,7 +41,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class Call:
-    """A fused node, or an operator that may become one (see `Deferred`), with its operands, attributes and function."""
+    """A fused node, or an operator that can become one (see `Deferred`), with its operands, attributes and function."""
 
     node: Node
     operands: Mapping[str, Tensor]
@@ -81,13 +81,13 @@ class Joins:
     made: list[Fused] = field(default_factory=list)  # records of joined nodes
 
     def __post_init__(self) -> None:
-        """Take the writer's graph and shapes."""
+        """Copy the references to graph and shapes from the writer."""
         self.graph, self.shapes, self.originals = self.writer.graph, self.writer.shapes, self.writer.originals
 
     def call(self, node: Node | None) -> Call | None:
         """Return the Call of a fused node, or of a deferred one, which becomes a fused node if no region takes it.
 
-        None for any other node, and for a node whose function is not known.
+        Returns None for any other node, and for a node whose function is not known.
         """
         later = self.graph.deferred.get(node) if node is not None else None
         if node is None or (later is None and node.domain != DOMAIN):

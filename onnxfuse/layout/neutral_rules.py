@@ -32,7 +32,7 @@ def integers(model: Model, node: Node, name: str) -> list[int] | None:
 def moved(
     model: Model, node: Node, axis: int | None = None, why_not: Callable[[Model, Node], str] = lambda model, node: ""
 ) -> Conversion | str:
-    """Return the conversion of an operator on one image.
+    """Return the conversion of an operator that reads one image.
 
     `axis` is the default of the operator's attribute `axis`, which is permuted; None if the operator has no such
     attribute.  `why_not` returns the reason why the operator depends on the layout, or "".
@@ -64,7 +64,7 @@ def has_several_scales(model: Model, node: Node) -> str:
 
 
 def dynamic_quantizer(model: Model, node: Node) -> Conversion | str:
-    """Return the conversion of a DynamicQuantizeLinear: the scale and the zero point are those of the whole image."""
+    """Return the conversion of a DynamicQuantizeLinear: it has one scale and zero point for the whole image."""
     return same_operator(node, computes=(0,)) if image_rank(model.shapes, node.inputs[0]) else NOT_AN_IMAGE
 
 
@@ -207,7 +207,8 @@ def reshape(model: Model, node: Node) -> Conversion | str:
 
     def new_target(writer: Writer) -> Tensor:
         # A 0 in the target copies the image's size at the same index.  In channels-last order, the indices of spatial
-        # axes are lower by 1 in both the image and the target, so that a 0 stays right.  For channels, it would not.
+        # axes are lower by 1 in both the image and the target, so that a 0 still copies the right size.  For channels
+        # it would not, so their number is written.
         value = writer.shapes.exact_value(target)
         known = {} if value is not None and value[1] == channels else {1: channels}
         return in_order(writer, target, to_last(len(after)), known)

@@ -1,4 +1,4 @@
-"""Store weights of integer products and convolutions in the layouts that kernels read, and sums of these weights."""
+"""Store weights of integer products and convolutions in the layouts that kernels read; also store their sums."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ SUMS: Final = "w_sums"  # name of the operand that holds the sums of weights
 def store_rows(shapes: ShapeInfo, recorded: Collection[Fused]) -> dict[str, tuple[str, Perm]]:
     """Store the weights of products of integers as (n, k), so that the integers over which a kernel sums are adjacent.
 
-    Nodes with records in `recorded` change, unless something else reads their weight.  Returns the name of each new
-    weight with the weight that it is a Transpose of, and the perm.  The body (the ONNX function that the node calls)
-    transposes the weight back; onnxruntime computes this Transpose when it loads the model.
+    Nodes with records in `recorded` change, unless something else reads their weight.  The result maps the name of each
+    new weight to the weight that it is a Transpose of, and to the perm.  The body (the ONNX function that the node
+    calls) transposes the weight back; onnxruntime computes this Transpose when it loads the model.
     """
     graph, names = shapes.graph, {one.node for one in recorded}
     found = [node for node in graph.nodes if node.name in names and _has_columns(node)]
@@ -88,7 +88,7 @@ def store_sums(shapes: ShapeInfo) -> None:
 
 
 def _summed(node: Node) -> tuple[Constant, Beyond] | None:
-    """Return a node's weights and the taps that may lie outside x; None if the sums of weights cannot be stored."""
+    """Return a node's weights and the taps that can lie outside x; None if the sums of weights cannot be stored."""
     fusion = str_attribute(node, "fusion", "") if node.domain == DOMAIN else ""
     if fusion not in (QUANTIZED_PRODUCT, QUANTIZED_CONVOLUTION):
         return None

@@ -54,7 +54,7 @@ def residuals(joins: Joins) -> Iterator[Joined]:
 
 
 def _addition(joins: Joins, add: Node, value: Tensor, residual: Tensor) -> Addition | None:
-    """Return how the fused node that computes `value`, perhaps before a Reshape, can add `residual`; else None."""
+    """Return how the fused node that computes `value`, directly or before a Reshape, can add `residual`; else None."""
     shapes, node, view = joins.shapes, producer(value), None
     if node is not None and op_of(node) == "Reshape":
         view, node = node, producer(node.inputs[0])

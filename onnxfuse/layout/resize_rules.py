@@ -1,4 +1,4 @@
-"""Rules for Resize and Upsample of spatial axes: their functions transpose, but their kernel does not.
+"""Rules for Resize and Upsample of spatial axes: the fused nodes' functions have Transposes, but the kernel needs none.
 
 The new size is an attribute of the node, as scales or sizes.  If the sizes are computed at run time, the node gets an
 operand `like` without elements, whose shape is (0, *spatial).  This operand is a Reshape of an empty constant to the
@@ -49,7 +49,7 @@ class _Target:
 
 
 def resize(model: Model, node: Node) -> Conversion | str:
-    """Return the conversion of a Resize that keeps batch and channels; scales must be constant, sizes may vary."""
+    """Return the conversion of a Resize that keeps batch and channels; scales must be constant, sizes need not be."""
     x = node.inputs[0]
     if not image_rank(model.shapes, x) or model.shapes.dtype(x) not in FUSIBLE_FLOATS:
         return NOT_AN_IMAGE
@@ -90,7 +90,7 @@ def _unsupported(model: Model, node: Node) -> str:
 
 
 def _coordinates(model: Model, node: Node) -> dict[str, AttributeValue]:
-    """Return attributes that tell the kernel which pixels to read, where the operator's own attributes do not."""
+    """Return the attributes for the kernel that state which pixels are read, if they differ from the operator's own."""
     if model.graph.opset < BEFORE_COORDINATES:
         smaller = any(scale < 1 for scale in _scales(model, node).values())
         return {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "ceil" if smaller else "floor"}
@@ -151,7 +151,7 @@ def _target(model: Model, node: Node, before: Shape, after: Shape) -> _Target | 
 def _sizes(before: Shape, after: Shape, factors: tuple[Size | None, ...], is_constant: bool) -> _Target:
     """Return the target of a Resize by sizes: known sizes, multiples of the image's sizes, or computed ones.
 
-    In the attribute, a 0 stands for an unknown batch or channel size, which stays as it is.
+    In the attribute, a 0 stands for an unknown batch or channel size, which a Resize keeps.
     """
     perm, outer = to_last(len(before)), [size if isinstance(size, int) else 0 for size in before[:2]]
     known = tuple(size for size in after[2:] if isinstance(size, int))

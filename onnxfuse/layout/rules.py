@@ -1,6 +1,6 @@
 """Channels-last rules for all operators.
 
-An operator becomes a fused node that has a kernel, or stays the same operator on channels-last images.
+An operator becomes a fused node that has a kernel, or remains the same operator on channels-last images.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _element_by_element(model: Model, node: Node) -> Conversion | str:
 def _of_image(
     model: Model, node: Node, fusion: str, why_not: Callable[[Model, Node], str] = lambda model, node: ""
 ) -> Conversion | str:
-    """Return the conversion of an operator on one image to a node of this fusion, unless `why_not` returns a reason."""
+    """Return the conversion of an operator that reads one image to this fusion, unless `why_not` returns a reason."""
     if reason := why_not(model, node):
         return reason
     dtypes = FUSIBLE_FLOATS | POOLED_INTEGERS if op_of(node) == "MaxPool" else FUSIBLE_FLOATS

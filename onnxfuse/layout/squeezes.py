@@ -75,7 +75,7 @@ def _squeezes(joins: Joins) -> Iterator[Squeeze]:
 
 
 def _of_images(joins: Joins, node: Node) -> Squeeze | None:
-    """Return the squeeze that ends in this convolution of images of one pixel; None if there is none."""
+    """Return the squeeze-and-excite that ends in this convolution of one-pixel images; None if there is none."""
     second = _convolution(joins, node)
     first = _convolution(joins, producer(node.inputs[0])) if second is not None else None
     mean = joins.call(producer(first.operands["x"])) if first is not None else None

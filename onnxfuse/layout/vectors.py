@@ -64,7 +64,7 @@ def _source(element: Element) -> str:
 
 
 def _part(writer: Writer, vector: Tensor, run: Sequence[Element]) -> Tensor:
-    """Return a run of elements of one tensor, or a run of numbers, as a tensor."""
+    """Return a tensor with the elements of `run`, which are all of one tensor, or all numbers."""
     pairs = [each for each in run if not isinstance(each, int)]
     if not pairs:
         dtype = helper.tensor_dtype_to_np_dtype(writer.shapes.dtype(vector))

@@ -33,7 +33,7 @@ from onnxfuse.rewrite.replace import Fused, LocalFunctions, attributes_of
 
 @dataclass(frozen=True)
 class Border:
-    """A Transpose of a tensor between the two layouts; for one pixel, it is a Reshape, which moves nothing."""
+    """A Transpose of a tensor between the two layouts; if the image has one pixel, a Reshape, which moves nothing."""
 
     tensor: Tensor  # the channels-first tensor
     node: Node
@@ -48,7 +48,7 @@ class ImageCall:
     become channels-last, and `perms` maps the names of other transposed operands to their perms.  `attributes` holds
     the fused node's attributes except `fusion`.  Images in the body are channels-first, unless `is_channels_last`.
 
-    If `is_deferred`, the body's last operator is written in place of the call, so that an elementwise region may fuse
+    If `is_deferred`, the body's last operator is written in place of the call, so that an elementwise region can fuse
     it.  This operator works on channels-last images unchanged.
     """
 
@@ -171,7 +171,7 @@ class Writer:
         outputs: Sequence[Tensor],
         attributes: Mapping[str, AttributeValue | None] | None = None,
     ) -> None:
-        """Change the inputs and outputs of a node; if attributes change, a new node replaces it.
+        """Change the inputs and outputs of a node; if its attributes change, a new node replaces it.
 
         An attribute with the value None is removed.  A node without a name gets its label as its name.
         """
@@ -235,6 +235,6 @@ class Writer:
 
 
 def image_rank(shapes: ShapeInfo, tensor: Tensor) -> int:
-    """Return the rank of a computed tensor that may be an image; 0 if it cannot be one."""
+    """Return the rank of a computed tensor that can be an image; 0 if it cannot be one."""
     rank = shapes.rank(tensor) if tensor.name and not is_constant(tensor) else None
     return rank if rank in IMAGE_RANKS else 0
