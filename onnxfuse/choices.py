@@ -29,8 +29,8 @@ from onnxfuse.steps import LeftOut
 FORMAT: Final = "onnxfuse-plan"
 VERSION: Final = 1
 ADVICE: Final = "make it again with `onnxfuse plan`"
-MAX_BYTES: Final = 2**28  # per file; the file of a model with 100,000 nodes has about 10 MB
-MAX_NAME: Final = 200  # characters of a name that are compared with others and shown; comparing longer ones takes time
+MAX_BYTES: Final = 2**28  # maximum size of a file; the file of a model with 100,000 nodes has about 10 MB
+MAX_NAME: Final = 200  # maximum characters of a name to compare and to show; comparing longer names takes time
 
 
 @dataclass(frozen=True)
@@ -146,15 +146,15 @@ def _not_a_plan(path: Path, why: str) -> UsageError:
 class Chosen:
     """Fuses a model without the matches that are switched off.
 
-    The nodes of a match that is switched off stay as they are: no other fusion, no region and no layout takes them.
-    These nodes are known only after fusing, so the model is fused again if a switched-off match was found.
+    The nodes of a match that is switched off stay unfused: no other fusion, no region and no layout takes them.  These
+    nodes are known only after fusing, so the model is fused again if a switched-off match was found.
     """
 
     choices: Choices
     seen: set[str] = field(default_factory=set)  # names of all matches that were found so far
 
     def __call__(self, result: FusedModel, settings: Settings) -> FusedModel | Settings:
-        """Return the model if none of its matches is switched off, else settings by which their nodes stay unfused."""
+        """Return the model if none of its matches is switched off, else settings that keep their nodes unfused."""
         self.seen |= {one.match for one in result.fused}
         off = set(self.switched_off)
         new = [one for one in result.fused if one.match in off]

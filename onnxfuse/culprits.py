@@ -45,7 +45,7 @@ class Culprit:
 
 
 def find_culprits(result: FusedModel, differs: Verification, compare: Compare) -> list[Culprit]:
-    """Return the fused nodes that must be unfused so that a model no longer differs from the original.
+    """Return the fused nodes to unfuse so that a model agrees with the original.
 
     differs  how the model differs
     compare  compares a model with the original
@@ -75,9 +75,9 @@ def find_culprits(result: FusedModel, differs: Verification, compare: Compare) -
 
 
 def _first_bad(left: Sequence[FusedNode], good: int, is_bad: Callable[[Sequence[FusedNode]], bool]) -> int:
-    """Return the least n >= `good` such that the first n + 1 nodes together are bad.
+    """Return the smallest n >= `good` for which the first n + 1 nodes together are bad, by bisection.
 
-    All nodes together must be bad.
+    Nodes are bad if a model in which only they are fused differs.  All nodes together must be bad.
     """
     low, high = good, len(left)
     while high - low > 1:

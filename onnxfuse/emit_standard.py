@@ -35,7 +35,7 @@ def in_newest_opset(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def needs_newer_opset(result: FusedModel, opset: int) -> bool:
-    """Return whether fused nodes are written as an operator that the opset lacks."""
+    """Return whether a fused node is written as an operator that does not exist in this opset."""
     found = {op for one in _written(result) for op in one.operators}
     return any((has := schema(op, opset)) is None or has.deprecated for op in found)
 

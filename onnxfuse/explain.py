@@ -1,4 +1,4 @@
-"""Explain why a fusion did not apply: the model's node, what differs, and the pattern's source line with carets."""
+"""Explain why a fusion did not apply: name the node and the difference, and show the pattern's source line."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def explain_stays(stays: Iterable[Stays], node: str | None = None) -> list[str]:
 def why_channels_first(result: FusedModel, fusion: str | None = None, node: str | None = None) -> list[str]:
     """Return why convolutions, or operators of a layout fusion, are channels-first: one text per reason.
 
-    A layout fusion replaces operators only where the layout stage makes them channels-last.  `node` may also name a
-    node that a fused convolution replaced, or the output of one.
+    A layout fusion replaces operators only where the layout stage makes them channels-last.  `node` can also be the
+    name of a node that a fused convolution replaced, or of its output.
     """
     nodes: dict[str, list[str]] = {}
     replaced = {one.node: one.replaces for one in result.fused}
@@ -145,7 +145,7 @@ def where_fused(fused: Sequence[Fused], node: str) -> str | None:
 
 
 def why_in_no_region(fused: Sequence[Fused], reasons: Mapping[str, str], node: str | None = None) -> list[str]:
-    """Return why nodes are in no region, one line each; for a named node, its own reason, or its fused node."""
+    """Return why nodes are in no region, one line each; for a named node, only its reason or its fused node."""
     found = next((one for one in fused if node in one.replaces), None)
     if found is not None and found.fusion == REGION:
         return [f"'{node}' is part of the region node '{found.node}', which --regions makes"]

@@ -1,9 +1,10 @@
 """Fuse a model: the stages that a graph goes through, and the loop that repeats them without steps that failed.
 
-The bodies of If, Loop and Scan go through the same stages, before the graph around them is fused: they use its
-constants and shapes, and tensors that a body no longer reads may then be fused outside.
+The bodies of If, Loop and Scan go through the same stages.  They are fused after the graph around them is simplified,
+so that they can use its constants and shapes.  They are fused before that graph is fused, so that it can fuse tensors
+that bodies do not read any more.
 
-This module verifies nothing; `optimizer.py` does, and chooses the settings with which the model is fused again.
+This module verifies nothing: `optimizer.py` does, and then chooses the settings for fusing the model again.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ from onnxfuse.steps import (
 from onnxfuse.verify.parts import UnfusedGraph, unfused_graph
 
 MAX_SIMPLIFY_ROUNDS = 4
-MAX_SPELLING_ROUNDS = 4  # after this many rounds, decomposed operators that are still not fused are kept as they were
+MAX_SPELLING_ROUNDS = 4  # after this many rounds, operators that are not fused keep their original form
 T = TypeVar("T")
 
 
@@ -110,9 +111,10 @@ class Settings:
     whether composite operators are decomposed.  `exclude` holds matches that stay unfused, as pairs of the fusion's
     name and the first output, and nodes that stay channels-first, as pairs of LAYOUT and the first output.
     `keep_names` are tensors that are neither folded nor fused away.  `keep_nodes` maps a body to the labels of its
-    nodes that no fusion, region or layout may take.  `keep_unfused` keeps a copy of the graph before fusing, for the
-    comparison by parts.  `left_out` names layout fusions that are not made, and `without_passes` names passes that are
-    not applied.  `rules` are the rewrite rules whose misses are recorded in addition to the misses of fusions.
+    nodes that no fusion, region or layout is allowed to take.  `keep_unfused` keeps a copy of the graph before fusing,
+    with which fused nodes are compared.  `left_out` names layout fusions that are not made, and `without_passes` names
+    passes that are not applied.  `rules` are the rewrite rules whose misses are recorded in addition to the misses of
+    fusions.
     """
 
     fusions: Sequence[Fusion]
@@ -136,7 +138,7 @@ class Learned:
 
     raised: Mapping[str, LeftOut] = field(default_factory=dict)  # steps that raised, by name
     operators: Mapping[str, Stays] = field(default_factory=dict)  # operators not to be decomposed, by first output
-    scores: Scores = frozenset()  # the Softmaxes whose scores stay as they are
+    scores: Scores = frozenset()  # the Softmaxes whose scores must not be rewritten
     rounds: int = 0  # number of rounds that did not fuse all decomposed operators and rewritten scores
 
     def applied(self, settings: Settings) -> Settings:
@@ -179,10 +181,10 @@ class FusedModel:
     layout: LayoutResult = field(default_factory=LayoutResult)
     without_regions: Traffic = NO_TRAFFIC  # the traffic if no regions were made
     regions: RegionResult = field(default_factory=RegionResult)
-    unfused: UnfusedGraph | None = None  # the graph before fusing, for the comparison by parts
+    unfused: UnfusedGraph | None = None  # the graph before fusing, with which fused nodes are compared
     spelling: SpelledOut = field(default_factory=SpelledOut)  # operators of other tools that were decomposed
     left: Mapping[str, Stays] = field(default_factory=dict)  # by first output: operators decomposed, but not fused
-    scores_left: frozenset[str] = frozenset()  # Softmaxes with rewritten scores that no attention took
+    scores_left: frozenset[str] = frozenset()  # Softmaxes with rewritten scores that are in no fused attention
     bodies: tuple[FusedBody, ...] = ()
     inlined: Inlined | None = None  # the result of inlining the model's own functions
     standard: onnx.ModelProto | None = None  # the model in ONNX's own operators, if requested
@@ -229,7 +231,7 @@ class FusedModel:
 
     @property
     def stays(self) -> tuple[Stays, ...]:
-        """All operators that could be decomposed, but stay as they are, and that no fusion takes as a whole."""
+        """All operators that have a rule to decompose them, but were neither decomposed nor fused as a whole."""
         whole = {name for one in self.fused for name in one.replaces}
         return tuple(one for _, each in self.everywhere() for one in each.spelling.stays if one.node not in whole)
 
@@ -240,12 +242,12 @@ class FusedModel:
 
     @property
     def all_scores_left(self) -> Scores:
-        """All Softmaxes whose scores were rewritten for an attention that was not made."""
+        """All Softmaxes whose scores were rewritten although no attention was fused."""
         return frozenset((where, name) for where, each in self.everywhere() for name in each.scores_left)
 
     @property
     def no_region(self) -> dict[str, str]:
-        """The reasons why nodes, also in bodies, are in no region, by the nodes' names."""
+        """The reasons why nodes (including nodes in bodies) are in no region, by the nodes' names."""
         return {name: why for _, each in self.everywhere() for name, why in each.regions.reasons.items()}
 
     @property
@@ -286,7 +288,8 @@ def fuse_model(
             try:
                 result = _fuse_once(model, folder, learned.applied(settings), learned, timer)
             except StepError as error:
-                learned = Learned(also_raised(learned.raised, error))  # each attempt starts over: no step is half done
+                # Each attempt starts from the original, so no step is half done.
+                learned = Learned(also_raised(learned.raised, error))
                 continue
             if (result.all_left or result.all_scores_left) and learned.rounds < MAX_SPELLING_ROUNDS:
                 learned = _with_left(learned, result)
@@ -354,7 +357,7 @@ def _fuse_graph(work: Work) -> FusedModel:
 
 @dataclass
 class Work:
-    """A graph on its way through the stages, and their results; `taken` are the Ifs that were inlined."""
+    """A graph that goes through the stages, and their results; `taken` holds the Ifs that were inlined."""
 
     graph: Graph
     shapes: ShapeInfo
@@ -382,20 +385,20 @@ class Work:
         return Selection(self.settings.operators, self.found.spelling.contrib, self.settings.exclude, self.keep)
 
     def traffic(self) -> Traffic:
-        """Return the estimated traffic; none where the estimate raised."""
+        """Return the estimated traffic; NO_TRAFFIC if the estimate raised."""
         return self.learned.run(ESTIMATE, lambda: estimate_traffic(self.graph, self.shapes), NO_TRAFFIC)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of fusing a graph: its name in docs/design.md, its function, and the timer that its seconds add to.
+    """A stage of fusing a graph: its name in docs/design.md, its function, and the timer that counts its seconds.
 
     `step` names the step to leave out if the stage raises; "" if the parts of the stage have names of their own.
     """
 
     name: str
     run: Callable[[Work], None]
-    timed: str = ""  # "" where the parts are timed by themselves
+    timed: str = ""  # "" if the parts of the stage are timed separately
     step: str = ""
 
 
@@ -428,7 +431,7 @@ def spell_operators_out(work: Work) -> None:
 
 
 def normalize(work: Work) -> None:
-    """Normalize the graph, and keep a copy of the normalized graph for the comparison by parts."""
+    """Normalize the graph; keep a copy if requested, because verification compares each fused node with it."""
     graph, shapes, settings = work.graph, work.shapes, work.settings
     folded = simplify(graph, shapes, settings.without_passes)
     rows = pass_step(make_keys_row_major)
@@ -441,7 +444,7 @@ def fuse_bodies(work: Work) -> None:
     """Fuse the bodies of If, Loop and Scan, and replace the nodes' bodies by the results."""
     bodies = tuple(_fuse_bodies(work)) if work.settings.bodies else ()
     work.found = replace(work.found, bodies=bodies)
-    if bodies:  # fused bodies may read fewer tensors of this graph than before
+    if bodies:  # fused bodies can read fewer tensors of this graph than before
         work.graph.update_captured()
         work.graph.remove_dead()
         work.graph.sort()
@@ -459,7 +462,7 @@ def _fuse_bodies(work: Work) -> Iterator[FusedBody]:
 
 
 def fuse_matches(work: Work) -> None:
-    """Replace matches of the patterns by fused nodes, except matches that would be cheaper in a region."""
+    """Replace matches of the patterns by fused nodes, except matches that are cheaper as part of a region."""
     graph, settings = work.graph, work.settings
     spelled = {name for one in work.found.spelling.of_patterns for name in one.made}
     fusions = settings.fusions if settings.regions is True else ()
@@ -478,10 +481,11 @@ def fuse_matches(work: Work) -> None:
 
 
 def lay_images_out(work: Work) -> None:
-    """Make parts of the graph around convolutions channels-last, and store weights as kernels read them."""
+    """Make parts of the graph around convolutions channels-last; store weights in the layouts that kernels read."""
     settings, fused, layouts = work.settings, work.found.fusing.fused, LayoutResult()
     stored = store_rows(work.shapes, fused)
-    if any(fusion.name == CONVOLUTION for fusion in settings.fusions):  # the fusion of channels-last Convs
+    # Without CONVOLUTION, the fusion of channels-last Convs, all images stay channels-first.
+    if any(fusion.name == CONVOLUTION for fusion in settings.fusions):
         channels_last = {fusion.name: fusion.channels_last for fusion in settings.fusions}
         standing = {*settings.exclude, *_kept_outputs(work.graph, settings.fusions, work.keep)}
         options = LayoutOptions(settings.layout, channels_last, standing, settings.left_out)
@@ -507,7 +511,8 @@ def form_regions(work: Work) -> None:
     """Make regions of the remaining operators, then apply the patterns to the nodes in no region."""
     graph, fusing, made, after = work.graph, work.found.fusing, RegionResult(), work.traffic()
     work.found = replace(work.found, without_regions=after)
-    known = _standing(graph, (*fusing.fused, *work.found.layout.fused))  # the layout stage replaced some fused nodes
+    # The layout stage replaced some fused nodes; `_standing` drops their records.
+    known = _standing(graph, (*fusing.fused, *work.found.layout.fused))
     if work.settings.regions and not work.found.left:
         with step(REGIONS):
             made = assign_regions(work.joining, known)
@@ -533,7 +538,7 @@ def form_regions(work: Work) -> None:
 
 
 def _standing(graph: Graph, fused: Collection[Fused]) -> tuple[Fused, ...]:
-    """Return the records whose fused nodes are still in the graph."""
+    """Return the records of those fused nodes that are still in the graph."""
     names = {node.name for node in graph.nodes}
     return tuple(one for one in fused if one.node in names)
 

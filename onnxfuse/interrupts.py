@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from types import FrameType
 
-SECONDS_TO_CLEAN_UP: Final = 3.0  # time after a Ctrl-C during which further ones are ignored
+SECONDS_TO_CLEAN_UP: Final = 3.0  # time after a Ctrl-C during which any further Ctrl-C is ignored
 SECONDS_UNTIL_RAISED_AGAIN: Final = 0.02
 # Functions during which a Ctrl-C is delayed.  In importlib's functions, onnx's extension crashes if Python code that it
 # runs raises.  In Worker.start, an error would leave the new process running, because it is not recorded yet.
@@ -33,7 +33,7 @@ def ignore() -> None:
 
 
 def seen() -> bool:
-    """Return whether Ctrl-C was pressed; it may have surfaced as another exception, such as a failed import."""
+    """Return whether Ctrl-C was pressed; it can have become another exception, such as a failed import."""
     return _last is not None
 
 
@@ -49,7 +49,7 @@ def _raise(number: int, frame: FrameType | None) -> None:
 
 
 def _raise_again(unraisable: Any) -> None:
-    """Raise again a KeyboardInterrupt that arrived while an object was deleted: Python only prints such exceptions."""
+    """Raise a KeyboardInterrupt again that arrived while an object was deleted: Python only prints it."""
     global _last
     if unraisable.exc_type is not KeyboardInterrupt:
         sys.__unraisablehook__(unraisable)

@@ -105,7 +105,7 @@ def optimize(
     inputs    arrays to verify with, by input name; others are generated
     shapes    sizes to verify with, as "input:8x512"; others are chosen
     timeout   seconds that opening a model in onnxruntime, or one run of it, may take in a process of its own; None runs
-              models in this process, without a limit, and not at sizes of 0, at which onnxruntime may crash
+              models in this process, without a limit, and not at sizes of 0, at which onnxruntime can crash
     tolerance the largest relative error of an output; by default it depends on the dtype and the original's noise
     dtype     the half precision that the model is converted to; nodes that overflow or lose too much stay in float32.
               External weights then lie in `report.folder`, as long as the report exists.  Or "int8": onnxruntime's
@@ -215,8 +215,8 @@ def _quantized(
 ) -> QuantizedModel | None:
     """Return the quantized original: only its weights if `weights` is given, else activations too, by `samples`.
 
-    Returns None if neither is given.  BatchNormalization and the like are folded into weights before activations are
-    quantized; the folded model is verified.
+    Returns None if neither is given.  Before activations are quantized, operators such as BatchNormalization are folded
+    into weights, and the result is verified.
     """
     if weights:
         with job.timer.stage("quantize"):
@@ -260,9 +260,10 @@ def _settings(
     layout: Layout,
     regions: Regions,
 ) -> Settings:
-    """Return the settings that these arguments of `optimize` stand for.
+    """Return the settings that correspond to these arguments of `optimize`.
 
-    The layout step, too, makes only the fusions that `only` names.  Raises UsageError for an unknown fusion or layout.
+    If `only` names fusions, the layout step makes no others, either.  Raises UsageError for an unknown fusion or
+    layout.
     """
     if layout not in get_args(Layout):
         raise UsageError(f"layout is 'auto', 'nchw' or 'nhwc', not '{layout}'")
@@ -341,7 +342,7 @@ class _Found:
 
     @property
     def left_out(self) -> tuple[LeftOut, ...]:
-        """The steps that raised, each once."""
+        """The steps that raised, without duplicates."""
         of_half = self.halving.raised if self.halving else ()
         every = (*self.before.left_out, *of_half, *self.model.left_out, *self.raised)
         return tuple({one.step: one for one in every}.values())
@@ -350,7 +351,8 @@ class _Found:
 def _optimize(job: _Job, path: str | None) -> tuple[onnx.ModelProto, Report]:
     """Return the optimized model and its report, as `optimize` does."""
     source = job.original
-    if (job.is_standard or job.half) and has_fused_nodes(source):  # fused nodes are for one dtype and one opset
+    # Unfuse them: fused nodes fit one dtype and one opset only.
+    if (job.is_standard or job.half) and has_fused_nodes(source):
         source = in_operators(source, job.folder)[0]
     found = _fuse_standard(job, source) if job.is_standard else _fuse_source(job, source)
     accepted = _accepted(job, found)
@@ -360,7 +362,7 @@ def _optimize(job: _Job, path: str | None) -> tuple[onnx.ModelProto, Report]:
 
 
 def _accepted(job: _Job, found: _Found) -> Accepted:
-    """Return the differences from the original that were accepted, without the default tolerances of dtypes."""
+    """Return the differences from the original that were accepted; default tolerances of dtypes are not included."""
     if found.half is not None:
         allowed = {name: value for name, value in found.half.tolerances.items() if math.isfinite(value)}
         return Accepted(allowed, f"the error that was allowed for {found.half.dtype}", True, job.is_standard)
@@ -442,7 +444,7 @@ def _check_converted(verifier: Verifier, source: onnx.ModelProto) -> None:
 
 @no_garbage_collection()
 def _report(job: _Job, path: str | None, found: _Found) -> Report:
-    """Return the report, without parts that raised while they were made."""
+    """Return the report; a part is left out if creating it raised."""
     original, result, raised = job.original, found.model, list(found.left_out)
     fusions = job.settings.fusions
     told_of = functools.partial(attempt, REPORT, raised=raised)
@@ -551,19 +553,21 @@ class TakenBack:
         self.names.add(dropped.fusion)
 
     def take_constants(self, folded: Sequence[Folded], wrong: Mapping[str, str]) -> None:
-        """Leave these constants unfolded; `wrong` gives the reason for each."""
+        """Mark constants that the next attempt must not fold; `wrong` gives the reason for each."""
         into = {one.into: one.node for one in folded if one.kind == CONSTANT_FOLDING}
         self.constants |= wrong.keys()
         self.dropped += [Dropped(CONSTANT_FOLDING, into.get(name, name), why) for name, why in wrong.items()]
 
     def take_matches(self, wrong: Iterable[tuple[Fused, bool, str]]) -> None:
-        """Leave nodes unfused, or channels-first; leave out a fusion that was wrong in MAX_ROUNDS_OF_PARTS rounds.
+        """Mark nodes that the next attempt must leave unfused or channels-first.
+
+        A fusion that was wrong in MAX_ROUNDS_OF_PARTS rounds is left out entirely.
 
         wrong  fused nodes, whether they compute a Transpose of the original's tensor, and a sentence on what is wrong
         """
         for fused, is_transposed, reason in wrong:
             what = LAYOUT if is_transposed else fused.fusion
-            if (what, fused.output) in self.matches:  # such as a layout fusion that was made again in another form
+            if (what, fused.output) in self.matches:  # it was undone before, but made again in another form
                 self.names.add(LAYOUT if fused.fusion in LAYOUT_FUSIONS else what)
             self.matches[what, fused.output] = self.rounds
             self.dropped.append(Dropped(what, fused.node, reason))
@@ -609,7 +613,7 @@ class _Search:
         return self.taken_back.applied(settings) if self._takes_back(result, settings) else result
 
     def _takes_back(self, result: FusedModel, settings: Settings) -> bool:
-        """Undo the steps with faults of one kind, if there are any; return whether a step was undone."""
+        """Undo the steps with the first kind of fault that is found, if any; return whether a step was undone."""
         if invalid := list(_invalid(result)):
             self.taken_back.take_matches(invalid)
             return True
@@ -660,7 +664,7 @@ class _Search:
         Raises VerificationError if no step does.
         """
         differs = verifier.verify(self.fuse(settings).written)
-        if differs.passed is not False:  # the unfused model agrees: nodes that fusing wrote are wrong
+        if differs.passed is not False:  # the unfused model agrees, so a fused node is wrong
             reason = verifier.verify(result.written).reason
             if not result.fused:
                 text = "operators that were spelled out changed the model"

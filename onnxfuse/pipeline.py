@@ -1,4 +1,4 @@
-"""The passes and rules that bring a graph into one form, in the order in which a round applies them."""
+"""The passes and rules that give equivalent graphs one form, in the order in which a round applies them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from onnxfuse.rules.roots import ROOTS, VARIANCES
 from onnxfuse.rules.rotations import ROTATIONS
 from onnxfuse.rules.rows import ROWS
 
-# The passes in the order in which a round applies them.  Rounds follow each other until none of them changes anything.
+# The passes in the order in which a round applies them.  Rounds are repeated until one changes nothing.
 PIPELINE: tuple[Pass, ...] = (
     fold_constants,  # first, because the other passes check which inputs are constant
     fold_quantized_weights,
@@ -37,9 +37,9 @@ PIPELINE: tuple[Pass, ...] = (
     normalize_backward_slices,
     normalize_slices,
     scatter_to_concat,
-    einsum_to_matmul,  # its Transposes compose with those around it
+    einsum_to_matmul,  # before normalize composes its Transposes with others
     sizes_of_operands,
-    rules_pass("write_products_of_rows", ROWS),  # before normalize composes the views after these products with others
+    rules_pass("write_products_of_rows", ROWS),  # before normalize composes views after these products
     rules_pass("write_roots", ROOTS),  # before normalize, which then merges equal means
     rules_pass("write_one_form", NO_OPS),
     normalize,  # so that the passes below, and patterns, find each computation in one form

@@ -42,8 +42,8 @@ def unfuse(
 ) -> tuple[onnx.ModelProto, Verification]:
     """Replace the fused nodes of an optimized model by the operators that they stand for.
 
-    The parameters are those of `onnxfuse.optimize`.  Nodes that `optimize` folded, such as a BatchNormalization into
-    weights, stay folded.  Transposes around channels-last nodes cancel where they meet, and other functions of the
+    The parameters mean the same as in `onnxfuse.optimize`.  Nodes that `optimize` folded, such as a BatchNormalization
+    into weights, stay folded.  Transposes around channels-last nodes cancel where they meet, and other functions of the
     model stay.
 
     Returns the model, which has no operators of onnxfuse, and the comparison with the fused one.  Raises ModelError if

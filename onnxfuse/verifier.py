@@ -26,12 +26,12 @@ from onnxfuse.verify.values_in_bodies import first_feeds, values_needed
 Feeds: TypeAlias = Mapping[str, Array]
 Written: TypeAlias = Callable[[onnx.ModelProto], onnx.ModelProto]
 
-WEIGHT_FOLDING: Final = "batch_norm"  # the name of the folding into weights, where reports say that it was undone
+WEIGHT_FOLDING: Final = "batch_norm"  # the name in the report when the folding into weights is undone
 
 
 @dataclass
 class Verifier:
-    """The original model, with which every optimized one is compared, and the results so far."""
+    """Compares optimized models with the original model, and keeps the results so far."""
 
     original: onnx.ModelProto
     folder: Path | None
@@ -42,10 +42,11 @@ class Verifier:
     is_converted: bool = False  # whether the optimized models are in half precision
     # Whether ONNX's Attention is allowed in the optimized models; it gives 0 for some NaN of the original.
     is_standard: bool = False
-    equal_parts: set[str] = field(default_factory=set)  # keys of the parts that were found equal
+    # Keys of the fused nodes that were found equal to the nodes that they replaced.
+    equal_parts: set[str] = field(default_factory=set)
     raised: list[LeftOut] = field(default_factory=list)  # steps of the verification that raised
     _reference: Reference | VerificationError | None = None
-    # The argument of the last call of `_graphs_with_feeds`, and its result.
+    # A cache: the argument of the last call of `_graphs_with_feeds`, and its result.
     _inside: tuple[FusedModel, Sequence[tuple[FusedModel, Feeds | None]]] | None = None
 
     def reference(self) -> Reference:
@@ -121,7 +122,7 @@ class Verifier:
             return None
 
     def verify_parts(self, result: FusedModel) -> PartsVerification:
-        """Compare fused nodes with the nodes that they replaced, except parts that were found equal before.
+        """Compare fused nodes with the nodes that they replaced, unless they were found equal before.
 
         If the original does not run, fused nodes are compared on random values.  So are fused nodes in the body of an
         If, Loop or Scan, if that branch or the first iteration does not run on the values of the outer graph.
@@ -167,8 +168,8 @@ class Verifier:
         self.equal_parts |= found.equal
         if is_main or feeds is None or not found.not_compared:
             return found
-        # Parts in bodies may have no values to compare: a branch that is not taken need not run, and a cache may be
-        # empty in the first iteration.
+        # Parts in bodies can lack values to compare: a branch that is not taken need not run, and a cache can be empty
+        # in the first iteration.
         drawn = compare([one.part for one in found.not_compared], feeds=None)
         self.equal_parts |= drawn.equal
         left = {one.part.key for one in drawn.not_compared}
@@ -190,7 +191,7 @@ class Verifier:
     def culprits(self, result: FusedModel, verified: Verification, written: Written) -> list[Culprit]:
         """Return the fused nodes that make a model differ from the original, each with a sentence about the difference.
 
-        written  returns the model to write for a model with fused nodes
+        written  a function that returns the model to write for a model with fused nodes
         """
         try:
             return find_culprits(result, verified, lambda model: self.verify(written(model)))

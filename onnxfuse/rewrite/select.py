@@ -100,10 +100,11 @@ def leave_none(match: Match) -> bool:
 class Selection:
     """Which matches are allowed to be replaced, and which operators the bodies can have.
 
-    operators the set of operators that are allowed in bodies contrib names of nodes that a body may replace with
-    operators of com.microsoft, whatever `operators` says exclude matches that are not replaced, as pairs of the
-    fusion's name and the first output's name keep labels of nodes that no match may contain leave a function that
-    returns whether a match is not replaced; only called for the fusions that are tried last
+    operators  the set of operators that are allowed in bodies
+    contrib    names of nodes that a body may replace with operators of com.microsoft, whatever `operators` says
+    exclude    matches that are not replaced, as pairs of the fusion's name and the first output's name
+    keep       labels of nodes that no match is allowed to contain
+    leave      a function that returns whether a match is not replaced; only called for fusions that are tried last
     """
 
     operators: OperatorSet = "onnx"

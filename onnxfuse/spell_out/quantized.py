@@ -23,9 +23,7 @@ from onnxfuse.spell_out.products import window_attributes
 
 RULES = RuleTable[Rule]()
 OF_INTEGERS: Final = ("QLinearMatMul", "QLinearConv", "com.microsoft::QGemm")  # operators whose input 3 is the weight
-SOFTMAX_OF_AXIS_SINCE: Final = (
-    13  # from this opset on, Softmax reduces one axis; in older ones, also all axes after it
-)
+SOFTMAX_OF_AXIS_SINCE: Final = 13  # from this opset on, Softmax reduces one axis; in older ones, also all axes after it
 TWICE: Final = "is quantized, dequantized and quantized again; onnxruntime would merge the two pairs of quantizers"
 LARGEST_SCALE: Final = 2.0**32  # with it, dequantized numbers are below 2^40, so sums of 2^31 products stay finite
 QUANTIZERS_WITH_AXES_SINCE: Final = 13

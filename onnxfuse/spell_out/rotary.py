@@ -33,7 +33,7 @@ class Table:
 
     @property
     def wide_rows(self) -> Term:
-        """The rows with a column per element, (batch, 1, seq, 2 half); the table is doubled before the Gather."""
+        """The rows with a column per element, (batch, 1, seq, 2 half), from two copies of the table side by side."""
         wide = Table(op.Concat(self.values, self.values, axis=-1), self.positions)
         return op.Unsqueeze(wide.rows, axes=[1])
 
