@@ -180,7 +180,7 @@ class Chosen:
 
 
 def _with_nodes(kept: Mapping[str, Collection[str]], matches: Iterable[Fused]) -> dict[str, frozenset[str]]:
-    """Return `kept` (node labels by body) with the labels of the nodes that the matches replace added."""
+    """Return `kept` (node labels by graph) plus the labels of the nodes that the matches replace."""
     found = {where: set(labels) for where, labels in kept.items()}
     for one in matches:
         found.setdefault(one.where, set()).update(one.replaces)

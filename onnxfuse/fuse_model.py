@@ -203,7 +203,7 @@ class FusedModel:
 
     @property
     def fused(self) -> tuple[Fused, ...]:
-        """The records of all fused nodes, including nodes in bodies.
+        """The records of all fused nodes, including nodes in bodies of If, Loop and Scan.
 
         If a node computes a channels-last tensor, its record names the original model's tensor instead; the
         channels-last tensor is a Transpose of it.
@@ -216,7 +216,7 @@ class FusedModel:
 
     @property
     def fused_of_model(self) -> tuple[Fused, ...]:
-        """The records of `fused`, which name decomposed operators, not the nodes that they were decomposed into."""
+        """The records of `fused`, with the names of decomposed operators instead of the nodes that replaced them."""
         return in_terms_of_model(self.fused, self.spelled)
 
     @property
@@ -226,7 +226,7 @@ class FusedModel:
 
     @property
     def spelled(self) -> tuple[Spelled, ...]:
-        """All operators that were decomposed to be fused, including operators in bodies."""
+        """All operators that were decomposed to be fused, including those in bodies of If, Loop and Scan."""
         return tuple(one for _, each in self.everywhere() for one in each.spelling.spelled)
 
     @property
@@ -247,16 +247,16 @@ class FusedModel:
 
     @property
     def no_region(self) -> dict[str, str]:
-        """The reasons why nodes (including nodes in bodies) are in no region, by the nodes' names."""
+        """The reasons why nodes, including those in control-flow bodies, are in no region, by the nodes' names."""
         return {name: why for _, each in self.everywhere() for name, why in each.regions.reasons.items()}
 
     @property
     def missed(self) -> tuple[Miss, ...]:
-        """All near misses, including those in bodies."""
+        """All near misses, including those in bodies of If, Loop and Scan."""
         return tuple(miss for _, each in self.everywhere() for miss in each.fusing.missed)
 
     def near(self, with_regions: bool = False) -> list[Miss]:
-        """Return the near misses worth reading, including those in bodies, the nearest first; see FusionResult.near."""
+        """Return the near misses worth reading, including control-flow bodies, nearest first; see FusionResult.near."""
         found = (miss for _, each in self.everywhere() for miss in each.fusing.near(with_regions))
         return sorted(found, key=nearness)
 
@@ -344,7 +344,7 @@ def _read(model: onnx.ModelProto, folder: Path | None, bodies: bool) -> tuple[Gr
 
 
 def _fuse_graph(work: Work) -> FusedModel:
-    """Take a sorted graph through the stages: the main graph, or a body."""
+    """Take a sorted graph through the stages: the main graph, or the body of an If, Loop or Scan."""
     for stage in STAGES:
         if stage.step not in work.learned.raised:
             with work.timer.stage(stage.timed), step(stage.step):
@@ -544,7 +544,7 @@ def _standing(graph: Graph, fused: Collection[Fused]) -> tuple[Fused, ...]:
 
 
 def write(work: Work) -> None:
-    """Write the model, or the body as a model."""
+    """Write the graph as a model, even if it is the body of an If, Loop or Scan."""
     work.found = replace(work.found, model=write_model(work.graph), left_out=tuple(work.shapes.raised.values()))
 
 

@@ -279,7 +279,7 @@ def _settings(
 def _with_operators(
     settings: Settings, fallback: Literal["onnx", "ort"], emit: Emit, only: Collection[str]
 ) -> Settings:
-    """Return the settings with the operators that bodies consist of.  Raises UsageError for options that contradict."""
+    """Return the settings with the operators that bodies consist of.  Raises UsageError for contradictory options."""
     if fallback not in ("onnx", "ort"):
         raise UsageError(f"fallback is 'onnx' or 'ort', not '{fallback}'")
     if emit not in get_args(Emit):
@@ -318,7 +318,7 @@ class _Job:
         return self.settings.operators == "standard"
 
     def written(self, model: onnx.ModelProto) -> onnx.ModelProto:
-        """Return the model to write for a model with fused nodes: the same, or one in ONNX's own operators."""
+        """Return the form in which a fused model is written: unchanged, or in ONNX's own operators."""
         return in_standard_operators(model, self.folder, self.opset)[0] if self.is_standard else model
 
 
@@ -635,7 +635,7 @@ class _Search:
         return False
 
     def _take_cause(self, verifier: Verifier, result: FusedModel, settings: Settings, verified: Verification) -> None:
-        """Undo the nodes, the layout, the fusions in bodies or the pass that make a model differ.
+        """Undo the nodes, the layout, the fusions in control-flow bodies or the pass that make a model differ.
 
         This is for a model that differs although none of its fused nodes was found wrong when compared alone.
         """

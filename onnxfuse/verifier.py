@@ -168,8 +168,8 @@ class Verifier:
         self.equal_parts |= found.equal
         if is_main or feeds is None or not found.not_compared:
             return found
-        # Parts in bodies can lack values to compare: a branch that is not taken need not run, and a cache can be empty
-        # in the first iteration.
+        # Fused nodes in control-flow bodies can lack values to compare: a branch that is not taken need not run, and a
+        # cache can be empty in the first iteration.
         drawn = compare([one.part for one in found.not_compared], feeds=None)
         self.equal_parts |= drawn.equal
         left = {one.part.key for one in drawn.not_compared}
@@ -191,7 +191,7 @@ class Verifier:
     def culprits(self, result: FusedModel, verified: Verification, written: Written) -> list[Culprit]:
         """Return the fused nodes that make a model differ from the original, each with a sentence about the difference.
 
-        written  a function that returns the model to write for a model with fused nodes
+        written  a function that converts a fused model to the form in which it is written
         """
         try:
             return find_culprits(result, verified, lambda model: self.verify(written(model)))

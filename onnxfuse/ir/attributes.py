@@ -1,4 +1,4 @@
-"""Attributes of operators: typed access, the schemas' defaults, and attributes that later opsets made inputs."""
+"""Attributes of operators: typed access, the schemas' defaults, and attributes that became inputs in later opsets."""
 
 from __future__ import annotations
 

@@ -58,13 +58,13 @@ def convert_opset(model: onnx.ModelProto, opset: int) -> onnx.ModelProto:
 
 
 def describe_change(original: onnx.ModelProto, converted: onnx.ModelProto, reason: str) -> str:
-    """Return a sentence for users that says that the converted model differs from the original, and why."""
+    """Return a sentence for users: the converted model differs from the original because of `reason`."""
     old, new = opset_of(original), opset_of(converted)
     return f"raising the opset from {old} to {new} changed the model: {reason}; please report this model"
 
 
 def lower_opset(model: onnx.ModelProto, oldest: int) -> None:
-    """Lower a model's opset, in place, to the lowest one from `oldest` on in which all nodes keep their meaning."""
+    """Lower a model's opset, in place, to the lowest one (at least `oldest`) in which all nodes keep their meaning."""
     version, dtypes = opset_of(model), _dtypes(model)
     found = [each for each in nodes(model.graph, *model.functions) if each.domain in ONNX_DOMAINS]
     while version > oldest and all(_has_node(each, version - 1, dtypes) for each in found):

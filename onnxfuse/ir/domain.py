@@ -13,8 +13,8 @@ DOMAIN: str = "onnxfuse"
 DOMAIN_VERSION: int = 1
 UNVERSIONED: Final = 1000  # the version that onnxruntime writes for every domain that is registered in its process
 ORT_DOMAIN: Final = "com.microsoft"  # the domain of onnxruntime's own operators
-PROLOGUE: Final = "prologue"  # the attribute of a fused node that names the norm that was fused into it
-OF_NORM: Final = "norm_"  # in a node with a fused norm: the prefix of the names of the norm's operands, except x
+PROLOGUE: Final = "prologue"  # attribute of a fused node: the name of the norm that was fused into it
+OF_NORM: Final = "norm_"  # prefix of the operand names of a norm that was fused into a node, except x
 TEXTS: Final = frozenset({"fusion", "operands"})  # string attributes of every fused node
 
 

@@ -184,7 +184,7 @@ def check_expanded(model: onnx.ModelProto, name: str) -> None:
 
 
 def _depth(part: NodeContainer, depths: Mapping[Key, int]) -> int:
-    """Return the depth of nested subgraphs in a graph or function after inlining; `depths` are those of functions."""
+    """Return the depth of nested subgraphs in a graph or function after inlining; `depths` maps functions to theirs."""
     found = 0
     for node in part.node:
         called = depths.get((node.domain, node.op_type, node.overload), 0)

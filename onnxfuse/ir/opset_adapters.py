@@ -55,7 +55,7 @@ class Surroundings:
 
     model: onnx.ModelProto  # the model before the conversion
     opset: int  # the opset to convert to
-    enlarging: set[str] = field(default_factory=set)  # outputs of Resizes that were Upsamples
+    enlarging: set[str] = field(default_factory=set)  # outputs of Resizes that replaced Upsamples
     with_empty: set[str] = field(default_factory=set)  # outputs of Reshapes with a target that can contain a 0
 
     @cached_property
@@ -355,7 +355,7 @@ def _flattened(place: Place) -> None:
 
 
 def _zeros(place: Place) -> None:
-    """Set `allowzero` of a Reshape that `_flattened` added, so that a 0 in its target is the size 0."""
+    """Set `allowzero` of a Reshape that `_flattened` added, so that a 0 in its target means the size 0."""
     if place.node.output[0] in place.around.with_empty:
         place.give(allowzero=1)
 

@@ -17,7 +17,7 @@ def read_plain(path: Path, limit: int) -> bytes:
     """Return the content of a file.
 
     Raises OSError if it cannot be read, is not a plain file, or has more than `limit` bytes: reading a pipe blocks
-    until data comes, and reading a device may never end.
+    until data comes, and reading a device can go on forever.
     """
     require_plain(path)
     with path.open("rb") as file:
@@ -63,7 +63,7 @@ def check_replaceable(path: Path) -> None:
 
 
 def temporary(target: Path) -> Path:
-    """Return a new name in the target's folder: a short one, because the target's name may have the maximum length."""
+    """Return a new name in the target's folder: a short one, because the target's name can have the maximum length."""
     return target.with_name(f".onnxfuse-{secrets.token_hex(8)}.tmp")
 
 

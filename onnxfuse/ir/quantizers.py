@@ -42,7 +42,7 @@ def _dequantizer(tensor: Tensor) -> Node | None:
 
 
 def _quantizers(tensor: Tensor) -> Iterator[Node]:
-    """Yield the QuantizeLinears that read a tensor, directly or after PASSING operators."""
+    """Yield the QuantizeLinears that read a tensor, directly or through PASSING operators."""
     for node in consumers(tensor):
         if node.op in PASSING:
             yield from _quantizers(node.outputs[0])

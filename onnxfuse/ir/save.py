@@ -224,7 +224,7 @@ def _publish(new_data: Path, data: Path | None, new_model: Path, target: Path) -
 def _data_files(target: Path) -> set[Path]:
     """Return the data files that the model at the target reads, and that `save` named after the target.
 
-    Files of other names are not returned: other tools wrote them, and other models may read them.
+    Files of other names are not returned: other tools wrote them, and other models can read them.
     """
     own = re.compile(re.escape(target.name) + r"\.[0-9a-f]{12}\.data")
     named = {path.name for path in target.parent.iterdir() if own.fullmatch(path.name)}

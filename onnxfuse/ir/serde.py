@@ -57,7 +57,7 @@ def read_subgraph(
     """
     linked = link(model, ())
     if not model.functions:
-        model.functions.extend(outer.model.functions)  # the functions need not be linked again
+        model.functions.extend(outer.model.functions)  # only nodes are linked, so functions can be added now
     for tensor in linked.inputs:
         if tensor.name in constants:
             share_constant(tensor, constants[tensor.name])

@@ -193,7 +193,7 @@ def _why_border(graph: Graph, tensor: Tensor, inward: bool, reasons: Mapping[Nod
     first = _beside(tensor, inward, reasons)
     if first is None:
         return f"'{tensor.name}' is an input of the graph"
-    # The adjacent node may be channels-first only because of a node farther away.
+    # The adjacent node can be channels-first only because of a node farther away.
     node: Node | None = first
     for _ in range(MAX_NODES_BETWEEN):
         if node is None or node in reasons or not node.inputs:

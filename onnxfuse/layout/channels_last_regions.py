@@ -159,7 +159,7 @@ class Regions:
     def _saved_behind(self, tensor: Tensor, reader: Node) -> int | None:
         """Return the bytes of the model's Transposes after a tensor that cancel with the Transpose at its border.
 
-        Returns None if the border stays.
+        Returns None if none of them cancels.
         """
         chain = [reader]
         while op_of(chain[-1]) in REARRANGING and op_of(chain[-1]) != "Transpose":
@@ -176,7 +176,7 @@ class Regions:
     def _saved_before(self, tensor: Tensor) -> int | None:
         """Return the bytes of the model's Transposes before a tensor that cancel with the Transpose at its border.
 
-        Returns None if the border stays.
+        Returns None if none of them cancels.
         """
         chain: list[Node] = []
         node = producer(tensor)

@@ -46,7 +46,7 @@ def moved(
 
 
 def second_is_read(model: Model, node: Node) -> str:
-    """Return why the node stays if its second output is read; else "".
+    """Return why the node stays channels-first if its second output is read; else "".
 
     A MaxPool's indices depend on the layout, because they count channels-first elements.
     """

@@ -118,7 +118,7 @@ def _axes(node: Node, rank: int) -> list[int]:
 
 
 def _places(node: Node, rank: int) -> dict[int, int]:
-    """Return, by axis, the index of the axis's size in the list of sizes of a Resize, which may omit axes."""
+    """Return, by axis, the index of the axis's size in the list of sizes of a Resize, which can omit axes."""
     return {axis: place for place, axis in enumerate(_axes(node, rank))}
 
 

@@ -36,7 +36,7 @@ class View:
 def compose_views(graph: Graph, shapes: ShapeInfo) -> int:
     """Replace chains of views by shorter ones: no view, or as few as possible of Reshape > Transpose > Reshape.
 
-    Sizes may be symbolic; a chain stays if a Reshape in its place would need a target that is computed at run time.  A
+    Sizes can be symbolic; a chain stays if a Reshape in its place would need a target that is computed at run time.  A
     chain that ends in the Reshape before the InstanceNormalization of a GroupNorm also stays.  The pattern of GroupNorm
     requires that this Reshape reads a tensor with the axes of the norm's final result, and a shorter chain could skip
     this tensor.  Returns the number of replaced chains.
@@ -155,7 +155,7 @@ def equivalent_chains(source: tuple[Size, ...], chain: tuple[View, ...]) -> tupl
     found: list[tuple[View, ...]] = []
     if (perm := _perm_of_source(source, layout)) is not None:
         found.append((View(perm, result),))
-    # The source counts as one axis here, because a Reshape may merge and split axes of the source.
+    # The source counts as one axis here, because a Reshape can merge and split axes of the source.
     length = (product(source),)
     flat = layout_of(length, (View(None, source), *chain))
     if flat is not None and (order := _order_in_source(length, flat)) is not None:

@@ -209,7 +209,7 @@ def _growth(
     """Return by how many bytes folding the node makes the file larger; 0 if its outputs are small.
 
     Inputs that only this node reads are subtracted, because folding removes them from the file.  Infinity means that
-    the node must not be folded: it reads a large external weight, or its outputs have unknown sizes and may be large.
+    the node must not be folded: it reads a large external weight, or its outputs have unknown sizes and can be large.
     """
     freed = 0
     for tensor in node.inputs:

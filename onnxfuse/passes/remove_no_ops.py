@@ -175,7 +175,7 @@ def _remove_slice(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 
 
 def _sliced_part(shapes: ShapeInfo, node: Node) -> Tensor | None:
-    """Return the input of a Concat that a Slice of the Concat takes; None if it takes any other elements."""
+    """Return the input of a Concat that a Slice of the Concat extracts; None if it extracts other elements."""
     concat, whole = producer(node.inputs[0]), shapes.shape(node.inputs[0])
     if concat is None or op_of(concat) != "Concat" or whole is None:
         return None

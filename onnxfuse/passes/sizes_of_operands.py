@@ -55,7 +55,7 @@ def _is_inside(node: Node | None) -> bool:
 
 
 def _is_target_of_own(shape: Node) -> bool:
-    """Return whether a Shape reads a view, and its result is in the target of a Reshape or Expand of the same view."""
+    """Return whether a Shape reads a view, and a Reshape or Expand of this view uses the sizes in its target."""
     node = producer(shape.inputs[0])
     if node is None or op_of(node) not in VIEWS:
         return False

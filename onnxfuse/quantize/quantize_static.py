@@ -1,7 +1,7 @@
 """Quantize weights and activations by onnxruntime's quantize_static, with the ranges that tensors have on samples.
 
-The outputs of products and convolutions stay floats, because the operators after them are fused into their kernels.
-A tensor is quantized only where another product or convolution reads it, which is after biases and activations.
+The outputs of products and convolutions stay floats, because the operators after them are fused into their kernels.  A
+tensor is quantized only where another product or convolution reads it, so after biases and activations.
 """
 
 from __future__ import annotations

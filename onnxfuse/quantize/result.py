@@ -39,9 +39,9 @@ class WeightsResult:
     """The facts about quantized weights: how many nodes have them, which nodes keep their weights, and the errors.
 
     `block_size` is 0 for weights with one scale per channel.  `activations` is the dtype to which the tensors that
-    these nodes read are quantized; "" for floats.  `bytes_before` and `bytes_after` count the bytes of the weights
-    that were quantized.  If no errors were measured, `errors` is empty, and `note` says why; otherwise `note` may
-    say on which inputs they were measured.
+    these nodes read are quantized; "" for floats.  `bytes_before` and `bytes_after` count the bytes of the weights that
+    were quantized.  If no errors were measured, `errors` is empty, and `note` says why; otherwise `note` can say on
+    which inputs they were measured.
     """
 
     dtype: str

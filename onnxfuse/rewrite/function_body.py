@@ -48,7 +48,7 @@ SelectOption: TypeAlias = Callable[[Alternatives, Sequence[Term]], Term]  # sele
 
 
 def first_option(term: Alternatives, options: Sequence[Term]) -> Term:
-    """Select the first option; stored bodies always use it."""
+    """Select the first option, as for the bodies that are stored in models."""
     return options[0]
 
 

@@ -206,7 +206,7 @@ def attributes_of(
 
 
 def own_attributes(node: Node) -> dict[str, AttributeValue]:
-    """Return the attributes of a fused node that are specific to its fusion."""
+    """Return the attributes of a fused node that its attribute `attributes` lists."""
     return {name: node.attrs[name] for name in str(node.attrs["attributes"]).split()}
 
 

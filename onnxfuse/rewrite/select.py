@@ -36,7 +36,7 @@ class FusionResult:
         """Return the misses worth reading, nearest first: many nodes matched, and the node was not fused.
 
         Every attention that is not fused has one miss: the one where most nodes matched.  `with_regions` adds misses at
-        nodes that regions took, except those of the fusions that are tried last, which a region computes as well.
+        nodes that regions took, except misses of the fusions that are tried last: a region computes these as well.
         """
         by_name = {n for one in self.fused if one.fusion != REGION for n in one.replaces if n not in one.joined}
         taken = {name for one in self.fused for name in one.replaces}

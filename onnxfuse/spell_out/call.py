@@ -124,7 +124,6 @@ def input_name(index: int) -> str:
     return f"input_{index}"
 
 
-# A rule returns a term for each output index.  It returns None if patterns match the node as it is, and raises
-# NoSpelling if it cannot spell out the node.  If an output has no term, the node is spelled out only if nothing reads
-# that output.
+# A rule returns a term for each output index.  It returns None if patterns match the node itself, and raises NoSpelling
+# if it cannot spell out the node.  If an output has no term, the node is spelled out only if nothing reads that output.
 Rule: TypeAlias = Callable[[Call], "dict[int, Term] | None"]

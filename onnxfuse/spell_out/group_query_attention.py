@@ -35,7 +35,8 @@ SUPPORTED_VALUES: Final = {  # by attribute: the only values with which the oper
     "local_window_size": (-1,), "smooth_softmax": (-1, 0), "causal": (1,), "sliding_window_cache": (0,),
     "kv_cache_bit_width": (0,), "rotary_interleaved": (0,),
 }  # fmt: skip
-UNIFORM: Final = VIEWS | {"Cast", "Tile"}  # if all elements of their input are equal, so are those of their output
+# Operators: if all elements of the input are equal, so are all elements of the output.
+UNIFORM: Final = VIEWS | {"Cast", "Tile"}
 
 
 @RULES.rule("com.microsoft::GroupQueryAttention")

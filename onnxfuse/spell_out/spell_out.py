@@ -97,7 +97,7 @@ class SpelledOut:
 def spell_out(graph: Graph, shapes: ShapeInfo, keep: Collection[str] = frozenset()) -> SpelledOut:
     """Replace every operator that has a rule by its spelling, unless `keep` names the operator's first output.
 
-    An operator whose rule raises stays, and `shapes.raised` records the error.
+    If a rule raises, its operator is not replaced, and `shapes.raised` records the error.
     """
     spelled: list[Spelled] = []
     stays: list[Stays] = []
@@ -188,7 +188,7 @@ def in_terms_of_model(fused: Iterable[Fused], spelled: Iterable[Spelled]) -> tup
 def _written(call: Call, rule: Rule) -> tuple[Sequence[onnx.NodeProto], Mapping[int, str]] | None:
     """Return the nodes of an operator's spelling, and the names of their results by output index.
 
-    Returns None where patterns match the operator as it is.  Raises NoSpelling if it stays for another reason.
+    Returns None if patterns match the operator itself.  Raises NoSpelling if it is not replaced for another reason.
     """
     node, graph, found = call.node, call.graph, rule(call)
     if found is None:
