@@ -1,7 +1,7 @@
 """The differences that `optimize` accepted between a model and its original, stored in the model's metadata.
 
-Conversions to half precision, ONNX's own operators and a requested tolerance allow larger differences than the dtypes
-of outputs do.  `onnxfuse verify` and `onnxfuse bench` read from the metadata which differences `optimize` accepted.
+By default, the dtype of an output sets its largest allowed error.  A conversion to half precision, a fusion to standard
+ONNX operators or a requested tolerance allows more; `onnxfuse verify` and `onnxfuse bench` read this in the metadata.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ MAX_BYTES: Final = 1 << 20  # longer metadata is ignored
 
 @dataclass(frozen=True)
 class Accepted:
-    """Accepted differences: the largest relative errors of outputs, and the results that need not be compared.
+    """Accepted differences: the largest relative error of each output, and the results that need not be compared.
 
-    `set_by` says what set the tolerances.  If the model was converted to half precision (`is_converted`), its inputs
-    and outputs may have other floating-point dtypes, and integers and booleans that are computed from half precision
-    are not compared.  With `numbers_for_nan`, any number passes where the original gives NaN.
+    `set_by` is a text that names the reason for the tolerances.  `is_converted` is true if the model was converted to
+    half precision.  Its inputs and outputs can then have other floating-point dtypes than the original's, and integers
+    and booleans that are computed from half precision are not compared.  With `numbers_for_nan`, any number passes
+    where the original gives NaN.
     """
 
     tolerances: Mapping[str, float] = field(default_factory=dict)
@@ -51,9 +52,9 @@ def state_accepted(model: onnx.ModelProto, original: onnx.ModelProto, accepted: 
 
 
 def accepted_of(model: onnx.ModelProto, original: onnx.ModelProto) -> Accepted:
-    """Return the accepted differences in a model's metadata, or NOTHING_ACCEPTED if they are for another original.
+    """Return the accepted differences in a model's metadata, or NOTHING_ACCEPTED if it names another original.
 
-    Metadata that `state_accepted` cannot have written are ignored.
+    Metadata that `state_accepted` cannot have written is ignored.
     """
     text = next((each.value for each in model.metadata_props if each.key == KEY), "")
     if not text or len(text) > MAX_BYTES:
@@ -78,7 +79,7 @@ def _is_valid(data: dict[str, Any]) -> bool:
 
 
 def with_dtypes(arrays: Mapping[str, T], dtypes: Mapping[str, np.dtype[Any]]) -> dict[str, T]:
-    """Return the values by name; floating-point arrays are cast to the floating-point dtypes that `dtypes` names."""
+    """Return the arrays by name, cast to their dtypes in `dtypes` if both dtypes are floating-point."""
 
     def cast(name: str, value: Any) -> Any:
         dtype = dtypes.get(name)

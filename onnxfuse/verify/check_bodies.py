@@ -1,6 +1,6 @@
-"""Check the bodies of fused nodes with ONNX's checker and its strict shape inference, on the operands of a call.
+"""Check the bodies of fused nodes with ONNX's checker and its strict shape inference.
 
-The body of a fused node is the ONNX function that computes the same from standard operators.
+The body of a fused node is an ONNX function of standard operators that computes the node's outputs.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ ERRORS: Final = (onnx.checker.ValidationError, onnx.shape_inference.InferenceErr
 
 
 def faults_of_bodies(model: onnx.ModelProto) -> dict[str, str]:
-    """Return ONNX's objections to the function bodies of fused nodes in a model's main graph, by the body's name.
+    """Return ONNX's errors for the function bodies of fused nodes in a model's main graph, by the body's name.
 
-    A body is checked with the operands of its first call, if the dtypes of these operands are recorded.
+    A body is checked with the operands of its first call; it is skipped if the model does not declare their types.
     """
     bodies = {body.name: body for body in model.functions if body.domain == DOMAIN}
     first = {node.op_type: node for node in reversed(model.graph.node) if node.domain == DOMAIN}
@@ -45,12 +45,12 @@ def faults_of_bodies(model: onnx.ModelProto) -> dict[str, str]:
 
 
 def _fault(call: onnx.ModelProto) -> str:
-    """Return ONNX's objection to a model of one node and its body, which is the last function; "" for none."""
+    """Return ONNX's error for a model of one fused node, whose body is the model's last function; "" for none."""
     try:
         onnx.checker.check_function(call.functions[-1])
         hide_ends(call)
-        # Before SLICE_INPUTS_SINCE, the bounds of a Slice are required attributes.  `hide_ends` has removed them, and
-        # strict inference would reject the Slice.
+        # Below opset SLICE_INPUTS_SINCE, the bounds of a Slice are required attributes.  `hide_ends` has removed them
+        # from `call`, so strict inference would reject the Slice.
         is_strict = opset_of(call) >= SLICE_INPUTS_SINCE
         onnx.shape_inference.infer_shapes(call, check_type=True, strict_mode=is_strict)
     except ERRORS as error:

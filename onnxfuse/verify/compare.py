@@ -99,16 +99,16 @@ def compare(
 ) -> Verification:
     """Run both models at two sizes of every dynamic dim, and at sizes 0 and 1, and compare their outputs.
 
-    Both run without onnxruntime's graph optimizations, which change the results of some models, and once with them.  If
-    the original runs with them, the optimized model must run too, and compute the same.  The tolerance of an output
-    depends on its dtype, or is `judge.NOISE_FACTOR` times the original's own noise; `tolerance` replaces both.  Half
-    precision is judged by the original evaluated in float32 (see `difference.TOLERANCES`).  A bfloat16 model that the
-    CPU provider cannot run is compared in float32.  `inputs` are used in place of generated inputs, and `shapes` sets
-    the sizes of generated ones, as "input:8x512".  `folder` is where the external data of a ModelProto lies; for
-    `optimized` it is by default the folder of `original`.  If the metadata of `optimized` list differences that
-    `optimize` accepted, as after a conversion to half precision, these are allowed.  `progress` is called with one line
-    before each step.  Raises UsageError for inputs or shapes that the model does not take, ModelError if `original`
-    cannot be read.
+    These runs do not use onnxruntime's graph optimizations, which change the results of some models.  One more run uses
+    them: if the original runs with them, the optimized model must run too, and compute the same.  The tolerance of an
+    output depends on its dtype, or is `judge.NOISE_FACTOR` times the original's own noise; `tolerance` replaces both.
+    A half-precision output is compared with the original evaluated in float32 (see `difference.TOLERANCES`).  A
+    bfloat16 model that the CPU provider cannot run is compared in float32.  `inputs` are used in place of generated
+    inputs, and `shapes` sets the sizes of generated ones, as "input:8x512".  `folder` contains the external data of a
+    ModelProto; the default for `optimized` is the folder of `original`.  Differences that `optimize` accepted, as after
+    a conversion to half precision, are listed in the metadata of `optimized`, and are allowed.  `progress` is called
+    with one line before each step.  Raises UsageError for inputs or shapes that the model does not take, and ModelError
+    if `original` cannot be read.
     """
     before, folder = _open(original, folder)
     accepted = _accepted(before, optimized)
@@ -163,7 +163,7 @@ def _compare(reference: Reference, optimized: Source) -> Verification:
 
 
 def _other_inputs(reference: Reference, optimized: onnx.ModelProto) -> str:
-    """Return which inputs of the optimized model the original lacks; "" if it has all of them."""
+    """Return a sentence about inputs that only the optimized model has; "" if there are none."""
     known = reference.runs[0].feeds
     if not (others := [name for name in input_dtypes(optimized) if name not in known]):
         return ""
@@ -172,7 +172,7 @@ def _other_inputs(reference: Reference, optimized: onnx.ModelProto) -> str:
 
 
 def _fault_at_edges(reference: Reference, results: Sequence[Result]) -> str:
-    """Return how the outputs differ at the sizes 0 and 1 at which the original runs; "" if they agree."""
+    """Return how the outputs differ in those runs at sizes 0 and 1 in which the original runs; "" if they agree."""
     edges = reference.at_edges
     for each, result in zip(edges.runs, results, strict=True):
         at = ", ".join(f"{name}={size}" for name, size in each.sizes.items())
@@ -193,7 +193,7 @@ def _refuses_empty_tensors(message: str) -> bool:
 
 
 def _verdict(errors: Sequence[OutputDifference], reference: Reference) -> Verification:
-    """Return the verdict on the optimized model from the differences of its outputs."""
+    """Return the result of the comparison: the optimized model passes if no output in `errors` failed."""
     sizes = reference.sizes
     failed = next((e for e in errors if not e.passed), None)
     reason = "; ".join(text for text in (failed.reason if failed else "", reference.note) if text)
@@ -261,7 +261,7 @@ def _outputs_of(model: Prepared, reference: Reference) -> tuple[list[dict[str, o
 def _fail_changed_dtypes(
     before: onnx.ModelProto, after: onnx.ModelProto, errors: tuple[OutputDifference, ...]
 ) -> tuple[OutputDifference, ...]:
-    """Mark as failed the outputs whose declared dtype changed, because a comparison in float32 does not notice that."""
+    """Mark each output whose declared dtype changed as failed: a comparison in float32 would not notice the change."""
     old, new = ({o.name: o.type.tensor_type.elem_type for o in m.graph.output} for m in (before, after))
     name_of = onnx.TensorProto.DataType.Name
     changed = {n: f"output '{n}' is {name_of(new[n])}; the original has {name_of(t)}" for n, t in old.items()

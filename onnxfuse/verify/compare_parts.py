@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from onnxfuse.verify.cpu_session import Session
 
 # The largest allowed error of an element of a fused node's output, relative to the element's magnitude plus the root
-# mean square of the output.  A fused node is a few operators, so its errors are a few roundings.  A larger error still
-# passes if the replaced nodes have that much noise: see NOISE_FACTOR.
+# mean square of the output.  A fused node replaces a few operators, so its errors are a few roundings.  A larger error
+# still passes if the replaced nodes have that much noise: see NOISE_FACTOR.
 PART_TOLERANCES: Final[Mapping[str, float]] = {
     "float64": 1e-12,  # 2^-53 = 1.1e-16, and sums of some thousand terms
     "float32": 1e-5,  # 2^-24 = 6e-8, and sums of some thousand terms in another order
@@ -68,7 +68,7 @@ NOISE_DRAWS: Final = 6
 
 @dataclass(frozen=True)
 class PartFinding:
-    """A fused node with the nodes that it replaced, and a sentence on how they differ or why they were not compared."""
+    """A fused node with the nodes that it replaced, and how their results differ, or why these were not compared."""
 
     part: Part
     reason: str
@@ -76,7 +76,7 @@ class PartFinding:
 
 @dataclass(frozen=True)
 class PartsVerification:
-    """The parts (fused nodes with the replaced nodes) that differ or were not compared; and the keys of equal parts."""
+    """The parts (fused nodes with replaced nodes) that differ or were not compared, and the `key` of the equal ones."""
 
     wrong: tuple[PartFinding, ...]
     not_compared: tuple[PartFinding, ...]
@@ -103,7 +103,7 @@ def compare_parts(
     try:
         needed = (name for part in parts for name in _needed(unfused, part) if name in unfused.types)
         values = {} if feeds is None else values_of_run(unfused, needed, feeds)
-    except Exception as error:  # any exception of onnxruntime becomes the reason why nothing is compared
+    except Exception as error:  # the text of any exception becomes the reason why nothing is compared
         reason = f"the original does not run ({first_line(error)})"
         return PartsVerification((), tuple(PartFinding(part, reason) for part in parts), frozenset())
     uses = Counter(name for part in parts for name in _needed(unfused, part))
@@ -130,7 +130,7 @@ def compare_parts(
 
 
 def _needed(unfused: UnfusedGraph, part: Part) -> list[str]:
-    """Return the tensors, except constants, that a fused node and the nodes that it replaced read.
+    """Return the non-constant tensors that a fused node or the nodes that it replaced read.
 
     The values of these tensors come from a run of the graph.
     """
@@ -145,7 +145,7 @@ def values_of_run(unfused: UnfusedGraph, names: Iterable[str], feeds: Mapping[st
     needed = list(dict.fromkeys(names))
     values = {name: feeds[name] for name in needed if name in feeds}
     wanted, folder = [name for name in needed if name not in values], unfused.graph.folder
-    if wanted:  # no variable holds the model: its weights are freed before the session, which has copies of them, runs
+    if wanted:  # no variable keeps the model, so its weights are freed before the run; the session has its own copies
         try:
             results = run(_open(_model_of_run(unfused, wanted), folder), feeds)
         except OnnxruntimeFailure:
@@ -179,8 +179,8 @@ def _model_of_run(unfused: UnfusedGraph, wanted: Sequence[str]) -> onnx.ModelPro
 def _drawn_fault(unfused: UnfusedGraph, part: Part, compare: Callable[[Feeds, bool], str]) -> str:
     """Return how a fused node differs from the nodes that it replaced on random values; "" where it does not.
 
-    If nothing can be compared at the usual sizes, the comparison is repeated with all dynamic sizes 1: the branch of an
-    If, for example, may run only at sizes of 1.  Raises VerificationError as `_compare_part` does.
+    If nothing can be compared at the usual sizes, the comparison is repeated with 1 for all dynamic sizes.  The branch
+    of an If, for example, can require this.  Raises VerificationError as `_compare_part` does.
     """
     try:
         return compare(operands_by_shape(unfused, part), False)
@@ -200,8 +200,9 @@ def _compare_part(
 ) -> str:
     """Return how a fused node differs from the nodes that it replaced; "" where it does not.
 
-    Values are drawn at the sizes of the arrays in `given`.  If `runs`, a run computed these arrays, and the parts are
-    compared on them, too.  Raises VerificationError, which says why, where nothing could be compared.
+    Both are run on random values with the sizes of the arrays in `given`.  If `runs` is true, a run of the model
+    computed these arrays, and both are compared on them, too.  Raises VerificationError with the reason if nothing
+    could be compared.
     """
     try:
         sessions = _open_both(unfused, optimized, part, given)
@@ -231,8 +232,8 @@ def _compare_part(
             compared |= _says_something(old)
             old = with_numbers_for_nan(old, new) if numbers_for_nan else old
             check = _Check(sessions, feeds, name, old, new, true if isinstance(true, np.ndarray) else None)
-            # In float16, the result of a fully masked row depends on whether scores near -65504 are rounded to that
-            # number.  Where onnxruntime removes a pair of Casts that cancel, it does not round the scores.
+            # In float16, the result of a fully masked row depends on whether scores near -65504 are rounded to -65504.
+            # onnxruntime does not round them if it removes the pair of Casts between two operators.
             is_determined = what != LEAVE_NOTHING or sessions.half != "float16"
             if fault := check.fault() if is_determined else check.misplaced():
                 return f"on {what} {fault}{_rounding_sentence(optimized, part)}"
@@ -261,7 +262,7 @@ def _given(unfused: UnfusedGraph, part: Part, values: Mapping[str, Array]) -> Fe
 
 @dataclass(frozen=True)
 class _Sessions:
-    """The fused node and the replaced nodes as models; `exact` evaluates the replaced nodes in float32."""
+    """Sessions of the fused node and of the replaced nodes; `exact` evaluates the replaced nodes in float32."""
 
     replaced: Session
     fused: Session
@@ -330,7 +331,7 @@ def _open_both(unfused: UnfusedGraph, optimized: onnx.ModelProto, part: Part, gi
 
 
 def _is_packed(value: Array) -> bool:
-    """Return whether one byte of an array holds several elements, or a float; onnxruntime takes neither as input."""
+    """Return whether the dtype has fewer than 8 bits, or is an 8-bit float; onnxruntime takes neither as an input."""
     return value.dtype.name.startswith(("int4", "uint4", "int2", "uint2", "float4", "float8"))
 
 
@@ -397,7 +398,7 @@ class _Check:
         )
 
     def _are_ties(self) -> bool:
-        """Return whether integers only differ by one step of a quantizer, where the number to round is nearly a tie."""
+        """Return whether integers differ only by one quantizer step, at numbers that are nearly ties when rounded."""
         model, half = self.sessions.model, self.sessions.half
         quantizer = source_quantizer(model, self.name)
         if quantizer is None:
@@ -407,7 +408,7 @@ class _Check:
         return math.isfinite(quantizer.share_moved(values, self.old, self.new, PART_TOLERANCES, half))
 
     def misplaced(self) -> str:
-        """Describe where NaN or infinite values of the output appeared or vanished wrongly; "" if nowhere."""
+        """Describe NaN and infinities that only one of both outputs has, as far as rounding cannot explain them."""
         dtype = self.old.dtype.name
         if dtype not in PART_TOLERANCES:
             return ""
@@ -428,7 +429,7 @@ class _Check:
         return old if self.exact is None else np.where(np.isfinite(_wide(self.exact)), _wide(self.exact), old)
 
     def _allowed(self, true: Array) -> Array:
-        """Return the error that rounding can explain, for each element."""
+        """Return for each element how large an error rounding can explain."""
         dtype, half = self.old.dtype.name, self.sessions.half
         tolerance = max(PART_TOLERANCES[dtype], PART_TOLERANCES[half] if half else 0.0)
         result: Array = tolerance * (np.where(np.isfinite(true), np.abs(true), 0.0) + self._rms(true, dtype))
@@ -450,11 +451,11 @@ class _Check:
         return float(np.sqrt(np.mean(np.square(kept)))) if kept.size else 0.0
 
     def _noise(self, old: Array, true: Array) -> Iterator[float]:
-        """Yield the error of the replaced nodes that is known so far, after each draw of perturbed operands.
+        """Yield the largest error of the replaced nodes so far: first of the plain run, then after each further run.
 
-        Operands are perturbed by one unit in the last place.  In half precision, changes are measured from the
-        unperturbed result, because the error of that result is much larger than one rounding.  In half precision, the
-        nodes also run once before the draws, with each result rounded, as providers other than the CPU's round it.
+        The further runs have operands that are perturbed by one unit in the last place.  In half precision, their
+        changes are measured from the plain result, because its error is much larger than one rounding.  Before them
+        comes a run that rounds the result of each node, because providers other than the CPU's round it.
         """
         start = old if self.sessions.half else true
         found = float(_error(old, start).max(initial=0.0))
@@ -475,7 +476,7 @@ class _Check:
 
 
 def _says_something(array: Array) -> bool:
-    """Return whether any element is neither NaN nor infinite nor a mask value."""
+    """Return whether any element is an ordinary number: not NaN, infinite, or a mask value such as -65504."""
     if array.dtype.name not in FLOAT_NAMES:
         return bool(array.size)
     with np.errstate(invalid="ignore"):
@@ -483,7 +484,7 @@ def _says_something(array: Array) -> bool:
 
 
 def _rounding_sentence(optimized: onnx.ModelProto, part: Part) -> str:
-    """Return a sentence on Casts to half precision that only the fused or only the replaced nodes have; "" if none."""
+    """Return a sentence if only the fused node, or only the replaced nodes, cast to half precision; else ""."""
     replaced = _roundings(part.replaced)
     body = next((f for f in optimized.functions if f.domain == DOMAIN and f.name == part.fused.op_type), None)
     fused = _roundings(body.node) if body else set()

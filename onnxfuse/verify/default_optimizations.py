@@ -54,9 +54,9 @@ def _changed(first: Reference) -> dict[str, str] | str:
 
 
 def _changed_if_unused_nodes_go(first: Reference) -> dict[str, str]:
-    """Return how the optimizations change each output of the original after its unused nodes are removed.
+    """Remove the original's unused nodes, and return how the optimizations then change each of its outputs.
 
-    Empty if the original has no unused nodes, or does not run without them.
+    The result is empty if the original has no unused nodes, or does not run without them.
     """
     used = without_unused_nodes(first.original)
     if used.graph.node == first.original.graph.node:

@@ -43,12 +43,11 @@ MASK_MAGNITUDES: Mapping[str, float] = {"float16": 3e4}
 class OutputDifference:
     """The largest error of one output over all runs.
 
-    `max_rel` is relative to the output's largest magnitude, mask values such as -3.4e38 aside.  For an output that is
-    computed in or from half precision, or by products in TF32, it is the error against the original evaluated in
+    `max_rel` is relative to the output's largest magnitude, apart from mask values such as -3.4e38.  If the output is
+    computed in or from half precision, or by products in TF32, `max_rel` is the error against the original evaluated in
     float32, and `original_rel` is the original's own error against that evaluation.  For other outputs, `original_rel`
-    is None.  If an output passes although some integers are one step of a quantizer off, `note` says which share of the
-    integers is off.  `set_by` says which noise or error of the original, or which request, set the tolerance; it is ""
-    if the dtype did.
+    is None.  If an output passes although some integers are one step of a quantizer off, `note` gives their share.
+    `set_by` names the source of the tolerance: the original's noise or error, or a request; "" if it is the dtype.
     """
 
     name: str
@@ -69,14 +68,14 @@ class _Errors:
     max_abs: float
     optimized: float
     original: float
-    overflowed: float  # the optimized model's error at elements where the original overflowed in half precision
+    overflowed: float  # the optimized model's error at elements where only the original overflowed
 
 
 @dataclass(frozen=True)
 class Standard:
     """The tolerance and the scale by which the error of an output is judged."""
 
-    half: str = ""  # the half precision, or TF32, in or from which the output is computed; "" for neither
+    half: str = ""  # the half precision or TF32, if the output is computed in or from it
     limit: float | None = None  # replaces the tolerance of floating-point dtypes
     set_by: str = GIVEN  # what set `limit`
     scale: float = 0.0  # errors are relative to the largest value of the output, or to `scale` if `scale` is larger
@@ -112,12 +111,12 @@ def largest_value(value: object) -> float:
 
 
 def worst(errors: Iterable[OutputDifference]) -> OutputDifference:
-    """Return a difference that failed, if there is one, else the one with the largest relative error."""
+    """Return the first difference that failed; if none failed, the one with the largest relative error."""
     return max(errors, key=lambda e: (not e.passed, e.max_rel))
 
 
 def _describe_mismatch(expected: Array, actual: object, tolerance: float) -> str:
-    """Describe a difference beyond rounding, as the end of a sentence about the output; '' if there is none."""
+    """Return how dtype, shape or exact elements (integers) differ, in words that follow the output's name, else ''."""
     if not isinstance(actual, np.ndarray):
         return "is missing" if actual is None else "is no tensor any more"
     if (expected.dtype, expected.shape) != (actual.dtype, actual.shape):
@@ -165,7 +164,7 @@ def with_numbers_for_nan(expected: Array, actual: Array) -> Array:
 
 
 def describe_misplaced(expected: Array, actual: Array, exact: Array, dtype: str) -> str:
-    """Return where NaN or infinite values appeared or vanished, as the end of a sentence; '' for nowhere.
+    """Return where NaN or infinite values wrongly appeared or vanished, as the end of a sentence; '' if nowhere.
 
     Such values may vanish where the float32 evaluation is finite.  They may not appear, with one exception: if `dtype`
     is a half precision, a value may be infinite where the float32 evaluation exceeds, or nearly equals, the largest
@@ -176,7 +175,7 @@ def describe_misplaced(expected: Array, actual: Array, exact: Array, dtype: str)
     wrong = ~np.isfinite(old) & (old != new) & ~both_nan & ~(np.isfinite(true) & np.isfinite(new))
     wrong |= np.isfinite(old) & ~np.isfinite(new)
     if dtype in HALF_PRECISION.values():
-        with np.errstate(invalid="ignore"):  # NaN has no sign
+        with np.errstate(invalid="ignore"):  # np.sign warns about NaN
             overflows = (np.abs(true) >= _largest_certain(dtype)) & (np.sign(new) == np.sign(true)) & np.isfinite(true)
         wrong &= ~(overflows & (np.isinf(old) | np.isinf(new)))
     for kind, where in (("NaN", wrong & (np.isnan(old) != np.isnan(new))), ("infinite values", wrong)):
@@ -186,7 +185,7 @@ def describe_misplaced(expected: Array, actual: Array, exact: Array, dtype: str)
 
 
 def _largest_certain(dtype: str) -> float:
-    """Return the magnitude up to which a half-precision value is finite, however earlier results were rounded."""
+    """Return a magnitude: smaller half-precision values stay finite, however earlier results are rounded."""
     largest = float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
     return largest * (1 - 2 * TOLERANCES[dtype])
 

@@ -1,4 +1,4 @@
-"""Draw the values (at random, with fixed seeds) on which a fused node is compared with the nodes that it replaced."""
+"""Draw random values, with fixed seeds, on which a fused node is compared with the nodes that it replaced."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def operands_by_shape(unfused: UnfusedGraph, part: Part, lengths: tuple[int, ...
 
     The function is for models that do not run, so that no run shows the operands' values and sizes.  `lengths` are the
     sizes of symbolic dims in the order of the dims' names, repeated where there are more dims.
-    Integers are 0 or 1, which are valid indices of nearly any table.  Raises VerificationError where a shape is unknown
-    or too large.  Also raises it where the replaced nodes read a tensor that is neither an operand nor a constant: that
-    tensor may be computed from an operand, and independent random values would contradict each other.
+    Integers are 0 or 1, which are valid indices of nearly any table.  Raises VerificationError if a shape is unknown or
+    too large, or if the replaced nodes read a tensor that is neither an operand nor a constant.  Such a tensor could be
+    computed from an operand, and then independent random values for both would contradict each other.
     """
     for name in part.leaves:
         if name not in unfused.constants and name not in part.operands:
@@ -75,12 +75,12 @@ def _by_shape(name: str, shape: tuple[int, ...], dtype: int) -> Array:
 
 
 def draws(unfused: UnfusedGraph, part: Part, given: Feeds, *, runs: bool) -> Iterator[tuple[str, Feeds]]:
-    """Yield named sets of operand values: `given`, if a run computed them; then drawn values, small and then large.
+    """Yield named sets of operand values: `given`, if a run computed them; then random values, small and then large.
 
     If operands are masks, draws with fully masked rows follow.  Integers keep the values of the run, and so do tensors
-    that the replaced nodes read besides operands.  If such a tensor is floating-point, nothing is drawn, because it may
+    that only the replaced nodes read.  If such a tensor is floating-point, nothing is drawn, because the tensor could
     be computed from an operand.  If the fused node is a region, constants of one element keep their values, because
-    its attribute `program`, the list of its operators, may contain copies of these constants.
+    its attribute `program`, the list of its operators, can contain copies of these constants.
     """
     if runs:
         yield "the values of a run", given
@@ -104,7 +104,7 @@ def draws(unfused: UnfusedGraph, part: Part, given: Feeds, *, runs: bool) -> Ite
 
 
 def _masks(unfused: UnfusedGraph, part: Part, given: Feeds) -> dict[str, Mask]:
-    """Return the operands that are masks over keys, or over other elements of a row, by name."""
+    """Return, by name, the operands that mask elements of a row, such as the keys of attention."""
     may_mask = (name for name in part.operands if name not in unfused.ordinary)
     floats = [name for name in may_mask if given[name].dtype.name in FLOAT_NAMES]
     masks: dict[str, Mask] = dict.fromkeys(added_to_scores_by(part.replaced, floats), "added")

@@ -17,13 +17,13 @@ from onnxfuse.ir.dtypes import FLOATS
 from onnxfuse.ir.protos import nodes, stored_integers
 
 REORDERING_OPS: Final = VIEWS | {"Cast", "Clip", "Gather", "Slice"}
-# Operators after which a length is still a length, such as a number of frames computed from a number of samples.
+# Operators that compute a length from a length, such as a number of frames from a number of samples.
 ARITHMETIC_OPS: Final = {
     "Add", "Ceil", "Concat", "Div", "Floor", "Max", "Min", "Mod", "Mul", "ReduceMax", "ReduceMin", "Round", "Sub",
 }  # fmt: skip
-AFTER_SUMS: Final = {"Div", "Max", "Min", "Mul", "Where"}  # may lie between the Add of a mask and the Softmax
+AFTER_SUMS: Final = {"Div", "Max", "Min", "Mul", "Where"}  # allowed between the Add of a mask and the Softmax
 LOGICAL_OPS: Final = {*COMPARISONS, "And", "Not", "Or"}
-COUNTING_OPS: Final = {"CumSum", "NonZero", "Range"}  # old exporters spell Range as NonZero of ones
+COUNTING_OPS: Final = {"CumSum", "NonZero", "Range"}  # old exporters write Range as NonZero of ones
 Bound: TypeAlias = Literal["low", "high"]
 INTEGERS: Final = {
     TensorProto.INT8, TensorProto.INT16, TensorProto.INT32, TensorProto.INT64,
@@ -60,7 +60,7 @@ OPPOSITE: Final[Mapping[Bound, Bound]] = {"low": "high", "high": "low"}
 
 @dataclass(frozen=True)
 class Use:
-    """How a model uses the values of an input; a non-integer input has kind "low" or "high".
+    """How a model uses the values of an input; the kinds "low" and "high" exist for inputs of any dtype.
 
     kind "row"     the values index a table of `number` rows
     kind "mask"    the values are compared, or cast to floats
@@ -82,7 +82,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Links:
-    """The nodes of a graph, its subgraphs and functions, by their inputs and outputs; and the known constants."""
+    """Tables of a graph, its subgraphs and functions: consumers and producers of tensors, shapes, and constants."""
 
     consumers: Mapping[str, list[tuple[onnx.NodeProto, int]]]
     producers: Mapping[str, onnx.NodeProto]
@@ -103,7 +103,7 @@ def integer_uses(model: onnx.ModelProto) -> dict[str, Use]:
 
 
 def trip_counts(model: onnx.ModelProto) -> set[str]:
-    """Return the inputs, by name, that a Loop reads as its number of iterations, maybe after views and Casts."""
+    """Return the names of inputs that a Loop reads, directly or through views and Casts, as its trip count."""
     links = links_of(model)
     return {value.name for value in model.graph.input if _counts_trips(value.name, links)}
 
@@ -121,7 +121,7 @@ def bound_uses(model: onnx.ModelProto) -> dict[str, Use]:
     """Return the uses "low" and "high" of inputs by name.
 
     A Clip reads bounds.  A Max or Min reads an input of one element as a bound, if none of its other operands is such
-    an input or a constant.  Between the input and these operators, only views, Casts and Negs may lie.
+    an input or a constant.  These operators read the input directly, or through views, Casts and Negs.
     """
     links = links_of(model)
     values = [value for value in model.graph.input if value.name not in links.constants]
@@ -132,10 +132,10 @@ def bound_uses(model: onnx.ModelProto) -> dict[str, Use]:
 
 
 def _bounds(name: str, links: Links, single: Set[str], constants: Set[str]) -> Iterator[Bound]:
-    """Yield how nodes use a tensor as a bound.
+    """Yield the use "low" or "high" for each node that reads the tensor `name` as a bound.
 
-    single     the inputs of one element, and the views of them that lie between the input and the tensor
-    constants  the tensors that are constants
+    single     the model's inputs of one element, and those views of them that the search has passed
+    constants  the names of constants
     """
     for node, index in links.consumers.get(name, ()):
         others = {*node.input} - {name}
@@ -173,7 +173,7 @@ def _consumers(computing: Iterable[onnx.NodeProto]) -> dict[str, list[tuple[onnx
 def _is_added_to_scores(name: str, consumers: Mapping[str, Sequence[tuple[onnx.NodeProto, int]]]) -> bool:
     """Return whether a tensor, or a view of it, is added to the input of a Softmax.
 
-    Between the Add and the Softmax, only views, sums and operators of AFTER_SUMS may lie.
+    Only views, sums and operators of AFTER_SUMS are allowed between the Add and the Softmax.
     """
     work, seen = [(name, False)], {(name, False)}
     while work:
@@ -282,7 +282,7 @@ def axes_of_keys(node: onnx.NodeProto, links: Links) -> Iterator[tuple[str, int]
 
 
 def _counts_keys(name: str, links: Links) -> bool:
-    """Return whether GroupQueryAttention reads a tensor, maybe after arithmetic and Casts, as a number of keys."""
+    """Return whether GroupQueryAttention reads a tensor, or a number computed from it, as a number of keys."""
     work, seen = [name], {name}
     while work:
         for node, index in links.consumers.get(work.pop(), ()):
@@ -327,7 +327,7 @@ def _constant(name: str, links: Links) -> int:
 def _tensor_of_constant(node: onnx.NodeProto) -> TensorProto | None:
     """Return the value of a Constant node as a tensor.
 
-    None for values other than tensors and integers, because they say nothing about how inputs are used.
+    Returns None for values other than tensors and integers, because they say nothing about how inputs are used.
     """
     for attribute in node.attribute:
         if attribute.name == "value":
@@ -341,7 +341,7 @@ def _tensor_of_constant(node: onnx.NodeProto) -> TensorProto | None:
 
 
 def _without_weights(model: onnx.ModelProto) -> onnx.GraphProto:
-    """Return the graph with its model-local functions inlined, and without initializers, which can be big."""
+    """Return a model's graph; if the model has functions, a copy with these inlined and without initializers."""
     if not model.functions:
         return model.graph
     light = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import, functions=model.functions)

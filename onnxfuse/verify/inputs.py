@@ -1,4 +1,4 @@
-"""Make the inputs that a model is verified with: sizes of its dims and meaningful values, or those of an .npz file."""
+"""Choose the inputs on which a model is verified: sizes of its dims and plausible values, or arrays of an .npz file."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.plain_files import require_plain
 from onnxfuse.verify.input_uses import Use
 
-# Sizes of the dynamic dims, on axis 0 and on the other axes; the n-th name takes the n-th number.  The first two lines
-# give all names different sizes.  The other lines are for models with more requirements: a batch of one, equal sizes
-# under different names, sizes of images.
+# Sizes of the dynamic dims, on axis 0 and on the other axes; the n-th dim name gets the n-th number.  The first two
+# lines give all names different sizes.  The other lines are for models that need a batch of one, equal sizes under
+# different names, or the size of an image.
 DIM_SIZES = (
     ((2, 7, 13), (5, 3, 9, 11, 4)),
     ((3, 10, 14), (8, 4, 6, 12, 7)),
@@ -39,8 +39,8 @@ DIM_SIZES = (
     ((1,), (448,)),
     ((1,), (1024,)),
 )
-# Sizes to try after DIM_SIZES if a float input of at most three axes may hold audio.  The 1 is for a dim that may be
-# the batch size of another input, such as the state of a recurrent network.
+# Sizes to try after DIM_SIZES if a float input of at most three axes could hold audio.  The 1 is for the batch size of
+# another input, such as the state of a recurrent network.
 AUDIO_SIZES = tuple(((1,), (2**n, 1)) for n in range(8, 16))
 MAX_DIMS_AT_EDGES = 4  # dims set to 0 or 1 one at a time: a decoder's batch, length, cache length and one more
 MAX_ELEMENTS_DRAWN = 2**22  # elements per input: an image of 1024 x 1024 in colors, or minutes of audio
@@ -48,7 +48,7 @@ SLASH = r"(?<!/)/(?!/)"  # a division, which exporters write as // too
 # Words in the names of inputs that hold lengths, and of inputs that hold the size of an image.
 LENGTH_WORDS = frozenset({"len", "lens", "length", "lengths", "seqlen", "seqlens"})
 SIZE_WORDS = frozenset({"shape", "size", "sizes"})
-# Bounds to which a model clips: a third of the random floats lies outside of them.  Random integers are 0 or 1.
+# Values of inputs that are bounds of a Clip.  A third of the random floats lies outside of them.
 BOUNDS = {"low": -1, "high": 1}
 SMALL_SIZE = 2  # the value of an input that holds a size about which nothing else is known
 
@@ -79,7 +79,7 @@ def with_ranks(model: onnx.ModelProto, ranks: Mapping[str, int]) -> onnx.ModelPr
     for value in result.graph.input:
         if value.name in ranks and _is_unranked(value):
             shape = value.type.tensor_type.shape
-            shape.SetInParent()  # a scalar has a shape, too
+            shape.SetInParent()  # sets the field even if `shape` has no dims, as for a scalar
             for _ in range(ranks[value.name]):
                 shape.dim.add()
     return result
@@ -90,7 +90,7 @@ def _is_unranked(value: onnx.ValueInfoProto) -> bool:
 
 
 def input_dtypes(model: onnx.ModelProto) -> dict[str, np.dtype[Any]]:
-    """Return, by name, the dtypes of the tensors that a caller must pass, also of tensors of unknown rank."""
+    """Return, by name, the dtypes of the tensors that a caller must pass, including tensors of unknown rank."""
     values = ((value.name, value.type.tensor_type.elem_type) for value in _passed(model))
     return {name: np.dtype(onnx.helper.tensor_dtype_to_np_dtype(dtype)) for name, dtype in values if dtype}
 
@@ -151,17 +151,17 @@ def load_samples(
 
 
 def _inputs_like(arrays: Mapping[str, Array], model: onnx.ModelProto, more: int = 0) -> list[Input]:
-    """Return the inputs of a model; an unknown rank is that of the array, which has `more` axes more."""
+    """Return the inputs of a model; an input of unknown rank gets the rank of its array minus `more`."""
     return model_inputs(with_ranks(model, {name: max(0, value.ndim - more) for name, value in arrays.items()}))
 
 
 def _named_arrays(where: str, arrays: Mapping[str, Array], model: onnx.ModelProto) -> dict[str, Array]:
-    """Return arrays with the dtypes of the model.  Raises UsageError if an input has none."""
+    """Return the arrays, with raw bfloat16 bytes cast to bfloat16.  Raises UsageError if an input has no array."""
     found = dict(arrays)
     for name, dtype in input_dtypes(model).items():
         if name not in found:
             raise UsageError(f"{where} has no input '{name}'{_similar(name, list(found))}")
-        if dtype == ml_dtypes.bfloat16 and found[name].dtype == np.dtype("V2"):  # bfloat16 in .npz files
+        if dtype == ml_dtypes.bfloat16 and found[name].dtype == np.dtype("V2"):  # an .npz file stores bfloat16 as bytes
             found[name] = found[name].view(ml_dtypes.bfloat16)
     return found
 
@@ -213,10 +213,9 @@ def _similar(name: str, known: list[str]) -> str:
 def sizes_to_try(
     inputs: Sequence[Input], given: Mapping[str, Array], steps: Sequence[Mapping[str, int]] = ()
 ) -> Iterator[dict[str, int]]:
-    """Yield different sets of sizes of all dynamic dims, in the order of DIM_SIZES; given arrays fix their own sizes.
+    """Yield sets of sizes of all dynamic dims, in the order of DIM_SIZES; dims of given arrays keep their sizes.
 
-    After the first set, sets for which an input would be too big are left out.  Last come the sets in `steps`, as
-    `step_sizes` completes them.
+    After the first set, sets for which an input would be too big are left out.  Last come the sets of `step_sizes`.
     """
     names = _single_names(inputs)
     audio = any(
@@ -236,9 +235,9 @@ def sizes_to_try(
 def step_sizes(
     inputs: Sequence[Input], given: Mapping[str, Array], steps: Sequence[Mapping[str, int]]
 ) -> Iterator[dict[str, int]]:
-    """Yield those sets in `steps` that name only free dims, completed by sizes from DIM_SIZES for all other dims.
+    """Yield the sets in `steps`, with sizes from DIM_SIZES for all other dims.
 
-    A dim is free if no given array fixes its size.
+    Sets that name a dim whose size a given array fixes are left out.
     """
     zeros, ones = _zeros_and_ones(inputs, given)
     for choices, step in zip(DIM_SIZES, steps, strict=False):
@@ -247,7 +246,7 @@ def step_sizes(
 
 
 def _zeros_and_ones(inputs: Sequence[Input], given: Mapping[str, Array]) -> Iterator[dict[str, int]]:
-    """Yield sizes with 0, then with 1, in all free dims, which are those that no given array fixes."""
+    """Yield two sets of sizes: all dims that no given array fixes are 0 in the first, and 1 in the second."""
     return (_choose_sizes(inputs, ((size,), (size,)), given) for size in (0, 1))
 
 
@@ -259,7 +258,7 @@ def edge_sizes(
 ) -> Iterator[dict[str, int]]:
     """Yield sets of dim sizes with 1 or 0 in all free dims, then in one free dim while the others have `usual` sizes.
 
-    A dim is free if no given array fixes its size.  Only the first MAX_DIMS_AT_EDGES free dims are set one at a time.
+    A dim is free if no given array fixes its size.  Only the first MAX_DIMS_AT_EDGES free dims are set one by one.
     Last come the sets of `step_sizes`.
     """
     zeros, ones = _zeros_and_ones(inputs, given)
@@ -276,7 +275,7 @@ def edge_sizes(
 def _is_big(each: Input, sizes: Mapping[str, int], single_names: frozenset[str]) -> bool:
     try:
         return math.prod(_shape(each, sizes, single_names)) > MAX_ELEMENTS_DRAWN
-    except ArithmeticError:  # the code that makes the input's values reports this error
+    except ArithmeticError:  # the error comes again, and is reported, when the input is made
         return False
 
 
@@ -287,7 +286,7 @@ def generate_inputs(
     given: Mapping[str, Array],
     requested: Mapping[str, tuple[int, ...]] | None = None,
 ) -> dict[str, Array]:
-    """Return an array for every input: the given array, else seeded values of the requested shape or of `sizes`."""
+    """Return an array for every input: the given array, else random values of the requested shape or of `sizes`."""
     names = _single_names(inputs)
     known = {**(requested or {}), **{name: array.shape for name, array in given.items()}}
     shapes = {i.name: known[i.name] if i.name in known else _shape(i, sizes, names) for i in inputs}
@@ -297,7 +296,7 @@ def generate_inputs(
 def _choose_sizes(
     inputs: Sequence[Input], choices: tuple[tuple[int, ...], tuple[int, ...]], given: Mapping[str, Array]
 ) -> dict[str, int]:
-    """Return a size for every named dim: from the given arrays, else from `choices` (for axis 0, for other axes)."""
+    """Return a size for every named dim: from given arrays, else from `choices` (for axis 0, for all other axes)."""
     single_names = _single_names(inputs)
     sizes: dict[str, int] = {}
     for each in inputs:
@@ -307,7 +306,7 @@ def _choose_sizes(
             sizes |= {dim: size for dim, size in named if _parsed(dim, single_names) == symbol(dim)}
     count: Counter[bool] = Counter()
     for each in inputs:
-        alone = len(each.dims) == 1 and each.dtype.kind == "f"  # samples of audio rather than a batch
+        alone = len(each.dims) == 1 and each.dtype.kind == "f"  # the axis counts audio samples, not batch elements
         for axis, dim in enumerate(each.dims):
             for name in symbols(_parsed(dim, single_names)):
                 if name not in sizes:
@@ -324,9 +323,9 @@ def _single_names(inputs: Sequence[Input]) -> frozenset[str]:
 
 
 def _parsed(dim: int | str, single_names: frozenset[str]) -> Size:
-    """Parse a dim: a name becomes a symbol, and an expression such as `past + seq` or `2*seq` a size of symbols.
+    """Parse a dim: a name becomes a symbol, and `past + seq` or `2*seq` becomes an expression over symbols.
 
-    `total_sequence_length` is taken for the sum of `past_sequence_length` and `sequence_length` if both exist.
+    `total_sequence_length` is parsed as `past_sequence_length + sequence_length` if both names exist.
     """
     if isinstance(dim, int):
         return dim
@@ -345,7 +344,7 @@ def _shape(each: Input, sizes: Mapping[str, int], single_names: frozenset[str]) 
 def _generate_input(
     each: Input, inputs: Sequence[Input], shapes: Mapping[str, tuple[int, ...]], uses: Mapping[str, Use]
 ) -> Array:
-    """Return seeded values that suit the input's name or use: a mask, lengths, indices of a table, noise and so on."""
+    """Return random values that suit the input's name or use: a mask, lengths, indices of a table, noise and so on."""
     shape, use = shapes[each.name], uses.get(each.name)
     if each.dtype.kind == "O":
         return np.full(shape, "a", object)
@@ -393,7 +392,7 @@ def _words(each: Input) -> set[str]:
 
 
 def _lengths(shape: tuple[int, ...], longest: int, cumulative: bool) -> Array:
-    """Return lengths from `longest` down, at least 1; if `cumulative`, increasing offsets from 0 to `longest`."""
+    """Return positive lengths from `longest` down; if `cumulative`, offsets that increase from 0 to `longest`."""
     count = math.prod(shape)
     if cumulative:
         return np.linspace(0, longest, count).round().reshape(shape)
@@ -403,9 +402,9 @@ def _lengths(shape: tuple[int, ...], longest: int, cumulative: bool) -> Array:
 def _counted_size(each: Input, inputs: Sequence[Input], shapes: Mapping[str, tuple[int, ...]]) -> int:
     """Return the largest value for an input of lengths, such as `audio_lens`: the size of an axis of another input.
 
-    This other input is the one after which the lengths are named, else the first input whose first axis is as long as
-    the input of lengths, else the first input of several axes.  Of its axes after the first, the longest dynamic axis
-    is chosen, or the longest static axis if none is dynamic.
+    The other input is the one whose name contains `audio`; if there is none, the first input whose axis 0 has the size
+    of the lengths' axis 0; else the first input of several axes.  Of its axes after axis 0, the longest dynamic axis is
+    chosen, or the longest static axis if none is dynamic.
     """
     words = sorted(LENGTH_WORDS, key=len, reverse=True)
     stem = re.sub(f"_?({'|'.join(words)})(?![a-z])", "", each.name.lower())
@@ -420,9 +419,9 @@ def _counted_size(each: Input, inputs: Sequence[Input], shapes: Mapping[str, tup
 
 
 def _size_of_image(inputs: Sequence[Input], shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Return height and width of the first input with four axes, which is taken for images.
+    """Return height and width of the first input with four axes, which is assumed to hold images.
 
-    Their channels are on the last axis if its size is static and that of axis 1 is dynamic; else they are on axis 1.
+    The layout is channels-last if the last axis has a static size and axis 1 a dynamic one, else channels-first.
     """
     for each in inputs:
         if len(each.dims) == 4:
@@ -432,9 +431,10 @@ def _size_of_image(inputs: Sequence[Input], shapes: Mapping[str, tuple[int, ...]
 
 
 def _noise(each: Input, shape: tuple[int, ...], rows: int) -> Array:
-    """Return positions if the input's name says so, else random values: indices of table rows, bits, normal floats.
+    """Return 0, 1, 2, ... if the input's name contains "position", else random values.
 
-    Integers of 8 bits that index nothing are quantized numbers, and take all values.
+    These are flags, floats of the normal distribution, or integers below `rows` (below 2 if `rows` is 0).  But 8-bit
+    integers that do not index rows are assumed to be quantized numbers, and have all values of the dtype.
     """
     random = np.random.default_rng(zlib.crc32(each.name.encode()))
     if each.dtype.kind == "b":
@@ -455,7 +455,7 @@ def _noise(each: Input, shape: tuple[int, ...], rows: int) -> Array:
 def _prefix_mask(shape: tuple[int, ...]) -> Array:
     """Return a mask whose rows keep prefixes of different lengths.
 
-    A row keeps at least its first element, and a row of two or more elements does not keep its last.
+    Each row keeps at least its first element, and masks the last one if it has several.
     """
     if not shape or shape[-1] < 2:
         return np.ones(shape, bool)

@@ -1,4 +1,4 @@
-"""Judge the outputs of an optimized model: by runs of the original, by its noise, and by nearly equal scores."""
+"""Decide which outputs of an optimized model are wrong, by runs and noise of the original, and nearly equal scores."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from onnxfuse.verify.ties import are_ties, source_of_indices
 
 Results = Sequence[Mapping[str, object]]
 
-# An output may differ by this many times the original's own noise.  Fused nodes and onnxruntime's own optimizations
-# round at different places, and may change an output equally much.  One sample of noise is seldom the largest.
+# An output is allowed to differ by this many times the original's own noise.  Fused nodes round at other places than
+# the original, just as onnxruntime's own optimizations do.  A few samples of noise seldom show its largest value.
 NOISE_FACTOR: Final = 4.0
 OF_NOISE: Final = f"{NOISE_FACTOR:g} times the original's own noise"
-MAX_NOISE: Final = 0.5  # relative to an output's largest value; a noisier output is not compared
+MAX_NOISE: Final = 0.5  # relative to the output's largest value; an output with more noise is not compared
 
 
 def differences(reference: Reference, results: Results) -> tuple[tuple[OutputDifference, ...], dict[str, str]]:
@@ -35,10 +35,10 @@ def differences(reference: Reference, results: Results) -> tuple[tuple[OutputDif
 def settled(
     reference: Reference, results: Results, errors: tuple[OutputDifference, ...]
 ) -> tuple[tuple[OutputDifference, ...], dict[str, str]]:
-    """Return the results of `differences` for `errors`, which so far are judged by the tolerances of dtypes alone.
+    """Return the result of `differences`, given `errors`, which were found with the tolerances of the dtypes.
 
-    The original's noise is measured, and ties (nearly equal scores) are looked for, only where an output differs by
-    more than its tolerance.
+    If an output exceeds its tolerance, measure the original's noise, and look for ties (nearly equal scores), which can
+    excuse it.
     """
     hidden: dict[str, str] = {}
     if all(each.passed for each in errors):
@@ -66,9 +66,9 @@ def _excused(errors: Sequence[OutputDifference], hidden: Mapping[str, str]) -> t
 def _allow_noise(
     reference: Reference, errors: Sequence[OutputDifference]
 ) -> tuple[tuple[OutputDifference, ...], dict[str, str]]:
-    """Judge again the outputs that differ, now by a tolerance that the original's own noise sets.
+    """Return the differences with a tolerance that allows the original's own noise.
 
-    Also returns the outputs that are not compared, with reasons: their noise is above MAX_NOISE.
+    Also returns, with reasons, the outputs whose noise is above MAX_NOISE: they are not compared.
     """
     doubtful = [e.name for e in errors if not e.passed and math.isfinite(e.max_rel)]
     noise = measure_noise(reference, doubtful)
@@ -104,9 +104,9 @@ def _find_ties(reference: Reference, results: Results, errors: Sequence[OutputDi
 
 
 def _allow_steps(reference: Reference, results: Results, error: OutputDifference) -> OutputDifference:
-    """Return the difference of integers, marked as passed if only ties of a quantizer are rounded differently.
+    """Return the difference of integers, marked as passed if a quantizer merely rounds ties differently.
 
-    Each integer that differs is then one step off, and the number that the quantizer rounds there is nearly a tie.
+    That is so if each differing integer is off by one, and the number that the quantizer rounds to it is nearly a tie.
     """
     quantizer = None if error.passed or error.tolerance else source_quantizer(reference.original, error.name)
     if quantizer is None:

@@ -1,4 +1,4 @@
-"""Choose larger inputs for an output that cannot be compared because it is constant, all NaN or the like.
+"""Choose larger inputs for a model with an output that hides errors because it is constant, all NaN or the like.
 
 A draw is a set of dim sizes, with a function that makes random inputs of these sizes.
 """
@@ -36,9 +36,9 @@ def depends_on(model: onnx.ModelProto, output: str, names: Collection[str]) -> b
 def largest_first(
     model: onnx.ModelProto, folder: Path | None, draws: Iterable[Draw]
 ) -> Iterator[tuple[dict[str, int], dict[str, Array]]]:
-    """Yield, the largest first, dim sizes and random inputs from those `draws` that are small enough for fast runs.
+    """Yield the dim sizes and the random inputs of the draws, the largest first.
 
-    Tensors whose shapes the inputs do not determine count as small.
+    Draws that are too large for fast runs are left out.  Tensors whose shapes the inputs do not determine are ignored.
     """
     made = [(draw.sizes, draw.make()) for draw in draws]
     made = [each for each in made if all(array.size <= MAX_ELEMENTS_GIVEN for array in each[1].values())]
@@ -49,7 +49,7 @@ def largest_first(
 
 
 def _most_elements(shapes: ShapeInfo, feeds: Mapping[str, Array]) -> int:
-    """Return the number of elements of the largest tensor that nodes compute from these inputs."""
+    """Return the number of elements of the largest tensor in the graph, if the model runs on these inputs."""
     tensors = {t.name: t for node in shapes.graph.nodes for t in (*node.inputs, *node.outputs)}
     found = {name: shapes.shape(tensor) for name, tensor in tensors.items()}
     sizes: dict[str, int] = {}
@@ -59,7 +59,7 @@ def _most_elements(shapes: ShapeInfo, feeds: Mapping[str, Array]) -> int:
 
 
 def _named_sizes(shape: Shape, given: tuple[int, ...]) -> Iterator[tuple[str, int]]:
-    """Yield the symbols that are dims of an input, with their sizes."""
+    """Yield the (symbol, size) pairs of an input's dims."""
     for size, number in zip(shape, given, strict=False):
         match size:
             case Dim(terms=(((name,), 1),)):

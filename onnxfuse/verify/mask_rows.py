@@ -1,7 +1,7 @@
 """Draw masks again, with rows that keep nothing, only their end, or everything.
 
-Each row of the masks that are drawn first keeps at least its first element.  Attention treats fully masked rows
-differently from all others, and left padding under a causal mask makes such rows.
+In the masks that are drawn first, each row keeps its first element.  But a causal mask with left padding masks some
+rows fully, and attention treats fully masked rows differently from all others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KINDS: Final = 3  # kinds of rows: fully masked, only the end kept, nothing mask
 # The lowest finite number by dtype, used in additive masks; other dtypes use float32's.
 LOWEST: Final[Mapping[str, float]] = {"float16": -65504.0, "bfloat16": -3.3895313892515355e38}
 LOWEST_FLOAT32: Final = float(np.finfo(np.float32).min)
-Mask: TypeAlias = Literal["flags", "added"]  # boolean flags, or numbers added to scores: 0, or the lowest one
+Mask: TypeAlias = Literal["flags", "added"]  # booleans, or numbers that are added to scores: 0 or the lowest number
 
 
 def mask_inputs(model: onnx.ModelProto, given: Collection[str]) -> dict[str, Mask]:
@@ -39,7 +39,7 @@ def mask_inputs(model: onnx.ModelProto, given: Collection[str]) -> dict[str, Mas
 
 
 def with_mask_rows(feeds: Mapping[str, Array], masks: Mapping[str, Mask]) -> Iterator[dict[str, Array]]:
-    """Yield inputs with redrawn masks, until even the mask with the fewest rows has had a row of each kind."""
+    """Yield inputs with new masks several times, until even the mask with the fewest rows has had each kind of row."""
     sizes = {name: _rows(feeds[name].shape) for name in masks}
     known = {name: size for name, size in sizes.items() if size is not None}
     fewest = min((rows for rows, _ in known.values()), default=0)
@@ -52,8 +52,7 @@ def with_mask_rows(feeds: Mapping[str, Array], masks: Mapping[str, Mask]) -> Ite
 def _rows(shape: tuple[int, ...]) -> tuple[int, int] | None:
     """Return the number of rows of a mask and the elements per row; None for an empty mask, and for a scalar.
 
-    If there are more than two axes and the last has size 1, rows lie along the axis before it, as in (batch, length,
-    1).
+    Rows lie along the last axis, or along the axis before it if the last of three or more axes has size 1.
     """
     while len(shape) > 2 and shape[-1] == 1:
         shape = shape[:-1]
@@ -61,7 +60,7 @@ def _rows(shape: tuple[int, ...]) -> tuple[int, int] | None:
 
 
 def _drawn(value: Array, mask: Mask, rows: int, columns: int, first: int) -> Array:
-    """Return a mask whose row i has kind (first + i) % KINDS: 0 masks all of it, 1 keeps only its end, 2 masks none."""
+    """Return a mask whose row i has the kind (first + i) % KINDS: 0 is fully masked, 1 keeps its end, 2 keeps all."""
     kept = np.array([0, (columns + 1) // 2, columns])[(first + np.arange(rows)) % KINDS]
     left = (np.arange(columns) >= columns - kept[:, None]).reshape(value.shape)
     if mask == "flags":

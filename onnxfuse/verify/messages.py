@@ -1,4 +1,4 @@
-"""Send objects through a pipe: pickled, followed by the bytes of large arrays, which are not copied."""
+"""Send objects through a pipe: first the pickled object, then the bytes of large arrays, without copying these."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def send(stream: BinaryIO, content: object) -> None:
 
 
 def receive(stream: BinaryIO) -> Any:
-    """Read one object.  Raises EOFError at the end of the stream, and if it holds anything but a message."""
+    """Read one object.  Raises EOFError at the end of the stream, and if the bytes are not a message of `send`."""
     if _read(stream, len(BEGINNING)) != BEGINNING:
         raise EOFError
     (count,) = struct.unpack("<Q", _read(stream, 8))

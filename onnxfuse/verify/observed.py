@@ -1,4 +1,4 @@
-"""Detect outputs that hide errors because they are all NaN, empty, masked or constant; these are not compared."""
+"""Detect outputs that would hide errors, because they are all NaN, empty, masked or constant."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from onnxfuse.ir.dtypes import FLOAT_NAMES, Array
 from onnxfuse.verify.difference import MASK_MAGNITUDE, MASK_MAGNITUDES, TOLERANCES
 
-SAMPLE = 1 << 20  # elements of a large output that are checked first: all of them in float64 would take much memory
+SAMPLE = 1 << 20  # elements of a large output that are checked first: checking all takes a float64 copy
 # Changes of the floating-point inputs that are tried in turn while an output hides errors.
 REDRAWS: Mapping[str, tuple[float, float]] = {  # values become abs(x) * factor + addend
     "positive": (1.0, 0.1),
@@ -63,14 +63,14 @@ def _hidden(arrays: Sequence[Array]) -> str:
 
 
 def redrawn(feeds: Mapping[str, Array], kind: str, given: Collection[str]) -> dict[str, Array]:
-    """Return the floating-point inputs that are not `given`, with new values, as the entry `kind` of REDRAWS says."""
+    """Return the floating-point inputs that are not `given`, with values changed by the entry `kind` of REDRAWS."""
     factor, offset = REDRAWS[kind]
     floats = {n: v for n, v in feeds.items() if n not in given and v.dtype.name in FLOAT_NAMES}
     return {n: (np.abs(v.astype(np.float64)) * factor + offset).astype(v.dtype) for n, v in floats.items()}
 
 
 def inverted_flags(feeds: Mapping[str, Array], given: Collection[str]) -> dict[str, Array]:
-    """Return the one-element boolean inputs that are not `given`, inverted; such flags may select an If's branch."""
+    """Return the one-element boolean inputs that are not `given`, inverted: such a flag can select an If's branch."""
     return {n: np.asarray(~v) for n, v in feeds.items() if n not in given and v.dtype == np.bool_ and v.size == 1}
 
 

@@ -17,17 +17,17 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     import onnxruntime as ort
 
-BFLOAT16: Final = 16  # onnx.TensorProto.BFLOAT16; importing onnx takes longer than importing onnxruntime
+BFLOAT16: Final = 16  # onnx.TensorProto.BFLOAT16; this module does not import onnx, which would take long
 # onnxruntime's optimizations replace DequantizeLinear and MatMul by MatMulNBits if no other node reads the dequantized
-# weight.  Its CPU kernel, unlike GPU kernels, rounds the other operand to 8 bits unless the option requires float32.
+# weight.  The CPU kernel of MatMulNBits, unlike GPU kernels, rounds the activations to 8 bits; this option prevents it.
 EXACT_PRODUCTS: Final = "session.qdq_matmulnbits_accuracy_level", "1"
 
 
 def start(source: bytes | str, folder: str | None, optimize: bool) -> ort.InferenceSession:
     """Open a CPU session of a model file, or of a serialized model with its external weights in `folder`.
 
-    `optimize` lets onnxruntime optimize the graph, but not round the operands of products.  Raises whatever onnxruntime
-    raises for the model.
+    With `optimize`, onnxruntime optimizes the graph, but must not round the operands of products to 8 bits.  Any
+    exception of onnxruntime is passed on.
     """
     import onnxruntime
 
@@ -43,7 +43,7 @@ def start(source: bytes | str, folder: str | None, optimize: bool) -> ort.Infere
 
 
 def run(session: ort.InferenceSession, feeds: Mapping[str, npt.NDArray[Any]]) -> dict[str, object]:
-    """Return the outputs by name.  onnxruntime takes no bfloat16 arrays, so bfloat16 passes as OrtValues."""
+    """Return the outputs by name.  onnxruntime takes no bfloat16 arrays, so OrtValues carry bfloat16 tensors."""
     names = [o.name for o in session.get_outputs()]
     feeds = {i.name: feeds[i.name] for i in session.get_inputs()}
     if not any("bfloat16" in each.type for each in (*session.get_inputs(), *session.get_outputs())):
@@ -62,7 +62,7 @@ def to_ort_value(array: npt.NDArray[Any]) -> ort.OrtValue:
 
 
 def from_ort_value(value: ort.OrtValue) -> npt.NDArray[Any]:
-    """Return a tensor on the CPU as an array; bfloat16 as ml_dtypes.bfloat16."""
+    """Return a tensor on the CPU as an array; its dtype is ml_dtypes.bfloat16 if the tensor is bfloat16."""
     if value.data_type() != "tensor(bfloat16)":
         array: npt.NDArray[Any] = value.numpy()
         return array

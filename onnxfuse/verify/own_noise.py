@@ -19,22 +19,23 @@ from onnxfuse.verify.reference import Reference, Run
 from onnxfuse.verify.required_sizes import inferred_shapes
 from onnxfuse.verify.rounded_results import model_that_rounds
 
-# Relative error that a value may have after some roundings in another order, as after a fused node.
+# Relative error that a value can have after some roundings in another order, such as those of a fused node.
 SOME_ROUNDINGS: Final = 1e-6
-STEADY_DRAWS: Final = 8  # random draws of values perturbed by one unit in the last place; half also by SOME_ROUNDINGS
-# How many integers of an output may differ, as a multiple of how many differ between the original's own runs.
+STEADY_DRAWS: Final = 8  # number of runs with randomly perturbed inputs and weights
+# An output is excused if the optimized model changes at most this many times as many of its integers as the original's
+# own runs change.
 INTEGERS_FACTOR: Final = 4.0
 
 
 @dataclass(frozen=True)
 class _Cause:
-    """One source of noise: a variant of the original to run, and a change of its inputs."""
+    """One source of noise: a variant of the original to run, a change of its inputs, or both."""
 
     name: str
     model: Callable[[], onnx.ModelProto]
     move: Move
     optimize: bool = False
-    of_half_alone: bool = False  # whether the cause affects only values that are computed in or from half precision
+    of_half_alone: bool = False  # whether only outputs that are computed in or from half precision count
 
 
 def measure_noise(reference: Reference, names: Sequence[str]) -> dict[str, float]:
@@ -42,8 +43,8 @@ def measure_noise(reference: Reference, names: Sequence[str]) -> dict[str, float
 
     The causes are: inputs and weights that are perturbed by one unit in the last place; onnxruntime's graph
     optimizations, if `reference.by_optimizations`; float32 inputs that are perturbed by one rounding error of half
-    precision, if the model was converted to it; and the rounding of each result, where bfloat16 is compared in float32.
-    A run that changes where an output is NaN or infinite does not count for this output.
+    precision, if the model was converted to it; and rounding each result to bfloat16, if a bfloat16 model runs in
+    float32.  A run that changes where an output is NaN or infinite does not count for this output.
     """
     found = dict.fromkeys(names, 0.0)
     for cause in _causes(reference):
@@ -91,7 +92,7 @@ def _move_by_half_rounding(half: str, name: str, value: Array) -> Array:
 
 
 def _that_rounds(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model in float32, with each result of the main graph rounded to its half precision."""
+    """Return a float32 version of the model in which each half-precision result of the main graph is rounded."""
     shapes = inferred_shapes(model, None)
     dtypes = {t.name: shapes.dtype(t) for node in shapes.graph.nodes for t in node.outputs} if shapes else {}
     return model_that_rounds(model, dtypes)
@@ -100,11 +101,11 @@ def _that_rounds(model: onnx.ModelProto) -> onnx.ModelProto:
 def unsteady_outputs(
     reference: Reference, results: Sequence[Mapping[str, object]], errors: Sequence[OutputDifference]
 ) -> dict[str, str]:
-    """Return, with reasons, outputs whose shapes or integers differ about as much between runs of the original.
+    """Return, with reasons, failed outputs whose shapes or integers differ as much between runs of the original.
 
-    For example, a rounding may change a quantized value by one step, and that step may decide the length of a result.
-    In these runs, inputs and weights of the original are perturbed by a rounding error.  If
-    `reference.by_optimizations`, one more run uses onnxruntime's graph optimizations.
+    For example, a rounding can change a quantized value by one step, and that step can decide the length of a result.
+    The runs perturb inputs and weights of the original by a rounding error.  If `reference.by_optimizations`, one more
+    run uses onnxruntime's graph optimizations.
     """
     pairs = list(zip(reference.runs, results, strict=True))
     differ = {each.name: max(_elements_off(one.outputs[each.name], new.get(each.name)) for one, new in pairs)
@@ -148,6 +149,6 @@ def _how_unsteady(expected: object, actual: object) -> str:
 
 
 def _move_some(name: str, value: Array, draw: int) -> Array:
-    """Return values perturbed by one unit in the last place and, from half of STEADY_DRAWS on, by SOME_ROUNDINGS."""
+    """Return values perturbed by one unit in the last place; the later half of the draws adds SOME_ROUNDINGS."""
     moved = move_by_one_ulp(name, value, draw)
     return move_by_rounding(name, moved, SOME_ROUNDINGS, draw) if draw >= STEADY_DRAWS // 2 else moved

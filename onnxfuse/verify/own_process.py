@@ -1,4 +1,4 @@
-"""Run models in a worker, a process of its own: onnxruntime may crash or hang there, while this process goes on."""
+"""Run models in a worker process, so that this process goes on if onnxruntime crashes or hangs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from onnxfuse.ir.dtypes import Array
 from onnxfuse.verify.messages import receive, send
 
 DEFAULT_TIMEOUT: Final = 600.0  # time limit in seconds for opening a model, and for each run of it
-BYTES_SENT: Final = 16 * 2**20  # a larger model goes through a file: onnxruntime then needs no second copy in memory
-# The worker imports the same modules as this process, whatever its working directory and environment are.
+BYTES_SENT: Final = 16 * 2**20  # a larger model is sent as a file, so that onnxruntime needs no second copy in memory
+# The worker gets the module search path of this process, so that it imports the same modules.
 START_WORKER: Final = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from onnxfuse.verify.worker import main; main()"
 )
@@ -30,11 +30,11 @@ enabled = True  # the tests of this project switch worker processes off: they ru
 
 
 class OnnxruntimeFailure(Exception):
-    """Raised if onnxruntime fails to open or run a model, in this process or in the worker; the text says why."""
+    """onnxruntime failed to open or run a model, in this process or in the worker; the text says why."""
 
 
 class OnnxruntimeCrash(OnnxruntimeFailure):
-    """Raised if onnxruntime crashed, which ended the worker; the text names the signal or the exit code."""
+    """onnxruntime crashed, which ended the worker; the text names the signal or the exit code."""
 
 
 class TimeLimitExceeded(VerificationError):
@@ -42,7 +42,7 @@ class TimeLimitExceeded(VerificationError):
 
 
 class Worker:
-    """A process that opens and runs models.  If a model ends it, the next request starts a new process."""
+    """A process that opens and runs models.  If a model crashes it, the next request starts a new process."""
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
@@ -75,7 +75,7 @@ class Worker:
         return next(self._numbers)
 
     def file_for(self, name: str) -> Path:
-        """Return the path of a file for a model, in a folder that is deleted with the worker."""
+        """Return a path for a model file, in a folder that is deleted with the worker."""
         self._scratch = self._scratch or tempfile.TemporaryDirectory(prefix="onnxfuse-", ignore_cleanup_errors=True)
         return Path(self._scratch.name, name)
 
@@ -110,7 +110,7 @@ class Worker:
                     f"`{sys.executable} -c 'import onnxruntime'` may say why"
                 ) from None
             raise OnnxruntimeCrash(f"it ended onnxruntime with {how}") from None
-        except BaseException:  # an interrupted answer: the rest of it is still in the pipe
+        except BaseException:  # such as Ctrl-C: the pipe still holds a part of the answer, so the worker must end
             self._ended()
             raise
         finally:
@@ -141,7 +141,7 @@ class Worker:
         return getattr(self._process, name)
 
     def _ended(self) -> str:
-        """End the process if it runs, and return a signal's name or an exit code."""
+        """End the process if it runs, and return the signal or the exit code with which it ended."""
         process, self._process = self._process, None
         if process is None:
             return ""
@@ -167,7 +167,10 @@ def _end_late(process: subprocess.Popen[bytes], expired: threading.Event) -> Non
 
 
 class Stored:
-    """A model as a worker reads it: bytes with external weights in `folder`, or a file that this object deletes."""
+    """A model as a worker reads it: bytes with external weights in `folder`, or a temporary file.
+
+    The file is deleted with this object.
+    """
 
     def __init__(self, source: bytes | str, folder: str | None) -> None:
         self.source, self.folder = source, folder
@@ -191,7 +194,7 @@ class WorkerSession:
         self._ended = self._worker.ended
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, object]:
-        """Return the outputs by name; opens the model again if the worker has ended since, whatever ended it."""
+        """Return the outputs by name; if the worker has ended, open the model in a new worker first."""
         if self._ended != self._worker.ended:
             self._open()
         outputs: dict[str, object] = self._worker.ask("run", self._number, dict(feeds))
@@ -212,10 +215,10 @@ def current_worker() -> Worker | None:
 
 @contextmanager
 def own_process(timeout: float | None, *, at_once: bool = True) -> Iterator[None]:
-    """Run models in a process of its own while the block runs, each step of at most `timeout` seconds.
+    """Run models in a worker process while the block runs; opening or running a model takes at most `timeout` seconds.
 
-    If `timeout` is None, models run in this process, without a limit.  The other process is started now if `at_once`,
-    else when the first model is opened.
+    If `timeout` is None, models run in this process, without a limit.  The worker starts now if `at_once`, else when
+    the first model is opened.
     """
     if timeout is None or not enabled:
         yield

@@ -21,14 +21,14 @@ def partly_fused(
 ) -> onnx.GraphProto:
     """Return a fused graph in which nodes of the original replace the fused nodes that `without` names.
 
-    unfused    the graph as it was before fusing; a tensor of both graphs has the same name in both
+    unfused    the graph before fusing; a tensor that is in both graphs has the same name in both
     originals  maps a tensor of the fused graph, by name, to the original's tensor and the perm that transposes it
-    around     the names of the constants of the graphs around this one
+    around     the names of constants in the graphs that contain this one
     """
     given = {*around, *(t.name for t in fused.initializer), *(t.values.name for t in fused.sparse_initializer)}
     given |= {value.name for value in fused.input if value.name not in unfused.constants}
     made: dict[str, onnx.NodeProto] = {}
-    for node in fused.node:  # a Transpose at a layout border is useless without the fused node whose output it reads
+    for node in fused.node:  # nodes that read a removed fused node, such as Transposes of its layout, go with it
         others = originals if node.domain == DOMAIN else {}
         known = made, given, unfused.types, others
         if node.name not in without and all(any(name in each for each in known) for name in reads(node)):

@@ -27,8 +27,8 @@ from onnxfuse.ir.protos import copy_without, subgraphs
 from onnxfuse.ir.serde import constant_proto, node_proto
 
 LOOKED_THROUGH: Final = VIEWS | {"Cast", "Slice"}
-# Maximum number of nodes that may lie between an operand and a replaced node: views, Casts and scalings that nodes
-# outside of the part read, too.
+# Maximum number of nodes between an operand and a replaced node: views, Casts and scalings that were not replaced,
+# because nodes outside of the part read them, too.
 MAX_NODES_LOOKED_THROUGH = 12
 TABLES: Final = ("cos", "sin")  # names of operands that hold cosines and sines
 MAX_HASHED_BYTES = 4096  # per constant; larger constants are compared by name, not by value
@@ -44,7 +44,7 @@ Derived: TypeAlias = tuple[str, tuple[onnx.NodeProto, ...]]
 
 @dataclass(frozen=True)
 class UnfusedGraph:
-    """The normalized graph as it was before fusing; constants are read when they are needed, not copied."""
+    """The normalized graph before fusing; constants are read from the model when they are needed, not copied."""
 
     graph: Graph
     nodes: tuple[onnx.NodeProto, ...]
@@ -59,7 +59,7 @@ class UnfusedGraph:
 
     @cached_property
     def position(self) -> dict[int, int]:
-        """The place of each node in execution order, by the node's id."""
+        """The index of each node in execution order, by `id(node)`."""
         return {id(node): i for i, node in enumerate(self.nodes)}
 
     def constant(self, name: str) -> Array:
@@ -67,13 +67,13 @@ class UnfusedGraph:
         return constant_value(self.graph, self.constants[name])
 
     def initializer(self, name: str) -> onnx.TensorProto:
-        """Return a constant as an initializer; one whose data is external stays external."""
+        """Return a constant as an initializer; external data stays external."""
         return constant_proto(self.graph, self.constants[name], name)
 
     def model(
         self, nodes: Iterable[onnx.NodeProto], inputs: Sequence[onnx.ValueInfoProto], outputs: Sequence[str]
     ) -> onnx.ModelProto:
-        """Return a model of the given nodes, and of the constants that they read, unless `inputs` names these."""
+        """Return a model of the given nodes, with the constants that they read and that are not in `inputs`."""
         result = copy_without(self.graph.model, "graph", "functions")
         result.functions.extend(self.graph.model.functions)
         graph, given = result.graph, {value.name for value in inputs}
@@ -91,7 +91,7 @@ class UnfusedGraph:
 
 
 def unfused_graph(graph: Graph, shapes: ShapeInfo) -> UnfusedGraph:
-    """Return a copy of a sorted graph, made before nodes of it are replaced."""
+    """Return a copy of a sorted graph, to keep the nodes that fused nodes are about to replace."""
     tensors: dict[str, Tensor] = {**graph.outer_constants, **graph.folded_for_subgraphs}
     tensors |= {t.name: t for node in graph.nodes for t in (*node.inputs, *node.outputs) if t.name}
     constants = {name: tensor for name, tensor in tensors.items() if is_constant(tensor)}
@@ -101,7 +101,7 @@ def unfused_graph(graph: Graph, shapes: ShapeInfo) -> UnfusedGraph:
 
 
 def _ordinary(graph: Graph, shapes: ShapeInfo) -> Iterator[str]:
-    """Yield the operands of Adds, and the tensors that these are views of, unless they hold masks (like -inf)."""
+    """Yield the operands of Adds without mask values such as -inf, and the tensors that these operands are views of."""
     bounds, seen = Bounds(shapes), set[str]()
     for tensor in (each for node in graph.nodes if op_of(node) == "Add" for each in node.inputs):
         while tensor.name not in seen and bounds.of(tensor) < MASKS_FROM:
@@ -115,9 +115,9 @@ def _ordinary(graph: Graph, shapes: ShapeInfo) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Part:
-    """A fused node, the nodes that it replaced, and the tensors from outside that the replaced nodes read.
+    """A fused node, the nodes that it replaced, and further tensors that the replaced nodes read.
 
-    `equal` are further fused nodes that differ from this one by the names of tensors only.
+    `equal` are other fused nodes that differ from this one only in the names of tensors.
     """
 
     fused: onnx.NodeProto
@@ -135,7 +135,7 @@ class Part:
 
     @property
     def _sources(self) -> list[str]:
-        """The tensors of the optimized model that the fused node reads, or that its operands are computed from."""
+        """The fused node's inputs; for each input in `derived`, the tensor that it is computed from."""
         return [self.derived[name][0] if name in self.derived else name for name in self.fused.input]
 
     @property
@@ -163,20 +163,20 @@ class Part:
 
     @cached_property
     def repeated(self) -> dict[str, str]:
-        """Maps operand names to how the operand's columns repeat, if the fused node relies on this repetition."""
+        """Maps an operand's name to the pattern in which its columns repeat, if the fused node relies on it."""
         attributes = {each.name: each.s.decode() for each in self.fused.attribute if each.s}
         named = self._named_inputs.items()
         return {name: attributes[f"{word}{COLUMNS}"] for word, name in named if f"{word}{COLUMNS}" in attributes}
 
     @property
     def tables(self) -> list[str]:
-        """The operands that are cosines and sines, which are never large."""
+        """The operands that hold cosines and sines, which must not be drawn from large values."""
         named = (self._named_inputs.get(word, "") for word in TABLES)
         return [_original(self.originals, name) for name in named if name]
 
     @cached_property
     def _named_inputs(self) -> dict[str, str]:
-        """The fused node's input names, by the operand names that the fusion declares."""
+        """Maps the operand names that the fusion declares, such as "cos", to the fused node's inputs."""
         words = next((each.s.decode() for each in self.fused.attribute if each.name == "operands"), "")
         return dict(zip(words.split(), self.fused.input, strict=False))
 
@@ -188,14 +188,14 @@ class Part:
 
 
 def transpose(source: str, perm: tuple[int, ...], result: str) -> onnx.NodeProto:
-    """Return a Transpose; an Identity where `perm` is ()."""
+    """Return a Transpose of the tensor `source`; an Identity if `perm` is ()."""
     if not perm:
         return onnx.helper.make_node("Identity", [source], [result])
     return onnx.helper.make_node("Transpose", [source], [result], perm=perm)
 
 
 def transpose_back(source: str, perm: tuple[int, ...], result: str) -> onnx.NodeProto:
-    """Return the node that undoes `transpose` with `perm`."""
+    """Return a Transpose that inverts the one of `transpose` with the same `perm`."""
     return transpose(source, inverse(perm), result)
 
 
@@ -240,10 +240,10 @@ def distinct_parts(
 
 
 class _Derivations:
-    """Finds the nodes that compute operands that only the optimized model has, such as Reshapes of other tensors."""
+    """Finds the nodes that compute operands that only the optimized model has, such as Reshapes of shared tensors."""
 
     def __init__(self, unfused: UnfusedGraph, optimized: onnx.ModelProto, originals: Mapping[str, Original]) -> None:
-        """Store the tensors to derive operands from: those that the original has, too, perhaps in another layout."""
+        """Store the nodes and constants of the optimized model, and the tensors that the original has, too."""
         self.given = {*unfused.types, *originals}
         self.nodes = {name: n for n in optimized.graph.node if not n.domain for name in n.output}
         self.constants = {tensor.name: tensor for tensor in optimized.graph.initializer}
@@ -265,7 +265,7 @@ class _Derivations:
         return (min(sources, default=""), tuple(made.values())) if len(sources) < 2 and sources <= self.given else None
 
     def _sources(self, name: str, made: dict[str, onnx.NodeProto]) -> set[str]:
-        """Return the tensors from which `name` is computed; add the nodes between, by first output, to `made`."""
+        """Return the original's tensors that `name` is computed from; add the nodes that compute it to `made`."""
         constant, node = self.constants.get(name), self.nodes.get(name)
         if constant is not None and constant.ByteSize() <= MAX_HASHED_BYTES:
             made[name] = self._constant(name)
@@ -283,7 +283,7 @@ class _Derivations:
 
 
 def _without_names(nodes: Iterable[onnx.NodeProto]) -> list[str]:
-    """Return nodes as texts that are equal if the nodes differ by names only."""
+    """Return a text for each node; the texts of two lists are equal if the nodes differ only in names."""
     numbers: dict[str, int] = {}
     texts = []
     for node in nodes:
@@ -315,10 +315,10 @@ def _renamed(node: onnx.NodeProto, originals: Mapping[str, Original], of_inputs:
 def _between(
     unfused: UnfusedGraph, fused: onnx.NodeProto, replaced: Collection[str]
 ) -> tuple[tuple[onnx.NodeProto, ...], tuple[str, ...]]:
-    """Return the nodes between the operands and the outputs of a fused node, and the other tensors that they read.
+    """Return the original nodes that compute a fused node's outputs from its operands, and other tensors they read.
 
-    The walk goes back from the outputs.  It also passes through views, Casts and scalings if these lead to an operand,
-    and stops at other tensors.  An output that is an operand in another layout needs no nodes.
+    The search goes back from the outputs.  It passes replaced nodes, and views, Casts and scalings that lead to an
+    operand, and stops at other tensors.  No nodes are needed for an output that is an operand in another layout.
     """
     ends, gone = set(fused.input), set(replaced)
     distances: dict[tuple[str, int], bool] = {}
@@ -354,7 +354,7 @@ def _between(
 
 
 def with_other_outputs(node: onnx.NodeProto, names: Collection[str]) -> onnx.NodeProto:
-    """Return a node with these outputs renamed, because other nodes already compute tensors of these names."""
+    """Return a node with its outputs in `names` renamed, because other nodes compute tensors of these names."""
     if not any(name and name in names for name in node.output):
         return node
     result = onnx.NodeProto()

@@ -1,4 +1,7 @@
-"""Find out whether integers differ by one step of a quantizer because the numbers that it rounds are ties."""
+"""Find out whether integers differ only because a QuantizeLinear rounds ties differently.
+
+A tie is a number halfway between two integers; a small error decides to which of them it is rounded.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ FOLLOWED_OPS: Final = REGROUPING | {"Identity"}  # operators through which integ
 
 @dataclass(frozen=True)
 class Quantizer:
-    """A QuantizeLinear: its inputs by name ("" for an absent zero point), and the axis along which scales differ."""
+    """A QuantizeLinear: the names of its inputs ("" for an absent zero point), and the axis of its scales."""
 
     x: str
     scale: str
@@ -36,9 +39,9 @@ class Quantizer:
         """Return the share of integers that differ; infinity if any of them differs although x is not nearly a tie.
 
         `values` are the inputs of the quantizer, by name; x is the number that it rounds.  x is nearly a tie if the old
-        and the new integer are neighbours and x is close to the middle between them.  The allowed distance is the sum
-        of the magnitude of x and the root mean square of all x, times the tolerance of x's dtype, or of the half
-        precision in which x is computed.
+        and the new integer are neighbours and x is close to the middle between them.  The allowed distance is t times
+        (|x| + the root mean square of all x); t is the tolerance of the dtype, or half precision, in which x is
+        computed.
         """
         given = np.asarray(values[self.x])
         x, scale = given.astype(np.float64), np.asarray(values[self.scale]).astype(np.float64)
@@ -61,7 +64,7 @@ class Quantizer:
 
 
 def source_quantizer(model: onnx.ModelProto, output: str) -> Quantizer | None:
-    """Return the QuantizeLinear whose integers an output holds, in their order; None where it holds something else."""
+    """Return the QuantizeLinear whose result an output is, perhaps reshaped; None if another operator computes it."""
     node, _ = source_of(model, output, FOLLOWED_OPS)
     if node is None or node.op_type != "QuantizeLinear" or any(a.name == "block_size" and a.i for a in node.attribute):
         return None

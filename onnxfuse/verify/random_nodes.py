@@ -13,10 +13,10 @@ from onnxfuse.ir.protos import ONNX_DOMAINS, OneNode, nodes, tensors
 
 
 def describe_random_node(model: onnx.ModelProto, given: Mapping[str, Array], *, seeded: bool = False) -> str | None:
-    """Return a sentence about a node that draws new random numbers, in the graph, a subgraph or a function; else None.
+    """Return a sentence about a node that draws random numbers in the graph, a subgraph or a function; None if none.
 
-    `given` are inputs by name: Dropout draws numbers only if its training_mode, which may be an input, is true.
-    A node with a seed draws the same numbers in every session, but new ones in every run of a session: it is reported
+    `given` are inputs by name: Dropout draws numbers only if its training_mode, which can be an input, is true.
+    A node with a seed draws the same numbers in every session, but new ones in every run of a session.  It counts only
     if `seeded` is true.
     """
     for node in nodes(model.graph, *model.functions):
@@ -64,7 +64,7 @@ def _sentence(
 
 
 def _random_functions(model: onnx.ModelProto, given: Mapping[str, Array]) -> dict[str, str]:
-    """Return a sentence for each function that draws numbers, itself or in a function that it calls."""
+    """Return a sentence for each model-local function that draws numbers, itself or in a function that it calls."""
     found: dict[str, str] = {}
     for _ in model.functions:  # one pass per level of nested calls
         for function in model.functions:
@@ -75,7 +75,7 @@ def _random_functions(model: onnx.ModelProto, given: Mapping[str, Array]) -> dic
 
 
 def _is_training(model: onnx.ModelProto, dropout: onnx.NodeProto, given: Mapping[str, Array]) -> bool:
-    """Return whether the training_mode of a Dropout, an input since opset 12, may be true."""
+    """Return whether the training_mode of a Dropout, which is an input since opset 12, can be true."""
     flag = dropout.input[2] if len(dropout.input) > 2 else ""
     if not flag or flag in given:
         return bool(flag) and bool(given[flag])

@@ -1,8 +1,8 @@
-"""Run the original, as the reference that optimized models are compared with.
+"""Run the original model, as the reference that optimized models are compared with.
 
 It runs without onnxruntime's graph optimizations, which change the results of some models.  Its dynamic dims get two
-sets of sizes, and the sizes 0 and 1.  Further inputs follow while an output is all NaN, constant or the like, because
-comparing such an output would prove nothing.
+sets of sizes, and also the sizes 0 and 1.  If an output is all NaN, constant or the like, a comparison would prove
+nothing, so the original runs on more inputs.
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ if TYPE_CHECKING:
 Progress: TypeAlias = Callable[[str], None]
 
 RUNS_COMPARED = 2  # number of usual runs, with different sizes of the dynamic dims
-# If onnxruntime takes more than MAX_SECONDS_REFUSED seconds to refuse a run with a size >= LARGE_SIZE, no further
-# size is tried, because that may take longer, and more memory.  Attention over 32768 positions has 4 GB of scores for
-# each head.
+# If a run with a size >= LARGE_SIZE fails after more than MAX_SECONDS_REFUSED seconds, no further size is tried: it
+# could take still more time and memory.  Attention over 32768 positions has 4 GB of scores for each head.
 LARGE_SIZE, MAX_SECONDS_REFUSED = 1024, 1.0
 MAX_CRASHES = 3  # after this many crashes of onnxruntime, no other size is tried
 MAX_SECONDS_AT_EDGES = 30.0  # time limit for the original's runs at sizes 0 and 1
@@ -88,16 +87,16 @@ class Reference:
     random: frozenset[str] = frozenset()  # outputs whose values are new in every run
     numbers_for_nan: bool = False  # where the original gives NaN, any number passes
     accepted: Accepted = NOTHING_ACCEPTED  # the differences that `optimize` accepted
-    is_converted: bool = False  # the model was converted to half precision, which added Casts of float32 inputs
+    is_converted: bool = False  # whether the optimized model was converted to half precision, and casts its inputs
     tolerance: float | None = None  # replaces the tolerances by dtype and by the original's noise
     edges: Sequence[Run] = ()
     optimized: Mapping[str, object] | str = field(default_factory=dict)
-    scales: Mapping[str, float] = field(default_factory=dict)  # by output: errors are divided by at least this number
+    scales: Mapping[str, float] = field(default_factory=dict)  # by output: relative errors are divided by this or more
     noise: dict[str, dict[str, float]] = field(default_factory=dict)  # by cause and output: how far the output changes
     by_optimizations: bool = True  # whether changes by onnxruntime's graph optimizations count as noise
 
     def open(self, model: onnx.ModelProto, *, optimize: bool = False) -> Session:
-        """Open a variant of the original; it is converted to float32 if the original was."""
+        """Open a variant of the original, converted to float32 if the runs of the original were."""
         return open_session(model_to_float32(model) if self.in_float32 else model, self.folder, optimize=optimize)
 
     def run(self, session: Session, feeds: Mapping[str, Array]) -> dict[str, object]:
@@ -114,7 +113,7 @@ class Reference:
 
     @property
     def at_edges(self) -> Reference:
-        """Return a reference whose runs are at sizes 0 and 1; errors are relative to the outputs at the usual sizes."""
+        """Return a reference with only the runs at sizes 0 and 1; errors are relative to outputs of the usual runs."""
         scales = {name: max(largest_value(each.outputs[name]) for each in self.runs) for name in self.runs[0].outputs}
         return replace(self, runs=list(self.edges), edges=(), optimized={}, scales=scales, noise={})
 
@@ -137,7 +136,7 @@ class Reference:
         )  # fmt: skip
 
     def _limit(self, name: str) -> tuple[float | None, str]:
-        """Return the tolerance of an output (None: the default of its dtype), and a text that names its source."""
+        """Return an output's tolerance, None for the default of its dtype; and who set it, as a text."""
         accepted = self.accepted.tolerances.get(name)
         return (accepted, self.accepted.set_by) if self.tolerance is None and accepted else (self.tolerance, GIVEN)
 
@@ -158,12 +157,12 @@ def run_original(
     *,
     extremes: bool = True,
 ) -> Reference:
-    """Run the original as it is, and converted to float32 if it uses half precision.
+    """Run the original; if it uses half precision, also run it converted to float32.
 
     `extremes` adds runs at sizes 0 and 1, one run with onnxruntime's graph optimizations, and runs on masks with fully
-    masked rows.  Float16 models get no such masks: the result of a fully masked row depends on whether scores near
-    -65504 are rounded to that number, and onnxruntime rounds scores only where it removes no pair of Casts.  Raises
-    VerificationError if the original runs at no sizes.
+    masked rows.  Float16 models get no such masks.  Their results for fully masked rows depend on whether scores near
+    -65504 are rounded to -65504, which onnxruntime does not do between nodes whose pair of Casts it removes.  Raises
+    VerificationError if the original does not run at any sizes.
     """
     ranked = with_known_ranks(model, shapes, given)
     check_inputs(given, model_inputs(ranked))
@@ -172,7 +171,7 @@ def run_original(
     tensors = half_precision_tensors(model) if half else set()
     try:
         prepared = prepare(model, folder)
-    except OSError as error:  # such as no space for a file that a worker reads
+    except OSError as error:  # such as a full disk, where the model is written for a worker
         raise VerificationError(f"the original cannot be written for onnxruntime: {first_line(error)}") from error
     try:
         runs, at_edges = original.run(prepared, tell)
@@ -197,7 +196,7 @@ def run_original(
         return result
     try:
         tell("run the original in float32")
-        session = open_session(model_to_float32(model), folder, optimize=False)  # optimizing would drop pairs of Casts
+        session = open_session(model_to_float32(model), folder, optimize=False)  # optimizing drops Casts that round
         every = (*runs, *at_edges)
         exact = [replace(r, float32_outputs=run(session, arrays_to_float32(r.feeds))) for r in every]
     except Exception as error:
@@ -216,7 +215,7 @@ def _run_optimized_by_onnxruntime(model: Prepared, first: Run, tell: Progress) -
 
 
 def _hidden_outputs(runs: Sequence[Run], random: Collection[str]) -> dict[str, str]:
-    """Return the outputs, except `random` ones, that cannot be compared (all NaN, constant, ...), with the reasons."""
+    """Return, with reasons, the outputs whose values hide errors (all NaN, constant, ...), except `random` ones."""
     reasons = {n: what_hides([r.outputs[n] for r in runs]) for n in runs[0].outputs if n not in random}
     return {name: reason for name, reason in reasons.items() if reason}
 
@@ -239,10 +238,10 @@ class _Original:
     def run(self, model: Prepared, tell: Progress, *, in_float32: bool = False) -> tuple[list[Run], list[Run]]:
         """Run the original, or its float32 version; return the usual runs, and the runs at sizes 0 and 1.
 
-        The usual runs use the first sizes at which the model runs, two sets of sizes if dims are dynamic.  One more run
-        inverts boolean flags, which choose between branches, and `mask_rows` adds runs on masks with fully masked rows.
-        While an output that depends on drawn inputs cannot be compared, runs at a larger size and on other values
-        follow.  Outputs in `random` are never compared.  Raises VerificationError if the model runs at no sizes.
+        The usual runs use the first sizes at which the model runs: two sets of sizes if it has dynamic dims.  One more
+        run inverts boolean flags, because they can select branches, and `mask_rows` adds runs on masks with fully
+        masked rows.  If all runs so far hide errors of an output, runs at a larger size and on other values follow.
+        Outputs in `random` are never compared.  Raises VerificationError if the model does not run at any sizes.
         """
         session = _session_of_original(model)
 
@@ -251,12 +250,12 @@ class _Original:
 
         left = draws(self.model, self.shapes, self.given)
         runs = _first_runs(left, run_at, tell, bool(self.given))
-        with suppress(VerificationError):  # after a run that took too long, other runs may also take too long
+        with suppress(VerificationError):  # after a run that exceeds the time limit, no others are tried
             self._run_more(runs, left, run_at, tell)
         return runs, list(self._at_edges(runs, run_at, tell)) if self.edges else []
 
     def _run_more(self, runs: list[Run], left: Iterator[Draw], run_at: RunAt, tell: Progress) -> None:
-        """Run further draws, and append the runs to `runs`.  Raises VerificationError if one exceeds the time limit."""
+        """Run the original on further inputs, and append to `runs`.  Raises VerificationError at the time limit."""
 
         def add(told: str, sizes: dict[str, int], feeds: dict[str, Array]) -> bool:
             tell(f"run the original{told}")
@@ -285,8 +284,8 @@ class _Original:
     def _at_edges(self, runs: Sequence[Run], run_at: RunAt, tell: Progress) -> Iterator[Run]:
         """Yield runs at sizes 0 and 1, and with Loops of 0 iterations, until MAX_SECONDS_AT_EDGES have passed.
 
-        Sizes that the model refuses are left out.  If models run in this process, size 0 is skipped: some kernels of
-        onnxruntime divide by it, which would crash this process.
+        Sizes at which the model fails are left out.  If models run in this process, size 0 is skipped, because some
+        kernels of onnxruntime divide by the size, which would crash this process.
         """
         done = [each.sizes for each in runs]
         started = time.monotonic()
@@ -300,17 +299,17 @@ class _Original:
                 yield run_at(draw.sizes, draw.make())
             except (OnnxruntimeCrash, VerificationError):  # other edge sizes would crash or take too long as well
                 break
-            except Exception:  # where the original fails, there is nothing to compare with
+            except Exception:  # sizes at which the original fails cannot be compared
                 continue
 
     def _without_iterations(self, usual: Run) -> Iterator[Draw]:
-        """Yield the usual inputs with all numbers of iterations 0; nothing if no drawn input is such a number."""
+        """Yield the usual inputs with all Loop trip counts set to 0; nothing if no generated input is a trip count."""
         drawn = trip_counts(self.model) & usual.feeds.keys() - self.given.keys()
         if none := {name: np.zeros_like(usual.feeds[name]) for name in sorted(drawn)}:
             yield Draw(usual.sizes | dict.fromkeys(none, 0), lambda: usual.feeds | none)
 
     def _may_show_more(self, runs: Sequence[Run]) -> bool:
-        """Return whether an output that these runs cannot compare depends on inputs that can get new random values."""
+        """Return whether more runs can help: an output that would hide errors depends on an input that can change."""
         drawn = {each.name for each in model_inputs(self.model)}.difference(self.given)
         return any(depends_on(self.model, name, drawn) for name in _hidden_outputs(runs, self.random))
 

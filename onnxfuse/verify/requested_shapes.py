@@ -1,4 +1,4 @@
-"""Make inputs of the shapes that a user asks for (`--shape ids:8x512`); other sizes are chosen as in verification."""
+"""Make inputs of the shapes that a user asks for (`--shape ids:8x512`); `verify.inputs` chooses all other sizes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def draws(model: onnx.ModelProto, shapes: Sequence[str], given: Mapping[str, Arr
 def edge_draws(
     model: onnx.ModelProto, shapes: Sequence[str], given: Mapping[str, Array], usual: Mapping[str, int]
 ) -> Iterator[Draw]:
-    """Yield sets of dim sizes with 0 or 1 for dims that neither shapes nor arrays fix, and the rest as in `usual`."""
+    """Yield draws with sizes 0 and 1 in dims that neither shapes nor arrays fix; other sizes are as in `usual`."""
     required, known, make = _fitting(model, shapes, given)
     for sizes in edge_sizes(required.inputs, known, usual, required.steps):
         yield Draw(sizes, partial(make, sizes))
@@ -61,7 +61,7 @@ def edge_draws(
 def _fitting(
     model: onnx.ModelProto, shapes: Sequence[str], given: Mapping[str, Array]
 ) -> tuple[Required, Mapping[str, Array], Callable[[Mapping[str, int]], dict[str, Array]]]:
-    """Return a model's inputs, arrays of given and requested shapes, and a function that makes inputs from dim sizes.
+    """Return a model's inputs, arrays with the given and requested shapes, and a function from dim sizes to inputs.
 
     Raises UsageError for shapes that the model does not accept or that do not fit into memory.
     """
@@ -74,7 +74,7 @@ def _fitting(
     with _usage_error_for_sizes():
         empty = {name: np.broadcast_to(np.zeros((), dtypes.get(name, "f4")), dims) for name, dims in requested.items()}
     check_inputs(empty, wanted)
-    if requested:  # without requested shapes, arrays that seem inconsistent may still fit the model
+    if requested:  # without requested shapes, arrays that seem inconsistent are passed: they could fit the model
         _check_names(requested | {name: value.shape for name, value in given.items()}, wanted)
     uses = bound_uses(model) | integer_uses(model)
     return required, {**empty, **given}, lambda sizes: generate_inputs(wanted, sizes, uses, given, requested)

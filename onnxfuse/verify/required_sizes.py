@@ -1,4 +1,4 @@
-"""Find the input sizes that a model's operators require, if trying sizes would be unsafe or would rarely succeed.
+"""Find the input sizes that some operators require: to try sizes for them would be unsafe, or would rarely succeed.
 
 onnxruntime may run a Conv on a wrong number of channels: its convolutions in a blocked layout then read past the end of
 memory.  GroupQueryAttention accepts cached keys and values (a past) only if their heads fit, and if all layers and the
@@ -30,11 +30,11 @@ PAST, NEW = "past_length", "new_length"  # names given to the dims that have no 
 
 @dataclass(frozen=True)
 class Required:
-    """The inputs of a model; dims for which only one size is possible are that number, and equal dims have one name.
+    """The inputs of a model, with the sizes that it requires: a dim is a number if only one is possible.
 
-    For a model with a cache, `steps` holds more sets of sizes at which it runs with several sequences: a prompt without
-    a past, and one token with a past.  With a past, onnxruntime's CPU provider takes several tokens only if there is
-    one sequence.
+    Dims that must be equal have one name.  For a model with a cache, `steps` holds more sets of sizes, for several
+    sequences: a prompt without a past, and one token with a past.  With a past, onnxruntime's CPU provider accepts
+    several tokens only for a single sequence.
     """
 
     inputs: list[Input]
@@ -55,7 +55,7 @@ def required_sizes(model: onnx.ModelProto, inputs: Sequence[Input]) -> Required:
 
 
 def _inlined(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model with its functions inlined, also the functions of fused nodes."""
+    """Return the model with all functions inlined, including the functions of fused nodes."""
     if not model.functions:
         return model
     result = onnx.inliner.inline_local_functions(without_initializers(model))
@@ -73,8 +73,8 @@ def _completed(each: Input, known: Sequence[object] | None) -> Input:
 def _with_cache(model: onnx.ModelProto, inputs: list[Input]) -> Required:
     """Return the inputs with the lengths that GroupQueryAttention requires.
 
-    Its pasts (cached keys and values) have one length, and masks and biases cover the past and the new tokens.  A name
-    of a dim stands for the same size in all inputs.
+    All its pasts (cached keys and values) have the same length, and masks and biases cover the past and the new tokens.
+    Dims of one name get the same size in all inputs.
     """
     known, links, uses = {each.name: each for each in inputs}, links_of(model), integer_uses(model)
     attention = next((node for node in links.producers.values() if node.op_type == CACHED), None)

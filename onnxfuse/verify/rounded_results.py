@@ -1,6 +1,6 @@
 """Evaluate a half-precision model in float32, rounding each node's result to half precision.
 
-On the CPU, onnxruntime does not round between most half-precision operators, unless a Transpose lies between them;
+onnxruntime's CPU provider does not round the results of most half-precision operators, unless a Transpose reads them;
 other providers round each result.
 """
 

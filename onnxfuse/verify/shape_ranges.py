@@ -11,13 +11,13 @@ from onnxfuse.verify.inputs import Input
 from onnxfuse.verify.requested_shapes import split_shapes
 
 MAX_SPREAD: Final = 256  # largest number of combinations of sizes
-Range = tuple[int, int]  # the least and the greatest size; both are the same for a size that was given as one number
+Range = tuple[int, int]  # the smallest and the largest size; the two are equal if the user gave one number
 
 
 def parse_ranges(shapes: Sequence[str], inputs: Sequence[Input]) -> dict[str, tuple[Range, ...]]:
     """Parse `input:1..8x1..512` into name and ranges.
 
-    Raises the UsageErrors of `split_shapes`, and UsageError for a range whose first size is not the smallest.
+    Raises UsageError as `split_shapes` does, and for a range whose first size is larger than its last.
     """
     found = split_shapes(shapes, inputs, r"\d+(\.\.\d+)?", "input:1..8x512")
     return {name: tuple(_range(name, size) for size in sizes) for name, sizes in found.items()}
@@ -31,7 +31,7 @@ def _range(name: str, text: str) -> Range:
 
 
 def spread(ranges: Mapping[str, Sequence[Range]], inputs: Sequence[Input]) -> list[list[str]]:
-    """Return, largest first, shapes in the form of `--shape`, for combinations of sizes from the ranges.
+    """Return shapes in the form of `--shape`, the largest first, for all combinations of sizes from the ranges.
 
     The sizes of a range are its ends and the powers of two between them.  Dims of one name have one size.
     Raises UsageError if a named dim has two different ranges, and if there are more than MAX_SPREAD combinations.

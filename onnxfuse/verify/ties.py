@@ -17,9 +17,9 @@ FOLLOWED_OPS: Final = REGROUPING | {"Cast", "Identity"}  # operators through whi
 
 
 def source_of(model: onnx.ModelProto, output: str, through: Set[str]) -> tuple[onnx.NodeProto | None, int]:
-    """Return the node that computes a tensor before operators of `through`, and the index of the node's output.
+    """Go back from a tensor past operators in `through`; return the node that computes it, and which of its outputs.
 
-    The node is None if the tensor is an input or an initializer.
+    The node is None if the search ends at an input or an initializer.
     """
     producers = {name: (node, index) for node in model.graph.node for index, name in enumerate(node.output)}
     node, index = producers.get(output, (None, 0))
@@ -29,7 +29,7 @@ def source_of(model: onnx.ModelProto, output: str, through: Set[str]) -> tuple[o
 
 
 def source_of_indices(model: onnx.ModelProto, output: str) -> onnx.NodeProto | None:
-    """Return the ArgMax, ArgMin or TopK whose indices an output holds; None where it holds something else."""
+    """Return the ArgMax, ArgMin or TopK whose indices an output holds; None if another operator computes it."""
     node, index = source_of(model, output, FOLLOWED_OPS)
     return node if node is not None and (node.op_type, index) in INDEX_OPS else None
 

@@ -1,4 +1,4 @@
-"""The input values of the first iteration of a Loop or Scan body, or of an If branch, in a run of the outer graph."""
+"""Find the inputs of the first iteration of a Loop or Scan body, or of an If branch, in a run of the outer graph."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ DTYPE_ATTRIBUTES = {"to", "dtype", "output_dtype", "softmax_precision", "stash_t
 
 @dataclass(frozen=True)
 class Widening:
-    """The dtypes that a conversion replaces, and the wider dtype that replaces them."""
+    """The dtypes that a conversion replaces, and the wider dtype that it uses instead."""
 
     replaced: frozenset[int]
     to: int
@@ -32,7 +32,7 @@ class Widening:
         return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(self.to))
 
     def array(self, value: Any) -> Any:
-        """Return an array, or a list of arrays, converted where it has a replaced dtype."""
+        """Return an array or a list of arrays; those with a dtype in `replaced` are converted."""
         if isinstance(value, list):
             return [self.array(each) for each in value]
         kinds = {onnx.helper.tensor_dtype_to_np_dtype(number) for number in self.replaced}
@@ -68,7 +68,7 @@ def half_precision_tensors(model: onnx.ModelProto) -> set[str]:
 
 
 def _dtypes_in(names: set[str], *outer: NodeContainer) -> set[int]:
-    """Return all dtypes in graphs and functions: of initializers, of values, and in the attributes `names`."""
+    """Return all dtypes in graphs and functions: of initializers and values, and in the attributes named in `names`."""
     parts = list(graphs(*outer))
     found = {a.i for a in _dtype_attributes(names, parts)}
     for part in parts:
@@ -83,9 +83,9 @@ def _dtypes_in(names: set[str], *outer: NodeContainer) -> set[int]:
 def model_to_float32(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy that computes in float32 wherever the model computes in float16 or bfloat16.
 
-    A Cast to half precision rounds on purpose, so it is kept, followed by a Cast back to float32.  Initializers,
-    tensors in attributes, the types of values, and the dtypes of `Cast` and the like are replaced, in subgraphs and
-    model-local functions too.  External weights stay in their file, and a Cast converts them.
+    A Cast to half precision rounds on purpose, so it is kept, followed by a Cast back to float32.  Everything else is
+    converted, also in subgraphs and model-local functions: initializers, tensors in attributes, types of values, and
+    attributes such as `to` of other Casts.  External weights stay in their file, and a Cast converts them.
     """
     return _widened(model, TO_FLOAT32)
 
@@ -129,7 +129,7 @@ def _roundings(part: NodeContainer, by: Widening) -> dict[str, int]:
 
 
 def _round_again(part: onnx.GraphProto | onnx.FunctionProto, roundings: Mapping[str, int]) -> None:
-    """Insert a Cast to half precision before each Cast that had this dtype as `to` and now has float32."""
+    """Insert the original Cast to half precision before each Cast whose `to` the conversion replaced by float32."""
     if not roundings:
         return
     present = list(part.node)
@@ -210,7 +210,7 @@ def _attribute(node: onnx.NodeProto, attribute: AttributeProto, by: Widening) ->
 
 
 def _initializers(graph: onnx.GraphProto, by: Widening) -> None:
-    """Convert initializers; an external one is renamed instead, and a Cast of it writes a tensor of the old name."""
+    """Convert initializers; an external one is renamed, and a new Cast writes it to a tensor of its old name."""
     casts = {}
     for tensor in graph.initializer:
         if not uses_external_data(tensor):

@@ -19,7 +19,7 @@ def main() -> None:
     """Answer requests from standard input on standard output."""
     _no_core_files()
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # output of native code must not reach the pipe
+    os.dup2(2, 1)  # native code that prints to stdout must not write into the pipe
     requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_read_requests, args=(sys.stdin.buffer, requests), daemon=True).start()
     try:
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def _read_requests(stream: BinaryIO, requests: queue.SimpleQueue[Any]) -> None:
-    """Put requests into the queue; when the parent process ends, end this process, even while a model runs."""
+    """Move requests from the stream to the queue; when the stream ends, end this process, even while a model runs."""
     try:
         while True:
             requests.put(receive(stream))
@@ -54,7 +54,7 @@ def _answer(requests: queue.SimpleQueue[Any], answers: BinaryIO) -> None:
                 result = None
             else:
                 result = ort_session.run(sessions[number], *arguments)
-            send(answers, ("done", result))  # pickles the result before it writes
+            send(answers, ("done", result))  # if pickling fails, nothing has been written yet
         except Exception as error:
             send(answers, ("failed", f"{error}" or type(error).__name__))
         arguments, result = [], None  # free the arrays before the next request comes
@@ -64,6 +64,6 @@ def _no_core_files() -> None:
     """Prevent core files when onnxruntime crashes."""
     try:
         import resource
-    except ImportError:  # Windows
+    except ImportError:  # Windows has no such module
         return
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
