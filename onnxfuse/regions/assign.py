@@ -22,8 +22,8 @@ from onnxfuse.rewrite.replace import Fused, LocalFunctions, drop_functions
 class RegionResult:
     """The result of forming regions.
 
-    `fused` holds the records of new regions, and of existing fused nodes into which operators were fused.  `reasons`
-    maps the label of each other node to the reason why the node is in no region.
+    `fused` holds the records of new regions, and of existing fused nodes that took in operators.  `reasons` maps the
+    label of each node that was not fused to the reason.
     """
 
     fused: tuple[Fused, ...] = ()
@@ -31,19 +31,20 @@ class RegionResult:
 
 
 def assign_regions(joining: Joining, fused: Collection[Fused] = ()) -> RegionResult:
-    """Replace the regions of a sorted graph by fused nodes, or fuse them into existing fused nodes; return the records.
+    """Form regions in a sorted graph; replace each by a fused node, or fuse it into an existing fused node.
 
-    `joining` holds the graph, and decides whether operators can join a fused node.  `fused` holds the records of
-    existing fused nodes, and of operators that become fused nodes if no region takes them.
+    Returns the records of the fused nodes, and the reasons for all other nodes.  `joining` holds the graph, and decides
+    whether operators can join a fused node.  `fused` holds the records of existing fused nodes, and of operators that
+    become fused nodes if no region takes them.
     """
     graph = joining.graph
     clusters, formed = form_regions(joining.shapes, joining.keep)
-    # `joins` maps the name of a fused node's result to a planned join; `apart` has clusters that join no fused node.
+    # `joins` maps the name of a fused node's result to the planned join of operators; `apart` has all other clusters.
     joins, apart = dict[str, Join](), list[Cluster]()
     records, work = {one.node: one for one in fused}, deque(formed)
     while work:
         cluster = work.popleft()
-        # A match that an operator joined before has been fused, and may have replaced nodes of this cluster.
+        # An earlier join can have fused a match, which replaced nodes of this cluster.
         if not all(node.outputs for node in cluster.nodes):
             continue
         order_by_reading(cluster, clusters.forms)
@@ -65,9 +66,9 @@ def assign_regions(joining: Joining, fused: Collection[Fused] = ()) -> RegionRes
     functions = LocalFunctions(graph)
     made = [write_epilogue_fusion(clusters, join, functions, bodies, records) for join in joins.values()]
     made += [write_region(clusters, cluster, functions, bodies, records) for cluster in apart]
-    copies = [each for each in clusters.copies if each.outputs]  # the copies that are not part of a region now
+    copies = [each for each in clusters.copies if each.outputs]  # copies that have not become part of a fused node
     for copy in copies:
-        graph.names.add(copy.name)  # until now, the copy has the name of the original node
+        graph.names.add(copy.name)  # so far, the copy has the name of the original node
         copy.name = graph.unique_name(copy.name)
     if made or copies:
         graph.remove_dead()
@@ -79,11 +80,11 @@ def assign_regions(joining: Joining, fused: Collection[Fused] = ()) -> RegionRes
 def _with_norms(
     clusters: Clusters, apart: Collection[Cluster], joining: Joining, joins: dict[str, Join]
 ) -> tuple[list[Cluster], list[Node]]:
-    """Merge each cluster with the fused norms that should be computed with it; return the clusters and all these norms.
+    """Merge clusters with fused norms where one kernel should compute both; return the clusters and the merged norms.
 
-    `apart` holds the clusters that are not fused into a fused node.  `joins` holds the clusters that are to be fused
-    into one, by the name of the node's result.  If this node is a merged norm, its entry is removed from `joins`, and
-    the operators of the entry become part of the merged cluster.
+    `apart` holds the clusters that join no fused node.  `joins` maps the name of a fused node's result to the planned
+    join of operators.  If a norm is merged, its entry is removed from `joins`, and the operators of this entry become
+    part of the merged cluster.
     """
     found, norms = list[Cluster](), list[Node]()
     for cluster in apart:
@@ -99,9 +100,9 @@ def _with_norms(
 
 
 def _is_made(clusters: Clusters, join: Join, records: dict[str, Fused], joining: Joining) -> bool:
-    """Return whether the cluster of a planned join can join its fused node; write this node if it does not exist yet.
+    """Return whether a planned join is possible; if the join has a match, replace it by the fused node first.
 
-    In that case, the join has the match that the fused node replaces, and the node's record is added to `records`.
+    The record of a new fused node is added to `records`.
     """
     (maker,) = join.result.inputs
     record = records.get(maker.name)

@@ -1,7 +1,7 @@
-"""Move borders between regions: operators that compute a large tensor move to its readers if that saves bytes.
+"""Move operators that compute a large tensor to the regions that read the tensor, if that saves bytes.
 
-Regions grow in execution order, so the Sub of `x - mean(x)` joins the mean.  If a reduction over other rows reads the
-difference, the difference is written to memory and read again.  With the Sub in the reader's region, x is read instead.
+Regions grow in execution order, so the Sub of `x - mean(x)` is in the region of the mean.  If a region with other rows
+reads the difference, it is written to memory and read again.  With the Sub in the reading region, x is read instead.
 If several regions read the tensor, each gets a copy of the operators.
 
 A cluster is a group of nodes that will become one region.  Only clusters of one level (see `order.py`) exchange nodes.
@@ -37,8 +37,8 @@ class Border:
 class Move:
     """A planned move of operators to a tensor's readers.
 
-    After the move, `left` is the cluster that computed the tensor before, and `readers` are the clusters that compute
-    and read the tensor now.
+    The move replaces the cluster that computes the tensor by `left`, which lacks the moved operators, and the clusters
+    that read the tensor by `readers`, which compute it themselves.
     """
 
     nodes: Sequence[Node]  # in execution order
@@ -48,10 +48,10 @@ class Move:
 
 
 def settle_borders(clusters: Clusters) -> None:
-    """Move operators from the clusters that compute large tensors to those that read them, if that saves bytes.
+    """Move operators from clusters that compute a large tensor to the clusters that read it, if that saves bytes.
 
-    A node that does not move with the others may be in no region afterwards; `clusters.reasons` then says why.  Tensors
-    are visited from last to first, because moving a producer can remove other readers of an earlier tensor.
+    The nodes that stay can be too few for a region; `clusters.reasons` then says why.  Tensors are visited from last to
+    first, because moving a producer can remove other readers of an earlier tensor.
     """
     for node in reversed(list(clusters.graph.nodes)):
         for tensor in node.outputs if node in clusters.of else ():
@@ -66,7 +66,7 @@ def settle_borders(clusters: Clusters) -> None:
 def _border(clusters: Clusters, tensor: Tensor) -> Border | None:
     """Return a Border for a tensor that an elementwise operator computes; None if the operator cannot be moved.
 
-    All readers of the tensor must be in clusters whose level (see order.py) is the operator's.
+    All readers of the tensor must be in clusters of the operator's level (see order.py).
     """
     maker, of, level = tensor.inputs[0], clusters.of, clusters.level
     own = of[maker]
@@ -83,7 +83,7 @@ def _border(clusters: Clusters, tensor: Tensor) -> Border | None:
 
 
 def _best_move(clusters: Clusters, border: Border) -> Move | None:
-    """Return the move to a tensor's readers that saves most bytes; None if no move saves enough."""
+    """Return the move of operators to a tensor's readers that saves most bytes; None if no move saves enough."""
     saved, nodes = max(
         ((_saved(clusters, border, nodes), nodes) for nodes in _ends(clusters, border)), key=lambda each: each[0]
     )
@@ -109,8 +109,8 @@ def _best_move(clusters: Clusters, border: Border) -> Move | None:
 def _ends(clusters: Clusters, border: Border) -> Iterator[list[Node]]:
     """Yield growing groups of operators that compute a border's tensor; the first group is the tensor's producer.
 
-    Each further group has one operator more.  It is chosen from the producers of the tensors that the group reads: of
-    those that `_moves` accepts, the one that computes the largest tensor.
+    Each further group adds one operator: among those that compute a tensor which the group reads, and that can move,
+    the one with the largest result.
     """
     found = [border.tensor.inputs[0]]
     while len(found) <= MAX_MOVED:
@@ -137,7 +137,7 @@ def _read(clusters: Clusters, nodes: Sequence[Node]) -> list[Tensor]:
 
 
 def _saved(clusters: Clusters, border: Border, nodes: Sequence[Node]) -> int:
-    """Return the bytes saved if these operators move to a tensor's readers; negative if bytes are added."""
+    """Return how many bytes less are moved if these operators go to a tensor's readers; negative for more bytes."""
     staying = _staying(clusters, border, nodes)
     inside = [node for node in border.own.nodes if node in staying or node not in nodes]
     read, made = {t.name for node in inside for t in node.inputs}, {t.name for node in inside for t in node.outputs}
@@ -153,10 +153,10 @@ def _saved(clusters: Clusters, border: Border, nodes: Sequence[Node]) -> int:
 
 
 def _staying(clusters: Clusters, border: Border, nodes: Sequence[Node]) -> set[Node]:
-    """Return those of `nodes` that must also stay in their cluster, so that the readers get copies.
+    """Return those of `nodes` that must stay in their cluster, so that the readers get copies of them.
 
-    A node must stay if its result must keep its name, or if the result is read by a node that stays or does not belong
-    to `nodes`.  Readers of the border's tensor count only if they are in the cluster that computes it.
+    A node must stay if its result must keep its name, or if a node that stays or is not in `nodes` reads the result.
+    Nodes that read the border's tensor count only if they are in the cluster that computes it.
     """
     going, staying = set(nodes), set[Node]()
     for node in reversed(nodes):
@@ -171,15 +171,15 @@ def _staying(clusters: Clusters, border: Border, nodes: Sequence[Node]) -> set[N
 
 
 def _apply(clusters: Clusters, border: Border, move: Move) -> None:
-    """Move operators to readers: the first reader gets them, or copies of those that also stay; others get copies."""
-    # The first reader comes last: copies that it gets become inputs of the operators that move to it.  The other
-    # readers copy these operators before, while they still have their original inputs.
+    """Move operators to readers: the first reader gets them (copies of those that also stay), others get copies."""
+    # The first reader comes last, because the operators that move to it then read its copies.  The other readers must
+    # copy these operators before, while they still have their original inputs.
     for i, reader in reversed(list(enumerate(move.readers))):
         copied = [node for node in move.nodes if i or node in move.staying]
         if copied:
             copies = _copies(clusters, reader, copied)
             clusters.level.update(dict.fromkeys(copies, clusters.level[border.tensor.inputs[0]]))
-    left = clusters.part(move.left.nodes)  # may have fewer outputs than `move.left`: copies may now read other copies
+    left = clusters.part(move.left.nodes)  # anew: copied operators no longer read some of its outputs
     for before, after in zip((border.own, *border.readers), (left, *move.readers), strict=True):
         after.place = before.place
         clusters.split(after)

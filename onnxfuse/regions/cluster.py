@@ -19,9 +19,9 @@ from onnxfuse.regions.steps import Step
 
 MAX_STEPS, MAX_OPERANDS, MAX_OUTPUTS = 64, 24, 8
 NOTHING_BESIDE: Final = "nothing beside it can be merged with it"  # reason why a node is in no region
-LAUNCH_BYTES: Final = 8_000_000  # bytes equivalent to a launch: an H200 moves them in 2 us, at 4 TB/s
+LAUNCH_BYTES: Final = 8_000_000  # cost of a launch, in bytes: an H200 moves them in 2 us, at 4 TB/s
 OPERATIONS_PER_BYTE: Final = 8  # operations that take as long as moving one byte, at 32 Tflop/s
-# Number of operations for each element that a step computes or reduces; other operators count as one operation.
+# Number of operations per element that an operator computes or reduces; operators not listed count as one operation.
 OPERATIONS: Final[Mapping[str, int]] = {
     **dict.fromkeys(("Constant", "Identity", "Reshape", "Squeeze", "Unsqueeze"), 0),
     **dict.fromkeys(("Div", "Sqrt", "Reciprocal", "Exp", "Log", "Tanh", "Sin", "Cos", "Sigmoid", "Softplus"), 8),
@@ -32,7 +32,7 @@ OPERATIONS: Final[Mapping[str, int]] = {
 
 @dataclass(eq=False)
 class Cluster:
-    """Nodes that will become one region, with their operands and results; compared by identity, so usable as a key."""
+    """Nodes that will become one region, with their operands and results; hashable, because equality is identity."""
 
     nodes: list[Node]  # in execution order
     operands: dict[str, Tensor]
@@ -41,7 +41,7 @@ class Cluster:
     operations: float  # total number of operations
     cost: float  # estimated time, as the number of bytes that an H200 could move in this time
     is_free: bool  # True if none of the operators takes time at run time
-    rows: Rows | None  # the shape and the axes that the reductions reduce; None without reductions
+    rows: Rows | None  # the shape that the reductions reduce, and the reduced axes; None without reductions
     repeats: bool  # True if a value can be computed more than once per element
     # Position among the clusters of its level (see `order.levels`); each cluster follows the clusters that it reads.
     place: int = 0
@@ -52,9 +52,9 @@ class Clusters:
     """Creates, merges and splits clusters of a graph's nodes.
 
     `forms` maps each node that can be in a region to its steps, the operators of a region's program that compute it.
-    `level` maps each node to its level, as `levels` returns it; only clusters of one level are merged.  `reasons` maps
-    the label of a node to the reason why it stays separate.  `of` maps a node to its cluster.  `copies` are nodes that
-    were copied into other clusters; until the regions are written, they have the labels of the originals.
+    `level` maps each node to a number (see order.py); only clusters of the same level are merged.  `reasons` maps the
+    label of a node to the reason why it stays separate.  `of` maps a node to its cluster.  `copies` are copied nodes;
+    until the regions are written, they have the labels of the original nodes.
     """
 
     graph: Graph
@@ -66,7 +66,7 @@ class Clusters:
     copies: list[Node] = field(default_factory=list)
     _counts: dict[str, int] = field(default_factory=dict)
     _bytes: dict[str, int] = field(default_factory=dict)
-    _front: int = 0  # the lowest place so far: `move` decreases it to place a cluster before all other clusters
+    _front: int = 0  # the lowest place so far: `move` puts a cluster before all others at the next lower place
 
     def add(self, node: Node) -> Cluster:
         """Return a new cluster that consists of one node."""
@@ -85,10 +85,10 @@ class Clusters:
         return made
 
     def part(self, nodes: Sequence[Node], outputs: Iterable[Tensor] | None = None) -> Cluster:
-        """Return a new cluster of nodes in execution order; `split` later assigns the nodes to it.
+        """Return a new cluster of nodes in execution order; only `split` makes it the cluster of its nodes.
 
-        Without `outputs`, its outputs are the tensors that other nodes read.  If it cannot be a region, its cost is
-        infinite.
+        Without `outputs`, its outputs are the graph outputs and the tensors that other nodes read.  If it cannot be a
+        region, its cost is infinite.
         """
         inside, made = set(nodes), [t for node in nodes for t in node.outputs]
         if outputs is None:
@@ -122,7 +122,7 @@ class Clusters:
         self.of.update((node, part) for part in parts for node in part.nodes)
 
     def move(self, cluster: Cluster, level: int, place: int | None = None) -> None:
-        """Move a cluster to another level (see `level`), to `place` if given, else before all clusters of the level."""
+        """Move a cluster to another level (see order.py), at `place` in its order, or before all others if None."""
         self.level.update(dict.fromkeys(cluster.nodes, level))
         self._front -= 1
         cluster.place = self._front if place is None else place
@@ -181,9 +181,9 @@ class Clusters:
     def _cost(self, cluster: Cluster) -> float:
         """Return a cluster's cost: the larger of its memory time and its compute time, plus its launch.
 
-        Kernels compute while they move data.  In benchmarks/regions.py, the repeated operations of some regions take
-        more than a tenth of the time of a copy of the same bytes.  On an H200, these regions take 1.06 times the larger
-        of memory time and compute time, and 0.89 times the sum of both.
+        The larger time counts, because kernels compute while they move data.  This was measured on an H200 with the
+        regions of benchmarks/regions.py whose compute time is more than a tenth of their memory time: they take 1.06
+        times the larger time, or 0.89 times the sum.
         """
         if cluster.is_free:
             return 0.0
@@ -201,9 +201,9 @@ class Clusters:
         return max(map(self.count, tensors), default=0)
 
     def _operations(self, cluster: Cluster, kinds: Mapping[str, Kind]) -> float:
-        """Return how many operations a cluster's kernel takes, which computes inner values again for each use.
+        """Return how many operations a cluster's kernel executes.
 
-        Values that exist once for each reduced row are not computed again.
+        The kernel computes an inner value again for each use, except values that exist once per reduced row.
         """
         needed: dict[str, float] = {name: float(self.count(t)) for name, t in cluster.outputs.items()}
         total = 0.0

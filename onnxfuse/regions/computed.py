@@ -1,8 +1,8 @@
 """Sizes that a model computes from dims, such as the end of a Slice, as expressions over the dims of tensors.
 
 An expression is an integer, ["dim", tensor, axis], or [operator, operand, operand] with the operator "+", "*", "//",
-"%", "max" or "min".  A region's function identifies the tensor by name; a region's program identifies it by its index
-among the operator's inputs.
+"%", "max" or "min".  In the function of a region, the tensor is a name; in the program of a region, it is an index of
+the operator's inputs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_FOLLOWED: Final = 24  # maximum number of nodes followed from a parameter ba
 
 @dataclass(frozen=True)
 class ComputedInput:
-    """An input of a node that holds sizes; the region's function computes this input itself, from dims."""
+    """An input that holds sizes, such as the shape of a Reshape; the region's function computes it from dims."""
 
     name: str
     dtype: int
@@ -64,7 +64,7 @@ def _chain(operator: str, operands: Sequence[Expression]) -> Expression:
 
 
 def known_dims(shapes: ShapeInfo, tensors: Iterable[Tensor]) -> dict[Size, Expression]:
-    """Return the dynamic dims of tensors as expressions; each dim refers to the first tensor that has it."""
+    """Map each dynamic dim of the tensors to the expression that reads it from the first tensor that has it."""
     found: dict[Size, Expression] = {}
     for tensor in tensors:
         for axis, size in enumerate(shapes.shape(tensor) or ()):
@@ -83,7 +83,7 @@ def tensors_in(expression: Expression) -> Iterator[str]:
 
 
 def by_index(expression: Expression, index: Callable[[str], int]) -> Expression:
-    """Return an expression with each tensor's name replaced by its index."""
+    """Return an expression with each tensor's name replaced by the index that `index` returns for it."""
     if not isinstance(expression, list):
         return expression
     if expression[0] == DIM:
@@ -92,7 +92,7 @@ def by_index(expression: Expression, index: Callable[[str], int]) -> Expression:
 
 
 def measured(parameter: Tensor) -> list[Tensor]:
-    """Return the tensors from whose shapes nodes compute a parameter; those with fewer nodes in between come first."""
+    """Return the tensors from whose shapes a parameter is computed, ordered by the number of nodes in between."""
     work, seen, found = [parameter], set[int](), list[Tensor]()
     while work and len(seen) < MAX_FOLLOWED:
         node = producer(work.pop(0))
@@ -107,7 +107,7 @@ def measured(parameter: Tensor) -> list[Tensor]:
 
 
 def nodes_of(computed: ComputedInput, names: Mapping[str, str], result: str, opset: int) -> list[onnx.NodeProto]:
-    """Return nodes that compute an input of sizes, named `result`; `names` maps tensors to names in the function."""
+    """Return nodes that compute the tensor of sizes `result`; `names` maps tensors to their names in the function."""
     nodes, count = list[onnx.NodeProto](), 0
 
     def add(op: str, inputs: Sequence[str], **attributes: Any) -> str:

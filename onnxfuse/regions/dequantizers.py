@@ -1,4 +1,4 @@
-"""Compute each DequantizeLinear where its result is read, because its input, of integers, has fewer bytes."""
+"""Compute each DequantizeLinear in the regions that read its result: they then read integers, which are fewer bytes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from onnxfuse.regions.normal_form import normal_form
 def dequantize_at_readers(clusters: Clusters) -> None:
     """Move each DequantizeLinear to the level of the operators that read it, before any cluster is made.
 
-    Only nodes of one level can form a region (see order.py).  If these operators have several levels, or one of them
-    can be in no region, each further level gets a copy of the DequantizeLinear.
+    Only nodes of one level can form a region (see order.py).  If its readers have several levels, each further level
+    gets a copy of the DequantizeLinear; the original stays at its level if an operator there, or one that cannot be in
+    a region, reads it.
     """
     graph, level, forms = clusters.graph, clusters.level, clusters.forms
     for node in list(graph.nodes):

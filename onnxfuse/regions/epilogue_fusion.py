@@ -40,7 +40,7 @@ class Join:
     result: Tensor
     cluster: Cluster
     apart: Cluster | None = None
-    match: Match | None = None  # the match that computes the result and must first become a fused node
+    match: Match | None = None  # the match that computes `result`, if it is not a fused node yet
 
 
 def find_epilogue_fusion(
@@ -49,11 +49,11 @@ def find_epilogue_fusion(
     """Return how a cluster can join a fused node; None if it cannot.
 
     `joining` says which fused nodes operators can join, and `taken` has the names of results that other clusters join.
-    Operators of the cluster that depend on the fused node's result must be elementwise or only regroup axes, and their
-    outputs must have the rows of this result (see `_has_rows_of`).  Operators of the cluster that compute the other
-    operands of these operators join as well, if they are elementwise or views and nothing else reads them.
+    The operators that depend on the fused node's result must be elementwise or only regroup axes, and their outputs
+    must have the rows of this result (see `_has_rows_of`).  The operators that compute other operands of these join as
+    well, if they are elementwise or views and nothing else reads them.
 
-    The fused node's result can also be read elsewhere, or be a graph output; then the joined node still computes it.
+    If the fused node's result is also read elsewhere, or is a graph output, the new node has it as an output, too.
     """
     if cluster.is_free:
         return None
@@ -91,8 +91,8 @@ def _closes_no_cycle(clusters: Clusters, maker: Node, cluster: Cluster) -> bool:
     """Return whether a cluster can join `maker`, the node whose result it reads, without closing a cycle.
 
     No cycle is possible if `maker` has one result, and only the cluster reads it.  Otherwise, the producers of all
-    other operands of the cluster must be of a lower level than `maker`; levels never decrease from a producer to a
-    consumer.  Then no combination of joins closes a cycle.
+    other operands of the cluster must have a lower level (a number that never decreases from a producer to a consumer)
+    than `maker`.  Then no combination of joins closes a cycle.
     """
     result = maker.outputs[0]
     if len(maker.outputs) == 1 and all(node in cluster.nodes for node in consumers(result)):
@@ -107,10 +107,10 @@ def _join(
 ) -> Join | None:
     """Return how a part of a cluster can join the node that computes `result`.
 
-    Returns None if no part can join, or if the part would read at least as many bytes from the rest of the cluster as
-    the result has.  `results` has the names of all results of nodes that the cluster could join.  A
-    DequantizeLinear that only norms read does not join, because a region of a DequantizeLinear and a norm reads
-    integers, which are fewer bytes.
+    Returns None if no part can join, or if the joining part would read as many bytes as `result` has, or more, from the
+    rest of the cluster.  `results` has the names of all results of nodes that the cluster could join.  A
+    DequantizeLinear that only norms read does not join: in a region with a norm, it reads integers, which are fewer
+    bytes.
     """
     part = _readers(cluster, result)
     if not all(_keeps_order(step) for node in part for step in clusters.forms[node]):
@@ -133,8 +133,8 @@ def _join_up_to_quantizers(
 ) -> Join | None:
     """Return how the operators of a cluster up to its QuantizeLinears can join the node that computes `result`.
 
-    The rest of the cluster then reads integers, which are fewer bytes.  It must not compute an operand of the operators
-    that join.
+    The rest of the cluster then reads integers, which are fewer bytes.  No operator of the rest computes an operand of
+    the operators that join.
     """
     staying = set[Node]()
     while consumers(result) and (part := _up_to_quantizers(clusters, cluster, result, staying)) >= {*consumers(result)}:
@@ -151,8 +151,8 @@ def _join_up_to_quantizers(
 def _up_to_quantizers(clusters: Clusters, cluster: Cluster, result: Tensor, staying: Collection[Node]) -> set[Node]:
     """Return the nodes of a cluster, without those in `staying`, that can join up to the cluster's QuantizeLinears.
 
-    From the returned nodes, other nodes read only results of QuantizeLinears.  The returned nodes depend on `result`,
-    and keep the order of its elements.
+    The returned nodes depend on `result` and keep the order of its elements.  All other nodes read only results of
+    QuantizeLinears from them.
     """
     found, readers = set[Node](), _readers(cluster, result)
     for node in (node for node in cluster.nodes if node in readers):
@@ -179,9 +179,9 @@ def _readers(cluster: Cluster, result: Tensor) -> set[Node]:
 def _join_part(
     clusters: Clusters, cluster: Cluster, result: Tensor, part: set[Node], results: Collection[str]
 ) -> Join | None:
-    """Return how the operators `part`, and those that compute their other operands, can join the node of `result`.
+    """Return how the operators `part`, and those that compute their other operands, can join the producer of `result`.
 
-    A QuantizeLinear that reads another one of `results` does not join here: it can join the node of that other result,
+    A QuantizeLinear that reads another result in `results` does not join: it can join the producer of that result,
     which then writes integers.
     """
     graph, shapes, forms = clusters.graph, clusters.shapes, clusters.forms
@@ -211,9 +211,9 @@ def _keeps_order(step: Step) -> bool:
 
 
 def _has_rows_of(shape: Shape | None, result: Shape | None) -> bool:
-    """Return whether a shape has a result's element count, and trailing axes that multiply to the result's last axis.
+    """Return whether a tensor of `shape` has the rows of a tensor of shape `result`, in the same order.
 
-    Then each row of the result (its last axis) is a run of adjacent elements in the other shape, over one axis or more.
+    A row has the elements of the last axis of `result`; in `shape`, the row is spread over one or more trailing axes.
     """
     if not shape or not result:
         return shape == result
@@ -235,8 +235,8 @@ def write_epilogue_fusion(
 ) -> Fused:
     """Replace a fused node, and the cluster that becomes its epilogue, by one node; return the record of this node.
 
-    `bodies` holds the functions that fused nodes call, by name, and `records` the records of fused nodes, by the node's
-    name.  The graph must be sorted afterwards.
+    `bodies` maps names to the functions that fused nodes call, and `records` maps names of fused nodes to their
+    records.  The caller must sort the graph afterwards.
     """
     graph, shapes, cluster, result = clusters.graph, clusters.shapes, join.cluster, join.result
     (maker,) = result.inputs

@@ -1,6 +1,6 @@
 """Form regions: merge the nodes that patterns left over, level by level, where that saves bytes or launches.
 
-A level, a number that `levels` gives to each node, keeps merged nodes from closing a cycle.
+Each node has a level, a number from `order.levels`.  Only nodes of one level are merged, because this avoids cycles.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from onnxfuse.regions.steps import Step
 
 
 def form_regions(shapes: ShapeInfo, keep: Set[str] = frozenset()) -> tuple[Clusters, list[Cluster]]:
-    """Return the regions of a sorted graph, and then the clusters too small for one, which can still join a fused node.
+    """Return all clusters of a sorted graph: those that can be regions, then those that can only join a fused node.
 
-    Regions, and small clusters, are in execution order of their first nodes.  The result also has the object that holds
-    all clusters, for further merging.  `keep` holds the labels of nodes that must be in no region.
+    Both groups are in execution order of their first nodes.  The `Clusters` object in the result can merge them
+    further.  `keep` holds the labels of nodes that must not be in a region.
     """
     graph = shapes.graph
     if graph.opset < MIN_OPSET:
@@ -69,8 +69,8 @@ def is_worth_it(cluster: Cluster) -> bool:
 def _merge_all(clusters: Clusters) -> None:
     """Merge the nodes in execution order, and then the resulting clusters with later clusters that read them.
 
-    Before a cluster is merged with its readers, it moves to the latest level (see order.py) at which it can be
-    computed, and back to its own level if no reader can be merged with it.
+    Before a cluster is merged with its readers, it moves to the highest level (see order.py) that it can have.  If it
+    can be merged with no reader there, it moves back.
     """
     nodes = clusters.graph.nodes
     for node in nodes:
@@ -97,8 +97,8 @@ def _read_by(clusters: Clusters, node: Node, own: Cluster) -> list[Cluster]:
 def _latest_level(clusters: Clusters, cluster: Cluster) -> int:
     """Return the highest level that a cluster can have, given the levels of the nodes that read its outputs.
 
-    Returns the cluster's present level if no node reads its outputs, or if one of them must keep its name.  A level is
-    a number that never decreases from a producer to a consumer.
+    Returns the present level if no node reads the outputs, or if an output must keep its name.  A level is a number
+    that never decreases from a producer to a consumer.
     """
     readers = [node for tensor in cluster.outputs.values() for node in consumers(tensor)]
     if not readers or any(clusters.graph.is_fixed(name) for name in cluster.outputs):
@@ -107,7 +107,7 @@ def _latest_level(clusters: Clusters, cluster: Cluster) -> int:
 
 
 def _merge_with(clusters: Clusters, node: Node, neighbours: Callable[[Cluster], Iterable[Cluster]]) -> bool:
-    """Merge a node's cluster with neighbours of the same level, largest gain first; return whether any was merged."""
+    """Merge a node's cluster with neighbours of the same level, the largest gain first; return whether it changed."""
     own, tried, is_merged = clusters.of[node], set[Cluster](), False
     while others := [one for one in dict.fromkeys(neighbours(own)) if one is not own and one not in tried]:
         tried.update(others)

@@ -11,16 +11,16 @@ from onnxfuse.regions.cluster import LAUNCH_BYTES, MAX_OPERANDS, MAX_OUTPUTS, MA
 from onnxfuse.regions.order import read_by, readers_of, set_places
 from onnxfuse.regions.siblings import merge_siblings
 
-MAX_BYTES: Final = LAUNCH_BYTES // 4  # maximum bytes of a small region: they move in a quarter of a launch's time
-MAX_OPEN: Final = 8  # maximum number of groups of one level with which the next cluster is compared
+MAX_BYTES: Final = LAUNCH_BYTES // 4  # maximum bytes of a small region; moving them takes a quarter of a launch
+MAX_OPEN: Final = 8  # how many of the latest groups of a level a cluster is compared with
 
 
 @dataclass
 class Group:
-    """Small clusters that do not depend on each other: they have the same level, and the same step in this level.
+    """Small clusters that do not depend on each other, because they have the same level and the same step.
 
-    In this file, the step of a cluster is a number: each cluster has a higher step than the clusters of its level that
-    it reads (see `_groups`).
+    In this file, a step is a number: each cluster has a higher step than the clusters of its level that it reads (see
+    `_groups`).
     """
 
     step: int
@@ -33,9 +33,9 @@ class Group:
         self.operands.update(cluster.operands)
 
     def takes(self, cluster: Cluster) -> bool:
-        """Return whether another cluster is allowed to join the group.
+        """Return whether another cluster can join the group.
 
-        With the cluster, the group must be small enough for one region, and its reductions must be over the same rows.
+        The group must stay small enough for one region, and all its reductions must be over the same rows.
         """
         every = [*self.clusters, cluster]
         rows = [one.rows for one in every if one.rows is not None]
@@ -54,8 +54,8 @@ class Group:
 def share_launches(clusters: Clusters, apart: Collection[Cluster]) -> list[Cluster]:
     """Merge clusters of one level that read the same tensors, or are small and independent.
 
-    `apart` holds the clusters that are not fused into a fused node; some may consist of a single operator.  Returns
-    these clusters after merging.  See order.py for levels.
+    `apart` holds the clusters that join no fused node, including those of a single operator.  Returns these clusters
+    after merging.  See order.py for levels.
     """
     by_level = defaultdict[int, dict[Cluster, None]](dict)
     for node in clusters.forms:
@@ -73,10 +73,10 @@ def share_launches(clusters: Clusters, apart: Collection[Cluster]) -> list[Clust
 
 
 def _groups(clusters: Clusters, in_order: Sequence[Cluster], small: Collection[Cluster]) -> Iterable[Group]:
-    """Return groups of the small clusters among all clusters of a level.
+    """Assign each cluster of a level to a step, a number, and return groups of small clusters that have the same step.
 
-    The step of a cluster is greater than the steps of the clusters that it reads, and small enough to leave numbers for
-    the clusters that read it.  So clusters of one step never depend on each other, and any of them can be grouped.
+    The step of a cluster is greater than the steps of the clusters that it reads, and less than the steps of the
+    clusters that read it.  So clusters of one step never depend on each other.
     """
     latest = _latest_steps(clusters, in_order)
     step, groups = dict[Cluster, int](), list[Group]()
@@ -97,7 +97,7 @@ def _groups(clusters: Clusters, in_order: Sequence[Cluster], small: Collection[C
 
 
 def _latest_steps(clusters: Clusters, in_order: Sequence[Cluster]) -> dict[Cluster, int]:
-    """Return the highest step (see `_groups`) that each cluster can have; no step exceeds the number of clusters."""
+    """Return the highest step (see `_groups`) that each cluster can have, given that its readers have higher steps."""
     found = dict[Cluster, int]()
     for cluster in reversed(in_order):
         behind = (found[each] - 1 for each in readers_of(clusters, cluster))

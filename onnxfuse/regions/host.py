@@ -1,4 +1,4 @@
-"""Finds shape arithmetic, which onnxruntime runs on the host, the CPU; regions contain none of it."""
+"""Finds shape arithmetic, which onnxruntime runs on the host (the CPU), so that regions leave it out."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SEEDS: Final = ("Shape", "Size")
 
 
 def host_nodes(shapes: ShapeInfo) -> set[Node]:
-    """Return the nodes that compute short tensors from shapes only, or short tensors that are only read on the host."""
+    """Return the nodes that compute short tensors from shapes alone, or short tensors that only the host reads."""
     graph, found = shapes.graph, set[Node]()
     for node in graph.nodes:
         if op_of(node) in SEEDS or (_is_short(shapes, node) and _reads_only(node, found)):

@@ -1,7 +1,7 @@
-"""Decide which fused nodes elementwise operators can join, and which matches are made only with such operators.
+"""Decide which fused nodes elementwise operators can join, and which matches are fused only with such operators.
 
-Operators that join a fused node run in its kernel.  Some matches are not made, and are left to regions: fused nodes of
-connected operators that no pattern names.
+Operators that join a fused node run in its kernel.  Some matches of patterns are not fused, because their nodes can
+become part of regions, which are fused nodes of any connected operators.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ NORMS: Final = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
 class Joining:
     """Decides which fused nodes elementwise operators can join, and fuses matches that pay only with such operators.
 
-    Operators can join a node of one of `fusions` if the fusion's declaration allows it.  `exclude` holds pairs.
-    (fusion, first output) is a match that stays unfused, and (REGION, first output) a region that is not formed.
-    (fusion of a node, first output of operators) means that the operators must not join the node.  `keep` holds the
-    labels of nodes that must be in no match and no region.  `spelled` holds the labels of nodes that replace an
-    operator of another tool (see `spell_out`): matches of such nodes are not left to regions.
+    Operators can join a node of one of `fusions` if the fusion's declaration allows it.  `exclude` holds pairs:
+    (fusion, first output) names a match that stays unfused, (REGION, first output) a region that is not formed, and
+    (fusion, first output of operators) operators that must not join a node of this fusion.  `keep` holds the labels of
+    nodes that must be in no match and no region.  `spelled` holds the labels of nodes that replace an operator of
+    another tool (see `spell_out`): matches with such nodes are not left to regions.
     """
 
     graph: Graph
@@ -48,7 +48,7 @@ class Joining:
 
     @cached_property
     def epilogues(self) -> dict[str, bool | str]:
-        """The epilogues that fusions declare, by fusion name: True, or the only layout that allows one."""
+        """The fusions whose nodes can have an epilogue, by name: True, or the only layout with which they can."""
         return {fusion.name: fusion.epilogue for fusion in self.fusions if fusion.epilogue}
 
     def may_be_region(self, outputs: Iterable[str]) -> bool:
@@ -68,7 +68,7 @@ class Joining:
         return {fusion.name for fusion in self.fusions if fusion.prologue}
 
     def is_norm(self, node: Node) -> bool:
-        """Return whether a node is a fused norm; operators can join such a norm, and it can become part of a region."""
+        """Return whether a node is a fused norm that operators can join, and that can become part of a region."""
         fusion = str(node.attrs["fusion"]) if node.domain == DOMAIN else ""
         return fusion in NORMS and fusion in self.epilogues
 
@@ -78,7 +78,7 @@ class Joining:
         return [Matcher(self.graph, self.shapes, fusion, joined=True) for fusion in only_if_joined]
 
     def match_at(self, tensor: Tensor) -> Match | None:
-        """Return the match, of a fusion that pays only if operators join its node, that ends at a tensor; else None."""
+        """Return a match whose result is `tensor`, of a fusion that pays only if operators join its node; else None."""
         maker = producer(tensor)
         if maker is None:
             return None
@@ -100,10 +100,10 @@ class Joining:
         return found if isinstance(found, Fused) else None
 
     def leaves_to_regions(self, match: Match) -> bool:
-        """Return whether a match, such as a softmax, waits for regions, because all its nodes can be in one.
+        """Return whether a match, such as a softmax, is not fused at first, because all its nodes can be in a region.
 
-        A kernel of the match alone would read or write a tensor in memory that a region of the match and its neighbours
-        keeps in registers.  A region never consists of one match alone; the pattern fuses matches that no region took.
+        A region of the match and its neighbours keeps a tensor in registers that a kernel of the match alone would read
+        or write in memory.  A region never consists of one match alone: a match that no region takes is fused later.
         """
         with step(REGIONS):
             nodes = _nodes_up_to_operands(match)

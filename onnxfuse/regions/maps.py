@@ -1,4 +1,4 @@
-"""Writes operators that only move elements as steps, the operators of a region's program (see `steps.py`)."""
+"""Converts operators that only move elements to steps, the operators of a region's program (see `steps.py`)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _flatten(s: Steps) -> None:
 
 
 def _elements(shape: Sequence[Size]) -> int | None:
-    """Return the product of sizes; None if any of them is symbolic."""
+    """Return the number of elements of a shape; None if any of its sizes is symbolic."""
     known = [size for size in shape if isinstance(size, int)]
     return math.prod(known) if len(known) == len(shape) else None
 
@@ -139,7 +139,7 @@ def _tile(s: Steps) -> None:
 
 
 def _blocks(s: Steps, split: Sequence[Size], perm: list[int], joined: Sequence[Size]) -> None:
-    """Write a rearrangement of blocks as Reshape, Transpose and Reshape."""
+    """Write SpaceToDepth or DepthToSpace as Reshape, Transpose and Reshape."""
     first, last = ([s.size(size) for size in target] for target in (split, joined))
     data = s.data(0)  # the last Reshape also reads the dims of `data`
     moved = s.emit("Transpose", [s.emit("Reshape", [data], shape=first)], perm=perm)

@@ -47,10 +47,10 @@ def normal_form(shapes: ShapeInfo, node: Node) -> tuple[Step, ...] | str:
 
 
 def _is_computed_in_every_run(steps: Steps) -> bool:
-    """Return whether onnxruntime does not fold a node of constants, so that kernels of regions compute it in every run.
+    """Return whether a node that reads only constants can be in a region, because onnxruntime does not fold it.
 
-    onnxruntime has no kernel to fold a Tile in half precision, and it does not fold a DequantizeLinear.  But the
-    DequantizeLinear of a product's weights stays a node of its own.
+    onnxruntime has no kernel to fold a Tile in half precision, and it never folds a DequantizeLinear.  The
+    DequantizeLinear of a product's weights stays out of regions, though.
     """
     if op_of(steps.node) == "DequantizeLinear":
         return all(op_of(reader) in (*POINTWISE, *GATHERS) for reader in consumers(steps.node.outputs[0]))
@@ -60,7 +60,8 @@ def _is_computed_in_every_run(steps: Steps) -> bool:
 def _require_declared(steps: Steps) -> None:
     """Raise StaysOut if ONNX does not declare the node's dtypes for the operator at the model's opset.
 
-    Such a node can run in the main graph, if onnxruntime has a kernel, but function bodies are checked strictly.
+    In the main graph, onnxruntime runs such a node if it has a kernel.  But a region has a function body, which ONNX
+    checks strictly.
     """
     node, opset = steps.node, steps.shapes.graph.opset
     inputs, outputs = _declared_types(op_of(node), opset)

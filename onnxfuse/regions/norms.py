@@ -27,12 +27,11 @@ def with_norms(
 ) -> tuple[Cluster, list[Node]]:
     """Merge a cluster with the fused norms that read its results, where that pays; return it and the merged norms.
 
-    `joining` says which fused nodes operators can join.  `joins` holds the planned joins of operators with fused nodes,
-    by the name of the result that the operators read.  Operators that were to join such a norm become part of the
-    cluster too.
+    `joining` says which fused nodes operators can join.  `joins` maps the name of a fused node's result to the planned
+    join of operators that read it.  If operators were to join a merged norm, they become part of the cluster, too.
     """
     taken = list[Node]()
-    # Where rows are not read as vectors, as after some Transposes, a separate launch for the norm is faster.
+    # If the kernel cannot read rows by vector loads, as with some Transposes, a separate kernel for the norm is faster.
     if cluster.is_free or not all(step.keeps_last_axis for node in cluster.nodes for step in clusters.forms[node]):
         return cluster, taken
     for norm in _norms_behind(clusters, cluster, joining):
@@ -54,10 +53,10 @@ def _norms_behind(clusters: Clusters, cluster: Cluster, joining: Joining) -> lis
 def _merged(clusters: Clusters, joining: Joining, cluster: Cluster, norm: Node, join: Join | None) -> Cluster | None:
     """Return a cluster merged with a norm that reads its result; None if they stay separate.
 
-    `join` holds the operators that were to join the norm, if there are any; they are merged with the cluster, too.
+    `join` holds the operators that were to join the norm, if any; they become part of the cluster, too.
 
-    All other tensors that the norm and the join read must come from nodes of a lower level than the cluster's.  Then no
-    path leads from the cluster through other nodes to the norm or the join.
+    All other tensors that the norm and these operators read must come from nodes of a lower level than the cluster's
+    (see order.py).  Then no path from the cluster to the norm or the operators passes through other nodes.
     """
     steps = norm_steps(clusters.shapes, norm)
     at = clusters.level[cluster.nodes[0]]
@@ -84,16 +83,16 @@ def _merged(clusters: Clusters, joining: Joining, cluster: Cluster, norm: Node, 
 
 
 def _belong(clusters: Clusters, cluster: Cluster, level: int) -> None:
-    """Record that the nodes of a cluster belong to it now, and that they all have this level: see order.py."""
+    """Make `cluster` the cluster of its nodes, and set the level (see order.py) of all these nodes."""
     clusters.split(cluster)
     clusters.move(cluster, level)
 
 
 def with_moved_norm(clusters: Clusters, cluster: Cluster, joining: Joining) -> tuple[Cluster, list[Node]]:
-    """Merge a cluster that only moves the rows of a norm's result, as a window partition does, with this norm.
+    """Merge a cluster with a norm if it only moves the rows of the norm's result, as a window partition does.
 
-    Returns the cluster and the merged norm, if any.  A norm of moved rows equals the moved rows of a norm, so the
-    program moves the rows first.  `joining` is as in `with_norms`.
+    The merged program moves the rows before the norm, which gives the same result.  Returns the cluster and the merged
+    norm, if any.  `joining` is as in `with_norms`.
     """
     norm = _moved_norm(clusters, cluster, joining)
     if norm is None or not joining.may_be_region(cluster.outputs):

@@ -1,9 +1,9 @@
 """Keep regions free of cycles, by levels of nodes and by the order of the clusters of a level.
 
-A cluster is a group of nodes that will become one region.  All of its nodes have the same level, a number that `levels`
-gives them: this excludes cycles through nodes outside of regions.  `Cluster.place` is the position of a cluster in the
-order of its level.  The order excludes cycles through other clusters: each cluster follows the clusters that it reads,
-also after two clusters are merged.
+A cluster is a group of nodes that will become one region.  All of its nodes have the same level, a number from
+`levels`: this avoids cycles through nodes outside of regions.  The clusters of a level have an order, and
+`Cluster.place` is the position of a cluster in it.  Each cluster follows the clusters that it reads, also after two
+clusters are merged: this avoids cycles through other clusters.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ def readers_of(clusters: Clusters, own: Cluster) -> Iterable[Cluster]:
 
 
 def place_of_both(clusters: Clusters, a: Cluster, b: Cluster) -> int | None:
-    """Return the place, in the order of their level, for the cluster that two clusters become; make room for it.
+    """Return the place that two clusters of a level get when they are merged, and change other places as needed.
 
-    A level is a set of clusters that may be merged (see `levels`); each cluster comes after those that it reads.
-    Returns None, and moves nothing, if one of the two depends on the other through a third cluster: merging would close
-    a cycle.  Also returns None if more than MAX_VISITED clusters would have to be visited.
+    Places order the clusters of a level so that each cluster follows the clusters that it reads.  Returns None, and
+    changes nothing, if one of the two depends on the other through a third cluster, because merging would close a
+    cycle.  Also returns None if more than MAX_VISITED clusters would have to be visited.
     """
     first, last = (a, b) if a.place < b.place else (b, a)
     before = _between(first, last, last, lambda each: read_by(clusters, each))
@@ -84,7 +84,7 @@ def place_of_both(clusters: Clusters, a: Cluster, b: Cluster) -> int | None:
 
 
 def merge(clusters: Clusters, a: Cluster, b: Cluster, both: Cluster) -> bool:
-    """Replace two clusters of a level by one; return False, and change nothing, if that could close a cycle."""
+    """Replace two clusters of a level by `both`; return False, and change nothing, if that could close a cycle."""
     place = place_of_both(clusters, a, b)
     if place is not None:
         both.place = place
@@ -93,7 +93,10 @@ def merge(clusters: Clusters, a: Cluster, b: Cluster, both: Cluster) -> bool:
 
 
 def _between(first: Cluster, last: Cluster, start: Cluster, neighbours: Neighbours) -> list[Cluster] | None:
-    """Return, in order, the clusters between `first` and `last` that `start` reaches; None if they are too many."""
+    """Return, in order, the clusters between `first` and `last` that `neighbours` leads to from `start`.
+
+    Returns None if there are more than MAX_VISITED.
+    """
     found, work = set[Cluster](), [start]
     while work:
         for each in neighbours(work.pop()):
@@ -111,7 +114,7 @@ def set_places(clusters: Clusters, of_level: Iterable[Cluster]) -> list[Cluster]
     Each cluster follows the clusters that it reads.  Otherwise, the order is that of the clusters' first nodes.
     """
     left = {each: len(set(read_by(clusters, each))) for each in of_level}
-    # The heap holds numbers of clusters.  Positions of first nodes are not unique, because copies share a position.
+    # Clusters in the heap are compared by number, not by the position of their first node: copies share a position.
     in_order = sorted(left, key=lambda each: clusters.graph.position[each.nodes[0]])
     number = {each: i for i, each in enumerate(in_order)}
     work = [number[each] for each in in_order if not left[each]]

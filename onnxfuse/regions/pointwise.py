@@ -1,4 +1,4 @@
-"""Writes elementwise operators as steps, the operators of a region's program (see `steps.py`)."""
+"""Converts elementwise operators to steps, the operators of a region's program (see `steps.py`)."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _swish(s: Steps) -> None:
 
 
 def _per_channel(s: Steps, index: int) -> str:
-    """Return the value of a scale or a zero point, which broadcasts with the first input."""
+    """Return the name of the value of a scale or a zero point, reshaped to broadcast with the first input."""
     tensor, value = s.node.inputs[index], s.data(index, rank_beside=1)
     if value.startswith("#") or not s.rank(index):
         return value

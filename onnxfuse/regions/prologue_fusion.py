@@ -1,4 +1,4 @@
-"""Fuse a norm into the product that alone reads its result, so that the product's kernel normalizes its own rows."""
+"""Fuse a norm into a product if nothing else reads its result, so that the product's kernel normalizes its own rows."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from onnxfuse.regions.joining import Joining
 from onnxfuse.rewrite.chain_bodies import chained, with_operands
 from onnxfuse.rewrite.replace import FunctionCall, Fused, attributes_of, drop_functions, own_attributes, put_call
 
-NORMS: Final = ("rms_norm", "add_rms_norm")  # norms that kernels of products compute
+NORMS: Final = ("rms_norm", "add_rms_norm")  # norms that product kernels can compute
 
 
 def fuse_prologues(joining: Joining, records: Mapping[str, Fused]) -> list[Fused]:
-    """Fuse norms into the fused products that alone read their results; return the products' new records.
+    """Fuse each norm whose result only a fused product reads into this product; return the products' new records.
 
     `joining` says which fused nodes take a norm, and `records` holds the records of all fused nodes, by the node's
     name.  The graph is sorted before and after.
@@ -38,9 +38,9 @@ def fuse_prologues(joining: Joining, records: Mapping[str, Fused]) -> list[Fused
 
 
 def _norm_of(joining: Joining, node: Node, records: Mapping[str, Fused]) -> Node | None:
-    """Return the norm that can be fused into a node: it computes the node's operand `x` for no other reader; else None.
+    """Return the norm that computes a node's operand `x`, if it can be fused into the node; else None.
 
-    No cycle can close, as the other operands of the node are constants.
+    No other node reads `x`, and the node's other operands are constants, so that no cycle is possible.
     """
     if not joining.takes_prologue(node) or "program" in node.attrs or node.name not in records:
         return None

@@ -1,4 +1,4 @@
-"""Writes reductions as steps, the operators of a region's program (see `steps.py`).
+"""Converts reductions to steps, the operators of a region's program (see `steps.py`).
 
 Among them are operators that combine a reduction with elementwise operators, such as Softmax and ReduceLogSum.
 """
@@ -57,9 +57,9 @@ def _pool(op: str, s: Steps) -> None:
 
 
 def _dynamic_quantize(s: Steps) -> None:
-    """Write a DynamicQuantizeLinear: the least and the greatest of all elements and 0 give a scale and a zero point.
+    """Write a DynamicQuantizeLinear: the minimum and the maximum of all elements and 0 give the scale and zero point.
 
-    The scale is 1 if all elements are 0.  The zero point is the lower end of the range, quantized.
+    The scale is 1 if all elements are 0.  The zero point is -minimum / scale, rounded.
     """
     axes, x, origin = list(range(s.rank())), s.data(0), s.number(0, TensorProto.FLOAT)
     low, high = (

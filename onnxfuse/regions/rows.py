@@ -32,7 +32,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Rows:
-    """The shape that is reduced, and the axes that are reduced."""
+    """The shape and the axes over which all reductions of a region reduce."""
 
     shape: Shape
     axes: tuple[int, ...]
@@ -49,7 +49,7 @@ class Rows:
 
 
 def is_reduction(step: Step) -> bool:
-    """Return whether a step is a reduction over rows."""
+    """Return whether a step reduces axes of its operand, as ReduceSum and Softmax do."""
     return step.op in REDUCTIONS
 
 
@@ -78,7 +78,7 @@ def kinds_of(
                 return None
             rows = found
             gives_rows = reduction.op in SOFTMAXES or node.op == DYNAMIC
-            gives_rows |= node.domain == DOMAIN  # fused nodes inside regions are norms
+            gives_rows |= node.domain == DOMAIN  # the only fused nodes in regions are norms
             kinds[node.outputs[0].name] = Kind.ELEMENT if gives_rows else Kind.ROW
             if node.op == DYNAMIC:
                 kinds |= {tensor.name: Kind.ROW for tensor in node.outputs[1:]}

@@ -1,4 +1,4 @@
-"""Merge regions that read a tensor in the same order, by element or by row, so that one kernel reads it once."""
+"""Merge regions that read the same tensor in the same order, by element or by row, so that one kernel reads it once."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def is_of_fused(tensor: Tensor) -> bool:
 def merge_siblings(
     clusters: Clusters, among: Iterable[Cluster], is_wanted: Callable[[Tensor], bool] = lambda tensor: True
 ) -> list[Cluster]:
-    """Merge clusters of one level (see `Clusters`) that read a tensor in its order; return the resulting clusters.
+    """Merge clusters that read the same tensor in the order of its elements; return the resulting clusters.
 
-    Only tensors for which `is_wanted` is true are considered, the largest first.  `Cluster.place` must order the
-    clusters of each level so that each cluster follows the clusters that it reads.
+    Only clusters of one level (see order.py) are merged.  Only tensors for which `is_wanted` is true are considered,
+    the largest first.  In the order of `Cluster.place`, each cluster must follow the clusters that it reads.
     """
     in_order = sorted(among, key=lambda each: (clusters.level[each.nodes[0]], each.place))
     readers, tensors = defaultdict[str, list[Cluster]](list), dict[str, Tensor]()
@@ -48,8 +48,7 @@ def merge_siblings(
 def _merge_readers(clusters: Clusters, tensor: Tensor, readers: Iterable[Cluster]) -> None:
     """Merge clusters that read a tensor in the order of its elements.
 
-    For each cluster, the last MAX_OPEN clusters before it are tried in order; the first with which it can be merged is
-    taken.
+    Each cluster is merged with the first possible one of the MAX_OPEN clusters before it.
     """
     found = list[Cluster]()
     for cluster in dict.fromkeys(clusters.of[each.nodes[0]] for each in readers):

@@ -1,4 +1,4 @@
-"""Steps: the normal form of an operator in a region's program, the same for every opset."""
+"""Steps: the operators of a region's program, to which ONNX operators of every opset are converted."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class StaysOut(Exception):
 
 @dataclass(frozen=True)
 class Step:
-    """An operator of a region's program.  One step or several compute a node of the graph.
+    """An operator of a region's program.  One or more steps compute a node of the graph.
 
     Inputs and outputs are names of the graph's tensors, or `#0`, `#1`, ... for values between the steps of a node.  The
-    last inputs can be tensors whose dims alone are read: these dims occur in the step's attributes.
+    last inputs can be tensors from which only dims are read, for expressions in the step's attributes.
     """
 
     op: str
@@ -48,7 +48,7 @@ class Step:
     outputs: tuple[str, ...]
     attributes: Mapping[str, Value]
     dtype: int  # dtype of the outputs
-    # Tensors whose dims occur in the expressions of `attributes`, except the first input.
+    # Tensors, other than the first input, whose dims occur in the expressions of `attributes`.
     measured: tuple[Tensor, ...] = ()
     computed: tuple[ComputedInput, ...] = ()  # inputs that hold sizes; `attributes` holds the same sizes
 
@@ -61,14 +61,14 @@ class Step:
         return self.op != "GatherElements"
 
     def renamed(self, names: Mapping[str, str]) -> Step:
-        """Return the step with other names of tensors; those that `names` lacks stay."""
+        """Return the step with its tensors renamed by `names`; other names do not change."""
         inputs, outputs = (tuple(names.get(name, name) for name in part) for part in (self.inputs, self.outputs))
         return replace(self, inputs=inputs, outputs=outputs)
 
 
 @dataclass
 class Steps:
-    """Collects the steps of one node."""
+    """Collects the steps that one node of the graph is converted to."""
 
     shapes: ShapeInfo
     node: Node
@@ -105,9 +105,9 @@ class Steps:
         return self.shapes.dtype(self.node.outputs[0])
 
     def data(self, index: int, rank_beside: int = 0) -> str:
-        """Return the name of an input's value; for a constant of one element, a step that holds the number is added.
+        """Return the name of an input's value; for a constant of one element, add a step that holds the number.
 
-        `rank_beside` is the rank of the other operands: a constant of a higher rank is reshaped to keep its axes.
+        `rank_beside` is the rank of the other operands; a constant of a higher rank is reshaped to keep its rank.
         """
         tensor = self.node.inputs[index]
         if not is_constant(tensor) or math.prod(tensor.shape) != 1:
@@ -117,7 +117,7 @@ class Steps:
         return number if rank <= rank_beside else self.emit("Reshape", [number], shape=[1] * rank)
 
     def elementwise(self, indices: Sequence[int]) -> list[str]:
-        """Return the names of the values of inputs that are broadcast with each other; `data` returns each name."""
+        """Return the names, as from `data`, of the values of inputs that are broadcast with each other."""
         ranks = {i: self.rank(i) for i in indices}
         single = {i for i in indices if is_constant(t := self.node.inputs[i]) and math.prod(t.shape) == 1}
         beside = max((rank for i, rank in ranks.items() if i not in single), default=0)
@@ -133,28 +133,27 @@ class Steps:
             raise StaysOut(str(error)) from error
 
     def parameter(self, name: str) -> object:
-        """Return an attribute, or the constant input that replaces it in later opsets; None if there is neither."""
+        """Return the value of an attribute, or of the constant input that replaces it in later opsets, or None."""
         found = attribute_or_input(self.shapes.graph, self.node, name)
         if not isinstance(found, int | float | str | list) and found is not None:
             raise StaysOut(f"its {name} is computed; required is a constant")
         return found
 
     def ints(self, name: str) -> list[int] | None:
-        """Return a parameter that is a list of integers; None where it is absent."""
+        """Return a parameter (see `parameter`) that is a list of integers; None if it is absent."""
         found = self.parameter(name)
         if found is None:
             return None
         values = found if isinstance(found, list) else [found]
         numbers = [int(each) for each in values if isinstance(each, int | float)]
-        if len(numbers) < len(values):  # the model is invalid: some values are not numbers
+        if len(numbers) < len(values):  # an invalid model, with values that are not numbers
             raise StaysOut(f"its {name} are no numbers")
         return numbers
 
     def sizes(self, name: str) -> list[Expression] | None:
-        """Return a parameter as a list of integers or of expressions over dims; None where it is absent.
+        """Return a parameter as a list of integers or of expressions over dims; None if it is absent.
 
-        Expressions refer to tensors by index, in the order of `data_and_measured`.  Raises StaysOut if a size is not
-        known.
+        Expressions refer to tensors by their index in `data_and_measured`.  Raises StaysOut if a size is unknown.
         """
         found = attribute_or_input(self.shapes.graph, self.node, name)
         if not isinstance(found, AtRunTime):
@@ -187,7 +186,7 @@ class Steps:
         return by_index(expression, lambda name: 0 if name == first else 1 + list(self._measured).index(name))
 
     def data_and_measured(self) -> list[str]:
-        """Return inputs of an operator's last step: its first input, and the tensors whose dims its attributes use."""
+        """Return the inputs of a node's last step: the first input, and the tensors whose dims its attributes use."""
         return [self.data(0), *self._measured]
 
     def integer(self, name: str, default: int) -> int:
@@ -220,7 +219,7 @@ class Steps:
         self.found.append(Step(op, tuple(inputs), names, attributes, self.out_dtype, *beside))
 
     def give(self, op: str, value: str, index: int, **attributes: Value) -> None:
-        """Add a step of one input that computes one of the node's outputs, if the node has it."""
+        """Add a step that computes output `index` of the node from `value`, if the node has this output."""
         if index < len(self.node.outputs) and self.node.outputs[index].name:
             output = self.node.outputs[index]
             self.found.append(Step(op, (value,), (output.name,), attributes, self.shapes.dtype(output)))

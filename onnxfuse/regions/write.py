@@ -1,4 +1,4 @@
-"""Write regions into a model: a function with the original nodes, and a node with a program that computes the same."""
+"""Write regions into a model: a node with a program for generated kernels, and a function with the original nodes."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def body(
     attributes: list[str],
     bodies: Mapping[str, onnx.FunctionProto] | None = None,
 ) -> onnx.FunctionProto:
-    """Return the body of a region: a function that holds its nodes, so that the region can run without a kernel.
+    """Return the body of a region: a function of its original nodes, which runs where no kernel is available.
 
-    The function also holds the constants that are not operands, and the nodes that compute sizes from dims.  Fused
-    nodes in the region are expanded to the nodes of their functions, which are in `bodies`.
+    The function also has the constants that are not operands, and nodes that compute sizes from dims.  Fused nodes in
+    the region are replaced by the nodes of their functions, which are in `bodies`.
     """
     names = {name: f"x{i}" for i, name in enumerate(region.operands)}
     nodes: list[onnx.NodeProto] = []
@@ -111,10 +111,10 @@ def write_region(
     bodies: Mapping[str, onnx.FunctionProto],
     records: Mapping[str, Fused],
 ) -> Fused:
-    """Replace the nodes of a region by a call of its function, and return its record.
+    """Replace the nodes of a region by one node that calls its function, and return the node's record.
 
-    The graph must be sorted afterwards.  `bodies` holds the functions of fused nodes in the region, and `records` the
-    records of nodes by name, as for `labels`.
+    The caller must sort the graph afterwards.  `bodies` holds the functions of fused nodes in the region, and `records`
+    maps names of fused nodes to their records, as in `labels`.
     """
     graph, shapes, forms = clusters.graph, clusters.shapes, clusters.forms
     region = replace(region, operands=region.operands | measured_besides(region, forms))
@@ -129,14 +129,14 @@ def write_region(
 
 
 def measured_besides(region: Cluster, forms: Mapping[Node, tuple[Step, ...]]) -> dict[str, Tensor]:
-    """Return, by name, the tensors whose dims a region reads, but not their elements."""
+    """Return, by name, the tensors from which a region reads dims, but no elements."""
     made = {t.name for node in region.nodes for t in node.outputs}
     found = (tensor for node in region.nodes for step in forms[node] for tensor in step.measured)
     return {tensor.name: tensor for tensor in found if tensor.name not in made and tensor.name not in region.operands}
 
 
 def order_by_reading(region: Cluster, forms: Mapping[Node, tuple[Step, ...]]) -> None:
-    """Sort a region's operands by when its steps first read them, and its outputs by when its steps compute them."""
+    """Sort a region's operands in the order in which its steps first read them, and its outputs in execution order."""
     read = dict.fromkeys(name for node in region.nodes for step in forms[node] for name in step.inputs)
     made = dict.fromkeys(t.name for node in region.nodes for t in node.outputs)
     region.operands = {name: region.operands[name] for name in read if name in region.operands}
