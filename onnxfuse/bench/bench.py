@@ -52,7 +52,7 @@ GIVE_SIZES: Final = "give sizes that it takes: --shape input:8x512, or inputs: -
 
 @dataclass(frozen=True)
 class Contender:
-    """One model in one mode."""
+    """The result of one model in one mode (with or without a CUDA graph)."""
 
     name: str
     mode: Mode
@@ -123,7 +123,7 @@ class BenchSettings:
     provider: Provider = "cpu"
     cuda_graph: bool = True  # on CUDA, also run with CUDA graphs
     ops: bool = True  # also time each operator alone
-    tune: TunePolicy = "cached"  # how the model chooses between kernel and ONNX function: see InferenceSession
+    tune: TunePolicy = "cached"  # decides between kernels and ONNX functions: see InferenceSession
 
 
 def bench(
@@ -131,7 +131,8 @@ def bench(
 ) -> Bench:
     """Time a model and its fused version in turns, on inputs and outputs that stay on the device.
 
-    An unfused model is fused here; a fused model is compared with itself while its fused nodes run as ONNX functions.
+    If the model is not fused, it is fused here.  If it is fused already, the original is the same model with its fused
+    nodes run as ONNX functions.
 
     Raises UsageError for a shape that the model does not accept, VerificationError if the original does not run or has
     outputs that cannot be compared.
@@ -165,7 +166,7 @@ def _load(path: Path, inputs: Mapping[str, Array]) -> tuple[onnx.ModelProto, Pat
 
 
 def _named(against: Sequence[str | os.PathLike[str]]) -> dict[str, Path]:
-    """Return the other models by name: the name of the file, or its path if two files have one name."""
+    """Map a name to each of the other models: the name of its file, or its path if two files have the same name."""
     paths = list(dict.fromkeys(map(Path, against)))
     names = [path.name for path in paths]
     return {str(path) if names.count(path.name) > 1 else path.name: path for path in paths}
@@ -178,7 +179,7 @@ def _timed(
     first: BoundSession,
     runs: int | None,
 ) -> tuple[tuple[Contender, ...], Mapping[tuple[str, Mode], BoundSession]]:
-    """Time models, and compare their outputs; the first model is the original.
+    """Time models, and compare their outputs with the original's; the original is the first model.
 
     Returns the results, and the sessions of the models that run.
     """
@@ -220,11 +221,11 @@ class _Expected:
     def compare(self, outputs: Mapping[str, Array], accepted: Accepted) -> tuple[bool, str]:
         """Return whether these outputs are right by the rules of `verify`, and why the first wrong one is wrong.
 
-        accepted  the differences that `optimize` accepted between the original and the model that has these outputs
+        accepted  the differences from the original that `optimize` accepted for this model
         """
         errors = tuple(self._difference(name, outputs.get(name), accepted) for name in self.outputs)
         if not all(each.passed for each in errors):
-            with suppress(VerificationError):  # if the original does not run on the CPU, its noise is not known
+            with suppress(VerificationError):  # raised if the original does not run on the CPU
                 reference = replace(self.on_cpu(), accepted=accepted)
                 errors, _ = settled(reference, [outputs] * len(reference.runs), errors)
         wrong = next((each for each in errors if not each.passed), None)
@@ -286,14 +287,14 @@ class _Runner:
             return _Expected(outputs, exact, half, half_precision_tensors(model), on_cpu)
         if self.provider == "cpu" or not has_products(model):
             return _Expected(outputs, {}, "", set(), on_cpu)
-        # Where TF32 is allowed, our kernels use it, but cuDNN only sometimes, so the error of TF32 is tolerated.
+        # If TF32 is allowed, onnxfuse's kernels always use it, but cuDNN only sometimes, so its error is tolerated.
         exact = self._in_float32(model, folder, feeds)
         return _Expected(outputs, exact, TF32, set(exact), on_cpu)
 
     def _in_float32(self, model: onnx.ModelProto, folder: Path | None, feeds: dict[str, Array]) -> dict[str, Array]:
         """Return the outputs of the original in float32, without TF32; an empty dict if it does not run in float32."""
         self.progress("run in float32", 0, 0)
-        with suppress(Exception):  # if this fails, outputs are compared only with those of the model as it is
+        with suppress(Exception):  # if this fails, outputs are compared only with those of the unconverted model
             options = {"use_tf32": 0} if self.provider == "cuda" else {}
             session = start_session(model_to_float32(model), folder, self.provider, options=options)
             wide = bind(session, arrays_to_float32(feeds), self.provider)
@@ -362,7 +363,7 @@ def with_speed_ups(contenders: Sequence[Contender], base: str) -> Iterator[Conte
 def _op_times(
     fused: TimedModel, runner: _Runner, bound: Mapping[tuple[str, Mode], BoundSession]
 ) -> tuple[list[OpTime], str]:
-    """Time each operator alone; the second result says why no operator was timed, and is else empty."""
+    """Time each operator alone; the second result is "", or why no operator was timed."""
     session = bound.get(("fused", PLAIN))
     dispatches = explain_session(session.session) if session else ()
     try:

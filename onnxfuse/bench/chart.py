@@ -51,7 +51,7 @@ class Bar:
 
 
 def check_name(path: Path) -> None:
-    """Raise UsageError unless a chart of this name can be drawn here."""
+    """Raise UsageError unless a chart can be written to a file of this name on this machine."""
     if path.suffix not in (".html", ".png"):
         raise UsageError(f"--chart '{path}' ends in '{path.suffix}'; charts are .html or .png")
     if path.suffix == ".png" and importlib.util.find_spec("matplotlib") is None:
@@ -109,8 +109,8 @@ def _outcome(each: Contender) -> str:
 def _ops(ops: Sequence[OpTime], on_gpu: bool) -> list[RenderableType]:
     """Return a table of the fused nodes, with a row for each fusion and shape of inputs.
 
-    On a GPU, the table has the times of kernels and bodies.  A further column has the time of a copy of as many bytes,
-    as a share of the node's time.
+    On a GPU, the table has the times of kernels and bodies (ONNX functions).  Its last column has the time of a copy of
+    as many bytes, as a share of the node's time.
     """
     names = ("kernel us", "body us", "MB", "of a copy") if on_gpu else ("us each", "MB")
     table = columns("Fused operators", "nodes", *names)
@@ -126,7 +126,7 @@ def _ops(ops: Sequence[OpTime], on_gpu: bool) -> list[RenderableType]:
 
 
 def _others(fused: Sequence[OpTime], others: Sequence[OpTime]) -> list[RenderableType]:
-    """Return a table of the unfused operators by kind, and a line with the sums of fused and of unfused times."""
+    """Return a table of the unfused operators by kind, and a line with the total times of fused and unfused nodes."""
     table = columns("Other operators", "nodes", "us of all")
     kinds = {op.fusion: [each for each in others if each.fusion == op.fusion] for op in others}
     totals = {kind: total_of(each) for kind, each in kinds.items()}
@@ -143,7 +143,7 @@ def total_of(ops: Sequence[OpTime]) -> float:
 
 
 def _inputs(op: OpTime) -> str:
-    """Return the dims and dtypes of the inputs; a dtype that all inputs have is named once."""
+    """Return the dims and dtypes of an operator's inputs; a dtype that all inputs have is named once."""
     pairs = [shape.partition(" ") for shape in op.shapes]
     dtypes = {dtype for _, _, dtype in pairs if dtype}
     if len(dtypes) == 1:
@@ -165,7 +165,7 @@ def _subtitle(result: Bench) -> str:
 
 
 def bars_of_models(contenders: Sequence[Contender]) -> Iterator[Bar]:
-    """Yield the milliseconds of a run of each model."""
+    """Yield a bar for each model, as long as its run, in milliseconds."""
     for each in contenders:
         if each.times:
             kind: BarKind = "wrong" if not each.agrees else "fused" if each.name == "fused" else "plain"
@@ -176,7 +176,7 @@ def bars_of_models(contenders: Sequence[Contender]) -> Iterator[Bar]:
 
 
 def bars_of_ops(ops: Sequence[OpTime], on_gpu: bool = True) -> Iterator[Bar]:
-    """Yield the summed microseconds of the nodes of each fused operator.
+    """Yield bars for the fused operators, with the total time of each operator's nodes in microseconds.
 
     On a GPU, an operator has one bar for its kernel, and one for its body: the ONNX function that its nodes call.
     """

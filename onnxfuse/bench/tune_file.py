@@ -31,7 +31,7 @@ from onnxfuse.verify.inputs import model_inputs
 from onnxfuse.verify.requested_shapes import feeds_of_known_sizes, with_known_ranks
 from onnxfuse.verify.shape_ranges import is_range, parse_ranges, spread
 
-if TYPE_CHECKING:  # target.py must not be imported before session.py, which reports a missing onnxruntime
+if TYPE_CHECKING:  # session.py must be imported before target.py, because it reports a missing onnxruntime
     from onnxfuse.runtime.target import ProviderOptions
 
 GIVE_SIZES: Final = "--shape input:8x512, or inputs: --input x.npz"
@@ -41,8 +41,8 @@ GIVE_SIZES: Final = "--shape input:8x512, or inputs: --input x.npz"
 class TuneSettings:
     """The inputs, provider and fusions that a model is tuned with.
 
-    Shapes can be ranges, as "input:1..8x1..512".  The whole model is then timed at the largest
-    sizes, and the plans of its kernels also at the powers of two between the bounds.
+    Shapes can be ranges, as "input:1..8x1..512".  The whole model is then timed at the largest sizes, and the candidate
+    plans of its kernels also at the other sizes of `spread`.
     """
 
     patterns: Iterable[str | os.PathLike[str]] = ()  # folders with further fusions
@@ -57,7 +57,7 @@ def tune_file(
 ) -> Tuning:
     """Tune a model; a model without fused nodes is fused first.
 
-    Raises UsageError where nothing can be tuned, and where a dynamic dim has no size.
+    Raises UsageError if nothing can be tuned here, and if a dynamic dim has no size.
     """
     check_kernels_run(settings.provider)
     progress("load", 0, 0)

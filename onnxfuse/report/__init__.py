@@ -1,1 +1,1 @@
-"""Report what an optimization did, as JSON, as a page and in the terminal, with an estimate of the gain."""
+"""Report the changes of an optimization and their estimated gain, as JSON, as an HTML page and in the terminal."""

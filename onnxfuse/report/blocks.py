@@ -1,8 +1,7 @@
 """Find the blocks of a graph that repeat, such as the equal layers of a transformer, so that each is drawn once.
 
-The nodes are put into an order that follows the data from the outputs back (`reading_order`), in which the nodes of one
-layer are adjacent.  A repeated block is then a run of nodes, each of which equals the node at a fixed distance after
-it.
+`reading_order` lists the nodes so that the nodes of one layer are adjacent.  A repeated block is then a run of nodes in
+which each node equals the node a fixed distance after it.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ import numpy as np
 
 from onnxfuse.ir.dtypes import Array
 
-MAX_PERIOD: Final = 600  # nodes in one copy of a block
-MIN_SAVED: Final = 3  # a repeated block is drawn once only if that draws at least this many nodes less
+MAX_PERIOD: Final = 600  # maximum number of nodes in one copy of a block
+MIN_SAVED: Final = 3  # minimum number of nodes that a repeated block saves; smaller blocks are drawn in full
 MAX_ITEMS: Final = 60  # nodes and blocks drawn side by side; more are divided into sections
 SECTION: Final = 36  # nodes and blocks in a section
-# Distances that are tried in turn.  If nodes with equal labels read the same value, and two of these nodes are at least
-# the distance apart in the reading order (in positions), the node that computes the value is put first in that order.
-# With None, no node is put first.
+# Distances, in positions of the reading order, that are tried in turn.  If nodes with equal labels read the same value,
+# and two of them are at least this far apart, the order starts with the node that computes the value.  None disables
+# this.
 DISTANCES: Final = (4, 12, 40, None)
 
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive nodes that consist of `copies` copies of the same items; `items` lists the first copy.
+    """A run of nodes that repeats the same items `copies` times; `items` lists those of the first copy (copy 0).
 
     `length` is the number of nodes in one copy: position `i` in the first copy corresponds to position `i + k * length`
     in copy k.  A block with one copy is a section of a long graph.
@@ -45,9 +44,9 @@ Item: TypeAlias = "int | Block"
 
 @dataclass(frozen=True)
 class Blocks:
-    """The reading order, which lists node indices, and the items of the graph.
+    """The reading order, as a list of node indices, and the items of the graph.
 
-    An item is a block, or a single node, which is given by its position in the reading order.
+    An item is a block, or the position of a single node in the reading order.
     """
 
     order: tuple[int, ...]
@@ -89,7 +88,7 @@ def reading_order(reads: Sequence[Sequence[int]], ahead: Iterable[int]) -> list[
     to its producers.  A node therefore comes directly after the last producer that the search reached from it.
 
     reads  for each node, the indices of the producers of its inputs, in the order of the inputs
-    ahead  nodes that come first in the order, after the nodes on which they depend
+    ahead  nodes that start the order, with the nodes that they depend on before them
     """
     read = {each for one in reads for each in one}
     roots = [*sorted(ahead), *(node for node in range(len(reads)) if node not in read)]
@@ -111,7 +110,7 @@ def reading_order(reads: Sequence[Sequence[int]], ahead: Iterable[int]) -> list[
 
 
 def _shared_values(labels: Array, reads: Sequence[Sequence[int]], order: Sequence[int], distance: int) -> Set[int]:
-    """Return the producers of values, such as masks, that nodes with equal labels read far apart in the graph."""
+    """Return the producers of values, such as masks, whose readers have equal labels but lie far apart in the order."""
     position = {node: i for i, node in enumerate(order)}
     readers: dict[tuple[int, int, int], list[int]] = defaultdict(list)
     for node, inputs in enumerate(reads):
@@ -139,7 +138,10 @@ class _Run:
 
 
 def _repeats(labels: Array, reads: Sequence[Sequence[int]], start: int, end: int) -> Iterator[Item]:
-    """Yield the nodes and repeated blocks between two positions, dividing at the block that saves the most nodes."""
+    """Yield the nodes and repeated blocks between two positions.
+
+    The block that saves the most nodes is taken first; then the nodes before it, after it and in it are searched.
+    """
     work = [(start, end)]
     while work:
         start, end = work.pop()
@@ -176,9 +178,9 @@ def _longest_run(labels: Array, reads: Sequence[Sequence[int]], start: int, end:
 def _exact_run(labels: Array, reads: Sequence[Sequence[int]], run: _Run, end: int) -> _Run | None:
     """Return the run, perhaps shifted to start at a later node, so that few values enter a copy.
 
-    A shift is possible because the repeated labels may go on after the last copy.  All copies must be linked alike:
-    corresponding nodes read corresponding nodes.  Of the shifts with the most copies, the one is chosen at which the
-    fewest values enter a copy.  Returns None if the copies are linked alike at no shift.
+    A shift is possible if the labels continue to repeat after the last copy.  In all copies, corresponding nodes must
+    read corresponding nodes.  Among such shifts with the most copies, the one with the fewest values that enter a copy
+    is chosen.  Returns None if there is no such shift.
     """
     period = run.period
     last = run.start + run.copies * period
@@ -210,7 +212,7 @@ def _linked_alike(reads: Sequence[Sequence[int]], start: int, period: int, copie
 
 
 def _in_sections(items: tuple[Item, ...], reads: Sequence[Sequence[int]]) -> tuple[Item, ...]:
-    """Return the items, divided into sections if there are more than MAX_ITEMS."""
+    """Return the items, grouped into sections (blocks of one copy) if there are more than MAX_ITEMS."""
     items = tuple(
         item if isinstance(item, int) else Block(_in_sections(item.items, reads), item.copies, item.length)
         for item in items

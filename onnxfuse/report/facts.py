@@ -27,7 +27,7 @@ class FusionNote:
 
 @dataclass(frozen=True)
 class Facts:
-    """The model's name and maker, the weights' bytes, the versions and the time of the run, and the graphs.
+    """The model's name and producer, the bytes of its weights, versions of packages, the time, and the graphs.
 
     `graphs` are the main graph and the bodies of its If, Loop and Scan nodes, before and after.  `why_not` maps
     the labels of unfused nodes to the reason why they are not fused.
@@ -52,7 +52,7 @@ def gather_facts(
     graphs: Iterable[Rewritten],
     why_not: Mapping[str, str],
 ) -> Facts:
-    """Return the facts about a run that fused `original`; the time of the run is now."""
+    """Return the facts about a run that fused `original`; the present time becomes the time of the run."""
     name = Path(path).name if path else original.graph.name
     producer = " ".join(filter(None, (original.producer_name, original.producer_version)))
     notes = {one.name: FusionNote(one.doc.partition("\n")[0], str(one.span)) for one in fusions}

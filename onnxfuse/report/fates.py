@@ -13,7 +13,7 @@ from onnxfuse.rewrite.replace import Fused
 
 Fate: TypeAlias = Literal["fused", "weights", "merged", "constant", "stays"]
 FATES: Final[tuple[Fate, ...]] = get_args(Fate)
-CONSTANT: Final = "Constant"  # the operator
+CONSTANT: Final = "Constant"  # name of ONNX's operator
 CONSTANT_KINDS: Final = frozenset({"constant", "shape", "branch", "carried"})  # kinds of folded nodes with known values
 
 
@@ -23,9 +23,9 @@ class Fates:
 
     fused     a fused node computes it
     weights   its effect is folded into the weights of the node that represents it
-    merged    it was rewritten, or is no longer needed; the node that computes its consumers' results represents it
+    merged    it was rewritten or removed; the node that computes its consumers' results represents it
     constant  its value is known before the model runs
-    stays     it is in the new graph as it was
+    stays     it is unchanged in the new graph
 
     `stands_for` holds, for each node, the index of the node of the new graph that represents it, or None.
     """
@@ -57,7 +57,7 @@ def find_fates(graph: Rewritten, fused: Iterable[Fused], folded: Iterable[Folded
     replaced = {index: tuple(by_label.get(label, label) for label in one.replaces) for index, one in records.items()}
     stands_for: list[int | None] = [None] * len(before)
     fates: list[Fate] = ["merged"] * len(before)
-    into = {one.node: one for one in folded if one.kind != "pad"}  # a Pad becomes an attribute, not weights
+    into = {one.node: one for one in folded if one.kind != "pad"}  # a Pad becomes an attribute; weights do not change
     for i, node in enumerate(before):
         if node.label in into:
             fates[i] = "constant" if into[node.label].kind in CONSTANT_KINDS else "weights"
@@ -81,9 +81,9 @@ def find_fates(graph: Rewritten, fused: Iterable[Fused], folded: Iterable[Folded
 def _follow_outputs(
     graph: Rewritten, records: Mapping[int, Fused], fates: Sequence[Fate], stands_for: list[int | None]
 ) -> None:
-    """Assign each old node that no node of the new graph represents to the new node that it helps to compute.
+    """Set the representative of old nodes that have none to the new node whose outputs they help to compute.
 
-    An old node is assigned to a new one if it lies between the outputs of other new nodes and an output of this one.
+    An old node is assigned to a new node if it lies on a path from outputs of other new nodes to an output of this one.
     """
     producer = {name: i for i, node in enumerate(graph.before.nodes) for name in node.outputs}
     ends: dict[int, list[int]] = defaultdict(list)  # for each new node, the old nodes that compute its outputs

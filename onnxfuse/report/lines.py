@@ -67,7 +67,7 @@ def function_lines(inlined: Inlined | None) -> Iterator[Line]:
 
 
 def layout_lines(layout: LayoutResult, everything: bool) -> Iterator[Line]:
-    """Yield lines on channels-last nodes, and on why Transposes remain and why convolutions are channels-first."""
+    """Yield lines on channels-last nodes, and the reasons for remaining Transposes and channels-first convolutions."""
     if layout.nodes:
         total = f"{counted(layout.nodes, 'node')} channels-last, {counted(len(layout.ends), 'Transpose')} at borders"
         yield Line(f"Layout: {total}")
@@ -78,7 +78,7 @@ def layout_lines(layout: LayoutResult, everything: bool) -> Iterator[Line]:
 
 
 def _reason_lines(reasons: Sequence[str], more: str, everything: bool) -> Iterator[Line]:
-    """Yield each group of similar reasons with its count, and then how many are not shown."""
+    """Yield a line for each group of similar reasons, with its count, and a line with the number of hidden ones."""
     groups = group(reasons, lambda reason: reason)
     shown = groups if everything else groups[:MAX_SHOWN]
     for one in shown:
@@ -102,7 +102,7 @@ def quantized_lines(quantized: Mapping[str, int]) -> Iterator[Line]:
 
 
 def missed_lines(missed: Sequence[Miss], everything: bool) -> Iterator[Line]:
-    """Yield near misses by reason; without `everything`, only those in which at least half of the nodes matched.
+    """Yield near misses by reason; without `everything`, only those with at least half of the pattern's nodes matched.
 
     A near miss of attention is also shown if nothing else is shown for its node, because unfused attention costs most.
     """
@@ -136,7 +136,7 @@ def _nodes_of(missed: Sequence[Miss], what: str = "node") -> str:
 
 
 def verification_lines(verified: Verification, everything: bool = False) -> Iterator[Line]:
-    """Yield lines on the verification: its result, outputs and fused nodes not compared, and notes on onnxruntime."""
+    """Yield lines on the verification: its result, what was not compared and why, and notes on onnxruntime."""
     yield from _compared_lines(verified, everything)
     yield from (Line(escape(note), "  ", 4) for note in verified.notes)
 
@@ -163,7 +163,7 @@ def _compared_lines(verified: Verification, everything: bool) -> Iterator[Line]:
 
 
 def _share_of_tolerance(outputs: Sequence[OutputDifference]) -> str:
-    """Return the share of its tolerance that the worst output uses, and who set the tolerance unless the dtype did."""
+    """Return the worst output's error as a share of its tolerance, and who set the tolerance unless the dtype did."""
     shares = [(each.max_rel / each.tolerance if each.tolerance else 0, each.set_by) for each in outputs]
     share, set_by = max(shares, default=(0.0, ""))
     return f" (at {share:.0%} of {set_by or 'the tolerance'})"

@@ -15,7 +15,7 @@ from onnxfuse.ir.protos import is_constant, nodes, operator_name
 class OperatorCount:
     """The number of nodes of an operator before and after, including nodes in subgraphs."""
 
-    op: str  # with its domain unless that is ONNX's: "com.microsoft::Gelu"
+    op: str  # such as "Add"; outside of ONNX's own domain, such as "com.microsoft::Gelu"
     before: int
     after: int
 

@@ -1,4 +1,4 @@
-"""The outline of a graph: the facts about nodes that reports show once the model itself is gone."""
+"""The outline of a graph: the facts about its nodes that a report keeps, because it does not keep the model."""
 
 from __future__ import annotations
 

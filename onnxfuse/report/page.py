@@ -1,4 +1,4 @@
-"""The report as a page: one HTML file that needs no network and holds everything it shows."""
+"""The report as a page: one HTML file that contains all its data, and needs no network."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def write_summary(report: Shown) -> str:
 def data(report: Shown) -> dict[str, Any]:
     """Return, as JSON values, the data that the page's script draws and searches, and from which it writes plans.
 
-    A match is a list: its fusion, node, output, body, dims, the nodes in its epilogue, and the nodes that it replaces.
-    The list of replaced nodes is empty if "graphs" has them.
+    A match is a list: its fusion, node, output, graph (a text), dims, the nodes in its epilogue, and the nodes that it
+    replaces.  The list of replaced nodes is empty if the entry "graphs" has them.
     """
     texts, facts = Table(), report.facts
     reasons = reasons_of(report)
@@ -107,7 +107,7 @@ def _templates() -> Environment:
 
 
 def _printable(value: object) -> object:
-    """Return a template's value; a text gets escapes for non-printing characters, because it may quote a model."""
+    """Return a template's value; in texts, which can quote a model, non-printing characters are escaped."""
     return printable(value, keep="\n") if type(value) is str else value
 
 

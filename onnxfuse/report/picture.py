@@ -31,13 +31,13 @@ class Table:
 def picture(graph: Rewritten, fused: Sequence[Fused], folded: Iterable[Folded], texts: Table) -> dict[str, Any]:
     """Return both graphs, the fate of each node, and the repeated blocks of the graph after fusing.
 
-    `fused` lists the fused nodes of all graphs.  "matches" maps the index, in `fused`, of each fused node of this graph
-    to the index of its node after fusing, and to the nodes that it replaced: their indices, or names for nodes made
-    while the graph was simplified.
+    `fused` lists the fused nodes of all graphs.  The entry "matches" has those of this graph: it maps a node's index in
+    `fused` to its index after fusing and a list of the nodes that it replaced.  This list has indices, or the names of
+    nodes that were made while the graph was simplified.
 
     A node is a list: its label, operator, attributes, output types, types of weights, and producers; all texts except
-    the label are numbers in `texts`.  The lists of nodes before fusing end with their fate, a number in FATES, and the
-    node that represents them after fusing, or -1.
+    the label are numbers in `texts`.  For nodes before fusing, the list also has the fate, as an index in FATES, and
+    the index of the node that represents the node after fusing, or -1.
     """
     numbers = {id(one): i for i, one in enumerate(fused)}
     fates = find_fates(graph, [one for one in fused if one.where == graph.where], folded)
@@ -88,5 +88,5 @@ def _label(node: OutlineNode, graph: Outline) -> tuple[object, ...]:
 
 
 def _item(item: Item) -> int | list[Any]:
-    """Return a node as its position in the order, and a block as its copies, its length, and its items."""
+    """Return an item as JSON: a node is its position in the order, and a block a list of copies, length and items."""
     return [item.copies, item.length, [_item(each) for each in item.items]] if isinstance(item, Block) else item

@@ -66,7 +66,7 @@ class Dropped:
 
 @dataclass(frozen=True)
 class RegionGain:
-    """Counts of regions, of the nodes in regions, and of operators fused into other nodes, with estimated savings."""
+    """The numbers of regions, of nodes that they replace, and of nodes in epilogues, with the estimated savings."""
 
     nodes: int
     replaced: int
@@ -100,7 +100,7 @@ class Report:
     verified: Verification
     seconds: Mapping[str, float] = field(default_factory=dict)
     layout: LayoutResult = field(default_factory=LayoutResult)
-    without_regions: Traffic | None = None  # the traffic before regions were made; None if none were made
+    without_regions: Traffic | None = None  # the memory traffic before regions were made; None if none were made
     subgraphs: tuple[Subgraph, ...] = ()
     inlined: Inlined | None = None  # the model's own functions, and whether they were inlined
     stays: tuple[Stays, ...] = ()  # operators that could be decomposed to be fused, but stay as they are
@@ -112,7 +112,7 @@ class Report:
     facts: Facts | None = None  # facts about the model and the run, for the page
     half: HalfResult | None = None  # the result of a conversion to half precision
     folder: Path | None = None  # the folder of the model's external data until it is saved
-    left_out: tuple[LeftOut, ...] = ()  # steps that raised an exception and were left out, with tracebacks
+    left_out: tuple[LeftOut, ...] = ()  # steps that were skipped because they raised an exception, with tracebacks
     weights: WeightsResult | None = None  # the result of quantizing weights
     reference: BesideReference | None = None  # the errors relative to a given float model
 
@@ -123,7 +123,7 @@ class Report:
 
     @property
     def regions(self) -> RegionGain:
-        """The counts of regions, and the traffic that regions save in addition to all other fusions."""
+        """The counts of regions, and the memory traffic that they save in addition to all other fusions."""
         fused = [one for one in self.fused if one.fusion == REGION]
         apart = self.without_regions or self.after
         return RegionGain(
@@ -294,7 +294,7 @@ def _summary(report: Report) -> Table:
 
 
 def _fused_tables(report: Report) -> Iterator[RenderableType]:
-    """Yield the tables of fused nodes by fusion: of those that replace several nodes, and of those that replace one."""
+    """Yield two tables of fused nodes by fusion: one of nodes that replace several nodes, one of all others."""
     several = [one for one in report.fused if len(one.replaces) > 1]
     table = columns("Fused", "nodes", "replaced")
     for name, count in sorted(Counter(one.fusion for one in several).items()):
@@ -313,7 +313,7 @@ def _fused_tables(report: Report) -> Iterator[RenderableType]:
 
 
 def _lines(report: Report, everything: bool) -> Iterator[Line]:
-    """Yield the lines that follow the tables: on other changes, and on operators that stay, with the reasons."""
+    """Yield the lines that follow the tables: about other changes, and about operators that stay, with the reasons."""
     for fusion, why in report.unmatched.items():
         yield Line(f"[yellow]{escape(fusion)} matches nothing[/]: {escape(why)}")
     yield folded_line([one.kind for one in report.folded])
@@ -332,7 +332,7 @@ def _lines(report: Report, everything: bool) -> Iterator[Line]:
 
 
 def _region_lines(regions: RegionGain) -> Iterator[Line]:
-    """Yield the savings of regions; nothing where there are none."""
+    """Yield a line with the savings of regions and epilogues, if there are any."""
     if not regions.nodes + regions.joined:
         return
     joined = f", {counted(regions.joined, 'node')} in epilogues" if regions.joined else ""

@@ -22,14 +22,14 @@ from onnxfuse.verify.compare import Verification
 
 REGION_FORMULA: Final = "operators that no pattern names, in one kernel that is generated from them"
 NO_REASON: Final = "no fusion has this operator in this place"
-# By a word that occurs in the names of a family of fusions: the family's hue in the picture, in degrees.
+# Maps a word in the names of a family of fusions to the family's hue (a colour angle in degrees) in the picture.
 HUES: Final = (
     ("attention", 295), ("gemm", 255), ("conv", 155), ("norm", 75), (REGION, 25), ("embedding", 340), ("rotary", 320),
     ("softmax", 110), ("concat", 205), ("resize", 225), ("pool", 185), ("channel_scale", 130), ("squeeze", 120),
     ("activation", 50),
 )  # fmt: skip
 OTHER_HUE, HUE_STEP = 0, 12
-ON_HOST: Final = "runs on the host"  # text in the reason that is given for shape arithmetic outside of regions
+ON_HOST: Final = "runs on the host"  # a part of the reason why shape arithmetic is in no region
 MANY_STAY: Final = 0.2  # share of nodes; if more stay unfused, the page says so at its top
 
 
@@ -114,7 +114,8 @@ def operators(plain: Mapping[str, Any]) -> list[Bar]:
 def fate_counts(report: Shown) -> dict[str, int]:
     """Return how many nodes of the original had each fate: fused, merged or another of FATES.
 
-    Nodes of branches that are never taken count as merged.  Nodes that converting to a newer opset added do not count.
+    Nodes of branches that are never taken count as merged.  Nodes that the conversion to a newer opset added do not
+    count.
     """
     graphs = report.facts.graphs if report.facts else ()
     total: Counter[str] = Counter()
@@ -152,7 +153,7 @@ def groups(report: Shown) -> list[Group]:
 
 
 def hues_of(fusions: Iterable[str]) -> dict[str, int]:
-    """Return a hue in degrees for each fusion: its family's hue, shifted if another fusion already uses it."""
+    """Return a hue (a colour angle in degrees) for each fusion: its family's, shifted if another fusion uses it."""
     taken: dict[str, int] = {}
     for name in sorted(set(fusions)):
         hue = next((hue for word, hue in HUES if word in name), OTHER_HUE)
@@ -241,7 +242,7 @@ class Advice:
 def advice(
     report: Shown, plain: Mapping[str, Any], misses: Sequence[MissGroup], left: Sequence[Stayed]
 ) -> Iterator[Advice]:
-    """Yield advice to the reader; advice on whether the result can be trusted comes first."""
+    """Yield advice to the user; advice about wrong or unverified results comes first."""
     verified = report.verified
     if not verified.passed:
         yield Advice("Verify before you deploy", "`onnxfuse verify A B` compares two models.", "trust")

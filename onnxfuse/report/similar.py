@@ -24,7 +24,7 @@ class Similar(Generic[Item]):
 def group(
     items: Iterable[Item], sentence: Callable[[Item], str], key: Callable[[Item], Hashable] = lambda item: None
 ) -> list[Similar[Item]]:
-    """Return groups of items with similar sentences and equal keys: the largest first, equally large ones in order."""
+    """Group items with similar sentences and equal keys; the largest group comes first."""
     groups: dict[Hashable, list[tuple[tuple[str, ...], Item]]] = {}
     for item in items:
         text = sentence(item)
@@ -43,7 +43,7 @@ def _may_differ(piece: str) -> bool:
 
 
 def _merge(sentences: list[tuple[str, ...]]) -> str:
-    """Merge sentences with equal numbers of pieces; pieces that differ become an ellipsis."""
+    """Merge sentences, given as equally many pieces, into one; pieces that differ become an ellipsis."""
     first = sentences[0]
     same = [all(each[i] == piece for each in sentences) for i, piece in enumerate(first)]
     return "".join(

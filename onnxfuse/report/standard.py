@@ -39,7 +39,7 @@ class Standard:
 
 
 def standard_lines(standard: Standard | None) -> list[str]:
-    """Return lines on the ONNX operators written for fused nodes, and on why other fused nodes have none."""
+    """Return a line with the ONNX operators written for fused nodes, and lines that say why others have none."""
     if standard is None:
         return []
     listed = ", ".join(f"{count} {op}" for op, count in standard.counts.items())

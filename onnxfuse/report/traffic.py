@@ -19,9 +19,8 @@ from onnxfuse.ir.node import Tensor, op_of
 class Traffic:
     """Bytes and launches of a graph in which every node reads its inputs and writes its outputs once, in one launch.
 
-    A node that looks up rows of a table reads only these rows.  `assumed` maps each dynamic dim of the graph's inputs
-    to its assumed size.  The key is the dim's name; for a dim without a name, it is the input and the axis, as in
-    "image[0]".
+    A node that looks up rows of a table reads only these rows.  `assumed` maps the dynamic dims of the graph's inputs
+    to their assumed sizes, by name; a dim without a name is called after its input and axis, as in "image[0]".
     """
 
     bytes: int

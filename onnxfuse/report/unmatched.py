@@ -25,12 +25,12 @@ def why_unmatched(fusions: Iterable[Fusion], missed: Iterable[Miss], present: Se
 
 
 def why_no_region() -> str:
-    """Return the advice for a run in which `--only region` made no region."""
+    """Return a sentence for a run in which `--only region` made no region."""
     return f"no two operators side by side are worth a kernel; `onnxfuse explain MODEL {REGION}` says why for each"
 
 
 def why_not_made(fusion: LayoutFusion, fusions: Iterable[Fusion], layout: LayoutResult, graph: onnx.GraphProto) -> str:
-    """Return why the layout stage, which makes the nodes of `fusion`, made none in this graph."""
+    """Return why the layout stage, which alone makes nodes of `fusion`, made no such node in this graph."""
     if not any(each.name == CONVOLUTION for each in fusions):
         return f"layouts make it around convolutions; name {CONVOLUTION}, too"
     nearest = next((one for one in (*layout.others, *layout.stays) if one.op in fusion.operators), None)
