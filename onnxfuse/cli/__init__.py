@@ -1,7 +1,7 @@
 """The command line: parse the arguments, call the library, print the result.
 
-Each command has a file of its name, and imports other modules only when it runs: `--version` and `--help` import
-neither onnx, NumPy nor onnxruntime.
+Each command has a file of the same name, which imports other modules only when the command runs: `--version` and
+`--help` import neither onnx, NumPy nor onnxruntime.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class Commands(click.Group):
 
 @contextmanager
 def _told_in_one_line(context: click.Context | None = None) -> Iterator[None]:
-    """If the block raises an error, print it as one line, preceded by its traceback with --debug, and exit."""
+    """If the block raises an error, print it as one line, after its traceback if --debug is given, and exit."""
     try:
         yield
-    except click.ClickException as error:  # click prints its message, which may quote untrusted file names
+    except click.ClickException as error:  # its message can quote untrusted file names
         error.message = printable(error.message)  # type: ignore[misc]
         raise
     except (click.Abort, click.exceptions.Exit, BrokenPipeError):
@@ -68,7 +68,7 @@ def _told_in_one_line(context: click.Context | None = None) -> Iterator[None]:
 
 
 def _sentence(error: Exception) -> str:
-    """Return an error as one line, or with a compiler's lines; for an internal error, add how to report it."""
+    """Return the message of an error; for internal errors, also ask the user to report it."""
     if isinstance(error, OnnxfuseError):
         return str(error)
     if isinstance(error, OSError) and was_printing(error):

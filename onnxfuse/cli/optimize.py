@@ -153,8 +153,9 @@ def optimize_command(
 ) -> None:
     """Fuse SOURCE, verify the result, write TARGET.
 
-    Both are ONNX files, or folders of onnxruntime-genai: the models that genai_config.json names are then fused, with
-    kernels for --arch, --gpu or the GPUs here beside those that run on CUDA, and all other files are copied.
+    Both are ONNX files, or folders of onnxruntime-genai. In a folder, the models that genai_config.json names are
+    fused, and all other files are copied. Kernels are compiled for its models that run on CUDA, for the GPUs that
+    --arch and --gpu name, by default the GPUs here.
 
     Exits with 0 if all was compared and is equal, 3 if some outputs or fused nodes could not be compared, 4 if none
     could; the files are written then too.
@@ -235,7 +236,7 @@ def _optimize_folder(
 
 
 def _show(one: _Optimized, number: int, path: Path | None, everything: bool, verify: bool) -> int:
-    """Print the report of model `number`, and write it to a file if there is a path; return the exit code."""
+    """Print a model's report, and write it to a file if `path` is given; return the exit code."""
     from onnxfuse.steps import LeftOut, attempt
 
     unwritten: list[LeftOut] = []

@@ -22,7 +22,7 @@ EXIT_CODES: Final = {"verified": 0, "failed": 1, "partly": 3, "none": 4}  # exit
 
 
 def together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    """Return one decorator for several options, which --help lists in this order."""
+    """Return one decorator that adds several options to a command; --help lists them in this order."""
 
     def decorate(command: Command) -> Command:
         for option in reversed(options):
@@ -124,7 +124,7 @@ verify_options = together(
 
 
 def given_regions(regions: bool, epilogues: bool) -> Regions:
-    """Return the value of the argument `regions` of `optimize` that --regions and --epilogues together select."""
+    """Return the argument `regions` of `optimize` for the values of --regions and --epilogues."""
     return "apart" if regions and not epilogues else regions
 
 
@@ -141,11 +141,11 @@ def options_by_name(options: tuple[str, ...]) -> dict[str, str]:
 
 
 def checked_target(source: Path, target: Path, overwrite: bool | None = None) -> Path:
-    """Return the file to write.  Raises an error, before any work, if it is not writable, or may not be overwritten.
+    """Return the file to write.  Raises an error, before any work, if it is not writable or must not be overwritten.
 
-    The files in which `source` has external data are never written.
+    The target must not be a file that holds external data of `source`.
 
-    overwrite  whether the target may be `source` itself; None for a command without that option
+    overwrite  whether the target is allowed to be `source` itself; None for a command without that option
     """
     from onnxfuse.ir.load import external_files
     from onnxfuse.ir.save import check_target

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from onnxfuse.steps import LeftOut, Progress
 
-SECONDS_WITHOUT_PROGRESS: Final = 2.0  # a progress bar appears after this time
-SECONDS_BETWEEN_LINES: Final = 10.0  # of progress in a pipe or a file
+SECONDS_WITHOUT_PROGRESS: Final = 2.0  # a progress bar appears after this many seconds
+SECONDS_BETWEEN_LINES: Final = 10.0  # between lines of progress in a pipe or a file
 UNLIMITED: Final = 100_000  # columns; output into a pipe or a file is not wrapped
 
 
@@ -89,14 +89,14 @@ def is_debugging(context: click.Context) -> bool:
 
 
 def show_tracebacks(left_out: Iterable[LeftOut]) -> None:
-    """Print the tracebacks of steps that were left out, if --debug was given."""
+    """If --debug was given, print the tracebacks of optimization steps that failed and were left out."""
     for one in left_out if is_debugging(click.get_current_context()) else ():
         echo(one.traceback, err=True)
 
 
 @contextmanager
 def shown_progress() -> Iterator[Progress]:
-    """Show progress on stderr: by a bar on a terminal, and in a pipe by a line every SECONDS_BETWEEN_LINES."""
+    """Show progress on stderr: a bar on a terminal; in a pipe or file, a line every SECONDS_BETWEEN_LINES seconds."""
     with _bar() if console(stderr=True).is_terminal else _lines() as show:
 
         def shown(stage: str, done: int, of: int) -> None:
@@ -109,7 +109,7 @@ def shown_progress() -> Iterator[Progress]:
 
 @contextmanager
 def _bar() -> Iterator[Progress]:
-    """Show a bar once the work has taken SECONDS_WITHOUT_PROGRESS; it pulses while the amount of work is unknown."""
+    """Show a bar after SECONDS_WITHOUT_PROGRESS seconds of work; it pulses while the amount of work is unknown."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
 
@@ -138,7 +138,7 @@ def _bar() -> Iterator[Progress]:
 
 @contextmanager
 def _lines() -> Iterator[Progress]:
-    """Print a line every SECONDS_BETWEEN_LINES that says what is being done, and how much of it is done."""
+    """Print a line with the present stage, and how much of it is done, every SECONDS_BETWEEN_LINES seconds."""
     started, ended, latest = time.monotonic(), threading.Event(), ("load", 0, 0)
 
     def show(stage: str, done: int, of: int) -> None:

@@ -39,7 +39,7 @@ def verify_command(
     from onnxfuse.verify.own_process import own_process
 
     for path in original, optimized:
-        load(path)  # raises an error for an unreadable file, which `compare` would report as a difference
+        load(path)  # fails for an unreadable file, which `compare` would report as a difference
     inputs = given_inputs(npz, original)
     with own_process(timeout), shown_progress() as progress:
         result = compare(
