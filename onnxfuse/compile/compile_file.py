@@ -1,6 +1,7 @@
 """`onnxfuse compile`: make the templates of a fused model, compile their kernels, and write both to a plan file.
 
-A template has the plans of a node for all sizes: one variant for each range of sizes.
+A plan says which kernels compute a node, and how they are launched.  A template has the plans of a node for all sizes:
+one variant for each range of sizes.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from onnxfuse.verify.inputs import model_inputs
 from onnxfuse.verify.requested_shapes import with_known_ranks
 from onnxfuse.verify.shape_ranges import Range, parse_ranges, ranges_of_dims
 
-planner.verdicts = MeasuredVerdicts()  # the planner then chooses between plans by earlier measurements
+planner.verdicts = MeasuredVerdicts()  # makes the planner choose between plans by earlier measurements
 UNKNOWN_RANKS: Final = "the rank of an operand is not known, so that it is planned when it first runs"
 
 
@@ -76,9 +77,9 @@ class Compiled:
 
 @dataclass(frozen=True)
 class CompileSettings:
-    """The GPUs, sizes and session settings that a model is compiled for; GPUs default to this machine's.
+    """The GPUs, sizes and session settings that a model is compiled for; the default GPUs are those of this machine.
 
-    The aim is "latency", or "throughput".  For throughput, kernels are planned for several runs at once, and
+    The aim is "latency" or "throughput".  For throughput, kernels are planned for several runs at once, and
     measurements are ignored, because they timed each kernel alone.
     """
 
@@ -86,8 +87,8 @@ class CompileSettings:
     gpus: Sequence[str] = ()  # names of GPUs; their number of multiprocessors affects the choice between plans
     shapes: Sequence[str] = ()  # sizes to choose plans for, as "input:1..8x1..512"; other sizes run, too
     provider: str = CUDA
-    # The provider's options in later sessions.  use_tf32 always matters; the other options matter only if earlier
-    # measurements on this machine are used.
+    # The provider's options in later sessions.  use_tf32 always matters.  Other options matter only for earlier
+    # measurements on this machine, which are used only if they were made with the same options.
     options: Mapping[str, object] = field(default_factory=dict)
     aim: Aim = "latency"
 
@@ -149,7 +150,7 @@ def compile_file(
 
 
 def _devices(settings: CompileSettings) -> list[Device]:
-    """Return the GPUs to compile for, with the settings of sessions.  Raises UsageError if there is none."""
+    """Return the GPUs to compile for, with flags for TF32 and the aim.  Raises UsageError if there are none."""
     backend = backend_of(settings.provider)
     why = backend.no_gpu()
     present = [] if why else list(dict.fromkeys(map(backend.device, range(backend.gpu_count()))))
@@ -179,7 +180,7 @@ class _Planned:
     """The templates of a model's nodes for one GPU, and why some nodes have none."""
 
     device: Device
-    of_nodes: Sequence[Sequence[PreparedTemplate]]  # per node: a template for aligned memory, maybe one for unaligned
+    of_nodes: Sequence[Sequence[PreparedTemplate]]  # per node: none, or one for aligned (and one for unaligned) memory
     reasons: Sequence[str | None]  # per node: why it has no template; None if it has one
     calls: Sequence[Call]
 
@@ -189,7 +190,7 @@ class _Planned:
         return list({id(each): each for of_node in self.of_nodes for each in of_node}.values())
 
     def that_compiles(self) -> _Planned:
-        """Return self without the templates of nodes whose kernels fail to compile; they run as ONNX functions."""
+        """Return self without templates of nodes whose kernels fail to compile; these nodes run as ONNX functions."""
         failed = [next((error for t in own for error in t.refused.values()), None) for own in self.of_nodes]
         reasons = [
             why or (f"a kernel of it fails: {error.args[0].splitlines()[0]}" if error else None)
@@ -250,8 +251,8 @@ def _template(
 def _bodies(task: _Task, found: Sequence[_Planned]) -> dict[str, str]:
     """Return the functions whose nodes run as bodies in a process without Python, each with the reason.
 
-    A body is the ONNX function that a node calls.  Without Python, all nodes of a function run the same way: as bodies
-    if any of them has no kernel on one of the GPUs, or is faster as its body.
+    A body is the ONNX function that a node calls.  Without Python, all nodes that call one function run in the same
+    way.  They run as bodies if any of them has no kernel on one of the GPUs, or is faster as its body.
     """
     bodies: dict[str, str] = {}
     for each in found:
@@ -268,6 +269,6 @@ def _bodies(task: _Task, found: Sequence[_Planned]) -> dict[str, str]:
 
 
 def _operators(calls: Sequence[Call], bodies: Mapping[str, str]) -> list[str]:
-    """Return a line for each function that runs as kernels: its name and attributes, for the native library."""
+    """Return a line for each function whose nodes run as kernels: its name and attributes, for the native library."""
     ops = sorted({call.op for call in calls} - bodies.keys())
     return [f"{op} {attribute_kinds([call for call in calls if call.op == op])}" for op in ops]

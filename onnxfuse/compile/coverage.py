@@ -34,7 +34,7 @@ class NoPlan:
 def without_plans(
     calls: Sequence[Call], file: PlanFile, dims: Collection[str], wanted: Sequence[int]
 ) -> Iterator[NoPlan]:
-    """Yield the nodes without a plan at one of the `wanted` sizes of `dims`, each with the first such size.
+    """Yield the nodes that lack a plan at one of the `wanted` sizes of `dims`, each with the first such size.
 
     dims    names of dims of the model's inputs that all get the wanted size; other dims get each of OTHER_SIZES
 
@@ -61,9 +61,9 @@ def without_plans(
 
 
 def _sizes(call: Call, dims: Collection[str], wanted: Sequence[int]) -> list[Values]:
-    """Return an array for each dynamic dim of a node: its sizes for all pairs of a wanted size and one of OTHER_SIZES.
+    """Return an array for each dynamic dim of a node: its sizes for all pairs (wanted size, size from OTHER_SIZES).
 
-    In a pair, the names in `dims` have the wanted size, and all other names have the other size.
+    In each pair, the symbols in `dims` have the first size, and all other symbols have the second size.
     """
     points = [(size, other) for size in wanted for other in OTHER_SIZES]
     parsed = [parse_size(name) for name in dim_names(call.shapes)]

@@ -1,6 +1,6 @@
-"""Choose the sizes at which a template is made, within the sizes that a user gives for the model's inputs.
+"""Choose sample sizes within the sizes that a user gives for a model's inputs.
 
-A template has the launches of a node's kernels for all sizes.
+At these sizes, the variants of a template are made.  A template has the launches of a node's kernels for all sizes.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def _gpus(gpus: Sequence[CompiledGpu]) -> Table:
 
 
 def _left_out(left_out: Sequence[LeftOut]) -> Iterator[Line]:
-    """Yield a line for each reason, with the first node that was left out and the number of such nodes."""
+    """Yield a line for each reason why nodes have no template, with the first such node and their number."""
     rows: dict[tuple[int, str, str], list[str]] = {}
     for each in left_out:
         rows.setdefault((each.device.arch, each.fusion, each.why), []).append(each.node)
@@ -48,6 +48,6 @@ def _left_out(left_out: Sequence[LeftOut]) -> Iterator[Line]:
 
 
 def _bodies(compiled: Compiled) -> Iterator[Line]:
-    """Yield the ONNX functions that onnxruntime itself runs in a process without Python, and why."""
+    """Yield lines on the ONNX functions that onnxruntime itself runs in a process without Python, with the reasons."""
     yield Line("[bold]Run as bodies where there is no Python[/]")
     yield from (Line(f"{escape(op)}: {escape(why)}", "  ", 4) for op, why in compiled.bodies.items())

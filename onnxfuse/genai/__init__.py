@@ -1,1 +1,1 @@
-"""Optimize folders of onnxruntime-genai: the models that genai_config.json names, beside tokenizers and other files."""
+"""Optimize folders of onnxruntime-genai: fuse the models that genai_config.json names, and copy the other files."""

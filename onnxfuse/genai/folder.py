@@ -1,7 +1,7 @@
 """Read a folder that onnxruntime-genai's builder or Olive wrote, and copy the files in it that are not its models.
 
-genai_config.json names the models, and may come from a stranger.  Names and links that lead outside the folder are
-refused, because a copy would disclose the files outside.
+genai_config.json names the models, and can come from an untrusted source.  Names and links that lead outside the folder
+are refused, because a copy would disclose files outside.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from onnxfuse.ir.plain_files import read_plain, require_plain
 
 CONFIG: Final = "genai_config.json"
 MAX_CONFIG_BYTES: Final = 2**24
-LIBRARY: Final = "custom_ops_library"  # the session option that names a library of operators
+LIBRARY: Final = "custom_ops_library"  # the session option that names a library of custom operators
 # Names of the native library and its plan file in a folder that was optimized.
 OWN_FILE: Final = re.compile(r"libonnxfuse(\.\d+)?\.so(\.plans)?")
 
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model of a folder: its name in the folder, and the parts of the configuration that name it."""
+    """A model of a folder: the path of its file in the folder, and the parts of the configuration that name it."""
 
     name: str
     parts: tuple[dict[str, Any], ...]
@@ -42,7 +42,7 @@ class NamedModel:
 
     @property
     def library(self) -> str:
-        """The library of operators that the configuration names, unless onnxfuse wrote it; "" for none."""
+        """The library of custom operators that the configuration names; "" for none, or if onnxfuse wrote it."""
         named = (self.options_of(each).get(LIBRARY, "") for each in self.parts)
         return next((str(name) for name in named if name and not _is_own(name)), "")
 
@@ -75,12 +75,12 @@ class Folder:
         return self.path / model.name
 
     def name_libraries(self, libraries: Mapping[str, str]) -> None:
-        """Set onnxfuse's libraries in the session options of parts that run on CUDA; remove those of an earlier run.
+        """Name onnxfuse's libraries in the session options of parts that run on CUDA; remove those of an earlier run.
 
-        libraries  the library of each model that has one, by the model's name
+        libraries  maps the name of each model that has a library to the library's name
 
-        If any model has a library, each part gets session options of its own, because a part without options would use
-        those of the decoder, which name the decoder's library.
+        If any model has a library, each part gets its own session options, because genai would use the options of the
+        decoder, with the decoder's library, for parts without options.
         """
         for model in self.models:
             for part in model.parts:
@@ -131,7 +131,7 @@ def _parts(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _check_inside(folder: Path, name: str) -> None:
-    """Raise ModelError unless a name is that of a plain file in the folder, after following symbolic links."""
+    """Raise ModelError unless `name`, after following symbolic links, is a plain file in the folder."""
     path = folder / name
     try:
         inside = not Path(name).is_absolute() and ".." not in Path(name).parts
@@ -147,7 +147,7 @@ def _check_inside(folder: Path, name: str) -> None:
 
 
 def copy_others(folder: Folder, target: Path) -> None:
-    """Copy the files of a folder, but not its configuration, the models of the configuration, and their data.
+    """Copy the files of a folder, except its configuration, the models that it names, and their external data.
 
     Models that the configuration does not name are copied with their data.  Files that an earlier run of onnxfuse added
     to the folder are not copied.  Raises ModelError for links that lead outside the folder, for devices and pipes, and

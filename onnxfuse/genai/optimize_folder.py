@@ -3,10 +3,10 @@
     OUT/genai_config.json       names the library in `session_options` of the models that have kernels
     OUT/<model>.onnx            the fused model
     OUT/libonnxfuse.so          the native library, if the models run on CUDA and a GPU is known
-    OUT/libonnxfuse.so.plans    its plan file, which the library finds beside itself
+    OUT/libonnxfuse.so.plans    its plan file (compiled kernels), which the library finds next to itself
 
-A second model with kernels has a library and a plan file of its own, libonnxfuse.2.so, because each session registers
-the operators of one plan file.  Everything else is copied.
+A second model with kernels has its own library and plan file, libonnxfuse.2.so and libonnxfuse.2.so.plans, because each
+session registers the operators of one plan file.  All other files are copied.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ def optimize_folder(
     """Optimize the models of a folder that onnxruntime-genai's builder or Olive wrote.
 
     folder    the folder with genai_config.json, which is not changed
-    target    the folder to write, which onnxruntime_genai loads in the same way; None writes nothing
+    target    the folder to write, which onnxruntime_genai loads like the original; None writes nothing
     archs     the compute capabilities to compile kernels for, such as "sm_90"
     gpus      the names of GPUs to compile kernels for; without both, the GPUs of this machine
-    overwrite whether `target` may be replaced, as a whole, if it is a folder of genai
+    overwrite whether an existing `target` is replaced, as a whole, if it is a folder of genai
     progress  called with the stage, the amount of it that is done, and the total amount
-    options   the arguments of `optimize`, for every model; `calibrate`, `inputs`, `plan` and `shapes` for folders with
-              one model; with `weights`, models without a weight that can be quantized keep theirs
+    options   arguments of `optimize`, for every model; `calibrate`, `inputs`, `plan` and `shapes` are allowed only if
+              the folder has one model; with `weights`, a model without weights to quantize keeps its weights
 
     Kernels are compiled for the models that run on CUDA; their configuration then names onnxfuse's library.  Returns
     each model's name, report and kernels.  Raises UsageError for a folder without models or without weights to
@@ -106,7 +106,7 @@ def optimize_folder(
 
 
 def _check_target(source: Path, target: Path, overwrite: bool) -> None:
-    """Raise UsageError if the folder to write contains the one to read or lies in it, or must not be replaced."""
+    """Raise UsageError if one of both folders contains the other, or if `target` exists and must not be replaced."""
     first, second = source.resolve(), target.resolve()
     if first.is_relative_to(second) or second.is_relative_to(first):
         raise UsageError(f"'{target}' and '{source}', the folder to read, contain each other; give another folder")
@@ -134,9 +134,9 @@ class _Library:
         return name
 
     def add(self, model: NamedModel, file: Path) -> Compiled:
-        """Compile a fused model's kernels, and add the library with its plan file.
+        """Compile a fused model's kernels, and add the native library and the plan file to the folder.
 
-        Raises OnnxfuseError, such as UsageError where no GPU is known, if there are no kernels.
+        Raises OnnxfuseError if there are no kernels, for example UsageError if no GPU is known.
         """
         library = native.library_path()
         if library is None:
@@ -152,9 +152,9 @@ class _Library:
 def _fused(
     folder: Folder, model: NamedModel, progress: Progress, options: dict[str, Any]
 ) -> tuple[onnx.ModelProto, Report]:
-    """Return a model of a folder, fused, and its report; a model without weights to quantize keeps its weights.
+    """Fuse a model of a folder, and return it with its report; a model without weights to quantize keeps its weights.
 
-    Raises NothingToQuantizeError for such a model where the folder has no other.
+    Raises NothingToQuantizeError for such a model if it is the only one of the folder.
     """
     try:
         return optimize(folder.file(model), progress=progress, **options)
@@ -172,7 +172,7 @@ def _require_quantized(source: Path, made: Sequence[OptimizedModel]) -> None:
 
 
 def _optimized(folder: Folder, model: NamedModel, library: _Library, options: dict[str, Any]) -> OptimizedModel:
-    """Write a model of a folder, fused, with a library where it runs on CUDA."""
+    """Fuse a model of a folder and write it; if it runs on CUDA, also write its library and plan file."""
     file = library.folder / model.name
     file.parent.mkdir(parents=True, exist_ok=True)
     fused, report = _fused(folder, model, library.progress, options)
@@ -182,12 +182,12 @@ def _optimized(folder: Folder, model: NamedModel, library: _Library, options: di
         return replace(result, why_bodies="the model does not run on CUDA")
     if model.library:
         return replace(result, why_bodies=f"the configuration names a library of its own, '{model.library}'")
-    if not any(map(is_fused, nodes(fused.graph))):  # an earlier run may have fused them
+    if not any(map(is_fused, nodes(fused.graph))):  # the report does not count nodes that an earlier run fused
         return replace(result, why_bodies="the model has no fused nodes")
     try:
         return replace(result, compiled=library.add(model, file))
     except OnnxfuseError as error:
-        no_kernel = type(error) is OnnxfuseError  # subclasses are for a missing GPU, compiler or library
+        no_kernel = type(error) is OnnxfuseError  # a subclass means a missing GPU, compiler or library
         if (library.settings.archs or library.settings.gpus) and not no_kernel:
             raise
         return replace(result, why_bodies=str(error))

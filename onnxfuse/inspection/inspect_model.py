@@ -1,4 +1,4 @@
-"""The facts about a model, and the problems that it will have where onnxruntime runs it on a GPU."""
+"""Collect the facts about a model, and the problems that it will have if onnxruntime runs it on a GPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DATA_DEPENDENT: Final = frozenset(
 )  # operators whose output shapes depend on values that the GPU computes
 MAX_NAMED: Final = 3  # at most this many nodes are named in a sentence
 MIN_COVERED: Final = 16  # a repeated block is reported if its copies have at least this many nodes together
-MANY_BYTES: Final = 1 << 20  # half precision is suggested from this many bytes of float32 weights on
+MANY_BYTES: Final = 1 << 20  # half precision is suggested for models with at least this many bytes of float32 weights
 
 
 @dataclass(frozen=True)
@@ -83,11 +83,11 @@ class Inspection:
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     weights: Mapping[str, Weights]
-    # Number of nodes by operator, the most frequent first: in subgraphs too, with functions inlined, without Constants.
+    # Number of nodes by operator, the most frequent first.  Nodes in subgraphs and functions count, Constants do not.
     operators: Mapping[str, int]
     functions: int
     blocks: tuple[Block, ...]
-    onnxruntime: str  # the onnxruntime version that the list of kernels is for
+    onnxruntime: str  # the version of onnxruntime whose CUDA kernels are known here
     findings: tuple[Finding, ...]
     no_cuda_graph: tuple[str, ...]  # why the model cannot be captured in a CUDA graph
     quantized: tuple[Quantized, ...] = ()  # the quantized operators, and attention with a cache
@@ -170,7 +170,7 @@ def _first(item: Item) -> int:
 
 
 def _without_kernel(placed: Placement) -> Iterator[Finding]:
-    """Yield the operators that run on the host because there is no CUDA kernel for them."""
+    """Yield findings about operators that run on the host because they have no CUDA kernel."""
     if not placed.without_kernel:
         return
     by_reason: dict[str, list[Node]] = defaultdict(list)
@@ -185,7 +185,7 @@ def _without_kernel(placed: Placement) -> Iterator[Finding]:
 
 
 def _of_libraries(graph: Graph, model: onnx.ModelProto) -> Iterator[Finding]:
-    """Yield the operators that need a custom-operator library, because onnxruntime does not have them."""
+    """Yield findings about operators that need a library of custom operators, because onnxruntime lacks them."""
     functions = {(f.domain, f.name) for f in model.functions}
     own = (*ONNX_DOMAINS, *ORT_DOMAINS)
     others = [n for n in graph.nodes if (n.domain or "") not in own and (n.domain, n.op) not in functions]
@@ -199,7 +199,7 @@ def _of_libraries(graph: Graph, model: onnx.ModelProto) -> Iterator[Finding]:
 
 
 def _copies(placed: Placement) -> Iterator[Finding]:
-    """Yield the tensors that are copied between host and GPU in every run."""
+    """Yield findings about tensors that are copied between host and GPU in every run."""
     if not placed.copies:
         return
     details = []
@@ -216,7 +216,7 @@ def _copies(placed: Placement) -> Iterator[Finding]:
 
 
 def _precision(graph: Graph, shapes: ShapeInfo, placed: Placement, weights: Mapping[str, Weights]) -> Iterator[Finding]:
-    """Yield the operators that compute in float64, and the weights in float32."""
+    """Yield findings about operators that compute in float64, and about weights in float32."""
     computing = [node for node in graph.nodes if node not in placed.folded]
     double = [n for n in computing if any(shapes.dtype(t) == TensorProto.DOUBLE for t in n.outputs)]
     if double:
@@ -234,7 +234,7 @@ def _precision(graph: Graph, shapes: ShapeInfo, placed: Placement, weights: Mapp
 
 
 def _wide_masks(model: onnx.ModelProto, inputs: Sequence[Value]) -> Iterator[Finding]:
-    """Yield the inputs that are masks of 64-bit integers, except masks that are read only to count their ones."""
+    """Yield findings about inputs that are masks of 64-bit integers; masks whose ones are only counted are left out."""
     names = [one.name for one in inputs if one.dtype == "int64" and "mask" in one.name.lower()]
     uses = integer_uses(model) if names else {}
     names = [name for name in names if name not in uses or uses[name].kind != "ones"]

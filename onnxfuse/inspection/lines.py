@@ -13,7 +13,7 @@ from onnxfuse.report.lines import MAX_SHOWN
 
 
 def inspection_text(found: Inspection, everything: bool = False) -> Group:
-    """Return the facts about the model, its problems and their remedies; the verdict last."""
+    """Return the text of `onnxfuse inspect`: facts about the model, problems with remedies, and last the verdict."""
     return Group(*_head(found), "", _values(found), "", _operators(found, everything), *_blocks(found),
                  *_quantized(found), "", *_findings(found))  # fmt: skip
 
@@ -67,7 +67,7 @@ def _blocks(found: Inspection) -> Iterator[RenderableType]:
 
 
 def _quantized(found: Inspection) -> Iterator[RenderableType]:
-    """Yield the quantized operators and how they run; nothing where there are none."""
+    """Yield lines on the quantized operators and how they run, if there are any."""
     if found.quantized:
         yield ""
         yield "[bold]Quantized operators and caches[/], as onnxruntime's CUDA provider runs them"

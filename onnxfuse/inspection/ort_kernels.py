@@ -26,8 +26,8 @@ class OrtKernels:
 
     `cuda` maps an operator to its kernels.  A kernel has the first and the last operator version that it supports, and
     the dtypes that it accepts at an input ("0") or writes at an output ("out 0").  The last version is 0 if the kernel
-    supports only the first.  `cpu` has the versions of CPU kernels, for operators that ONNX defines as functions of
-    other operators.
+    supports only the first.  `cpu` has the (first, last) versions of CPU kernels, but only for operators that ONNX
+    defines as functions of other operators.
     """
 
     version: str
@@ -50,7 +50,7 @@ class OrtKernels:
         return next((f"the CUDA provider has no kernel of {op} for {dtype}" for dtype in wrong if all(wrong)), None)
 
     def is_spelled_out(self, node: Node, opset: int) -> bool:
-        """Return whether onnxruntime has no kernel for an operator and inlines its ONNX function body instead."""
+        """Return whether onnxruntime inlines a node's ONNX function body, because it has no kernel for the operator."""
         op = op_of(node)
         schema = _schema(op, opset)
         if schema is None or not (schema.has_function or schema.has_context_dependent_function):  # type: ignore[attr-defined]

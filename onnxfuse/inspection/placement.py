@@ -20,8 +20,8 @@ from onnxfuse.ir.node import Node, Tensor, consumers, has_subgraph, is_constant,
 from onnxfuse.ir.protos import ONNX_DOMAINS
 from onnxfuse.regions.host import HOST_INPUTS, SEEDS
 
-SMALL: Final = 100  # maximum number of elements of a constant that onnxruntime can read on the host
-# Inputs that CUDA kernels read on the host besides those in HOST_INPUTS: axes, limits, ratios, flags, lengths.
+SMALL: Final = 100  # onnxruntime keeps only constants of up to this many elements on the host
+# Further inputs (see HOST_INPUTS) that CUDA kernels read on the host: axes, limits, ratios, flags, lengths.
 MORE_HOST_INPUTS: Final[Mapping[str, range]] = {
     **{f"Reduce{name}": range(1, 2) for name in ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "Sum",
                                                 "SumSquare")},
@@ -41,7 +41,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Placement:
-    """The nodes that run on the host, in two groups; nodes that onnxruntime folds into constants are in neither."""
+    """The nodes that run on the host, the copied tensors, and the nodes that onnxruntime folds; others use the GPU."""
 
     without_kernel: Mapping[Node, str]  # nodes on the host, and why the CUDA provider cannot run them
     shape_nodes: frozenset[Node]  # nodes on the host, because they compute shapes
@@ -110,7 +110,7 @@ def _is_small(shapes: ShapeInfo, constant: Tensor) -> bool:
 
 
 def _copies(nodes: list[Node], on_host: set[Node]) -> list[Copy]:
-    """Return the tensors written on the host and read on the GPU, or the reverse, and graph inputs that both read."""
+    """Return the tensors that one of host and GPU writes and the other reads, and the graph inputs that both read."""
     found: list[Copy] = []
     tensors = {id(t): t for node in nodes for t in (*node.inputs, *node.outputs) if t.name and not is_constant(t)}
     inside = set(nodes)

@@ -1,8 +1,8 @@
-"""Say how onnxruntime's CUDA provider runs the quantized operators of a model, and attention with a cache.
+"""Describe how onnxruntime's CUDA provider runs the quantized operators of a model, and attention with a cache.
 
-The module also says whether onnxfuse fuses quantizers with the operators before and after them into one kernel, or
-computes a product or convolution of the quantized integers.
-The sentences follow the sources of onnxruntime 1.30 (contrib_ops/cuda/quantization and contrib_ops/cuda/bert).
+The descriptions also say whether onnxfuse fuses quantizers with the operators before and after them into one kernel, or
+computes a product or convolution of the quantized integers.  Those of onnxruntime follow the sources of version 1.30
+(contrib_ops/cuda/quantization and contrib_ops/cuda/bert).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ OTHER_BITS: Final = (TensorProto.INT16, TensorProto.UINT16, TensorProto.INT4, Te
 
 @dataclass(frozen=True)
 class Quantized:
-    """Quantized nodes with one description (`what`): their number, their constants' bytes, and how they run."""
+    """Quantized nodes with the same description `what`: their number, their constants' bytes, and how they run."""
 
     what: str
     nodes: int
@@ -74,12 +74,12 @@ def quantized(model: onnx.ModelProto, shapes: ShapeInfo, placed: Placement) -> I
 
 
 def _name(node: Node) -> str:
-    """Return the operator of a node, without the domain com.microsoft, which has some of ONNX's operators, too."""
+    """Return a node's operator without the domain com.microsoft, which also contains copies of ONNX's operators."""
     return op_of(node).removeprefix(CONTRIB)
 
 
 def _taken(shapes: ShapeInfo, node: Node) -> str:
-    """Return a phrase on how onnxfuse fuses a node, or operators that it writes in the node's place; else ""."""
+    """Return a phrase on how onnxfuse fuses a node, or operators that it replaces the node by; "" if it does not."""
     if _is_multiplied(shapes, node):
         return MULTIPLIED
     if op_of(node) == "QLinearMatMul":
@@ -108,7 +108,7 @@ def _dequantize_linear(shapes: ShapeInfo, node: Node) -> Description:
 
 
 def _is_multiplied(shapes: ShapeInfo, node: Node) -> bool:
-    """Return whether a node computes a product of integers, or dequantizes weights or biases of such products only."""
+    """Return whether onnxfuse computes a node on integers: a product, or a DequantizeLinear only for such products."""
     if op_of(node) in ("MatMulInteger", "ConvInteger"):
         return is_constant(node.inputs[1]) and [op_of(reader) for reader in consumers(node.outputs[0])] == ["Cast"]
     if op_of(node) in OF_INTEGERS:
