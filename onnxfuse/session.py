@@ -66,7 +66,7 @@ __all__ = ["InferenceSession", "NodeDispatch", "explain_session", "open_session"
 
 log: Final = logging.getLogger("onnxfuse")
 NO_KERNELS: Final = "no node of the model runs as a kernel"
-planner.verdicts = MeasuredVerdicts()  # decides between plans by measurements, which the planner itself does not read
+planner.verdicts = MeasuredVerdicts()  # lets the planner, which reads no measurements itself, choose plans by them
 
 
 def InferenceSession(
@@ -93,20 +93,21 @@ def InferenceSession(
             the measurements.
             "never": all nodes run as kernels, by the plans that are expected to be the fastest.
     shapes  for "now": the sizes of inputs with dynamic dims, as {"input_ids": (8, 512)}
-    plans   a file that `onnxfuse compile` wrote, from which kernels are loaded instead of planned and compiled; by
-            default model.onnx.plans beside model.onnx, if there is one. A file that does not fit (another GPU, another
-            version, another aim) is not used, and a warning says why; if the model has changed, the nodes that the
-            file lacks are planned. Later sessions of the process use it for equal nodes, too. It holds machine code:
-            use only files that you trust.
-    aim     "throughput": kernels are planned for several runs at once, as threads of a server make them. Products of
-            matrices then leave more of the GPU to other runs (on Hopper GPUs), and a single run takes longer.
+    plans   a file that `onnxfuse compile` wrote; kernels are loaded from it instead of planned and compiled. The
+            default is model.onnx.plans next to model.onnx, if there is one. A file that does not fit (another GPU,
+            version or aim) is not used, and a warning says why; if the model has changed, the nodes that the file lacks
+            are planned. Later sessions of the process use the file for equal nodes, too. It contains machine code: use
+            only files that you trust.
+    aim     "throughput": kernels are planned for several runs at the same time, as in a server with several threads.
+            Matrix products then leave more of the GPU to other runs (on Hopper GPUs), and a single run takes longer.
             Measurements are not used, because they time each kernel alone. A plan file is for sessions of one aim.
 
     If a node's kernel does not compile, now or at sizes that occur later, its body runs instead; a warning says so.
 
-    Other arguments are passed to onnxruntime.InferenceSession. Threads may share `sess_options` here, but not with
-    onnxruntime.InferenceSession at the same time. If nodes run as kernels, `enable_fallback` is 0 unless it is given,
-    and `set_providers` with other providers fails, because these have no kernels.
+    Other arguments are passed to onnxruntime.InferenceSession. Several threads can call this function with the same
+    `sess_options`, but onnxruntime.InferenceSession must not use them at the same time. If nodes run as kernels,
+    `enable_fallback` is 0 unless it is given, and `set_providers` with other providers fails, because these have no
+    kernels.
 
     Raises ModelError for a model with operators or attributes of onnxfuse that this version does not know, UsageError
     for "now" without a size of every dynamic dim, for plans that do not exist, and for "now" and "background" with
@@ -129,7 +130,7 @@ def open_session(
 ) -> ort.InferenceSession:
     """Open a session in which fused nodes run as `settings` says; the other arguments are those of `InferenceSession`.
 
-    Raises ModelError if the file is written to while it is loaded.
+    Raises ModelError if the model file changes while it is loaded.
     """
     options = sess_options if sess_options is not None else ort.SessionOptions()
     source = path_or_bytes if isinstance(path_or_bytes, bytes) else Path(path_or_bytes)
@@ -145,8 +146,8 @@ def open_session(
     nodes.choose(
         settings.prefer, f"; nodes cannot differ, as '{outside}' leads out of the model's folder" if outside else None
     )
-    # The nodes that will call renamed copies of their functions, because the options register kernels for the names of
-    # these functions, but the nodes must run as ONNX functions; for example, a node whose kernel has failed since.
+    # These nodes must run as ONNX functions (for example, a node whose kernel failed), but the options register kernels
+    # for the names of their functions.  So they will call copies of the functions with other names.
     mixed = nodes.mixed(registered_operators(options) if outside is None else frozenset())
     folder = path.parent if path and mixed and files else None
     whole = split_functions(model, mixed, read(source)).SerializeToString() if mixed else source
@@ -189,9 +190,9 @@ def register(
 ) -> tuple[NodeDispatch, ...]:
     """Register kernels with session options, for sessions that onnxruntime opens with this model and these providers.
 
-    `tune`, `shapes`, `plans` and `aim` are as in `InferenceSession`, but `tune` may not be "background", which
-    measures while no run is in flight: runs of sessions that onnxruntime opens are not counted. Because the model
-    stays as it is, either all nodes that call one function run as kernels or none does. Give
+    `tune`, `shapes`, `plans` and `aim` are as in `InferenceSession`. But `tune` must not be "background", which
+    measures while no run is in flight, because runs of onnxruntime's own sessions are not counted. The model is not
+    changed, so either all nodes that call one function run as kernels, or none of them. Give
     onnxruntime.InferenceSession enable_fallback=0, so that it shows why CUDA failed.
 
     Returns how each fused node will run.
@@ -225,7 +226,7 @@ def register(
 def _plan_file(
     model: str | os.PathLike[str] | bytes | onnx.ModelProto, plans: str | os.PathLike[str] | None
 ) -> FoundPlans | None:
-    """Return the plan file of a session; None if there is none.  Raises UsageError if the named one is missing."""
+    """Return the plan file `plans`, or the one next to the model, if any.  Raises UsageError if `plans` is missing."""
     if plans is not None:
         if Path(plans).is_dir():
             raise UsageError(f"plans='{plans}' is a directory; name the file in it that `onnxfuse compile` wrote")
@@ -241,9 +242,9 @@ def _plan_file(
 def _with_plans(
     model: onnx.ModelProto, calls: Sequence[Call], target: Target | NoTarget, settings: SessionSettings
 ) -> _Nodes:
-    """Return the fused nodes of a model, with the templates that plan files contain for them.
+    """Return the fused nodes of a model, with their templates (plans for all sizes) from plan files.
 
-    If kernels cannot be compiled on this machine, only kernels from plan files are used.
+    If this machine cannot compile kernels, only kernels from plan files are used.
     """
     plans, choice = settings.plan_file, settings.choice
     if isinstance(target, NoTarget) or not calls:
@@ -286,8 +287,8 @@ class _Nodes:
         """Choose between kernel and body for each node.
 
         prefer     chooses by measurements; None if they are not used
-        why_alike  why nodes that call the same function must all run as kernels or all as bodies, as a sentence's end;
-                   None if some of them may run as kernels and others as bodies
+        why_alike  the end of a sentence: why nodes that call the same function must all run as kernels or all as
+                   bodies; None if they need not
         """
         reasons = require_bodies(self.calls, self._without_kernel())
         self.preferred = [None] * len(self.calls)
@@ -316,9 +317,9 @@ class _Nodes:
         ]
 
     def mixed(self, registered: Collection[str]) -> list[Call]:
-        """Return the nodes that run as ONNX functions although session options registered their function as a kernel.
+        """Return the nodes that must run as ONNX functions although a kernel is registered for their function's name.
 
-        registered  operators that earlier sessions registered with the options; their kernels may have failed since
+        registered  operators that earlier sessions registered with the options; their kernels can have failed since
         """
         operators = {call.op for call in self.kernels}
         return [
@@ -342,7 +343,7 @@ class _Nodes:
         return isinstance(self.target, Target) and why_body(call.node, self.target.device) is not None
 
     def any_fails(self) -> bool:
-        """Return whether a node runs as a kernel though all its kernels failed to compile.
+        """Return whether a node is set to run as a kernel although all its kernels failed to compile.
 
         Nodes from plan files are not checked, because their kernels are compiled already.
         """
@@ -350,13 +351,13 @@ class _Nodes:
         return any(why is None and given is None and self._fails(call) for call, why, given in rows)
 
     def places(self) -> list[Place | None]:
-        """Return per node the key under which failures of its kernels are recorded; None if its body runs."""
+        """Return for each node the key under which failures of its kernels are recorded; None if its body runs."""
         device = self.target.device if isinstance(self.target, Target) else None
         rows = zip(self.calls, self.reasons, strict=True)
         return [place_of(call.node, device) if device and why is None else None for call, why in rows]
 
     def dispatches(self) -> tuple[NodeDispatch, ...]:
-        """Return the dispatches that `explain_session` reports, and log them by fusion."""
+        """Return how each node runs and why, for `explain_session`; also log this by fusion."""
         target = self.target
         where = f"{target.provider}, device {target.ordinal}" if isinstance(target, Target) else ""
         rows = zip(self.calls, self.reasons, self.preferred, self.given, strict=True)
@@ -404,7 +405,7 @@ def _tune_now(
     provider_options: Sequence[ProviderOptions] | None,
     shapes: Mapping[str, Sequence[int]],
 ) -> None:
-    """Measure a model at these shapes, unless measurements exist."""
+    """Measure a model at these input shapes, unless measurements at these shapes exist."""
     target = find_target(options if options is not None else ort.SessionOptions(), providers, provider_options)
     if isinstance(target, Target) and target.optimization != ALL_OPTIMIZATIONS:
         log.warning("the model is not tuned: these session options have %s", target.optimization)

@@ -26,13 +26,14 @@ from onnxfuse.runtime.symint import Trace
 from onnxfuse.runtime.template import Template, Variant, concrete, make_template
 
 SHOWN_OPERATORS: Final = 6  # maximum number of operators shown per region, in the list of all regions
-DIVISIBLE: Final = 5040  # dynamic dims are assumed to be multiples of this size, which has many divisors
+DIVISIBLE: Final = 5040  # dynamic dims are assumed to be multiples of this number, because it has many divisors
 
 
 def show_regions(path: Path, node: str | None, cuda: bool, arch: str) -> Iterator[str]:
-    """Yield a line per kind of region of a fused model; for one node its program, or with `cuda` its source for `arch`.
+    """Yield a line for each kind of region of a fused model.  If `node` is given, yield the program of this node.
 
-    Raises UsageError if the model has no regions, or none of this name; OnnxfuseError if no kernel can be generated.
+    With `cuda`, yield the node's CUDA source for `arch` instead.  Raises UsageError if the model has no regions, or
+    none of this name; OnnxfuseError if no kernel can be generated.
     """
     calls = [call for call in read_calls(read_model(path)) if call.node.fusion == REGION or is_joined(call.node)]
     if not calls:
@@ -69,7 +70,7 @@ def _summaries(calls: Sequence[Call]) -> Iterator[str]:
 
 
 def _facts(call: Call) -> str:
-    """Return how many operators, operands and outputs a region has, and its first operators."""
+    """Return a text: how many operators, operands and outputs a region has, and its first operators."""
     names = [operation.name for operation in _parts(call)[0].operations if operation.name != "Constant"]
     shown = " ".join(names[:SHOWN_OPERATORS]) + (" ..." if len(names) > SHOWN_OPERATORS else "")
     counts = f"operators {len(names)}, operands {len(call.proto.input)}, outputs {len(call.proto.output)}"
@@ -77,7 +78,7 @@ def _facts(call: Call) -> str:
 
 
 def _parts(call: Call) -> tuple[Program, dict[str, str], Sequence[str]]:
-    """Return the program of a region or of operators joined to a node, the meaning of its operands, and its outputs."""
+    """Return the program of a region, or of a fused node's epilogue; what its operands are; and its outputs."""
     inputs = list(call.proto.input)
     if not is_joined(call.node):
         program = parse(call.node)
@@ -95,7 +96,7 @@ def _program_text(call: Call) -> Iterator[str]:
 
 
 def _values_text(call: Call, stored: Sequence[str]) -> Iterator[str]:
-    """Yield a line for each value, with dtype, shape and the operator that computes it, and for each stored tensor."""
+    """Yield a line for each value of the program, with dtype, shape and operator, and one for each stored tensor."""
     program, operands, outputs = _parts(call)
     shapes = _shapes(call, program)
     typed = {name: f"{dtype}{_shape_text(shapes, name)}" for name, dtype in program.dtypes.items()}
@@ -116,9 +117,9 @@ def _operation_text(operation: Operation) -> str:
 
 
 def _shapes(call: Call, program: Program) -> dict[str, Shape]:
-    """Return the shapes of all values, with dynamic dims by name; no shapes if a rank is unknown.
+    """Return the shapes of all values, with dynamic dims by name; an empty dict if a rank is unknown.
 
-    Operators joined to a node have no shapes either, because only the code of that node knows the shape of its result.
+    It is also empty for an epilogue, because only the code of the fused node knows the shape of its result.
     """
     if is_joined(call.node):
         return {}
@@ -132,7 +133,7 @@ def _shapes(call: Call, program: Program) -> dict[str, Shape]:
     sizes = Sizes({name: trace.size(i, DIVISIBLE * (i + 1)) for i, name in enumerate(dim_names(call.shapes))})
     try:
         return dict(infer(program, operands, sizes).of)
-    except ValueError:  # the program is valid only for some sizes, which are unknown here
+    except ValueError:  # the program is valid only for some sizes, and not for the assumed ones
         return dict(operands)
 
 
@@ -148,7 +149,7 @@ def _shape_text(shapes: dict[str, Shape], name: str) -> str:
 def _kernels_text(call: Call, device: Device) -> Iterator[str]:
     """Yield the CUDA source of each kernel of a region, with the variants (plans for some sizes) that launch it.
 
-    The headers types.cuh, activations.cuh and region.cuh of the package are left as #include lines.
+    The source includes the package's headers types.cuh, activations.cuh and region.cuh, which are not printed.
     """
     template = _template(call, device)
     names = dim_names(call.shapes)
@@ -165,7 +166,7 @@ def _kernels_text(call: Call, device: Device) -> Iterator[str]:
 
 
 def _variant_text(variant: Variant, kernel: Kernel, names: Sequence[str]) -> Iterator[str]:
-    """Yield the sizes at which a variant was made, and which of its launches run this kernel."""
+    """Yield a line for each launch of this kernel in a variant, with the sizes for which the variant was made."""
     at = ", ".join(f"{name}={size}" for name, size in zip(names, variant.hints, strict=True))
     steps = [step for step in concrete(variant.plan).steps if isinstance(step, Launch)]
     for i, step in enumerate(steps, 1):

@@ -6,9 +6,9 @@ A repository has a folder for each model:
     <model>/1/model.onnx                the fused model
     <model>/1/model.onnx.<digest>.data  its weights, if they are in separate files
     <model>/1/libonnxfuse.so            the native library, which config.pbtxt names
-    <model>/1/libonnxfuse.so.plans      its plan file, which the library finds beside itself
+    <model>/1/libonnxfuse.so.plans      its plan file, which the library finds next to itself
 
-No file name is taken from the model, which may be untrusted: its weights are copied to a file that is named here.
+No file name comes from the model, which can be untrusted: weights are copied to a file with a name from this module.
 config.pbtxt has the fields of ModelConfig in triton-inference-server/common, protobuf/model_config.proto.
 """
 
@@ -38,7 +38,7 @@ from onnxfuse.runtime.plan_file import PLANS_SUFFIX, PlanFile, node_identity, re
 MODEL_NAME: Final = "model.onnx"  # Triton's default
 VERSION: Final = "1"
 DEFAULT_MAX_BATCH_SIZE: Final = 32  # the default for models with a batch dim
-MAX_CHECKED: Final = 1024  # batch sizes up to this are all checked; beyond, only powers of two and the largest
+MAX_CHECKED: Final = 1024  # if the largest batch exceeds this, only powers of two and the largest batch are checked
 DATA_TYPES: Final[dict[int, str]] = {
     TensorProto.BOOL: "TYPE_BOOL", TensorProto.STRING: "TYPE_STRING",
     TensorProto.UINT8: "TYPE_UINT8", TensorProto.UINT16: "TYPE_UINT16",
@@ -56,23 +56,23 @@ class _Tensor:
     name: str
     data_type: str
     dims: tuple[int, ...]  # -1 for dynamic dims
-    batch: str | None  # the name of the first dim if that is dynamic, "" if it has no name; None if it is not dynamic
+    batch: str | None  # the name of the first dim ("" if unnamed) if it is dynamic, else None
 
 
 @dataclass(frozen=True)
 class TritonSettings:
-    """How a model is placed in a repository.
+    """How a model is written to a repository.
 
     Triton passes the library's path to the system's loader, which resolves relative paths from the working directory.
-    The path is therefore absolute, below the place where the server will see the repository.
+    The path in config.pbtxt is therefore absolute: it begins with the repository's path on the server.
     """
 
     name: str | None = None  # the model's name; by default its file's name without suffix
     served_from: str | None = None  # the repository's path on the server; by default the path to which it is written
-    # The largest batch that the server makes of requests, 0 for none; by default 0 unless all inputs and outputs have
-    # the same dynamic first dim.
+    # The largest batch that the server makes from requests; 0 for none.  If None, it is DEFAULT_MAX_BATCH_SIZE if all
+    # inputs and outputs have the same dynamic first dim, else 0.
     max_batch_size: int | None = None
-    overwrite: bool = False  # whether a model of that name may be replaced, with all that its folder holds
+    overwrite: bool = False  # whether an existing model of that name is replaced, with its whole folder
 
 
 def export_triton(
@@ -113,7 +113,7 @@ def export_triton(
 
 
 def _checked_name(name: str) -> str:
-    """Return a model's name.  Raises UsageError if it cannot be the name of a folder and a part of a URL."""
+    """Return `name`.  Raises UsageError if it cannot be both the name of a folder and a part of a URL."""
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
         what = "Triton takes the name of its folder, which clients write into URLs"
         raise UsageError(
@@ -123,7 +123,7 @@ def _checked_name(name: str) -> str:
 
 
 def _served_from(text: str | None, repository: Path) -> PurePosixPath | Path:
-    """Return where the server sees the repository.  Raises UsageError for a path that is relative."""
+    """Return the path at which the server sees the repository.  Raises UsageError if it is relative."""
     if text is None:
         return repository.resolve()
     if not PurePosixPath(text).is_absolute():
@@ -138,7 +138,7 @@ def _served_from(text: str | None, repository: Path) -> PurePosixPath | Path:
 def _write(
     copies: Mapping[Path, str], config: str, folder: Path, overwrite: bool, with_weights: Path | None = None
 ) -> Path:
-    """Write a model's folder under a temporary name beside it, and then rename it; an earlier folder is removed.
+    """Write a model's folder under a temporary name, and then rename it; an earlier folder is removed.
 
     copies        files to copy, each with its name in the folder
     with_weights  a model to copy together with its external weights
@@ -172,7 +172,7 @@ def _check_replaced(folder: Path, overwrite: bool) -> None:
 
 
 def _check_batches(calls: Sequence[Call], file: PlanFile, path: Path, dims: Collection[str], batch: int) -> None:
-    """Raise UsageError if a node has no plan for one of the batch sizes up to `batch`, the server's largest."""
+    """Raise UsageError if a node has no plan for one of the batch sizes up to `batch`, the largest on the server."""
     powers = (1 << i for i in range(batch.bit_length()))
     wanted = range(1, batch + 1) if batch <= MAX_CHECKED else sorted({*powers, batch})
     lacking = min(without_plans(calls, file, dims, wanted), key=lambda each: each.size, default=None)
@@ -183,7 +183,7 @@ def _check_batches(calls: Sequence[Call], file: PlanFile, path: Path, dims: Coll
 
 
 def _check_plans(calls: Sequence[Call], file: PlanFile, path: Path) -> None:
-    """Raise UsageError if a plan file registers the operator of a node but has no template for that node."""
+    """Raise UsageError if a plan file names the operator of a node, but has no template (plans) for that node."""
     operators = {line.split()[0] for line in file.operators}
     if not any(call.op in operators for call in calls):
         raise UsageError(f"'{path}' has plans for no node of the model; make it again with `onnxfuse compile`")
@@ -250,7 +250,7 @@ def _inputs(model: onnx.ModelProto) -> Iterator[_Tensor]:
 
 
 def _outputs(model: onnx.ModelProto) -> Iterator[_Tensor]:
-    """Yield the outputs, with shapes that onnx infers where the model declares none."""
+    """Yield the outputs of a model; onnx infers the shapes if the model does not declare all of them."""
     is_declared = all(value.type.tensor_type.HasField("shape") for value in model.graph.output)
     return _tensors((model if is_declared else inferred(model)).graph.output)
 
@@ -258,7 +258,7 @@ def _outputs(model: onnx.ModelProto) -> Iterator[_Tensor]:
 def _tensors(values: Sequence[onnx.ValueInfoProto]) -> Iterator[_Tensor]:
     for value in values:
         tensor = value.type.tensor_type
-        if tensor.elem_type not in DATA_TYPES:  # only other backends take TYPE_BF16: issue 8464 of Triton's server
+        if tensor.elem_type not in DATA_TYPES:  # Triton's onnxruntime backend lacks TYPE_BF16: server issue 8464
             what = f"'{value.name}' is of {dtype_name(tensor.elem_type)}"
             raise ModelError(f"{what}, which Triton's onnxruntime backend does not take; cast it inside the model")
         if not tensor.HasField("shape"):
@@ -269,7 +269,7 @@ def _tensors(values: Sequence[onnx.ValueInfoProto]) -> Iterator[_Tensor]:
 
 
 def _batch_size(tensors: Sequence[_Tensor], wanted: int | None) -> int:
-    """Return the size of the largest batch that Triton may make from requests; 0 for no batches.
+    """Return the size of the largest batch that Triton is allowed to make from requests; 0 for no batches.
 
     Raises UsageError if batches are wanted and the first dim of a tensor is static.
     """
