@@ -1,4 +1,4 @@
-"""Choose which of a node's candidate plans runs: the fastest on this GPU among those with equal results.
+"""Choose the plan that a node runs: among candidates with equal results, the fastest on this GPU.
 
 A plan says which kernels compute a node at given shapes, and how they are launched.
 """
@@ -27,7 +27,7 @@ Outputs = TypeVar("Outputs")
 
 
 class Trial(Protocol[Outputs]):
-    """Runs plans of one node on scratch memory.  Its methods raise whatever the GPU's libraries raise."""
+    """Runs plans of one node on its own memory.  Its methods pass on all exceptions of the GPU's libraries."""
 
     def refusal(self) -> str | None:
         """Return why nothing can be measured here; None if it can."""
@@ -55,18 +55,18 @@ def gpu_trial(inputs: Sequence[TensorSpec], plans: Sequence[Plan], device: Devic
     return GpuTrial(inputs, plans, device, lambda plan: ready_plan(plan, inputs, device.ordinal), alone)
 
 
-trials: Final[dict[str, MakeTrial]] = {CUDA: gpu_trial}  # by provider; on other providers, plans are not timed
+trials: Final[dict[str, MakeTrial]] = {CUDA: gpu_trial}  # by provider; plans of other providers are not timed
 
 
 class MeasuredVerdicts:
-    """The planner's `Verdicts`: which plan is the fastest, by measurements of nodes' plans on this machine."""
+    """Chooses the fastest plan of a node for the planner, by measurements on this machine."""
 
     def __init__(self, alone: Alone = at_once) -> None:
-        """Measure nothing yet; `alone` will call each piece of work on the GPU."""
+        """Store `alone`, through which measurements will call each piece of their work on the GPU."""
         self._alone = alone
 
     def inputs_measured(self, situation: Situation, inputs: Sequence[TensorSpec]) -> list[tuple[TensorSpec, ...]]:
-        """Return all inputs, of any shapes, at which the plans of equal nodes were measured."""
+        """Return the inputs (dtypes and shapes) of all earlier measurements of equal nodes."""
         if cache.is_empty():
             return []
         found = cache.lookup(kernel_environment(situation.provider, situation.device), _subject(situation))
@@ -98,16 +98,16 @@ def _case(inputs: Sequence[TensorSpec], digests: Sequence[str]) -> Data:
 
 
 def inputs_of_case(case: Data) -> tuple[TensorSpec, ...]:
-    """Return the inputs that the case of a measurement records."""
+    """Return the inputs (dtypes and shapes) that a measurement's case describes."""
     rows = cast(list[tuple[str, list[int], bool, bool]], case["inputs"])
     return tuple(TensorSpec(tuple(shape), dtype, aligned, constant) for dtype, shape, aligned, constant in rows)
 
 
 def inputs_of_trial(node: FusedNode, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> list[TensorSpec]:
-    """Return the inputs with past key-value caches marked as constants, and lengths that fill the caches.
+    """Return the inputs with past key-value caches marked as constants, and with lengths that fill these caches.
 
-    A trial keeps constants out of the L2 cache.  In a model, a layer's key-value cache is not in the L2 cache either
-    when the layer runs.  With lengths of 0, plans would be timed without a past.
+    In a trial, each run reads constants that are not in the L2 cache.  In a model, the key-value cache of a layer is
+    not in the L2 cache either.  With lengths of 0, plans would be timed without a past.
     """
     lengths = lengths_of(node, outputs)
     return [
@@ -163,7 +163,7 @@ def _measure(plans: Sequence[Plan], make_trial: Callable[[Sequence[Plan]], Trial
             return {}
         right = _plans_of_the_majority(plans, trial)
         return dict(zip(map(plan_digest, right), trial.seconds(right), strict=True))
-    except Exception as error:  # CuPy and the driver have no common error class; the first plan may still run
+    except Exception as error:  # any error of CuPy or the driver: nothing is timed, and the first plan is used
         log.warning("candidates cannot be timed, the first is taken: %s: %s", type(error).__name__, error)
         return {}
     finally:
@@ -181,7 +181,7 @@ def _plans_of_the_majority(plans: Sequence[Plan], trial: Trial[Outputs]) -> list
     for i, plan in enumerate(plans):
         try:
             found = trial.outputs(plan)
-        except Exception as error:  # a candidate that does not run is left out
+        except Exception as error:  # a plan that does not run is left out
             failed[i] = error
             continue
         same = next((indices for expected, indices in groups if trial.difference(expected, found) is None), None)

@@ -23,7 +23,7 @@ from onnxfuse.tuning.runs_in_flight import MeasuringStopped, RunsInFlight
 
 log: Final = logging.getLogger("onnxfuse")
 PAUSE_SECONDS: Final = 0.5  # time between checks of the sessions' runs
-MAX_MEASURED_SIZES: Final = 32  # maximum per template: each new shape is compared with all measured ones
+MAX_MEASURED_SIZES: Final = 32  # per template; a limit, because each new shape is compared with all measured ones
 MAX_SEEN_SIZES: Final = 4096  # maximum number of sizes per template whose runs are counted
 NEAR: Final = MAX_TUNED_DISTANCE / 2  # sizes within this distance of measured ones are not measured
 SECONDS_TO_STOP: Final = 10.0
@@ -31,16 +31,16 @@ Sizes = tuple[int, ...]
 
 
 class BackgroundTuning:
-    """Measures between the runs of sessions, in a thread that lives as long as one of these sessions."""
+    """Measures plans between the runs of sessions, in a thread that ends with the last of these sessions."""
 
     def __init__(self) -> None:
-        """Start no thread yet: there are no sessions."""
+        """Begin without sessions; `add` starts the thread."""
         self.runs: Final = RunsInFlight(self._goes_on)
         self._verdicts = MeasuredVerdicts(self.runs.alone)
         self.forget()
 
     def forget(self) -> None:
-        """Start again without sessions, because a forked process has none of its parent's threads."""
+        """Begin again without sessions; a forked process calls this, because it lacks its parent's threads."""
         self.runs.forget()
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -84,9 +84,9 @@ class BackgroundTuning:
                 log.warning("tune='background' measures nothing more: %s", why)
 
     def _stays(self, why: str | None) -> bool:
-        """Return whether the thread goes on: it has sessions, and no error (`why`) ended it.
+        """Return whether the thread continues: sessions exist, and no error (`why`) occurred.
 
-        If it does not, the next session starts another thread.
+        If it does not continue, the next session starts another thread.
         """
         with self._lock:
             if self._goes_on() and not why:
@@ -95,7 +95,7 @@ class BackgroundTuning:
             return False
 
     def _next(self) -> tuple[PreparedTemplate, Sizes] | None:
-        """Return the template and the sizes that ran most often and are not measured yet; None if all are measured.
+        """Return the (template, sizes) that ran most often among those not measured yet; None if all are measured.
 
         Raises MeasuringStopped if runs leave no time to measure.
         """
@@ -107,7 +107,7 @@ class BackgroundTuning:
         rows = [(count, prepared, sizes) for prepared, of in self._seen.items() for sizes, count in of.items()]
         for _, prepared, sizes in sorted(rows, key=lambda row: -row[0]):
             if not self._is_done(prepared, sizes):
-                self.runs.wait_for_none(PAUSE_SECONDS)  # planning would slow down a run
+                self.runs.wait_for_none(PAUSE_SECONDS)  # making plans would slow down a run
                 return prepared, sizes
         return None
 
@@ -120,7 +120,7 @@ class BackgroundTuning:
         return sizes in done
 
     def _measure(self, prepared: PreparedTemplate, sizes: Sizes) -> None:
-        """Measure a template's plans, and make the sessions' nodes use the fastest from their next run on."""
+        """Measure a template's plans at `sizes`; nodes of all sessions use the fastest plan from their next run on."""
         node = prepared.situation.node
         try:
             if planner.add_fastest(prepared, sizes, self._verdicts, measure=True):

@@ -40,7 +40,7 @@ Open = Callable[[str | bytes, ort.SessionOptions, ProvidersWithOptions], ort.Inf
 
 
 class OpenFused(Protocol):
-    """The type of session.open_session, which opens a session; `settings` say which fused nodes run as kernels."""
+    """The type of `onnxfuse.session.open_session`; its `settings` say which fused nodes run as kernels."""
 
     def __call__(
         self, path_or_bytes: str | bytes, sess_options: ort.SessionOptions, providers: ProvidersWithOptions, /,
@@ -55,7 +55,7 @@ class TimedModel:
     """A model that is measured, with its inputs and its provider."""
 
     model: onnx.ModelProto
-    folder: Path | None  # where its external data is
+    folder: Path | None  # the folder of its external data
     feeds: Mapping[str, Value]
     provider: Provider
     open_fused: OpenFused  # opens sessions that run kernels: onnxfuse.session.open_session
@@ -68,7 +68,7 @@ class TimedModel:
         return ordinal_of(self.options)
 
     def start(self, settings: SessionSettings | None = None, *, cuda_graph: bool = False) -> ort.InferenceSession:
-        """Start a session; without settings, all nodes run as their bodies (ONNX functions) in plain onnxruntime."""
+        """Start a session; without `settings`, all fused nodes run as ONNX functions in plain onnxruntime."""
         options = {**self.options, **({"enable_cuda_graph": 1} if cuda_graph else {})}
         open_session = partial(self.open_fused, settings=settings) if settings else None
         return start_session(self.model, self.folder, self.provider, open_session, options=options)
@@ -79,7 +79,7 @@ class TimedModel:
         shapes: Mapping[str, Sequence[int]] | None = None,
         buffers: Mapping[str, str] | None = None,
     ) -> BoundSession:
-        """Bind a session of the model to the model's inputs and outputs: see `bind`."""
+        """Bind a session of the model to the inputs of this object, as the function `bind` does."""
         return bind(session, self.feeds, self.provider, shapes, self.ordinal, buffers)
 
 
@@ -101,15 +101,15 @@ def start_session(
     *,
     options: ProviderOptions | None = None,
 ) -> ort.InferenceSession:
-    """Start a session on one provider; CUDA leaves operators that it lacks to the CPU.
+    """Start a session on one provider; the CPU runs operators for which CUDA has no kernel.
 
-    folder        where the model's external data is
+    folder        the folder with the model's external data
     open_session  makes the session; by default onnxruntime.InferenceSession
     options       options of the provider
 
-    Weights in files are read in place; only a model of more than 2 GiB is written to a temporary file.
-    Raises UsageError where onnxruntime lacks the provider, OnnxfuseError where the provider does not start, and
-    passes on onnxruntime's errors.
+    External data is read from its files; only a model of more than 2 GiB is written to a temporary file.
+    Raises UsageError if onnxruntime lacks the provider, OnnxfuseError if the provider does not start, and passes on
+    onnxruntime's errors.
     """
     check_available(provider)
     settings = ort.SessionOptions()
@@ -175,7 +175,7 @@ class BoundSession:
             self.binding.synchronize_outputs()
 
     def warm_up(self) -> BoundSession:
-        """Run the model until its slower first runs are over, and return the session."""
+        """Run the model a few times, because first runs are slower, and return the session."""
         for _ in range(WARM_UP_RUNS):
             self.run()
         return self
@@ -202,7 +202,7 @@ def bind(
     ordinal: int = 0,
     buffers: Mapping[str, str] | None = None,
 ) -> BoundSession:
-    """Bind a session to its inputs, each copied once to the device of its readers, and to its outputs.
+    """Bind a session to memory for its inputs and outputs; each input is copied once to the device that reads it.
 
     Outputs with a shape in `shapes` are allocated here, the others by the first run; later runs write to the same
     memory. Outputs with the same name in `buffers` share memory, which holds the output that was written last.
@@ -233,14 +233,14 @@ def _empty(shape: Sequence[int], kind: str, provider: Provider, ordinal: int) ->
 
 
 def check_outputs(session: ort.InferenceSession) -> None:
-    """Raise VerificationError for an output that NumPy cannot hold, because it could not be compared."""
+    """Raise VerificationError if the dtype of an output cannot be converted to NumPy, and so cannot be compared."""
     for each in session.get_outputs():
         if not each.type.startswith("tensor(") or any(kind in each.type for kind in NO_NUMPY_DTYPE):
             raise VerificationError(f"output '{each.name}' is a {each.type}, of which numpy makes no array to compare")
 
 
 def to_numpy(value: ort.OrtValue) -> Array:
-    """Copy a value on any device to a NumPy array; onnxruntime itself has no arrays of bfloat16."""
+    """Copy a value on any device to a NumPy array, also bfloat16, which onnxruntime itself does not convert."""
     if value.data_type() != "tensor(bfloat16)" or value.device_name() == "cpu":
         return from_ort_value(value)
     import cupy

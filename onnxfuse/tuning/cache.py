@@ -1,4 +1,4 @@
-"""Measurements on disk: one small file each, which processes share without locks."""
+"""Store measurements on disk: each in a small file of its own, so that processes share them without locks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from onnxfuse.runtime.environment import Environment
 
 FORMAT: Final = 1  # the format of the files
 MAX_BYTES: Final = 2**24  # per file; most have about 2 kB
-SESSION_SETTINGS: Final = ("options", "optimization", "tf32")  # keys of an environment whose values a session decides
+SESSION_SETTINGS: Final = ("options", "optimization", "tf32")  # keys of an environment that describe the session
 Data = Mapping[str, object]  # data that JSON can hold
 
 
@@ -33,19 +33,19 @@ class Measurement:
     measured: str  # the time of the measurement, as ISO 8601 in UTC
 
 
-# Measurements that could not be written to disk, by the digests of subject and case; they end with this process.
+# Measurements that could not be written to disk.  The keys are `_subfolder` and the digest of the case.
 _unwritten: Final[dict[str, dict[str, Measurement]]] = {}
 
 
 def store(environment: Environment, subject: Data, case: Data, chosen: str, seconds: Mapping[str, float]) -> bool:
-    """Write a measurement to disk, over an earlier one of the same case.
+    """Write a measurement to disk; it replaces an earlier one of the same case.
 
     environment  the conditions that the times depend on besides subject and case
     subject      the measured node or model
     case         the shapes, and the mode
     seconds      the seconds of each variant; `chosen` is one of the variants
 
-    Returns False, after a warning, if the file cannot be written: the measurement then lasts as long as this process.
+    If the file cannot be written, warns and returns False; the measurement is then kept in memory.
     """
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     measurement = Measurement(case, chosen, dict(seconds), now)
@@ -62,7 +62,7 @@ def _write(measurement: Measurement, environment: Environment, subject: Data) ->
     if folder is None:
         return False
     record = {"format": FORMAT, "environment": environment, "subject": subject, **asdict(measurement)}
-    part = folder / f"{uuid.uuid4().hex}.part"  # not by tempfile, whose files other users cannot read
+    part = folder / f"{uuid.uuid4().hex}.part"  # not from tempfile, because other users cannot read its files
     try:
         make_folder(folder)
         with part.open("x", encoding="utf-8") as file:
@@ -91,11 +91,11 @@ def lookup(environment: Environment, subject: Data) -> list[Measurement]:
 
 
 def is_empty() -> bool:
-    """Return whether there are no measurements at all; callers then need not determine an environment for `lookup`."""
+    """Return whether there are no measurements at all, so that callers need not compute the arguments of `lookup`."""
     folder = _measurements()
     try:
         return not any(_unwritten.values()) and not (folder and any(folder.iterdir()))
-    except OSError:  # there is no such folder, or it cannot be read
+    except OSError:  # the folder does not exist, or cannot be read
         return True
 
 
@@ -148,9 +148,9 @@ def _digest(value: object) -> str:
 
 
 def other_session_settings(here: Environment, subject: Data) -> Data | None:
-    """Return session settings other than those in `here` with which the subject was measured; None if there are none.
+    """Return session settings, other than those in `here`, with which the subject was measured; None if none.
 
-    Only measurements whose environment equals `here` in everything else count.
+    Only measurements whose environment equals `here` apart from these settings count.
     """
     folder = _measurements()
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):

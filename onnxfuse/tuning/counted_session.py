@@ -11,7 +11,7 @@ from onnxfuse.tuning.runs_in_flight import RunsInFlight
 
 
 class CountedSession(ort.InferenceSession):  # type: ignore[misc]  # onnxruntime has no types
-    """An ordinary session that counts its runs, whichever method starts them."""
+    """An ordinary session that counts its runs in flight, for all methods that run it."""
 
     def __init__(self, runs: RunsInFlight, *arguments: Any, **named: Any) -> None:
         """Make a session whose runs are counted in `runs`; other arguments are onnxruntime.InferenceSession's."""
@@ -55,6 +55,6 @@ class CountedSession(ort.InferenceSession):  # type: ignore[misc]  # onnxruntime
         self._runs_in_flight.begin()
         try:
             return super().run_async(output_names, input_feed, ended, user_data, run_options)
-        except BaseException:  # the callback will not be called
+        except BaseException:  # `callback`, which ends the count of this run, will not be called
             self._runs_in_flight.end()
             raise

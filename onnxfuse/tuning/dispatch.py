@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from onnxfuse.runtime.target import PlanChoice
 
 log: Final = logging.getLogger("onnxfuse")
-# In this order: ignore measurements, use them, make missing ones before the session runs, make them between its runs.
+# "never" ignores measurements, "cached" uses them, "now" makes missing ones before the session runs, and "background"
+# makes them between its runs.
 TunePolicy = Literal["never", "cached", "now", "background"]
 Mode = Literal["plain", "cuda graph"]  # how a session runs: normally, or by a captured CUDA graph
 PLAIN: Final = "plain"
@@ -61,9 +62,9 @@ def record_dispatches(
     dispatches: Sequence[NodeDispatch],
     places: Sequence[Place | None],
 ) -> None:
-    """Record the answer of `explain_session` for a session, or for the sessions that are made with these options.
+    """Record what `explain_session` returns for a session, or for the sessions that are made with these options.
 
-    places  per node: the key under which `kernel_failures` records later failures; None if no kernel runs
+    places  for each node, the key under which `kernel_failures` records later failures; None if no kernel runs
     """
     _dispatches[session] = tuple(zip(dispatches, places, strict=True))
 
@@ -71,8 +72,8 @@ def record_dispatches(
 def explain_session(session: ort.InferenceSession) -> tuple[NodeDispatch, ...]:
     """Return how each fused node of a session runs, and why.
 
-    Raises UsageError for a session that was made neither by `InferenceSession`, nor by onnxruntime with options that
-    went through `register`.
+    Raises UsageError for a session that was made neither by `InferenceSession` nor by onnxruntime with options from
+    `register`.
     """
     for key in (session, session.get_session_options(), getattr(session, "_sess_options_initial", None)):
         if key is not None and key in _dispatches:
@@ -81,7 +82,7 @@ def explain_session(session: ort.InferenceSession) -> tuple[NodeDispatch, ...]:
 
 
 def _with_failure(dispatch: NodeDispatch, place: Place | None) -> NodeDispatch:
-    """Return how a node runs, with the failure, if any, that is recorded for its kernels under the key `place`."""
+    """Return `dispatch`, updated by a failure of the node's kernels if one is recorded under the key `place`."""
     failure = failure_of(place) if place else None
     return replace(dispatch, why=f"{dispatch.why}; {failure}") if failure else dispatch
 
@@ -91,7 +92,7 @@ def _with_failure(dispatch: NodeDispatch, place: Place | None) -> NodeDispatch:
 
 @dataclass(frozen=True)
 class Preference:
-    """Whether a node should run as a kernel, and the measurement that shows it."""
+    """Whether a node runs faster as a kernel, and the measurement that shows it, as text."""
 
     kernel: bool
     why: str
@@ -105,16 +106,16 @@ class FoundPlans:
     """The plan file of a session."""
 
     path: Path
-    is_named: bool  # whether the argument `plans` names the file; otherwise it lies beside the model
+    is_named: bool  # whether the argument `plans` names the file; otherwise it was found next to the model
 
 
 @dataclass(frozen=True)
 class SessionSettings:
     """How the fused nodes of a session run."""
 
-    prefer: Prefer | None  # chooses kernel or body per node; None runs every node with a kernel as a kernel
+    prefer: Prefer | None  # chooses kernel or body for each node; if None, every node with a kernel runs as a kernel
     choice: PlanChoice  # which of a kernel's candidate plans runs
-    plan_file: FoundPlans | None = None  # used if it fits
+    plan_file: FoundPlans | None = None  # used if it was made for this GPU, version and aim
     aim: Aim = "latency"  # the argument `aim` of InferenceSession
 
 
@@ -126,7 +127,8 @@ def cached_preferences(
     If the whole model was timed, in this mode or else in the other one, its fastest variant decides: all kernels,
     all bodies, or the mix, in which each node runs in the way that is faster when the node is timed alone. Times at
     several shapes are summed.
-    Without `per_node`, all nodes that call one function must run as kernels, or all as bodies; other mixes are ignored.
+    Without `per_node`, nodes that call one function must all run as kernels or all as bodies. A mix that was timed with
+    other choices is then ignored.
     """
     alone = preferences_by_node(model, calls, environment, per_node)
     timed = measurements_of_model(environment, model, mode)
@@ -240,7 +242,7 @@ def node_subject(call: Call, bodies: Mapping[str, str]) -> Data:
 
 
 def body_digests(model: onnx.ModelProto) -> dict[str, str]:
-    """Return a digest of each function's body by the function's name; the digest does not depend on the name."""
+    """Map the name of each function to a digest of its body; the digest does not depend on the name."""
     result = {}
     for function in model.functions:
         if function.domain == DOMAIN:
@@ -271,7 +273,7 @@ def measurements_of_model(environment: Environment, model: onnx.ModelProto, mode
 
 
 def mix_name(alone: Sequence[Preference | None]) -> str:
-    """Name the variant of the model in which each node runs in its preferred way; each mix has a name of its own."""
+    """Return a name for the mix in which each node runs in its preferred way; different mixes have different names."""
     kernels = [each is None or each.kernel for each in alone]
     return f"mix {_digest(repr(kernels).encode())[:12]}"
 

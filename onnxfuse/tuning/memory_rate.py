@@ -1,4 +1,4 @@
-"""The memory of a device: evict its cache before a run, and measure how fast a copy is."""
+"""Evict the cache of a device before a run, and measure how fast the device copies memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_COPY_BYTES: Final = 2**30  # a larger copy does not reach a higher rate
 
 
 def cache_eviction(provider: Provider, ordinal: int = 0) -> Callable[[], None]:
-    """Return a function that fills a GPU's L2 cache with other memory and waits until that is done.
+    """Return a function that evicts all data from a GPU's L2 cache, by reading other memory, and waits for that.
 
     On the CPU, and on CUDA without CuPy, the function does nothing.
     """
@@ -38,7 +38,7 @@ def _cuda_eviction(ordinal: int) -> Callable[[], None]:
 
     def read() -> None:
         with cupy.cuda.Device(ordinal) as device:
-            # The memory is read, because written data would be flushed later, while other code is timed.
+            # Reading fills the cache.  Written data would be flushed to memory later, while other code is timed.
             retry_without_disk_cache(words.max)
             device.synchronize()
 
@@ -46,9 +46,10 @@ def _cuda_eviction(ordinal: int) -> Callable[[], None]:
 
 
 def copy_rate(provider: Provider, moved: int) -> float | None:
-    """Return the bytes per second, read plus written, of a copy that reads and writes `moved` bytes together.
+    """Return the rate of a copy in bytes per second; `moved` is the sum of the bytes that it reads and writes.
 
-    `moved` is raised to MIN_COPY_BYTES or lowered to MAX_COPY_BYTES if needed.  Returns None on CUDA without CuPy.
+    The rate, too, counts bytes read plus bytes written.  `moved` is clamped to MIN_COPY_BYTES and MAX_COPY_BYTES.
+    Returns None on CUDA without CuPy.
     """
     try:
         return _rate(provider, max(MIN_COPY_BYTES, min(MAX_COPY_BYTES, moved)) // 2)

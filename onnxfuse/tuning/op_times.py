@@ -27,12 +27,12 @@ from onnxfuse.tuning.memory_rate import cache_eviction, copy_rate
 from onnxfuse.tuning.timing import interleaved, runs_within
 
 UNFUSED: Final = "onnxruntime"  # how an unfused node runs
-COPIES: Final = 9  # copies of an operator in one graph: a node takes an eighth of the time that 8 more copies add
+COPIES: Final = 9  # copies of an operator in the larger graph: 8 more than in the other, so a node takes 1/8 more time
 SECONDS_PER_OPERATOR: Final = {"kernel": 0.3, "body": 0.3, UNFUSED: 0.1}
-# Copies of an operator share weights larger than this. Smaller weights are copied, too, because they could stay in a
-# cache: an H200's L2 has 60 MiB.
+# Copies of an operator share weights larger than this. Each has its own smaller weights, because shared ones would stay
+# in the L2 cache (60 MiB on an H200).
 MIN_SHARED_WEIGHT_BYTES: Final = 64 * 2**20
-# Operators that do no work on a device, or do not work on tensors.
+# Operators that are not timed, because they do no work on a device, or not on tensors.
 UNTIMED: Final = re.compile("Constant|If|Loop|Random.*|Scan|Shape|Size|.*(Optional|Sequence|String).*")
 DESCRIPTIONS: Final = {"fusion", "operands", "output_types", "output_ranks", "attributes"}  # metadata of fused nodes
 Attribute = int | float | str | list[int] | list[float] | list[str]
@@ -40,7 +40,7 @@ Attribute = int | float | str | list[int] | list[float] | list[str]
 
 @dataclass(frozen=True)
 class OpTime:
-    """The time of one operator at one combination of shapes, in seconds per node, and the bytes that it has to move."""
+    """The time of an operator at one combination of input shapes, in seconds per node, and the bytes that it moves."""
 
     fusion: str  # the fusion; for an unfused node, its ONNX operator
     nodes: tuple[str, ...]
@@ -100,7 +100,7 @@ def op_times(
     unfused: bool = False,
     choice: PlanChoice = "measured",
 ) -> list[OpTime]:
-    """Time the fused nodes of a model's main graph on the values that they have in a run; return the slowest first.
+    """Time the fused nodes of a model's main graph, on operands from a run of the model; return the slowest first.
 
     dispatches    how the nodes run in a session of the model
     cuda_graph    time in a CUDA graph, where the operator can be captured
@@ -136,7 +136,7 @@ def node_name(node: onnx.NodeProto) -> str:
 
 
 def _values(whole: TimedModel, nodes: Sequence[onnx.NodeProto]) -> dict[str, Value]:
-    """Return the feeds, and the tensors that the nodes read and write in one run, as OrtValues on the device."""
+    """Run the model; return its inputs, and the tensors that the nodes read and write, as values on the device."""
     model = whole.model
     weights = _weights(model).keys() | {i.name for i in model.graph.input}
     wanted = {name for node in nodes for name in (*node.input, *node.output) if name and name not in weights}
@@ -177,14 +177,14 @@ def _dims(name: str, weights: Mapping[str, onnx.TensorProto], values: Mapping[st
 
 
 def _type(value: Value) -> tuple[tuple[int, ...], int]:
-    """Return the dims and the ONNX dtype."""
+    """Return the dims and the ONNX dtype of a value."""
     if isinstance(value, np.ndarray):
         return value.shape, int(helper.np_dtype_to_tensor_dtype(value.dtype))
     return tuple(value.shape()), int(value.element_type())
 
 
 def _untimed(op: _Operator, how: str, why: str) -> OpTime:
-    """Return the OpTime of an operator before it is timed; `why` says why it runs in the way `how`."""
+    """Return the OpTime of an operator that is not timed yet; `why` is the reason for `how`."""
     node = op.nodes[0]
     weights = _weights(op.model)
     attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
@@ -199,7 +199,7 @@ def _untimed(op: _Operator, how: str, why: str) -> OpTime:
 
 
 def _bytes_moved(op: _Operator, weights: Mapping[str, onnx.TensorProto]) -> int:
-    """Return the bytes that a node reads and writes; of a table that it gathers from, only the gathered rows count."""
+    """Return the bytes that a node reads and writes; if it gathers rows of a table, only these rows count."""
     node = op.nodes[0]
     names = dict.fromkeys(name for name in (*node.input, *node.output) if name)
     moved = {n: size_of(weights[n]) if n in weights else _bytes(op.values[n]) for n in names}
@@ -222,18 +222,18 @@ def _bytes(value: Value) -> int:
 
 
 def _timed(op: _Operator, row: OpTime, cuda_graph: bool) -> OpTime:
-    """Time kernel and body in turns, each in a graph with one copy of the operator and in one with COPIES copies.
+    """Time the kernel and the body in turns, each in a graph with one copy of the operator and in one with COPIES.
 
-    The cache is cold when a graph starts.  The time of a node is the difference between the two graphs, divided by the
-    number of further copies. The further copies read weights from memory, as in a model whose weights exceed the cache,
-    and activations from wherever a chain of nodes leaves them.
+    The cache is evicted before each graph.  The time of a node is the difference between the two graphs, divided by the
+    number of further copies.  The further copies read weights from memory, as in a model whose weights exceed the
+    cache, and they find activations where the copy before them left these.
     """
     kinds = ("kernel", "body") if row.how == "kernel" else ("body",)
     counts = [(kind, copies) for kind in kinds for copies in (1, COPIES)]
     try:
         bound = [_bound(op, copies, kind == "kernel", cuda_graph) for kind, copies in counts]
-    except Exception:  # an ONNX function with a node on the CPU cannot be captured
-        if not cuda_graph or row.how == UNFUSED:  # without a graph, an unfused node's transfers to the CPU would count
+    except Exception:  # CUDA graphs cannot capture an ONNX function with a node on the CPU
+        if not cuda_graph or row.how == UNFUSED:  # without a graph, copies to the CPU would count for unfused nodes
             raise
         return _timed(op, row, False)
     count = runs_within(SECONDS_PER_OPERATOR[row.how] / sum(copies for _, copies in counts), bound[0].run)
@@ -249,7 +249,7 @@ def _timed(op: _Operator, row: OpTime, cuda_graph: bool) -> OpTime:
 def _bound(op: _Operator, copies: int, kernels: bool, cuda_graph: bool) -> BoundSession:
     """Start a session with `copies` copies of the operator, and warm it up.
 
-    Raises OnnxfuseError if `kernels` is true and a copy runs as its ONNX function, not as a kernel.
+    Raises OnnxfuseError if `kernels` is true and a copy does not run as a kernel.
     """
     model, feeds, shapes = _repeated(op, copies)
     repeated = replace(op.whole, model=model, feeds=feeds)
@@ -263,8 +263,8 @@ def _bound(op: _Operator, copies: int, kernels: bool, cuda_graph: bool) -> Bound
 def _repeated(op: _Operator, copies: int) -> tuple[onnx.ModelProto, dict[str, Value], dict[str, tuple[int, ...]]]:
     """Return a model with `copies` copies of the operator, its inputs, and the shapes of its outputs.
 
-    The copies read inputs of different names, because onnxruntime would merge equal nodes. Weights that fit into a
-    cache are copied as well: in a model, each node reads its own weights from memory.
+    The copies read inputs of different names, because onnxruntime would merge equal nodes. Weights that fit into the
+    L2 cache are copied, too: in a model, each node reads its own weights from memory.
     """
     node, model = op.nodes[0], copy_without(op.model, "graph")
     weights = {name: tensor for name, tensor in _weights(op.model).items() if name in node.input}
@@ -295,7 +295,7 @@ def _repeated(op: _Operator, copies: int) -> tuple[onnx.ModelProto, dict[str, Va
 
 
 def _weights(model: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
-    """Return the initializers and the tensors of Constant nodes, the latter under the names of their outputs."""
+    """Return the initializers by name, and the tensors of Constant nodes by the names of their outputs."""
     found = {tensor.name: tensor for tensor in model.graph.initializer}
     for node in model.graph.node:
         tensor = next((a.t for a in node.attribute if a.name == "value"), None)

@@ -9,20 +9,20 @@ from typing import Final, Protocol, TypeVar
 
 T = TypeVar("T")
 
-QUIET_SECONDS: Final = 0.02  # work starts after this time without a run; if runs are more frequent, it never starts
-PATIENCE_SECONDS: Final = 2.0  # how long work, which holds GPU memory meanwhile, waits for QUIET_SECONDS without a run
-MAX_ATTEMPTS: Final = 10  # calls of one piece of work, which is repeated if a run began meanwhile
+QUIET_SECONDS: Final = 0.02  # work starts this long after the last run has ended; it never starts between closer runs
+PATIENCE_SECONDS: Final = 2.0  # how long work waits for QUIET_SECONDS without a run; it holds GPU memory meanwhile
+MAX_ATTEMPTS: Final = 10  # maximum number of calls of one piece of work; it is repeated if a run began meanwhile
 
 
 class Alone(Protocol):
-    """Calls `work` now or later, perhaps more than once, and returns its result."""
+    """Waits if needed, calls `work`, perhaps several times, and returns its result."""
 
     def __call__(self, work: Callable[[], T], /) -> T:
         """Call `work`."""
 
 
 class MeasuringStopped(BaseException):
-    """A measurement is given up, because runs leave no time for it or their sessions are gone.
+    """Raised to end a measurement, because runs leave no time for it, or no session exists any more.
 
     Like asyncio.CancelledError, it is not an Exception, because it is not a failure of the measured plan.
     """
@@ -34,15 +34,15 @@ def at_once(work: Callable[[], T]) -> T:
 
 
 class RunsInFlight:
-    """The runs of some sessions that have begun and not ended; any thread can call its methods."""
+    """Counts the runs of some sessions that have begun and not ended; its methods are thread-safe."""
 
     def __init__(self, goes_on: Callable[[], bool]) -> None:
-        """Count no runs yet; `goes_on` says whether waiting still makes sense."""
+        """Begin with no runs; waiting ends as soon as `goes_on` returns False."""
         self._goes_on = goes_on
         self.forget()
 
     def forget(self) -> None:
-        """Count from 0 again, because a forked process has none of its parent's runs."""
+        """Count from 0 again; a forked process calls this, because it has none of its parent's runs."""
         self._lock = threading.Lock()
         self._running = self._begun = 0
         self._ended = float("-inf")
@@ -74,7 +74,7 @@ class RunsInFlight:
     def wait_for_none(self, seconds: float) -> int:
         """Wait until no run is in flight and the last one ended QUIET_SECONDS ago; return how many runs have begun.
 
-        Raises MeasuringStopped after `seconds`, or if waiting makes no sense any more.
+        Raises MeasuringStopped after `seconds`, or if `goes_on` (see `__init__`) returns False.
         """
         deadline = time.monotonic() + seconds
         while self._goes_on():

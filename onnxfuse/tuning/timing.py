@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-MIN_RUNS: Final = 10  # this and MAX_RUNS are defaults of `runs_within`
+MIN_RUNS: Final = 10  # MIN_RUNS and MAX_RUNS are the default limits of `runs_within`
 MAX_RUNS: Final = 200
 
 
 @dataclass(frozen=True)
 class RunTimes:
-    """Seconds of a run: the median, the quartiles and the minimum of `runs` runs."""
+    """The seconds of a run, as the median, the quartiles and the minimum over `runs` runs."""
 
     median: float
     q1: float
@@ -41,7 +41,7 @@ def interleaved(
 ) -> list[RunTimes]:
     """Time each callable `count` times, in turns, so that changing clocks and noise affect all callables equally.
 
-    `before` precedes every run and is not timed.
+    `before` is called before every run, and is not timed.
     """
     seconds: list[list[float]] = [[] for _ in runs]
     for turn in range(count):

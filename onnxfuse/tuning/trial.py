@@ -1,4 +1,4 @@
-"""Time the plans of one node on a GPU, on random inputs, with constants that are not in the L2 cache.
+"""Time the plans of one node on a GPU, on random inputs; each run reads constants that are not in the L2 cache.
 
 A plan says which kernels compute the node, and how they are launched.
 """
@@ -22,11 +22,11 @@ from onnxfuse.runtime.plan import Device, Plan, TensorSpec
 from onnxfuse.runtime.run_plan import ReadyPlan
 from onnxfuse.tuning.runs_in_flight import Alone, MeasuringStopped, at_once
 
-MAX_SCRATCH_BYTES: Final = 4 * 2**30  # most bytes that a trial allocates, unless half of the free memory is less
+MAX_SCRATCH_BYTES: Final = 4 * 2**30  # a trial allocates at most this, and at most half of the free memory
 MAX_CONSTANT_SETS: Final = 256
-MIN_LAUNCHES_PER_GRAPH: Final = 8  # the launches share the time of starting the graph, about 10 us
+MIN_LAUNCHES_PER_GRAPH: Final = 8  # several, so that the start of a graph, about 10 us, adds little to each
 WARM_UP_REPLAYS: Final = 2
-MIN_ROUNDS, MAX_ROUNDS = 5, 20  # rounds of replaying the graph of each plan
+MIN_ROUNDS, MAX_ROUNDS = 5, 20  # a round replays the graph of each plan once
 SECONDS_PER_PLAN: Final = 0.05
 RANDOM_VALUES: Final = 1_000_003  # a prime number, so that no two rows of a matrix are equal
 NUMPY_DTYPES: Final[dict[str, Any]] = {"bfloat16": ml_dtypes.bfloat16}  # dtypes whose names NumPy does not know
@@ -41,7 +41,7 @@ Buffers = tuple[list[Any], list[Any]]  # memory of the inputs and of the outputs
 
 
 class GpuTrial:
-    """The Trial of autotune.py on a GPU, through CuPy."""
+    """Runs and times plans of one node on a GPU through CuPy; implements `Trial` in autotune.py."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class GpuTrial:
         ready: Callable[[Plan], ReadyPlan],
         alone: Alone = at_once,
     ) -> None:
-        """Open a stream and a memory pool; `ready` compiles a plan for the device, `alone` calls work on the device."""
+        """Open a stream and a memory pool; `ready` compiles a plan, and all work on the device runs through `alone`."""
         self._cupy: Any = cupy_module()
         self._inputs, self._outputs, self._device, self._compile = tuple(inputs), plans[0].outputs, device, ready
         self._alone = alone
@@ -91,11 +91,11 @@ class GpuTrial:
         return None
 
     def seconds(self, plans: Sequence[Plan]) -> list[float]:
-        """Return the seconds of one run of each plan: medians over replays of CUDA graphs, in turns."""
+        """Return the median seconds of one run of each plan; the plans' CUDA graphs are replayed in turns."""
         with self._on_device():
             sets = self._memory(self._count())
             for plan in plans:
-                self._ready(plan)  # the largest scratch memory is allocated now, and stays where it is
+                self._ready(plan)  # allocates scratch memory for all plans now, so that its address does not change
             runs, graphs = _runs(sets), list[Any]()
             try:
                 for plan in plans:
@@ -108,10 +108,10 @@ class GpuTrial:
                         which = (turn + step) % len(plans)
                         times[which].append(self._time(graphs[which]) / runs)
             except MeasuringStopped as stopped:
-                raise stopped.with_traceback(None) from None  # without the traceback, whose frames hold a graph
+                raise stopped.with_traceback(None) from None  # frames in the traceback would keep a graph alive
             finally:
-                graphs.clear()  # here, inside of `relaxed`, because captures of other threads may forbid it elsewhere
-            self._sets = []  # not used again, because the runs have overwritten their inputs
+                graphs.clear()  # inside of `relaxed`, because another thread's capture can forbid it elsewhere
+            self._sets = []  # dropped, because runs have overwritten their inputs
             return [statistics.median(each) for each in times]
 
     def close(self) -> None:
@@ -131,7 +131,7 @@ class GpuTrial:
         with self._on_device():
             inputs, outputs = self._memory(1)[0]
             for buffer, spec in zip(outputs, self._outputs, strict=True):
-                buffer.memset_async(0xFF, size_of(spec), self._stream)  # unwritten elements must not look right
+                buffer.memset_async(0xFF, size_of(spec), self._stream)  # NaN or -1: unwritten elements are noticed
             self._start(plan, (inputs, outputs))
             pairs = zip(outputs, self._outputs, strict=True)
             copies = [retry_without_disk_cache(partial(self._array, buffer, spec)) for buffer, spec in pairs]
@@ -152,8 +152,8 @@ class GpuTrial:
         return self._plans[key]
 
     def _captured(self, plan: Plan, sets: Sequence[Buffers]) -> Any:
-        """Capture a CUDA graph of several runs: each uses the next constants and reads the previous run's outputs."""
-        self._start(plan, sets[0])  # a first run may allocate memory or load code
+        """Capture a CUDA graph of several runs; each reads the next set of constants, and outputs of the run before."""
+        self._start(plan, sets[0])  # before the capture, because a first run can allocate memory or load code
         self._stream.synchronize()
         self._stream.begin_capture(CAPTURE_MODE_RELAXED)
         try:
@@ -183,9 +183,9 @@ class GpuTrial:
             return min(MAX_SCRATCH_BYTES, int(self._cupy.cuda.runtime.memGetInfo()[0]) // 2)
 
     def _count(self) -> int:
-        """Return how many sets of constants fill twice the L2 cache; 1 if that takes more than MAX_CONSTANT_SETS.
+        """Return how many sets of constants fill twice the L2 cache; 1 if these are more than MAX_CONSTANT_SETS.
 
-        The result is lower if memory does not hold as many sets.
+        The result is lower if memory cannot hold that many sets.
         """
         if not self._constant_bytes:
             return 1
@@ -196,10 +196,10 @@ class GpuTrial:
         return max(1, min(wanted, room)) if wanted <= MAX_CONSTANT_SETS else 1
 
     def _memory(self, count: int) -> list[Buffers]:
-        """Return sets of buffers that differ in the constants.
+        """Return `count` sets of buffers that have different constants, but share all other buffers.
 
-        Each run reads its own constants from memory, as each layer of a model does. All runs share the other buffers,
-        which stay in the L2 cache if they fit.
+        Each run uses the next set, so that it reads its constants from memory, as each layer of a model does. The other
+        buffers stay in the L2 cache if they fit.
         """
         if not self._sets:
             inputs = [self._filled(spec, number) for number, spec in enumerate(self._inputs)]
@@ -211,18 +211,18 @@ class GpuTrial:
                 self._filled(spec, number + i) if spec.constant else first[i] for i, spec in enumerate(self._inputs)
             ]
             self._sets.append((inputs, outputs))
-        self._stream.synchronize()  # a kernel that starts early would read constants before they are filled
+        self._stream.synchronize()  # kernels that start early could read constants before they are filled
         return self._sets[:count]
 
     def _swapped(self, memory: Buffers) -> Buffers:
-        """Return the buffers for every second run: where types fit, it reads the outputs of the run before it."""
+        """Return the buffers for every second run: inputs and outputs of the same type and shape are swapped."""
         inputs, outputs = map(list, memory)
         for output, source in self._chained:
             inputs[source], outputs[output] = outputs[output], inputs[source]
         return inputs, outputs
 
     def _allocate(self, spec: TensorSpec) -> Any:
-        """Allocate a tensor; one that is not aligned begins one element later."""
+        """Allocate a tensor; if `spec` is not aligned, the tensor begins one element after an aligned address."""
         return self._pool.malloc(size_of(spec) + 16) + (0 if spec.aligned else itemsize(spec))
 
     def _filled(self, spec: TensorSpec, number: int) -> Any:
@@ -230,8 +230,8 @@ class GpuTrial:
 
         Tensors with different `number`s get different values.  All integers equal `spec.drawn`, a number that is valid
         if they are indices or lengths.  The values of constant matrices and filters are so small that products and
-        convolutions keep the magnitude of their inputs.  Otherwise, values would become infinite, because each run
-        reads the outputs of the run before, and kernels take other branches for infinite values.
+        convolutions keep the magnitude of their inputs.  Larger ones would make values infinite, because each run reads
+        outputs of the run before, and kernels take other branches for infinite values.
         """
         buffer, size = self._allocate(spec), size_of(spec)
         if spec.dtype not in TOLERANCE and spec.dtype != "bool":
@@ -269,7 +269,7 @@ class GpuTrial:
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
-        """Make the GPU, the stream and the memory pool current, and allow calls that other threads' captures forbid."""
+        """Make the GPU, the stream and the memory pool current; see `relaxed` for captures of other threads."""
         with self._cupy.cuda.Device(self._device.ordinal), relaxed():
             if not hasattr(self, "_stream"):
                 yield
@@ -279,7 +279,7 @@ class GpuTrial:
 
 
 def _chained(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Iterator[tuple[int, int]]:
-    """Yield indices (output, input) of outputs that can be inputs of the next run."""
+    """Yield index pairs (output, input): the next run can read this output as this input."""
     free = [i for i, spec in enumerate(inputs) if not spec.constant]
     for number, output in enumerate(outputs):
         candidates = ((inputs[i].shape, inputs[i].dtype, inputs[i].aligned) for i in free)
@@ -289,11 +289,11 @@ def _chained(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Ite
 
 
 def _terms(constant: TensorSpec) -> int:
-    """Return how many products are summed for a result if the constant is a matrix or filter; 1 for vectors.
+    """Return how many products a sum over a constant matrix or filter has; 1 for vectors.
 
-    The largest axis of a filter is assumed to be its output channels.  The assumption is right if the output has the
-    input's shape, so that a run can read the output of the run before: then there are as many output channels as input
-    channels, or one filter for each channel.
+    The largest axis of a filter is assumed to be its output channels.  This is right where it matters: if a run reads
+    the output of the run before, both have the same shape, so there are as many output channels as input channels, or
+    one filter for each channel.
     """
     if len(constant.shape) < 2:
         return 1
@@ -307,7 +307,7 @@ def _runs(sets: Sequence[Buffers]) -> int:
 
 
 def itemsize(spec: TensorSpec) -> int:
-    """Return the bytes of an element, at least one."""
+    """Return the bytes of an element; 1 for dtypes of fewer than 8 bits."""
     return int(np.dtype(getattr(ml_dtypes, spec.dtype, spec.dtype)).itemsize)
 
 
@@ -340,7 +340,7 @@ def array_difference(xp: Any, right: Any, found: Any, tolerance: float) -> str |
 
 @contextmanager
 def relaxed() -> Iterator[None]:
-    """Allow this thread to allocate and synchronize without ending another thread's capture of a CUDA graph."""
+    """Allow this thread to allocate and synchronize while another thread captures a CUDA graph."""
     mode = ctypes.c_int(CAPTURE_MODE_RELAXED)
     exchange = ctypes.CDLL(libcuda()).cuThreadExchangeStreamCaptureMode
     exchange(ctypes.byref(mode))

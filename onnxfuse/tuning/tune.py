@@ -60,7 +60,8 @@ log: Final = logging.getLogger("onnxfuse")
 # Messages of CUDA, of onnxruntime's allocator, and about its gpu_mem_limit.
 OUT_OF_MEMORY: Final = re.compile("out of memory|failed to allocate|smaller than requested", re.IGNORECASE)
 SECONDS_PER_VARIANT: Final = 2.0  # time spent on the runs of a variant of the whole model
-NOT_FOR_TIMING: Final = ("enable_cuda_graph", "user_compute_stream", "has_user_compute_stream")  # provider options
+# Provider options that are left out when models are timed.
+NOT_FOR_TIMING: Final = ("enable_cuda_graph", "user_compute_stream", "has_user_compute_stream")
 ORIGINAL: Final = "original"  # a variant that is timed, but never chosen
 MEASURED: Final = SessionSettings(all_kernels, "measured")
 Source = str | os.PathLike[str] | bytes | onnx.ModelProto
@@ -68,11 +69,11 @@ Source = str | os.PathLike[str] | bytes | onnx.ModelProto
 
 @dataclass(frozen=True)
 class ModelTimes:
-    """The seconds of a run of the whole model in one mode, by variant, and the variant that sessions will use."""
+    """The times of the whole model in one mode: seconds of a run by variant, and the variant that sessions will use."""
 
     mode: Mode
     seconds: Mapping[str, float]
-    chosen: str  # empty if none is chosen
+    chosen: str  # the fastest variant; "" if none is chosen
     reason: str = ""  # why none is chosen
 
 
@@ -112,9 +113,9 @@ def tune(
     original  the model before it was fused, which is timed too, but never chosen
     others    functions that make inputs of other sizes, at which the plans of the kernels are measured, too
 
-    Raises UsageError where nothing can be tuned, OnnxfuseError where the model does not load with these options. The
-    result says why a variant (such as all nodes as kernels) was left out if it does not run. If the kernels of a model
-    do not run, nothing is kept for the whole model, because the reason may be temporary.
+    Raises UsageError if nothing can be tuned, OnnxfuseError if the model does not load with these options. The log says
+    why a variant of the model does not run. If this is the variant with all nodes as kernels, nothing is kept for the
+    whole model, because the reason can be temporary.
     """
     task = _task(fused)
     dispatches = _dispatch_to_kernels(task)
@@ -137,7 +138,7 @@ def tune_session(
 ) -> None:
     """Tune the model of a session for tune="now", unless it was measured at these shapes before.
 
-    Failures are logged, because the session itself may still work. Raises UsageError for missing or wrong shapes.
+    Failures are only logged, because the session itself can work. Raises UsageError for missing or wrong shapes.
     """
     provider: Provider = "cuda" if provider_name == PROVIDERS["cuda"] else "cpu"
     if PROVIDERS[provider] != provider_name:
@@ -159,7 +160,7 @@ def tune_session(
 
 
 def check_kernels_run(provider: Provider) -> None:
-    """Raise UsageError where no kernels run, so that nothing can be tuned."""
+    """Raise UsageError if kernels cannot run on this provider and machine, so that nothing can be tuned."""
     check_available(provider)
     name = PROVIDERS[provider]
     if name not in BACKENDS:
@@ -170,7 +171,7 @@ def check_kernels_run(provider: Provider) -> None:
 
 
 def _task(timed: TimedModel) -> _Task:
-    """Collect the nodes to measure and their environment.  Raises UsageError where nothing can be tuned."""
+    """Collect the nodes to measure and their environment.  Raises UsageError if nothing can be tuned."""
     name = PROVIDERS[timed.provider]
     options = {key: value for key, value in timed.options.items() if key not in NOT_FOR_TIMING}
     check_kernels_run(timed.provider)
@@ -179,7 +180,7 @@ def _task(timed: TimedModel) -> _Task:
         raise UsageError("the model has no fused nodes; there is nothing to tune")
     try:
         device = device_of(name, timed.ordinal, allows_tf32(options))
-    except Exception as error:  # CuPy's own errors have no common class
+    except Exception as error:  # CuPy's errors have no common class
         raise UsageError(f"there is no GPU {timed.ordinal}: {first_line(error)}; give another --device-id") from error
     return _Task(replace(timed, options=options), calls, session_environment(name, device, options))
 
@@ -188,7 +189,7 @@ def _task(timed: TimedModel) -> _Task:
 
 
 def _dispatch_to_kernels(task: _Task) -> Sequence[NodeDispatch]:
-    """Return how each node runs in a session where all nodes with a kernel run as kernels."""
+    """Open a session in which all nodes with a kernel run as kernels, and return how each node runs."""
     try:
         return explain_session(task.timed.start(MEASURED))
     except OnnxfuseError:
@@ -200,7 +201,7 @@ def _dispatch_to_kernels(task: _Task) -> Sequence[NodeDispatch]:
 
 
 def _measure_plans(task: _Task, others: Sequence[Callable[[], Mapping[str, Array]]]) -> None:
-    """Measure the plans of all kernels at several sizes, by running a session that measures at each new size.
+    """Measure the plans of all kernels on `others`, by running a session that measures plans at each new size.
 
     Sizes at which the model does not run are left out, after a warning.
     """
@@ -217,7 +218,7 @@ def _measure_plans(task: _Task, others: Sequence[Callable[[], Mapping[str, Array
 
 
 def _time_nodes(task: _Task, dispatches: Sequence[NodeDispatch]) -> tuple[list[OpTime], str]:
-    """Time each distinct node that has a kernel; the second result says why no node was timed, and is else empty."""
+    """Time each distinct node that has a kernel; the second result is "", or why no node was timed."""
     try:
         return op_times(task.timed, dispatches, CUDA_GRAPH in task.modes, only_kernels=True), ""
     except Exception as error:  # such as too little memory for all values at once; the whole model is still timed
@@ -235,7 +236,7 @@ def _keep_node(task: _Task, row: OpTime, bodies: Mapping[str, str]) -> bool:
 
 
 def _time_model(task: _Task, mode: Mode, original: onnx.ModelProto | None) -> ModelTimes:
-    """Time all variants in turns, or one after the other if memory does not hold all of them."""
+    """Time the variants of a model (see `_variants`) in turns, or each alone if memory is too small for all."""
     task.timed.progress(f"time the model ({mode})", 0, 0)
     try:
         variants = _variants(task, mode, original)
@@ -253,12 +254,12 @@ def _time_model(task: _Task, mode: Mode, original: onnx.ModelProto | None) -> Mo
 
 
 def _variants(task: _Task, mode: Mode, original: onnx.ModelProto | None) -> dict[str, Callable[[], BoundSession]]:
-    """Return functions that load the model's variants: all nodes as bodies, all as kernels, a mix, and the original.
+    """Return functions that open the model's variants: all nodes as bodies, all as kernels, a mix, and the original.
 
     A node's body is the ONNX function that the node calls.  In the mix, each node runs in the way that is faster when
     the node is timed alone.  The mix is left out if it equals one of the first two variants.
 
-    Raises onnxruntime's error if the bodies do not run.
+    Raises onnxruntime's error if the model does not run with all nodes as bodies.
     """
     fused, alone = task.timed, preferences_by_node(task.timed.model, task.calls, task.environment)
     settings: dict[str, SessionSettings | None] = {ALL_BODIES: None, ALL_KERNELS: MEASURED}
