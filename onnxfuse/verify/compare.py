@@ -145,7 +145,7 @@ def _compare(reference: Reference, optimized: Source) -> Verification:
         reference, results, at_edges = _run_optimized(after, reference)
     except TimeLimitExceeded:
         raise
-    except Exception as error:  # any exception of onnxruntime or the file system is the result
+    except Exception as error:  # any exception of onnxruntime or the file system is reported as the result
         return Verification(False, (), f"{DOES_NOT_RUN}: {first_line(error)}", reference.sizes)
     errors, hidden = differences(reference, results)
     errors = _fail_changed_dtypes(reference.original, after.model, errors) if reference.in_float32 else errors

@@ -17,7 +17,7 @@ from onnxfuse.verify.difference import compare_output
 from onnxfuse.verify.own_process import OnnxruntimeFailure
 from onnxfuse.verify.parts import UnfusedGraph
 
-MAX_BYTES_COMPARED: Final = 64 * 2**20  # bytes of folded constants compared in total, the smallest constants first
+MAX_BYTES_COMPARED: Final = 64 * 2**20  # limit for all compared constants together; the smallest come first
 
 
 def wrong_constants(
@@ -25,7 +25,7 @@ def wrong_constants(
 ) -> dict[str, str]:
     """Return the names of the folded constants that differ from the original's results, each with a sentence.
 
-    `feeds` are inputs on which the original runs: shape arithmetic may depend on them.  Raises VerificationError if the
+    `feeds` are inputs on which the original runs: shape arithmetic can depend on them.  Raises VerificationError if the
     nodes that were folded do not run.
     """
     producers = {name: node for node in original.graph.node for name in node.output if name}

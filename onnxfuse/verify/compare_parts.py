@@ -56,12 +56,12 @@ PART_TOLERANCES: Final[Mapping[str, float]] = {
     "float16": 4e-3,  # eight roundings of 2^-11 = 4.9e-4: replaced nodes round each result, a fused node only the last
     "bfloat16": 3.2e-2,  # 2^-8 = 3.9e-3: eight roundings, as for float16
 }
-# A fused node may differ by this many times the error of the replaced nodes themselves, measured on the operands and on
-# operands perturbed by one unit in the last place.  If attention scores are in the millions and two are nearly equal,
-# such perturbations change the probabilities by more than any fixed tolerance.  Operands are perturbed in random
-# directions, so one draw of directions may not show the change: of five draws on 1025 tokens, one changed a result by
-# 0.0005, one by 0.07, and three by 0.7 to 1.3.  A gate that multiplies large values amplifies the error of its own
-# sigmoid, which a run in float64 shows.  In half precision, the gate also amplifies the rounding of each result.
+# A fused node is allowed this many times the error of the replaced nodes themselves, measured on the operands and on
+# operands perturbed by one unit in the last place.  If attention scores are in the millions and two of them are nearly
+# equal, such perturbations change the probabilities by more than any fixed tolerance.  One perturbation, in random
+# directions, does not always show the change: of five on 1025 tokens, one changed a result by 0.0005, one by 0.07, and
+# three by 0.7 to 1.3.  A gate that multiplies large values amplifies the error of its own sigmoid, which a run in
+# float64 shows.  In half precision, the gate also amplifies the rounding of each result.
 NOISE_FACTOR: Final = 8.0
 NOISE_DRAWS: Final = 6
 
@@ -130,7 +130,7 @@ def compare_parts(
 
 
 def _needed(unfused: UnfusedGraph, part: Part) -> list[str]:
-    """Return the non-constant tensors that a fused node or the nodes that it replaced read.
+    """Return the non-constant inputs of a fused node and of the nodes that it replaced.
 
     The values of these tensors come from a run of the graph.
     """
@@ -243,7 +243,7 @@ def _compare_part(
 
 
 def _given(unfused: UnfusedGraph, part: Part, values: Mapping[str, Array]) -> Feeds:
-    """Return the values of all tensors that a fused node and the nodes that it replaced read.
+    """Return the values of all inputs of a fused node and of the nodes that it replaced.
 
     Raises VerificationError if a value is unknown.
     """
@@ -398,7 +398,7 @@ class _Check:
         )
 
     def _are_ties(self) -> bool:
-        """Return whether integers differ only by one quantizer step, at numbers that are nearly ties when rounded."""
+        """Return whether integers differ only by 1, where a quantizer rounds a number nearly halfway between them."""
         model, half = self.sessions.model, self.sessions.half
         quantizer = source_quantizer(model, self.name)
         if quantizer is None:
@@ -414,7 +414,7 @@ class _Check:
             return ""
         old, new, true = _wide(self.old), _wide(self.new), self._in_float32()
         found = describe_misplaced(old, new, true, dtype)
-        if found and self.sessions.half:  # in half precision, the order of a sum may decide whether it overflows
+        if found and self.sessions.half:  # in half precision, the order of a sum can decide whether it overflows
             for other in self._moved():
                 new = np.where(np.isfinite(other) == np.isfinite(old), new, old)
             found = describe_misplaced(old, new, true, dtype)

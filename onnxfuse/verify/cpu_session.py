@@ -1,4 +1,4 @@
-"""Run a model in plain onnxruntime on the CPU; within a block of `own_process`, in a process of its own."""
+"""Run a model in plain onnxruntime on the CPU, in a worker process if within a block of `own_process`."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def open_session(model: onnx.ModelProto | Prepared, folder: Path | None = None, 
 
 @contextmanager
 def _failures() -> Iterator[None]:
-    """Raise OnnxruntimeFailure for any error of the block except VerificationError."""
+    """Convert any error of the `with` block, except VerificationError, to OnnxruntimeFailure."""
     try:
         yield
     except (OnnxruntimeFailure, VerificationError):

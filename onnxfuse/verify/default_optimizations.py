@@ -18,11 +18,10 @@ from onnxfuse.verify.reference import Reference
 
 
 def with_default_optimizations(reference: Reference, optimized: Prepared) -> tuple[str, tuple[str, ...]]:
-    """Return the fault of the optimized model when optimizations are on ("" for none), and notes on the original.
+    """Compare both models with the optimizations; return the optimized model's fault or "", and notes on the original.
 
-    Both models are compared on the inputs of the first run.  Nothing is compared if the original was not run with the
-    optimizations.  Nothing is compared either if onnxruntime's CPU provider lacks bfloat16 kernels, so that the models
-    ran only in float32.
+    The models run on the inputs of the first run.  Nothing is compared if the original was not run with the
+    optimizations, or if the models ran only in float32, because onnxruntime's CPU provider lacks bfloat16 kernels.
     """
     if reference.in_float32 or not reference.optimized:
         return "", ()

@@ -77,7 +77,7 @@ class Standard:
 
     half: str = ""  # the half precision or TF32, if the output is computed in or from it
     limit: float | None = None  # replaces the tolerance of floating-point dtypes
-    set_by: str = GIVEN  # what set `limit`
+    set_by: str = GIVEN  # names the source of `limit`
     scale: float = 0.0  # errors are relative to the largest value of the output, or to `scale` if `scale` is larger
 
 

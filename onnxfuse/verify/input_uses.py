@@ -53,7 +53,7 @@ TABLES: Final = {
 KEY_COUNTS: Final = {("GroupQueryAttention", 5): -1, ("GroupQueryAttention", 6): 0}
 QUERY, PAST_KEY = 0, 3  # inputs of GroupQueryAttention
 BOUND_INPUTS: Final[Mapping[tuple[str, int], Bound]] = {("Clip", 1): "low", ("Clip", 2): "high"}
-# Operators that bound a tensor by another input of one element; the two inputs may be in any order.
+# Operators that bound a tensor by another input of one element; the order of the two inputs does not matter.
 BOUNDING_OPS: Final[Mapping[str, Bound]] = {"Max": "low", "Min": "high"}
 OPPOSITE: Final[Mapping[Bound, Bound]] = {"low": "high", "high": "low"}
 
@@ -156,13 +156,13 @@ def added_to_scores(model: onnx.ModelProto) -> set[str]:
 
 
 def added_to_scores_by(computing: Iterable[onnx.NodeProto], names: Iterable[str]) -> set[str]:
-    """Return the tensors of `names` that some nodes, `computing`, add to the input of a Softmax among these nodes."""
+    """Return the tensors in `names` that the nodes `computing` add to the input of a Softmax in `computing`."""
     consumers = _consumers(computing)
     return {name for name in names if _is_added_to_scores(name, consumers)}
 
 
 def _consumers(computing: Iterable[onnx.NodeProto]) -> dict[str, list[tuple[onnx.NodeProto, int]]]:
-    """Return the nodes that read each tensor, with the index of the input, by the tensor's name."""
+    """Map the name of each tensor to the (node, input index) pairs that read it."""
     found: dict[str, list[tuple[onnx.NodeProto, int]]] = {}
     for node in computing:
         for index, name in enumerate(node.input):
@@ -254,7 +254,7 @@ def _uses(name: str, links: Links) -> Iterator[Use]:
 
 
 def _table_rows(node: onnx.NodeProto, index: int, numbers: Mapping[str, int], links: Links) -> int | None:
-    """Return the number of rows of the table that the node reads at the positions in its input `index`."""
+    """Return the number of rows of the table that the node's input `index` indexes; None if it indexes no table."""
     if node.op_type in ("Gather", "GatherElements") and index == 1:
         name, axis = node.input[0], numbers.get("axis", 0)
     elif (node.op_type, index) in TABLES:

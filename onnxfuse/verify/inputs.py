@@ -44,7 +44,7 @@ DIM_SIZES = (
 AUDIO_SIZES = tuple(((1,), (2**n, 1)) for n in range(8, 16))
 MAX_DIMS_AT_EDGES = 4  # dims set to 0 or 1 one at a time: a decoder's batch, length, cache length and one more
 MAX_ELEMENTS_DRAWN = 2**22  # elements per input: an image of 1024 x 1024 in colors, or minutes of audio
-SLASH = r"(?<!/)/(?!/)"  # a division, which exporters write as // too
+SLASH = r"(?<!/)/(?!/)"  # a single slash, which some exporters write for the integer division //
 # Words in the names of inputs that hold lengths, and of inputs that hold the size of an image.
 LENGTH_WORDS = frozenset({"len", "lens", "length", "lengths", "seqlen", "seqlens"})
 SIZE_WORDS = frozenset({"shape", "size", "sizes"})
@@ -128,7 +128,7 @@ def load_inputs(path: str | os.PathLike[str], model: onnx.ModelProto) -> dict[st
 def load_samples(
     source: str | os.PathLike[str] | Mapping[str, Array], model: onnx.ModelProto
 ) -> list[dict[str, Array]]:
-    """Return the samples, each a set of inputs, in an .npz file or in arrays by input name.
+    """Return the samples (sets of inputs) from an .npz file, or from a mapping of input names to arrays.
 
     Each array has one more axis than its input: the first axis, which counts samples.  If an array lacks this axis, all
     arrays together are one sample.  The array of an input of unknown rank is assumed to have this axis.  Raises

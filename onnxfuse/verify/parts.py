@@ -150,7 +150,7 @@ class Part:
 
     @property
     def nodes(self) -> list[onnx.NodeProto]:
-        """The fused node, after nodes that make its inputs from `operands`, and before nodes that make `outputs`."""
+        """The nodes that compute the fused node's inputs from `operands`, the fused node, and those for `outputs`."""
         before = [transpose(*self.originals[n], n) for n in dict.fromkeys(self._sources) if n in self.originals]
         before += [node for _, nodes in self.derived.values() for node in nodes]
         after = [

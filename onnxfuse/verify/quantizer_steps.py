@@ -16,7 +16,7 @@ import onnx
 from onnxfuse.algebra.operators import REGROUPING
 from onnxfuse.verify.ties import source_of
 
-FOLLOWED_OPS: Final = REGROUPING | {"Identity"}  # operators through which integers are followed back
+FOLLOWED_OPS: Final = REGROUPING | {"Identity"}  # operators that the search for a QuantizeLinear passes
 
 
 @dataclass(frozen=True)

@@ -84,14 +84,14 @@ class Reference:
     in_float32: bool
     note: str
     not_compared: Mapping[str, str] = field(default_factory=dict)  # outputs that cannot be compared, and why
-    random: frozenset[str] = frozenset()  # outputs whose values are new in every run
+    random: frozenset[str] = frozenset()  # outputs that depend on random numbers
     numbers_for_nan: bool = False  # where the original gives NaN, any number passes
     accepted: Accepted = NOTHING_ACCEPTED  # the differences that `optimize` accepted
     is_converted: bool = False  # whether the optimized model was converted to half precision, and casts its inputs
     tolerance: float | None = None  # replaces the tolerances by dtype and by the original's noise
     edges: Sequence[Run] = ()
     optimized: Mapping[str, object] | str = field(default_factory=dict)
-    scales: Mapping[str, float] = field(default_factory=dict)  # by output: relative errors are divided by this or more
+    scales: Mapping[str, float] = field(default_factory=dict)  # by output: the least value that errors are divided by
     noise: dict[str, dict[str, float]] = field(default_factory=dict)  # by cause and output: how far the output changes
     by_optimizations: bool = True  # whether changes by onnxruntime's graph optimizations count as noise
 
@@ -210,7 +210,7 @@ def _run_optimized_by_onnxruntime(model: Prepared, first: Run, tell: Progress) -
     tell("run the original with onnxruntime's optimizations")
     try:
         return run(open_session(model), first.feeds)
-    except Exception as error:  # any exception of onnxruntime is the result
+    except Exception as error:  # any exception of onnxruntime is reported as the result
         return first_line(error)
 
 

@@ -129,7 +129,7 @@ def describe_failures(failures: Sequence[tuple[Mapping[str, int], str]], given: 
 def feeds_of_known_sizes(
     model: onnx.ModelProto, shapes: Sequence[str], given: Mapping[str, Array], how: str
 ) -> dict[str, Array]:
-    """Return inputs of these shapes.  Raises UsageError if a dynamic dim stays open; `how` says how to give a size."""
+    """Return inputs of these shapes.  Raises UsageError if a dynamic dim gets no size; `how` says how to give one."""
     first, *others = islice(feeds_to_try(model, shapes, given), 2)
     for other in others:
         for name, value in first.items():

@@ -112,5 +112,5 @@ def inferred_shapes(model: onnx.ModelProto, folder: Path | None) -> ShapeInfo | 
     """Return the shapes of a model's tensors; None if it cannot be read.  `folder` has its external data."""
     try:
         return read_and_infer(model, folder)
-    except ModelError:  # raised for fused nodes of another version, or a cycle
+    except ModelError:  # raised for fused nodes of another version of onnxfuse, and for a cycle
         return None

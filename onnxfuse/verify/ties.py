@@ -13,7 +13,7 @@ from onnxfuse.ir.dtypes import Array
 from onnxfuse.verify.difference import TOLERANCES
 
 INDEX_OPS: Final = {("ArgMax", 0): 0, ("ArgMin", 0): 0, ("TopK", 1): -1}  # (op, output): default of `axis`
-FOLLOWED_OPS: Final = REGROUPING | {"Cast", "Identity"}  # operators through which indices are followed back
+FOLLOWED_OPS: Final = REGROUPING | {"Cast", "Identity"}  # operators that the search for an ArgMax or TopK passes
 
 
 def source_of(model: onnx.ModelProto, output: str, through: Set[str]) -> tuple[onnx.NodeProto | None, int]:
