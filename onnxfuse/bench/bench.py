@@ -62,7 +62,7 @@ class Contender:
     speed_up: float | None = None  # relative to the original in the same mode, if the outputs of both are right
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
+        """Return the result as JSON values."""
         times = self.times.to_json() if self.times else None
         factor = None if self.speed_up is None else round(self.speed_up, 4)
         return {"name": self.name, "mode": self.mode, "agrees": self.agrees, "reason": self.reason,
@@ -79,7 +79,7 @@ class Bench:
     inputs: Mapping[str, str]
     counts: Mapping[str, int]
     contenders: tuple[Contender, ...]
-    ops: tuple[OpTime, ...]  # fused and unfused operators
+    ops: tuple[OpTime, ...]  # the times of fused and unfused operators
     copy_rate: float | None  # bytes per second of a large copy
     ops_error: str = ""  # why no operator was timed alone
 
@@ -89,7 +89,7 @@ class Bench:
         return all(each.agrees or (each.agrees is None and each.mode != PLAIN) for each in self.contenders)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data: schema, date, model, provider, device, versions, inputs, fused, models, ops, copy rate."""
+        """Return JSON data: schema, date, model, provider, device, versions, inputs, fused, models, ops, copy rate."""
         return {
             "schema": SCHEMA, "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "model": self.model, "provider": self.provider, "device": dict(self.device), "versions": versions(),

@@ -45,8 +45,8 @@ def export_triton_command(
     """Write a model repository for Triton.
 
     The fused model SOURCE, the native library and the plan file of `onnxfuse compile` go into REPOSITORY, where Triton
-    Inference Server runs the kernels without Python. Folders of kernels that --kernels named for `onnxfuse compile` are
-    named here, too.
+    Inference Server runs the kernels without Python. If `onnxfuse compile` was given folders of kernels by --kernels,
+    give them here, too.
     """
     from onnxfuse.triton import TritonSettings, export_triton
 

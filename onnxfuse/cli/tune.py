@@ -42,10 +42,11 @@ def tune_command(
     device_id: int,
     options: tuple[str, ...],
 ) -> None:
-    """Measure where kernels beat bodies in MODEL.
+    """Measure which nodes run faster as kernels.
 
-    Times are taken at the shapes of the inputs and kept on disk; later sessions run what is faster.  A --shape may have
-    ranges, as in ids:1..8x1..512: the plans of kernels are then measured at the powers of two in them.
+    Each fused node of MODEL is timed as a kernel and as its ONNX function, at the shapes of the inputs. The times are
+    kept on disk; later sessions run what is faster.  A --shape may have ranges, as in ids:1..8x1..512: the plans of
+    kernels are then measured at the powers of two in them.
     """  # fmt: skip
     from onnxfuse.bench.tune_file import TuneSettings, tune_file, tuning_tables
     from onnxfuse.tuning.bound_session import default_provider

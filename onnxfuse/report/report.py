@@ -194,7 +194,7 @@ class Report:
 
     def _repr_html_(self) -> str:
         """Return a compact summary as HTML, which notebooks display."""
-        from onnxfuse.report.page import write_summary  # imports Jinja2
+        from onnxfuse.report.page import write_summary  # imported here, because it imports Jinja2
 
         return write_summary(self)
 
@@ -210,7 +210,7 @@ class Report:
         """
         check_name(path)
         if path.suffix.lower() == ".html":
-            from onnxfuse.report.page import write_page  # imports Jinja2
+            from onnxfuse.report.page import write_page  # imported here, because it imports Jinja2
 
             text = write_page(self)
         else:

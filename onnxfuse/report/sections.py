@@ -96,7 +96,7 @@ def verdict(verified: Verification, fused: int) -> Verdict:
 
 @dataclass(frozen=True)
 class Bar:
-    """A row of a chart."""
+    """A row of the chart of operators: an operator, and its numbers of nodes before and after."""
 
     name: str
     before: int

@@ -25,7 +25,7 @@ log: Final = logging.getLogger("onnxfuse")
 PAUSE_SECONDS: Final = 0.5  # time between checks of the sessions' runs
 MAX_MEASURED_SIZES: Final = 32  # per template; a limit, because each new shape is compared with all measured ones
 MAX_SEEN_SIZES: Final = 4096  # maximum number of sizes per template whose runs are counted
-NEAR: Final = MAX_TUNED_DISTANCE / 2  # sizes within this distance of measured ones are not measured
+NEAR: Final = MAX_TUNED_DISTANCE / 2  # sizes this close to measured sizes are not measured
 SECONDS_TO_STOP: Final = 10.0
 Sizes = tuple[int, ...]
 

@@ -17,8 +17,8 @@ from onnxfuse.ir.plain_files import read_plain
 from onnxfuse.runtime.cache_folder import cache_folder, is_trusted, make_folder, warn_once
 from onnxfuse.runtime.environment import Environment
 
-FORMAT: Final = 1  # the format of the files
-MAX_BYTES: Final = 2**24  # per file; most have about 2 kB
+FORMAT: Final = 1  # the version of the files' format
+MAX_BYTES: Final = 2**24  # maximum size of a file; most have about 2 kB
 SESSION_SETTINGS: Final = ("options", "optimization", "tf32")  # keys of an environment that describe the session
 Data = Mapping[str, object]  # data that JSON can hold
 

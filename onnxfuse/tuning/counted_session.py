@@ -26,25 +26,25 @@ class CountedSession(ort.InferenceSession):  # type: ignore[misc]  # onnxruntime
             self._runs_in_flight.end()
 
     def run(self, output_names: Any, input_feed: Any, run_options: Any = None) -> Any:
-        """Run as onnxruntime does."""
+        """Run the model as onnxruntime does, and count the run."""
         return self._counted(super().run, output_names, input_feed, run_options)
 
     def run_with_ort_values(self, output_names: Any, input_dict_ort_values: Any, run_options: Any = None) -> Any:
-        """Run as onnxruntime does."""
+        """Run the model as onnxruntime does, and count the run."""
         return self._counted(super().run_with_ort_values, output_names, input_dict_ort_values, run_options)
 
     def run_with_iobinding(self, iobinding: Any, run_options: Any = None) -> Any:
-        """Run as onnxruntime does."""
+        """Run the model as onnxruntime does, and count the run."""
         return self._counted(super().run_with_iobinding, iobinding, run_options)
 
     def run_with_ortvaluevector(self, *arguments: Any) -> Any:
-        """Run as onnxruntime does."""
+        """Run the model as onnxruntime does, and count the run."""
         return self._counted(super().run_with_ortvaluevector, *arguments)
 
     def run_async(
         self, output_names: Any, input_feed: Any, callback: Callable[..., Any], user_data: Any, run_options: Any = None
     ) -> Any:
-        """Run as onnxruntime does; the run is in flight until `callback` returns."""
+        """Run the model as onnxruntime does, and count the run, which is in flight until `callback` returns."""
 
         def ended(*results: Any) -> None:
             try:

@@ -26,7 +26,7 @@ from onnxfuse.tuning.dispatch import NodeDispatch, SessionSettings, all_kernels,
 from onnxfuse.tuning.memory_rate import cache_eviction, copy_rate
 from onnxfuse.tuning.timing import interleaved, runs_within
 
-UNFUSED: Final = "onnxruntime"  # how an unfused node runs
+UNFUSED: Final = "onnxruntime"  # the value of `OpTime.how` for unfused nodes
 COPIES: Final = 9  # copies of an operator in the larger graph: 8 more than in the other, so a node takes 1/8 more time
 SECONDS_PER_OPERATOR: Final = {"kernel": 0.3, "body": 0.3, UNFUSED: 0.1}
 # Copies of an operator share weights larger than this. Each has its own smaller weights, because shared ones would stay
@@ -57,7 +57,7 @@ class OpTime:
 
     @property
     def faster(self) -> str | None:
-        """Return "kernel" or "body"; None where one of them was not timed."""
+        """The faster of "kernel" and "body"; None if one of them was not timed."""
         if self.kernel is None or self.body is None:
             return None
         return "kernel" if self.kernel <= self.body else "body"

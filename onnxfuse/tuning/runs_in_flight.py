@@ -29,7 +29,7 @@ class MeasuringStopped(BaseException):
 
 
 def at_once(work: Callable[[], T]) -> T:
-    """Call `work` at once and return its result: for callers without runs in flight that the work would slow down."""
+    """Call `work` at once and return its result; for callers that need not wait until no run is in flight."""
     return work()
 
 

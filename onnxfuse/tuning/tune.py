@@ -113,9 +113,9 @@ def tune(
     original  the model before it was fused, which is timed too, but never chosen
     others    functions that make inputs of other sizes, at which the plans of the kernels are measured, too
 
-    Raises UsageError if nothing can be tuned, OnnxfuseError if the model does not load with these options. The log says
-    why a variant of the model does not run. If this is the variant with all nodes as kernels, nothing is kept for the
-    whole model, because the reason can be temporary.
+    Raises UsageError if nothing can be tuned, OnnxfuseError if the model does not load with these options. If the model
+    does not run with all nodes as kernels, nothing is kept for the whole model, because the reason can be temporary.
+    The log says why a variant of the model does not run.
     """
     task = _task(fused)
     dispatches = _dispatch_to_kernels(task)
