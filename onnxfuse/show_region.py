@@ -58,7 +58,7 @@ def _named(calls: Sequence[Call], name: str) -> Call:
 
 
 def _summaries(calls: Sequence[Call]) -> Iterator[str]:
-    """Yield a line per group of regions with equal programs: the first name, the number of others, and `_facts`."""
+    """Yield a line per group of regions with equal programs: the first name, the number of others, and `_facts()`."""
     alike: dict[object, list[Call]] = {}
     for call in calls:
         program = _parts(call)[0]

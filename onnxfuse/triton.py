@@ -35,7 +35,7 @@ from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime.fused_calls import Call, inferred, read_calls, read_model
 from onnxfuse.runtime.plan_file import PLANS_SUFFIX, PlanFile, node_identity, read_plan_file
 
-MODEL_NAME: Final = "model.onnx"  # Triton's default
+MODEL_NAME: Final = "model.onnx"  # the default name of a model file in Triton
 VERSION: Final = "1"
 DEFAULT_MAX_BATCH_SIZE: Final = 32  # the default for models with a batch dim
 MAX_CHECKED: Final = 1024  # if the largest batch exceeds this, only powers of two and the largest batch are checked

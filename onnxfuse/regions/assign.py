@@ -1,4 +1,4 @@
-"""Form regions of the operators that pattern fusions left over."""
+"""Form regions from the operators that the fusions of patterns left over."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ def _apply(clusters: Clusters, border: Border, move: Move) -> None:
         if copied:
             copies = _copies(clusters, reader, copied)
             clusters.level.update(dict.fromkeys(copies, clusters.level[border.tensor.inputs[0]]))
-    left = clusters.part(move.left.nodes)  # anew: copied operators no longer read some of its outputs
+    left = clusters.part(move.left.nodes)  # can have fewer outputs than `move.left`: copies read other copies
     for before, after in zip((border.own, *border.readers), (left, *move.readers), strict=True):
         after.place = before.place
         clusters.split(after)

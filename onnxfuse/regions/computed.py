@@ -23,7 +23,7 @@ from onnxfuse.ir.node import Tensor, is_constant, op_of, producer
 
 Expression: TypeAlias = "int | list[Any]"
 DIM: Final = "dim"
-# Expression operator -> ONNX operator.
+# Maps an operator of expressions to the ONNX operator that computes it.
 OPERATORS: Final = {"+": "Add", "*": "Mul", "//": "Div", "%": "Mod", "max": "Max", "min": "Min"}
 SHAPE_OF_AXES_OPSET: Final = 15  # the first opset whose Shape can return a range of the dims
 MAX_FOLLOWED: Final = 24  # maximum number of nodes followed from a parameter back to Shapes

@@ -10,7 +10,7 @@ from onnxfuse.analysis.shape_info import MAX_VALUE_ELEMENTS, ShapeInfo
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, consumers, is_constant, op_of, producer
 
-# operator -> inputs that onnxruntime reads on the host
+# Maps an operator to the indices of the inputs that onnxruntime reads on the host.
 HOST_INPUTS: Final[Mapping[str, range]] = {
     "Reshape": range(1, 2),
     "Expand": range(1, 2),

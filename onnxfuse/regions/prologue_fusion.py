@@ -50,7 +50,7 @@ def _norm_of(joining: Joining, node: Node, records: Mapping[str, Fused]) -> Node
         return None
     is_plain = str(norm.attrs["fusion"]) in NORMS and "program" not in norm.attrs
     is_alone = not joining.graph.is_kept(x) and list(consumers(x)) == [node] and all(map(is_constant, others))
-    tensors = (x, *norm.inputs[:-1], *norm.outputs)  # all but the scale
+    tensors = (x, *norm.inputs[:-1], *norm.outputs)  # all tensors of the norm except its last input, the scale
     of_one_dtype = len({joining.shapes.dtype(each) for each in tensors}) == 1
     excluded = (records[node.name].fusion, x.name) in joining.exclude
     return norm if is_plain and is_alone and of_one_dtype and not excluded else None

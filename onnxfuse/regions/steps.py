@@ -88,20 +88,20 @@ class Steps:
         return shape
 
     def rank(self, index: int = 0) -> int:
-        """Return the rank of an input."""
+        """Return the rank of the node's input `index`."""
         return len(self.shape(self.node.inputs[index]))
 
     def has(self, index: int) -> bool:
-        """Return whether the node has this input."""
+        """Return whether the node has an input `index`."""
         return index < len(self.node.inputs) and bool(self.node.inputs[index].name)
 
     def dtype(self, index: int = 0) -> int:
-        """Return the dtype of an input."""
+        """Return the dtype of the node's input `index`."""
         return self.shapes.dtype(self.node.inputs[index])
 
     @property
     def out_dtype(self) -> int:
-        """The dtype of the first output."""
+        """The dtype of the node's first output."""
         return self.shapes.dtype(self.node.outputs[0])
 
     def data(self, index: int, rank_beside: int = 0) -> str:
