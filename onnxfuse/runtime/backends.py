@@ -1,4 +1,4 @@
-"""How kernels are compiled and loaded for one of onnxruntime's execution providers."""
+"""The functions that compile, load and time kernels, for each of onnxruntime's execution providers that has kernels."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ CUDA: Final = "CUDAExecutionProvider"
 class Backend:
     """The functions that compile, load and time kernels for one execution provider; any thread can call them."""
 
-    no_gpu: Callable[[], str | None]  # why kernels cannot run here; None if they can
-    unavailable: Callable[[], str | None]  # why kernels cannot be compiled here; None if they can
+    no_gpu: Callable[[], str | None]  # returns why kernels cannot run here; None if they can
+    unavailable: Callable[[], str | None]  # returns why kernels cannot be compiled here; None if they can
     gpu_count: Callable[[], int]
     device: Callable[[int], Device]
     load: Callable[[Kernel, int], LoadedKernel]
     machine_code: Callable[[Kernel, Device], bytes]
-    cannot_time: Callable[[], str | None]  # why kernels cannot be timed here; None if they can
+    cannot_time: Callable[[], str | None]  # returns why kernels cannot be timed here; None if they can
 
 
 BACKENDS: Final[dict[str, Backend]] = {

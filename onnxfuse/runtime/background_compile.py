@@ -18,9 +18,9 @@ _exits: Final = threading.Event()
 
 
 def compile_in_background(templates: Sequence[PreparedTemplate]) -> None:
-    """Start a thread that loads the missing kernels of plan templates, and then sends the templates to their nodes.
+    """Start a thread that loads the missing kernels of plan templates, and then gives the templates to their nodes.
 
-    A template has the plans of a node for all sizes.
+    A template has the plans of a fused node for all sizes of its dynamic dims.
     """
     if any(template.missing() for template in templates):
         thread = threading.Thread(target=_load, args=(templates,), name="onnxfuse later kernels", daemon=True)

@@ -34,7 +34,7 @@ DEVICE_TYPES: Final = {"CPUExecutionProvider": "cpu"}  # type of memory by provi
 
 @dataclass(frozen=True)
 class Body:
-    """A node and the functions that it calls, as bytes, with opset imports, so that the model need not be kept."""
+    """A node, the functions that it calls, and opset imports, as bytes: no part of the model need stay in memory."""
 
     node: bytes
     functions: tuple[bytes, ...]
@@ -43,7 +43,7 @@ class Body:
 
 
 _bodies: Final[dict[Place, Body]] = {}
-# The sessions that run bodies, by the node's number, and then by the stream and the ranks of the inputs.
+# The sessions that run bodies (ONNX functions of nodes), by the node's number, then by its stream and inputs' ranks.
 _sessions: Final[dict[int, dict[tuple[int, tuple[int, ...]], ort.InferenceSession]]] = {}
 _lock: Final = threading.Lock()
 
@@ -77,14 +77,14 @@ def _nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
 
 
 def has_body(node: FusedNode, device: Device) -> bool:
-    """Return whether the body of a node, the ONNX function that it calls, is known."""
+    """Return whether `keep_bodies` has stored the body of a node: the ONNX function that the node calls."""
     return place_of(node, device) in _bodies
 
 
 def run_body(request: BodyRequest, node: FusedNode, device: Device) -> None:
-    """Start the body (ONNX function) of a node on the node's stream, and copy the outputs to those of the node.
+    """Start the body (ONNX function) of a node on the node's stream, and copy its outputs to the node's outputs.
 
-    Passes on onnxruntime's errors.
+    Raises any error of onnxruntime.
     """
     given, provider = request.node.inputs, request.node.provider
     session = _session(request, _bodies[place_of(node, device)], given)

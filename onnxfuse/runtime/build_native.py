@@ -29,7 +29,7 @@ def build(target: Path, *flags: str) -> Path:
     if found is None:
         raise OnnxfuseError("no C++ compiler found; install g++ or clang++, or name one in CXX")
     sources = sorted(str(path) for path in (PACKAGE / "native").glob("*.cc"))
-    part = target.with_suffix(f".{os.getpid()}.part")  # processes may build at the same time
+    part = target.with_suffix(f".{os.getpid()}.part")  # other processes can build at the same time
     result = subprocess.run(
         [found, *FLAGS, *flags, *sources, "-o", str(part), *LINK_FLAGS], capture_output=True, text=True
     )

@@ -1,6 +1,6 @@
-"""Where onnxfuse keeps files between processes: machine code and measurements.
+"""Find the folder in which onnxfuse keeps machine code and measurements for later processes.
 
-Cached machine code is run, so nothing is read from a folder that another user could have written to.
+Cached machine code is executed.  So no file is read from a folder that another user could have written to.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def why_untrusted(path: Path) -> str | None:
         return None
     try:
         found = path.stat()
-    except OSError:  # reading or making the path raises an error that says more
+    except OSError:  # the caller then reads or makes the path, which raises a clearer error
         return None
     if found.st_uid not in (os.geteuid(), 0):
         return f"it belongs to user {found.st_uid}"

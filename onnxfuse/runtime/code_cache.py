@@ -14,7 +14,7 @@ from onnxfuse.runtime.nvrtc import arch_name, compile_cubin, compile_flags, comp
 from onnxfuse.runtime.plan import Kernel
 
 MAX_BYTES: Final = 2**28  # the size of the largest file that is read
-DIGEST_BYTES: Final = 32  # the SHA-256 before the code, by which a damaged file is recognized
+DIGEST_BYTES: Final = 32  # size of the SHA-256 that precedes the code in a file, so that damage is noticed
 
 
 def cached_cubin(kernel: Kernel, arch: int) -> bytes:
@@ -51,7 +51,7 @@ def _read(path: Path) -> bytes:
 
 
 def _write(path: Path, code: bytes) -> None:
-    part = path.with_name(f"{uuid.uuid4().hex}.part")  # a new name, because other processes may write the same file now
+    part = path.with_name(f"{uuid.uuid4().hex}.part")  # a unique name: other processes can write this file too
     try:
         make_folder(path.parent)
         part.write_bytes(hashlib.sha256(code).digest() + code)

@@ -16,9 +16,10 @@ T = TypeVar("T")
 
 
 def cupy_module() -> Any:
-    """Return CuPy; if its cache folder cannot be made, or others can write to it, CuPy caches compiled code in memory.
+    """Import and return CuPy, after making its cache folder, without which the import would fail.
 
-    Importing CuPy fails if the folder that it expects is missing.  Raises ImportError if CuPy is not installed.
+    If the folder cannot be made, or if other users can write to it, CuPy caches compiled code only in memory.  Raises
+    ImportError if CuPy is not installed.
     """
     try:
         folder = Path(os.environ.get("CUPY_CACHE_DIR", "~/.cupy/kernel_cache")).expanduser()

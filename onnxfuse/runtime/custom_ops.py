@@ -34,7 +34,7 @@ def register_operators(
 ) -> None:
     """Register the functions that `calls` name as operators of the target's provider; any thread can call this.
 
-    bodies  functions that must not be registered, because their nodes run as bodies: as the model's ONNX functions
+    bodies  functions that must not be registered, because onnxruntime runs their nodes as ONNX functions
     choice  which of a kernel's candidate plans runs
 
     Raises UsageError if the options already have operators that do not fit the calls or the settings;

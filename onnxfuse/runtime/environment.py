@@ -71,7 +71,7 @@ def kernel_environment(provider: str, device: Device) -> Environment:
 def session_environment(
     provider: str, device: Device, options: Mapping[str, object], optimization: str = ALL_OPTIMIZATIONS
 ) -> Environment:
-    """Return `kernel_environment`, and the settings of a session on which the choice of onnxruntime's kernels depends.
+    """Return `kernel_environment` plus those settings of a session that decide which kernels onnxruntime chooses.
 
     options       the provider's options; ignored ones and those at their defaults are left out
     optimization  the level of onnxruntime's graph optimization

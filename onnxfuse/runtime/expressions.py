@@ -127,7 +127,7 @@ class Expressions:
     def __init__(self) -> None:
         """Start without expressions."""
         self.rows: list[tuple[Op, int, int]] = []
-        # The number of the expression that a size usually equals, by the size's number: see symint.expect_equal.
+        # Maps a size's number to the number of an expression that the size usually equals: see symint.expect_equal.
         self.ties: dict[int, int] = {}
         self._numbers: dict[tuple[Op, int, int], int] = {}
 
@@ -212,7 +212,7 @@ class Expressions:
         """
         values = known if known is not None else []
         shape = sizes[0].shape if sizes else (1,)
-        with np.errstate(all="ignore"):  # an expression may have no value at sizes for which its plan is not made
+        with np.errstate(all="ignore"):  # a plan's expressions can be undefined at sizes that the plan excludes
             for op, a, b in self.rows[len(values) :]:
                 if op is Op.CONSTANT:
                     values.append(np.full(shape, a, np.int64))

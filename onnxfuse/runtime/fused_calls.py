@@ -68,7 +68,7 @@ class Call:
 
 
 def read_model(source: str | Path | bytes | onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model; from a path or bytes, it is read without large weights.  Raises ModelError if that fails."""
+    """Return the model; a path or bytes are read without large weights.  Raises ModelError if reading fails."""
     return source if isinstance(source, onnx.ModelProto) else read_without_weights(source)
 
 

@@ -27,15 +27,15 @@ class Host(Protocol):
 def numbers_of(node: FusedNode) -> tuple[int, ...]:
     """Return the indices of the inputs that are numbers: each is one int32 in host memory, on which plans depend.
 
-    The `NUMBERS` of a host names them by fusion.  The TensorSpec of a number has the shape (number,), so that a plan
-    may depend on it as on a dynamic dim.
+    The dict `NUMBERS` of a host names these inputs for each fusion.  The TensorSpec of a number has the shape
+    (number,), so that a plan can depend on the number as on a dynamic dim.
     """
     names = getattr(find_host(node.fusion), "NUMBERS", {}).get(node.fusion, ())
     return tuple(i for i, operand in enumerate(node.operands) if operand in names)
 
 
 def lengths_of(node: FusedNode, outputs: Sequence[TensorSpec]) -> Mapping[str, int]:
-    """Return, by name, the largest value of each operand that holds lengths: the length of a sequence in a full cache.
+    """Return the names of the operands that hold sequence lengths, each with its largest value: the cache's length.
 
     The function `lengths` of the fusion's host returns them; most hosts have no such function.
     """

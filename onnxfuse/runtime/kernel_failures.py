@@ -45,7 +45,7 @@ def place_of(node: FusedNode, device: Device) -> Place:
 def note(node: FusedNode, device: Device, error: BaseException, instead: Instead) -> None:
     """Record and log that a kernel of a node failed, unless a recorded one is at least as severe (see TEXTS)."""
     order, place = list(TEXTS), place_of(node, device)
-    first = OnnxfuseError(first_line(Exception(*error.args)))  # only the first of the compiler's lines
+    first = OnnxfuseError(first_line(Exception(*error.args)))  # only the first line of the compiler's messages
     failure = Failure(instead, f"{type(error).__name__}: {first}")
     with _lock:
         known = _failures.get(place)

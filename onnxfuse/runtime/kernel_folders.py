@@ -97,7 +97,7 @@ def _own_folders() -> tuple[str, ...]:
     return tuple(onnxfuse.kernels.__path__)
 
 
-@functools.cache  # listing the folders takes some ms, and making a plan looks up a module in them
+@functools.cache  # listing the folders takes some ms, and each new plan looks up a module in them
 def _kernel_folders(own: tuple[str, ...], added: tuple[Path, ...]) -> tuple[KernelFolder, ...]:
     name = onnxfuse.kernels.__name__
     inside = [KernelFolder(path, _families(name, path, OWN), OWN) for path in map(Path, own)]

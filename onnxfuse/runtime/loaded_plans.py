@@ -112,7 +112,10 @@ class _Source:
     def __init__(
         self, key: PlanFileKey, stamp: tuple[int, ...], file: PlanFile, templates: Sequence[SavedTemplate]
     ) -> None:
-        """Store a file's content and stamp, and `templates`: those that GPUs of the kind in `key` can run."""
+        """Store a file's content, its `stamp` (which tells whether it has changed), and its `templates`.
+
+        templates  the file's templates that GPUs of the kind in `key` can run
+        """
         self.stamp, self.file, self.templates = stamp, file, templates
         self._path, *self._where = key
         self._lock = threading.Lock()
@@ -160,7 +163,7 @@ class _Source:
             return self._given[key]
 
     def _kernel(self, code: KernelCode, ordinal: int) -> LoadedKernel:
-        """Return a kernel on a GPU, which is loaded there once.  Raises NativeError."""
+        """Return a kernel on a GPU; the first call loads it there.  Raises NativeError."""
         with self._lock:
             key = code, ordinal
             if key not in self._loaded:

@@ -88,7 +88,7 @@ class PreparedTemplate:
     """
 
     def __init__(self, template: Template, backend: Backend, situation: Situation) -> None:
-        """Load nothing yet."""
+        """Store the template; none of its kernels is loaded yet."""
         self.template: Final = template
         self.situation: Final = situation
         self.kernels: dict[str, LoadedKernel] = {}  # the loaded kernels, by their `Kernel.key`
@@ -100,7 +100,7 @@ class PreparedTemplate:
         self.dropped: list[Variant] = []  # variants (plans for a range of sizes) that need a refused kernel
 
     def add(self, variant: Variant) -> None:
-        """Add a variant."""
+        """Add a variant: a plan for a range of sizes."""
         with self._lock:
             self.template.variants.append(variant)
             self._data = b""
@@ -223,7 +223,7 @@ def _length(kernel: Kernel) -> int:
     """Return the length of a kernel's source, to which its compile time is roughly proportional."""
     try:
         return len(kernel_text(kernel))
-    except KernelError:  # compiling the kernel raises the same error
+    except KernelError:  # compiling the kernel later raises the same error
         return 0
 
 

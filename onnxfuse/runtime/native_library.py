@@ -28,7 +28,7 @@ CUDA_GRAPH: Final = 16
 ALL_KERNELS: Final = 32  # a flag of requests, not of sessions
 SHARED: Final = 64  # a flag of sessions: aim="throughput"
 PACKAGE: Final = Path(__file__).parent
-LIBRARY_NAME: Final = "libonnxfuse.so"  # the name of copies for processes without Python
+LIBRARY_NAME: Final = "libonnxfuse.so"  # the file name of copies of the library, for processes without Python
 HINT: Final = "install a C++17 compiler and run `python -m onnxfuse.runtime.build_native`"
 
 
@@ -114,7 +114,7 @@ _DROP: Final = ctypes.CFUNCTYPE(None, ctypes.c_uint64)
 _NODE: Final = ctypes.CFUNCTYPE(None, ctypes.POINTER(_Request))
 _RUNS: Final = ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_int64), ctypes.c_size_t, ctypes.c_uint64)
 _BODY: Final = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_BodyRequest), ctypes.c_void_p)
-_FAILED, _INTERRUPT, _RUNS_BODY = 1, 2, 3  # kInterrupt and kBody in native/python.h
+_FAILED, _INTERRUPT, _RUNS_BODY = 1, 2, 3  # results of callbacks: kInterrupt and kBody in native/python.h
 _kept_alive: list[object] = []  # objects that the library holds pointers to
 
 

@@ -36,9 +36,9 @@ _texts: Final[dict[tuple[str, tuple[Path, ...]], tuple[str, dict[Path, int]]]] =
 
 
 def source_text(stem: str) -> str:
-    """Return <stem>.cu of a family with its `#include "..."` lines replaced by the headers, each of them once.
+    """Return the text of <stem>.cu, with each header once in place of its first `#include "..."` line.
 
-    The text is complete, so that it identifies a kernel in the cache. Raises KernelError if a file is missing.
+    Because the text is complete, it can identify a kernel in the cache.  Raises KernelError if a file is missing.
     """
     key = stem, tuple(each.folder for each in kernel_folders())
     text, files = _texts.get(key, ("", {}))

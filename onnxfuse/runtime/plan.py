@@ -1,4 +1,4 @@
-"""Plans: how a fused node runs for one combination of input shapes, as data that C++ runs without Python.
+"""Plans: data from which C++ runs a fused node for one combination of input shapes, without Python.
 
 The host of a kernel, which is a Python module (see hosts.py), makes the plans of the fused nodes that the kernel runs.
 
@@ -34,7 +34,7 @@ class TensorSpec:
     aligned: bool = True
     # The model holds the values, which are then rarely in the L2 cache, because each node has constants of its own.
     constant: bool = False
-    # The value of each element where plans are timed on made-up inputs and the tensor has integers, such as lengths.
+    # For a tensor of integers, such as lengths: the value that all elements get when plans are timed on made-up inputs.
     drawn: int = field(default=0, compare=False, repr=False)
 
 
@@ -110,14 +110,20 @@ class FusedNode:
         return int(value)
 
     def number(self, attribute: str, default: float | None = None) -> float:
-        """Return an attribute, or `default` if it is absent; raises as `integer` does."""
+        """Return an attribute, or `default` if it is absent.
+
+        Raises KeyError if there is no default either, TypeError if the attribute is not a number.
+        """
         value = self._value(attribute, default)
         if isinstance(value, str | list):
             raise TypeError(f"attribute {attribute} is {value!r}; required a number")
         return float(value)
 
     def text(self, attribute: str, default: str | None = None) -> str:
-        """Return an attribute, or `default` if it is absent; raises as `integer` does."""
+        """Return an attribute, or `default` if it is absent.
+
+        Raises KeyError if there is no default either, TypeError if the attribute is not a string.
+        """
         value = self._value(attribute, default)
         if not isinstance(value, str):
             raise TypeError(f"attribute {attribute} is {value!r}; required a string")

@@ -91,7 +91,7 @@ class PlanFile:
 
     @property
     def devices(self) -> list[Device]:
-        """The kinds of GPUs that it has templates for."""
+        """The kinds of GPUs for which the file has templates."""
         return list(dict.fromkeys(each.device for each in self.templates))
 
 

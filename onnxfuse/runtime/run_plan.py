@@ -34,7 +34,7 @@ CUDNN_NAMES: Final = ("libcudnn.so.9",)
 class Algorithm:
     """An algorithm that cuBLASLt proposes for a Matmul."""
 
-    words: tuple[int, ...]  # Matmul.algorithm
+    words: tuple[int, ...]  # the value for Matmul.algorithm
     workspace_bytes: int
 
 
@@ -42,9 +42,9 @@ class Algorithm:
 class Engine:
     """An engine that cuDNN proposes for a Convolution."""
 
-    words: tuple[int, ...]  # Convolution.engine
+    words: tuple[int, ...]  # the value for Convolution.engine
     workspace_bytes: int
-    compiles: bool  # reading a plan with it compiles a kernel, which may take some seconds and may fail
+    compiles: bool  # whether reading a plan with this engine compiles a kernel, which can take seconds or fail
 
 
 class ReadyPlan:
@@ -192,7 +192,7 @@ def libraries_of(steps: Iterable[Step]) -> dict[str, bool]:
 
 
 def _refusal(function: str, variable: str, names: Sequence[str], folders: Sequence[str]) -> str | None:
-    """Make the native library open the first of several libraries that loads; return why none loads, or None."""
+    """Make the native library open the first of several libraries that can be opened; if none can, return why."""
     open_library = getattr(native.driver(), function)
     chosen = os.environ.get(variable)
     refusals = []

@@ -378,7 +378,7 @@ def is_symbolic(*values: Any) -> bool:
 
 @contextmanager
 def without_soft_guards(*values: Any) -> Iterator[None]:
-    """Inside this context, comparisons of estimates add no guards; `values` are the symbolic sizes of the estimates.
+    """Return a context in which comparisons of estimates add no guards; the estimates depend on the sizes `values`.
 
     A host, the module that makes plans, enters the context to order its plans after the first one.
     """
@@ -414,7 +414,7 @@ def for_later_plans(*values: Any) -> Iterator[None]:
 
 
 def expect_equal(first: Any, second: Any) -> bool:
-    """Return whether two sizes are equal; usually they are, as a mask's length and the number of keys are.
+    """Return whether two sizes that are usually equal, such as a mask's length and the number of keys, are equal.
 
     If they differ and one of them is a dynamic dim, not an expression, later samples of the template set that dim to
     the other size.
@@ -439,9 +439,9 @@ def _tie(size: SymInt, other: int | SymInt) -> bool:
 
 
 def always(condition: Callable[[], Any], *values: Any) -> bool:
-    """Return whether a condition holds at all sizes: False unless `values`, on which it depends, are plain numbers.
+    """Return whether a condition is known to hold at all sizes; adds no guard.
 
-    No guard is added.
+    The condition depends on `values`.  If one of them is symbolic, the result is False.
     """
     return not is_symbolic(*values) and bool(condition())
 

@@ -31,7 +31,7 @@ MAX_ALL_VARIANTS: Final = 96
 # the mean slowdown of all samples is at most MAX_MEAN_LOSS, both by estimate.
 MAX_LOSS: Final = 0.03
 MAX_MEAN_LOSS: Final = 0.001
-MAX_LOSS_ELSEWHERE: Final = 1.0  # as MAX_LOSS, for a plan at samples that do not count in the choice between plans
+MAX_LOSS_ELSEWHERE: Final = 1.0  # replaces MAX_LOSS at samples that do not count in the choice between plans
 MAX_TUNED_DISTANCE: Final = 1.0  # a measured plan is preferred within this distance of its sizes: a factor of two
 
 
@@ -169,7 +169,7 @@ def make_template(
         if variant:
             template.variants.append(variant)
             samples.cover([variant])
-        else:  # no plan here, nor at other sizes for which all of the host's comparisons have the same results
+        else:  # the host has no plan here, nor at other sizes for which all of its comparisons give the same answers
             samples.leave_out((*record.hard.items(), *record.soft.items()))
         if len(template.variants) >= MAX_VARIANTS:
             for each in template.variants:
@@ -198,7 +198,7 @@ def candidates_at(host: Host, template: Template, sizes: Sequence[int], record: 
             raise
         raise ValueError(_no_plan_of_dynamic_sizes(template, error)) from error
     first, *others = (_finished(plan) for plan in plans)
-    chosen = record.soft if first.steps else {}  # without steps there is nothing to choose
+    chosen = record.soft if first.steps else {}  # plans without steps are equally fast
     soft, fixed, hard = tuple(sorted(chosen.items())), tuple(record.fixed.items()), record.hard
     found = [Variant(first, tuple(sorted(hard.items())), soft, tuple(sizes), fixed)]
     later = tuple(sorted((hard | record.later).items()))

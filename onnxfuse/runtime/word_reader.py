@@ -26,15 +26,15 @@ class WordReader:
         return self._at == len(self._data)
 
     def take(self, size: int) -> bytes:
-        """Return the next bytes."""
+        """Return the next `size` bytes."""
         return bytes(self._view(size))
 
     def words(self, count: int) -> tuple[int, ...]:
-        """Return the next words."""
+        """Return the next `count` words."""
         return struct.unpack(f"<{count}q", self._view(count * WORD))
 
     def skip(self, count: int) -> None:
-        """Skip words."""
+        """Skip the next `count` words."""
         self._view(count * WORD)
 
     def word(self) -> int:
@@ -56,14 +56,14 @@ class WordReader:
         return index
 
     def string(self, what: str) -> bytes:
-        """Return a string of bytes, which is preceded by its length and padded to whole words."""
+        """Return the next string of bytes, which is preceded by its length and padded to whole words."""
         size = self.count(f"bytes of {what}")
         found = self.take(size)
         self._view(-size % WORD)
         return found
 
     def text(self, what: str) -> str:
-        """Return a string as text."""
+        """Return the next string as text."""
         return self.string(what).decode()
 
     def _view(self, size: int) -> memoryview:

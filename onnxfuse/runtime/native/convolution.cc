@@ -213,7 +213,8 @@ class Graph {
     return true;
   }
 
-  // cuDNN's precompiled engines, the only ones for exact float32, require the residual before the bias.
+  // Adds the convolution and its epilogue.  The residual comes before the bias, as cuDNN's precompiled engines require;
+  // only they compute float32 exactly.
   bool add_operations() {
     const Convolution& conv = convolution_;
     std::vector<std::function<bool(bool)>> epilogue;
@@ -258,7 +259,7 @@ std::vector<T> read_all(const CudnnDescriptor& descriptor, Attribute attribute, 
   return values;
 }
 
-// Reads the descriptors that an attribute holds into new ones of their type.
+// Copies the descriptors that an attribute holds into new descriptors of the same type.
 std::vector<CudnnDescriptor> read_descriptors(const Cudnn& cudnn, const CudnnDescriptor& from, Attribute attribute,
                                               CudnnDescriptorType type, int64_t max_count) {
   std::vector<CudnnDescriptor> found;
@@ -284,7 +285,7 @@ CudnnEngine words_of(const Cudnn& cudnn, const CudnnDescriptor& config) {
   return words;
 }
 
-// Whether results are as precise as sums in float32, or in TF32 if the convolution allows TF32.
+// Whether results are as precise as sums in float32 or, if the convolution allows TF32, as products in TF32.
 bool is_precise(const Convolution& convolution, const std::vector<int>& notes) {
   const bool exact = convolution.type == kCudnnFloat32 && !convolution.tf32;
   return std::none_of(notes.begin(), notes.end(), [&](int note) {
@@ -296,9 +297,9 @@ bool is_precise(const Convolution& convolution, const std::vector<int>& notes) {
   });
 }
 
-// An engine with its knobs and, once it is made, its execution plan.
+// An engine with its knobs and, after add_plan, its execution plan.
 struct Engine {
-  std::vector<CudnnDescriptor> descriptors;  // the last is the engine's configuration or, once made, the plan
+  std::vector<CudnnDescriptor> descriptors;  // the last is the engine's configuration or, after add_plan, the plan
   std::vector<int> notes;
   bool compiles = false;  // whether making the execution plan compiles its kernel, which takes a second or two
 };

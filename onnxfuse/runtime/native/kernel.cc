@@ -19,7 +19,7 @@ namespace {
 std::atomic<uint64_t> next_id{1};
 std::atomic<int64_t> alive_count{0};
 
-// The nodes of all sessions by number.  The mutex is held while other code than a node's session uses the node.
+// The nodes of all sessions by number.  Code that uses a node from outside the node's session must hold the mutex.
 struct Nodes {
   std::mutex mutex;
   std::map<uint64_t, FusedKernel*> by_id;
@@ -318,7 +318,7 @@ void FusedKernel::choose_given(const OrtKernelContext* context) {
   if (!setup_.asks_python) {
     void* allowed = nullptr;
     OrtStatus* status = ort_.KernelContext_GetResource(context, kCudaResourceVersion, kCudaUseTf32, &allowed);
-    tf32 = status || reinterpret_cast<uintptr_t>(allowed) & 0xff;  // the provider's default is to allow it
+    tf32 = status || reinterpret_cast<uintptr_t>(allowed) & 0xff;  // allowed by default, so also if the query fails
     if (status) ort_.ReleaseStatus(status);
   }
   Templates chosen;
@@ -339,8 +339,8 @@ FusedKernel::SharedPlan FusedKernel::first_fit(const Templates& templates, const
                                                SharedPlan (Template::*plan)(const Key&)) const {
   using Fit = Template::Fit;
   for (const Fit fit : {Fit::kExact, Fit::kBetter, Fit::kNotConstant}) {
-    // A template that Python made fits exactly or not at all, so other fits are tried only if plan files gave
-    // templates.  If Python can make templates, kNotConstant is not tried, because a new template fits better.
+    // Inexact fits are tried only if plan files gave templates: a template that Python made fits exactly or not at all.
+    // If Python can make templates, kNotConstant is not tried, because a new template fits better.
     if (setup_.asks_python && (fit == Fit::kNotConstant || (given_.empty() && fit != Fit::kExact))) break;
     for (const auto& each : templates) {
       if (!each->fits(key, fit)) continue;
@@ -367,9 +367,8 @@ FusedKernel::SharedPlan FusedKernel::make(const Key& key, Stream stream) {
     throw std::runtime_error("plan files have no plan for these inputs: " + onnxfuse::describe(setup_.files) +
                              "; make them again with these shapes");
   }
-  // At the first request, Python loads only the kernels of the variant (a plan for a range of sizes) that it would choose
-  // for these inputs.  If rounding makes this library choose another variant, a second request makes Python load all
-  // kernels.
+  // At the first request, Python loads only the kernels of the variant (a plan for a range of sizes) that it expects
+  // here.  If this library chooses another variant, because it rounds differently, it then requests all kernels.
   for (const int settings : {0, kAllKernels}) {
     const std::shared_ptr<Template> added = ask(key, stream, settings);
     if (!added) return nullptr;
@@ -403,7 +402,7 @@ bool FusedKernel::runs_body(const Key& key) {
 void FusedKernel::run_body(OrtKernelContext* context, const Key& key, void* const* inputs, Stream stream) const {
   BodyOutputs outputs{ort_, driver_, context, stream, device_, output_dtypes_, ""};
   const PlanRequest node = request_for(key);
-  const RelaxedCapture relaxed(driver_);  // the session of the node's ONNX function may be made now
+  const RelaxedCapture relaxed(driver_);  // this call can create a session, for the node's ONNX function
   try {
     start_body({&node, inputs, stream, &BodyOutputs::put, &outputs});
   } catch (const std::exception&) {
@@ -459,7 +458,7 @@ void FusedKernel::compute(OrtKernelContext* context) {
     tensors.read_inputs(ort_, context, constants_, numbers_);
     Stream stream = nullptr;
     check(ort_, ort_.KernelContext_GetGPUComputeStream(context, &stream));
-    std::optional<RelaxedCapture> relaxed;  // set while a new plan is made and first launched, as both may load code
+    std::optional<RelaxedCapture> relaxed;  // set if a new plan is made: making and launching it can load code
     const auto plan_of = [&](const Key& key) {
       SharedPlan plan = known(key);
       if (plan || runs_body(key)) return plan;

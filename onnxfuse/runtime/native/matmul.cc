@@ -147,7 +147,7 @@ void CublasMatmul::check_algorithm() const {
 void CublasMatmul::run(const Memory& memory, Stream stream) const {
   const float alpha = 1, beta = matmul_.has_c ? 1 : 0;
   const MatmulDescriptor* operation = &operation_;
-  MatmulDescriptor own;  // a copy, because it holds the bias's address, and other threads may run this step now
+  MatmulDescriptor own;  // a copy with this run's bias address; other threads can run this step too
   if (matmul_.has_bias) {
     const void* bias = memory(matmul_.bias);
     own = operation_;

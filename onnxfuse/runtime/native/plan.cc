@@ -11,7 +11,7 @@ namespace {
 
 struct Dtype {
   const char* name;
-  int bits;  // of an element; several elements may share a byte
+  int bits;  // bits per element; below 8, several elements share a byte
 };
 // By TensorProto.DataType of ONNX; onnxruntime's enumeration has the same numbers.
 constexpr Dtype kDtypes[] = {

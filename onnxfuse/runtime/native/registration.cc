@@ -20,7 +20,7 @@ namespace {
 
 constexpr const char* kCudaProvider = "CUDAExecutionProvider";
 
-// The thread's next registration, as Python has prepared it.
+// The operators and settings that Python has prepared for the thread's next call of RegisterCustomOps.
 struct Prepared {
   std::string provider, operators;
   int settings = 0;
@@ -108,7 +108,7 @@ OrtStatus* refuse_runtime(const OrtApiBase& base, const std::exception& error) {
     }
   } catch (const std::exception&) {  // ONNXFUSE_MISSING has another value than refuse or body
   }
-  const auto* slots = static_cast<void* const*>(base.GetApi(1));  // CreateStatus is the first function of every version
+  const auto* slots = static_cast<void* const*>(base.GetApi(1));  // every version of the API begins with CreateStatus
   const std::string text = utf8(std::string("onnxfuse: ") + error.what());
   return reinterpret_cast<OrtStatus* (*)(int, const char*)>(slots[0])(kFail, text.c_str());
 }

@@ -8,13 +8,13 @@
 namespace onnxfuse {
 namespace {
 
-// A stream may still have work for this long after the last launch to the stream.
+// For this long after the last launch to a stream, the stream is assumed to have work.
 constexpr int64_t kLately = 200'000;  // nanoseconds
 constexpr int64_t kNever = -kLately;
 constexpr int kDevices = 64;  // GPUs with larger numbers share the last entry
 
-// The last launches on one GPU.  Threads that change them at the same time may mistake each other's launches for their
-// own; this only affects whether kernels start early.
+// The last launches on one GPU.  If two threads change these fields at the same time, one can miss the other's launch;
+// this only affects whether kernels start early.
 struct alignas(64) Use {
   std::atomic<Stream> stream{nullptr};  // the stream of the last launch
   std::atomic<int64_t> at{kNever};      // the time of that launch
