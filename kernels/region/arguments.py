@@ -40,7 +40,7 @@ class Arguments:
     def quotient(self, index: str, by: Size, operator: str = "/") -> str:
         """Return the quotient of an index >= 0 by a size or, with the operator %, the remainder.
 
-        Division of unsigned words takes the fewest instructions.
+        The code divides unsigned integers, because that takes the fewest instructions.
         """
         if index == "0":
             return index

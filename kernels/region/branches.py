@@ -28,7 +28,7 @@ Part: TypeAlias = tuple[str, Size, Size]  # an input of a Concat, and its begin 
 
 @dataclass(frozen=True)
 class Choice:
-    """A value that is loaded from one of several parts: the first one whose end is above the index."""
+    """A value that is loaded from one of a Concat's parts: the first part whose end is greater than the index."""
 
     index: Index
     parts: Sequence[tuple[Moved, Size]]
@@ -77,7 +77,7 @@ def joined(writer: ValueWriter, operation: Operation, name: str, place: Place) -
 
 
 def _moved(writer: ValueWriter, name: str, place: Place) -> Moved | None:
-    """Return where a value is copied from: operand and address, or a Choice of several; None if it is computed."""
+    """Return the operand and address from which a value is copied, or a Choice of several; None if it is computed."""
     operation = writer.program.producers.get(name)
     if operation is None:
         return name, flat(place, writer.shapes.of[name])
@@ -94,7 +94,7 @@ def _moved(writer: ValueWriter, name: str, place: Place) -> Moved | None:
 
 
 def _loaded(writer: ValueWriter, choice: Choice) -> Reference:
-    """Write one load of a Choice: the address is in the part (such as an input of a Concat) that contains the index."""
+    """Write one load for a Choice; its address lies in the part (an input of a Concat) that contains the index."""
     lanes, loads, splits = writer.lanes, list(choice.loads()), list(choice.splits())
     writer.accesses += loads
     writer.bounds += splits
@@ -114,7 +114,7 @@ def _loaded(writer: ValueWriter, choice: Choice) -> Reference:
 
 
 def _address(writer: ValueWriter, choice: Choice, in_lane: bool) -> str:
-    """Return the address from which a Choice is loaded, in the code: the address in the part that contains the index.
+    """Return a C++ expression for the address from which a Choice is loaded: in the part that contains the index.
 
     If the parts' addresses differ only by constants, the code selects the constant, not the whole address.
     """
@@ -141,7 +141,7 @@ def _chosen(writer: ValueWriter, moved: Moved, text_of: Callable[[Load], str], i
 
 
 def _parts(writer: ValueWriter, operation: Operation, place: Place) -> list[Part]:
-    """Return the inputs that can hold the element at `place`, each with its begin and its end along the axis."""
+    """Return the inputs of a Concat that can hold the element at `place`, with begin and end of each on the axis."""
     axis, parts = axis_of(operation), list[Part]()
     begin: Size = 0
     for each in operation.inputs:
@@ -186,7 +186,7 @@ def padded(writer: ValueWriter, operation: Operation, inner: Place) -> Reference
     value = literal(operation.attributes.get("value", 0), writer.program.dtypes[x])
     for axis, (index, dim) in enumerate(zip(inner, writer.shapes.of[x], strict=True)):
         if index.is_below(0) or index.is_below(dim) is False:
-            return Reference(value)  # a Slice of the Pad's result has only padding
+            return Reference(value)  # all elements are padding, because a Slice kept only padding
         low_high = index.range
         if not (low_high and is_nonnegative(low_high[0])):
             limits.append((axis, ">=", 0))

@@ -87,7 +87,7 @@ class Writer:
 
     @contextmanager
     def block(self, head: str) -> Iterator[None]:
-        """Write a block after a line such as `for (...)`; values computed inside are only known inside."""
+        """Write a block after a line such as `for (...)`; values that are computed in it are forgotten at its end."""
         self.line(f"{head} {{" if head else "{")
         self.depth += 1
         self.scopes.append({})
@@ -137,7 +137,7 @@ class Writer:
         return "shared"
 
     def row_memory(self, size: int) -> str:
-        """Reserve `size` bytes of the memory that keeps a row and return their address."""
+        """Reserve `size` bytes of the shared memory that keeps a row's operands, and return their address."""
         begin, self.row_bytes = self.row_bytes, self.row_bytes + -(-size // VECTOR_BYTES) * VECTOR_BYTES
         return f"row_memory + {begin // VECTOR_BYTES}"
 
@@ -169,7 +169,7 @@ class Writer:
     def declare(
         self, kind: str, value: str, varies: bool, masked: bool = False, name: str = "", note: str = ""
     ) -> Reference:
-        """Declare a variable with a value, an expression that can depend on lane j, and append `note` as a comment."""
+        """Declare a variable; `value` is an expression that can depend on lane j, and `note` becomes a comment."""
         name, comment = name or self.new_name(), f"  // {note}" if note else ""
         self.instructions += INSTRUCTIONS.get(note, OTHER_INSTRUCTIONS) * (self.lanes.width if varies else 1)
         if varies:
@@ -272,9 +272,9 @@ class Writer:
         return self.declare(kind, text, True, name=self.name_of(name))
 
     def _load_step(self, name: str, address: Index, step: int) -> Reference:
-        """Load the two elements, at most, that a vector needs if `step` neighbouring lanes share an element.
+        """Load the one or two elements that a vector needs if `step` neighbouring lanes share an element.
 
-        Lanes before the next multiple of `step` use the first lane's element, the other lanes the last lane's.
+        Lanes before the next multiple of `step` use the first lane's element; the other lanes use the last lane's.
         """
         kind, lanes = NUMBER[self.program.dtypes[name]], self.lanes
         variable = next(each for each in address.atoms() if each.kind == "variable" and each.name == lanes.variable)
@@ -314,7 +314,7 @@ class Writer:
         return self.declare(NUMBER[target], text, varies, masked, self.name_of(name), operation.name)
 
     def _angle(self, value: Reference) -> Reference:
-        """Return the reduced angle of a value, which its Sin and its Cos share."""
+        """Return a value's angle after range reduction; the value's Sin and Cos both use it."""
         key = ("angle", value.text, self.lanes)
         found = self.known(key)
         if found is None:
@@ -347,7 +347,7 @@ class Writer:
         if chosen is None:
             text = f"gathered<{kind}>({reference.lane}, {self.arguments.size(dim)})"
             chosen = self.keep(key, self.declare(kind, text, reference.varies, masked=reference.masked))
-        own = self.lanes.variables  # a gathered index with a value per lane depends on all variables of the lanes
+        own = self.lanes.variables  # a gathered index that differs between lanes depends on all of their variables
         variables = variables | own if chosen.varies else variables - own
         atom = Atom("value", dim, chosen.text, varies=tuple(sorted(variables)))
         return self.value(x, (*place[:axis], Index(0, ((atom, 1),)), *place[end:]))

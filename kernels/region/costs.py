@@ -28,7 +28,7 @@ from onnxfuse.kernels.tensors import VECTOR_BYTES
 THREAD_COST: Final = 150  # minimum cost of a thread in instructions; all threads that fit on an H200 take 1.36 us
 ACCESS_COST: Final = 4  # instructions per load or store
 DIVISION_COST: Final = 4  # instructions per division by a compile-time constant
-CHOICE_COST: Final = 3  # instructions with which a lane selects a part of a Concat, or a Pad's constant or its input
+CHOICE_COST: Final = 3  # instructions per lane to select a part of a Concat, or the input or the constant of a Pad
 LINE_COST: Final = 4  # instructions that a multiprocessor issues while its L1 cache handles one line
 BYTE_COST: Final = 7  # instructions that an H200 issues (30 T/s) while it moves one byte (4.2 TB/s)
 LINE_BYTES: Final = 128
@@ -106,7 +106,10 @@ def _parts(access: Access, lanes: Lanes, shapes: Shapes) -> tuple[int, int]:
 def _stored_lines(
     address: Index, variables: tuple[Variable, ...], lanes: Lanes, access_bytes: int, item_bytes: int
 ) -> float:
-    """Return how many lines the L1 cache could read while a warp stores: more if parts of sectors are stored."""
+    """Return the cost of a warp's store, as the number of lines that the L1 cache could read in the same time.
+
+    Storing a part of a sector costs more than storing a whole sector.
+    """
     found = _touched(address, variables, lanes, access_bytes, item_bytes, SECTOR_BYTES)
     return sum(WHOLE_SECTOR_LINES if written >= SECTOR_BYTES else PART_SECTOR_LINES for written in found.values())
 
@@ -140,7 +143,7 @@ def _values(elements: Sequence[int], variables: tuple[Variable, ...]) -> dict[st
 
 
 def _evaluated(index: Index, values: Mapping[str, list[int]]) -> list[int]:
-    """Return the index for each thread of a warp, whose variables have these values."""
+    """Return an index's value in each thread of a warp; `values` holds each variable's value in each thread."""
     found = [typical(index.constant)] * WARP
     for atom, factor in index.terms:
         times = typical(factor)
@@ -151,7 +154,7 @@ def _evaluated(index: Index, values: Mapping[str, list[int]]) -> list[int]:
 def _atom(atom: Atom, values: Mapping[str, list[int]]) -> list[int]:
     if atom.kind == "variable":
         return values.get(atom.name, [0] * WARP)
-    if atom.of is None:  # a loaded value: any number, but the same one at the same place
+    if atom.of is None:  # a loaded value: an arbitrary number, but always the same one at the same place
         seeds = [0] * WARP
         for i, name in enumerate(atom.varies, 1):
             if name in values:

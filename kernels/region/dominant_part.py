@@ -1,4 +1,4 @@
-"""Finds the part of a Concat along the innermost axis that holds most elements, which one code path then computes."""
+"""Finds the part of a Concat along the innermost axis that holds most elements, so that one code path computes them."""
 
 from __future__ import annotations
 
@@ -38,14 +38,15 @@ class DominantPart:
         return self.period - (self.end - self.begin)
 
     def count(self, elements: int) -> int:
-        """Return how many elements outside the part there are at most in the rows that `elements` neighbours touch."""
+        """Return the maximum number of elements outside the part in the rows that `elements` neighbours lie in."""
         return (-(-elements // self.period) + 1) * self.others
 
 
 def dominant_part(nest: Nest, program: Program, shapes: Shapes) -> DominantPart | None:
     """Return the dominant part of a nest with one variable; None if no part has nearly all elements.
 
-    The operands that this part reads must also be readable at elements outside the part, because vectors contain both.
+    Vectors contain elements inside and outside of this part.  So the part's code must be able to read its operands at
+    the elements outside, too.
     """
     indices = {index for index, _ in nest.bounds}
     if len(indices) != 1 or len(nest.lists[ELEMENTS]) != 1 or nest.stores or nest.levels or nest.inner or nest.reads:

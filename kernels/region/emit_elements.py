@@ -58,9 +58,9 @@ class ElementsText:
         self.store.write()
 
     def _alike(self, variable: Variable, alike: DominantPart) -> None:
-        """Write vectors as if a Concat's dominant part had all elements; some threads then compute elements outside it.
+        """Write vectors as if a Concat's dominant part had all elements, and single elements outside the part.
 
-        The vectors write wrong values to elements outside the part, so the same block then stores the right values.
+        The vectors store wrong values at the elements outside the part; the same block then stores the right ones.
         """
         nest, writer, width, threads = self.nest, self.writer, self.tiling.width, self.tiling.threads
         bound, kind, others = self.parts.bound(ELEMENTS, width), self.type, alike.others
@@ -151,10 +151,10 @@ class ElementsText:
         return found
 
     def _write_without(self, repeated: Variable) -> None:
-        """Write the values that do not depend on a variable, before the loop over it."""
+        """Write the values that do not depend on a variable; this comes before the loop over the variable."""
         writer = self.writer
         for name, place in self._trial().values():
-            # An index can be a loaded value: a variable that only the code of the trial declares.
+            # An index can be a loaded value: a variable that only the trial's code declares.  Such places are skipped.
             is_read = any(atom.kind == "value" for index in place for atom in index.atoms())
             if not is_read and not any(repeated.name in index.variables() for index in place):
                 writer.value(name, place)

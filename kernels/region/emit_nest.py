@@ -33,7 +33,7 @@ UNROLLED: Final = 4  # rounds of a reducing loop that are unrolled, so that seve
 
 
 class NestText:
-    """Writes the code of a loop nest.  In it, `block` is the index of a thread's block among the blocks of the nest."""
+    """Writes the code of a loop nest.  In the code, `block` is the block's index among the blocks of the nest."""
 
     def __init__(
         self, nest: Nest, tiling: Tiling, writer: Writer, release: str, leaving: str, own: Sequence[Stored] = ()
@@ -157,7 +157,7 @@ class NestText:
         return self.tiling.width if isinstance(self.tiling, Columns) else self._width_along(name)
 
     def _row_of_lanes(self, lanes: int) -> str:
-        """Write the index of a thread's row; return the condition under which it stores the row, "" if it always does.
+        """Write the index of a thread's row; return the condition under which the thread stores it, "" for always.
 
         If a warp has several rows, even threads beyond the last row compute one, because lanes exchange their results.
         """
@@ -180,8 +180,8 @@ class NestText:
     def repeated(self) -> dict[str, dict[tuple[str, Place], str]]:
         """Return, for each list of variables, the vectors that a thread keeps in registers, with their names.
 
-        A vector is kept if several loops over the list's variables read it.  If a thread has several vectors of each
-        operand in such a loop, all of them are kept.  A list is missing if its vectors do not fit into registers.
+        A vector is kept if several loops over the list's variables read it, or if a thread reads several vectors of an
+        operand in one loop.  A list is missing if its vectors do not fit into registers.
         """
         found: dict[str, dict[tuple[str, Place], str]] = {}
         for name in dict.fromkeys(name for name, _ in self.reads):
@@ -194,7 +194,7 @@ class NestText:
         return found
 
     def _head(self, name: str) -> tuple[str, str]:
-        """Write two variables: the number of elements before a row's first aligned vector, and that of whole vectors.
+        """Write two variables: the numbers of elements before a row's first aligned vector, and of whole vectors.
 
         Return the names of both variables.
         """
@@ -208,7 +208,7 @@ class NestText:
         return head, count
 
     def _rounds(self, name: str) -> int:
-        """Return the most vectors per thread in a loop over a list of variables; 0 if that depends on dynamic dims."""
+        """Return a thread's maximum number of vectors in a loop over a list of variables; 0 if it is dynamic."""
         count, width = number_of(self.nest.count(name)), self._width_along(name)
         count = None if name in self.shifted else count
         return -(-count // (width * self.row_threads)) if count else 0
@@ -261,7 +261,7 @@ class NestText:
     def _loop(
         self, name: str, start: str, step: int | str, fills: bool = False, head: str = "", count: str = ""
     ) -> Iterator[None]:
-        """Write a loop over the elements of a list, by vectors along its last variable unless vectors lie across rows.
+        """Write a loop over the elements of a list of variables: by vectors, unless vectors lie across rows.
 
         If registers hold vectors of the list, the loop is unrolled and reads these registers, unless it `fills` them.
         If vectors are shifted, `head` elements precede them, and `count` is the number of vectors.

@@ -46,8 +46,8 @@ def tiles(nest: Nest, tiling: Tile, sizes: Sizes) -> list[Variable]:
 def layout(sides: tuple[int, int], width: int, store_width: int) -> tuple[int, int, int]:
     """Return the pitch of a tile's rows in words, and the skews: padding after every 32 rows or columns.
 
-    A row lies along the last variable.  Threads of a warp write one vector of a column each, and read one vector of a
-    row each; the layout has the fewest bank conflicts in the write and the read together.
+    A row lies along the last variable.  In one access, each thread of a warp writes a vector of a column; later, each
+    thread reads a vector of a row.  The layout has the fewest bank conflicts in both accesses together.
     """
     rows, columns = sides
 
@@ -123,7 +123,7 @@ class TileText:
             yield
 
     def _cell(self, row_lane: str, column_lane: str) -> str:
-        """Return the index of an element in shared memory; a vector's lanes do not cross a multiple of 32."""
+        """Return an element's index in shared memory; no vector crosses a multiple of 32 rows or columns."""
         pitch, row_skew, column_skew = self.layout
         row, column = (f"low_{each.name}" for each in (self.across, self.last))
         parts = [f"({row} + {row_lane}) * {pitch}" if row_lane else f"{row} * {pitch}", column]

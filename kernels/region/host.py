@@ -53,7 +53,7 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
     largest = maximum(*(sizes.value(count) for count in dict.fromkeys(map(product, shapes.of.values()))))
     region = Region(program, shapes, aligned, device, is_wide=not largest < WORD - MAX_BEYOND)
     # A template holds the plans of a node for all sizes.  Tensors with more than 2^31 elements are rare: for them, the
-    # template gets only the plans without which they could not be computed, but no further plans that are faster.
+    # template gets only the plans that correctness requires, but no further plans that are only faster.
     with without_soft_guards(*([largest] if region.is_wide else [])):
         return [plan_of(region, stages_of(region, list(groups.values())), inputs, outputs)]
 

@@ -96,7 +96,7 @@ def _share_reads(program: Program, shapes: Shapes, own: Sequence[str], other: Se
 def _with_rows(region: Region, nests: Sequence[Nest], stored: StoredByKey) -> list[Nest]:
     """Merge nests that compute one element per row into other nests that read the same rows.
 
-    The rows are then read once, or a second time from the L1 cache.
+    The rows are then read from memory only once; a second read takes them from the L1 cache.
     """
     found = list(nests)
     for rows in nests:

@@ -1,4 +1,4 @@
-"""The index maps of a region's operations: from a place in the output to the place in the input that it reads.
+"""The index maps of a region's operations: for a place in the output, the place in the input that is read.
 
 A place is the position of an element in a tensor: an index along each axis.
 """
@@ -19,8 +19,8 @@ from onnxfuse.kernels.region.sizes import Sizes
 def source(operation: Operation, output: str, place: Place, shapes: Shapes) -> Place:
     """Return the place in an operation's only input from which the element at `place` of the output is copied.
 
-    The operation may be any that only moves elements, except Concat and gathers.  For a Pad with a constant, the result
-    may lie outside the input.
+    The operation is any that only moves elements, except Concat and gathers.  For a Pad with a constant, the result can
+    lie outside the input.
     """
     given, name = [shapes.of[each] for each in operation.inputs], operation.name
     x = given[0]

@@ -62,7 +62,7 @@ class Nest:
 
     @property
     def place(self) -> Place:
-        """The index along each axis of the element that is computed, in the nest's variables."""
+        """The computed element's index along each axis, as expressions in the nest's variables."""
         return self._place_in(self.shape)
 
     def place_of(self, name: str, shapes: Shapes) -> Place:
@@ -71,7 +71,7 @@ class Nest:
         return self._place_in(own) if own == shape else reshaped(self._place_in(own), own, shape)
 
     def _place_in(self, shape: Shape) -> Place:
-        """Return the computed element's indices in a tensor that has the nest's axes, or axes of size 1 instead."""
+        """Return the computed element's indices in a tensor whose axes have the nest's sizes, or size 1."""
         return tuple(NOTHING if dim == 1 else self.places.get(f"o{axis}", NOTHING) for axis, dim in enumerate(shape))
 
     @property
@@ -84,7 +84,7 @@ class Nest:
         return product(each.extent for each in self.lists[name])
 
     def elements_of(self, instance: Instance, shapes: Shapes) -> tuple[str, tuple[Index, ...]]:
-        """Return the name of the list of variables over a reduction's elements, and an index for each reduced axis."""
+        """Return the key, in `lists`, of the variables over a reduction's elements, and an index per reduced axis."""
         extents = instance.extents(shapes)
         name = self.list_of(extents)
         if name != ELEMENTS:
@@ -93,9 +93,9 @@ class Nest:
         return name, tuple(NOTHING if dim == 1 else self.places[f"o{next(own)}"] for dim in extents)
 
     def list_of(self, extents: Sequence[Size]) -> str:
-        """Return the name in `lists` of the loop variables for reduced axes with these extents.
+        """Return the key, in `lists`, of the variables that loop over reduced axes with these extents.
 
-        The name is ELEMENTS if the outputs' axes within a row (see `element_axes`) have the same extents, apart from
+        The key is ELEMENTS if the outputs' axes within a row (see `element_axes`) have the same extents, apart from
         axes of size 1.
         """
         dims = [dim for dim in extents if dim != 1]
@@ -278,7 +278,7 @@ def _indices(nest: Nest) -> Iterator[Index]:
 
 
 def _splits(nest: Nest) -> Iterator[tuple[Variable, Size]]:
-    """Yield variables that occur in quotients or remainders, each with the extent `part` to give to `split`."""
+    """Yield variables that occur in quotients or remainders, each with the argument `part` with which to `split` it."""
     variables = {each.name: each for of in nest.lists.values() for each in of}
     for atom in dict.fromkeys(atom for index in _indices(nest) for atom in index.atoms()):
         if atom.kind not in ("div", "mod") or atom.of is None:

@@ -31,8 +31,8 @@ MATH: Final = {  # functions of the C library; their float variants have the suf
     "Sqrt": "sqrt", "Exp": "exp", "Log": "log", "Erf": "erf", "Tanh": "tanh", "Sin": "sin", "Cos": "cos",
     "Floor": "floor", "Ceil": "ceil", "Round": "rint",
 }  # fmt: skip
-OF_ANGLES: Final = {"Sin": "sine", "Cos": "cosine"}  # for float, both use the same reduction of the angle
-QUOTIENTS: Final = {  # for floats, within 2 units in the last place; the variants nearest_… are closer
+OF_ANGLES: Final = {"Sin": "sine", "Cos": "cosine"}  # C++ functions of a float angle after range reduction
+QUOTIENTS: Final = {  # C++ for floats, within 2 units in the last place; functions nearest_... are more exact
     "Div": "quotient({}, {})", "Reciprocal": "quotient({one}, {})", "Sqrt": "root({})",
     "Softsign": "quotient({0}, {one} + magnitude({0}))",
 }  # fmt: skip

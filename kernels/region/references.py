@@ -25,7 +25,7 @@ class Reference:
 
     @property
     def lane(self) -> str:
-        """The value in lane j."""
+        """The C++ expression of the value in lane j."""
         return f"{self.text}[j]" if self.varies else self.text
 
     def where(self, masked: bool) -> Reference:

@@ -102,7 +102,7 @@ __device__ __forceinline__ void put(bool leaving, bf16* to, const float (&values
 }
 template <int N, class T>
 __device__ __forceinline__ void put(bool, T* to, const T (&values)[N]) {
-    if constexpr (sizeof(T) == 1 && N % 4 == 0) {  // packs words: the compiler would pack 8 bytes in 64 bits
+    if constexpr (sizeof(T) == 1 && N % 4 == 0) {  // packs 4 bytes a word; the compiler would use 64-bit words
         alignas(N < 16 ? N : 16) u32 words[N / 4];
 #pragma unroll
         for (int i = 0; i < N; i += 4)

@@ -1,4 +1,4 @@
-"""Finds the values of a tile that go through shared memory: read along one variable, and stored along another."""
+"""Finds the values that a tile keeps in shared memory, because it loads and stores along different variables."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ KEPT_THREADS: Final = 1024  # wanted threads per multiprocessor if shared memory
 KEPT_DTYPES: Final = ("float16", "bfloat16", "float32")
 COPYING_ARCH: Final = 80  # compute capability from which on copies to shared memory take no registers
 MIN_COPIED: Final = 4  # minimum bytes of an asynchronous copy to shared memory
-SPARE_BYTES: Final = 2048  # bytes of a block's shared memory that are kept free beside its row
+SPARE_BYTES: Final = 2048  # bytes of shared memory that a block needs in addition to its row
 # Elements per row from which on vectors are shifted: the first vector begins at the row's first aligned element.
 MIN_SHIFTED: Final = 2048
 MAX_WARP_ROUNDS: Final = 8  # maximum number of vectors of a row per lane, if lanes of one warp share the row
@@ -65,9 +65,9 @@ MANY_BLOCKS: Final = 2  # wanted blocks of columns per multiprocessor; vectors a
 MIN_SHARED_ELEMENTS: Final = 32  # elements per row from which on several threads share a row in the tiling Columns
 MIN_SHARES: Final = 4  # blocks per row: fewer do not pay for the extra launch that merges their results
 MIN_NARROW_SHARES: Final = (
-    2  # replaces MIN_SHARES if one launch would read rows by single elements; with two, the second can use vectors
+    2  # replaces MIN_SHARES if single elements are read: sharing rows adds a launch, which can then use vectors
 )
-MIN_DIVIDED_ROUNDS: Final = 32  # with fewer vectors of a row per thread of one block, the row is not shared
+MIN_DIVIDED_ROUNDS: Final = 32  # minimum vectors per thread of a block with a whole row, for blocks to share the row
 MAX_CHAIN: Final = 3  # maximum number of reductions of dynamic length that need one another, if blocks share rows
 MANY_DIMS: Final = 2  # dynamic dims that count rows of dynamic length: from this number on, blocks do not share rows
 MAX_SHARES: Final = 512  # maximum number of blocks per row; one block or warp merges their accumulators
@@ -85,7 +85,7 @@ SplitBy: TypeAlias = Literal["", "branches", "stores"]
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a nest is divided among threads; each subclass below is one way.
+    """The way in which a nest is divided among threads; each subclass below is one way.
 
     If several blocks each have a share of a row, a later launch merges their accumulators.
     """

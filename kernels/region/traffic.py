@@ -64,14 +64,14 @@ def moved_along(nest: Nest, variable: Variable, program: Program) -> int:
 
 
 def is_side_by_side(address: Index, variable: Variable) -> bool:
-    """Return whether an address steps by 1 or -1 element when a variable steps by 1."""
+    """Return whether an address changes by 1 or -1 element when a variable increases by 1."""
     inner = (atom.of for atom, factor in address.terms if atom.kind in PADDED and factor == 1)
     is_one = address.factor(variable.name) in (1, -1)
     return is_one or any(is_side_by_side(index, variable) for index in inner if index)
 
 
 def with_contiguous_last(nest: Nest, program: Program) -> Nest:
-    """In a nest with reductions, move the variable with the most contiguous bytes to the end of each list."""
+    """Move, in each list of a nest with reductions, the variable with the most contiguous bytes to the end."""
     lists = {
         name: tuple(sorted(variables, key=lambda each: each == _most_contiguous(nest, variables, program)))
         for name, variables in nest.lists.items()
