@@ -1,6 +1,7 @@
 // y (pixels, CHANNELS) is the concatenation of PARTS tensors along channels.
 //
-// A thread writes vectors of y, so that neighbouring threads write a whole row.
+// Each thread writes vectors of y, and neighbouring threads write neighbouring vectors, so together they write whole
+// rows.
 #include "row_parts.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) concat(Parts<const T> parts, T* y, long long pixels) {

@@ -48,7 +48,7 @@ def batch_norm_plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Devi
     lanes_c = math.ceil(vectors / math.ceil(vectors / LANES))
     lanes_p, blocks_c = THREADS // lanes_c, math.ceil(vectors / lanes_c)
     each = MAX_PIXELS
-    step = 4 if is_symbolic(pixels) else 2  # for symbolic sizes fewer choices, each a kernel to compile
+    step = 4 if is_symbolic(pixels) else 2  # symbolic sizes get fewer choices: each is a kernel to compile
     while each > 1 and estimate(pixels * vectors) < each * BUSY_THREADS * device.multiprocessors:
         each = max(1, each // step)
     blocks = blocks_c * math.ceil(pixels / (lanes_p * each))

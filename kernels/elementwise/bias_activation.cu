@@ -1,7 +1,7 @@
 // y = activation(x + bias), with a bias along the last axis of x, which has ROW elements.
 //
 // The kernel moves each element of x and y once, 4 bytes an element in fp16, and computes in fp32; the bias comes from
-// L1. Vectors may cross the end of a row, so that a row of any length is read at full width.
+// L1. Vectors can cross the end of a row, so that rows of any length are read at full width.
 #include "types.cuh"
 #include "activations.cuh"
 #include "elementwise.cuh"

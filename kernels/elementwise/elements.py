@@ -1,4 +1,4 @@
-"""The host side of elementwise.cuh: tilings of elements over threads, and the parameters of activations."""
+"""The host side of elementwise.cuh: divides elements among threads, and passes the parameters of activations."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@
 //   RELEASE   1: the next kernel may start before this one stores
 //   STREAMED  1: outputs leave the L2 cache first        INDEX  u32, or u64 where u32 cannot count all elements
 //
-// REST, RELEASE and STREAMED may depend on `count` and gridDim.
+// REST, RELEASE and STREAMED can depend on `count` and gridDim.
 //
 // An elementwise op has, for a vector of W elements that begins at element `at`,
 //   Raw<W> fetch<W>(at)       the loads

@@ -1,4 +1,4 @@
-"""The plans of elementwise fusions; each has a .cu file of its name."""
+"""The plans of elementwise fusions; each fusion has a .cu file of its name."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _sliced_shape(node: FusedNode, name: str, tensor: TensorSpec) -> tuple[int, 
 
 
 def _operand_row(node: FusedNode, name: str, tensor: TensorSpec, row: int) -> tuple[int, int]:
-    """Return (elements per row of the operand, elements in a row before the slice)."""
+    """Return the numbers of elements in a row of the operand, and in that row before the slice."""
     if f"{name}_offset" not in node.attributes:
         return row, 0
     return tensor.shape[-1], node.integer(f"{name}_offset")

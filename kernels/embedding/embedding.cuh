@@ -23,7 +23,7 @@ using uint64_t = unsigned long long;
 // batch element, or a single row.
 enum Broadcast { PER_ROW, PER_POSITION, PER_BATCH, PER_ALL };
 
-__device__ __align__(16) char zero_row[ROW * 4];  // zeros of any storage type
+__device__ __align__(16) char zero_row[ROW * 4];  // zeros in every storage type
 
 // The source of the rows of one addend, as an argument of kernels; host.py writes the fields in this order. Ids below 0
 // count from the end of the table. An id outside of the table, which ONNX leaves undefined, gives zeros.
@@ -59,7 +59,7 @@ struct RowPack {
 
     __device__ __forceinline__ void fetch(const T* from, int pack) {
         if constexpr (NUMBER == 0) values = load_once<WIDTH>(from + pack * WIDTH);
-        else values = load_cached<WIDTH>(from + pack * WIDTH);  // other rows add this vector, too
+        else values = load_cached<WIDTH>(from + pack * WIDTH);  // other rows add the same vector
     }
 
     __device__ __forceinline__ void copy_async(const T* from, int pack) {
@@ -81,8 +81,8 @@ struct RowPack<NUMBER, T, false> {
     __device__ __forceinline__ void add_to(float (&)[WIDTH]) const {}
 };
 
-// A row op, the struct by which rows.cuh computes a row: it normalizes the sum of the gathered and added rows. With
-// SUM, the sum is written as well.
+// A row op: the struct with which rows.cuh computes a row. It normalizes the sum of the gathered and added rows; with
+// SUM, it also writes the sum.
 template <class Statistic>
 struct EmbeddingNorm : Norm<Statistic, false> {
     static constexpr bool LOCATES = true;

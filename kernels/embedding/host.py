@@ -99,6 +99,7 @@ def _tilings(
     """Return the same tilings as other norms; but for three inputs, return only one tiling, without a persistent grid.
 
     With three inputs, the threads of a persistent grid would have too few registers.
+
     The three inputs are never all in fp32 registers at once. If one warp computes a row, it therefore needs no more
     registers than with two inputs, except for single-element accesses with a symbolic number of rows. If several warps
     compute a row, only one block per multiprocessor is resident, not two, so that each thread has twice the registers.
@@ -124,7 +125,7 @@ def _sources(node: FusedNode, inputs: Sequence[TensorSpec]) -> list[RowSource]:
 
 
 def _check(node: FusedNode, inputs: Sequence[TensorSpec], sources: Sequence[RowSource], length: int) -> None:
-    """Raise ValueError unless rows and weights have `length` elements, and the kernel supports as many addends."""
+    """Raise ValueError unless rows and weights have `length` elements, and the kernel can add all of the sources."""
     if len(sources) > 1 + 2 * (node.fusion == "embedding_layer_norm"):
         raise ValueError(f"{node.fusion}: {', '.join(source.name for source in sources)} are too many to add")
     for source in sources:
@@ -140,8 +141,8 @@ def _check(node: FusedNode, inputs: Sequence[TensorSpec], sources: Sequence[RowS
 def _broadcast(node: FusedNode, source: RowSource, ids: tuple[int, ...]) -> int:
     """Return, as a value of the enum Broadcast, how the rows of an addend broadcast to the token ids.
 
-    `ids` is the shape (..., seq) of the token ids.  The addend may have a dynamic number of positions that is another
-    dim than seq; at run time, both are usually equal.
+    `ids` is the shape (..., seq) of the token ids.  The addend's number of positions can be another dynamic dim than
+    seq; at run time, the two are usually equal.
     """
     lead = (1,) * (len(ids) - len(source.lead)) + source.lead
     if len(lead) == len(ids):
@@ -167,7 +168,7 @@ def _is_full(size: int, full: int) -> bool:
 
 
 def _types(node: FusedNode, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Defines:
-    """Return the macros for storage types of weights and outputs; the type of an absent operand does not matter."""
+    """Return the macros for storage types of weights and outputs; an absent operand gets any type."""
     scale, bias = required_spec(node, inputs, "scale"), operand_spec(node, inputs, "bias")
     return {
         "SCALE_T": STORAGE[scale.dtype],

@@ -132,7 +132,7 @@ def _is_several(size: int) -> bool:
 
 
 def even_lanes(extent: int, most: int, step: int = 1) -> int:
-    """Return the threads along an axis: `extent`, if that is at most `most`; else the number with the fewest idle ones.
+    """Return the threads along an axis: `extent`, if at most `most`; else the number that leaves the fewest idle.
 
     This number is at most `most`, more than half of it, and differs from `most` by a multiple of `step`.  A step of 2
     keeps pairs of vectors together: two vectors of 16 bytes are a sector of memory.  For a dynamic extent, the result
@@ -146,7 +146,7 @@ def even_lanes(extent: int, most: int, step: int = 1) -> int:
 
 
 def _span(window: Window) -> int:
-    """Return the distance from a window's first element to its last, inclusive."""
+    """Return how many elements of x a window spans, including those that dilations skip."""
     return (window.kernel - 1) * window.dilation + 1
 
 
