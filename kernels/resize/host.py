@@ -70,7 +70,7 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
 
 
 def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
-    """Return the one plan for x (n, *spatial, channels); of an operand `like`, only its shape (0, *spatial) counts.
+    """Return the one plan for x (n, *spatial, channels); only the shape of the operand `like`, (0, *spatial), is used.
 
     Raises ValueError if scales, sizes or `like` have the wrong rank, or change n or channels.
     """
@@ -133,7 +133,7 @@ def _scaled(size: int, scale: float) -> int:
 
 
 def _resized(node: FusedNode, shape: Sequence[int]) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """Return (scale of each axis, shape of y), computed in float32 as in onnxruntime."""
+    """Return the scale of each axis, and the shape of y, computed in float32 as onnxruntime does."""
     scales, sizes = node.attributes.get("scales"), node.attributes.get("sizes")
     given = scales or sizes
     if not isinstance(given, list | tuple) or len(given) != len(shape):
@@ -144,12 +144,12 @@ def _resized(node: FusedNode, shape: Sequence[int]) -> tuple[tuple[float, ...], 
         exact = [float(np.float32(each)) for each in given]
         return tuple(exact), tuple(_scaled(size, scale) for scale, size in zip(exact, shape, strict=True))
     n, *spatial, channels = (int(each) for each in given)
-    y_shape = (n or shape[0], *spatial, channels or shape[-1])  # 0: as in x, where the model did not tell the size
+    y_shape = (n or shape[0], *spatial, channels or shape[-1])  # 0: the model does not give the size, which is x's
     return tuple(_ratio(to, size) for to, size in zip(y_shape, shape, strict=True)), y_shape
 
 
 def _resized_as(like: Sequence[int], shape: Sequence[int]) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """Return (scale of each axis, shape of y) for an operand `like` with the sizes of y."""
+    """Return the scale of each axis, and the shape of y, given the shape of an operand with the spatial sizes of y."""
     if len(like) != len(shape) - 1 or len(shape) not in RANKS:
         raise ValueError(f"resize: x has shape {list(shape)} and {LIKE} {list(like)}; required one axis less, for n")
     y_shape = (shape[0], *like[1:], shape[-1])
@@ -157,7 +157,7 @@ def _resized_as(like: Sequence[int], shape: Sequence[int]) -> tuple[tuple[float,
 
 
 def _ratio(to: int, size: int) -> float:
-    """Return to / size in float32; for dynamic sizes, in float64, which is later rounded to the same float32."""
+    """Return to / size as a float32; for dynamic sizes, as a float64 that rounds to the same float32 later."""
     if is_symbolic(to, size):
         ratio: float = to / maximum(size, 1)
         return ratio

@@ -1,4 +1,4 @@
-"""The plans of rotary_embedding and rotary_table; each has a .cu file of its name."""
+"""The plans of rotary_embedding and rotary_table; each fusion has a .cu file of its name."""
 
 from __future__ import annotations
 

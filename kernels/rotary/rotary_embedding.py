@@ -94,7 +94,7 @@ def rotary_form(node: FusedNode, attribute: str) -> RotaryForm:
 
 
 def _axes(node: FusedNode, x: TensorSpec, layout: str, size: int) -> tuple[tuple[int, int, int], HeadTensor]:
-    """Return ((batch, length, heads), HeadTensor of x)."""
+    """Return the sizes (batch, length, heads) of x, and the HeadTensor that locates its heads in memory."""
     if layout == "bhsd":
         batch, heads, length, _ = x.shape
     elif layout == "bshd":
@@ -117,7 +117,7 @@ def _axes(node: FusedNode, x: TensorSpec, layout: str, size: int) -> tuple[tuple
 
 
 def _contiguous_heads(layout: str, axes: tuple[int, int, int], size: int) -> HeadTensor:
-    """Return the HeadTensor of a contiguous output with these heads."""
+    """Return the HeadTensor (the layout in memory) of the heads of a contiguous tensor."""
     _, length, heads = axes
     head, row = (length * size, size) if layout == "bhsd" else (size, heads * size)
     return HeadTensor(Pointer("output", 0), length * heads * size, head, row)

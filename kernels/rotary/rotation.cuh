@@ -100,9 +100,9 @@ struct Rotation {
     }
 };
 
-// Whether the two vectors of a piece are adjacent; otherwise, they are ROTATED_HALF elements apart. The latter is
-// faster, because neighbouring threads then access adjacent vectors, not every second vector. Interleaved pairs allow
-// it only if both elements of a pair are in the same vector (INSIDE).
+// Whether the two vectors of a piece are adjacent. Otherwise, they are ROTATED_HALF elements apart, which is faster:
+// neighbouring threads then access adjacent vectors, not every second vector. With interleaved pairs, this is possible
+// only if both elements of a pair are in the same vector (INSIDE).
 constexpr bool X_ADJACENT = INTERLEAVED && !INSIDE, Y_ADJACENT = Y_INTERLEAVED && !INSIDE;
 
 // The two vectors of a piece: where each begins within a head, in x and in y.
@@ -157,7 +157,7 @@ __device__ __forceinline__ float inverse_rms(const Vectors (&raw)[COUNT], int la
 }
 
 // Returns in `one` and `other` the vectors of a piece after norm and rotation; `factor` is one over the root mean
-// square. A piece outside of the rotated elements has only `one`; a row with `turned` false is not rotated.
+// square. A piece outside of the rotated elements has only `one`. If `turned` is false, nothing is rotated.
 __device__ __forceinline__ void turn(const Vectors& raw, const Piece& piece, float factor, const SCALE_T* scale,
                                      const Rotation& rotation, bool turned, float (&one)[WIDTH],
                                      float (&other)[WIDTH]) {

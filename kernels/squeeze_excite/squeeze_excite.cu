@@ -43,7 +43,7 @@ struct Product {
     float alpha, beta;  // of the activation
 };
 
-// Returns the sum over `LANES_OF` neighbouring lanes to each of them.
+// Returns, in each of LANES_OF neighbouring lanes, the sum of their values.
 template <int LANES_OF>
 __device__ __forceinline__ float sum_of_lanes(float value) {
 #pragma unroll
@@ -55,7 +55,7 @@ __device__ __forceinline__ float sum_of_lanes(float value) {
 __device__ __forceinline__ void prefetch_rows(const char* from, int count, int bytes, int pitch) {
 #if __CUDA_ARCH__ >= 800
     if (bytes <= 0) return;
-    const int lines = bytes / LINE + 2;  // rows begin anywhere in a line
+    const int lines = bytes / LINE + 2;  // a row can begin within a line
     for (int at = threadIdx.x; at < count * lines; at += THREADS) {
         const int within = min(at % lines * LINE, bytes - 1);
         asm volatile("prefetch.global.L2 [%0];" ::"l"(from + u64(at / lines) * pitch + within));
@@ -129,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) CLUSTER_DIMS
     const int lane = threadIdx.x % LANES, lane_2 = threadIdx.x % LANES_2;
     cluster_wait();  // the other blocks have started, so that their shared memory exists
 #pragma unroll 2
-    for (int group = 0; group < SQUEEZED; group += THREADS / LANES) {  // all lanes of a warp take part in its sums
+    for (int group = 0; group < SQUEEZED; group += THREADS / LANES) {  // a warp's sums need all of its lanes
         const int row = group + threadIdx.x / LANES;
         float found[IMAGES] = {};
 #pragma unroll
