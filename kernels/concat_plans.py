@@ -1,4 +1,4 @@
-"""Joins two plans into one that runs them in turn: the second reads the first one's result from scratch memory."""
+"""Joins two plans into one that runs both in turn: the second plan reads the first one's result from scratch memory."""
 
 from __future__ import annotations
 

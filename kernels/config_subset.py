@@ -1,4 +1,4 @@
-"""Chooses a few of many kernel configs for a node of dynamic sizes, because each one chosen is a kernel to compile.
+"""Chooses a few of many kernel configs for a node of dynamic sizes, because each chosen config is a kernel to compile.
 
 The template of such a node (its plans for all sizes) names these kernels, and all of them are compiled at the start.
 """
@@ -14,7 +14,7 @@ import numpy as np
 Config = TypeVar("Config")
 Problem = TypeVar("Problem")
 
-SLACK: Final = 0.02  # the best chosen config costs at most this share more than the best of all configs
+SLACK: Final = 0.02  # the best chosen config is allowed to cost this share more than the best of all configs
 MAX_OF_PROBLEM: Final = 12  # how many of a problem's best configs become candidates for all problems
 
 

@@ -89,7 +89,7 @@ struct EpilogueOperands {
 
 // ---- by row ------------------------------------------------------------------------------------------------------
 
-// W neighbouring elements of a column vector as they lie in memory. WRAPS: the columns may pass the end of a row, so
+// W neighbouring elements of a column vector as they lie in memory. WRAPS: the columns can pass the end of a row, so
 // that the elements are loaded one by one.
 template <int W, bool WRAPS>
 struct ColumnLoads {

@@ -49,7 +49,7 @@ class Joined:
 
     product: FusedNode
     behind: FusedNode
-    outputs: tuple[str, ...]  # of the region, among them RESULT if the product's result is an output of the node
+    outputs: tuple[str, ...]  # names of outputs; RESULT is one of them if the node outputs the product's result
 
     @property
     def own(self) -> int:
@@ -95,7 +95,7 @@ def joined(node: FusedNode) -> Joined:
 
 
 def also_joined(supports: Supports) -> Supports:
-    """Make a function `supports` answer also for nodes into which elementwise operators were fused.
+    """Extend a function `supports` to nodes into which elementwise operators were fused.
 
     The function returns why no kernel can run a node, given the dtypes of its inputs and the device; None if one can.
     """

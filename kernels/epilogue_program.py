@@ -29,7 +29,7 @@ from onnxfuse.runtime.plan import Argument, Device, FusedNode, Kernel, Launch, P
 from onnxfuse.runtime.symint import for_later_plans
 
 OPERANDS: Final = ("of_row", "of_columns", "of_elements")  # operands with one value per row, column, or element
-WORDS: Final = {"float16": 1, "bfloat16": 1, "float64": 4, "int64": 4}  # 32-bit words per 2 elements; others: 2
+WORDS: Final = {"float16": 1, "bfloat16": 1, "float64": 4, "int64": 4}  # 32-bit words per 2 elements; else 2
 MAX_EPILOGUES: Final = 8 - MAX_TWO_STEPS  # maximum number of plans whose epilogue runs the program
 
 
@@ -155,7 +155,7 @@ def with_program(
 
 
 def in_epilogue(problem: Problem, program: EpilogueProgram) -> Problem:
-    """Return a product with a program in its epilogue; the kernel can load an operand of the program as residual."""
+    """Return a product whose epilogue runs a program; the kernel loads the program's residual, if it has one."""
     given = {"residual": program.residual, "residual_first": False} if program.residual else {}
     return replace(problem, y=program.y, program=program, **given)  # type: ignore[type-var]
 

@@ -1,4 +1,7 @@
-"""How an epilogue program reads an operand for W <= 8 adjacent columns of y; the first column is a multiple of W."""
+"""Decides whether an epilogue program reads an operand as vectors, for W <= 8 adjacent columns of y.
+
+The first of these columns is a multiple of W.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ WIDEST: Final = 8
 
 
 def are_neighbours(index: Index) -> bool:
-    """Return whether the W columns are contiguous in memory."""
+    """Return whether the elements of W columns, at addresses `index`, are contiguous in memory."""
     plain = _without_remainders(index)
     behind = (atom for atom, _ in plain.terms if atom.kind != "variable" and COLUMN in _of(atom).variables())
     return plain.factor(COLUMN) == 1 and all(_is_one_of_all(atom) for atom in behind)
@@ -45,7 +48,7 @@ def _without_remainders(index: Index) -> Index:
 
 
 def _is_one_of_all(atom: Atom) -> bool:
-    """Return whether an atom (a variable or function of an index) is a quotient, equal for all columns of an access."""
+    """Return whether an atom (a variable or function in an index) is a quotient with one value in all W columns."""
     if atom.kind != "div" or atom.of is None:
         return False
     inner = _without_remainders(atom.of)

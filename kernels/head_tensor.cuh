@@ -1,4 +1,4 @@
-// Where the heads of an attention or a rotary embedding lie in memory, as an argument of a kernel.
+// The layout in memory of the heads of an attention or a rotary embedding, as an argument of a kernel.
 #pragma once
 
 // A tensor of (batch, heads, rows, elements), whose last axis is contiguous. head_tensor.py writes the fields in this

@@ -1,4 +1,4 @@
-"""Where the heads of an attention or a rotary embedding lie in memory."""
+"""The layout in memory of the heads of an attention or a rotary embedding."""
 
 from __future__ import annotations
 

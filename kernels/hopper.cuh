@@ -39,8 +39,8 @@ __device__ __forceinline__ void cluster_barrier_relaxed() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// Sets the registers per thread of this warpgroup to COUNT, a multiple of 8: a producer releases registers, consumers
-// take them.
+// Lowers the registers per thread of this warpgroup, a producer, to COUNT, a multiple of 8. Consumers raise theirs with
+// take_registers.
 template <int COUNT>
 __device__ __forceinline__ void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
@@ -68,7 +68,7 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives, and adds `bytes` of TMA loads to those that the current phase waits for.
+// Arrives at an mbarrier, whose current phase then also waits for `bytes` more bytes of TMA loads.
 __device__ __forceinline__ void barrier_arrive_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -171,7 +171,7 @@ __device__ __forceinline__ void store(const TensorMap& map, u32 from, int c0, in
 
 __device__ __forceinline__ void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Waits until all but the last PENDING committed groups have read their shared memory.
+// Waits until all groups of TMA stores, except the PENDING groups committed last, have read their shared memory.
 template <int PENDING>
 __device__ __forceinline__ void store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
@@ -194,8 +194,8 @@ __device__ __forceinline__ void load_words(u32 from, float& first, float& second
 }
 
 // ---- 8 x 8 matrices of 16-bit elements between registers and shared memory ---------------------------------------
-// Lane i gives the address of row i % 8 of matrix i / 8. Register j of a lane has elements c = 2 (lane % 4) and c + 1
-// of row lane / 4 of matrix j, as wgmma's accumulators have them.
+// For stmatrix and ldmatrix, lane i gives the address of row i % 8 of matrix i / 8. Register j of a lane has elements
+// c = 2 (lane % 4) and c + 1 of row lane / 4 of matrix j, as wgmma's accumulators have them.
 
 __device__ __forceinline__ void store_matrices(u32 to, const u32 (&words)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words[0]),

@@ -1,4 +1,4 @@
-"""The blocks that a multiprocessor holds at a time, and the first GPUs with the instructions of most kernels."""
+"""The blocks that fit on a multiprocessor, and the first compute capability with the instructions of most kernels."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ def fitting_blocks(shared: int, device: Device) -> int:
 
 
 def bytes_of_block(blocks: int, device: Device) -> int:
-    """Return the most bytes of dynamic shared memory per block with which `blocks` blocks fit into a multiprocessor."""
+    """Return the maximum bytes of dynamic shared memory per block if a multiprocessor is to hold `blocks` blocks."""
     return (device.shared_per_block + RESERVED_BYTES) // blocks - RESERVED_BYTES

@@ -170,8 +170,8 @@ __device__ __forceinline__ Pack<T, N> pack(const float (&from)[N]) {
 
 // The loads are volatile, because the compiler would otherwise move them to their first use.
 //   ONCE      no other thread of this kernel reads the data, so it should not evict weights from L1
-//   CONSTANT  no kernel writes the data, so it may come through the read-only path (.nc). Other data may still be
-//             written by the predecessor when a launch with Launch.pdl starts
+//   CONSTANT  no kernel writes the data, so the read-only path (.nc) can load it. Other data can still be written by
+//             the predecessor when a launch with Launch.pdl starts
 enum class Use { ONCE, OFTEN, CONSTANT };
 
 #define LOAD(size, operands, ...)                                                                   \

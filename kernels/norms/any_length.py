@@ -44,7 +44,7 @@ def short_rows(length: int, width: int, device: Device, item_bytes: Sequence[int
     """
     if _within(length, SHORT_ROW):
         return _row_of_a_warp(SHORT_ROW, width, device, item_bytes)
-    if width == 1 and _within(length, WARP_ROW):  # a row per block: in a warp, a thread needs 32 addresses
+    if width == 1 and _within(length, WARP_ROW):  # a block computes a row: in a warp, a thread would need 32 addresses
         return RowTiling(1, SINGLES_THREADS, WARP_ROW // SINGLES_THREADS, longest=WARP_ROW)
     if _within(length, WARP_ROW):
         return _row_of_a_warp(WARP_ROW, width, device, item_bytes)
@@ -82,8 +82,8 @@ def _within(length: int, longest: int) -> bool:
 def _row_of_a_warp(longest: int, width: int, device: Device, item_bytes: Sequence[int]) -> RowTiling:
     tiling = RowTiling(width, 32, longest // (32 * width), WARP_BLOCK_THREADS // 32, longest=longest)
     resident = resident_blocks(tiling, device, item_bytes, 0)
-    # Vectors are checked against the row's end at run time. The checks take registers if a thread has many vectors, so
-    # fewer blocks have to be resident then.
+    # The kernel checks at run time which vectors lie in the row. For long rows, these checks take registers, so only
+    # half as many blocks have to be resident.
     return replace(tiling, min_blocks=resident if longest == SHORT_ROW else max(1, resident // 2))
 
 

@@ -64,8 +64,8 @@ struct Thread {
     __device__ __forceinline__ int group(int i) const { return (vector * WIDTH + i) / GROUP; }
 };
 
-// The sums of a thread's channels and of their squares, after a shift is subtracted from each group: the value of its
-// first channel at `pixel`, the block's first pixel.
+// The sums of a thread's values and of their squares. The group's shift is subtracted from each value first: the value
+// of the group's first channel at `pixel`, the block's first pixel.
 struct Moments {
     float shifts[SPANS], sums[SPANS], squares[SPANS];
 

@@ -41,7 +41,7 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
 
 
 def _plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Device, both: Joined | None = None) -> list[Plan]:
-    """Return the plans of a node; with `both`, plans whose kernels also run the operators that were fused into it."""
+    """Return the plans of a node; with `both`, their kernels also run the operators that were fused into the node."""
     if node.fusion == "softmax":
         return [softmax_plan(node, inputs, device)]
     if node.fusion != "group_norm":

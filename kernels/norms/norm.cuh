@@ -19,7 +19,7 @@ struct RawPack<true> {
 };
 
 // A row op of rows.cuh: y = (v - shift) * slope * scale + bias, where v is x, or x + residual. With SUM, v is written
-// as well. The program (program.cuh) consists of the operators fused after the norm, and is applied to y.
+// as well. The program (program.cuh), which is applied to y, consists of the operators fused after the norm.
 template <class Statistic, bool ADDS = RESIDUAL>
 struct Norm {
     using Partial = Statistic;

@@ -49,7 +49,7 @@ def norm_candidates(
     is empty if no kernel can run them in its epilogue.
     """
     x = required_spec(node, inputs, "x")
-    length = int(element_count(required_spec(node, inputs, "scale")))  # int(): the plan holds for this length only
+    length = int(element_count(required_spec(node, inputs, "scale")))  # int() restricts the plan to this length
     rows = math.prod(x.shape[:-1])
     _check(node, inputs, x, x.shape[-1])
     results = outputs = tuple(TensorSpec(x.shape, dtype, x.aligned) for dtype in node.output_dtypes)

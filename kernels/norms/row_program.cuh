@@ -1,5 +1,5 @@
-// The program (operators that are fused after a norm, see program.cuh) as a row op of rows.cuh calls it: loads the
-// program's operands for a thread's packs of elements, and computes its results.
+// Row ops of rows.cuh call the program, the operators that are fused after a norm (program.cuh), through RowProgram: it
+// loads the program's operands for a thread's packs of elements, and computes the program's results.
 #pragma once
 #include "program.cuh"
 

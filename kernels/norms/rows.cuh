@@ -90,7 +90,7 @@ __device__ __forceinline__ Partial merge_row(Partial partial, float (&partials)[
         cluster_arrive();
         cluster_wait();
         constexpr int READERS = PARTIALS < 32 ? PARTIALS : 32;
-        constexpr int EACH = PARTIALS / READERS;  // partials per lane, which merges them as a tree of equal halves
+        constexpr int EACH = PARTIALS / READERS;  // partials that each lane merges, as a tree of equal halves
         Partial read[EACH];
 #pragma unroll
         for (int i = 0; i < EACH; ++i) read[i] = Partial::load(partials[i * READERS + lane % READERS], partial.count());

@@ -35,9 +35,9 @@ USUAL_VALUES: Final = 16  # values per thread
 MAX_VALUES: Final = 32  # values per thread
 MAX_WARP_VALUES: Final = 32  # values per thread up to which one warp has a whole row and needs no barrier
 MAX_PREFETCH_VALUES: Final = 16  # values per thread up to which registers can also hold weights loaded early
-MAX_WARP_PREFETCH_VALUES: Final = 24  # MAX_PREFETCH_VALUES for a row of one warp without a residual
+MAX_WARP_PREFETCH_VALUES: Final = 24  # replaces MAX_PREFETCH_VALUES for a row of one warp without a residual
 MAX_BLOCK_VALUES: Final = 20  # values per thread in blocks of 1024 threads, where a thread has 64 registers
-USUAL_THREADS: Final = 512  # up to this many threads per block, longer rows get more threads, not more values a thread
+USUAL_THREADS: Final = 512  # up to this block size, longer rows get more threads, not more values per thread
 RESIDENT_BYTES: Final = 48 << 10  # bytes of rows in flight per multiprocessor, which bounds the registers per thread
 WARP_BLOCK_THREADS: Final = 128  # threads per block if a row has one warp or less
 # (registers per thread, registers for data) of persistent grids, whose threads hold their part of a row and load the
@@ -267,7 +267,7 @@ def _row_in_shared_memory(length: int, width: int, item_bytes: Sequence[int], de
 
 
 def shared_bytes(tiling: RowTiling, length: int, item_bytes: Sequence[int]) -> int:
-    """Return the bytes of shared memory per block for its part of a row; each input's vectors take whole words."""
+    """Return the bytes of shared memory with which a block keeps its part of a row, each vector in whole words."""
     per_batch = tiling.chunks * tiling.threads
     slots = per_batch * _ceil_div(length // tiling.width, per_batch * tiling.cluster)
     return slots * sum(max(4, tiling.width * size) for size in item_bytes)
