@@ -1,4 +1,4 @@
-"""Add custom operators to session options: one for each function of a model whose calls run as kernels."""
+"""Add custom operators to session options: one for each ONNX function whose calls run as kernels."""
 
 from __future__ import annotations
 

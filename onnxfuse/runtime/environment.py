@@ -52,7 +52,7 @@ IGNORED_OPTIONS: Final = {
 
 
 def kernel_environment(provider: str, device: Device) -> Environment:
-    """Return the environment that our kernels' speed depends on; measurements from other environments are not used."""
+    """Return the environment that kernels' speed depends on; measurements from other environments are not used."""
     return {
         "provider": provider,
         "gpu": device.name,

@@ -43,7 +43,7 @@ def place_of(node: FusedNode, device: Device) -> Place:
 
 
 def note(node: FusedNode, device: Device, error: BaseException, instead: Instead) -> None:
-    """Record and log that a kernel of a node failed, unless a recorded one is at least as severe (see TEXTS)."""
+    """Record and log a failure of a node's kernel, unless an equal or more severe one is recorded (see TEXTS)."""
     order, place = list(TEXTS), place_of(node, device)
     first = OnnxfuseError(first_line(Exception(*error.args)))  # only the first line of the compiler's messages
     failure = Failure(instead, f"{type(error).__name__}: {first}")

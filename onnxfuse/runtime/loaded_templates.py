@@ -93,7 +93,7 @@ class PreparedTemplate:
         self.situation: Final = situation
         self.kernels: dict[str, LoadedKernel] = {}  # the loaded kernels, by their `Kernel.key`
         self._backend, self._lock = backend, threading.RLock()
-        self.is_loaded_later = False  # background threads load kernels that first runs do not need
+        self.is_loaded_later = False  # whether background threads load the kernels that first runs do not need
         self._data = b""
         self._absent: set[str] = set()  # keys of the kernels whose handle is 0 in `_data`: they were not loaded yet
         self.refused: dict[str, OnnxfuseError] = {}  # why kernels cannot be loaded, by their `Kernel.key`

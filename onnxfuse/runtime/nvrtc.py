@@ -29,7 +29,7 @@ PTXAS_REPORT: Final = re.compile(
 INSTALL_NVRTC: Final = "pip install cuda-bindings nvidia-cuda-nvrtc"
 INCLUDE: Final = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"[^\n]*$', re.MULTILINE)
 PRAGMA_ONCE: Final = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[^\n]*$", re.MULTILINE)
-_texts: Final[dict[tuple[str, tuple[Path, ...]], tuple[str, dict[Path, int]]]] = {}  # texts, and mtimes of their files
+_texts: Final[dict[tuple[str, tuple[Path, ...]], tuple[str, dict[Path, int]]]] = {}  # texts, mtimes of files
 
 
 # --- the source of a kernel ------------------------------------------------------------------------------------------

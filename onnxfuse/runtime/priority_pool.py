@@ -53,7 +53,7 @@ class PriorityThreadPool:
         while error and not self._tasks.empty():
             self._tasks.get()
         for _ in self._threads:
-            self._put(-1, None)  # shorter than every task, so that threads take it last
+            self._put(-1, None)  # ends a thread; shorter than every task, so that it is taken last
         for thread in self._threads:
             thread.join()
         if self._errors and not error:

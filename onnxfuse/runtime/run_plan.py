@@ -205,7 +205,7 @@ def _refusal(function: str, variable: str, names: Sequence[str], folders: Sequen
 
 
 def _installed(names: Sequence[str], parts: Sequence[str]) -> Iterator[Path]:
-    """Yield the library files in folders `parts` of NVIDIA's wheels and in a CUDA toolkit, in the order of `names`."""
+    """Yield the installed files called `names`, from the folders `parts` of NVIDIA's wheels and from a CUDA toolkit."""
     try:
         packages = [Path(path) for path in importlib.import_module("nvidia").__path__]
     except ImportError:

@@ -1,4 +1,4 @@
-"""Find which fused nodes of a model kernels can run, and why kernels cannot run the others.
+"""Find the fused nodes that kernels can run, and the reasons why kernels cannot run the others.
 
 The other nodes run as their bodies: the ONNX functions that they call.
 """

@@ -367,7 +367,7 @@ def gcd(*values: Any) -> Any:
 
 
 def estimate(value: Any) -> Any:
-    """Return an integer as a real number, an estimate: its comparisons affect only the choice of the faster plan."""
+    """Return an integer as a real number; comparing it affects which plan is chosen, not which plan is correct."""
     return value._real() if isinstance(value, SymInt) else float(value)
 
 

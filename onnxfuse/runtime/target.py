@@ -34,7 +34,7 @@ _working_providers: Final[set[tuple[str, int]]] = set()
 
 @dataclass(frozen=True)
 class Target:
-    """The provider that runs kernels in a session."""
+    """The provider and the GPU that run a session's kernels, and the session's settings."""
 
     provider: str
     ordinal: int
@@ -69,7 +69,7 @@ class Target:
 
 @dataclass(frozen=True)
 class NoTarget:
-    """The session runs no kernels."""
+    """The reason `why` a session runs no kernels."""
 
     why: str
     asked: bool = True  # whether the session asked for a provider with kernels

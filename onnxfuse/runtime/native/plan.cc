@@ -13,7 +13,7 @@ struct Dtype {
   const char* name;
   int bits;  // bits per element; below 8, several elements share a byte
 };
-// By TensorProto.DataType of ONNX; onnxruntime's enumeration has the same numbers.
+// Indexed by ONNX's TensorProto.DataType; onnxruntime's enumeration has the same numbers.
 constexpr Dtype kDtypes[] = {
     {nullptr, 0},    {"float32", 32}, {"uint8", 8},  {"int8", 8},   {"uint16", 16},   {"int16", 16},
     {"int32", 32},   {"int64", 64},   {nullptr, 0},  {"bool", 8},   {"float16", 16},  {"float64", 64},

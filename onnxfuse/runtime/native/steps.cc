@@ -145,7 +145,7 @@ TensorMap read_tensor_map(WordReader& reader, const Extents& extents) {
 
 // --- launches --------------------------------------------------------------------------------------------------------
 
-constexpr int64_t kPointer = 0, kScalar = 1, kTensorMap = 2, kStruct = 3;  // alternatives of Argument in plan.py
+constexpr int64_t kPointer = 0, kScalar = 1, kTensorMap = 2, kStruct = 3;  // indices of types in plan.py's Argument
 constexpr int64_t kInt64 = 1, kFloat32Scalar = 2;  // numbers of Scalar.type; 0 is int32
 
 // Reads a pointer or scalar into the launch's values, at the first multiple of its size from byte `at` on.  Returns the
