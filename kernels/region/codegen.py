@@ -62,7 +62,7 @@ class Writer:
     found: list[tuple[Instance, bool]] = field(default_factory=list)
     stored_read: list[tuple[Key, Index]] = field(default_factory=list)  # reads of stored reductions: key, and index
     accesses: list[tuple[str, Index]] = field(default_factory=list)
-    vectors: list[tuple[str, Place]] = field(default_factory=list)  # operands read as whole vectors, with their places
+    vectors: list[tuple[str, Place]] = field(default_factory=list)  # operands read as whole vectors, and their indices
     bounds: list[tuple[Index, Size]] = field(default_factory=list)  # comparisons of an index with a size, in branches
     instructions: int = 0  # estimated instructions of the operators written
     shared_bytes: int = 0  # bytes of shared memory that the block uses
@@ -353,7 +353,7 @@ class Writer:
         return self.value(x, (*place[:axis], Index(0, ((atom, 1),)), *place[end:]))
 
     def _variables_of(self, name: str, place: Place) -> frozenset[str]:
-        """Return the variables of `place` that the code for a value at `place` uses in addresses or conditions."""
+        """Return those variables of the indices `place` that the value's code uses in addresses or conditions."""
         key = (name, place)
         if key not in self.dependencies:
             draft = Writer(self.program, self.shapes, Arguments(self.shapes.sizes, False), False, {})

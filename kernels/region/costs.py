@@ -1,4 +1,4 @@
-"""Estimates the cost per element of a nest without reductions, to choose between vectors and scattered lanes.
+"""Estimates the cost per element of a loop nest without reductions, to choose between vectors and scattered lanes.
 
 Scattered lanes are elements that one thread computes although they are far apart.
 

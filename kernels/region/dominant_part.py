@@ -43,7 +43,7 @@ class DominantPart:
 
 
 def dominant_part(nest: Nest, program: Program, shapes: Shapes) -> DominantPart | None:
-    """Return the dominant part of a nest with one variable; None if no part has nearly all elements.
+    """Return the dominant part of a loop nest with one variable; None if no part has nearly all elements.
 
     Vectors contain elements inside and outside of this part.  So the part's code must be able to read its operands at
     the elements outside, too.

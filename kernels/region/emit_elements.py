@@ -24,7 +24,7 @@ class ElementsText:
     """Writes the code that finds a thread's elements, computes them and stores them."""
 
     def __init__(self, tiling: Elements, parts: PartsText, store: StoreText) -> None:
-        """Store the tiling, the writer of variables, and the writer of stores."""
+        """Store the tiling (the division among threads), the writer of variables, and the writer of stores."""
         self.tiling, self.parts, self.store = tiling, parts, store
         self.nest, self.writer, self.type = parts.nest, parts.writer, parts.type
 
@@ -215,7 +215,7 @@ class ElementsText:
         self.store.write()
 
     def _elements_with_tail(self, variable: Variable) -> None:
-        """Write whole vectors along the nest's only variable, and single elements after the last vector."""
+        """Write whole vectors along the loop nest's only variable, and single elements after the last vector."""
         writer, width, sizes = self.writer, self.tiling.width, self.writer.shapes.sizes
         whole, count = self.parts.vectors(variable.extent, width), variable.extent
         with writer.block(f"if (at < {writer.arguments.size(whole)})"):

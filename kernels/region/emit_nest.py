@@ -29,7 +29,7 @@ from onnxfuse.kernels.region.references import Reference
 from onnxfuse.kernels.region.scratch_reductions import Stored
 from onnxfuse.kernels.region.tilings import MAX_HELD, Columns, Elements, Merge, Rows, Tile, Tiling
 
-UNROLLED: Final = 4  # rounds of a reducing loop that are unrolled, so that several loads are in flight
+UNROLLED: Final = 4  # iterations of a reducing loop that are unrolled, so that several loads are in flight
 
 
 class NestText:
@@ -38,7 +38,7 @@ class NestText:
     def __init__(
         self, nest: Nest, tiling: Tiling, writer: Writer, release: str, leaving: str, own: Sequence[Stored] = ()
     ) -> None:
-        """Store the nest, its tiling, and the writer that gets the lines.
+        """Store the loop nest, its tiling (division among threads), and the writer that gets the lines.
 
         `release` and `leaving` are C++ conditions: whether the next kernel may start before the stores, and whether
         the L2 cache evicts outputs first.  `own` are the reductions that the nest stores.

@@ -1,4 +1,4 @@
-"""Writes a nest's variables, which are quotients and remainders of a thread's flat index.
+"""Writes a loop nest's variables, which are quotients and remainders of a thread's flat index.
 
 A list is one of `Nest.lists`: the variables of rows, of a row's elements, or of other elements that are reduced.
 """
@@ -13,10 +13,10 @@ from onnxfuse.kernels.region.nests import Nest, Variable
 
 
 class PartsText:
-    """Writes a nest's variables, and the number of vectors in a list of variables."""
+    """Writes a loop nest's variables, and the number of vectors in a list of variables."""
 
     def __init__(self, nest: Nest, writer: Writer) -> None:
-        """Store the nest, and the writer that gets the lines."""
+        """Store the loop nest, and the writer that gets the lines of code."""
         self.nest, self.writer = nest, writer
         self.type = writer.arguments.index_type
 

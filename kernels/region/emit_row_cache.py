@@ -19,14 +19,14 @@ from onnxfuse.kernels.region.references import Reference
 from onnxfuse.kernels.region.tilings import KEPT_DTYPES, MIN_COPIED, Rows, Tiling
 
 COPIED_AHEAD: Final = 8  # vectors whose copies are in flight while a thread reads another vector
-Vector: TypeAlias = tuple[str, Place]  # an operand, and the place of the vector in it
+Vector: TypeAlias = tuple[str, Place]  # an operand, and the vector's index along each of its axes
 
 
 class RowCacheText:
     """Writes the copies and reads of a row's vectors.  A thread reads only its own copies, so it needs no barrier."""
 
     def __init__(self, nest: Nest, tiling: Tiling, writer: Writer, enter: Callable[[str, str, str], None]) -> None:
-        """Store the nest, its tiling and the writer.
+        """Store the loop nest, its tiling (division among threads) and the writer.
 
         `enter(name, at, head)` writes the variables of list `name` at vector number `at`, where `head` elements precede
         the first vector of a row.

@@ -1,4 +1,4 @@
-"""Writes the stores of a nest's outputs, or of the accumulators of its reductions."""
+"""Writes the stores of a loop nest's outputs, or of the accumulators of its reductions."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from onnxfuse.kernels.region.scratch_reductions import Stored
 
 
 class StoreText:
-    """Writes values and their stores, at a point of the code where the nest's variables are set."""
+    """Writes values and their stores, at a point of the code where the loop nest's variables are set."""
 
     def __init__(self, nest: Nest, writer: Writer, release: str, leaving: str, own: Sequence[Stored]) -> None:
-        """Store the nest and the writer; `release`, `leaving` and `own` are as in NestText.__init__."""
+        """Store the loop nest and the writer; `release`, `leaving` and `own` are as in NestText.__init__."""
         self.nest, self.writer, self.release, self.leaving, self.own = nest, writer, release, leaving, own
 
     def write(self, condition: str = "") -> None:

@@ -31,7 +31,7 @@ SKEWS: Final = (0, 1, 2, 4)  # candidates: words of padding after every 32 rows,
 def tiles(nest: Nest, tiling: Tile, sizes: Sizes) -> list[Variable]:
     """Return the variables that number the blocks; a block computes one tile.
 
-    They are the variables of the nest that a tile does not span, and then two that count tiles along its two axes.
+    They are the variables of the loop nest that a tile does not span, and then two that count tiles along its two axes.
     """
     *others, last = nest.lists[ELEMENTS]
     across = next(each for each in others if each.name == tiling.across)
@@ -75,7 +75,7 @@ class TileText:
     """Writes the loops of a block over its tile, after the code that computes the tile's position."""
 
     def __init__(self, nest: Nest, tiling: Tile, writer: Writer) -> None:
-        """Store the nest, its tiling, and the writer that gets the lines."""
+        """Store the loop nest, its tiling (division among threads), and the writer that gets the lines."""
         self.nest, self.tiling, self.writer = nest, tiling, writer
         self.last = nest.lists[ELEMENTS][-1]
         self.across = next(each for each in nest.lists[ELEMENTS] if each.name == tiling.across)

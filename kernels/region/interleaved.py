@@ -33,7 +33,7 @@ def interleaved_lanes(short: Variable, lanes: Lanes) -> Lanes:
 
 
 def interleaved(nest: Nest) -> Variable | None:
-    """Return a short variable that is innermost in the outputs, but not last in the nest; None if there is none.
+    """Return a short variable that is innermost in the outputs, but not last in the loop nest; None without one.
 
     All other variables have the same order in the outputs and in the nest, and vectors lie along the nest's last
     variable.  So the elements of one vector, taken at all values of the short variable, are contiguous in the outputs,

@@ -1,4 +1,4 @@
-"""The launches of a region: the nests of each launch, and the reductions that separate launches compute and store."""
+"""The launches of a region: the loop nests of each launch, and the reductions that separate launches store."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MIN_STORED_ELEMENTS: Final = 32
 
 @dataclass(frozen=True)
 class Work:
-    """A nest, its tiling, and the reductions that it stores."""
+    """A loop nest, its tiling (division among threads), and the reductions that it stores."""
 
     nest: Nest
     tiling: Tiling
@@ -38,13 +38,13 @@ class Work:
 
 @dataclass
 class Stages:
-    """The nests of each launch with their tilings, in order, and the reductions that earlier launches store."""
+    """The loop nests of each launch with their tilings, in order, and the reductions that earlier launches store."""
 
     launches: list[list[Work]] = field(default_factory=list)
     stored: dict[Key, Stored] = field(default_factory=dict)
 
     def add(self, launch: int, work: Work) -> None:
-        """Add a nest with its tiling to a launch."""
+        """Add a loop nest with its tiling (division among threads) to a launch."""
         while len(self.launches) <= launch:
             self.launches.append([])
         self.launches[launch].append(work)
@@ -67,7 +67,7 @@ def stages_of(region: Region, groups: Sequence[Sequence[str]]) -> Stages:
 
 
 def _grouped(program: Program, shapes: Shapes, groups: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Merge groups of outputs with equally many elements, if one nest for both reads fewer bytes than two nests."""
+    """Merge groups of outputs with equally many elements, if one loop nest for both reads less than two."""
     found, left = list[list[str]](), [list(each) for each in groups]
     while left:
         own = left.pop(0)
@@ -80,7 +80,7 @@ def _grouped(program: Program, shapes: Shapes, groups: Sequence[Sequence[str]]) 
 
 
 def _share_reads(program: Program, shapes: Shapes, own: Sequence[str], other: Sequence[str]) -> bool:
-    """Return whether one nest for two groups of outputs reads fewer bytes than two nests."""
+    """Return whether one loop nest for two groups of outputs reads fewer bytes than two nests."""
     a, b = shapes.of[own[0]], shapes.of[other[0]]
     is_same = [dim for dim in a if dim != 1] == [dim for dim in b if dim != 1]
     reduces = any(each.name in REDUCTIONS for each in program.operations)
@@ -94,7 +94,7 @@ def _share_reads(program: Program, shapes: Shapes, own: Sequence[str], other: Se
 
 
 def _with_rows(region: Region, nests: Sequence[Nest], stored: StoredByKey) -> list[Nest]:
-    """Merge nests that compute one element per row into other nests that read the same rows.
+    """Merge loop nests that compute one element per row into other nests that read the same rows.
 
     The rows are then read from memory only once; a second read takes them from the L1 cache.
     """
@@ -110,7 +110,7 @@ def _with_rows(region: Region, nests: Sequence[Nest], stored: StoredByKey) -> li
 
 
 def _joined(region: Region, rows: Nest, other: Nest, stored: StoredByKey) -> Nest | None:
-    """Return one nest for `other` and `rows`; None if that is impossible.
+    """Return one loop nest for `other` and `rows`; None if that is impossible.
 
     The outputs of `rows` have one element per row of `other`.
     """
@@ -150,14 +150,14 @@ def _shape_of_rows(region: Region, rows: Nest, other: Nest) -> Shape | None:
 
 
 def _stored_nest(region: Region, keys: Keys, found: StoredByKey) -> Nest:
-    """Return the nest that computes and stores reductions; a reduction can use the results of others in this nest."""
+    """Return the loop nest that computes and stores reductions; one reduction can use the results of another."""
     others = {key: each for key, each in found.items() if key not in keys or len(keys) == 1}
     made = make_stored_nest(region.program, region.shapes, [found[key] for key in keys], others)
     return _arranged(region, made, found)
 
 
 def _with_common_rows(region: Region, own: Mapping[Keys, Nest], found: StoredByKey) -> dict[Keys, Nest]:
-    """Merge each nest that reads stored reductions into the nest that stores them, if both nests reduce the same rows.
+    """Merge loop nests that read stored reductions into the nests that store these, if both reduce the same rows.
 
     One launch then computes all these reductions, and reads each row once.
     """
@@ -175,19 +175,19 @@ def _with_common_rows(region: Region, own: Mapping[Keys, Nest], found: StoredByK
 
 
 def _has_rows_of(region: Region, made: Nest, nests: Sequence[Nest]) -> bool:
-    """Return whether a nest has the same rows as all `nests`, and no row is shared among blocks."""
+    """Return whether a loop nest has the same rows as all `nests`, and no row is shared among blocks."""
     is_whole = not made.inner and all(tiling_of(each, region).shares == 1 for each in (made, *nests))
     return is_whole and all(each.shape == made.shape and each.count(ROWS) == made.count(ROWS) for each in nests)
 
 
 def _arranged(region: Region, nest: Nest, found: Mapping[Key, Stored]) -> Nest:
-    """Return a nest with the order and the split of variables that make it fastest."""
+    """Return a loop nest with the order and the split of variables that make it fastest."""
     nest = with_contiguous_last(nest, region.program)
     return fastest_variables(nest, region, found)
 
 
 def _slow(region: Region, nest: Nest) -> Iterator[Instance]:
-    """Yield the reductions of a nest that separate launches should compute."""
+    """Yield the reductions of a loop nest that separate launches should compute."""
     shapes = region.shapes
     if nest.levels and tiling_of(nest, region).shares != 1:
         yield from (each for level in nest.levels for each in level if each not in nest.stores)
@@ -198,7 +198,7 @@ def _slow(region: Region, nest: Nest) -> Iterator[Instance]:
 
 
 def _in_order(region: Region, nests: Sequence[Nest], own: Mapping[Keys, Nest], found: StoredByKey) -> Stages:
-    """Assign nests to launches; each nest comes after the nests whose reductions it reads."""
+    """Assign loop nests to launches; each nest comes after the nests whose reductions it reads."""
     stages, tilings = Stages(), {keys: tiling_of(nest, region) for keys, nest in own.items()}
     together = {key: keys for keys in own for key in keys}
     merged = {keys for keys, tiling in tilings.items() if tiling.shares != 1 and _is_merged(keys, own, nests)}
@@ -241,6 +241,6 @@ def _is_merged(keys: Keys, own: Mapping[Keys, Nest], nests: Sequence[Nest]) -> b
 
 
 def _of_one_launch(works: Sequence[Work]) -> list[Work]:
-    """Return the nests of one launch, changed so that all have the same number of threads per block."""
+    """Return the loop nests of one launch, changed so that all have the same number of threads per block."""
     tilings = of_one_block([work.tiling for work in works])
     return [replace(work, tiling=tiling) for work, tiling in zip(works, tilings, strict=True)]

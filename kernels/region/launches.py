@@ -90,7 +90,7 @@ def _launch(
 
 
 def _blocks(nest: Nest, tiling: Tiling, sizes: Sizes) -> int:
-    """Return the number of blocks of a nest."""
+    """Return the number of thread blocks that compute a loop nest."""
     match tiling:
         case Elements():
             count, width = sizes.value(product(nest.shape)), tiling.width
@@ -118,7 +118,7 @@ def _body(
     stored: Mapping[Key, Stored],
     given: tuple[str, str],
 ) -> tuple[str, int]:
-    """Return the code, in which each block computes a part of one nest, and the bytes of dynamic shared memory."""
+    """Return the code, in which each block computes a part of one loop nest, and the bytes of dynamic shared memory."""
     lines, before, begin, shared, row_bytes = list[str](), 0, "", 0, 0
     for i, work in enumerate(works):
         end = before + blocks[i]

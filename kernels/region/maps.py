@@ -46,7 +46,7 @@ def source(operation: Operation, output: str, place: Place, shapes: Shapes) -> P
 
 
 def broadcast(place: Place, shape: Shape, x: Shape, shapes: Shapes) -> Place:
-    """Return the place in `x` that the element at `place` of `shape` reads if `x` is broadcast to `shape`."""
+    """Return the indices in `x` that the element at the indices `place` reads if `x` is broadcast to `shape`."""
     skipped = len(shape) - len(x)
     return tuple(
         NOTHING if dim == 1 or not shapes.sizes.equal(dim, whole) else each

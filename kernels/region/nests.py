@@ -32,7 +32,7 @@ ELEMENTS: Final = "element"
 
 @dataclass(frozen=True)
 class Variable:
-    """A variable of a nest, with values from 0 to `extent` - 1."""
+    """A variable of a loop nest, with values from 0 to `extent` - 1."""
 
     name: str
     extent: Size
@@ -62,7 +62,7 @@ class Nest:
 
     @property
     def place(self) -> Place:
-        """The computed element's index along each axis, as expressions in the nest's variables."""
+        """The computed element's index along each axis, as expressions in the loop nest's variables."""
         return self._place_in(self.shape)
 
     def place_of(self, name: str, shapes: Shapes) -> Place:
@@ -76,7 +76,7 @@ class Nest:
 
     @property
     def reads(self) -> set[Key]:
-        """The reductions of earlier launches that the nest reads."""
+        """The reductions of earlier launches that the loop nest reads."""
         return {key for key, _ in self.stored_read}
 
     def count(self, name: str) -> Size:
@@ -131,19 +131,19 @@ def make_nest(
     stored: StoredByKey,
     row_outputs: Mapping[str, Shape] | None = None,
 ) -> Nest:
-    """Return the nest of outputs with equally many elements; separate launches compute the `stored` reductions."""
+    """Return the loop nest of outputs with equally many elements; other launches compute the `stored` reductions."""
     nest = Nest(tuple(outputs), shapes.of[outputs[0]], {}, {}, row_outputs=row_outputs or {})
     return _made(nest, program, shapes, stored)
 
 
 def make_stored_nest(program: Program, shapes: Shapes, group: Sequence[Stored], stored: StoredByKey) -> Nest:
-    """Return the nest that computes stored reductions, which all have results at the same places."""
+    """Return the loop nest that computes stored reductions whose results have the same indices."""
     instances = tuple(each.instance for each in group)
     return _made(Nest((), group[0].shape, {}, {}, stores=instances), program, shapes, stored)
 
 
 def _made(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) -> Nest:
-    """Complete a nest that has only its outputs and its shape."""
+    """Complete a loop nest that has only its outputs and its shape."""
     axes = [Variable(f"o{axis}", dim) for axis, dim in enumerate(nest.shape) if dim != 1]
     places = {each.name: variable_index(each.name, each.extent) for each in axes}
     nest = _with_levels(replace(nest, lists={ROWS: (), ELEMENTS: tuple(axes)}, places=places), program, shapes, stored)
@@ -197,7 +197,7 @@ def _reads(instance: Instance, program: Program, shapes: Shapes, stored: StoredB
 
 
 def flattened(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey, kept: int = 0) -> Nest:
-    """Merge the variables of a nest that has no reductions into one variable; the first `kept` variables stay."""
+    """Merge the variables of a loop nest without reductions into one, except the first `kept` variables."""
     variables, by = nest.lists[ELEMENTS][kept:], dict[str, Index]()
     one = Variable("e", product(each.extent for each in variables))
     left = variable_index(one.name, one.extent)
@@ -207,7 +207,7 @@ def flattened(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey,
 
 
 def with_row_outputs(nests: Sequence[Nest], program: Program, shapes: Shapes, stored: StoredByKey) -> list[Nest]:
-    """Merge nests that compute one element per row into nests with the same rows."""
+    """Merge loop nests that compute one element per row into other nests with the same rows."""
     found = list(nests)
     for nest in nests:
         if nest.levels and not nest.inner and not nest.lists[ELEMENTS]:
@@ -226,7 +226,7 @@ def _reductions(nest: Nest) -> set[Instance]:
 
 
 def in_variables(instance: Instance, nest: Nest) -> Instance:
-    """Return a reduction with the indices of its result expressed in the nest's variables."""
+    """Return a reduction with the indices of its result expressed in the loop nest's variables."""
     kept = tuple(None if index is None else replaced(index, nest.places) for index in instance.kept)
     return replace(instance, kept=kept)
 
@@ -251,7 +251,7 @@ def _refined(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) 
 
 
 def traced(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) -> Nest:
-    """Return a nest with the accesses, bounds and instructions of its code; the code is written once and discarded."""
+    """Return a loop nest with the accesses, bounds and instructions of its code, which is written and discarded."""
     writer = draft(program, shapes, stored)
     for level in nest.levels:
         for instance in level:
@@ -291,7 +291,7 @@ def _splits(nest: Nest) -> Iterator[tuple[Variable, Size]]:
 
 
 def split(nest: Nest, variable: Variable, part: Size) -> Nest:
-    """Split one variable of a nest into two; the second one has the extent `part`."""
+    """Split one variable of a loop nest into two; the second one has the extent `part`."""
     whole = divide(variable.extent, part)
     assert whole is not None
     high = Variable(f"{variable.name}h", whole)

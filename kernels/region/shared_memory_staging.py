@@ -15,7 +15,7 @@ from onnxfuse.region_operators import ELEMENTWISE
 
 
 def staged_values(nest: Nest, across: Variable, program: Program, shapes: Shapes) -> list[tuple[str, Place]]:
-    """Return the values, with places, that a tile computes along `across` and keeps in shared memory.
+    """Return the values, with indices, that a tile computes along `across` and keeps in shared memory.
 
     Among all values whose computation loads no operand along the last variable, the returned ones are nearest to the
     outputs.

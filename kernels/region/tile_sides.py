@@ -18,9 +18,9 @@ TILE_STEP: Final = 8  # the sides of a tile are multiples of this number of elem
 
 
 def tile_area(count: int, elements: int, words: int, device: Device) -> int:
-    """Return the maximum number of elements of a tile, for a nest of `count` elements.
+    """Return the maximum number of elements of a tile, for a loop nest of `count` elements.
 
-    Shared memory holds `words` words per element; in one round, the threads of a block read `elements` elements.
+    Shared memory holds `words` words per element.  The threads of a block read `elements` elements at a time.
     """
     area = max(MIN_TILE_AREA, min(TILE_AREA // words, TILE_ROUNDS * elements))
     if is_symbolic(count):

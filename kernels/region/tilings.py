@@ -1,4 +1,4 @@
-"""Divides a nest among threads, by rows or by elements, and chooses the width of vectors.
+"""Divides a loop nest among threads, by rows or by elements, and chooses the width of vectors.
 
 A list is one of `Nest.lists`: the variables that count rows, the elements of a row, or the elements of another
 reduction.
@@ -85,7 +85,7 @@ SplitBy: TypeAlias = Literal["", "branches", "stores"]
 
 @dataclass(frozen=True)
 class Tiling:
-    """The way in which a nest is divided among threads; each subclass below is one way.
+    """The way in which a loop nest is divided among threads; each subclass below is one way.
 
     If several blocks each have a share of a row, a later launch merges their accumulators.
     """
@@ -146,7 +146,7 @@ class Merge(Tiling):
 
 
 def tiling_of(nest: Nest, region: Region) -> Tiling:
-    """Return the tiling of a nest."""
+    """Return the tiling of a loop nest: its division among threads."""
     if not nest.levels:
         return _tile(nest, region) or _elements(nest, region)
     name = nest.elements_of(nest.levels[0][0], region.shapes)[0]
@@ -154,7 +154,7 @@ def tiling_of(nest: Nest, region: Region) -> Tiling:
 
 
 def _elements(nest: Nest, region: Region) -> Elements:
-    """Return the tiling of a nest whose threads compute vectors of the outputs."""
+    """Return the tiling of a loop nest whose threads compute vectors of the outputs."""
     sizes, device = region.sizes, region.device
     _, lanes, (repeated, repeats) = _best_lanes(nest, region)
     count = sizes.value(nest.count(ELEMENTS))
@@ -172,7 +172,7 @@ def _elements(nest: Nest, region: Region) -> Elements:
 
 
 def _rows(nest: Nest, name: str, region: Region) -> Rows:
-    """Return the tiling of a nest with one row per warp or block, and vectors along the rows."""
+    """Return the tiling of a loop nest with one row per warp or block, and vectors along the rows."""
     sizes, device = region.sizes, region.device
     length, rows = sizes.value(nest.count(name)), sizes.value(nest.count(ROWS))
     widths = {each: width_along(nest, each, region) for each in nest.lists if each != ROWS}
@@ -259,7 +259,7 @@ def _lanes(counts: Mapping[str, int], widths: Mapping[str, int], rows: int, row_
 
 
 def _columns(nest: Nest, name: str, region: Region) -> Columns:
-    """Return the tiling of a nest whose rows are adjacent in memory."""
+    """Return the tiling (division among threads) of a loop nest whose rows are adjacent in memory."""
     sizes = region.sizes
     length, rows = sizes.value(nest.count(name)), sizes.value(nest.count(ROWS))
     moved = sum(each.moved for each in accesses(nest, region.program))
@@ -303,7 +303,7 @@ def _shares(blocks: int, rounds: int, region: Region, most: int = MAX_SHARES, fe
 
 
 def _tile(nest: Nest, region: Region) -> Tile | None:
-    """Return the tiling by tiles of an elementwise nest that reads and stores along different variables; else None."""
+    """Return tiles for an elementwise loop nest that reads and stores along different variables; None for others."""
     variables = nest.lists[ELEMENTS]
     if nest.levels or nest.stores or len(variables) < 2 or _most_lanes(nest) < TILE_AREA // THREADS:
         return None
@@ -345,7 +345,7 @@ def _store_width(nest: Nest, region: Region) -> int:
 
 
 def fastest_variables(nest: Nest, region: Region, stored: StoredByKey) -> Nest:
-    """Return a nest with the variables, and their order, that make an element cheapest.
+    """Return a loop nest with the variables, and their order, that make an element cheapest.
 
     A nest with reductions is returned unchanged.
     """
@@ -369,7 +369,7 @@ def fastest_variables(nest: Nest, region: Region, stored: StoredByKey) -> Nest:
 
 
 def _turned(nest: Nest, region: Region) -> Iterator[Nest]:
-    """Yield a nest with a new innermost variable: the one along which most bytes are read, if it is not innermost yet.
+    """Yield a loop nest in which the variable along which most bytes are read is innermost; nothing if it is already.
 
     In that nest, operands are loaded as vectors, and neighbouring threads store neighbouring elements.
     """
@@ -382,7 +382,7 @@ def _turned(nest: Nest, region: Region) -> Iterator[Nest]:
 
 
 def _best_lanes(nest: Nest, region: Region) -> tuple[float, Lanes, Repeats]:
-    """Return the least cost of an element of a nest without reductions, and the lanes and repeats with this cost."""
+    """Return the least cost per element of a loop nest without reductions, and the lanes and repeats that have it."""
     variables = nest.lists[ELEMENTS]
     name, names = (variables[-1].name if variables else ""), frozenset(each.name for each in variables)
     whole = Lanes(name, width_along(nest, ELEMENTS, region))
@@ -468,7 +468,7 @@ def _bytes_along(nest: Nest, variable: Variable, region: Region) -> int:
 
 
 def of_one_block(tilings: Sequence[Tiling]) -> list[Tiling]:
-    """Return tilings with equally many threads per block, because one launch runs the blocks of all nests.
+    """Return tilings with equally many threads per block, because one launch runs the blocks of all loop nests.
 
     With several nests, none keeps rows in shared memory: all blocks of the launch would reserve that memory, and few
     blocks would be resident.

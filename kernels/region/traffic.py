@@ -1,4 +1,4 @@
-"""The bytes that a nest moves along each variable, to choose the variable along which neighbouring threads lie."""
+"""The bytes that a loop nest moves along each variable, to choose the variable along which neighbouring threads lie."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Access:
 
 
 def accesses(nest: Nest, program: Program) -> list[Access]:
-    """Return the accesses of a nest without duplicates."""
+    """Return the memory accesses of a loop nest without duplicates."""
     extents, found = _extents(nest), []
     for operand, address in dict.fromkeys(nest.accesses):
         items = [BYTES[program.dtypes[name]] for name in ([operand] if operand else nest.outputs)]
@@ -71,7 +71,7 @@ def is_side_by_side(address: Index, variable: Variable) -> bool:
 
 
 def with_contiguous_last(nest: Nest, program: Program) -> Nest:
-    """Move, in each list of a nest with reductions, the variable with the most contiguous bytes to the end."""
+    """Move the variable with the most contiguous bytes to the end of each list, in a loop nest with reductions."""
     lists = {
         name: tuple(sorted(variables, key=lambda each: each == _most_contiguous(nest, variables, program)))
         for name, variables in nest.lists.items()
