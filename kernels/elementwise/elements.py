@@ -57,7 +57,7 @@ def vector_tiling(count: int, max_width: int, device: Device) -> VectorTiling:
 
 
 def _vector_tiling_of_any_count(count: int, max_width: int, device: Device) -> VectorTiling:
-    """Return one of three tilings, chosen by the estimated count; each of them is correct for every count."""
+    """Return one of three divisions among threads, chosen by the estimated count; each is correct for every count."""
     vectors, resident = estimate(count // max_width), RESIDENT_THREADS * device.multiprocessors
     if vectors < SMALL_VECTORS * device.multiprocessors:
         return VectorTiling(min(max_width, SMALL_WIDTH), SMALL_THREADS, 1)

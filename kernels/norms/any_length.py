@@ -1,4 +1,4 @@
-"""Tilings of rows.cuh for rows of symbolic length: one tiling for each range of lengths.
+"""Tilings (divisions among threads) of rows of symbolic length in rows.cuh: one for each range of lengths.
 
 The kernel takes the length as an argument, and has registers for the longest row of its range.
 """
@@ -36,7 +36,7 @@ BLOCK_ROW: Final = BLOCK_THREADS * MAX_VALUES  # elements of the longest row tha
 
 
 def short_rows(length: int, width: int, device: Device, item_bytes: Sequence[int]) -> RowTiling:
-    """Return the tiling for mostly short rows of arbitrary length, such as attention scores.
+    """Return the tiling (division among threads) for mostly short rows of any length, such as attention scores.
 
     Most sequence lengths are not multiples of a vector. So rows that are accessed by single elements have two ranges of
     lengths with kernels of their own. Rows beyond all ranges share one kernel, which reads them twice, element by
@@ -54,7 +54,7 @@ def short_rows(length: int, width: int, device: Device, item_bytes: Sequence[int
 
 
 def long_rows(length: int, width: int, device: Device, item_bytes: Sequence[int]) -> RowTiling:
-    """Return the tiling for rows that can be long and mostly have whole vectors, such as an image's pixels."""
+    """Return the tiling (division among threads) for rows that can be long and mostly have whole vectors."""
     if width == 1:
         return _row_read_twice(width, 1)
     if _within(length, WARP_ROW):

@@ -59,7 +59,7 @@ def group_norm_plan(
     else:
         tiling = row_tiling(rows, length, width, device, item_bytes)
     tiling = (with_registers_to_spare(tiling) or tiling) if program else tiling
-    packs = spatial // tiling.width  # vectors per channel, of the tiling's width
+    packs = spatial // tiling.width  # vectors of `tiling.width` elements per channel
     defines: Defines = {
         "X_T": STORAGE[x.dtype], "SCALE_T": STORAGE[scale.dtype], "BIAS_T": STORAGE[bias.dtype],
         "Y_T": STORAGE[y.dtype], "ROW": length, "STREAMED": streamed_rows([x, y], length, width), "GROUPS": groups,

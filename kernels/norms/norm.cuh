@@ -18,8 +18,8 @@ struct RawPack<true> {
     Pack<RESIDUAL_T, WIDTH> residual;
 };
 
-// A row op of rows.cuh: y = (v - shift) * slope * scale + bias, where v is x, or x + residual. With SUM, v is written
-// as well. The program (program.cuh), which is applied to y, consists of the operators fused after the norm.
+// A row op, which rows.cuh calls: y = (v - shift) * slope * scale + bias, where v is x, or x + residual. With SUM, v is
+// written as well. The program (program.cuh), which is applied to y, consists of the operators fused after the norm.
 template <class Statistic, bool ADDS = RESIDUAL>
 struct Norm {
     using Partial = Statistic;

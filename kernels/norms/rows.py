@@ -94,7 +94,7 @@ class RowTiling:
 
     @property
     def defines(self) -> Defines:
-        """The macros of the tiling."""
+        """The compile-time macros that describe the tiling to rows.cuh."""
         return {
             "WIDTH": self.width,
             "THREADS": self.threads,
@@ -178,7 +178,7 @@ def persistent_is_faster(usual: RowTiling, persistent: RowTiling, rows: int, dev
 
 
 def with_registers_to_spare(tiling: RowTiling) -> RowTiling | None:
-    """Return the tiling with registers spared for the operands of a program; None if there are too few registers."""
+    """Return the tiling with registers left for the operands of fused operators; None if there are too few."""
     if tiling.threads <= 32:
         return tiling
     return None if tiling.max_blocks < MAX_GRID else replace(tiling, min_blocks=max(1, tiling.min_blocks - 1))

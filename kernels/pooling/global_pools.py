@@ -41,7 +41,7 @@ class GlobalTiling:
 def global_tiling(
     images: int, pixels: int, vectors: int, vector_bytes: int, max_parts: int, device: Device
 ) -> GlobalTiling:
-    """Return the tiling for `images` images of `pixels` pixels, each with `vectors` vectors of channels."""
+    """Return how threads divide `images` images of `pixels` pixels, each with `vectors` vectors of channels."""
     lanes_c = min(32, LINE_BYTES // vector_bytes, 1 << (vectors - 1).bit_length())
     columns, parts = images * math.ceil(vectors / lanes_c), 1
     while True:

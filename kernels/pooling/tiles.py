@@ -1,4 +1,4 @@
-"""The plans of max_pool and average_pool, and the tilings of their results: the host side of pooling.cuh."""
+"""The plans of max_pool and average_pool, which divide results among threads: the host side of pooling.cuh."""
 
 from __future__ import annotations
 
