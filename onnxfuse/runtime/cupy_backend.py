@@ -1,4 +1,4 @@
-"""Load CuPy, through which kernels and the bodies of fused nodes are timed; sessions do not need CuPy."""
+"""Load CuPy, which times kernels and the ONNX functions of fused nodes; sessions do not need CuPy."""
 
 from __future__ import annotations
 

@@ -37,14 +37,14 @@ def numbers_of(node: FusedNode) -> tuple[int, ...]:
 def lengths_of(node: FusedNode, outputs: Sequence[TensorSpec]) -> Mapping[str, int]:
     """Return the names of the operands that hold sequence lengths, each with its largest value: the cache's length.
 
-    The function `lengths` of the fusion's host returns them; most hosts have no such function.
+    The function `lengths` of the fusion's host (the module that makes plans) returns them; most hosts have none.
     """
     function = getattr(find_host(node.fusion), "lengths", None)
     return cast(Mapping[str, int], function(node, outputs)) if function else {}
 
 
 def find_host(fusion: str) -> Host | None:
-    """Return the host of a fusion; None if the fusion has no kernels.
+    """Return the host of a fusion (the module that makes its plans); None if the fusion has no kernels.
 
     Raises KernelError, which names the folder or package of the host, if the host does not load.
     """

@@ -88,7 +88,8 @@ def add_kernels(folder: str | os.PathLike[str]) -> tuple[str, ...]:
 def kernel_folders() -> tuple[KernelFolder, ...]:
     """Return all folders of kernels, onnxfuse's own first.
 
-    Raises KernelError if a family does not load, or if two families have kernels for one fusion or sources of one name.
+    Raises KernelError if a family (a Python package of kernels) does not load, or if two families have kernels for the
+    same fusion or sources of the same name.
     """
     return _kernel_folders(_own_folders(), tuple(_added))
 
@@ -101,7 +102,7 @@ def _own_folders() -> tuple[str, ...]:
 def _kernel_folders(own: tuple[str, ...], added: tuple[Path, ...]) -> tuple[KernelFolder, ...]:
     name = onnxfuse.kernels.__name__
     inside = [KernelFolder(path, _families(name, path, OWN), OWN) for path in map(Path, own)]
-    # A user may add the folder in which an installed package lies: the package's families must not count twice.
+    # A user can add the folder in which an installed package lies.  Its families of kernels must not count twice.
     packages = [each for each in _of_packages() if each.folder.parent not in added]
     outside = [*packages, *map(_of_user, added)]
     if outside:
@@ -121,7 +122,7 @@ def _of_packages() -> Iterator[KernelFolder]:
 
 
 def _of_user(folder: Path) -> KernelFolder:
-    """Return the families in a user's folder, as subpackages of a namespace package that is made for the folder."""
+    """Return the families of kernels in a user's folder, as subpackages of a namespace package made for the folder."""
     name = f"onnxfuse_kernels_{hashlib.sha256(os.fsencode(folder)).hexdigest()[:12]}"
     if name not in sys.modules:
         spec = ModuleSpec(name, None, is_package=True)
@@ -136,7 +137,7 @@ def _of_user(folder: Path) -> KernelFolder:
 
 
 def _families(package: str, folder: Path, origin: Origin) -> tuple[Family, ...]:
-    """Return the families in a folder: subpackages of `package`, except those with names that begin with "_"."""
+    """Return the families of kernels in a folder: the subpackages of `package` whose names do not begin with "_"."""
     found = []
     for module in pkgutil.iter_modules([str(folder)]):
         if module.ispkg and not module.name.startswith("_"):
@@ -150,7 +151,7 @@ def _families(package: str, folder: Path, origin: Origin) -> tuple[Family, ...]:
 
 
 def _family(module: ModuleType, origin: Origin) -> Family:
-    """Return the family that a module describes.  Raises KernelError if the module does not name its fusions."""
+    """Return the family of kernels that a module describes.  Raises KernelError if it does not name its fusions."""
     fusions = getattr(module, "FUSIONS", None)
     if not isinstance(fusions, tuple | list) or not fusions or not all(isinstance(each, str) for each in fusions):
         name = module.__name__.rpartition(".")[2]
@@ -160,7 +161,7 @@ def _family(module: ModuleType, origin: Origin) -> Family:
 
 
 def _check_apart(folders: Iterable[KernelFolder]) -> None:
-    """Raise KernelError if two families have kernels for the same fusion, or sources of the same name.
+    """Raise KernelError if two families of kernels serve the same fusion, or have sources of the same name.
 
     Two families may have headers of one name, because the folder of the including file is searched first.
     """

@@ -106,7 +106,7 @@ class PreparedTemplate:
             self._data = b""
 
     def launches(self) -> Iterator[Launch]:
-        """Yield the launches of all variants."""
+        """Yield the kernel launches of all variants, which are plans for ranges of sizes."""
         for variant in self.template.variants:
             yield from (step for step in variant.plan.steps if isinstance(step, Launch))
 
@@ -154,7 +154,7 @@ class PreparedTemplate:
         return next((self.refused[key] for key in keys if key in self.refused), None)
 
     def keys(self) -> set[str]:
-        """Return the keys (`Kernel.key`) of the kernels of all variants."""
+        """Return the keys (`Kernel.key`) of the kernels that all variants (plans) launch."""
         return {step.kernel.key for step in self.launches()}
 
     def keys_at(self, points: Iterable[Sequence[int]]) -> set[str]:
@@ -165,9 +165,9 @@ class PreparedTemplate:
     def data(self, variant: Variant | None = None) -> bytes:
         """Return the template's bytes for the native library, with its kernels loaded.
 
-        If a variant is given, and background threads load other kernels later, only the variant's kernels are loaded
-        now.  Kernels that are not loaded have the handle 0 in the bytes, and a node that needs one of them requests the
-        template again.  Variants whose kernels cannot be loaded are dropped.
+        If a variant (a plan) is given, and background threads load other kernels later, only the variant's kernels are
+        loaded now.  Kernels that are not loaded have the handle 0 in the bytes; a node that needs one of them requests
+        the template again.  Variants whose kernels cannot be loaded are dropped.
         """
         with self._lock:
             if self._data and not self._absent:

@@ -106,7 +106,7 @@ class BodyRequest:
     put: Callable[[int, Sequence[int], int], None]  # (i, shape, address): makes output i and copies its data
 
 
-AnswerRequest = Callable[[Request], bytes | None]  # the bytes of a template; None if the node's body must run
+AnswerRequest = Callable[[Request], bytes | None]  # a template's bytes; None if the node's ONNX function must run
 RunBody = Callable[[BodyRequest], None]
 ForgetNode = Callable[[int], None]
 _PLAN: Final = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Request), ctypes.c_void_p)

@@ -71,7 +71,7 @@ def _literal(value: int | float | str) -> str:
 
 
 def _find_source(name: str) -> Path:
-    """Return the source of this name; no two families have sources of one name."""
+    """Return the kernel source file of this name, which is unique among all folders of kernels."""
     return _first(name, kernel_folders())
 
 

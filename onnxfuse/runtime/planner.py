@@ -369,7 +369,7 @@ class Planner:
 def _add_variant(prepared: PreparedTemplate, sizes: tuple[int, ...]) -> None:
     """Add the first plan for these sizes whose kernels are not known to fail.
 
-    If the kernels of all plans have failed, raises one of their errors.  Also raises any error of the host.
+    If the kernels of all plans have failed, raises one of their errors.  Also raises any error of making plans.
     """
     variants = candidates_at(_host_of(prepared.situation), prepared.template, sizes)
     errors = [prepared.error_of(each) for each in variants]

@@ -37,8 +37,8 @@ class Trace:
     hard: dict[int, bool] = field(default_factory=dict)  # conditions of the plan: comparison -> required answer
     soft: dict[int, bool] = field(default_factory=dict)
     later: dict[int, bool] = field(default_factory=dict)  # conditions only of the plans after the first
-    fixed: dict[str, int] = field(default_factory=dict)  # sizes used as plain integers: place in the code -> value
-    is_choosing: bool = True  # comparisons of estimates become soft guards; see `without_soft_guards`
+    fixed: dict[str, int] = field(default_factory=dict)  # sizes used as plain integers: line of code -> value
+    is_choosing: bool = True  # whether comparisons of estimates add soft guards; see `without_soft_guards`
 
     def size(self, index: int, hint: int) -> int:
         """Return size number `index` as a symbolic integer."""
@@ -49,7 +49,7 @@ class Trace:
 
         Adds a guard (a condition of the plan) that the integer equals this value.
 
-        where  the key under which `fixed` stores the hint; by default, the line of the host's code
+        where  the key under which `fixed` stores the hint; by default, the line of code that uses the integer
         """
         same = self.expressions.number(Op.EQUAL, value.number, self.expressions.constant(value.hint))
         if same not in self.hard:
@@ -138,7 +138,7 @@ class Symbolic:
         return self.trace.expressions.text(self.number)
 
 
-_COMPUTE: Final[Mapping[Op, Callable[[Any, Any], Any]]] = {  # computes a result's hint from the operands' hints
+_COMPUTE: Final[Mapping[Op, Callable[[Any, Any], Any]]] = {  # a result's hint (value) from the operands' hints
     Op.ADD: operator.add, Op.SUBTRACT: operator.sub, Op.MULTIPLY: operator.mul, Op.FLOOR_DIVIDE: operator.floordiv,
     Op.MODULO: operator.mod, Op.MINIMUM: min, Op.MAXIMUM: max, Op.LESS: operator.lt, Op.LESS_EQUAL: operator.le,
     Op.EQUAL: operator.eq, Op.REAL_DIVIDE: operator.truediv, Op.POWER: operator.pow,
@@ -243,7 +243,7 @@ class SymInt(Symbolic):
         return hash(self.trace.fix(self))
 
     def bit_length(self) -> int:
-        """Return the number of bits of the integer; a guard then requires that the integer equals its hint."""
+        """Return the integer's number of bits; restricts the plan to sizes at which the integer has this value."""
         return self.trace.fix(self).bit_length()
 
     def __float__(self) -> float:
@@ -344,14 +344,14 @@ def _pairwise(op: Op, a: Any, b: Any) -> Any:
 
 
 def minimum(first: Any, *others: Any) -> Any:
-    """Return the least of some numbers as an expression; Python's `min` would compare them, which adds guards."""
+    """Return the least of some numbers as an expression; Python's `min` compares, which adds guards (conditions)."""
     for each in others:
         first = _pairwise(Op.MINIMUM, first, each)
     return first
 
 
 def maximum(first: Any, *others: Any) -> Any:
-    """Return the greatest of some numbers as an expression; Python's `max` would compare them, which adds guards."""
+    """Return the greatest of some numbers as an expression; Python's `max` compares, which adds guards (conditions)."""
     for each in others:
         first = _pairwise(Op.MAXIMUM, first, each)
     return first
@@ -378,7 +378,7 @@ def is_symbolic(*values: Any) -> bool:
 
 @contextmanager
 def without_soft_guards(*values: Any) -> Iterator[None]:
-    """Return a context in which comparisons of estimates add no guards; the estimates depend on the sizes `values`.
+    """Return a context in which comparisons of estimates of the sizes `values` add no guards (conditions).
 
     A host, the module that makes plans, enters the context to order its plans after the first one.
     """

@@ -37,11 +37,11 @@ MAX_TUNED_DISTANCE: Final = 1.0  # a measured plan is preferred within this dist
 
 @dataclass(frozen=True)
 class Variant:
-    """A plan for all sizes that satisfy its guards; its numbers may be symbolic integers."""
+    """A plan for all sizes that satisfy its guards (conditions); its numbers can be symbolic integers."""
 
     plan: Plan
-    # Guards, each as the number of a comparison in `Template.expressions` and its required answer.  With the answers in
-    # `hard` the plan is correct; with those in `soft` too, the host would choose this plan.
+    # Guards (conditions), each as the number of a comparison in `Template.expressions` and its required answer.  Where
+    # `hard` holds, the plan is correct; where `soft` holds too, the host, which makes the plans, would choose this one.
     hard: tuple[tuple[int, bool], ...]
     soft: tuple[tuple[int, bool], ...]
     hints: tuple[int, ...]  # sizes at which the plan was chosen
@@ -52,7 +52,7 @@ class Variant:
     def guards(self) -> tuple[tuple[int, bool], ...]:
         """The conditions on sizes: first the hard guards, then the soft ones.
 
-        The hard guards make the plan correct; with the soft ones too, the host (which makes the plans) would choose it.
+        Where the hard guards hold, the plan is correct; where the soft ones hold too, it is expected to be the fastest.
         """
         return (*self.hard, *self.soft)
 
@@ -81,7 +81,7 @@ class Template:
         return list({repr(kernel): kernel for each in self.variants for kernel in each.kernels}.values())
 
     def chosen(self, sizes: Sequence[int]) -> Variant | None:
-        """Return the variant that the native library uses for these sizes; None if no variant is correct for them."""
+        """Return the variant (plan) that the native library uses for these sizes; None if none is correct for them."""
         values = self.expressions.evaluate([np.array([size]) for size in sizes])
         right = [each for each in self.variants if holds(values, each.hard).all()]
 
@@ -169,7 +169,7 @@ def make_template(
         if variant:
             template.variants.append(variant)
             samples.cover([variant])
-        else:  # the host has no plan here, nor at other sizes for which all of its comparisons give the same answers
+        else:  # no plan can be made here, nor at other sizes at which all comparisons give the same answers
             samples.leave_out((*record.hard.items(), *record.soft.items()))
         if len(template.variants) >= MAX_VARIANTS:
             for each in template.variants:
@@ -184,7 +184,7 @@ def make_template(
 
 
 def candidates_at(host: Host, template: Template, sizes: Sequence[int], record: Trace | None = None) -> list[Variant]:
-    """Return all plans that a host offers at these sizes, the expected fastest first.
+    """Return all plans that a host (the module that makes plans) offers at these sizes, the expected fastest first.
 
     `record`, an empty trace, receives the guards of these plans.  Raises any error of the host, and
     ValueError if a number depends on dynamic sizes, but the host uses it where Python requires a plain number.
@@ -331,7 +331,7 @@ class _Samples:
             self.left &= ~holds(self._evaluated(), guards)
 
     def needed(self) -> list[Variant]:
-        """Return the template's variants, except those that are not needed and those whose kernels gain little.
+        """Return the template's variants (plans), without those that are not needed or whose kernels gain little.
 
         A variant is not needed if others are as good at all combinations of sizes.  A kernel gains little if it is only
         slightly faster than others, and at few combinations.
@@ -355,7 +355,7 @@ class _Samples:
         return [variants[i] for i in kept]
 
     def _loss(self, variant: Variant) -> Values:
-        """Return `Template.loss` at all samples, but infinity only where the variant is not correct.
+        """Return a variant's `Template.loss` at all samples, but infinity only where the variant is not correct.
 
         Where the loss of a correct variant is infinite, the result is the largest finite number.
         """

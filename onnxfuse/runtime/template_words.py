@@ -40,7 +40,7 @@ class VariantWords:
 
     @property
     def hard(self) -> tuple[tuple[int, bool], ...]:
-        """The guards with which the plan is correct: pairs of a comparison's expression number and its answer."""
+        """The conditions under which the plan is correct: numbers of comparisons, each with its required answer."""
         reader = WordReader(self.data)
         reader.skip(len(self.hints) + 1)
         words = reader.words(2 * reader.count("hard guards"))
@@ -107,7 +107,7 @@ def words_of(template: Template, functions: Mapping[str, int]) -> TemplateWords:
     `functions` maps the `Kernel.key` of each kernel of the template to the kernel's CUfunction handle.
     """
     indices = {key: i for i, key in enumerate(functions)}
-    # The variants come first, because encoding them adds expressions.
+    # The variants (plans) are encoded first, because this adds expressions.
     variants = tuple(_words_of_variant(each, indices) for each in template.variants)
     rows = template.expressions.rows
     expressions = packed([len(rows), *(word for op, a, b in rows for word in (int(op), a, b))])

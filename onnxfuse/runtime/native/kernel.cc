@@ -164,7 +164,7 @@ class ReusedTensors {
   }
 };
 
-constexpr size_t kMaxInputsOfBody = 1024;  // a node stores at most this many keys of inputs for which its body runs
+constexpr size_t kMaxInputsOfBody = 1024;  // a node stores at most this many inputs for which its ONNX function runs
 
 // The destination of the outputs if a node runs as its body, the ONNX function that it calls.
 struct BodyOutputs {

@@ -16,7 +16,7 @@ std::atomic<const Interrupt*> interrupt{nullptr};
 //
 // onnxruntime reports every failure of a node as an ordinary exception, which a program may catch and ignore; but
 // a KeyboardInterrupt or SystemExit that Python code raised during planning must stop the program nevertheless.  So
-// this function sets the exception on the state of the main thread.  The reasons for this place and this way are:
+// this function sets the exception on the state of the main thread.  The reasons for doing it here and in this way are:
 //  - The callback cannot set it: Python would raise it in the callback's own code, and ctypes would discard it.
 //  - At this point, onnxruntime has not seen the error yet.  If the main thread runs the session, it executes C++ until
 //    the error arrives; Python then raises the exception at the first call or loop of the code that receives the error.
