@@ -331,7 +331,7 @@ class NestText:
                 writer.lanes = before
 
     def _load(self, held: Mapping[tuple[str, Place], str]) -> None:
-        """Write the loads of round `k`, a variable of the code, into the registers that hold vectors."""
+        """Write the loads of a thread's vector number `k` (a variable of the code) into the registers that hold it."""
         for (operand, place), text in held.items():
             address = self.writer.address(operand, flat(place, self.writer.shapes.of[operand]))
             self.writer.line(f"load({address}, {text}[k]);")

@@ -69,7 +69,7 @@ def _padded(operation: Operation, place: Place, given: Sequence[Shape], sizes: S
 def is_inside(place: Place, shape: Shape) -> bool:
     """Return whether the ranges of the indices in `place` prove that it lies inside a tensor of this shape.
 
-    Axes that are indexed by loaded values must be known to have elements.
+    An axis that is indexed by loaded values must also be known to have elements.
     """
     limits = [index.range for index in place]
     known = all(each is not None and is_nonnegative(each[0]) for each in limits)

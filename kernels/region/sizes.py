@@ -70,7 +70,7 @@ class Sizes:
         return self.named(f"(({size}) / ({by}))", a // b)
 
     def computed(self, operator: str, a: Size, b: Size) -> Size:
-        """Return the result of //, %, max or min: a new symbol, unless the result is a polynomial."""
+        """Return the result of //, %, max or min; it becomes a new symbol unless it is a polynomial."""
         exact = divide(a, b) if operator in ("//", "%") else None
         if exact is not None:
             return exact if operator == "//" else 0

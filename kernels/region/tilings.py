@@ -100,7 +100,7 @@ class Elements(Tiling):
 
     width: int = 1
     is_scattered: bool = False  # a thread's elements are not adjacent
-    repeated: str = ""  # the variable with several neighbouring values per thread
+    repeated: str = ""  # each thread computes several neighbouring values of this variable
     repeats: int = 1  # the number of values of `repeated` per thread
     reads_ahead: bool = False  # a thread loads its operands for all `repeats` values before it computes
     has_tail: bool = False  # each element after the last whole vector gets its own thread

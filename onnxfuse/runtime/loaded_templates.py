@@ -200,7 +200,7 @@ def load_all(
     threads: int | None = None,
     goes_on: Callable[[], bool] = lambda: True,
 ) -> None:
-    """Load the kernels of templates; threads compile them while iterating over `templates` makes further templates.
+    """Load the kernels of templates; threads compile them while the iterator `templates` makes further templates.
 
     wanted   returns the keys (`Kernel.key`) of those kernels of a template that must be loaded
     threads  the maximum number of threads; None for the number of processors

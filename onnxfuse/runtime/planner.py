@@ -73,7 +73,7 @@ class Planner:
 
     def __init__(self) -> None:
         """Start without nodes, plan files and measurements."""
-        self.verdicts: Verdicts | None = None  # decides between plans in sessions that allow it
+        self.verdicts: Verdicts | None = None  # measurements that decide between plans, in sessions that use them
         self.plan_files: Final[dict[PlanFileKey, TemplateSource]] = {}  # searched from the last loaded to the first
         self._nodes: Final[dict[int, _SessionNode]] = {}  # by the number that the native library gave the node
         self._prepared: Final = weakref.WeakValueDictionary[tuple[str, str, int, bool], PreparedTemplate]()
@@ -367,7 +367,7 @@ class Planner:
 
 
 def _add_variant(prepared: PreparedTemplate, sizes: tuple[int, ...]) -> None:
-    """Add the first plan for these sizes whose kernels are not known to fail.
+    """Add, for these sizes, the first plan whose kernels are not known to fail.
 
     If the kernels of all plans have failed, raises one of their errors.  Also raises any error of making plans.
     """
