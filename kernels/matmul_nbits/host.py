@@ -38,7 +38,7 @@ DOT_WARPS: Final = 8
 STAGE_BITS: Final = 1024  # bits of a row of weights in a stage of nbits_mma.cu
 STAGED_ROWS: Final = 8  # maximum rows of x that nbits_mma.cu copies to shared memory; with more, it reads x from L1
 MAX_WARPS: Final = 16  # maximum warps per block of nbits_mma.cu
-WIDE_ROWS: Final = 4  # rows of x from which on tiles of 32 columns are faster
+WIDE_ROWS: Final = 4  # from this many rows of x on, tiles of 32 columns are faster
 SMALL_TILES: Final = 4  # tiles of 16 columns per multiprocessor: with fewer, a product is small
 MIN_MMA_BLOCK: Final = 32  # minimum block size for nbits_mma.cu, where four lanes share 32 weights with one scale
 NORM_WIDTH: Final = 8  # elements of x per access, where nbits_mma.cu computes a norm of x
@@ -68,11 +68,11 @@ class MmaConfig:
         return self.tile_m <= STAGED_ROWS
 
     def normalizes(self, product: Product) -> bool:
-        """Return whether the threads of a block can hold its rows of x, to normalize them."""
+        """Return whether a block's threads can keep its rows of x in registers, which the norm of x requires."""
         return self.tile_m * -(-product.k // (NORM_WIDTH * 32 * self.warps)) <= MAX_NORM_VECTORS
 
     def shared(self, product: Product) -> int:
-        """Return the bytes of shared memory of a block: the stages of its warps, and two buffers of their sums."""
+        """Return a block's bytes of shared memory: its warps' stages, two buffers of their sums, and normalized x."""
         rows, stage_k = self.tile_n * (2 if product.is_gated else 1), STAGE_BITS // product.bits
         blocks = max(1, stage_k // product.block_size)
         zeros = (0, max(1, blocks * product.bits // 8), 2 * blocks)[product.weights[0].zeros]
@@ -84,7 +84,7 @@ class MmaConfig:
 
 
 def _whole(count: int) -> int:
-    """Round the bytes of a part of a stage up to a multiple of 128, where the next part begins."""
+    """Round the bytes of a part of a stage up to a multiple of 128, because the next part begins at one."""
     return -(-count // 128) * 128
 
 
@@ -104,8 +104,8 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
 def implementations(product: Product, device: Device) -> list[Implementation]:
     """Return the implementations of a product with at least one element, the expected fastest first.
 
-    This is the one place that decides which kernels run how many rows, and in which order they are tried.  If
-    no kernel runs a product, the result is empty if its epilogue has a program; otherwise ValueError is raised.
+    Only this function decides which kernels run which numbers of rows, and in which order they are tried.  If no kernel
+    runs a product with fused operators (`program`), the result is empty; without them, ValueError is raised.
     """
     forms = {(weight.zeros, weight.has_one_scale) for weight in product.weights}
     few = _of_few_rows(product, device) if len(forms) == 1 else []
@@ -120,7 +120,7 @@ def implementations(product: Product, device: Device) -> list[Implementation]:
 
 
 def _after_norm(product: Product, norm: Norm, device: Device) -> list[Implementation]:
-    """Return implementations that first write the norm to scratch memory, and then multiply it by the weights."""
+    """Return implementations that first write the norm's result to scratch memory, and then multiply it."""
     plan, *_ = norm_candidates(norm.node, norm.inputs, device)
 
     def after(way: Implementation) -> Implementation:
@@ -151,7 +151,8 @@ def _of_few_rows(product: Product, device: Device) -> list[Implementation]:
 
 
 def _takes_mma(product: Product, device: Device) -> bool:
-    are_whole = product.k % 8 == 0 and product.row_bits // 8 % VECTOR_BYTES == 0  # rows of x and of weights
+    # Rows of x, of weights and of zero points must consist of whole accesses.
+    are_whole = product.k % 8 == 0 and product.row_bits // 8 % VECTOR_BYTES == 0
     are_whole = are_whole and (product.weights[0].zeros != PACKED_ZEROS or product.zero_bits % 8 == 0)
     are_integers = not product.is_float8 and product.bits in (4, 8)
     takes = device.arch >= MMA_ARCH and product.item == 2 and product.aligned
@@ -159,7 +160,7 @@ def _takes_mma(product: Product, device: Device) -> bool:
 
 
 def _mma_configs(product: Product, device: Device) -> list[MmaConfig]:
-    """Return configs of nbits_mma.cu, the expected fastest first; with fewer warps if no other config fits."""
+    """Return configs of nbits_mma.cu, the expected fastest first.  If none fits a block, try with fewer warps."""
     tile_m = next((count for count in (1, 2, 4, 8, 16) if product.m <= count), 32)
     stages, shapes = -(-product.k * product.bits // STAGE_BITS), _shapes(product, tile_m, device)
     for limit in (MAX_WARPS, 8, 4, 2, 1):
@@ -187,19 +188,19 @@ def _fitted(config: MmaConfig, product: Product, device: Device) -> MmaConfig:
 
 
 def _rounds(config: MmaConfig, product: Product, device: Device) -> int:
-    """Return how many tiles a block takes in turn."""
+    """Return how many tiles a block computes one after the other."""
     return -(-_tiles(product, config.tile_n) // (config.resident * device.multiprocessors))
 
 
 def _shapes(product: Product, tile_m: int, device: Device) -> list[tuple[int, int, int, int]]:
     """Return (tile_n, most warps, depth, resident) of configs, the expected fastest first.
 
-    With few tiles for each multiprocessor, many warps share a tile's k.  With many tiles, more blocks of fewer warps
-    hide more of each other's latency: on an H200, a product of 1x4096x4096 with 4 bits took 4.9 us in the first way and
-    6.6 us in the second; a product of 1x28672x4096 took 22.0 us in the first way and 18.8 us in the second.  In the
-    first way, a multiprocessor holds four blocks of eight warps.  Two of them may belong to the next product, and fetch
-    its weights.  Weights of 8 bits take half as many instructions per byte, so copies in flight matter more than the
-    number of blocks.  From four rows of x on, tiles of 32 columns read x less often.
+    With few tiles per multiprocessor, many warps divide a tile's k among them.  With many tiles, more blocks of fewer
+    warps hide more of each other's latency.  On an H200, a product of 1x4096x4096 with weights of 4 bits took 4.9 us in
+    the first way and 6.6 us in the second; a product of 1x28672x4096 took 22.0 us in the first way and 18.8 us in the
+    second.  In the first way, a multiprocessor holds four blocks of eight warps, so two blocks of the next product can
+    already fetch their weights.  Weights of 8 bits take half as many instructions per byte as 4 bits, so copies in
+    flight matter more than the number of blocks.  From four rows of x on, tiles of 32 columns read x less often.
     """
     is_small = _tiles(product, 16) < SMALL_TILES * device.multiprocessors
     if tile_m > STAGED_ROWS:
@@ -252,7 +253,7 @@ def _columns(product: Product, device: Device) -> Implementation:
     is_whole = product.aligned and all(weight.n * product.bits % 32 == 0 for weight in product.weights)
     word = 4 if is_whole else 1
     each = word * 8 // product.bits
-    # Eight lanes read 32 bytes of a row of w, a whole sector.  Small products get four lanes, for twice as many blocks.
+    # Eight lanes read 32 bytes of a row of w, a whole sector.  Four lanes per row give small products more blocks.
     lanes = 8 if _tiles(product, 8 * each) >= device.multiprocessors else 4
     x_vector = math.gcd(8, product.k, VECTOR_BYTES // product.item) if product.aligned else 1
     defines = {
@@ -280,7 +281,7 @@ def _width(product: Product, columns: int) -> int:
 
 
 def _dequantized(product: Product, device: Device) -> list[Implementation]:
-    """Return implementations as a Gemm, after launches that write each weight to scratch memory as numbers."""
+    """Return implementations that write each weight to scratch memory as numbers, and then run a Gemm."""
     numbers = {weight.w: Pointer("scratch", i) for i, weight in enumerate(product.weights)}
     before = tuple(_dequantize(product, weight, numbers[weight.w], device) for weight in product.weights)
 

@@ -2,9 +2,9 @@
 //
 //   weight(n, k) = (q(n, k) - zero(n, k / BLOCK_SIZE)) * scale(n, k / BLOCK_SIZE)
 //
-// Bytes hold elements with the lowest bits first. Column n of y has one row of w, of W_ROW_BYTES, and BLOCKS_K scales;
-// a row of packed zero points has ZERO_BITS bits. Elements of signed integers are read as unsigned ones that are MIDDLE
-// larger, and so are their zero points. Without blocks, a column is the beginning of one block, or all have one scale.
+// A byte holds its first element in its lowest bits. Column n of y belongs to row n of w, which has W_ROW_BYTES bytes
+// and BLOCKS_K scales; a row of packed zero points has ZERO_BITS bits. Signed elements and zero points are read as
+// unsigned ones that are MIDDLE larger. Without blocks, one block holds a whole column, or all columns share one scale.
 //
 // Macros:
 //   GEMM_N, GEMM_K   n and k; GEMM_N_2 and GEMM_N_3 are n of further weights
@@ -17,7 +17,7 @@
 //   ONE_SCALE        1: all blocks have one scale
 //   ZEROS            0: no zero points, each counts as ZERO; 1: packed like the weights; 2: zero points of type T
 //   PRODUCTS         products of one x in this launch, 1 to 3; 1 if GATED, where the second weight is `up`
-//   WEIGHTS_CONSTANT 1: no kernel writes weights, scales and zero points, so that they are read before the predecessor
+//   WEIGHTS_CONSTANT 1: no kernel writes weights, scales and zero points, so they are read before the previous kernel
 //                    ends
 //   and those of epilogue.cuh
 #pragma once
@@ -45,11 +45,11 @@ __device__ __forceinline__ unsigned load_elements(const unsigned char* from) {
     else return load_part(reinterpret_cast<const unsigned*>(from)) ^ SIGNS;
 }
 
-// Returns the number that an element stands for; that of a signed integer is MIDDLE larger.
+// Returns the value of an element. For a signed integer, the returned value is MIDDLE larger.
 __device__ __forceinline__ float number(unsigned element) {
     if constexpr (!FLOAT8) return static_cast<float>(element);
-    // After the sign, e4m3fn has 4 bits of exponent, whose bias is 120 smaller than that of a float, and 3 of fraction.
-    // A subnormal number is computed as 2^-6 more, minus 2^-6.
+    // After the sign, e4m3fn has 4 exponent bits and 3 fraction bits. Its exponent bias is 120 smaller than float's.
+    // A subnormal number is read as a normal one, which is 2^-6 too large; then 2^-6 is subtracted.
     const unsigned bits = element & 127, bias = bits < 8 ? 121 : 120;
     float size = __uint_as_float((bits << 20) + (bias << 23)) - (bits < 8 ? 0x1p-6f : 0.0f);
     if (bits == 127) size = __uint_as_float(0x7fffffffu);  // NaN
@@ -63,7 +63,7 @@ struct Quantized {
 
     __device__ __forceinline__ const unsigned char* row(int n) const { return w + (long long)n * W_ROW_BYTES; }
 
-    // Returns the place of the scale of a block that is stored after `index` others.
+    // Returns the address of scale number `index`, or of the only scale.
     __device__ __forceinline__ const T* scale_at(long long index) const { return ONE_SCALE ? scales : scales + index; }
 
     __device__ __forceinline__ float scale(int n, int block) const {
@@ -101,7 +101,7 @@ __device__ __forceinline__ constexpr int columns_of(int weight) {
     return all[weight];
 }
 
-// A weight, and the bias and result of its product; those of a gated product belong to its first weight.
+// A weight, the bias of its product, and the result y. Both weights of a gated product have the same y.
 struct ProductOperands {
     Quantized quantized;
     const T* bias;
@@ -111,8 +111,8 @@ struct ProductOperands {
 // The weights of a launch, as an argument of kernels; problem.py writes the fields in this order.
 struct Products { ProductOperands of[PRODUCTS * WEIGHTS]; };
 
-// A tile of TILE columns: the first weight of the tile's product, and the tile's first column in this product. The
-// tiles of the second product come after those of the first.
+// A tile of TILE columns of y. `own` has the first weight of the tile's product, and `first` is the tile's first column
+// in this product. Tiles are numbered product by product.
 template <int TILE>
 struct Tile {
     ProductOperands own;
@@ -120,7 +120,7 @@ struct Tile {
 
     __device__ __forceinline__ Tile(const Products& products, int tile) : own(products.of[0]) {
 #pragma unroll
-        for (int i = 0; i + 1 < PRODUCTS; ++i) {  // comparisons, because registers have no run-time index
+        for (int i = 0; i + 1 < PRODUCTS; ++i) {  // comparisons, because no index selects a register
             const int before = (columns + TILE - 1) / TILE;
             if (tile < before) break;
             tile -= before, own = products.of[i + 1], columns = columns_of(i + 1);

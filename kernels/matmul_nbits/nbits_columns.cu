@@ -1,10 +1,10 @@
-// Products of up to ROWS rows of x with quantized weights that are stored as k x n, in fp32, for every dtype.
+// Multiplies up to ROWS rows of x, of any dtype, by quantized weights that are stored as k x n. Sums are fp32.
 //
 //   y = x w + bias, where nbits.cuh defines w; a gated product has a second weight
 //
 // The kernel takes as long as reading the weights once. A word of w holds weights of EACH neighbouring columns, which
-// one lane multiplies. LANES neighbouring lanes read one row of w together. Such groups of lanes divide k among them,
-// in units of UNIT rows of w; the rows of a unit belong to one block of weights along k. The sums are added up in
+// one lane multiplies. A group of LANES neighbouring lanes reads a row of w together. The groups divide k among them in
+// units of UNIT rows of w; the rows of a unit belong to one block of weights along k. The groups' sums are added up in
 // shared memory, and all threads run the epilogue (epilogue.cuh) by row.
 //
 // Macros:
@@ -24,8 +24,8 @@ static_assert(ZEROS < 2, "DequantizeLinear has zero points of the weights' type"
 static_assert(N % WIDTH == 0 && TILE_N % WIDTH == 0, "vectors end with a block's columns");
 static_assert(UNIT % STEP == 0 && STEP % X_VECTOR == 0 && K % X_VECTOR == 0, "vectors of x end with steps and with k");
 
-// Returns element `index` of a word minus the same element of a word of zero points, or minus ZERO. The last bit of the
-// mantissa of 2^23 counts 1, so that the bits 2^23 | q are the number 2^23 + q, and the difference of two such numbers
+// Returns element `index` of a word minus the same element of a word of zero points, or minus ZERO. The last mantissa
+// bit of the float 2^23 has the value 1. So its bits | q are the float 2^23 + q, and the difference of two such floats
 // is exact.
 __device__ __forceinline__ float difference(unsigned word, unsigned zeros, int index) {
     if constexpr (FLOAT8) return number(word >> (index * BITS) & QUANT_MASK);
@@ -34,7 +34,7 @@ __device__ __forceinline__ float difference(unsigned word, unsigned zeros, int i
     return __uint_as_float(word >> (index * BITS) & QUANT_MASK | LEAD_OF_ONES) - __uint_as_float(zero | LEAD_OF_ONES);
 }
 
-// Adds a lane's part of the products of `rows` rows of x with the weights' columns from `column` on.
+// Adds a lane's part of the products to `sums`: `rows` rows of x times EACH columns of w, from `column` on.
 __device__ __forceinline__ void add_units(float (&sums)[ROWS][EACH], const Quantized& quantized, int columns,
                                           const T* x, int rows, int column, int owner) {
     const int pitch = columns * BITS / 8;

@@ -1,12 +1,12 @@
 // Writes quantized weights as numbers of type T, in the order in which they are stored, for products of many rows.
 //
-// A thread writes WIDTH neighbours of a row: each weight is read once, and each number written once.
+// A thread writes WIDTH neighbouring elements of a row. Each weight is read once, and each number is written once.
 //
 // Macros:
 //   COLUMNS_FIRST   1: the weight is stored as k x n, with scales and zero points of BLOCKS_K x n; 0: as n x k
 //   WIDTH   elements of an access to the result; divides the elements of a row, and BLOCK_SIZE if rows run along k
 //   WORD    bytes of an access to w: 4 if WIDTH * BITS is a multiple of 32 and w is aligned, else 1
-//   and those of nbits.cuh; ROW_BITS takes the place of W_ROW_BYTES, because a row may end within a byte
+//   and those of nbits.cuh; ROW_BITS takes the place of W_ROW_BYTES, because a row can end within a byte
 #define W_ROW_BYTES 0
 #include "nbits.cuh"
 
@@ -42,6 +42,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const unsigned q = words[i * BITS / WORD_BITS] >> (bit + i * BITS % WORD_BITS) & QUANT_MASK;
         values[i] = (number(q ^ SIGN) - zero) * scale;
     }
-    wait_for_predecessor();  // it may still read the scratch memory that the store overwrites
+    wait_for_predecessor();  // which can still be reading the scratch memory that the store overwrites
     store<false>(result + (long long)row * COLUMNS + column, values);
 }

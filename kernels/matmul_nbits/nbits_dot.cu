@@ -2,8 +2,8 @@
 //
 //   y = x w^T + bias, where nbits.cuh defines w; a gated product has a second weight
 //
-// A warp computes one column of y: its lanes read words of the column's weights in turn, and add their sums by
-// shuffles. A block thus computes WARPS columns of ROWS rows, and all its threads run the epilogue (epilogue.cuh).
+// A warp computes one column of y: its lanes read words of the column's weights in turn, and add up their sums by
+// shuffles. So a block computes WARPS columns of ROWS rows. All its threads run the epilogue (epilogue.cuh).
 //
 // Macros:
 //   ROWS, WARPS   as above
@@ -19,7 +19,7 @@ static_assert(N % WIDTH == 0 && WARPS % WIDTH == 0, "vectors end with a block's 
 static_assert(EACH % X_VECTOR == 0 && K % X_VECTOR == 0, "vectors of x end with a word's weights and with k");
 static_assert(W_ROW_BYTES % WORD == 0, "rows are whole words");
 
-// Adds a lane's part of the products of `rows` rows of x with one column.
+// Adds a lane's part of the products of `rows` rows of x with the weights of one column to `own`.
 __device__ __forceinline__ void add_products(float (&own)[ROWS], const Quantized& quantized, const T* x, int rows,
                                              int column) {
     const unsigned char* weights = quantized.row(column);

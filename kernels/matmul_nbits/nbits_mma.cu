@@ -151,7 +151,7 @@ struct VectorOfX {
 struct Slot {
     unsigned base;
 
-    // Copies a stage of the tile's weight number `weight`: the rows from `first` up to, but without, `end`.
+    // Copies a stage of TILE_N rows, from row `first` on, of weight number `weight`; this weight has `end` rows.
     __device__ __forceinline__ void fill(const Quantized& quantized, int weight, int first, int end, int stage) const {
         const int block = stage * STAGE_K / BLOCK_SIZE, row = weight * TILE_N;
         copy_rows<STAGE_BYTES, W_ROW_BYTES, true>(base + row * STAGE_BYTES, quantized.w, first, end,
@@ -221,10 +221,10 @@ __device__ __forceinline__ unsigned difference(bf16, unsigned a, unsigned b) {  
     return fused(b, 0xbf80bf80u, a);
 }
 
-// Bit operations convert a weight q to a number: the last bit of LEAD's mantissa counts 1, so that the bits LEAD | q
-// are the number LEAD + q. In NEAR, this bit counts 1 / 16, so that NEAR | 16 q is NEAR + q.
-constexpr unsigned LEAD = HALF ? 0x64006400u : 0x43004300u;  // twice the number 1024 in fp16, or 128 in bf16
-constexpr unsigned NEAR = 0x54005400u;                       // twice the number 64 in fp16
+// Bit operations convert a weight q to a number: the last bit of LEAD's mantissa has the value 1, so the bits LEAD | q
+// are the number LEAD + q. In NEAR, this bit has the value 1 / 16, so NEAR | 16 q is NEAR + q.
+constexpr unsigned LEAD = HALF ? 0x64006400u : 0x43004300u;  // a pair of 1024 in fp16, or of 128 in bf16
+constexpr unsigned NEAR = 0x54005400u;                       // a pair of 64 in fp16
 
 // The numbers that are subtracted from pairs of a block's weights: LEAD or NEAR plus the zero point, or, if that sum is
 // not exact, first LEAD or NEAR and then `zero`.
@@ -234,7 +234,7 @@ struct Offsets {
     __device__ __forceinline__ explicit Offsets(unsigned given) {
         if constexpr (ZEROS == 2) {
             lead = LEAD, near = NEAR, zero = twice(given);
-        } else if constexpr (BITS == 8 && !HALF) {  // 128 + the zero point needs nine bits
+        } else if constexpr (BITS == 8 && !HALF) {  // bf16 has too few bits for 128 + the zero point
             const float both[2] = {static_cast<float>(given), static_cast<float>(given)};
             lead = LEAD, near = 0, zero = narrow(T(), both);
         } else {
@@ -342,7 +342,7 @@ __device__ __forceinline__ void multiply_stage(Sums& sums, const Slot& slot, uns
 #pragma unroll
     for (int m = 0; m < MMA_M; ++m) {
         row_of[m] = x + (min(m * 8 + group, rows - 1) * K + stage * STAGE_K);
-        asm volatile("" : "+l"(row_of[m]));  // offsets of chunks are then constants in load instructions
+        asm volatile("" : "+l"(row_of[m]));  // makes offsets of chunks constants in load instructions
     }
     const unsigned row_in_shared = NORM ? normalized + stage * 2 * STAGE_K + group % TILE_M * NORM_PITCH
                                         : slot.base + X_AT + group % TILE_M * X_PITCH;
@@ -405,7 +405,7 @@ struct Place {
 
 // Writes the x of a warp's first DEPTH stages, from `place` on, to shared memory through registers. Asynchronous copies
 // arrive in the order in which they start. So a copy of x would arrive only after the weights of all these stages,
-// whose copies start before the predecessor ends.
+// whose copies start before the previous kernel ends.
 __device__ __forceinline__ void store_first_x(unsigned slots, const T* x, int rows, Place place) {
 #pragma unroll
     for (int i = 0; i < DEPTH; i += AT_ONCE) {

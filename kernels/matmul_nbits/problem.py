@@ -1,4 +1,4 @@
-"""Matrix products of one x with quantized weights: the input of the host side of every kernel for them."""
+"""Matrix products of one x with quantized weights, as the host code of their kernels describes them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from onnxfuse.kernels.tensors import (
 from onnxfuse.runtime.plan import Argument, Device, FusedNode, Pointer, Scalar, Struct, TensorSpec, Value
 
 FLOAT8: Final = "float8_e4m3fn"
-BITS: Final = {"int4": 4, "uint4": 4, "int8": 8, "uint8": 8, FLOAT8: 8}  # by dtype of a weight in layouts kn and nk
+BITS: Final = {"int4": 4, "uint4": 4, "int8": 8, "uint8": 8, FLOAT8: 8}  # bits by the weight's dtype; layouts kn and nk
 PACKED_BITS: Final = (2, 4, 8)  # bits of a weight in the layout nbits, which packs weights into bytes
 LAYOUTS: Final = ("nbits", "kn", "nk")
 MIN_BLOCK: Final = 16
@@ -44,8 +44,8 @@ class Weight:
     w: Pointer
     scales: Pointer
     zero_points: Value
-    zeros: int  # the macro ZEROS of nbits.cuh
-    has_one_scale: bool  # of all columns
+    zeros: int  # value of the macro ZEROS of nbits.cuh
+    has_one_scale: bool  # all columns and blocks share one scale
     bias: Pointer | None = None  # n elements
 
 
@@ -96,7 +96,7 @@ class Product:
     activation: str = "none"
     residual: Pointer | None = None
     residual_first: bool = False
-    program: EpilogueProgram | None = None  # operators fused after the product; not with several results
+    program: EpilogueProgram | None = None  # operators fused after the product; None if there are several results
     norm: Norm | None = None
 
     @property
@@ -118,7 +118,7 @@ class Product:
     def row_bits(self) -> int:
         """The bits of a row of w.
 
-        A row has n elements in layout kn, k elements in nk, and in nbits k elements filled up to whole blocks.
+        A row has n elements in layout kn and k elements in nk.  In nbits, it has k elements padded to whole blocks.
         """
         if self.layout == "kn":
             return self.weights[0].n * self.bits
@@ -126,7 +126,7 @@ class Product:
 
     @property
     def zero_bits(self) -> int:
-        """The bits of the packed zero points of a column of y; layout nbits fills them up to whole bytes."""
+        """The bits of the packed zero points of a column of y; layout nbits pads them to whole bytes."""
         bits = self.blocks * self.bits
         return -(-bits // 8) * 8 if self.layout == "nbits" else bits
 
@@ -294,7 +294,7 @@ def _of_weight(weight: str, operand: str) -> str:
 
 
 def _block_size(node: FusedNode) -> int:
-    """Return the elements of a block; without blocks, a column is the beginning of one."""
+    """Return the elements of a block; for weights without blocks, a power of two that holds a whole column."""
     return node.integer("block_size", 0) or max(MIN_BLOCK, 1 << (node.integer("k") - 1).bit_length())
 
 
