@@ -1,4 +1,4 @@
-"""Matrix products by cuBLASLt, with cuBLASLt's epilogue where it has the right one; otherwise epilogue.cu follows."""
+"""Matrix products by cuBLASLt.  If cuBLASLt cannot compute the epilogue, a launch of epilogue.cu follows."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ CUBLASLT_ACTIVATIONS: Final = get_args(CublasltActivation)  # activations of cuB
 def implementations(gemm: Gemm, device: Device) -> list[Implementation]:
     """Return the algorithms that cuBLASLt proposes for a Gemm of at least one element, its first choice first.
 
-    If cuBLASLt lacks the epilogue, it stores a 16-bit product in fp32, so that the result is rounded once.  The list is
-    empty if the library is missing, the GPU is in another machine, or operators are fused into the epilogue.
+    If epilogue.cu follows, cuBLASLt stores the product in fp32, so that 16-bit results are rounded only once.  The list
+    is empty if the library is missing, the GPU is in another machine, or operators are fused into the epilogue.
     """
     if gemm.program or not (device.is_here and _is_available()):
         return []
@@ -81,8 +81,8 @@ def _has_epilogue(gemm: Gemm) -> bool:
 
     For 16-bit types, if rows are not whole vectors, cuBLASLt applies a bias or GELU in a second kernel, to a product
     that is rounded already.  With cuBLASLt 13.1 on an H200, 13 % of the elements of 300x257x129 with bias and residual
-    are then off by more than half a unit in the last place.  ReLU commutes with rounding.  The product's own kernel
-    adds a residual if there is neither a bias nor a GELU.
+    are then off by more than half a unit in the last place.  A second kernel for ReLU does no harm, because ReLU
+    commutes with rounding.  A residual without bias and GELU needs no second kernel.
     """
     if gemm.up or gemm.column_scale or gemm.extra:
         return False
@@ -148,7 +148,7 @@ def _with_epilogue_kernel(
 def epilogue(gemm: Gemm, device: Device, slices: int = 1) -> Launch:
     """Return the launch of epilogue.cu; scratch buffer 0 has the fp32 product, and buffer 1 the second one if gated.
 
-    Scratch buffer 0 may hold several products, one per slice of k, one after the other.
+    With several slices of k, scratch buffer 0 holds one partial product per slice, one after the other.
     """
     y = TensorSpec((gemm.m, gemm.n), gemm.dtype, gemm.aligned)
     product = TensorSpec(y.shape, "float32")

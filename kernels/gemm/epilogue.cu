@@ -1,9 +1,9 @@
-// The epilogue of epilogue.cuh as a separate kernel, after matrix products by a library, or after a kernel that stores
-// several partial sums per element, which this kernel adds in a fixed order.
+// The epilogue of epilogue.cuh as a separate kernel. It runs after matrix products by a library, or after a kernel that
+// stores several partial sums per element. This kernel adds them in a fixed order.
 //
-// An elementwise kernel (elementwise.cuh): each thread computes vectors of WIDTH elements of y, which may cross
-// the end of a row. The products are fp32, so that y is rounded once. In fp16 the kernel moves 6 bytes per element,
-// 4 more for a second product and 2 more for a residual; the column vectors come from L1.
+// This is an elementwise kernel (elementwise.cuh): each thread computes vectors of WIDTH elements of y, which can cross
+// the end of a row. The products are fp32, so that y is rounded once. If y is fp16, the kernel moves 6 bytes per
+// element, 4 more for a second product and 2 more for a residual; the column vectors come from L1.
 //
 // Macros: COLUMNS, the columns of all matrices; SLICES, the number of matrices of partial sums, one after the other in
 // memory (1 with GATED); and the macros of epilogue.cuh and of elementwise.cuh.

@@ -1,6 +1,6 @@
-// The main loop of gemm_mma.cuh with a gate before it: the `pixels` rows of x that belong to an image share k
-// factors. Elements of x are multiplied by their factors and rounded to T, as if a separate kernel had stored the gated
-// x.
+// The main loop of gemm_mma.cuh for an x that is multiplied by a gate first. The gate has k factors per image, which
+// the `pixels` rows of x of this image share. Products of x and factors are rounded to T, as if a separate kernel had
+// stored the gated x.
 //
 // A thread loads the factors of a step of k while the previous step is multiplied. They come from L1: a block reads the
 // factors of its rows into L1 while the first copies of x are in flight.
@@ -11,8 +11,8 @@
 #include "multiply_words.cuh"
 #include "gemm_mma.cuh"
 
-// The factors of a thread's rows, in the layout of its fragments of x: two rows in each of COUNT tiles of 16. COPY:
-// alignment in bytes of each image's factors.
+// The factors of a thread's rows, in the layout of its fragments of x: two rows in each of COUNT tiles of 16 rows.
+// COPY: alignment in bytes of each image's factors.
 template <int COUNT, int COPY>
 struct GateRows {
     static constexpr int EACH = 4 / sizeof(T);   // elements per word
@@ -36,7 +36,7 @@ struct GateRows {
     // Loads the factors of the step that begins at `from`; factors beyond k are zeros. WHOLE: the step ends within k.
     template <bool WHOLE = false>
     __device__ __forceinline__ void load(unsigned (&to)[COUNT][4], int from) const {
-        const int left = k - from - int(threadIdx.x) % 4 * EACH;  // elements of k from this thread's first one on
+        const int left = k - from - int(threadIdx.x) % 4 * EACH;  // elements of the row from this thread's first one on
 #pragma unroll
         for (int i = 0; i < COUNT; ++i)
 #pragma unroll

@@ -4,11 +4,11 @@
 //
 // x is m x k, y and residual are m x n, all row-major; w and up are k x n, or n x k if TRANSPOSED. Products are summed
 // in fp32, and epilogue.cuh computes the epilogue. If T is fp32, TMA rounds x and w to TF32 on their way to shared
-// memory, and TRANSPOSED is 1, because wgmma reads TF32 operands only along k. x and w may also be integers of 8 bits
-// (gemm_hopper_integers.cuh); TRANSPOSED is 1 then, too.
+// memory, and TRANSPOSED is 1, because wgmma reads TF32 operands only along k. x and w can also be integers of 8 bits
+// (gemm_hopper_integers.cuh); TRANSPOSED is 1 for them, too.
 //
 // A stage of the ring holds 128 bytes of k (64 elements, 32 in fp32, or 128 integers) for TILE_M rows of x and TILE_N
-// columns of w (and of up). It consists of blocks of K_BLOCK elements of k, whose rows TMA swizzles as wgmma requires.
+// columns of w (and of up). It consists of blocks of K_BLOCK elements of k. TMA swizzles a block's rows for wgmma.
 // Each stage has two mbarriers: the producer waits for `empty`; consumers wait for `full`, which completes when all
 // bytes have arrived. Warpgroup 0 is the producer, and one of its threads issues all loads; warpgroups 1 to CONSUMERS
 // multiply.
@@ -24,8 +24,8 @@
 //   SPLIT_K     blocks per cluster, which share a tile; each has a slice of k. 1 except in gemm_hopper_split.cu
 //   PRODUCTS    number of products of x, each with its own weight, n, y and bias: 1 to 3. If above 1, GATED is 0,
 //               and the epilogue has at most a bias
-//   STORE_BY_THREADS   0: n is a multiple of 8, and TMA stores y. 1: rows of y and the column vectors may begin
-//               at any element, and threads store y. Operands that TMA reads have rows of multiples of 16 bytes
+//   STORE_BY_THREADS   0: n is a multiple of 8, and TMA stores y. 1: rows of y and the column vectors can begin at any
+//               element, and threads store y. For both, operands that TMA reads have rows of multiples of 16 bytes
 //   WEIGHTS_CONSTANT   1: no kernel writes the weights, so the first stages are read before the previous kernel ends
 //   OPERAND     s8 or u8: the type of x; w is s8, and sums are int32. If not defined, x and w have type T
 //   X_GATE      1: x is multiplied by a gate first (gemm_hopper_gate.cuh). 0, or not defined: no gate
@@ -57,7 +57,7 @@ constexpr int ROW_BYTES = 128;  // bytes per row of a box that TMA swizzles
 constexpr int TILE_K = ROW_BYTES / sizeof(X);
 constexpr int K_BYTES = 32;                           // bytes of k per wgmma
 constexpr int BLOCKS = TILE_K / K_BLOCK;              // blocks of k per stage
-constexpr int BLOCK_ROW_BYTES = sizeof(X) * K_BLOCK;  // bytes of a row, within which TMA swizzles
+constexpr int BLOCK_ROW_BYTES = sizeof(X) * K_BLOCK;  // bytes of a block's row; TMA swizzles within rows
 constexpr int COLUMNS = TILE_N * (1 + GATED);         // columns of accumulators: first for w, then for up
 constexpr int CONSUMER_ROWS = PINGPONG ? TILE_M : TILE_M / CONSUMERS;  // rows of a tile that a consumer computes
 constexpr int ATOMS = CONSUMER_ROWS / 64;                              // wgmmas of 64 rows that cover a consumer's rows
@@ -85,7 +85,7 @@ struct Barriers {
 };
 
 // Called by all threads: initialises the stages' mbarriers, and after them `more` mbarriers that one arrival completes.
-// A barrier of the block must follow.
+// The threads of the block must synchronise afterwards.
 __device__ __forceinline__ void init_barriers(const Barriers& barriers, int more) {
     const int i = int(threadIdx.x) - 128;  // one thread per mbarrier, outside the producer warpgroup
     if (i < 0 || i >= 2 * STAGES + more) return;
@@ -101,7 +101,7 @@ __device__ __forceinline__ void sync_blocks() {
     else __syncthreads();
 }
 
-// The index of this thread's warpgroup; the shuffle tells the compiler that it is uniform in a warp.
+// The index of this thread's warpgroup. The shuffle tells the compiler that all threads of a warp have the same index.
 __device__ __forceinline__ int warpgroup() { return __shfl_sync(0xffffffff, threadIdx.x / 128, 0); }
 
 // A position in a ring of SIZE buffers, and the number of completed rounds modulo 2.
@@ -133,8 +133,8 @@ __device__ __forceinline__ Value pick(const Value (&of)[PRODUCTS], int product) 
     return found;
 }
 
-// The weights of all products. The tiles of the products lie side by side, so that a column's number counts the columns
-// of earlier products too.
+// The weights of all products. The tiles of the products lie side by side, so the columns of a product are numbered
+// after the columns of the products before it.
 struct Weights {
     const TensorMap* maps[PRODUCTS];
     int n[PRODUCTS];
@@ -179,7 +179,7 @@ struct Tiles {
     }
 };
 
-// The factors of a gate: the `pixels` rows of x that belong to an image share k factors. Only used with X_GATE.
+// The gate by which x is multiplied: the `pixels` rows of x of an image share k factors. Only used with X_GATE.
 struct Gate {
     const TensorMap* factors;  // images x k
     int pixels;
@@ -233,10 +233,10 @@ __device__ __forceinline__ void produce(Operands operands, u32 shared, const Bar
 
 // ---- the consumers ----------------------------------------------------------------------------------------------
 
-// Each of the named barriers 1 to CONSUMERS joins the threads of one consumer. With PINGPONG, two more named barriers
-// signal which consumer may multiply. The mbarriers of the stages do not suffice for this: a consumer does not wait for
-// the stages of the other consumer, so it could not distinguish an mbarrier's present phase from the phase two before
-// it, which has the same parity.
+// Each of the named barriers 1 to CONSUMERS synchronises the threads of one consumer. With PINGPONG, two more named
+// barriers signal which consumer is allowed to multiply. The mbarriers of the stages do not suffice for this: a
+// consumer does not wait for the other consumer's stages, so it would not notice an mbarrier that advances by two
+// phases, to the same parity.
 __device__ __forceinline__ int turn(int consumer) { return 1 + CONSUMERS + consumer; }
 
 __device__ __forceinline__ u64 with_low(u64 descriptor, u32 low) { return (descriptor >> 32) << 32 | low; }
@@ -244,8 +244,8 @@ __device__ __forceinline__ u64 with_low(u64 descriptor, u32 low) { return (descr
 // The number of stages that hold `blocks` blocks of k.
 __device__ __forceinline__ int steps_of(int blocks) { return (blocks + BLOCKS - 1) / BLOCKS; }
 
-// Sums over `blocks` blocks of k for this consumer's rows from `first_row` on. A stage is released once the next
-// stage's wgmmas are in flight. `pass_on`: the other consumer has a tile after this one.
+// Sums the products over `blocks` blocks of k for this consumer's rows, from `first_row` on. A stage is released once
+// the next stage's wgmmas are in flight. `pass_on`: the other consumer has a tile after this one.
 __device__ __forceinline__ void multiply(Sum (&d)[ATOMS][COLUMNS / 2], Ring<STAGES>& ring, const Barriers& barriers,
                                          u32 shared, int first_row, int blocks, int consumer, bool pass_on) {
     const int thread = threadIdx.x % 128, steps = steps_of(blocks);

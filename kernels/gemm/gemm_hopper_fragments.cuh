@@ -7,7 +7,7 @@
 
 namespace {
 
-// The epilogue's operands and y.
+// The epilogue's operands and program, and y with its m rows and n columns.
 struct FragmentOutput : EpilogueOperands {
     int m, n;
     Program program;

@@ -19,7 +19,7 @@ static_assert(sizeof(T) == 2 && BLOCKS == 1 && !GATED);
 // The offset at which TMA puts a row's first 16-byte chunk; chunk c is at this offset XOR 16 c.
 __device__ __forceinline__ u32 swizzled(int row) { return row * ROW_BYTES + (row % 8 << 4); }
 
-// The counterpart of `multiply` for a gate: adds up the products of `blocks` blocks of k for this consumer's rows. They
+// The counterpart of `multiply` for a gate: sums the products over `blocks` blocks of k for this consumer's rows, which
 // begin at row `first_row` of the tile. `row` is the tile's first row of x; an image has `pixels` rows.
 __device__ __forceinline__ void multiply_gated(float (&d)[ATOMS][COLUMNS / 2], Ring<STAGES>& ring,
                                                const Barriers& barriers, u32 shared, int first_row, int blocks,
@@ -43,7 +43,7 @@ __device__ __forceinline__ void multiply_gated(float (&d)[ATOMS][COLUMNS / 2], R
         factors[atom] = shared + FACTORS_AT + swizzled(image) ^ lane / 16 << 4;
     }
     u32 before = 0,
-        fragments[2][TOGETHER][ATOMS][4];  // wgmmas may still read fragments in the next round of the loop
+        fragments[2][TOGETHER][ATOMS][4];  // wgmmas can still read fragments in the next round of the loop
     if constexpr (PINGPONG) hopper::named_barrier(turn(consumer), 256);
     for (int block = 0; block < blocks; ++block) {
         hopper::barrier_wait(barriers.full(ring.at), ring.parity);
@@ -59,7 +59,7 @@ __device__ __forceinline__ void multiply_gated(float (&d)[ATOMS][COLUMNS / 2], R
                     hopper::load_matrices(x[atom] + stage ^ (first + i) * K_BYTES, loaded[i][atom]);
                     hopper::load_matrices(factors[atom] + stage ^ (first + i) * K_BYTES, by[i][atom]);
                 }
-            hopper::wgmma_wait<1>();  // for all groups of wgmmas but the last: the next lines overwrite their fragments
+            hopper::wgmma_wait<1>();  // for all groups but the last: the next lines overwrite their fragments
             if (first == TOGETHER && block > 0 && thread == 0) hopper::barrier_arrive(before);
             u32(&products)[TOGETHER][ATOMS][4] = fragments[first / TOGETHER % 2];
 #pragma unroll

@@ -4,13 +4,13 @@
 //
 // `sum` is the sum of the products of the integers x and w. An integer x represents the number (x - x_zero) * x_scale,
 // and an integer w represents w * w_scale. For a matrix product, w_sums[0, column] is the sum of the column of w. A
-// convolution reads zeros in its padding, and taps there must not count. So w_sums has a row for each possible range of
-// taps inside x (conv_edges.cuh), with the sums of w over these taps.
+// convolution reads zeros in its padding, so the weights of taps in the padding must not be in these sums. Its w_sums
+// has a row for each possible range of taps inside x (conv_edges.cuh), with the sums of w over these taps.
 //
 // In wgmma's layout, four lanes hold eight columns of a row, two columns each. The lanes exchange the sums of 32
-// columns through shared memory, so that each lane finishes eight neighbouring columns. If y is stored as integers, as
-// it mostly is, the four lanes then store a whole sector of L2. In shared memory, BARRIER_BYTES of barriers come first,
-// and then EXCHANGE_BYTES for each warp: 16 rows of 32 sums.
+// columns through shared memory, so that each lane finishes eight neighbouring columns. If y is stored as integers,
+// which is the usual case, the four lanes then store a whole sector of L2. After the ring, shared memory holds
+// BARRIER_BYTES of barriers, and then EXCHANGE_BYTES for each warp: 16 rows of 32 sums.
 //
 // Macros, besides those of gemm_hopper.cuh:
 //   BARRIER_BYTES    bytes of shared memory for mbarriers
@@ -19,7 +19,7 @@
 //   W_SCALES   1: w_scale has one number per column; 0: one number
 //   OPERAND    s8 or u8, the type of x and of x_zero
 //   X_ZERO     1: x has a zero point, and there are w_sums; 0: the zero point is 0
-//   EDGES      1: taps may lie outside x, and Edges of conv_edges.cuh returns a pixel's row of w_sums; 0: no tap does
+//   EDGES      1: taps can lie outside x, and Edges of conv_edges.cuh returns a pixel's row of w_sums; 0: no tap does
 #pragma once
 #include "gemm_hopper_threads.cuh"
 
@@ -110,8 +110,8 @@ struct GroupOperands {
     IntegerColumns columns[PARTS];
     bool inside[PARTS][2];
 
-    // `of_rows` holds the operands that the program reads once per row, and `rows` the rows of w_sums. Operands of
-    // elements outside y are not read.
+    // `of_rows` holds the operands that the program (the operators fused into the epilogue) reads once per row. `rows`
+    // are the rows of w_sums. Operands of elements outside y are not read.
     __device__ __forceinline__ void load(const IntegerOutput& of, const Program::OfRow (&of_rows)[2], float x_scale,
                                          const int (&rows)[2], int first, int column) {
 #pragma unroll
@@ -149,9 +149,9 @@ struct GroupOperands {
 };
 
 // Finishes the 64 rows of an atom; `origin` is its first row and column. Operands are loaded before the exchange. Rows
-// and columns outside y are computed too, from operands of other elements, but are not stored. As this needs no
-// branches, the compiler does not repeat the computation of numbers that depend only on scales of the program (the
-// elementwise operators fused into the product).
+// and columns outside y are computed too, from operands of other elements, but are not stored. This avoids branches, so
+// the compiler computes numbers once if they depend only on scales of the program (the operators fused into the
+// product).
 __device__ __forceinline__ void finish_atom(const int (&d)[COLUMNS / 2], int2 origin, const IntegerOutput& of) {
     extern __shared__ __align__(1024) char memory[];
     char* own_memory = memory + EXCHANGE_AT + (threadIdx.x / 32 - 4) * EXCHANGE_BYTES;  // warps 0 to 3 are producers

@@ -14,7 +14,7 @@
 namespace {
 
 constexpr int THREADS = CONSUMERS * 128;
-constexpr int EIGHTS = ATOMS * TILE_N / 8;                    // groups of eight columns per thread, over all atoms
+constexpr int EIGHTS = ATOMS * TILE_N / 8;                    // groups of eight columns per thread, in all atoms
 constexpr int OWN_EIGHTS = (EIGHTS + SPLIT_K - 1) / SPLIT_K;  // groups that a block finishes; the last may have fewer
 constexpr int SUMS_AT = STAGES * STAGE_BYTES;
 constexpr int SUMS_BYTES = (SPLIT_K - 1) * OWN_EIGHTS * (1 + GATED) * THREADS * 16;
@@ -25,7 +25,7 @@ static_assert(SPLIT_K > 1 && !PINGPONG);
 // The other blocks' sums of the columns that this block finishes.
 struct Exchange {
     float4* sums;  // in shared memory: (SPLIT_K - 1 other blocks, OWN_EIGHTS, products, THREADS)
-    int thread;    // index of the thread, below THREADS
+    int thread;    // index of the thread among the THREADS threads of all consumers
     int rank;
 
     __device__ __forceinline__ float4* slot(int source, int eight, int product) const {

@@ -85,12 +85,12 @@ using SubtileLoads = ProgramLoads<HAS_PROGRAM, SUBTILE_N / 8>;
 // The y and the bias of each product.
 struct Results {
     Result y[PRODUCTS];
-    const T* bias[PRODUCTS];  // OPTIONAL_BIAS: may be null
+    const T* bias[PRODUCTS];  // with OPTIONAL_BIAS, null if the product has no bias
 };
 
-// Called by a warp: stores the first `left` elements of a subtile's row. `word` holds the lane's two elements,
-// and `before` the two elements of the previous lane, where lane 0 follows the last lane. Elements are stored in pairs
-// that begin at multiples of 4 bytes: if a row begins between them, lane 0 stores the row's first and last element.
+// Called by a warp: stores the first `left` elements of a subtile's row. `word` holds the lane's two elements, and
+// `before` the two elements of the previous lane; the last lane comes before lane 0. Elements are stored in pairs that
+// begin at multiples of 4 bytes. If the row begins at another address, lane 0 stores its first and last element singly.
 [[maybe_unused]] __device__ __forceinline__ void store_row(u32 word, u32 before, T* to, int left) {
     const int lane = threadIdx.x % 32, odd = size_t(to) / sizeof(T) % 2;
     const u32 both = odd ? word << 16 | before >> 16 : word, high = both >> 16;
@@ -234,7 +234,7 @@ struct Output {
     }
 };
 
-// Fills the stage that later holds a tile's results with the tile's residual.
+// Loads a tile's residual into the stage where the tile's results replace it.
 template <class Place>
 struct ResidualInRing {
     const Place& place;
@@ -289,7 +289,7 @@ __device__ __forceinline__ void consume(const Place& place, const Results& resul
         origin.x += above;
         const int product = weights.find(origin.y);
         if (HAS_RESIDUAL && !RESULTS_IN_RING && thread == 0) {
-            // The residual is loaded after the tile's first x and w.
+            // The residual is loaded after the tile's first x and w, which are needed earlier.
             if (!PINGPONG) hopper::barrier_wait(barriers.full(ring.at), ring.parity);
             output.fetch_residual(origin);
         }
@@ -309,7 +309,8 @@ __device__ __forceinline__ void consume(const Place& place, const Results& resul
             hopper::barrier_wait(barriers.full(ring.at), ring.parity);
             output.subtiles = shared + ring.at * STAGE_BYTES;
         }
-        if (!HAS_RESIDUAL && thread == 0) hopper::store_wait_read<0>();  // waits until TMA has read the last results
+        if (!HAS_RESIDUAL && thread == 0)
+            hopper::store_wait_read<0>();  // waits until TMA has read the previous results
         if (VECTORS > 0 && thread < TILE_N / 2) fetched.put(vectors + thread);
         if (VECTORS > 0 || !HAS_RESIDUAL) hopper::named_barrier(output.named, 128);
         output.finish(d, pick(results.y, product), origin, m, pick(weights.n, product), of);

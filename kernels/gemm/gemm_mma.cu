@@ -32,7 +32,7 @@ struct Operands {
         CopyX x;
         CopyW w[WEIGHTS];
     };
-    // Copies of fewer than 16 bytes may go through registers, which cannot hold the elements of several stages.
+    // Copies of fewer than 16 bytes can go through registers, which cannot hold the elements of several stages.
     static constexpr int AHEAD = X_COPY == 16 && W_COPY == 16 ? STAGES : 1;
 
     const char* x;           // address of the block's first row

@@ -22,7 +22,7 @@
 #include "epilogue.cuh"
 #include "gemm_multiply.cuh"
 
-constexpr int WEIGHTS = 1 + GATED;  // x is multiplied with w, and with up
+constexpr int WEIGHTS = 1 + GATED;  // x is multiplied by w and, if GATED, also by up
 
 constexpr int THREADS = 32 * WARPS_M * WARPS_N;
 constexpr int ITEM = sizeof(T);
@@ -41,7 +41,8 @@ constexpr bool TF32 = ITEM == 4;
 // ---- global memory -> shared memory ------------------------------------------------------------------------------
 
 // Returns the offset of a chunk in a row of weights; without PAIRS, it is swizzled_offset. PAIRS is for TF32 weights
-// k x n: a warp reads a fragment from two adjacent chunks of four rows, and all eight are in different banks.
+// that are k x n: a warp reads a fragment from two adjacent chunks of four rows, and all eight chunks are in different
+// banks.
 template <int ROW_BYTES, bool PAIRS>
 __device__ __forceinline__ int weight_offset(int row, int chunk) {
     if constexpr (PAIRS) return row * ROW_BYTES + ((chunk ^ (row & 3) << 1) << 4);
@@ -72,7 +73,7 @@ __device__ __forceinline__ void fetch_chunk(unsigned (&words)[4], Inside inside,
 }
 
 // Copies one operand's part of a stage: ROWS rows of ROW_BYTES from a matrix whose rows are LINE bytes apart. PARTIAL:
-// the last copy of a row may have fewer bytes than the others.
+// the last copy of a row can have fewer bytes than the others.
 template <int ROWS, int ROW_BYTES, i64 LINE, int COPY, bool PARTIAL, bool PAIRS>
 struct TileCopy {
     static constexpr int CHUNKS = ROW_BYTES / 16;
@@ -228,7 +229,7 @@ struct MmaSums {
 //   Stage                  the elements that a thread holds while a stage is copied
 //   begin(stage, to, k)    starts the copies of the stage that begins at k, to the address `to` in shared memory
 //   end(stage, to)         stores the elements that went through registers
-//   AHEAD                  the maximum number of stages whose elements a thread may hold
+//   AHEAD                  the maximum number of stages whose elements a thread can hold
 // and Sums
 //   prepare()              is called while the first copies are in flight
 //   add(stage)             multiplies a stage

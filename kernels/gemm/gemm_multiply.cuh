@@ -1,7 +1,7 @@
 // The instructions of kernels that multiply by mma.sync: copies of operands to shared memory, loads of fragments from
 // shared memory, and mma. One mma adds products along 32 bytes of k (16 elements of fp16 or bf16, or 8 of fp32, which
-// are read as TF32) to 16 x 8 sums in fp32. Rows in shared memory are swizzled as TMA swizzles them. Before sm_80 there
-// is only fp16, and no cp.async.
+// are read as TF32) to 16 x 8 sums in fp32. Rows in shared memory are swizzled as TMA swizzles them. Before sm_80,
+// operands are fp16, and there is no cp.async.
 #pragma once
 #include "types.cuh"
 
@@ -27,7 +27,7 @@ constexpr bool is_asynchronous(int bytes) {
 #endif
 }
 
-// Copies the first `read` of BYTES bytes asynchronously and zeroes the rest.
+// Copies the first `read` of BYTES bytes asynchronously, and writes zeros for the others.
 template <int BYTES>
 __device__ __forceinline__ void copy_async(unsigned to, const char* from, int read) {
     if constexpr (BYTES == 16)

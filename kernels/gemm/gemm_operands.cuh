@@ -2,7 +2,7 @@
 #pragma once
 #include "gemm_hopper.cuh"
 
-// A declaration or an expression for each product of the launch.
+// Lists a declaration or an expression for each product of the launch: `before` name, `before` name_2, `before` name_3.
 #if PRODUCTS == 1
 #define EACH_PRODUCT(before, name) before name
 #elif PRODUCTS == 2

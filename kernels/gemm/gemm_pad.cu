@@ -2,8 +2,8 @@
 // accesses require. A matrix of 32-bit elements is treated as one of 16-bit elements with twice as many columns.
 //
 // A warp copies SEGMENT elements of a row. Each lane copies PAIRS pairs of adjacent elements. It loads elements one by
-// one, because a source row may begin at any element, and stores each pair as one word; all loads come before the first
-// store. The padding after a row is not written, except for one element, which gets an arbitrary value.
+// one, because a source row can begin at any element, and stores each pair as one word; all loads come before the first
+// store. The padding after a row is not written, except that after an odd row one element gets an arbitrary value.
 //
 // Macros:
 //   WARPS   warps per block    PAIRS  pairs of elements per lane

@@ -6,8 +6,8 @@
 // many of them in flight at once, and shared memory holds only sums. A block computes ROWS rows and TILE columns of y;
 // WARPS_N warps divide the columns and WARPS_K warps divide k.
 //   - If w is n x k (LanesAlongK), a warp has LOADS columns; its lanes divide k, each with UNROLL vectors in flight.
-//   - If w is k x n (LanesAlongN), LANES lanes lie along n, and each reads LOADS adjacent rows of w, so that x is read
-//     in vectors too; the other lanes of the warp read other rows.
+//   - If w is k x n (LanesAlongN), LANES lanes lie along n, and each reads LOADS adjacent rows of w. So x is read in
+//     vectors too. The other lanes of the warp read other rows.
 // Sums are added across lanes by shuffles, and across the warps that divide k through shared memory, in a fixed order.
 // All threads run the epilogue (epilogue.cuh).
 //
@@ -17,7 +17,7 @@
 //   VECTOR     elements per access to w; divides the elements of its rows
 //   X_VECTOR   elements per access to x; divides k, and LOADS if w is k x n
 //   WEIGHTS_CONSTANT   1: no kernel writes w and up, so they are read before the previous kernel ends
-//   MIN_BLOCKS   minimum resident blocks per multiprocessor: it lets the compiler use registers for all loads
+//   MIN_BLOCKS   minimum resident blocks per multiprocessor: a low number allows registers for all loads
 //   WIDTH        elements per access to y, the residual and the column vectors; divides n
 //   and the macros of epilogue.cuh
 #include "types.cuh"
@@ -26,7 +26,7 @@
 using i64 = long long;
 
 constexpr int N = GEMM_N, K = GEMM_K;
-constexpr int WEIGHTS = 1 + GATED;  // x is multiplied with w, and with up
+constexpr int WEIGHTS = 1 + GATED;  // x is multiplied by w and, if GATED, also by up
 static_assert(N % WIDTH == 0, "a row is whole vectors");
 
 constexpr int THREADS = 32 * WARPS_N * WARPS_K;

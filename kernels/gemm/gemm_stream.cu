@@ -3,7 +3,7 @@
 //   y = activation(x w + bias) [* (x up + up_bias)] * column_scale + column_shift + residual
 //
 // The kernel takes as long as reading the weights once. So it keeps nearly as many bytes in flight as a multiprocessor
-// can have, and no warp waits for another one before its sums are complete:
+// can have, and no warp waits for another warp until its own sums are complete:
 //   1. Each warp has a ring of STAGES stages in shared memory. Its first lane fills them by TMA, an mbarrier
 //      signals that a stage has arrived, and only this warp multiplies it, by mma.sync. A stage is 128 bytes of k:
 //      TILE_N columns of each weight and TILE_M rows of x. The weights are mma's left operand, so that tiles of 8 rows
@@ -14,8 +14,8 @@
 //   4. All threads run the epilogue, "by row" (see epilogue.cuh).
 //
 // 1x4096x4096 in fp16 takes 8.5 us on an H200 (n x k; 9.0 as k x n), and 10.6 without programmatic dependent launch.
-// The 33.5 MB of w take 8.0 us at the rate of a long copy. A kernel that only reads them takes 7.4 us, and 9.3 us
-// without programmatic dependent launch.
+// At the rate of a long copy, the 33.5 MB of w take 8.0 us. A kernel that only reads w takes 7.4 us, and 9.3 us without
+// programmatic dependent launch.
 //
 // Macros:
 //   GEMM_N, GEMM_K   n and k; m is an argument    TRANSPOSED  1: w and up are n x k, 0: k x n
@@ -32,13 +32,13 @@
 #include "hopper.cuh"
 
 constexpr int N = GEMM_N, K = GEMM_K;
-constexpr int WEIGHTS = 1 + GATED;  // x is multiplied with w, and with up
+constexpr int WEIGHTS = 1 + GATED;  // x is multiplied by w and, if GATED, also by up
 static_assert(N % WIDTH == 0, "a row is whole vectors");
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int ROW_BYTES = 128, TILE_K = ROW_BYTES / sizeof(T);
 constexpr int STEPS = ROW_BYTES / 32;                   // mmas along k in a stage
-constexpr int MMA_N = TILE_N / 16, MMA_M = TILE_M / 8;  // mma tiles
+constexpr int MMA_N = TILE_N / 16, MMA_M = TILE_M / 8;  // mma tiles of 16 columns x 8 rows of y
 constexpr int PANEL = TILE_N < 64 ? TILE_N : 64;        // columns of a TMA box if w is k x n
 constexpr int W_ROW = TRANSPOSED ? ROW_BYTES : PANEL * sizeof(T);
 constexpr int PANEL_BYTES = TILE_K * W_ROW;  // bytes of a panel's box, if w is k x n
@@ -119,7 +119,7 @@ __device__ __forceinline__ void multiply_stage(Sums& sums, unsigned stage) {
     }
 }
 
-// Multiplies steps `from`, `from` + WARPS … before `to`.
+// Multiplies the steps of one warp: `from`, `from` + WARPS and so on, as long as they are below `to`.
 __device__ __forceinline__ void multiply_steps(Sums& sums, const Ring& ring, int from, int to) {
     const bool first = threadIdx.x % 32 == 0;
     if (first) hopper::prefetch(*ring.x);

@@ -33,9 +33,9 @@ PROGRAM_REGISTERS: Final = 64
 ROW_REGISTERS: Final = 2  # registers per thread for a 2-byte operand with one number per row
 MAX_ACCUMULATORS_OF_THREADS: Final = 128  # maximum accumulators of a thread that loads operands of the epilogue
 GATE_STEP_CYCLES: Final = 80.0  # extra time per stage of k for a gate
-HALF_SHARE: Final = 0.85  # share of a multiprocessor's time that the main loop of one of its two blocks takes
-# Instructions per element that the epilogue of a product of integers takes beyond those of other epilogues: for the
-# exchange of sums, the scales, and the quantizer of a y that is stored as integers.
+HALF_SHARE: Final = 0.85  # with `half`: share of a multiprocessor's time that one block's main loop takes
+# Additional instructions per element in the epilogue of a product of integers: for the exchange of sums, the scales,
+# and the quantizer of a y that is stored as integers.
 INTEGER_INSTRUCTIONS: Final = 12
 EXCHANGE_PITCH: Final = 40  # sums per row, with padding, in the memory through which a warp exchanges int32 sums
 START_CYCLES: Final = 2000.0  # from a block's start on a multiprocessor to its first products
@@ -46,7 +46,7 @@ PENALTY: Final = 1e9  # clock cycles, more than any product takes: excludes conf
 
 @dataclass(frozen=True)
 class HopperConfig:
-    """The tile of a block, and its threads; for a gated product, tile_n counts the columns of both products."""
+    """The tile of a block, and how its warpgroups share it; tile_n counts the columns of both products of a gate."""
 
     tile_m: int
     tile_n: int
@@ -99,7 +99,7 @@ CONFIGS: Final = (
     HopperConfig(128, 128, split_k=2),
     HopperConfig(128, 128, split_k=4),
 )
-# Configs for GPUs that several runs share: while one block starts, waits or ends, a block of any stream multiplies.
+# Configs for GPUs that concurrent runs share: while one block starts, waits or ends, a block of any stream multiplies.
 # An H200 answers requests to one session of BERT-base, from 4 threads and from 8 threads, at these rates per second:
 # 1761 and 1712 with CONFIGS, 1832 and 1936 with HALF_CONFIGS, 1793 and 1814 if each product takes the cheapest of both
 # lists. A mix is probably slower because a whole-multiprocessor block waits until two half blocks have ended.
@@ -118,7 +118,7 @@ def implementations(gemm: Gemm, device: Device) -> list[Implementation]:
 
 
 def is_supported(gemm: Gemm, device: Device) -> bool:
-    """Return whether the kernels support this product: wgmma supports its dtype, and TMA's int coordinates suffice."""
+    """Return whether the kernels support this product: its dtype suits wgmma, and 32 bits hold TMA's coordinates."""
     return (
         device.arch == 90
         and gemm.dtype in ("float16", "bfloat16")
@@ -233,7 +233,7 @@ def fits(gemm: Gemm, config: HopperConfig, device: Device) -> bool:
         return config.accumulators <= MAX_ACCUMULATORS_OF_THREADS
     vectors = column_vectors(gemm) + bool(gemm.residual)
     if config.pingpong and config.tile_m * config.tile_n > 128 * 128 and (vectors > 2 or gemm.gate):
-        return False  # loaded vectors, or fragments of x, would not fit into registers beside the accumulators
+        return False  # loaded vectors, or fragments of x, would not fit into registers with the accumulators
     narrow = tile_columns(gemm, config) % SUBTILE  # columns beyond whole subtiles, which threads cannot store
     if narrow and (gemm.up or not gemm.transposed or stores_by_threads(gemm)):
         return False

@@ -15,8 +15,8 @@ MAX_IMPLEMENTATIONS: Final = 8  # maximum candidates; tuning compiles and times 
 
 MAX_OF_GATES: Final = 3  # maximum implementations of each kind if x has a gate
 
-# With many rows and few columns, most of a wgmma tile is empty, and cuBLASLt is faster on an H200 if one call of it is
-# enough. Times in us by cuBLASLt and in wgmma tiles of 64x64: 401408x16x32 14.8 and 37.7, 100352x24x72 10.4 and 24.9,
+# With many rows and few columns, most of a wgmma tile is empty, and on an H200 cuBLASLt is faster if a single call
+# suffices. Times in us by cuBLASLt and in wgmma tiles of 64x64: 401408x16x32 14.8 and 37.7, 100352x24x72 10.4 and 24.9,
 # 401408x64x16 24.5 and 62.9; but 100352x64x64 7.8 and 8.0, and 100352x72x24 14.7 and 15.6.
 MANY_ROWS: Final = 1 << 14
 FEW_COLUMNS: Final = 40
@@ -61,7 +61,7 @@ def implementations_if_any(gemm: Gemm, device: Device) -> list[Implementation]:
 def _behind_a_gate(gemm: Gemm, device: Device) -> list[Implementation]:
     """Return the implementations of a product whose x is multiplied by a gate first.
 
-    With few columns, memory is the limit, and mma.sync comes closer to this limit, because more of its tiles are
+    With few columns, memory limits the speed, and mma.sync comes closer to this limit, because more of its blocks are
     resident. Times on an H200 in us by mma.sync, by wgmma, and as two nodes, channel_scale and product:
     100352x24x144 17.2, 18.6 and 27.7; 25088x40x240 9.8, 8.1 and 13.6.
     """

@@ -39,9 +39,9 @@ def padded_columns(columns: int, dtype: str) -> int:
 
 
 def padded(gemm: Gemm, residual: bool) -> tuple[Gemm, list[Copy]]:
-    """Return the product with operands whose rows are padded, and the copies that create these; y is unchanged.
+    """Return the product with operands whose rows are padded, and the copies that create these operands.
 
-    `residual`: the residual needs padded rows too.
+    The rows of y are not padded; the rows of the residual are padded only if `residual` is true.
     """
     copies: list[Copy] = []
 

@@ -1,4 +1,4 @@
-"""A matrix product with its epilogue: the input of the host side of every GEMM kernel."""
+"""A matrix product with its epilogue, as the host code of all GEMM kernels describes it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from onnxfuse.runtime.plan import Pointer, Struct
 class Integers:
     """Operands of 8 bits: x represents (x - x_zero) * x_scale, and w represents (w - w_zero) * w_scale.
 
-    The dtype of the problem is that of the scales, the bias, the residual and y.
+    `Gemm.dtype` is then the dtype of the scales, the bias, the residual and y.
     """
 
     x_dtype: str  # int8 or uint8
     x_scale: Pointer  # one number
     w_scale: Pointer
     w_scales: int  # how many numbers w_scale has: one, or one for each column of y
-    x_zero: Pointer | None  # None: it is 0
+    x_zero: Pointer | None  # zero point of x; None means 0
     w_sums: Pointer | None  # sums of w, as in algebra/filter_edges.py; used with x_zero
     is_symmetric: bool  # w is int8, and w_zero is 0
 
@@ -59,7 +59,7 @@ class Gemm:
     beta: float = 0.0
     tf32: bool = False  # the kernel is allowed to round float32 operands to TF32
     weights_constant: bool = False  # no kernel writes w and up, so they can be read before the previous kernel ends
-    program: EpilogueProgram | None = None  # operators fused after the product; not for grouped products
+    program: EpilogueProgram | None = None  # operators fused after the product; None for grouped products
     gate: Pointer | None = None  # k factors per `gate_rows` rows of x
     gate_rows: int = 1
     grouped: tuple[Gemm, ...] = ()  # further products of the same x, with at most a bias, in the same launch

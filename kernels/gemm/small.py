@@ -94,5 +94,5 @@ def _dot_config(gemm: Gemm, device: Device) -> DotConfig:
         return DotConfig(rows, 4 // warps, warps, 2, unroll=unroll)
     if gemm.n >= 7 * vector * device.multiprocessors:
         return DotConfig(rows, 1, 8, 8 if rows < 4 else 4, lanes=8)
-    # Narrower tiles give more blocks, whose warps divide k further.
+    # Narrower tiles give more blocks, in which more lanes divide k.
     return DotConfig(rows, 1, 16 if rows < 4 else 8, 8 if rows < 4 else 4, lanes=4)

@@ -21,7 +21,7 @@ PANEL: Final = 64  # columns of a TMA box if w is k x n
 SUMS_PADDING: Final = 4  # floats of padding per row of sums: SUMS_PITCH - TILE_N of gemm_stream.cu
 MAX_SUMS: Final = 4096  # maximum sums per warp: 128 per thread
 TILES_M: Final = (8, 16, 32, 64)
-TILES_N: Final = (32, 64, 128)  # if all have equally many bytes in flight, the smallest gives the most blocks
+TILES_N: Final = (32, 64, 128)  # smallest first: with equally many bytes in flight, small tiles give more blocks
 CLUSTERS: Final = (1, 2, 4, 8)
 BUSY_SHARE: Final = 0.5  # this share of the multiprocessors reads nearly as fast as all of them
 
@@ -62,10 +62,10 @@ def is_supported(gemm: Gemm, device: Device) -> bool:
 
 
 def fits(gemm: Gemm, config: StreamConfig, device: Device) -> bool:
-    """Return whether a config's tiles fit into the device.
+    """Return whether a config's tiles fit into registers and shared memory.
 
-    The sums of a warp must fit into its registers, and later into the shared memory of its stages, where warps add
-    them. The stages of all warps must fit into the shared memory of a block.
+    The sums of a warp must fit into its registers, and later into the shared memory of its stages, which they replace.
+    The stages of all warps must fit into the shared memory of a block.
     """
     weights = gemm.weight_count
     sums = weights * config.tile_m * config.tile_n
