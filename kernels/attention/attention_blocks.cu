@@ -5,12 +5,12 @@
 //          score stays or does not count
 //   bits   for tiles of kind 3, and for all tiles of a boolean mask: which scores count. The bits are in the layout of
 //          a wgmma accumulator of 64 x BLOCK_N, so that each thread of a consumer warpgroup loads its scores' bits
-// Elements beyond the last query or key do not matter.
+// Mask elements beyond the last query or key are ignored.
 //
 // Macros:
 //   BLOCK_N, WIDTH  see above
-//   WIDTH_DIVIDES   1: WIDTH divides the strides and the number of keys; 0: elements are read one by one. The macro may
-//                   be an expression over the kernel's arguments
+//   WIDTH_DIVIDES   1: WIDTH divides the strides and the number of keys; 0: elements are read one by one. The macro can
+//                   be an expression of the kernel's arguments
 //   MASK            1 boolean, 2 additive
 //   INVERTED        1: false elements of a boolean mask count, instead of true ones
 //   NEGLIGIBLE      attention_hopper.cu treats elements of an additive mask up to this number as -inf in its first pass

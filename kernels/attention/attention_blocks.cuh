@@ -17,7 +17,7 @@ __device__ __forceinline__ void mask_kinds(const Pack<b8, N>& elements, int (&ki
     for (int i = 0; i < N; ++i) kinds[i] = (elements.words[i / 4] >> i % 4 * 8 & 0xff) != 0 != INVERTED ? 2 : 0;
 }
 
-// The first pass treats elements of an additive mask up to NEGLIGIBLE as -inf: see attention_hopper.cu.
+// The same for an additive mask. Elements up to NEGLIGIBLE count as -inf, as in the first pass of attention_hopper.cu.
 template <class E, int N>
 __device__ __forceinline__ void mask_kinds(const Pack<E, N>& elements, int (&kinds)[N]) {
     float values[N];

@@ -1,7 +1,7 @@
 // Combines the partial results that the splits of attention_decode.cu or attention_with_cache.cu wrote to scratch
 // memory: per split, `block_rows` rows of HEAD_DIM_V floats, and the maximum and the sum of each row.
 //
-// Each row of the result has one block, whose threads divide columns and splits among them.
+// One block computes each row of the result. Its threads divide the row's columns, and the splits, among them.
 //
 // Macros: a subset of the macros of attention_mma.cuh.
 #include "attention_results.cuh"

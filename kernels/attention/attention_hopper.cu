@@ -6,9 +6,9 @@
 // producer.
 //   Producer (attention_hopper_copies.cuh)  decides which tiles of BLOCK_N keys matter, the last one first, and copies
 //       their keys and values by TMA into two rings of STAGES stages. Each stage has two mbarriers: `full` (the bytes
-//       have arrived) and `empty` (all consumers have read it). Under a mask each stage of keys carries the number of
-//       its tile and the masking that it needs, and consumers take tiles until END; without a mask no tile is
-//       skipped, and consumers count the tiles themselves.
+//       have arrived) and `empty` (all consumers have read it). Under a mask, each stage of keys also has the number of
+//       its tile and the masking that it needs, and consumers take tiles until the number is END. Without a mask, no
+//       tile is skipped, and consumers count the tiles themselves.
 //   Consumers  compute scores by wgmma from shared memory, apply cap, bias, mask and diagonal, run the online softmax
 //       (attention_hopper_scores.cuh), and multiply the weights, in registers, by the values. A tile's weights are
 //       multiplied by its values right after the product for the next tile's scores, so that the warpgroups' products
@@ -21,13 +21,13 @@
 // adds are divided by the scale. Otherwise (for example with a cap, or with a bias without slopes) scores are in
 // natural units, those of scale q k^T. With LATE_CAP, scores stay bare products of q and k until they become weights.
 // With BIAS_FIRST, the bias of a head is its slope times elements that are the same for all rows. The producer then
-// writes the bias beside the keys, and the accumulators of the tensor cores begin with it.
+// writes the bias to shared memory with the keys, and the accumulators of the tensor cores begin with it.
 //
 // Masks. attention_blocks.cu has found the unmasked part of each tile. If the mask is the same for all queries, the
 // producer finds the unmasked parts instead. Fully masked tiles are skipped, and a mask's elements are read only if
 // they change scores that count. If masked scores are finite (SECOND_PASS), a row without a score above
-// `second_pass_below` may need skipped tiles. If a warpgroup has such a row, it votes for a second pass, and the whole
-// block begins again with all tiles: with ADD_MASKED_SCORE, tiles beyond the diagonal are among them.
+// `second_pass_below` can need skipped tiles. A warpgroup with such a row votes for a second pass, and the whole block
+// begins again with all tiles; with ADD_MASKED_SCORE, these include the tiles beyond the diagonal.
 //
 // Macros:
 //   T, HEAD_DIM, HEAD_DIM_V   element type; elements of a head of q and k, and of v
@@ -35,8 +35,8 @@
 //   CAUSAL, SOFTCAP, BIAS     1: the attention has a diagonal, a cap, a bias
 //   LENGTHS                   1: each batch element has a length of its own; mask and bias are then absent
 //   WINDOW                    1: a query sees only the last keys up to the diagonal
-//   SINKS                     1: each row has one more score, the sink of its head (type SINK_T), whose value is zeros
-//   ZERO_MASKED_ROWS          1: rows without a key are 0; 0: they are NaN
+//   SINKS                     1: each row has one more score, its head's sink (SINK_T), for a value vector of zeros
+//   ZERO_MASKED_ROWS          1: result rows for which no key counts are 0; 0: they are NaN
 //   BIAS 2         the bias of a head is its slope, of type SLOPE_T, times the elements
 //   MASK   0 none, 1 boolean (INVERTED: false counts), 2 additive (elements up to NEGLIGIBLE are skipped at first)
 //   ADD_MASKED_SCORE, SECOND_PASS, SCALE_IN_EXPONENT, LATE_CAP   as above
@@ -160,10 +160,10 @@ __device__ __forceinline__ void write(const TensorMap& out, const WorkTile& at, 
 // The main loop: without a mask over the first `tiles` tiles, under a mask over the tiles that the producer sends.
 // Registers of products in flight stay untouched until wgmma_wait.
 //
-// After wgmma_wait for the product with a stage's keys, these keys have been read: k_taken then releases the stage.
-// Each warp also reads the mask bits or the bias stored with the keys, and then arrives at the stage's barrier k_empty.
-// The last warp of the warpgroup arrives in k_taken, and the other warps arrive earlier, in `read`. The last thread of
-// a warp (with BIAS_FIRST, the last four threads) arrives, because compute-sanitizer's racecheck records only the last
+// wgmma_wait ensures that the product has read a stage's keys; then k_taken releases the stage. Each warp also reads
+// the mask bits or the bias stored with the keys, and arrives at the stage's barrier k_empty when it has read both. The
+// last warp of the warpgroup arrives in k_taken, and the other warps arrive earlier, in `read`. The last thread of a
+// warp (with BIAS_FIRST, the last four threads) arrives, because compute-sanitizer's racecheck records only the last
 // thread that read a word, and does not count __syncwarp as ordering.
 __device__ __forceinline__ void consume(ScoreMod& score_mod, Softmax& softmax, float (&o)[RESULTS], float exponent,
                                         int tiles, u32 qo, u32 k_buffers, u32 v_buffers, Barriers& barriers,

@@ -5,7 +5,7 @@
 // them.
 //
 // Macros, where ROTATED is not 0: those of rotation.cuh, with X_T = T and SIZE = HEAD_DIM, and
-//   KEPT_ROWS   number of first queries that are not rotated; the tables have no rows for them
+//   KEPT_ROWS   the first KEPT_ROWS queries are not rotated; the tables have no rows for them
 #pragma once
 #include "attention_hopper_shape.cuh"
 
@@ -45,7 +45,7 @@ static_assert(KEPT_ROWS == 0 || INTERLEAVED == Y_INTERLEAVED, "elements that sta
 class QueryRotation {
     static constexpr int PIECES_OF_ROW = NORM ? PIECES : ROTATED_PIECES;  // pieces (see rotation.cuh) that change
     static constexpr int OF_THREAD = (PIECES_OF_ROW + LANES - 1) / LANES;
-    static constexpr int ROWS = 64 * LANES / 128, NEXT_ROW = 128 / LANES;  // number of a thread's rows; their distance
+    static constexpr int ROWS = 64 * LANES / 128, NEXT_ROW = 128 / LANES;  // a thread has ROWS rows, NEXT_ROW apart
     static constexpr int ANGLE_WORDS = OF_THREAD *
                                        (TABLE_ROW / ROTATED_HALF * WIDTH * (sizeof(COS_T) + sizeof(SIN_T)) / 4);
     static constexpr int IN_REGISTERS = ANGLE_WORDS < 64 ? 64 / ANGLE_WORDS : 1;  // rows whose angles are in registers
@@ -91,7 +91,7 @@ class QueryRotation {
     }
 
 public:
-    // Loads the first angles, while the queries may still be in flight. `from`: the first query of the warpgroup.
+    // Loads the first angles; the queries need not have arrived yet. `from`: the first query of the warpgroup.
     __device__ __forceinline__ QueryRotation(const RotationTables& tables, int from, const Shape& shape, int batch)
         : tables(tables), row(threadIdx.x % 128 / LANES), lane(threadIdx.x % LANES), first(KEPT_ROWS - from),
           last(shape.queries - 1 - from) {
@@ -100,7 +100,7 @@ public:
         load_angles(0);
     }
 
-    // Rotates the warpgroup's queries, which must have arrived; wgmma may read them afterwards. `barrier`: a named
+    // Rotates the warpgroup's queries, which must have arrived; wgmma can read them afterwards. `barrier`: a named
     // barrier of the warpgroup's 128 threads.
     __device__ __forceinline__ void apply(char* queries, int barrier) {
 #pragma unroll
@@ -115,7 +115,7 @@ public:
                 if (piece.rotated) raw[j].second = loaded(queries, r, piece.second);
             }
             const float factor = NORM ? inverse_rms(raw, lane, tables.epsilon) : 1.0f;
-            if (INTERLEAVED != Y_INTERLEAVED) __syncwarp();  // until the other lanes have read the row
+            if (INTERLEAVED != Y_INTERLEAVED) __syncwarp();  // waits until the other lanes have read the row
 #pragma unroll
             for (int j = 0; j < OF_THREAD; ++j) {
                 const Piece piece(lane + j * LANES);

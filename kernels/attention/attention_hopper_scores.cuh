@@ -105,7 +105,7 @@ struct Fragment {
 template <int TERMS>
 struct CapPolynomial {
     float largest;  // largest product for which the polynomial holds
-    // Smallest reference of a row (the score of weight 1) at which products below -largest have no weight.
+    // If a row's reference (the score of weight 1) is at least `lowest`, products below -largest have no weight.
     float lowest;
     float terms[TERMS];
 
@@ -247,8 +247,8 @@ struct ScoreMod {
     }
 
     // Applies cap, bias, mask and limits to the scores of a tile. Returns true if the scores are then in the units of
-    // ScoreUnits, as they always are without LATE_CAP. With LATE_CAP they are only if a mask adds numbers to them, or
-    // replaces some by a finite number; otherwise the scores are still bare products of q and k.
+    // ScoreUnits. Without LATE_CAP, the result is true. With LATE_CAP, it is true only if a mask adds numbers to scores
+    // or replaces some by a finite number; otherwise the scores are still bare products of q and k.
     __device__ __forceinline__ bool apply(float (&s)[SCORES], u32 info) const {
         const int first = (info & END) * BLOCK_N + column;
         const bool in_units = !LATE_CAP || (SECOND_PASS && masked != minus_infinity()) || (ADDITIVE && kind(info) == 1);
@@ -279,7 +279,7 @@ struct ScoreMod {
         return in_units;
     }
 
-    // Adds `masked` to the scores that the mask (if `by_mask`) or the diagonal leaves out.
+    // Adds `masked` to the scores that the diagonal or, if `by_mask`, the mask excludes.
     __device__ __forceinline__ void add_masked(float (&s)[SCORES], int first, bool by_mask) const {
         if (!by_mask && first - column + BLOCK_N <= unlimited) return;
 #pragma unroll
@@ -310,7 +310,7 @@ struct Softmax {
     float top[2] = {minus_infinity(), minus_infinity()};
     float sum[2] = {0.0f, 0.0f};  // per row, the sum of the weights in this thread's columns
     float scaled[2];              // the rows' references (the scores of weight 1), as exponents of 2
-    bool keeps = false;           // whether the next tile may be tried with the present references first
+    bool keeps = false;           // whether the next tile is tried with the present references first
 
     // Computes packed weights from scores with the current references (the scores of weight 1), without determining the
     // largest score, and adds the weights to the sums. If weights are so large that a reference must be raised, returns
@@ -335,7 +335,7 @@ struct Softmax {
         return true;
     }
 
-    // Decides whether all rows of the warp may keep their references (the scores of weight 1) for the next tile.
+    // Decides whether all rows of the warp can keep their references (the scores of weight 1) for the next tile.
     __device__ __forceinline__ void decide(float scale, const Cap& cap) {
         bool may = true;
 #pragma unroll
@@ -378,7 +378,7 @@ struct Softmax {
         return __all_sync(0xffffffffu, small) ? Scores::SMALL_PRODUCTS : Scores::PRODUCTS;
     }
 
-    // Turns scores into weights, and adds them to the rows' sums.
+    // Replaces scores by weights, and adds the weights to the rows' sums.
     __device__ __forceinline__ void weigh(float (&s)[SCORES], float scale, const float (&factor)[2]) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -465,8 +465,8 @@ struct Softmax {
         }
     }
 
-    // Returns the sum of the row's weights, added up over all lanes that share the row. With SINKS, this
-    // includes the weight of the head's sink, which is one more score, whose value is zeros.
+    // Returns the sum of the row's weights, added up over all lanes that share the row. With SINKS, this includes the
+    // weight of the head's sink, which is one more score, for a value vector of zeros.
     __device__ __forceinline__ float total(int r, float sink) const {
         const float pair = sum[r] + __shfl_xor_sync(0xffffffffu, sum[r], 1);
         const float all = pair + __shfl_xor_sync(0xffffffffu, pair, 2);

@@ -47,13 +47,14 @@ struct Shape {
     }
 };
 
-// Constants of the scores, all but `scale` in the units of the scores. The first two, which every mask element needs,
-// are loaded together.
+// Constants of the scores. All but `scale` are in the scores' units: natural units or, with SCALE_IN_EXPONENT, those of
+// q k^T. The first two, which every mask element needs, are loaded together.
 struct alignas(8) ScoreUnits {
-    float unit;    // a score of 1 in natural units, in the scores' units
+    float unit;    // 1 natural unit, expressed in the scores' units
     float lowest;  // the lowest finite score
     float scale;
-    float masked;  // in the second pass: the score of masked keys or, with ADD_MASKED_SCORE, the number added to it
+    // For the second pass: the score of masked keys or, with ADD_MASKED_SCORE, a number that is added to their scores.
+    float masked;
     float second_pass_below;
 };
 
@@ -82,7 +83,7 @@ constexpr bool ADDITIVE = MASK == 2;
 constexpr bool ROW_MASK = MASK && !Mask::QUERY;                 // the mask is the same for all queries
 constexpr bool TILES_DIFFER = CAUSAL || (MASK && Mask::QUERY);  // later rows probably see more keys than earlier rows
 
-// The producer writes the columns' biases beside the keys, and the tensor cores add the products to these biases.
+// The producer writes the columns' biases to shared memory, and the tensor cores add the products to these biases.
 constexpr bool BIAS_FIRST = BIAS == 2 && SCALE_IN_EXPONENT && Bias::KEY && !Bias::QUERY;
 
 // The threads of a block and their registers.

@@ -1,10 +1,11 @@
-// Attention by mma.sync in one launch: each block has all keys of a tile of rows; see attention_mma.cuh.
+// Attention by mma.sync in one launch: each block multiplies its tile of rows by all keys; see attention_mma.cuh.
 //
 // If WARPS_N > 1, warps of a block share the keys of each tile, and combine their results in shared memory. Such
-// sharing is for short sequences, whose rows are too few to occupy the GPU otherwise. With SECOND_PASS a block skips
-// the tiles beyond the diagonal of a causal mask whose masked scores are finite, and begins again with all tiles if one
-// of its rows has no score above SECOND_PASS_BELOW. If a row has a score above that number, its masked scores have no
-// weight.
+// sharing is for short sequences, whose rows are too few to occupy the GPU otherwise.
+//
+// SECOND_PASS is for causal masks whose masked scores are finite. A block first skips the tiles beyond the diagonal. If
+// a row has a score above SECOND_PASS_BELOW, its masked scores have no weight. If any row of the block has no such
+// score, the block begins again with all tiles.
 #include "attention_mma.cuh"
 #include "attention_mma_shares.cuh"
 

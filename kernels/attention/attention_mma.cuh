@@ -27,14 +27,14 @@
 //                                  elements
 //   MASK_T, BIAS_T                 element types
 //   MASK_BY_ROW, BIAS_BY_ROW       1: the rows of a block read different elements
-//   MASK_PAIRS, BIAS_PAIRS         1: one access may read two keys; may be an expression over the parameters `p`
+//   MASK_PAIRS, BIAS_PAIRS         1: one access can read two keys; the macro can be an expression of the Problem `p`
 //   CAUSAL                         1: a query sees no key after its diagonal
 //   SOFTCAP                        1: scores are capped softly (softcapped())
 //   ADD_MASKED_SCORE               1: the masked score is added to scores instead of replacing them
 //   LENGTHS                        1: each batch element has a length of its own
 //   WINDOW                         1: a query sees only the last `window` keys of those up to the diagonal
-//   SINKS                          1: each row has one more score, its head's sink (SINK_T), with a value of zeros
-//   ZERO_MASKED_ROWS               1: rows without a key are 0; 0: they are NaN
+//   SINKS                          1: each row has one more score, its head's sink (SINK_T), for values of zeros
+//   ZERO_MASKED_ROWS               1: result rows for which no key counts are 0; 0: they are NaN
 //   SECOND_PASS, SECOND_PASS_BELOW see attention_mma.cu
 //   SCALE_IN_EXPONENT              1: scores are scaled when they are exponentiated; the scale must then be positive,
 //                                  and only -inf may replace a score
@@ -75,7 +75,7 @@ __device__ __forceinline__ void attend(WarpState& warp, const Source& tiles) {
 #pragma unroll 1
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
         wait_copies<STAGES - 2>();
-        __syncthreads();  // then the tile has arrived, and no warp reads the previous tile any more
+        __syncthreads();  // afterwards the tile has arrived, and all warps have read the previous tile
         if (Q_IN_REGISTERS && tile == tiles.begin) warp.keep_queries(q_tile);
         tiles.load(tile + STAGES - 1);
         tiles.landed(tile);

@@ -33,8 +33,8 @@ struct ScoreElements {
         }
     }
 
-    // Loads the elements for the warp's keys, from key `first` on, as far as keys exist: the mask or bias has `keys`
-    // keys, `step` elements apart. `pairs`: one access may read two keys.
+    // Loads the elements for the warp's keys, from key `first` on. The mask or bias has `keys` keys, which are `step`
+    // elements apart; elements of later keys are not loaded. `pairs`: one access can read two keys.
     __device__ __forceinline__ void fetch(int first, int keys, int step, bool pairs) {
         const int own = first + 2 * (threadIdx.x % 4);
         const bool whole = first + WARP_KEYS <= keys;

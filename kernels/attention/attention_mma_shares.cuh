@@ -81,7 +81,7 @@ struct WarpResults {
     }
 };
 
-// Combines N partial results of a row: their common maximum and sum, and a factor for each.
+// How to combine N partial results of a row: their common maximum and sum, and a factor for each partial result.
 template <int N>
 struct Combination {
     float top, sum, factors[N];

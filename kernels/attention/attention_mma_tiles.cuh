@@ -31,7 +31,7 @@ constexpr int PV_SIZE = up(HEAD_DIM_V, MATH_KIND == HALF ? 16 : 8);
 constexpr int V_TILES = PV_SIZE / 8;
 constexpr int WARP_KEYS = BLOCK_N / WARPS_N;
 constexpr int KEY_TILES = WARP_KEYS / 8, SIXTEENS = (KEY_TILES + 1) / 2;
-// A row takes an odd multiple of 16 bytes, so that eight rows of ldmatrix, or of the other accesses here, have no bank
+// A row takes an odd multiple of 16 bytes, so that accesses to eight rows at once, as by ldmatrix, have no bank
 // conflicts.
 constexpr int K_ROW = odd_sixteens(QK_SIZE * SHARED_ITEM), V_ROW = odd_sixteens(PV_SIZE * SHARED_ITEM);
 constexpr int Q_BYTES = BLOCK_M * K_ROW, K_BYTES = BLOCK_N * K_ROW, STAGE = K_BYTES + BLOCK_N * V_ROW;
@@ -202,7 +202,7 @@ __device__ __forceinline__ WorkTile work_tile(u32 index, Problem& p) {
     return {batch, head % p.kv_heads, row, first_key(row / GQA_GROUP, p), max(0, last_key(last, p.keys, p.causal))};
 }
 
-// The tiles of keys and values that a block goes through, with STAGES - 1 of them in flight.
+// The tiles of keys and values that a block processes: `begin` up to, but without, `end`. STAGES - 1 are in flight.
 struct Tiles {
     const Problem& p;
     const WorkTile& at;

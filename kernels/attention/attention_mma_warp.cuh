@@ -214,7 +214,7 @@ struct WarpState {
                             a[mt][half] = __shfl_sync(0xffffffffu, p[mt][t][2 * half + c], lane / 4 * 4 + from);
 #pragma unroll
                     for (int vt = 0; vt < V_TILES; ++vt) {
-                        if (vt % 8 == 0) __syncwarp();  // otherwise all loads move ahead and exceed the registers
+                        if (vt % 8 == 0) __syncwarp();  // otherwise the compiler hoists all loads, and they spill
                         const float2 b = shared_float2(tile + (t * 8 + 2 * from + c) * V_ROW + (vt * 8 + 2 * quad) * 4);
 #pragma unroll
                         for (int mt = 0; mt < M_TILES; ++mt)
@@ -229,7 +229,7 @@ struct WarpState {
         }
     }
 
-    // Turns scores into probabilities, not yet divided by their sum, and rescales sums and o to the new maximum.
+    // Replaces scores by probabilities, not yet divided by their sum, and rescales sums and o to the new maximum.
     __device__ __forceinline__ void softmax(float (&s)[M_TILES][KEY_TILES][4], float scale) {
         float factors[M_TILES][2];
         bool same = true;
@@ -249,9 +249,9 @@ struct WarpState {
                 for (int i = 0; i < 4; ++i) o[mt][vt][i] *= factors[mt][i / 2];
     }
 
-    // Turns a row's scores `s` of a tile into weights. Returns the factor for the row's sums `o` of earlier tiles,
-    // whose weights are relative to an earlier maximum. With SCALE_IN_EXPONENT, scores and maxima are not yet
-    // multiplied by the scale, which is positive.
+    // Replaces a row's scores `s` of a tile by weights. The weights in the row's sums `o` of earlier tiles are relative
+    // to an earlier maximum; returns the factor that adapts these sums. With SCALE_IN_EXPONENT, scores and maxima are
+    // not yet multiplied by the scale, which is positive.
     __device__ __forceinline__ float row_softmax(float (&s)[KEY_TILES][4], int mt, int half, float scale) {
         float best[2] = {top[mt][half], s[0][2 * half]}, total[2] = {0.0f, 0.0f};
 #pragma unroll

@@ -1,9 +1,10 @@
 // Attention of few queries over a growing cache: attention_decode, whose blocks also write the present caches.
 //
 // The keys and values are rows of the past caches, followed by the new rows. A block reads them tile by tile as
-// attention_decode does, and stores each tile to the present cache once it is in shared memory, so that the past is
-// read once and the present written once. If a past and its present are the same memory, and a row has the same offset
-// in both, only the new rows are written. New rows are always read from k and v, so that no block waits for another.
+// attention_decode does, and stores each tile to the present cache once it is in shared memory. So the past caches are
+// read once, and the present caches are written once. If a past cache and its present cache are the same memory, and a
+// row has the same offset in both, only the new rows are written. New rows are always read from k and v, so that no
+// block waits for another.
 //
 // With LENGTHS, each batch element has a past of its own length. With TURNS, new keys and queries are normalized and
 // rotated in shared memory before they are used.
@@ -56,7 +57,7 @@ struct CachedTiles : Tiles {
 
     __device__ __forceinline__ void load_queries(u32 tile) const {
         Tiles::load_queries(tile);
-        if (TURNS) commit();  // the copies of queries are a group, to be awaited before the first tile
+        if (TURNS) commit();  // the copies of queries are a group of their own, which prepare_queries waits for
     }
 
     __device__ __forceinline__ void prepare_queries(u32 tile) const {
@@ -82,8 +83,8 @@ struct CachedTiles : Tiles {
     }
 
 #if TURNS
-    // Normalizes and rotates the rows from `first` up to, but without, `end` of a tile; `added(r)` tells which of the
-    // new rows has the position of row r.
+    // Normalizes and rotates the rows from `first` up to, but without, `end` of a tile. Row r has the position of new
+    // row `added(r)`.
     template <class Added>
     __device__ __forceinline__ void turn_rows(u32 tile, int first, int end, const SCALE_T* scale, float epsilon,
                                               const Added& added) const {
@@ -153,8 +154,8 @@ struct CachedTiles : Tiles {
     }
 };
 
-// Brings the first tiles of a block's part of the past to the L2 cache while the predecessor runs. The lengths may not
-// be written yet, but they only decide which rows are prefetched.
+// Prefetches the first tiles of a block's part of the past into L2 while the previous kernel runs. That kernel can
+// still be writing the lengths, but here they only decide which rows are prefetched.
 __device__ __forceinline__ void prefetch_past(const Problem& p, const CacheRows& keys, const CacheRows& values,
                                               int past, int plane, int split, int splits) {
 #if __CUDA_ARCH__ >= 900

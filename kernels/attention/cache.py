@@ -1,4 +1,4 @@
-"""Caches of keys and values that each step extends: their addresses and strides, and the launch that copies them."""
+"""Caches of keys and values that each decoding step extends: their strides, and the launch that copies them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention of few queries over many keys, which several blocks split: attention_decode and attention_with_cache."""
+"""Attention of few queries over many keys, which several blocks share: attention_decode and attention_with_cache."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from onnxfuse.runtime.symint import always, estimate, for_later_plans, gcd, is_s
 
 CLUSTER_ARCH: Final = 90  # the lowest compute capability with thread block clusters
 CLUSTERS: Final = (2, 4, 8)  # blocks per cluster; eight is the portable limit, and sixteen were slower
-# Clusters are preferred if at least this share of the multiprocessors then has a block. On an H200, 64 heads run 1/5
+# Clusters are preferred if their blocks occupy at least this share of the multiprocessors. On an H200, 64 heads run 1/5
 # faster in clusters of 2 than in clusters of 4, and 1/4 faster than in clusters of 8.
 BUSY_SHARE: Final = 0.9
 MAX_ROWS: Final = 64  # maximum rows per block (queries x query heads per key head): four warps of sixteen rows
 MIN_TILES: Final = 2  # tiles of keys per block; with fewer, a block takes longer to start and end than it saves
 MAX_SPLITS: Final = 64
-MIN_ROWS_OF_EIGHT_WARPS: Final = 1024  # cache rows from which eight warps per block have enough to copy
+MIN_ROWS_OF_EIGHT_WARPS: Final = 1024  # with fewer cache rows, eight warps per block do not have enough to copy
 COMBINE_THREADS: Final = 128
 NO_SCRATCH: Final[tuple[Value, Value]] = (ABSENT, ABSENT)
 
@@ -45,7 +45,8 @@ def implementations(problem: Attention, device: Device, cache: Cache | None = No
     if device.arch < MMA_ARCH or rows > MAX_ROWS or max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
         return []
     found = [fitted(problem, config, device, combines=True) for config in _configs(problem, rows, device, cache)]
-    configs = dict.fromkeys(config for config in found if config and config.block_m >= rows)  # a block has all rows
+    # A block must hold all rows that share a key head.
+    configs = dict.fromkeys(config for config in found if config and config.block_m >= rows)
     ways: list[Implementation] = []
     for config in configs:
         with for_later_plans(*problem.sizes) if ways else nullcontext():

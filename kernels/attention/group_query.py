@@ -1,10 +1,10 @@
-"""GroupQueryAttention: attention over caches to which it appends rows that it normalizes and rotates.
+"""GroupQueryAttention: appends normalized and rotated rows to caches of keys and values, and attends to the caches.
 
 Few queries take one launch, in which the blocks that read the end of a cache also write it.  Otherwise a first launch
 prepares the queries and writes the caches, and attention over the present caches follows.
 
-How many rows of its caches a sequence has is read on the device, from seqlens_k.  So grids depend on the sizes of the
-caches only, and the launches may be captured in a CUDA graph in which sequences grow.
+The kernels read the length of each sequence on the device, from seqlens_k.  So grids depend on the sizes of the caches
+only, and one CUDA graph of the launches serves sequences that grow.
 """
 
 from __future__ import annotations

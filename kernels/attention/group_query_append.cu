@@ -2,7 +2,8 @@
 //
 // Sequence b has lengths[b] + 1 rows, and the new rows are the last of them. If there are more new rows than that, the
 // sequence has no past, and the new rows begin at its first row. Queries and keys are divided by their root mean square
-// (with NORM) and rotated by the angles of their positions; values are copied. LANES threads share a head of a new row.
+// (with NORM) and rotated by the angles of their positions; values are copied. LANES threads share one head of one new
+// row.
 //
 // Blocks from `new_blocks` on fill the other rows of the present caches. They copy the rows of the past and clear the
 // rows after the new ones. If a past cache is the same memory as its present cache, they only clear the CLEARED rows

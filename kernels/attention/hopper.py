@@ -79,7 +79,7 @@ class HopperAttentionConfig:
         return min(255, 512 // math.ceil(self.blocks * self.threads / 128) // 8 * 8)
 
 
-# Configs by the largest head_dim_v that they serve, on which most registers depend. Relative times and the constants of
+# Configs by the largest head_dim_v that they serve, which determines most registers. Relative times and constants of
 # `_time` were fitted on an H200 to 39 cases with heads of 64 elements and 14 cases with heads of 128, plain and causal,
 # with 77 to 4096 queries: the config that `_time` chooses takes 1.006 times as long as the fastest. With 2048 queries,
 # head_dim 96 and head_dim_v 64, the first config of key 64 takes 73.9 us, and the best config of key 128 takes 84.4.
@@ -119,7 +119,7 @@ MAX_BLOCK_N: Final = max(config.block_n for configs in CONFIGS.values() for conf
 CONFIGS_OF_DYNAMIC_LENGTH: Final = {64: 3, 128: 2, 192: 2, 256: 2}
 BLOCK_OVERHEAD: Final = 300  # time to start and end a block, in units of the time per key
 TILE_OVERHEAD: Final = 24  # overhead per tile, in units of the time per key
-IDLE_SHARE: Final = 0.2  # cost of a free block slot, as a share of a resident block's time
+IDLE_SHARE: Final = 0.2  # cost of room for one more block on a multiprocessor, as a share of a resident block's time
 PROGRAM_REGISTERS: Final = 24  # registers per thread, for the operands that an epilogue program loads at once
 OTHER_REGISTERS: Final = 28  # registers per thread, for all but scores, weights, results, mask and bias
 ADD_MASKED_REGISTERS: Final = 8  # further registers per thread, for ADD_MASKED_SCORE

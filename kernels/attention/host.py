@@ -1,6 +1,6 @@
 """The plans of attention nodes: plain attention, attention over a growing cache, and attention after rotary embedding.
 
-The elementwise operators that follow an attention may have been fused into the node, unless it has a cache.
+A node without a cache can include the elementwise operators that follow the attention.
 """
 
 from __future__ import annotations

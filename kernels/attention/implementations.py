@@ -15,8 +15,8 @@ from onnxfuse.runtime.symint import estimate, for_later_plans
 
 MAX_IMPLEMENTATIONS: Final = 6  # maximum number of implementations; tuning compiles and times each
 MAX_DECODE_ROWS: Final = 64  # largest number of rows (queries times query heads per key head) in one block
-MIN_DECODE_KEYS: Final = 512  # number of keys from which several blocks share the keys of few queries
-# The number of queries from which Hopper's kernel comes first; see `_fills_hopper`.
+MIN_DECODE_KEYS: Final = 512  # from this number of keys on, several blocks share the keys if queries are few
+# From this number of queries on, attention_hopper is tried first; see `_fills_hopper`.
 MIN_HOPPER_QUERIES: Final = 160
 MIN_WIDE_QUERIES: Final = 96  # replaces MIN_HOPPER_QUERIES for heads of more than 64 elements
 MIN_MANY_QUERIES: Final = 40  # replaces MIN_HOPPER_QUERIES if batch times heads is at least MANY_HEADS

@@ -253,7 +253,7 @@ def _out_shape(node: FusedNode, out: Operand) -> tuple[tuple[int, ...], tuple[in
 def score_tensor(
     node: FusedNode, name: str, tensor: TensorSpec | None, full: tuple[int, int, int, int]
 ) -> ScoreTensor | None:
-    """Return a mask or bias broadcast to (batch, heads, queries, keys); None if the node has none."""
+    """Return the mask or bias `tensor` broadcast to `full`: (batch, heads, queries, keys).  None stays None."""
     if tensor is None:
         return None
     shape = (1,) * (4 - len(tensor.shape)) + tensor.shape

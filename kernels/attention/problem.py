@@ -76,10 +76,10 @@ class Attention:
     - If `causal` is a number c, query i sees only the keys up to i + c, and its other scores are -inf.
     - With `add_masked_score`, `masked_score` is added to the scores that `causal` or a boolean mask excludes, instead
       of replacing them.
-    - With `lengths`, an int32 per element of the batch, only the first lengths[b] + 1 keys of batch element b exist,
-      and the last query sees the last of them, unless there are more queries than keys: then `causal` is 0.
+    - With `lengths`, an int32 per element of the batch, only the first lengths[b] + 1 keys of batch element b exist.
+      The last query sees the last of them; but if there are more queries than keys, `causal` is 0.
     - With `window`, a query sees only the last `window` of the keys that `causal` leaves.
-    - With `sinks`, each row has one more score, its head's number, with a value of zeros.
+    - With `sinks`, each row has one more score, its head's number, for a value vector of zeros.
     - A row whose scores are all -inf gives 0 if `zero_masked_rows`, else NaN.
     """
 

@@ -127,7 +127,7 @@ def _attention_over(
 def _no_alias(node: FusedNode, cache: Cache) -> tuple[NoAlias, ...]:
     """Return the constraints that no past cache overlaps a present cache.
 
-    A past cache may share the address of its own present cache if rows have the same offsets in both.
+    A past cache is allowed to have the address of its own present cache if rows have the same offsets in both.
     """
     pasts = list(enumerate(name for name, _ in PASTS))
     return tuple(
