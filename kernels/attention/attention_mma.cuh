@@ -37,7 +37,7 @@
 //   ZERO_MASKED_ROWS               1: result rows for which no key counts are 0; 0: they are NaN
 //   SECOND_PASS, SECOND_PASS_BELOW see attention_mma.cu
 //   SCALE_IN_EXPONENT              1: scores are scaled when they are exponentiated; the scale must then be positive,
-//                                  and only -inf may replace a score
+//                                  and only -inf can replace a score
 #pragma once
 
 #include "attention_mma_scores.cuh"

@@ -23,7 +23,7 @@ MAX_ROTATED_BEFORE: Final = 64  # head_dim up to which a separate launch rotates
 LAZY_RESCALE_FROM: Final = 0  # for a larger head_dim_v, results are rescaled only if a row's maximum grows by much
 L2_KEY_VALUE_BYTES: Final = 24 << 20  # bytes of keys and values for the heads that run together; L2 has 50 MB
 LOWEST: Final = -3.4028234663852886e38
-DIVISIBLE_SCALES: Final = (1e-6, 1e6)  # range of scales by which mask elements may be divided in fp32
+DIVISIBLE_SCALES: Final = (1e-6, 1e6)  # range of scales by which mask elements can be divided in fp32
 LOG2_E: Final = math.log2(math.e)
 # (Limit of |x|, coefficients of x, x^3, ...): odd polynomials that approximate tanh with an error of at most TANH_ERROR
 # up to that limit, and are monotonic everywhere. With a cap of 50 they change a score by 6e-5: an eighth of the error

@@ -48,7 +48,7 @@ class MmaAttentionConfig:
 
     @property
     def name(self) -> str:
-        """The name in reports."""
+        """The config's name in reports."""
         return f"{self.block_m}x{self.block_n}/{self.warps_m}x{self.warps_n}/{self.stages}"
 
 

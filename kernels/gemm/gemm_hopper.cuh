@@ -50,8 +50,8 @@ namespace {
 template <bool OF_INTEGERS> struct SumOf { using Type = float; };
 template <> struct SumOf<true> { using Type = int; };
 
-using X = OPERAND;                  // elements of x in shared memory
-using Sum = SumOf<INTEGERS>::Type;  // accumulators
+using X = OPERAND;                  // type of the elements of x in shared memory
+using Sum = SumOf<INTEGERS>::Type;  // type of the accumulators
 
 constexpr int ROW_BYTES = 128;  // bytes per row of a box that TMA swizzles
 constexpr int TILE_K = ROW_BYTES / sizeof(X);
@@ -60,7 +60,7 @@ constexpr int BLOCKS = TILE_K / K_BLOCK;              // blocks of k per stage
 constexpr int BLOCK_ROW_BYTES = sizeof(X) * K_BLOCK;  // bytes of a block's row; TMA swizzles within rows
 constexpr int COLUMNS = TILE_N * (1 + GATED);         // columns of accumulators: first for w, then for up
 constexpr int CONSUMER_ROWS = PINGPONG ? TILE_M : TILE_M / CONSUMERS;  // rows of a tile that a consumer computes
-constexpr int ATOMS = CONSUMER_ROWS / 64;                              // wgmmas of 64 rows that cover a consumer's rows
+constexpr int ATOMS = CONSUMER_ROWS / 64;  // atoms of a consumer: the 64 rows of one wgmma are an atom
 // Registers per thread. A block uses at most the 65536 registers of a multiprocessor, 128 * (40 + 2 * 232) or
 // 128 * (32 + 3 * 160), or at most half of them if two blocks share it: 128 * (40 + 216).
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40;

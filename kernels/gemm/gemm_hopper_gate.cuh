@@ -32,8 +32,8 @@ __device__ __forceinline__ void multiply_gated(float (&d)[ATOMS][COLUMNS / 2], R
         hopper::matrix_descriptor<ROW_BYTES>(shared + X_BYTES, TRANSPOSED ? 16 : TILE_K * ROW_BYTES, 8 * ROW_BYTES);
     constexpr int W_STEP = (TRANSPOSED ? K_BYTES : 16 * ROW_BYTES) / 16;  // in units of 16 bytes
     const u32 w_low = u32(w);
-    // For each atom: the addresses of this lane's row of x and of the row's factors, at the lane's chunk of the first
-    // step.
+    // For each atom (the 64 rows of a wgmma): the addresses of this lane's row of x and of the row's factors, at the
+    // lane's chunk of the first step.
     const int own = first_row + thread / 32 * 16 + lane % 16;
     u32 x[ATOMS], factors[ATOMS];
 #pragma unroll
@@ -59,7 +59,7 @@ __device__ __forceinline__ void multiply_gated(float (&d)[ATOMS][COLUMNS / 2], R
                     hopper::load_matrices(x[atom] + stage ^ (first + i) * K_BYTES, loaded[i][atom]);
                     hopper::load_matrices(factors[atom] + stage ^ (first + i) * K_BYTES, by[i][atom]);
                 }
-            hopper::wgmma_wait<1>();  // for all groups but the last: the next lines overwrite their fragments
+            hopper::wgmma_wait<1>();  // all groups but the last: the next lines overwrite their fragments
             if (first == TOGETHER && block > 0 && thread == 0) hopper::barrier_arrive(before);
             u32(&products)[TOGETHER][ATOMS][4] = fragments[first / TOGETHER % 2];
 #pragma unroll

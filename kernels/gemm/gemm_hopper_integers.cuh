@@ -8,14 +8,14 @@
 // has a row for each possible range of taps inside x (conv_edges.cuh), with the sums of w over these taps.
 //
 // In wgmma's layout, four lanes hold eight columns of a row, two columns each. The lanes exchange the sums of 32
-// columns through shared memory, so that each lane finishes eight neighbouring columns. If y is stored as integers,
-// which is the usual case, the four lanes then store a whole sector of L2. After the ring, shared memory holds
-// BARRIER_BYTES of barriers, and then EXCHANGE_BYTES for each warp: 16 rows of 32 sums.
+// columns through shared memory, so that each lane computes eight neighbouring columns of y. If y is stored as
+// integers, which is the usual case, the four lanes then store a whole sector of L2. After the ring, shared memory
+// holds BARRIER_BYTES of barriers, and then EXCHANGE_BYTES for each warp: 16 rows of 32 sums.
 //
 // Macros, besides those of gemm_hopper.cuh:
 //   BARRIER_BYTES    bytes of shared memory for mbarriers
 //   EXCHANGE_PITCH   sums from the start of a row to the start of the next, where a warp exchanges sums
-//   WIDTH      columns that a thread finishes at a time: 8, 4, 2 or 1; divides n
+//   WIDTH      columns of y that a thread computes at a time: 8, 4, 2 or 1; divides n
 //   W_SCALES   1: w_scale has one number per column; 0: one number
 //   OPERAND    s8 or u8, the type of x and of x_zero
 //   X_ZERO     1: x has a zero point, and there are w_sums; 0: the zero point is 0
@@ -96,7 +96,7 @@ struct IntegerColumns {
 #pragma unroll
         for (int i = WIDTH - 1; i >= 0; --i) scale[i] = x_scale * scale[W_SCALES ? i : 0];
     }
-    // Converts the sum of column i to a number, in the thread's first or second row.
+    // Converts an integer sum of column i to the number that it represents. `row`: 0 for the thread's first row, or 1.
     __device__ __forceinline__ float number(int sum, int x_zero, int row, int i) const {
         if constexpr (X_ZERO) sum -= x_zero * int(sums[EDGES ? row : 0].words[i]);
         return float(sum) * scale[i];
@@ -132,7 +132,7 @@ struct GroupOperands {
             }
         }
     }
-    // Finishes eight columns of both rows and stores them.
+    // Applies the epilogue to eight columns of both rows, and stores the results.
     __device__ __forceinline__ void finish(const IntegerOutput& of, const int (&sums)[2][8], int x_zero, int first,
                                            int column) const {
 #pragma unroll
@@ -148,10 +148,10 @@ struct GroupOperands {
     }
 };
 
-// Finishes the 64 rows of an atom; `origin` is its first row and column. Operands are loaded before the exchange. Rows
-// and columns outside y are computed too, from operands of other elements, but are not stored. This avoids branches, so
-// the compiler computes numbers once if they depend only on scales of the program (the operators fused into the
-// product).
+// Applies the epilogue to the 64 rows of an atom, and stores the results. `origin` is the atom's first row and column.
+// Operands are loaded before the exchange. Rows and columns outside y are computed too, from operands of other
+// elements, but are not stored. This avoids branches, so the compiler computes numbers once if they depend only on
+// scales of the program (the operators fused into the product).
 __device__ __forceinline__ void finish_atom(const int (&d)[COLUMNS / 2], int2 origin, const IntegerOutput& of) {
     extern __shared__ __align__(1024) char memory[];
     char* own_memory = memory + EXCHANGE_AT + (threadIdx.x / 32 - 4) * EXCHANGE_BYTES;  // warps 0 to 3 are producers

@@ -1,10 +1,10 @@
 // Products with few tiles of y and long k, by wgmma and TMA on Hopper (sm_90a): blocks of a cluster share a tile.
 //
 // Each of the SPLIT_K blocks sums over a slice of k, with the producer and the multiplication of gemm_hopper.cuh. Then
-// each block finishes an equal part of the columns. Every consumer thread sends its accumulators of the other parts to
-// the shared memory of the blocks that finish them. After a barrier of the cluster, each block adds the received sums
-// to its own accumulators in a fixed order. Then the block applies the epilogue, "by fragment" (see epilogue.cuh):
-// threads load the column vectors and the residual before the exchange, and store y.
+// each block computes an equal part of the columns of y, its own columns. Every consumer thread sends its accumulators
+// of the other columns to the shared memory of the blocks that own them. After a barrier of the cluster, each block
+// adds the received sums to its own accumulators in a fixed order. Then the block applies the epilogue, "by fragment"
+// (see epilogue.cuh): threads load the column vectors and the residual before the exchange, and store y.
 //
 // Macros: those of gemm_hopper.cuh; PINGPONG is 0. Every block has at least one step of k.
 #pragma once
@@ -14,15 +14,15 @@
 namespace {
 
 constexpr int THREADS = CONSUMERS * 128;
-constexpr int EIGHTS = ATOMS * TILE_N / 8;                    // groups of eight columns per thread, in all atoms
-constexpr int OWN_EIGHTS = (EIGHTS + SPLIT_K - 1) / SPLIT_K;  // groups that a block finishes; the last may have fewer
+constexpr int EIGHTS = ATOMS * TILE_N / 8;                    // groups of eight columns per thread
+constexpr int OWN_EIGHTS = (EIGHTS + SPLIT_K - 1) / SPLIT_K;  // groups that a block owns; the last can have fewer
 constexpr int SUMS_AT = STAGES * STAGE_BYTES;
 constexpr int SUMS_BYTES = (SPLIT_K - 1) * OWN_EIGHTS * (1 + GATED) * THREADS * 16;
 constexpr int BARRIERS_AT = SUMS_AT + SUMS_BYTES;
 
 static_assert(SPLIT_K > 1 && !PINGPONG);
 
-// The other blocks' sums of the columns that this block finishes.
+// The exchange of sums between blocks: the other blocks' sums of the columns of y that this block stores.
 struct Exchange {
     float4* sums;  // in shared memory: (SPLIT_K - 1 other blocks, OWN_EIGHTS, products, THREADS)
     int thread;    // index of the thread among the THREADS threads of all consumers

@@ -12,15 +12,15 @@
 namespace {
 
 constexpr int BARRIERS_AT = STAGES * STAGE_BYTES;
-constexpr int EIGHTS = TILE_N / 8;  // groups of eight columns per thread in an atom
-// The number of groups whose operands are loaded before the first group is finished, limited by registers.
+constexpr int EIGHTS = TILE_N / 8;  // groups of eight columns per thread in an atom (the 64 rows of a wgmma)
+// The number of groups whose operands are loaded before the first group is stored. Registers limit it.
 [[maybe_unused]] constexpr int FETCHED = CONSUMERS == 3 ? 2 : ATOMS * EIGHTS > 24 || EIGHTS % 8 ? 4 : 8;
 
 static_assert(SPLIT_K == 1 && PRODUCTS == 1 && !GATED);
 
 #if !INTEGERS
 
-// Finishes the 64 rows of an atom; `origin` is its first row and column.
+// Applies the epilogue to the 64 rows of an atom, and stores them. `origin` is the atom's first row and column.
 __device__ __forceinline__ void finish_atom(const float (&d)[COLUMNS / 2], int2 origin, const FragmentOutput& of) {
     const int thread = threadIdx.x % 128;
     const int row = origin.x + thread / 32 * 16 + thread % 32 / 4, column = origin.y + thread % 4 * 2;
@@ -36,15 +36,15 @@ __device__ __forceinline__ void finish_atom(const float (&d)[COLUMNS / 2], int2 
 #pragma unroll
         for (int i = 0; i < FETCHED; ++i) {
             const float* sums = &d[4 * (first + i)];
-            fetched[i].finish(sums, sums, of);  // there is no second product
+            fetched[i].finish(sums, sums, of);  // the second `sums` is unused
         }
     }
 }
 
 #endif
 
-// Multiplies a consumer's tiles, and finishes the results atom by atom. Output: FragmentOutput, or another class for
-// which there is an overload of finish_atom.
+// Multiplies a consumer's tiles, and stores the results by atoms of 64 rows. Output: FragmentOutput, or another class
+// for which there is an overload of finish_atom.
 template <class Output>
 __device__ __forceinline__ void consume(u32 shared, const Barriers& barriers, const Tiles& tiles, int blocks,
                                         const Output& of) {

@@ -14,7 +14,7 @@
 //
 // Macros: those of gemm_hopper.cuh, and
 //   PROGRAM_AHEAD   1: a subtile's operands of the program (the operators that are fused into the epilogue) are loaded
-//                   while the previous subtile is finished
+//                   while the previous subtile's results are computed
 #pragma once
 #include "gemm_hopper.cuh"
 #include "gemm_hopper_gate.cuh"
@@ -37,7 +37,7 @@ using Result = const TensorMap*;
 namespace {
 
 constexpr int SUBTILE_N = TILE_N % 64 ? 32 : 64;
-constexpr int SUBTILE_ROW_BYTES = 2 * SUBTILE_N;  // bytes of a row, within which TMA swizzles
+constexpr int SUBTILE_ROW_BYTES = 2 * SUBTILE_N;  // bytes of a subtile's row; TMA swizzles within rows
 constexpr int SUBTILE_COLUMNS = TILE_N / SUBTILE_N;
 constexpr int SUBTILES = ATOMS * SUBTILE_COLUMNS;  // subtiles per tile in a consumer's rows
 static_assert(sizeof(T) == 2 && (!STORE_BY_THREADS || SUBTILE_N == 64));
@@ -148,7 +148,8 @@ struct Output {
         loads.load(program, {at.x + thread / 32 * 16 + thread % 32 / 4, at.y + thread % 4 * 2}, m, n);
     }
 
-    // Finishes 16 rows and all columns of a subtile for each warp; `d` and `up` are the thread's accumulators.
+    // Applies the epilogue to a warp's 16 rows of a subtile, and writes y to shared memory. `d` and `up` are the
+    // thread's accumulators.
     __device__ __forceinline__ void finish_subtile(u32 subtile, const float* d, const float* up, int column,
                                                    const EpilogueOperands& of, const SubtileLoads& loads) const {
         ColumnValues<2> values[SUBTILE_N / 8];
@@ -180,7 +181,7 @@ struct Output {
         }
     }
 
-    // Finishes a tile and starts its stores.
+    // Applies the epilogue to a tile, and starts the stores of y.
     __device__ __forceinline__ void finish(const float (&d)[ATOMS][COLUMNS / 2], Result y, int2 origin, int m, int n,
                                            const EpilogueOperands& of) {
         SubtileLoads loads[1 + PROGRAM_AHEAD];
@@ -207,7 +208,7 @@ struct Output {
             const int lane = thread % 32, warp = thread / 32;
             const char* own = results + warp * ROW_BYTES + lane % 4 * 4;
 #pragma unroll
-            for (int i = 0; i < 2 * SUBTILES; ++i) {  // halves of subtiles
+            for (int i = 0; i < 2 * SUBTILES; ++i) {  // each step stores half of a subtile
                 const int above = i / 2 / SUBTILE_COLUMNS * 64 + i % 2 * 32, row = origin.x + above + warp;
                 const int column = origin.y + i / 2 % SUBTILE_COLUMNS * 64;
                 u32 words[8], before[8];  // all reads come first: the compiler cannot move reads across stores
@@ -224,7 +225,7 @@ struct Output {
             }
             if (!HAS_RESIDUAL) return;
             hopper::store_fence();
-            hopper::named_barrier(named, 128);  // the next residual overwrites the results
+            hopper::named_barrier(named, 128);  // before the next residual overwrites the results
         } else {
             if (thread > 0) return;
 #pragma unroll

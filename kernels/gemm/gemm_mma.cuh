@@ -224,7 +224,7 @@ struct MmaSums {
     }
 };
 
-// The main loop: multiplies the tiles of k from `first` to before `last`. There is no barrier after the last
+// The main loop: multiplies the tiles of k from `first` up to, but without, `last`. There is no barrier after the last
 // multiplications: the caller needs one before it overwrites the stages. Operands has
 //   Stage                  the elements that a thread holds while a stage is copied
 //   begin(stage, to, k)    starts the copies of the stage that begins at k, to the address `to` in shared memory

@@ -46,7 +46,10 @@ PENALTY: Final = 1e9  # clock cycles, more than any product takes: excludes conf
 
 @dataclass(frozen=True)
 class HopperConfig:
-    """The tile of a block, and how its warpgroups share it; tile_n counts the columns of both products of a gate."""
+    """The tile of a block, and how its warpgroups share it.
+
+    For a gated product, `tile_n` counts the columns of both products.
+    """
 
     tile_m: int
     tile_n: int
@@ -73,7 +76,7 @@ class HopperConfig:
 
     @property
     def name(self) -> str:
-        """The name in reports."""
+        """The config's name in reports."""
         kind = " pingpong" if self.pingpong else f" k/{self.split_k}" if self.split_k > 1 else " half" * self.half
         return f"{self.tile_m}x{self.tile_n}{kind}"
 
@@ -366,7 +369,7 @@ def defines(gemm: Gemm, config: HopperConfig, device: Device) -> Defines:
 
 
 def arguments(gemm: Gemm, config: HopperConfig) -> tuple[Argument, ...]:
-    """Return the arguments of the kernel."""
+    """Return the arguments of gemm_hopper.cu or, with `split_k`, of gemm_hopper_split.cu."""
     maps = [
         tensor_map(gemm, gemm.x, (gemm.k, gemm.m), (TILE_K, config.tile_m)),
         *(weight_map(each, each.w, config) for each in gemm.products),

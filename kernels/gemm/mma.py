@@ -34,7 +34,7 @@ class MmaConfig:
 
     @property
     def name(self) -> str:
-        """The name in reports."""
+        """The config's name in reports."""
         return f"mma_{self.tile_m}x{self.tile_n}x{self.tile_k_bytes}b{self.stages}"
 
     def shared(self, weights: int) -> int:
@@ -73,10 +73,10 @@ GATE_CONFIGS: Final = (
     MmaConfig(32, 96, 128, 4, 2, 2, min_blocks=2),
     MmaConfig(32, 32, 128, 6, 2, 1, min_blocks=4),
 )
-GATE_COLUMNS: Final = 64  # columns of y whose computation takes as long as loading x and multiplying it by the gate
+GATE_COLUMNS: Final = 64  # loading x and multiplying it by the gate take as long as computing this many columns of y
 SMALL_TILE: Final = 128 * 64  # elements of y per tile; with fewer, each element takes SMALL_TILE_FACTOR times as long
 SMALL_TILE_FACTOR: Final = 1.25
-GATE_TILE: Final = 1500  # elements of y whose computation takes as long as the fixed cost per tile
+GATE_TILE: Final = 1500  # the fixed cost of a tile, as a number of elements of y that take as long
 
 
 def implementations(gemm: Gemm, device: Device) -> list[Implementation]:

@@ -38,7 +38,7 @@ class StreamConfig:
 
     @property
     def name(self) -> str:
-        """The name in reports."""
+        """The config's name in reports."""
         split = f"_split{self.cluster}" if self.cluster > 1 else ""
         return f"stream_{self.tile_m}x{self.tile_n}_{self.warps}x{self.stages}{split}"
 

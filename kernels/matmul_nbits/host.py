@@ -59,7 +59,7 @@ class MmaConfig:
 
     @property
     def name(self) -> str:
-        """The name in reports."""
+        """The config's name in reports."""
         return f"nbits_mma_{self.tile_m}x{self.tile_n}_{self.warps}_{self.depth}_{self.resident}"
 
     @property
@@ -84,7 +84,7 @@ class MmaConfig:
 
 
 def _whole(count: int) -> int:
-    """Round the bytes of a part of a stage up to a multiple of 128, because the next part begins at one."""
+    """Round up to a multiple of 128 bytes, at which each part of a stage begins."""
     return -(-count // 128) * 128
 
 
@@ -210,7 +210,7 @@ def _shapes(product: Product, tile_m: int, device: Device) -> list[tuple[int, in
         return [*few, *many] if is_small and product.m <= tile_m else [*many, *few]
     few, many = [(16, 8, 3, 4), (16, 8, 4, 2), (32, 8, 2, 2)], [(32, 4, 2, 4), (16, 8, 2, 4), (16, 4, 2, 6)]
     is_deep = product.k * product.bits >= MAX_WARPS * STAGE_BITS and tile_m < WIDE_ROWS
-    # If each multiprocessor gets at most one tile, one block has as many warps as two blocks of other configs.
+    # If each multiprocessor gets at most one tile, its block has as many warps as two blocks of other configs.
     alone = [(16, MAX_WARPS, 2, 2)] if is_deep and _tiles(product, 16) <= device.multiprocessors else []
     if product.bits == 8:
         return [*alone, few[1], few[0], *many]

@@ -31,7 +31,7 @@ constexpr unsigned SIGNS = 0xffffffffu / QUANT_MASK * SIGN;  // SIGN in every el
 constexpr int WEIGHTS = GATED ? 2 : 1;                       // weights per product
 static_assert(!GATED || PRODUCTS == 1, "a gate has two products of its own");
 
-// Returns a part of a weight, through the read-only path if no kernel writes the weight.
+// Loads a part of a weight, through the read-only path if no kernel writes the weight.
 template <class V>
 __device__ __forceinline__ V load_part(const V* from) {
     if constexpr (WEIGHTS_CONSTANT) return __ldg(from);

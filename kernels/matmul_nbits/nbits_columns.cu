@@ -16,7 +16,7 @@
 #include "nbits.cuh"
 
 constexpr int THREADS = 32 * WARPS, EACH = WORD * 8 / BITS, TILE_N = LANES * EACH;
-constexpr int UNIT = BLOCK_SIZE < 32 ? BLOCK_SIZE : 32;  // rows of w in a unit, at most a block of k
+constexpr int UNIT = BLOCK_SIZE < 32 ? BLOCK_SIZE : 32;  // rows of w in a unit, which is at most a block of k
 constexpr int UNITS = (K + UNIT - 1) / UNIT, OWNERS = WARPS * (32 / LANES);
 constexpr int STEP = 8;  // rows of w that a lane loads before it multiplies any
 constexpr int SCALE_VECTOR = WORD == 1 || ONE_SCALE ? 1 : EACH < 16 / int(sizeof(T)) ? EACH : 16 / int(sizeof(T));

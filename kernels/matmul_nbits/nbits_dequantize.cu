@@ -42,6 +42,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const unsigned q = words[i * BITS / WORD_BITS] >> (bit + i * BITS % WORD_BITS) & QUANT_MASK;
         values[i] = (number(q ^ SIGN) - zero) * scale;
     }
-    wait_for_predecessor();  // which can still be reading the scratch memory that the store overwrites
+    wait_for_predecessor();  // the previous kernel can still read the scratch memory that the store overwrites
     store<false>(result + (long long)row * COLUMNS + column, values);
 }

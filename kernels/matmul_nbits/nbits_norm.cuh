@@ -7,8 +7,9 @@
 //   and those of nbits_mma.cu
 #pragma once
 
-constexpr int NORM_VECTORS = (K / 8 + THREADS - 1) / THREADS;              // vectors of a row of x per thread
-constexpr int NORM_PITCH = 2 * STAGE_K * STAGES + (TILE_M == 1 ? 0 : 64);  // two rows fall into different banks
+constexpr int NORM_VECTORS = (K / 8 + THREADS - 1) / THREADS;  // vectors of a row of x per thread
+// Bytes from row to row, so that two rows are in different banks.
+constexpr int NORM_PITCH = 2 * STAGE_K * STAGES + (TILE_M == 1 ? 0 : 64);
 constexpr int NORM_BYTES = (TILE_M * NORM_PITCH + 127) / 128 * 128;
 
 #define NORM_PARAMETERS , Norm norm
