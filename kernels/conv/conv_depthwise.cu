@@ -2,15 +2,15 @@
 //
 //   y = epilogue(conv(x, w))    each channel of y reads the same channel of x
 //
-// A thread computes a strip: TH x TW positions of y of VEC neighbouring channels. It goes through the rows of x that
-// these positions read: it loads the columns of a row, widens them to fp32 once, and adds their products to every
-// position of y that reads them. AHEAD rows are being loaded while one is used. A block is a patch of BH x BW such
-// strips: neighbouring threads read some elements of x in common, which come from L1.
+// A thread computes a strip: TH x TW positions of y of VEC neighbouring channels. One after the other, it processes the
+// rows of x that these positions read: it loads the columns of a row, widens them to fp32 once, and adds their products
+// to every position of y that reads them. AHEAD rows are being loaded while one is used. A block is a patch of BH x BW
+// such strips: neighbouring threads read some elements of x in common, which come from L1.
 // The block's weights lie in shared memory in fp32; threads keep the weights of small filters in registers.
 //
-// There are two ways through the rows:
+// The rows are processed in one of two ways:
 //   ROLLED 0   The rows are unrolled, so that one row of x serves several rows of y. Filters have two axes at most.
-//   ROLLED 1   TH is 1, and a loop goes through the rows of the filter, each cut into pieces of PIECE taps. Filters may
+//   ROLLED 1   TH is 1, and a loop processes the rows of the filter, each cut into pieces of PIECE taps. Filters can
 //              have any size.
 //
 // Macros:

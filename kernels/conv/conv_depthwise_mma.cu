@@ -10,17 +10,17 @@
 // Taps are paired along a row of the filter. If the number of columns is odd, the taps of the last column are paired
 // along that column; if its last tap has no partner, it is paired with a weight of 0.
 //
-// A block has BLOCK_GROUPS x 8 channels and goes through tiles of TP x TQ positions of y:
-//   1. cp.async copies the part of x that a tile reads, its patch, to shared memory. With BUFFERS 2, that happens while
-//      the previous tile is computed; with BUFFERS 1, other blocks compute meanwhile. Elements outside x are zero. A
-//      plane of the patch holds chunks of 16 bytes: 8 channels of every pixel. In a row of a plane, the columns that
-//      are multiples of SW come first, then those of remainder 1, and so on. So neighbouring positions of y read
+// A block has BLOCK_GROUPS x 8 channels and computes tiles of TP x TQ positions of y one after the other:
+//   1. cp.async copies the part of x that a tile reads, its patch, to shared memory. With BUFFERS 2, the previous tile
+//      is computed meanwhile; with BUFFERS 1, only other blocks compute meanwhile. Elements outside x are zero. A plane
+//      of the patch holds chunks of 16 bytes: 8 channels of every pixel. In a row of a plane, the columns that are
+//      multiples of SW come first, then those of remainder 1, and so on. So neighbouring positions of y read
 //      neighbouring chunks at every tap, without bank conflicts.
 //   2. A warp has 8 channels and keeps their weights in registers: lane i has the weights of channel i / 4 if its
 //      elements of B are on the diagonals, else zeros. The warp computes two strips of TH x 8 positions at a time. A
 //      fragment of a row of x serves every row of the strip that reads it.
-//   3. The sums are finished in registers, and stored through shared memory, so that all channels of the block are
-//      written together.
+//   3. The epilogue runs in registers. The results are stored through shared memory, so that all channels of the block
+//      are written together.
 //
 // A zero of B times an infinity or NaN of a neighbouring channel is NaN. So a strip that has a NaN is computed again,
 // one channel at a time.
@@ -46,8 +46,8 @@ constexpr int ROWS = (TP - 1) * SH + (KH - 1) * DH + 1, COLUMNS = (TQ - 1) * SW 
 // with remainder 1, and so on.
 constexpr int SPAN = (COLUMNS + SW - 1) / SW, PITCH = SPAN * SW;
 
-// Returns the distance of planes in chunks. Lanes read or write all groups of a pixel before the next pixel; the
-// distance gives eight neighbouring lanes as few bank conflicts as possible.
+// Returns the number of chunks from one plane to the next. Lanes read or write all groups of a pixel before the next
+// pixel. The number is chosen to give eight neighbouring lanes as few bank conflicts as possible.
 constexpr int plane_chunks(int pixels) {
     constexpr int STEP = BLOCK_GROUPS < 8 ? (8 + BLOCK_GROUPS - 1) / BLOCK_GROUPS : 1;
     return pixels + (STEP - pixels % 8 + 8) % 8;
@@ -56,21 +56,21 @@ constexpr int plane_chunks(int pixels) {
 constexpr int PLANE = plane_chunks(ROWS * PITCH), PATCH = BLOCK_GROUPS * PLANE * 16;
 constexpr int STAGE_PLANE = plane_chunks(TP * TQ);
 constexpr int STRIPS_W = (TQ + 7) / 8, STRIPS = TP / TH * STRIPS_W, JOBS = (STRIPS + 1) / 2;
-constexpr int STRIP_ROWS = (TH - 1) * SH + (KH - 1) * DH + 1;  // rows of x from a strip's first to its last
+constexpr int STRIP_ROWS = (TH - 1) * SH + (KH - 1) * DH + 1;  // rows of x that a strip spans
 constexpr int PAIRS_W = KW / 2, PAIRS_H = KW % 2 ? (KH + 1) / 2 : 0, PAIRS = KH * PAIRS_W + PAIRS_H;
 
 static_assert(CHANNELS % 8 == 0 && TP % TH == 0 && sizeof(T) == 2, "see above");
 
-// Returns how many chunks after the one for tap 0 a position reads at tap `s` of the same row of the filter.
+// Returns the number of chunks from the chunk that a position reads at tap 0 of a filter row to the one at tap `s`.
 __device__ constexpr int tap_chunk(int s) { return s * DW % SW * SPAN + s * DW / SW; }
 
-// Returns the row of the filter by which row `t` of a strip reads row `row` of x, or -1 if none.
+// Returns the row of the filter by which row `row` of x is multiplied for row `t` of a strip; -1 if there is none.
 __device__ constexpr int filter_row(int row, int t) {
     const int from = row - t * SH;
     return from >= 0 && from % DH == 0 && from / DH < KH ? from / DH : -1;
 }
 
-// Returns whether some row of a strip reads row `row` of x by a filter row that is a multiple of `multiple`.
+// Returns whether some row of a strip reads row `row` of x with a filter row whose index is a multiple of `multiple`.
 __device__ constexpr bool is_read(int row, int multiple) {
     for (int t = 0; t < TH; ++t)
         if (filter_row(row, t) >= 0 && filter_row(row, t) % multiple == 0) return true;
@@ -187,7 +187,7 @@ __device__ __forceinline__ void multiply_strips(float (&sums)[TH][4], u32 plane,
             }
         }
         if (KW % 2 == 0 || !is_read(row, 2)) continue;
-        u32 a[4];  // in the strip's last row of x, the second tap has weight 0, and reads this row again
+        u32 a[4];  // if no row follows for the second tap, its weight is 0, and it reads this row again
         load_matrices<false>(a, (row + DH < STRIP_ROWS ? along_column : from) + (row * PITCH + tap_chunk(KW - 1)) * 16);
 #pragma unroll
         for (int t = 0; t < TH; ++t) {
@@ -208,8 +208,8 @@ __device__ __forceinline__ bool has_nan(const float (&sums)[TH][4]) {
     return found;
 }
 
-// Computes the sums of one position for two neighbouring channels, each only from elements of its own channel; x at the
-// position's first tap lies at `from`.
+// Computes the sums of one position for two neighbouring channels, each only from elements of its own channel. `from`
+// points to x at the position's first tap.
 __device__ __forceinline__ void sum_apart(float (&sums)[2], const char* from, const T* w, int channel) {
     sums[0] = sums[1] = 0.0f;
 #pragma unroll 1
@@ -225,7 +225,8 @@ __device__ __forceinline__ void sum_apart(float (&sums)[2], const char* from, co
 
 // ---- sums -> y ---------------------------------------------------------------------------------------------------
 
-// The positions of y that a lane finishes at a time: one column of each of two strips, for two neighbouring channels.
+// Applies the epilogue and stores y. A lane has one column of each of two strips at a time, for two neighbouring
+// channels.
 struct Output : EpilogueOperands {
     int height, width, first_group;  // sizes of the image, and the block's first group
     ColumnValues<2> values;
@@ -251,7 +252,7 @@ struct Output : EpilogueOperands {
         *reinterpret_cast<u32*>(to + (row * TQ + column) * 16) = pack<T>(results).words[0];
     }
 
-    // Stores the finished positions of a tile.
+    // Copies a tile's results from shared memory to y.
     __device__ __forceinline__ void store(const char* stage, Place place) const {
         T* to = y + i64(place.image) * height * width * CHANNELS + first_group * 8;
 #pragma unroll 1
@@ -327,7 +328,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         const bool more = tile + int(gridDim.y) < tiles.count();
         const Place next = tiles.place(tile + gridDim.y);
         wait_for_copies();
-        __syncthreads();  // the patch has arrived, and no thread reads the previous patch or result any more
+        __syncthreads();  // the patch has arrived, and all threads have read the previous patch and results
         if (BUFFERS == 2 && more) {
             current = 1 - current;
             of.begin(shared_address(memory + current * PATCH), next);

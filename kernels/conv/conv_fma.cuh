@@ -1,5 +1,5 @@
 // Sums the products of a tile on CUDA cores, exactly in fp32, in the main loop of gemm_mma.cuh. This is for fp32
-// operands that may not be rounded to TF32, and for dtypes that mma.sync does not support on the GPU.
+// operands that must not be rounded to TF32, and for dtypes that mma.sync does not support on the GPU.
 //
 // A warp has 64 rows and 32 columns of the tile; a thread has every eighth of the rows and every fourth of the columns.
 // For four neighbouring k, a thread loads its 8 rows of x once and then a column of w at a time: 16 loads for 256 fma.
@@ -7,7 +7,7 @@
 #pragma once
 #include "gemm_mma.cuh"
 
-constexpr int FMA_K = 4;  // elements of k at a time
+constexpr int FMA_K = 4;  // elements of k that a thread loads and multiplies at a time
 static_assert(TILE_M == 64 * WARPS_M && TILE_N == 32 * WARPS_N, "warps of 64 x 32");
 
 struct FmaSums {

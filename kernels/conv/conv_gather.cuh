@@ -51,14 +51,14 @@ struct Pixels {
 
     const char* x;  // address of the group's first channel in the first pixel
     Shape shape;
-    const char* corners[EACH];  // address at which each pixel's first tap reads; may lie outside x
-    Position at[EACH];          // the coordinates at these addresses
+    const char* corners[EACH];  // address at which each pixel's first tap reads; can lie outside x
+    Position at[EACH];          // coordinates in x of these addresses
 
     __device__ __forceinline__ static int chunk() { return threadIdx.x % CHUNKS; }
     __device__ __forceinline__ static int row(int i) { return threadIdx.x / CHUNKS + i * CHUNK_ROWS; }
     __device__ __forceinline__ static bool is_in_tile(int i) { return TILE_M % CHUNK_ROWS == 0 || row(i) < TILE_M; }
 
-    // The bytes from the first channel of an image's first pixel to the first channel of another pixel.
+    // Returns the bytes from the first channel of an image's first pixel to the first channel of `pixel`.
     __device__ __forceinline__ i64 offset(const Position& pixel) const {
         return shape.index(pixel) * (X_NCHW ? 1 : GROUPS * CHANNELS) * ITEM;
     }

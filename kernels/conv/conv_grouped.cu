@@ -3,12 +3,13 @@
 //
 //   y = epilogue(conv(x, w))    one or two spatial axes
 //
-// A block has BLOCK_GROUPS groups and goes through tiles of TP x TQ pixels:
+// A block has BLOCK_GROUPS groups and computes tiles of TP x TQ pixels one after the other:
 //   1. The part of x that a tile reads, its patch, is copied to shared memory by cp.async, while the previous tile
 //      is computed. Elements outside x are zero. Each tap reads the patch at another offset, so that ldmatrix reads
 //      fragments straight from the patch: chunks of 16 bytes are neighbouring channels of a pixel at one tap.
 //   2. Each warp has WARP_GROUPS groups and 32 pixels at a time. Weights are in its registers, or in shared memory.
-//   3. The warp finishes its sums in registers and stores them through shared memory of its own (conv_pixels.cuh).
+//   3. The warp applies the epilogue in registers, and stores the results through its own part of shared memory
+//      (conv_pixels.cuh).
 //
 // If a group's channels do not fill whole chunks, or the number of its filters is not a multiple of 8, several groups
 // of the model are one group of this kernel (MERGED), with weights of zero between them. An infinity in one of the
@@ -198,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll 1
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         wait_for_copies();
-        __syncthreads();  // the patch has arrived, and no thread reads the previous one any more
+        __syncthreads();  // the patch has arrived, and all threads have read the previous one
         if (tile + int(gridDim.x) < tiles) of.begin(patches + (1 - current) * PATCH, tile + gridDim.x);
         const u32 patch = shared_address(patches + current * PATCH) + warp_g * (WARP_GROUPS * TAP_CHUNKS * 16);
         current = 1 - current;

@@ -16,7 +16,7 @@ constexpr int BARRIERS_AT = STAGES * STAGE_BYTES;
 
 static_assert(!PINGPONG && SPLIT_K == 1 && PRODUCTS == 1);
 
-// Stores a thread's sums of an atom (one wgmma tile). `origin` is the atom's first row and column in the matrix.
+// Stores a thread's sums of an atom (the 64 rows of one wgmma). `origin` is the atom's first row and column in y.
 __device__ __forceinline__ void store_atom(const float (&d)[COLUMNS / 2], f32* sums, int2 origin, int pixels, int m) {
     const int thread = threadIdx.x % 128;
     const int row = origin.x + thread / 32 * 16 + thread % 32 / 4, column = origin.y + thread % 4 * 2;

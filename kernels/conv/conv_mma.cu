@@ -1,5 +1,5 @@
-// Convolutions as matrix products by mma.sync, or by fma where they must be exact: for any filter, stride, dilation,
-// padding and number of groups, of one to three spatial axes, at every alignment.
+// Convolutions as matrix products by mma.sync, or by fma if products must be exact: for any filter, stride, dilation,
+// padding, number of groups and alignment, with one to three spatial axes.
 //
 //   y = epilogue(conv(x, w))
 //
@@ -7,7 +7,7 @@
 // the filter and, within a tap, over the channels of the group. The tiles, their stages and the main loop are those of
 // gemm_mma.cuh, and x is gathered as conv_gather.cuh says.
 //
-// With SPLIT, the blocks along z each sum over a slice of k, and leave fp32 sums for epilogue.cu to add up.
+// With SPLIT, each block along z sums over a slice of k and stores fp32 sums, which epilogue.cu adds up.
 //
 // Macros:
 //   KERNEL_D, KERNEL_H, KERNEL_W, STRIDE_*, DILATION_*    sizes, strides and dilations of the filter, by axis
@@ -59,8 +59,8 @@ struct Operands {
         PixelCopy<FilterTaps> x;
         CopyW w;
     };
-    // The number of stages that are loaded ahead. Copies of fewer than 16 bytes may go through registers, which can
-    // hold only the elements of one stage.
+    // The number of stages that are loaded ahead. Copies of fewer than 16 bytes can go through registers, which hold
+    // the elements of only one stage.
     static constexpr int AHEAD = is_asynchronous(16) && X_COPY == 16 && W_COPY == 16 ? STAGES : 1;
 
     const Pixels& pixels;

@@ -20,7 +20,7 @@ constexpr int ALL_BLOCKS = KERNEL_D * KERNEL_H * KERNEL_W * CHANNEL_BLOCKS;
 
 // The sizes of the product, as an argument of kernels; hopper.py writes the fields in this order.
 struct PixelSizes {
-    int pixels, filters;  // of y: the rows and columns of the product
+    int pixels, filters;  // pixels and channels of y: the rows and columns of the product
     int d, h, w;          // the sizes of y
     int group_m;          // as in Tiles of gemm_hopper.cuh
 };

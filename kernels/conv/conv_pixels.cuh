@@ -37,8 +37,8 @@ __device__ __forceinline__ void read_vector(const char* from, u32 (&words)[4]) {
     }
 }
 
-// The output of a warp: its sums for FILTER_TILES mma tiles of 8 filters each. The warp finishes 16 pixels of the
-// block's tile at a time.
+// The output of a warp: its sums for FILTER_TILES mma tiles of 8 filters each. The warp applies the epilogue to 16
+// pixels of the block's tile at a time.
 template <int FILTER_TILES>
 struct WarpOutput : EpilogueOperands {
     static constexpr int STAGE_PITCH = FILTER_TILES * 8 * ITEM + 16;  // bytes of shared memory for a pixel

@@ -3,20 +3,20 @@
 //
 //   y = epilogue(conv(x, w))    dilation 1, one group, one or two spatial axes
 //
-// The convolution is a matrix product of pixels x (channels, filter) with (channels, filter) x FILTERS. A block goes
-// through tiles of TP x TQ pixels, and keeps its weights for all of them:
+// The convolution is a matrix product of pixels x (channels, taps) with (channels, taps) x FILTERS. A block computes
+// tiles of TP x TQ pixels one after the other, and keeps its weights for all of them:
 //   1. The part of x that a tile reads, its patch, is copied to shared memory as it is, while the previous tile is
 //      computed. Elements outside x are zero.
 //   2. Along k, an mma reads words of 32 bits: two neighbouring columns of x of a 16-bit type, or one column of fp32.
 //      The words that a pixel reads from a row of the patch lie one after the other, ROW_WORDS of them, so that a
 //      fragment is four loads of words and the patch is never rearranged. Where pixels begin at odd columns (SW is odd,
 //      16-bit types), they read a second copy of the patch that is shifted by one column.
-//   3. Words may hold columns that belong to no tap: these columns are masked, because an infinity in them would
-//      make a sum NaN.
+//   3. Words can hold columns that belong to no tap. These columns are masked, because an infinity in them would make a
+//      sum NaN.
 //   4. If the last mma has room after the last tap, the bias can be one more weight, by which a word of value one is
 //      multiplied.
 //   5. Filters are assigned to the columns of the mma tiles so that the sums of a lane belong to neighbouring filters:
-//      a lane finishes its sums in registers and stores whole vectors.
+//      a lane applies the epilogue in registers and stores whole vectors.
 //
 // Macros:
 //   CHANNELS, FILTERS   channels of x and of y           KH, KW, SH, SW    filter sizes and strides
@@ -73,8 +73,8 @@ static_assert(EXTRA % EACH == 0 && PATCH % 4 == 0 && PATCH_SPAN % 4 == 0, "words
 
 // ---- global memory -> shared memory ------------------------------------------------------------------------------
 
-// Copies N elements if they exist in x or w; writes zeros otherwise. Single elements of 16 bits go through registers,
-// synchronously.
+// Copies N elements if they exist in x or w; writes zeros otherwise. A single element of 16 bits is copied
+// synchronously, through a register.
 template <int N>
 __device__ __forceinline__ void copy_elements(T* to, const T* from, bool exist) {
     if constexpr (N * ITEM >= 4) {
@@ -330,9 +330,9 @@ struct Output : EpilogueOperands {
             }
     }
 
-    // Finishes and stores the lane's sums of one pixel: those of the group of mma tiles that begins with tile FIRST,
-    // and then those of all later groups. A lane has two pixels; `half` is the number of this one. `at` is the index of
-    // the pixel and the warp's first filter in y and in the residual.
+    // Applies the epilogue to the lane's sums of one pixel and stores the results: first for the group of mma tiles
+    // that begins with tile FIRST, then for all later groups. A lane has two pixels; `half` is the number of this one.
+    // `at` is the index of the pixel and the warp's first filter in y and in the residual.
     template <int FIRST = 0>
     __device__ __forceinline__ void store_pixel(const float (&sums)[TILES_N][4], i64 at, int half) const {
         constexpr int SIZE = group_size(FIRST), VECTOR = 2 * SIZE < WIDTH ? 2 * SIZE : WIDTH;
@@ -353,7 +353,7 @@ struct Output : EpilogueOperands {
         if constexpr (FIRST + SIZE < TILES_N) store_pixel<FIRST + SIZE>(sums, at, half);
     }
 
-    // Finishes and stores the sums of the lane's two pixels, except those of a pixel outside of y.
+    // Applies the epilogue to the lane's two pixels and stores the results, except those of a pixel outside y.
     __device__ __forceinline__ void store_pixels(const float (&sums)[TILES_N][4], const Tile& tile,
                                                  const Place (&pixels)[2]) const {
         const i64 origin = ((i64(tile.image) * height + tile.p) * width + tile.q) * FILTERS + first_filter;
@@ -371,7 +371,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     extern __shared__ __align__(16) char memory[];
     u32* weights = reinterpret_cast<u32*>(memory);
     u32* patches = weights + WEIGHT_WORDS;
-    Tile* ahead = reinterpret_cast<Tile*>(patches + PATCH_WORDS);  // each patch's tile; kept here to save registers
+    Tile* ahead = reinterpret_cast<Tile*>(patches + PATCH_WORDS);  // each patch's tile; shared memory saves registers
     // The weights in the layout of w. With HELD 0, patches overwrite them later.
     T* raw = reinterpret_cast<T*>(HELD ? weights : patches);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_filter = blockIdx.y * BLOCK_N;
@@ -406,7 +406,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll 1
     for (int index = blockIdx.x; index < tiles;) {
         wait_for_copies();
-        __syncthreads();  // the patch has arrived, and no thread reads the previous one any more
+        __syncthreads();  // the patch has arrived, and all threads have read the previous one
         index += gridDim.x;
         if (index < tiles) begin_patch(1 - current, index);
         const Tile tile = ahead[current];

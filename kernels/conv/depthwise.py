@@ -50,7 +50,7 @@ class DepthwiseConfig:
 
     @property
     def name(self) -> str:
-        """The name in reports."""
+        """The config's name in reports."""
         block = f"{self.bx}x{self.bw}x{self.bh}"
         return f"depthwise_{self.vec}x{self.tw}x{self.th}{'_rolled' if self.rolled else ''}_{block}"
 
@@ -133,7 +133,7 @@ def access_sizes(conv: Conv) -> Iterator[int]:
 
 
 def _strips(conv: Conv, vec: int, tw: int, th: int) -> Iterator[DepthwiseConfig]:
-    """Yield at most one config with a loop over rows and one without; a thread computes th x tw x `vec` of y."""
+    """Yield at most one config with a loop over rows and one without; a thread has th x tw x `vec` elements of y."""
     (kd, kh, kw), (_, sh, _), (_, dh, _) = three(conv.kernel), three(conv.strides), three(conv.dilations)
     rows = (th - 1) * sh + (kh - 1) * dh + 1
     ways = []
@@ -196,7 +196,7 @@ def block(conv: Conv, vec: int, tw: int, th: int, threads: int = THREADS) -> tup
 
 
 def _patch_bytes(conv: Conv, wide: int, high: int) -> float:
-    """Return the size of a patch: the number (not bytes) of positions of x that `high` x `wide` positions of y read."""
+    """Return the size of a patch, not in bytes: the positions of x that `high` x `wide` positions of y read."""
     (kd, kh, kw), (_, sh, sw), (_, dh, dw) = three(conv.kernel), three(conv.strides), three(conv.dilations)
     rows, columns = (high - 1) * sh + (kh - 1) * dh + 1, (wide - 1) * sw + (kw - 1) * dw + 1
     return float(kd * min(rows, high * kh) * min(columns, wide * kw))

@@ -25,7 +25,7 @@ CHANNELS: Final = 8  # channels per warp
 WARPS: Final = (4, 16)  # least and largest number of warps per block; a block with less work has fewer warps
 STRIP_ROWS: Final = (1, 2, 4, 7, 8, 14)
 MAX_GROUPS_OF_FEW: Final = 3  # values of `groups` that are tried for convolutions of dynamic sizes
-MIN_STRIP_ROWS: Final = 2  # least rows of y per strip, unless images have one row: the rows share fragments of x
+MIN_STRIP_ROWS: Final = 2  # minimum rows of y per strip, which share fragments of x; images of one row are an exception
 GROUPS: Final = (1, 2, 3, 4, 5, 6, 8)
 TILE_COLUMNS: Final = (8, 16, 32, 56)
 ROW_COLUMNS: Final = (112, 224, 448)  # additional tile widths for images of one row: their filters are long
@@ -60,7 +60,7 @@ class DepthwiseMmaConfig:
 
     @property
     def name(self) -> str:
-        """The name in reports."""
+        """The config's name in reports."""
         return f"depthwise_mma_{self.tp}x{self.tq}x{8 * self.groups}_{self.th}x{self.warps_m}_{self.buffers}"
 
     @property

@@ -32,9 +32,9 @@ LOAD_CYCLES: Final = 700  # cycles until a row of x arrives
 ROW_INSTRUCTIONS: Final = 16  # instructions per row of x in addition to products and loads
 RESIDENT_WARPS: Final = 64  # warps per multiprocessor, if registers suffice
 
-MAX_SHARE: Final = 8  # most blocks per multiprocessor for which `unused_shared` spreads blocks evenly
+MAX_SHARE: Final = 8  # maximum blocks per multiprocessor for which `unused_shared` spreads blocks evenly
 SHARES: Final = (1, 2, 4)  # numbers of blocks per multiprocessor that plans for dynamic sizes distinguish
-WIDTHS: Final = (4, 8, 16)  # widths of y that plans for dynamic sizes distinguish, because no strip may be wider than y
+WIDTHS: Final = (4, 8, 16)  # widths of y that plans for dynamic sizes distinguish: a strip must not be wider than y
 MAX_FEW_KERNELS: Final = 5  # maximum number of kernels for dynamic sizes
 MAX_FEW: Final = 8  # maximum number of configs for dynamic sizes; configs that differ in `rows` alone share a kernel
 SHARED_UNIT: Final = 128  # bytes: the allocation unit of a block's shared memory
@@ -54,7 +54,7 @@ class SlidingConfig:
 
     @property
     def name(self) -> str:
-        """The name in reports."""
+        """The config's name in reports."""
         return f"depthwise_sliding_{self.vec}x{self.tw}x{self.rows}_{self.ahead}_{self.bx}x{self.bw}x{self.bh}"
 
     @property
@@ -72,10 +72,7 @@ class SlidingConfig:
         return conv.n * -(-height // (self.strip_rows(conv) * self.bh)) * -(-width // (self.tw * self.bw))
 
     def strip_rows(self, conv: Conv) -> int:
-        """Return the rows per strip, but at least `_least_rows`.
-
-        The fewest strips of at most `rows` rows that cover the height of y share it equally.
-        """
+        """Return the rows per strip: equal shares of the height of y, of at most `rows` and at least `_least_rows`."""
         height = two(conv.y_sizes)[0]
         rows: int = maximum(_least_rows(conv), -(-height // -(-height // self.rows)))
         return rows

@@ -29,7 +29,7 @@ SCALE_US: Final = 1.3
 SCALE_BYTE_US: Final = 2 / 4.5e6
 GATE_FLOP_US: Final = 7e-9
 CYCLES_OF_US: Final = 1755  # clock cycles of an H200 per microsecond
-FEW_COLUMNS: Final = 40  # columns of y up to which memory bandwidth is the limit, so that a gate costs no time
+FEW_COLUMNS: Final = 40  # with at most this many columns of y, memory bandwidth is the limit, and a gate costs no time
 
 
 def plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Device, convolution: Planner) -> list[Plan]:

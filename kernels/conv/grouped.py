@@ -48,7 +48,7 @@ class GroupedConfig:
 
     @property
     def name(self) -> str:
-        """The name in reports."""
+        """The config's name in reports."""
         return f"grouped_{self.tp}x{self.tq}x{self.block_groups}g_{self.warp_groups}x{self.warps_m}"
 
     @property

@@ -156,7 +156,7 @@ def by_axis(**macros: tuple[int, int, int]) -> Defines:
 
 
 def arguments(conv: Conv, config: HopperConfig) -> tuple[Argument, ...]:
-    """Return the arguments of the kernel."""
+    """Return the arguments of a convolution kernel of gemm_hopper.cuh."""
     gemm = gemm_of_blocks(conv)
     by_maps = config.split_k == 1 and conv.dtype != "float32"
     results = [hopper.result_map(gemm, config, each, conv.m) for each in (conv.y, conv.residual) if each and by_maps]

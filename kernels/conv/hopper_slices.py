@@ -16,11 +16,11 @@ from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Str
 
 TILES: Final = (HopperConfig(128, 64), HopperConfig(128, 128), HopperConfig(128, 160), HopperConfig(256, 128))
 MAX_SLICES: Final = 16
-MIN_STEPS: Final = 4  # stages of k per slice, at least
+MIN_STEPS: Final = 4  # minimum stages of k per slice
 
 # Costs in clock cycles of a multiprocessor of an H200.
 START_CYCLES: Final = 1500  # cycles until the first stage arrives
-SECOND_LAUNCH_CYCLES: Final = 15000  # chosen to rank slices and clusters as in tests/kernels/test_first_plans.py
+SECOND_LAUNCH_CYCLES: Final = 15000  # chosen so that slices and clusters rank as tests/kernels/test_first_plans.py says
 SUM_BYTES: Final = 24  # bytes per cycle for sums and for the operands of epilogue.cu
 
 
@@ -33,7 +33,7 @@ class SlicedConfig:
 
     @property
     def name(self) -> str:
-        """The name in reports."""
+        """The config's name in reports."""
         return f"{self.tile.name} in {self.slices} slices"
 
 

@@ -27,13 +27,13 @@ from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import Device, FusedNode, Launch, Matmul, Plan, TensorSpec
 from onnxfuse.runtime.symint import for_later_plans, is_symbolic
 
-# The largest number of implementations to offer of each kernel, where several kernels compete.
+# The maximum number of implementations of each kernel, if several kernels support the convolution.
 MAX_MMA: Final = 3
 MAX_DEPTHWISE: Final = 2
-MAX_OF_PRODUCTS: Final = 3  # of convolution kernels, for a pointwise convolution, which gemm kernels compute as well
-# Taps of a strided depthwise convolution up to which CUDA cores come first. Tensor cores also compute the columns of y
-# that the stride skips: for eight strided filters of 3x3 and 5x5, with 64 to 672 channels and batch 32, they take 1.1
-# to 1.6 times as long as fma on an H200.
+MAX_OF_PRODUCTS: Final = 3  # maximum of the convolution kernels for a pointwise one, which gemm kernels compute as well
+# With at most this many taps, kernels on CUDA cores come first for strided depthwise convolutions. Tensor cores also
+# compute the columns of y that the stride skips: for eight strided filters of 3x3 and 5x5, with 64 to 672 channels and
+# batch 32, they take 1.1 to 1.6 times as long as CUDA cores on an H200.
 FEW_STRIDED_TAPS: Final = 25
 
 
@@ -43,7 +43,7 @@ def _depthwise(conv: Conv, device: Device) -> list[Implementation]:
         general.reverse()
     kinds = [(depthwise_sliding.implementations, None), *general]
     every = [(found, most) for kind, most in kinds if (found := kind(conv, device))]
-    if len(every) == 1 or is_symbolic(conv.n, *conv.sizes):  # with dynamic sizes, only the first kind: fewer kernels
+    if len(every) == 1 or is_symbolic(conv.n, *conv.sizes):  # dynamic sizes: few kernels, of one kind
         return every[0][0] if every else []
     return [way for found, most in every for way in found[:most]]
 

@@ -29,6 +29,6 @@ def as_gemm(conv: Conv) -> Gemm:
 def implementations(conv: Conv, device: Device) -> list[Implementation]:
     """Return the implementations of a pointwise convolution as a matrix product; none for other convolutions.
 
-    The list may also be empty if cuBLASLt is missing, for example for float32 that must not be rounded to TF32.
+    The list can also be empty if cuBLASLt is missing, for example for float32 that must not be rounded to TF32.
     """
     return implementations_if_any(as_gemm(conv), device) if conv.pointwise and not conv.w_hwio else []

@@ -50,7 +50,7 @@ class ConvConfig:
     slices: int = 1
 
     def name(self, conv: Conv, device: Device) -> str:
-        """Return the name in reports."""
+        """Return the config's name in reports."""
         kind = "fma" if is_exact(conv, device) else "mma"
         split = f" k/{self.slices}" if self.slices > 1 else ""
         return f"conv_{kind} {self.tile.tile_m}x{self.tile.tile_n}x{self.tile.tile_k_bytes}b{self.tile.stages}{split}"

@@ -120,7 +120,7 @@ def with_operands(
 
 
 def _check_vectors(node: FusedNode, conv: Conv) -> None:
-    """Raise ValueError unless a slope is present for prelu alone, and without a column_shift."""
+    """Raise ValueError if prelu has no slope, another activation has one, or a slope and a column_shift are present."""
     if (conv.activation == PRELU) != (conv.slope is not None):
         raise ValueError(f"{node.label}: activation is {conv.activation}; required a slope for prelu alone")
     if conv.slope and conv.column_shift:

@@ -47,7 +47,7 @@ class Ranking(Generic[Config]):
 
 @functools.lru_cache(maxsize=2048)
 def few_configs(ranking: Ranking[Config], problems: tuple[Conv, ...], device: Device) -> list[Config]:
-    """Return a few configs for a convolution, given at usual sizes in `problems`; at each size, one of them is fast."""
+    """Return a few configs such that one is fast for each of `problems`: one convolution at several usual sizes."""
     return covering_subset_of_each(
         problems,
         lambda conv: (ranking.quick or ranking.configs)(conv, device),
@@ -57,7 +57,7 @@ def few_configs(ranking: Ranking[Config], problems: tuple[Conv, ...], device: De
 
 
 def varied(ordered: Iterable[Config], limits: Limits[Config], most: int) -> list[Config]:
-    """Return the first configs: at most `most`, and no more configs with the same key than `limits` allows."""
+    """Return the first configs of `ordered`: at most `most`, and no more with the same key than `limits` allows."""
     chosen, counts = list[Config](), Counter[tuple[object, Hashable]]()
     for config in ordered:
         keys = [(key, key(config)) for key in limits]

@@ -45,7 +45,7 @@ class StemConfig:
 
     @property
     def name(self) -> str:
-        """The name in reports."""
+        """The config's name in reports."""
         return f"stem_{self.tp}x{self.tq}x{8 * self.warps_n * self.tiles_n}_{self.min_blocks}"
 
     @property

@@ -1,5 +1,5 @@
-// Transposed convolutions as matrix products by mma.sync, or by fma where they must be exact: for any filter, stride,
-// dilation, padding and number of groups, of one to three spatial axes, at every alignment.
+// Transposed convolutions as matrix products by mma.sync, or by fma if products must be exact: for any filter, stride,
+// dilation, padding, number of groups and alignment, with one to three spatial axes.
 //
 //   y = epilogue(conv_transpose(x, w))
 //
@@ -10,8 +10,8 @@
 //     at positions beyond the end of y are not stored.
 //   - Columns are the filters of one group.
 //   - k runs over the taps of the phase and, within a tap, over the channels of the group.
-// Tap j of a phase is tap first + j * STEP of the filter, so that w is read where it lies. Blocks that compute the same
-// rows for different phases run at about the same time, so that they find x in L2.
+// Tap j of a phase is tap first + j * STEP of the filter, so w is read without a rearranged copy. Blocks that compute
+// the same rows for different phases run at about the same time, so that they find x in L2.
 //
 // SHUFFLED: the filter is as large as the stride, and there is no padding. Then each phase has one tap, and all phases
 // read the same x. So there is one product x w for all phases, where w is read as a matrix (channels, taps * filters)
@@ -20,8 +20,8 @@
 //
 // Elementwise operators that are fused into the node run in the epilogue; each access then belongs to one pixel of y.
 //
-// Tiles, stages and the main loop are those of gemm_mma.cuh, and x is gathered as conv_gather.cuh says. With SPLIT, the
-// blocks along z each sum over a slice of k, and leave fp32 sums in the layout of y for epilogue.cu to add up.
+// Tiles, stages and the main loop are those of gemm_mma.cuh, and x is gathered as conv_gather.cuh says. With SPLIT,
+// each block along z sums over a slice of k and stores fp32 sums in the layout of y, which epilogue.cu adds up.
 //
 // Macros:
 //   KERNEL_D, KERNEL_H, KERNEL_W, STRIDE_*, DILATION_*    sizes, strides and dilations of the filter, by axis
@@ -131,13 +131,13 @@ struct Operands {
         PixelCopy<PhaseTaps> x;
         WeightCopy w;
     };
-    // The number of stages that are loaded ahead. Copies of fewer than 16 bytes may go through registers, which can
-    // hold only the elements of one stage.
+    // The number of stages that are loaded ahead. Copies of fewer than 16 bytes can go through registers, which hold
+    // the elements of only one stage.
     static constexpr int AHEAD = is_asynchronous(16) && X_COPY == 16 && W_COPY == 16 ? STAGES : 1;
 
     const Pixels& pixels;
     const PhaseTaps& taps;
-    const char* w;  // the group's first channel at the block's first column
+    const char* w;  // address of the weight for the group's first channel and the block's first column
     int columns;    // number of the group's columns from the block's first column on
 
     __device__ __forceinline__ void begin(Stage& stage, unsigned to, int k) const {

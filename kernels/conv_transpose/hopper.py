@@ -156,7 +156,7 @@ def defines(conv: Conv, config: HopperConfig, device: Device) -> Defines:
 
 
 def arguments(conv: Conv, config: HopperConfig) -> tuple[Argument, ...]:
-    """Return the arguments of the kernel."""
+    """Return the arguments of conv_transpose_hopper.cu."""
     gemm = gemm_of_phases(conv)
     results = [result_map(conv, each) for each in (conv.y, conv.residual) if each]
     sizes = Struct(int32(gemm.m, gemm.n, *counts(conv), box(conv), hopper.group_m(gemm, config)))

@@ -139,7 +139,7 @@ def defines(conv: Conv, config: ConvConfig, device: Device) -> Defines:
     tile, equal, shuffled = config.tile, equivalent(conv), is_shuffled(conv)
     x_copy, w_copy = mma.copy_bytes(equal)
     filters, item = conv.m // conv.group, ITEM_BYTES[conv.dtype]
-    # The number of contiguous elements of y that one access may span; it must not cross their end.
+    # The number of contiguous elements of y within which an access must stay.
     row = filters * conv.kernel[-1] if shuffled and not conv.program else filters
     vectors = min(x_copy, w_copy) == VECTOR_BYTES and device.arch >= MMA_ARCH
     return {
