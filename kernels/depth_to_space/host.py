@@ -21,7 +21,7 @@ from onnxfuse.kernels.tensors import (
 )
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
 
-# The order of x's channels, if they become blocks: (position in the block, channel of y), or the other way round.
+# The order of the channels that hold blocks of pixels: by position in the block and then by channel, or the reverse.
 MODES: Final = ("DCR", "CRD")
 MAX_BLOCK: Final = 8
 MAX_HELD: Final = 64  # elements per thread

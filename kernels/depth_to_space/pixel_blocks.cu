@@ -2,14 +2,13 @@
 //
 // The deep tensor is (n, height, width, BLOCK * BLOCK * CHANNELS), and the wide one (n, height * BLOCK, width * BLOCK,
 // CHANNELS). The channels of a deep pixel are (block row, block column, channel) or, with BY_CHANNEL, (channel, block
-// row, block column). A thread moves WIDTH channels of one block, with all of its loads in flight together; elements
-// are moved as they are.
+// row, block column). A thread moves WIDTH channels of one block, with all of its loads in flight together.
 //
 //   T           storage type                       WIDTH       channels of an access to the wide tensor
 //   TO_SPACE    1: x is the deep tensor, 0: y is   DEEP_WIDTH  elements of an access to the deep one
-//   STREAMED    1: L2 evicts y first               RELEASE     1: the next kernel may start before this one stores
+//   STREAMED    1: L2 evicts y first               RELEASE     1: the next kernel can start before this one stores
 //
-// STREAMED and RELEASE may depend on `count` and gridDim.
+// STREAMED and RELEASE can be expressions of `count` and gridDim.
 #include "types.cuh"
 
 constexpr int PIXELS = BLOCK * BLOCK, HELD = PIXELS * WIDTH;  // pixels per block, elements per thread

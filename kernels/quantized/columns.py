@@ -16,7 +16,7 @@ from onnxfuse.kernels.tensors import ABSENT, INTEGERS, VECTOR_BYTES, Defines, in
 from onnxfuse.runtime.plan import Device, Kernel, Launch, Pointer, Struct
 
 MAX_LENGTH: Final = 752  # maximum of taps times channels: 64 rows of this many bytes fill 48 KiB of shared memory
-MAX_BYTES: Final = 1 << 30  # maximum size of the matrix that has a row for each pixel of y
+MAX_BYTES: Final = 1 << 30  # maximum bytes of the matrix that has a row for each pixel of y
 THREADS: Final = 64  # threads per block; each gathers a row
 COLUMNS, ROWS = Pointer("scratch", 0), Pointer("scratch", 1)  # the matrices that quantized_columns.cu writes
 

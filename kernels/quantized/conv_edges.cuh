@@ -1,9 +1,9 @@
 // The taps of a filter that lie inside x, for gemm_hopper_integers.cuh.
 //
-// Along an axis, the padding may hide the first 0 to BEGIN taps of the filter, and the last 0 to END taps. Each pair of
-// these two counts is a range of taps inside x. For each combination of ranges along all axes, quantized_sums.cu writes
-// a row of sums: for each filter, the sum of its weights at the taps inside x. In the order of these rows, the count of
-// hidden last taps varies fastest, and W is the innermost axis.
+// Along an axis, the first 0 to BEGIN taps of the filter and the last 0 to END taps can lie in the padding. Each pair
+// of these two counts determines a range of taps inside x. For each combination of ranges along all axes,
+// quantized_sums.cu writes a row of sums: for each filter, the sum of its weights at the taps inside x. In the order of
+// these rows, the count of last taps varies fastest, and W is the innermost axis.
 //
 // Macros: KERNEL_*, STRIDE_*, PAD_*, DILATION_* of conv_operands.cuh
 //   BEGIN_*, END_*    the largest number of taps before x, and after it, by axis
@@ -19,8 +19,8 @@ template <int KERNEL, int STRIDE, int PAD, int DILATION, int BEGIN, int END>
 struct AxisEdges {
     static constexpr int ROWS = (BEGIN + 1) * (END + 1);
 
-    // Returns, for this axis alone, the index of the row of sums that element `at` of y needs: the index of its pair of
-    // counts of hidden taps. x has `size` elements along the axis.
+    // Returns the index of the row of sums for element `at` of y, along this axis only: the index of the element's pair
+    // of counts of taps in the padding. x has `size` elements along the axis.
     static __device__ __forceinline__ int row(int at, int size) {
         const int first = at * STRIDE - PAD, beyond = first + (KERNEL - 1) * DILATION - size;
         const int before = first < 0 ? min((-first + DILATION - 1) / DILATION, BEGIN) : 0;

@@ -19,13 +19,13 @@ from onnxfuse.runtime.plan import Device, Kernel, Launch, Pointer, Struct, Tenso
 from onnxfuse.runtime.symint import best_first, is_symbolic
 
 WGMMA_ARCH: Final = 90
-# Consumers with tiles of their own (pingpong) are faster than consumers that share a tile, except with few tiles. On an
-# H200, 4096x4096x4096, 4096x7168x16384 and 8192x8192x8192 take 106, 677 and 734 us with own tiles of 128x128, and 124,
-# 805 and 938 us with a shared tile of 128x256. But 4096x768x3072 takes 18.0 us with a shared tile of 128x192, and
-# longer with three other configs.
+# Consumer warpgroups with tiles of their own (pingpong) are faster than consumers that share a tile, unless tiles are
+# few. On an H200, 4096x4096x4096, 4096x7168x16384 and 8192x8192x8192 take 106, 677 and 734 us with own tiles of
+# 128x128, and 124, 805 and 938 us with a shared tile of 128x256. But 4096x768x3072 takes 18.0 us with a shared tile of
+# 128x192, and longer with three other configs.
 CONFIGS: Final = (*(each for each in hopper.CONFIGS if each.pingpong), HopperConfig(128, 192))
 SUMS: Final = Pointer("scratch", 0)  # the sums that quantized_sums.cu writes
-MAX_WIDTH: Final = 8  # columns of y that a thread finishes together
+MAX_WIDTH: Final = 8  # columns of y to which a thread applies the epilogue together
 COLUMNS_OF_SUMS: Final = 8  # columns of y per block of quantized_sums.cu
 MAX_TAPS: Final = 1024  # maximum taps of a filter: quantized_sums.cu holds their sums in shared memory
 ONE_TAP: Final[Defines] = {  # the macros of conv_edges.cuh for a product of matrices
@@ -96,7 +96,7 @@ def _convolution(conv: Conv, config: HopperConfig, device: Device) -> Implementa
 def taps_beyond(conv: Conv) -> Beyond:
     """Return for each axis the largest number of taps before x, and after x.
 
-    If auto_pad and dynamic sizes leave the padding after x unknown, all taps but one may be after x.
+    If auto_pad and dynamic sizes leave the padding after x unknown, all taps but one count as possibly after x.
     """
     reach = [(taps - 1) * dilation for taps, dilation in zip(conv.kernel, conv.dilations, strict=True)]
     ends = [far if is_symbolic(pad) else pad for pad, far in zip(conv.pads_end, reach, strict=True)]

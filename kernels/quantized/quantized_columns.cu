@@ -10,7 +10,7 @@
 // Macros:
 //   CHANNELS, KERNEL_*, STRIDE_*, PAD_*, DILATION_*    as in conv_operands.cuh
 //   OPERAND    s8 or u8, the type of x and x_zero       X_ZERO     1: x has a zero point; 0: x has none
-//   THREADS    threads of a block, and pixels           SHARED_PITCH   words from a row to the next in shared memory
+//   THREADS    threads and pixels of a block            SHARED_PITCH   words from a row to the next in shared memory
 #include "types.cuh"
 #include "conv_sizes.cuh"
 

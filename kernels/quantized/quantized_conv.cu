@@ -3,8 +3,8 @@
 //   y = epilogue(conv(x - x_zero, w) * x_scale * w_scale)
 //
 // x is (n, d, h, w, CHANNELS) of s8 or u8, w is (m, KERNEL_D, KERNEL_H, KERNEL_W, CHANNELS) of s8, y is (n, y_d, y_h,
-// y_w, m) of T; y is often stored as integers, by the program. `pixels` is n * y_d * y_h * y_w. With two spatial axes
-// there is no d, and with one neither d nor h.
+// y_w, m) of T. Often the program (the fused operators) stores y as integers instead. `pixels` is n * y_d * y_h * y_w.
+// With two spatial axes there is no d, and with one neither d nor h.
 //
 // Macros: those of gemm_hopper.cuh, conv_operands.cuh, conv_edges.cuh and gemm_hopper_integers.cuh. TRANSPOSED is 1,
 // GATED is 0, and PRODUCTS is 1.

@@ -2,7 +2,8 @@
 //
 //   y = epilogue((x - x_zero) w * x_scale * w_scale)
 //
-// x is m x k of s8 or u8, w is n x k of s8, y is m x n of T; y is often stored as integers, by the program.
+// x is m x k of s8 or u8, w is n x k of s8, y is m x n of T. Often the program (the fused operators) stores y as
+// integers instead.
 //
 // Macros: those of gemm_hopper.cuh and gemm_hopper_integers.cuh. TRANSPOSED is 1, GATED is 0, and PRODUCTS is 1.
 #include "gemm_hopper_integers.cuh"

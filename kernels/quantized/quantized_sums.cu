@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(32 * COLUMNS) quantized_sums(const 
         if (lane == 0) of_taps[tap] = sum;
     }
     __syncthreads();
-    wait_for_predecessor();  // the predecessor may still read `sums`
+    wait_for_predecessor();  // the previous kernel can still be reading `sums`
     for (int row = lane; column < columns && row < EDGE_ROWS; row += 32)
         sums[size_t(row) * columns + column] = sum_of_row(of_taps, row);
 }
