@@ -16,7 +16,7 @@ struct Cache {
     T* present;
     int past_row, added_row, present_row;  // strides from row to row
     int rows;                              // rows of the past
-    bool in_place;                         // the present is the same memory as the past
+    bool in_place;                         // the present cache is the same memory as the past cache
 
     // `to` is the present cache. Its elements are const if it is also an operand of the attention.
     template <class E>

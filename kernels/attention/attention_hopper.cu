@@ -161,10 +161,10 @@ __device__ __forceinline__ void write(const TensorMap& out, const WorkTile& at, 
 // Registers of products in flight stay untouched until wgmma_wait.
 //
 // wgmma_wait ensures that the product has read a stage's keys; then k_taken releases the stage. Each warp also reads
-// the mask bits or the bias stored with the keys, and arrives at the stage's barrier k_empty when it has read both. The
-// last warp of the warpgroup arrives in k_taken, and the other warps arrive earlier, in `read`. The last thread of a
-// warp (with BIAS_FIRST, the last four threads) arrives, because compute-sanitizer's racecheck records only the last
-// thread that read a word, and does not count __syncwarp as ordering.
+// the mask bits or the bias stored with the keys, and arrives at the stage's barrier k_empty. The last warp of the
+// warpgroup arrives in k_taken. The other warps arrive earlier, in `read`, after reading the bits or the bias. The last
+// thread of a warp (with BIAS_FIRST, the last four threads) arrives, because compute-sanitizer's racecheck records only
+// the last thread that read a word, and does not count __syncwarp as ordering.
 __device__ __forceinline__ void consume(ScoreMod& score_mod, Softmax& softmax, float (&o)[RESULTS], float exponent,
                                         int tiles, u32 qo, u32 k_buffers, u32 v_buffers, Barriers& barriers,
                                         Ring& k_ring, Ring& v_ring) {

@@ -54,7 +54,7 @@ class QueryRotation {
     const RotationTables& tables;
     const COS_T* cos;  // the table's row for the warpgroup's first query
     const SIN_T* sin;
-    int row, lane;    // the thread's first row in the warpgroup, and its lane
+    int row, lane;    // the thread's first row in the warpgroup, and its index among the LANES threads of this row
     int first, last;  // the rows from `first` to `last`, both included, are rotated
     Rotation angles[AT_ONCE][OF_THREAD];
 

@@ -168,7 +168,7 @@ struct ScoreMod {
     const Rows<Mask> mask;
     const Rows<Bias> bias;
     const int group, column;        // the warpgroup, and the thread's first column in a tile
-    const int limit[2], unlimited;  // number of keys that each row sees, and that all rows see
+    const int limit[2], unlimited;  // keys that each of the thread's rows sees; keys that all the warpgroup's rows see
     const int window, windowed;     // with WINDOW: keys that a row sees; the first key that all rows see
     const int first_tile;           // the first tile of keys that the block's rows see
     const float reciprocal_limit;   // 1 / cap.limit

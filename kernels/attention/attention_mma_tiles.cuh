@@ -118,8 +118,8 @@ __device__ __forceinline__ void wait_copies() {
 #endif
 }
 
-// Copies COUNT rows of a tile, from row `first` of `rows` on. Row r lies at r / INTERLEAVE * outer + r % INTERLEAVE *
-// inner.
+// Copies COUNT rows of a tile, from row `first` on; `from` has `rows` rows. Row r lies at r / INTERLEAVE * outer +
+// r % INTERLEAVE * inner.
 template <int COUNT, int ELEMENTS, int ROW_BYTES, int INTERLEAVE = 1>
 __device__ __forceinline__ void load_rows(u32 tile, const T* from, i64 outer, int rows, int first = 0, i64 inner = 0) {
     constexpr int EACH = ACCESS_BYTES / sizeof(T), PER_ROW = ELEMENTS / EACH;
@@ -143,7 +143,7 @@ __device__ __forceinline__ void load_rows(u32 tile, const T* from, i64 outer, in
     }
 }
 
-// Clears the columns from `used` to `all`, which products read but no copy writes.
+// Writes zeros to the columns from `used` up to, but without, `all`: products read them, but no copy writes them.
 template <int ROW_BYTES>
 __device__ __forceinline__ void clear_columns(u32 tile, int count, int used, int all) {
     const int width = all - used;

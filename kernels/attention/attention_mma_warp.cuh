@@ -20,7 +20,7 @@ struct WarpState {
         }
     }
 
-    // Starts the softmax of each row of block `at` with the sink of the row's head, a score with a value of zeros.
+    // Starts the softmax of each row of block `at` with its head's sink, which is a score for a value vector of zeros.
     __device__ __forceinline__ void begin_with_sinks(const Problem& p, const WorkTile& at) {
         if constexpr (SINKS) {
             if (n > 0) return;  // only the first of the warps that share a row's keys adds the sink

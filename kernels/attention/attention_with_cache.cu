@@ -90,7 +90,7 @@ struct CachedTiles : Tiles {
                                               const Added& added) const {
         constexpr int BYTES = WIDTH * sizeof(T), ROWS = THREADS / LANES;
         const int lane = threadIdx.x % LANES;
-        for (int from = first; from < end; from += ROWS) {  // all lanes run every round: inverse_rms shuffles
+        for (int from = first; from < end; from += ROWS) {  // all lanes run every round, because inverse_rms shuffles
             const int r = from + threadIdx.x / LANES;
             const u32 row = tile + r * K_ROW;
             Vectors raw[STEPS];

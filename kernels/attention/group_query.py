@@ -89,7 +89,7 @@ class _Sizes:
 def group_query_candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
     """Return the plans for these shapes, the expected fastest first.  Raises ValueError if shapes do not fit.
 
-    The spec of total_sequence_length has the shape (value,): see `numbers_of` in runtime/hosts.py.
+    The shape of the spec of total_sequence_length is (value,), the operand's value: see `numbers_of` in hosts.py.
     """
     sizes = _sizes(node, inputs)
     query = required_spec(node, inputs, "query")
@@ -154,7 +154,7 @@ def _sizes(node: FusedNode, inputs: Sequence[TensorSpec]) -> _Sizes:
 
 
 def _no_alias(node: FusedNode, sizes: _Sizes) -> tuple[NoAlias, ...]:
-    """Return the constraints that no caches overlap, except a past and its own present with equally many rows."""
+    """Return the constraints that no caches overlap, except past and present of one cache with equally many rows."""
     # For dynamic sizes, this is an expression with the value 1 or 0, which adds no guard (a condition on sizes).
     same = cast(bool, 1 // (1 + sizes.rows - sizes.past_rows))
     pasts = [(i, node.input_index(name)) for i, name in enumerate(("past_key", "past_value"), 1)]

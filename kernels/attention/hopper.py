@@ -19,7 +19,7 @@ from onnxfuse.runtime.symint import always, best_first, is_symbolic, maximum, mi
 PANEL: Final = 64  # columns per panel of shared memory: 128 bytes
 ALIGNMENT: Final = 8  # every stride is a multiple of this number of elements: TMA needs multiples of 16 bytes
 BARRIER_BYTES: Final = 512  # bytes of shared memory reserved for mbarriers
-MAX_ROTATED_BEFORE: Final = 64  # head_dim up to which a separate launch rotates the queries
+MAX_ROTATED_BEFORE: Final = 64  # for a head_dim of at most this, a separate launch rotates the queries
 LAZY_RESCALE_FROM: Final = 0  # for a larger head_dim_v, results are rescaled only if a row's maximum grows by much
 L2_KEY_VALUE_BYTES: Final = 24 << 20  # bytes of keys and values for the heads that run together; L2 has 50 MB
 LOWEST: Final = -3.4028234663852886e38
@@ -119,7 +119,7 @@ MAX_BLOCK_N: Final = max(config.block_n for configs in CONFIGS.values() for conf
 CONFIGS_OF_DYNAMIC_LENGTH: Final = {64: 3, 128: 2, 192: 2, 256: 2}
 BLOCK_OVERHEAD: Final = 300  # time to start and end a block, in units of the time per key
 TILE_OVERHEAD: Final = 24  # overhead per tile, in units of the time per key
-IDLE_SHARE: Final = 0.2  # cost of room for one more block on a multiprocessor, as a share of a resident block's time
+IDLE_SHARE: Final = 0.2  # an empty block slot of a multiprocessor costs this share of a resident block's time
 PROGRAM_REGISTERS: Final = 24  # registers per thread, for the operands that an epilogue program loads at once
 OTHER_REGISTERS: Final = 28  # registers per thread, for all but scores, weights, results, mask and bias
 ADD_MASKED_REGISTERS: Final = 8  # further registers per thread, for ADD_MASKED_SCORE

@@ -21,7 +21,7 @@ LOWEST: Final = -1.6e38  # lowest score, times log2(e): LOWEST of attention_mma_
 MASK_MACROS: Final = {"none": 0, "boolean": 1, "inverted": 2, "additive": 3}
 MASK_STORAGE: Final = {**STORAGE, "bool": "b8"}
 MAX_CONFIGS: Final = 4
-CROWDED_REGISTERS: Final = 160  # registers per thread below which queries are read again for each tile of keys
+CROWDED_REGISTERS: Final = 160  # with fewer registers per thread, queries are read again for each tile of keys
 MIN_SPLIT_KEYS: Final = 1024  # with more keys, warps share keys only if a key head has at most 64 rows
 
 

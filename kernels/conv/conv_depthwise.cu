@@ -34,7 +34,7 @@ constexpr int THREADS = BX * BW * BH, SLICE = BX * VEC;                      // 
 constexpr int PIECES = (KW + PIECE - 1) / PIECE, ROW_TAPS = PIECES * PIECE;  // pieces and taps of a padded filter row
 constexpr int TAPS = KD * KH * ROW_TAPS;
 constexpr int ROWS = (TH - 1) * SH + (KH - 1) * DH + 1;  // with ROLLED 0: rows of x that a strip reads
-constexpr int PLANE = VEC < 4 ? VEC : 4;                 // channels of a load from shared memory
+constexpr int PLANE = VEC < 4 ? VEC : 4;                 // channels per load of weights from shared memory
 constexpr bool HELD = !ROLLED && TAPS * VEC <= 36;       // weights are kept in registers
 
 static_assert(ROLLED ? TH == 1 && AHEAD == 1 : KD == 1 && PIECE == KW, "see above");

@@ -152,7 +152,7 @@ struct Weights {
 
 // ---- shared memory -> sums ---------------------------------------------------------------------------------------
 
-// A strip of a tile.
+// A strip of a tile: TH x 8 positions, from `row` and `column` of the tile on.
 struct Strip {
     int row, column;
 

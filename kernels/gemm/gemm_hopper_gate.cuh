@@ -59,7 +59,7 @@ __device__ __forceinline__ void multiply_gated(float (&d)[ATOMS][COLUMNS / 2], R
                     hopper::load_matrices(x[atom] + stage ^ (first + i) * K_BYTES, loaded[i][atom]);
                     hopper::load_matrices(factors[atom] + stage ^ (first + i) * K_BYTES, by[i][atom]);
                 }
-            hopper::wgmma_wait<1>();  // all groups but the last: the next lines overwrite their fragments
+            hopper::wgmma_wait<1>();  // waits for all groups but the last: the next lines overwrite their fragments
             if (first == TOGETHER && block > 0 && thread == 0) hopper::barrier_arrive(before);
             u32(&products)[TOGETHER][ATOMS][4] = fragments[first / TOGETHER % 2];
 #pragma unroll

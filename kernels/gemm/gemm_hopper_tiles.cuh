@@ -310,8 +310,7 @@ __device__ __forceinline__ void consume(const Place& place, const Results& resul
             hopper::barrier_wait(barriers.full(ring.at), ring.parity);
             output.subtiles = shared + ring.at * STAGE_BYTES;
         }
-        if (!HAS_RESIDUAL && thread == 0)
-            hopper::store_wait_read<0>();  // waits until TMA has read the previous results
+        if (!HAS_RESIDUAL && thread == 0) hopper::store_wait_read<0>();  // waits until TMA has read previous results
         if (VECTORS > 0 && thread < TILE_N / 2) fetched.put(vectors + thread);
         if (VECTORS > 0 || !HAS_RESIDUAL) hopper::named_barrier(output.named, 128);
         output.finish(d, pick(results.y, product), origin, m, pick(weights.n, product), of);

@@ -115,7 +115,7 @@ def _numbers(node: FusedNode, inputs: Sequence[TensorSpec], name: str, device: D
         index for each in (name, f"{name}_scale", f"{name}_zero_point") if (index := node.input_index(each)) is not None
     ]
     value, scale, *zero = (inputs[i] for i in indices)
-    is_first = node.fusion == CONV or node.text("weight_layout", "kn") == "nk"  # axis 0 of w is y's columns
+    is_first = node.fusion == CONV or node.text("weight_layout", "kn") == "nk"  # y's columns are axis 0 of w
     count = element_count(scale)
     of_scale = () if count == 1 else (count, *[1] * (len(value.shape) - 1)) if is_first else (count,)
     specs = [value, *(replace(each, shape=of_scale) for each in (scale, *zero))]
