@@ -10,7 +10,7 @@ using i64 = long long;
 // order.
 struct CacheRows { HeadTensor<const T> past, added; };
 
-// The cache of a head.
+// The cache of the keys, or of the values, of one head.
 struct Cache {
     const T *past, *added;
     T* present;

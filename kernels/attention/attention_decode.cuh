@@ -94,7 +94,7 @@ __device__ __forceinline__ void write_partial(const WarpResults& results, int co
     }
 }
 
-// Writes the rows of the block that computed slice `split` of the keys.
+// Writes the result of a block, which has slice `split` of the keys: combined with those of other blocks, or alone.
 __device__ __forceinline__ void write_rows(const WarpState& warp, const Out& out, int split, const Splits& splits) {
     const WarpResults results;
     results.store_warp(warp);

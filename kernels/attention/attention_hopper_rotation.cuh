@@ -24,7 +24,7 @@ struct RotationTables {
     const COS_T* cos;
     const SIN_T* sin;
     long long batch;       // elements of a table from one batch to the next
-    const SCALE_T* scale;  // the norm's scales
+    const SCALE_T* scale;  // with NORM: scales of the norm before the rotation
     float epsilon;
 };
 

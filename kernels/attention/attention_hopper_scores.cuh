@@ -104,7 +104,7 @@ struct Fragment {
 // An odd polynomial that maps small products of q and k to log2(e) times their capped scores.
 template <int TERMS>
 struct CapPolynomial {
-    float largest;  // largest product for which the polynomial holds
+    float largest;  // largest product for which the polynomial is accurate
     // If a row's reference (the score of weight 1) is at least `lowest`, products below -largest have no weight.
     float lowest;
     float terms[TERMS];
@@ -127,9 +127,9 @@ struct CapPolynomial {
 };
 
 // The softcap. All fields but `limit` are for LATE_CAP, which applies the cap while products of q and k become weights.
-// Exponentials and reciprocals share one unit (16 per clock), which limits the kernel. If a polynomial holds for all
-// scores of a warp, it replaces the tanh, and takes only FMAs. hopper.py writes the fields in this order. The struct is
-// a kernel parameter, so that its fields take no registers.
+// Exponentials and reciprocals share one unit (16 per clock), which limits the kernel. A polynomial that is accurate
+// for all scores of a warp replaces the tanh, and takes only FMAs. hopper.py writes the fields in this order. The
+// struct is a kernel parameter, so that its fields take no registers.
 struct Cap {
     float limit;
     float rate;  // 2 log2(e) scale / limit

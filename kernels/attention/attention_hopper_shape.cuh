@@ -31,7 +31,7 @@ struct Shape {
 
     __device__ __forceinline__ int keys_of(int query) const { return CAUSAL ? min(keys, query + causal + 1) : keys; }
 
-    // Returns the first tile of keys that any row of a block or a warpgroup sees; `first` is its first row.
+    // Returns the first tile of keys that any row of a block or warpgroup sees, whose first row is `first`.
     __device__ __forceinline__ int first_tile(int first) const {
         return WINDOW ? max(0, keys_of(first) - window) / BLOCK_N : 0;
     }

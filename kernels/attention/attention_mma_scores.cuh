@@ -159,7 +159,8 @@ struct Scores {
                 }
     }
 
-    // Processes two neighbouring scores x of a row; `seen`: how many keys the row sees from the key of x[0] on.
+    // Applies scale, softcap, bias and mask to two neighbouring scores x of a row. The row sees `seen` keys, counted
+    // from the key of x[0].
     __device__ __forceinline__ void one(float* x, int mt, int half, int t, [[maybe_unused]] int seen) const {
         if (!SCALE_IN_EXPONENT) x[0] *= p.scale, x[1] *= p.scale;
 #if SOFTCAP

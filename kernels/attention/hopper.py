@@ -33,7 +33,7 @@ CAP_POLYNOMIALS: Final = (
     (0.9, (0.99998674, -0.33298706, 0.13076786, -0.04593853, 0.00984349)),
 )
 TANH_ERROR: Final = 1.2e-6
-# Range of softcaps that use a polynomial. With a lower softcap, it rarely holds for all scores that have a weight.
+# Range of softcaps that use a polynomial. With lower softcaps, it is rarely accurate for all scores that have a weight.
 CAPS: Final = (24.0, 100.0)
 CAP_RATES: Final = (1e-4, 1e3)  # range of scale / cap in which the polynomials' coefficients stay in fp32's range
 KEPT: Final = 1024  # a row keeps its reference score while a thread's weights of the row add up to at most this

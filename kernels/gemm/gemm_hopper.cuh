@@ -181,7 +181,7 @@ struct Tiles {
 
 // The gate by which x is multiplied: the `pixels` rows of x of an image share k factors. Only used with X_GATE.
 struct Gate {
-    const TensorMap* factors;  // images x k
+    const TensorMap* factors;  // TMA map of the factors, images x k
     int pixels;
 };
 

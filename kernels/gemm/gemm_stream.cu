@@ -251,7 +251,7 @@ __device__ __forceinline__ void finish(const Epilogue& epilogue, const Exchange&
     }
 }
 
-// The bias and the result of a product after the first one; stream.py writes the fields in this order.
+// The bias and the result of the second or third product; stream.py writes the fields in this order.
 struct ProductOutput {
     const T* bias;
     T* y;

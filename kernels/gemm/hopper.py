@@ -186,7 +186,7 @@ def _tile_cycles(gemm: Gemm, config: HopperConfig, row_cycles: float) -> tuple[f
     """
     instructions = 8 + {"none": 0, "gelu": 13}.get(gemm.activation, 10) + 4 * bool(gemm.residual)
     instructions += INTEGER_INSTRUCTIONS if gemm.integers else 0
-    moved = ITEM_BYTES[gemm.dtype] * (1 + bool(gemm.residual)) / 32  # cycles for the bytes that move per element of y
+    moved = ITEM_BYTES[gemm.dtype] * (1 + bool(gemm.residual)) / 32  # cycles to load the residual and store y
     epilogue = config.tile_m * tile_columns(gemm, config) * max(instructions / 128, moved)
     step = step_cycles(config, row_cycles) + (GATE_STEP_CYCLES if gemm.gate else 0.0)
     return -(-gemm.k // (stage_k(gemm) * config.split_k)) * step, epilogue

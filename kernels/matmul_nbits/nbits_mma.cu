@@ -42,7 +42,7 @@ constexpr int SCALES_AT = ROWS * STAGE_BYTES, ZEROS_AT = SCALES_AT + ROWS * SCAL
 constexpr int X_AT = (ZEROS_AT + ROWS * ZERO_BYTES + 127) / 128 * 128;
 constexpr int X_PITCH = 2 * STAGE_K + (TILE_M == 1 ? 0 : 64);  // bytes per row of x; two rows are in different banks
 constexpr int X_PARTS = STAGE_K / 8, X_VECTORS = (TILE_M * X_PARTS + 31) / 32;  // vectors of x per row, and per lane
-constexpr int AT_ONCE = STAGED_X && DEPTH * X_VECTORS > 16 ? 16 / X_VECTORS : DEPTH;  // stages whose x is in registers
+constexpr int AT_ONCE = STAGED_X && DEPTH * X_VECTORS > 16 ? 16 / X_VECTORS : DEPTH;  // stages of x held in registers
 constexpr int SLOT_BYTES = (X_AT + (STAGED_X ? TILE_M * X_PITCH : 0) + 127) / 128 * 128;
 constexpr int PITCH = ROWS + 4;  // floats from row to row of sums: a warp stores to different banks
 constexpr int tiles_of(int columns) { return (columns + TILE_N - 1) / TILE_N; }

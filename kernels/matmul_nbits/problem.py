@@ -151,7 +151,7 @@ class Product:
         }  # fmt: skip
 
     def defines(self) -> Defines:
-        """Return the macros of nbits.cuh for all weights in one launch; their zero points must be of one kind."""
+        """Return the macros of nbits.cuh for a launch; all weights must have the same kind of zero points."""
         further = {f"GEMM_N_{i}": weight.n for i, weight in enumerate(self.weights[1:], 2)}
         count = 1 if self.is_gated else len(self.weights)
         biases = [weight.bias is not None for weight in self.weights]
