@@ -115,7 +115,7 @@ class DepthwiseMmaConfig:
         if self.buffers == 1:
             return tiles
         most = max(1, device.multiprocessors * self.resident(conv, device) // self.slices(conv))
-        return -(-tiles // -(-tiles // most))  # even out the tiles per block
+        return -(-tiles // -(-tiles // most))  # all blocks get about equally many tiles
 
 
 def implementations(conv: Conv, device: Device) -> list[Implementation]:

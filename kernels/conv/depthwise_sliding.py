@@ -33,8 +33,8 @@ ROW_INSTRUCTIONS: Final = 16  # instructions per row of x in addition to product
 RESIDENT_WARPS: Final = 64  # warps per multiprocessor, if registers suffice
 
 MAX_SHARE: Final = 8  # maximum blocks per multiprocessor for which `unused_shared` spreads blocks evenly
-SHARES: Final = (1, 2, 4)  # numbers of blocks per multiprocessor that plans for dynamic sizes distinguish
-WIDTHS: Final = (4, 8, 16)  # widths of y that plans for dynamic sizes distinguish: a strip must not be wider than y
+SHARES: Final = (1, 2, 4)  # plans for dynamic sizes distinguish these numbers of blocks per multiprocessor
+WIDTHS: Final = (4, 8, 16)  # plans for dynamic sizes distinguish these widths of y: a strip must not be wider than y
 MAX_FEW_KERNELS: Final = 5  # maximum number of kernels for dynamic sizes
 MAX_FEW: Final = 8  # maximum number of configs for dynamic sizes; configs that differ in `rows` alone share a kernel
 SHARED_UNIT: Final = 128  # bytes: the allocation unit of a block's shared memory

@@ -159,7 +159,7 @@ def implementation(conv: Conv, config: GroupedConfig, device: Device) -> Impleme
     kernel = Kernel("conv_grouped", "conv_grouped", defines)
     blocks = max(1, device.multiprocessors * config.resident(conv, device) // config.slices(conv))
     tiles = config.tiles(conv)
-    grid = (-(-tiles // -(-tiles // blocks)), config.slices(conv), 1)  # even out the tiles per block
+    grid = (-(-tiles // -(-tiles // blocks)), config.slices(conv), 1)  # blocks get equal shares
     pdl = device.has_pdl
     launch = Launch(kernel, grid, (config.threads, 1, 1), conv.arguments, config.shared(conv), pdl=pdl)
     return Implementation(config.name, (launch,))

@@ -43,7 +43,7 @@ def _depthwise(conv: Conv, device: Device) -> list[Implementation]:
         general.reverse()
     kinds = [(depthwise_sliding.implementations, None), *general]
     every = [(found, most) for kind, most in kinds if (found := kind(conv, device))]
-    if len(every) == 1 or is_symbolic(conv.n, *conv.sizes):  # dynamic sizes: few kernels, of one kind
+    if len(every) == 1 or is_symbolic(conv.n, *conv.sizes):  # dynamic sizes get only one kind, to compile fewer kernels
         return every[0][0] if every else []
     return [way for found, most in every for way in found[:most]]
 

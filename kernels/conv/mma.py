@@ -27,7 +27,7 @@ MAX_FEW: Final = 5  # configs for dynamic sizes, not counting the kernel that ad
 FEW_SLICES: Final = (1, 3, 8)  # numbers of slices for dynamic sizes; each needs its own kernel that adds up slices
 SLICES: Final = (1, 2, 3, 4, 6, 8, 12, 16)  # numbers of slices of k; each slice has its own block along z
 MIN_SLICE_TILES: Final = 3  # tiles of k per slice
-MAX_CHUNKS: Final = {16: 8, 8: 8, 4: 6, 2: 4}  # chunks of 16 bytes per thread, by bytes per copy
+MAX_CHUNKS: Final = {16: 8, 8: 8, 4: 6, 2: 4}  # maximum 16-byte chunks of a stage per thread, by bytes per copy
 
 # Costs and rates in clock cycles of one multiprocessor; they serve to order configs by expected time.
 MULTIPLY_BYTES: Final = 2048  # rows x columns x bytes of k that mma.sync multiplies per cycle

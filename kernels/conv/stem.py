@@ -263,8 +263,8 @@ def cost(conv: Conv, config: StemConfig, device: Device) -> float:
     shares, busiest = -(-config.tiles(conv) // blocks), -(-blocks * slices // device.multiprocessors)
     patch = ((config.tp - 1) * sh + kh) * ((config.tq - 1) * sw + kw) * conv.c
     weight = config.tp * config.tq * (conv.m + 24) + patch + 1000
-    # The last factor is lower for more resident blocks: a 7x7 filter of stride 2 from 32x3x224x224 to 64 channels took
-    # 9 % longer with two of them than with three on an H200.
+    # The last factor is lower for more resident blocks: on an H200, a 7x7 filter of stride 2 from 32x3x224x224 to 64
+    # channels took 9 % longer with two resident blocks than with three.
     found: float = shares * busiest * weight * (1 + 1 / minimum(busiest, resident(conv, config, device)))
     return found
 

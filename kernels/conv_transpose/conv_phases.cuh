@@ -7,7 +7,7 @@ constexpr int common_divisor(int a, int b) { return b ? common_divisor(b, a % b)
 // The taps r of one axis for which y + pad - r * DILATION is a multiple of STRIDE; tap r reads x at the quotient.
 template <int KERNEL, int STRIDE, int DILATION>
 struct AxisTaps {
-    static constexpr int STEP = STRIDE / common_divisor(STRIDE, DILATION);  // distance from one tap to the next
+    static constexpr int STEP = STRIDE / common_divisor(STRIDE, DILATION);  // from a tap of a phase to its next tap
     static constexpr int SHIFT = DILATION * STEP / STRIDE;                  // the next tap reads SHIFT pixels earlier
     int first, count;                                                       // the first tap, and the number of taps
     int from;                                                               // index in x that the first tap reads

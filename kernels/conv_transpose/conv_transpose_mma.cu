@@ -45,7 +45,7 @@ using Sums = FmaSums;
 using Sums = MmaSums;
 #endif
 
-constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W, COLUMNS = GROUPS * FILTERS;  // columns of y
+constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W, COLUMNS = GROUPS * FILTERS;  // COLUMNS: channels of y
 constexpr int PHASES = SHUFFLED ? 1 : STRIDE_D * STRIDE_H * STRIDE_W;
 constexpr int ROW = KERNEL_W * FILTERS;                    // with SHUFFLED, columns that are contiguous in y
 constexpr int WIDE = SHUFFLED ? TAPS * FILTERS : FILTERS;  // columns of a group's product
