@@ -15,7 +15,7 @@ from onnxfuse.regions.horizontal_fusion import share_launches
 from onnxfuse.regions.joining import Joining
 from onnxfuse.regions.norms import with_moved_norm, with_norms
 from onnxfuse.regions.write import order_by_reading, write_region
-from onnxfuse.rewrite.replace import Fused, LocalFunctions, drop_functions
+from onnxfuse.rewrite.replace import Fused
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,9 @@ def assign_regions(joining: Joining, fused: Collection[Fused] = ()) -> RegionRes
     for cluster in apart:
         order_by_reading(cluster, clusters.forms)
     bodies = {f.name: f for f in graph.functions if f.domain == DOMAIN}
-    if (joins or norms) and not graph.is_subgraph:
-        drop_functions(graph, {*norms, *(join.result.inputs[0] for join in joins.values())})
-    functions = LocalFunctions(graph)
-    made = [write_epilogue_fusion(clusters, join, functions, bodies, records) for join in joins.values()]
-    made += [write_region(clusters, cluster, functions, bodies, records) for cluster in apart]
+    joining.drop_functions({*norms, *(join.result.inputs[0] for join in joins.values())})
+    made = [write_epilogue_fusion(clusters, join, joining.functions, bodies, records) for join in joins.values()]
+    made += [write_region(clusters, cluster, joining.functions, bodies, records) for cluster in apart]
     copies = [each for each in clusters.copies if each.outputs]  # copies that have not become part of a fused node
     for copy in copies:
         graph.names.add(copy.name)  # so far, the copy has the name of the original node

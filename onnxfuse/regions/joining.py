@@ -20,7 +20,7 @@ from onnxfuse.match import Match, Matcher
 from onnxfuse.passes.folded import node_label
 from onnxfuse.regions.host import host_nodes
 from onnxfuse.regions.normal_form import MIN_OPSET, normal_form
-from onnxfuse.rewrite.replace import REGION, Fused, LocalFunctions, replace_match
+from onnxfuse.rewrite.replace import REGION, Fused, LocalFunctions, drop_functions, replace_match
 from onnxfuse.steps import REGIONS, step
 
 NORMS: Final = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
@@ -98,6 +98,15 @@ class Joining:
         """Replace a match by its fused node, and return its record; None, without changes, if that is impossible."""
         found = replace_match(self.graph, self.shapes, match, self.functions)
         return found if isinstance(found, Fused) else None
+
+    def drop_functions(self, called: Collection[Node]) -> None:
+        """Remove the functions that only the nodes in `called` call, before these get other functions.
+
+        Functions of subgraphs stay, because only the main graph knows all calls.
+        """
+        if called and not self.graph.is_subgraph:
+            drop_functions(self.graph, called)
+            self.functions.names_by_variant.clear()  # other functions may get the names
 
     def leaves_to_regions(self, match: Match) -> bool:
         """Return whether a match, such as a softmax, is not fused at first, because all its nodes can be in a region.
