@@ -5,7 +5,7 @@ from onnxfuse.patterns._activations import gate_activation
 from onnxfuse.patterns._linear import linear
 
 
-@fusion(out="... n", epilogue=True)
+@fusion(out="... n", epilogue=True, prologue=True)
 def gated_gemm(
     x: Term = tensor("... k"),
     w: Term = weight(),

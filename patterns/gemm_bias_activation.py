@@ -5,7 +5,7 @@ from onnxfuse.patterns._activations import activation
 from onnxfuse.patterns._linear import linear
 
 
-@fusion(out="... n", epilogue=True)
+@fusion(out="... n", epilogue=True, prologue=True)
 def gemm_bias_activation(
     x: Term = tensor("... k"),
     w: Term = weight(),
@@ -21,7 +21,7 @@ def gemm_bias_activation(
     `slope` is the slope of a PRelu.
     """
     require(
-        "a bias, an activation, a scale or a residual follows the product, or operators join it",
+        "a bias, an activation, a scale or a residual follows the product, or operators or a norm join it",
         lambda bias, column_scale, residual, activation, joined: (
             joined or activation != "none" or any(operand is not None for operand in (bias, column_scale, residual))
         ),

@@ -4,7 +4,7 @@ from onnxfuse.dsl import Term, fusion, tensor, weight
 from onnxfuse.patterns._linear import linear
 
 
-@fusion(out=("... n", "... n_2", "... n_3"))
+@fusion(out=("... n", "... n_2", "... n_3"), prologue=True)
 def parallel_gemm(
     x: Term = tensor("... k"),
     w: Term = weight(),

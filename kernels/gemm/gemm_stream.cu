@@ -24,6 +24,8 @@
 //   PRODUCTS   number of products of one x; their tiles follow each other in the grid, and their n are GEMM_N, GEMM_N_2
 //              and GEMM_N_3
 //   WEIGHTS_CONSTANT   1: no kernel writes the weights, so they are read before the previous kernel ends
+//   NORM   1: the rows of x, at most NORM_ROWS, are normalized first (norm_of_rows.cuh), and are kept in shared memory;
+//          stages then have no x, and TILE_M is 8
 //   WIDTH   elements per access to y, the residual and the column vectors; divides every n and TILE_N / CLUSTER
 //   and those of epilogue.cuh
 #include "types.cuh"
@@ -42,7 +44,8 @@ constexpr int MMA_N = TILE_N / 16, MMA_M = TILE_M / 8;  // mma tiles of 16 colum
 constexpr int PANEL = TILE_N < 64 ? TILE_N : 64;        // columns of a TMA box if w is k x n
 constexpr int W_ROW = TRANSPOSED ? ROW_BYTES : PANEL * sizeof(T);
 constexpr int PANEL_BYTES = TILE_K * W_ROW;  // bytes of a panel's box, if w is k x n
-constexpr int X_BYTES = TILE_M * ROW_BYTES, W_BYTES = TILE_N * ROW_BYTES, STAGE = X_BYTES + WEIGHTS * W_BYTES;
+constexpr int X_BYTES = NORM ? 0 : TILE_M * ROW_BYTES, W_BYTES = TILE_N * ROW_BYTES;
+constexpr int STAGE = X_BYTES + WEIGHTS * W_BYTES;
 constexpr int RING = STAGES * STAGE;
 constexpr int SUMS_PITCH = TILE_N + 4;  // floats per row: elements that a warp stores at once fall into different banks
 constexpr int TILES_K = (K + TILE_K - 1) / TILE_K;
@@ -54,9 +57,20 @@ static_assert(sizeof(T) == 2, "ldmatrix moves 16-bit elements");
 static_assert(OWN_COLUMNS % 4 == 0 && OWN_COLUMNS % WIDTH == 0, "vectors end with a block's columns");
 static_assert(WEIGHTS * TILE_M * SUMS_PITCH * 4 <= RING, "a warp's sums take the place of its stages");
 
+#if NORM
+constexpr int NORM_PITCH = TILES_K * ROW_BYTES + 16;  // a column of chunks in eight rows falls into different banks
+constexpr int NORM_SUMS = NORM_ROWS * NORM_PITCH;     // the offset of the warps' sums of squares
+constexpr int NORM_BYTES = NORM_SUMS + (NORM_ROWS * WARPS * 4 + 15) / 16 * 16;
+#include "norm_of_rows.cuh"
+static_assert(TILE_M == 8, "each of eight lanes loads a row, or one of NORM_ROWS rows");
+#else
+#define NORM_PARAMETERS
+constexpr int NORM_BYTES = 0;
+#endif
+
 // A warp's stages; `step` counts slices of 128 bytes of k.
 struct Ring {
-    const TensorMap *x, *w[WEIGHTS];
+    const TensorMap *x, *w[WEIGHTS];  // with NORM, stages have no x
     unsigned memory, barriers;
     int row, column;
 
@@ -95,14 +109,20 @@ __device__ __forceinline__ void load_weight(unsigned (&to)[4], unsigned tile, in
     }
 }
 
-__device__ __forceinline__ void multiply_stage(Sums& sums, unsigned stage) {
+// `normalized` is the address of the stage's part of the normalized rows. If there are fewer than eight, lanes share
+// them, and nothing stores the results of rows that do not exist.
+__device__ __forceinline__ void multiply_stage(Sums& sums, unsigned stage, unsigned normalized) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int pair = 0; pair < STEPS / 2; ++pair) {
         unsigned x[MMA_M][4];
 #pragma unroll
         for (int m = 0; m < MMA_M; ++m)
+#if NORM
+            load_matrices<false>(x[m], normalized + lane % 8 % NORM_ROWS * NORM_PITCH + (pair * 4 + lane / 8) * 16);
+#else
             load_matrices<false>(x[m], stage + swizzled_offset<ROW_BYTES>(m * 8 + lane % 8, pair * 4 + lane / 8));
+#endif
 #pragma unroll
         for (int half = 0; half < 2; ++half)
 #pragma unroll
@@ -120,10 +140,9 @@ __device__ __forceinline__ void multiply_stage(Sums& sums, unsigned stage) {
     }
 }
 
-// Multiplies the steps of one warp: `from`, `from` + WARPS and so on, as long as they are below `to`.
-__device__ __forceinline__ void multiply_steps(Sums& sums, const Ring& ring, int from, int to) {
-    const bool first = threadIdx.x % 32 == 0;
-    if (first) hopper::prefetch(*ring.x);
+// Begins to load the weights of one warp's steps: `from`, `from` + WARPS and so on, as long as they are below `to`.
+__device__ __forceinline__ void fill_ring(const Ring& ring, bool first, int from, int to) {
+    if (!NORM && first) hopper::prefetch(*ring.x);
     if constexpr (!WEIGHTS_CONSTANT) wait_for_predecessor();
     if (first) {
         for (int i = 0; i < STAGES; ++i) hopper::barrier_init(ring.barrier(i), 1);
@@ -132,19 +151,23 @@ __device__ __forceinline__ void multiply_steps(Sums& sums, const Ring& ring, int
     __syncwarp();
     if (first)
         for (int i = 0; i < STAGES && from + i * WARPS < to; ++i) ring.load_weights(i, from + i * WARPS);
-    if constexpr (WEIGHTS_CONSTANT) wait_for_predecessor();
-    if (first)
+}
+
+// Multiplies these steps; `normalized` is the address of the normalized rows, if the kernel normalizes x.
+__device__ __forceinline__ void multiply_steps(Sums& sums, const Ring& ring, bool first, int from, int to,
+                                               unsigned normalized) {
+    if (!NORM && first)
         for (int i = 0; i < STAGES && from + i * WARPS < to; ++i) ring.load_rows(i, from + i * WARPS);
     __syncwarp();
     int at = 0, parity = 0;
 #pragma unroll 1
     for (int step = from; step < to; step += WARPS) {
         hopper::barrier_wait(ring.barrier(at), parity);
-        multiply_stage(sums, ring.stage(at));
+        multiply_stage(sums, ring.stage(at), normalized + step * ROW_BYTES);
         __syncwarp();
         if (first && step + STAGES * WARPS < to) {
             ring.load_weights(at, step + STAGES * WARPS);
-            ring.load_rows(at, step + STAGES * WARPS);
+            if constexpr (!NORM) ring.load_rows(at, step + STAGES * WARPS);
         }
         if (++at == STAGES) at = 0, parity ^= 1;
     }
@@ -262,7 +285,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
 #else
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #endif
+#if NORM
+    gemm_stream(const T* x, const __grid_constant__ TensorMap w,
+#else
     gemm_stream(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,
+#endif
 #if GATED || PRODUCTS > 1
                 const __grid_constant__ TensorMap w_2,
 #endif
@@ -275,7 +302,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if PRODUCTS > 2
                 ProductOutput third,
 #endif
-                EpilogueOperands epilogue_operands, int m PROGRAM_PARAMETERS) {
+                EpilogueOperands epilogue_operands, int m NORM_PARAMETERS PROGRAM_PARAMETERS) {
     extern __shared__ __align__(1024) char memory[];
     release_successor();
     const int warp = threadIdx.x / 32, rank = CLUSTER > 1 ? hopper::cluster_rank() : 0;
@@ -295,15 +322,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if PRODUCTS > 2
     if (tile >= THIRD) take(w_3, third, GEMM_N_3, THIRD);
 #endif
-    const unsigned base = shared_address(memory), barriers = base + WARPS * RING + EXCHANGE;
+    const unsigned base = shared_address(memory), normalized = base + WARPS * RING + EXCHANGE;
+    const unsigned barriers = normalized + NORM_BYTES;
     const Exchange exchange{reinterpret_cast<float*>(memory + WARPS * RING), barriers + WARPS * STAGES * 8};
     if constexpr (CLUSTER > 1) exchange.begin(rows);
-    Ring ring{&x, {map}, base + warp * RING, barriers + warp * STAGES * 8, row, tile * TILE_N};
+    Ring ring{nullptr, {map}, base + warp * RING, barriers + warp * STAGES * 8, row, tile * TILE_N};
 #if GATED
     ring.w[1] = &w_2;
 #endif
+#if !NORM
+    ring.x = &x;
+#endif
     Sums sums = {};
-    multiply_steps(sums, ring, TILES_K * rank / CLUSTER + warp, TILES_K * (rank + 1) / CLUSTER);
+    const int from = TILES_K * rank / CLUSTER + warp, to = TILES_K * (rank + 1) / CLUSTER;
+    const bool first = threadIdx.x % 32 == 0;
+    fill_ring(ring, first, from, to);
+#if NORM
+    NormalizedRows of_norm;
+    of_norm.load_scales(norm);
+#endif
+    if constexpr (WEIGHTS_CONSTANT) wait_for_predecessor();
+#if NORM
+    float* const squares = reinterpret_cast<float*>(memory + WARPS * RING + EXCHANGE + NORM_SUMS);
+    of_norm.normalize(normalized, squares, x, norm, 0, rows);
+#endif
+    multiply_steps(sums, ring, first, from, to, normalized);
 
     float* staged = reinterpret_cast<float*>(memory);
     store_sums(sums, staged + warp * (RING / 4));

@@ -8,11 +8,12 @@ from typing import Final
 
 from onnxfuse.kernels.epilogue_node import also_joined, is_joined
 from onnxfuse.kernels.epilogue_program import joined_plans
-from onnxfuse.kernels.gemm import hopper, small
+from onnxfuse.kernels.gemm import hopper, small, stream
 from onnxfuse.kernels.gemm.implementations import MAX_IMPLEMENTATIONS, implementations, implementations_if_any
 from onnxfuse.kernels.gemm.operands import gemm_of, unsupported
 from onnxfuse.kernels.gemm.problem import Gemm, group
 from onnxfuse.kernels.implementation import Implementation, one_after_the_other
+from onnxfuse.kernels.prologue_node import Norm, after_norm, also_normalized, norm_before
 from onnxfuse.kernels.tensors import required_spec
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
 from onnxfuse.runtime.symint import for_later_plans
@@ -21,6 +22,7 @@ MAX_GROUPED: Final = 4  # maximum implementations that compute all products in o
 SUFFIXES: Final = ("", "_2", "_3")  # suffixes of the operands and attributes of the first, second and third product
 
 
+@also_normalized
 @also_joined
 def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
     """Return why no kernel runs this node on this device; None if one does."""
@@ -35,11 +37,26 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
         required_spec(node, inputs, "up")
     products = [gemm_of(each, inputs, device, SUFFIXES[i], i) for i, each in enumerate(product_nodes(node))]
     gemms, outputs = zip(*products, strict=True)
+    norm = norm_before(node, inputs, len(outputs))
+    found = _after_norm(gemms, norm, device) if norm else _implementations(gemms, device)
+    outputs = (*outputs, *(norm.sums if norm else ()))
+    return [Plan(outputs, each.steps, each.scratch) for each in found[:MAX_IMPLEMENTATIONS]]
+
+
+def _after_norm(gemms: Sequence[Gemm], norm: Norm, device: Device) -> list[Implementation]:
+    """Return the implementations of products of a norm's result; first those whose kernel computes the norm."""
+    gemm = group(gemms)
+    few = stream.normalizing_implementations(replace(gemm, norm=norm), device) if gemm else []
+    with for_later_plans(gemms[0].m if few else 0):
+        return [*few, *after_norm(norm, _implementations(gemms, device), device)]
+
+
+def _implementations(gemms: Sequence[Gemm], device: Device) -> list[Implementation]:
+    """Return the implementations of one or several products of one x."""
     together = _in_one_launch(gemms, device)[:MAX_GROUPED] if len(gemms) > 1 else []
     with for_later_plans(gemms[0].m if together else 0):
         each = [implementations(gemm, device) for gemm in gemms if gemm.m * gemm.n]
-        found = [*together, *one_after_the_other(each)]
-    return [Plan(outputs, each.steps, each.scratch) for each in found[:MAX_IMPLEMENTATIONS]]
+        return [*together, *one_after_the_other(each)]
 
 
 def product_nodes(node: FusedNode) -> list[FusedNode]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from onnxfuse.kernels.epilogue import epilogue_defines, epilogue_operands
 from onnxfuse.kernels.epilogue_program import EpilogueProgram
+from onnxfuse.kernels.prologue_node import Norm
 from onnxfuse.kernels.tensors import ITEM_BYTES, Defines
 from onnxfuse.runtime.plan import Pointer, Struct
 
@@ -64,6 +65,7 @@ class Gemm:
     gate_rows: int = 1
     grouped: tuple[Gemm, ...] = ()  # further products of the same x, with at most a bias, in the same launch
     integers: Integers | None = None  # x and w have 8 bits
+    norm: Norm | None = None  # w multiplies the norm's result, and x is the norm's operand; for stream.py alone
 
     @property
     def item(self) -> int:

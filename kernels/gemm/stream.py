@@ -1,4 +1,7 @@
-"""The host side of gemm_stream.cu: products of a few rows whose weights stream in by TMA, from sm_90 on."""
+"""The host side of gemm_stream.cu: products of a few rows whose weights stream in by TMA, from sm_90 on.
+
+With a norm, the kernel first normalizes the rows of x, so that they are not in the stages.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from onnxfuse.kernels.gemm.mma import shape_defines
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.multiprocessor import RESERVED_BYTES, fitting_blocks
+from onnxfuse.kernels.prologue_node import norm_vectors
 from onnxfuse.kernels.tensors import ABSENT, int32
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Struct, TensorMap
 
@@ -19,11 +23,15 @@ ROW_BYTES: Final = 128  # bytes along k per stage
 TILE_K: Final = 64  # elements along k per stage
 PANEL: Final = 64  # columns of a TMA box if w is k x n
 SUMS_PADDING: Final = 4  # floats of padding per row of sums: SUMS_PITCH - TILE_N of gemm_stream.cu
+NORM_PADDING: Final = 16  # bytes of padding per normalized row of x
 MAX_SUMS: Final = 4096  # maximum sums per warp: 128 per thread
 TILES_M: Final = (8, 16, 32, 64)
 TILES_N: Final = (32, 64, 128)  # smallest first: with equally many bytes in flight, small tiles give more blocks
 CLUSTERS: Final = (1, 2, 4, 8)
 BUSY_SHARE: Final = 0.5  # this share of the multiprocessors reads nearly as fast as all of them
+NORM_ROWS: Final = (1, 2, 4, 8)  # rows of x that a block can normalize
+MAX_NORM_VECTORS: Final = 8  # maximum vectors of x that a thread keeps in registers for a norm
+NORM_SHARE: Final = 0.5  # minimum ratio of the weights in flight with a norm to those without it
 
 
 @dataclass(frozen=True)
@@ -42,10 +50,20 @@ class StreamConfig:
         split = f"_split{self.cluster}" if self.cluster > 1 else ""
         return f"stream_{self.tile_m}x{self.tile_n}_{self.warps}x{self.stages}{split}"
 
-    def shared(self, weights: int) -> int:
-        """Return the bytes of dynamic shared memory: the warps' rings and mbarriers, and space for peers' sums."""
-        exchange = weights * self.tile_m * self.tile_n * 4 + 8 if self.cluster > 1 else 0
-        return self.warps * self.stages * ((self.tile_m + weights * self.tile_n) * ROW_BYTES + 8) + exchange
+    def stage(self, gemm: Gemm) -> int:
+        """Return the bytes of a stage."""
+        return ((0 if gemm.norm else self.tile_m) + gemm.weight_count * self.tile_n) * ROW_BYTES
+
+    def shared(self, gemm: Gemm) -> int:
+        """Return the bytes of dynamic shared memory.
+
+        It holds the warps' rings and mbarriers, space for peers' sums, and the normalized rows of x, with space for the
+        warps' sums of squares.
+        """
+        exchange = gemm.weight_count * self.tile_m * self.tile_n * 4 + 8 if self.cluster > 1 else 0
+        rows = norm_rows(gemm) if gemm.norm else 0
+        normalized = rows * (_k_steps(gemm) * ROW_BYTES + NORM_PADDING) + 16 * -(-4 * rows * self.warps // 16)
+        return self.warps * self.stages * (self.stage(gemm) + 8) + exchange + normalized
 
 
 def is_supported(gemm: Gemm, device: Device) -> bool:
@@ -69,17 +87,40 @@ def fits(gemm: Gemm, config: StreamConfig, device: Device) -> bool:
     """
     weights = gemm.weight_count
     sums = weights * config.tile_m * config.tile_n
-    ring = config.stages * (config.tile_m + weights * config.tile_n) * ROW_BYTES
+    ring = config.stages * config.stage(gemm)
     staged = weights * config.tile_m * (config.tile_n + SUMS_PADDING) * 4
-    return sums <= MAX_SUMS and staged <= ring and config.shared(weights) <= device.shared_per_block
+    is_held = sums <= MAX_SUMS and staged <= ring and config.shared(gemm) <= device.shared_per_block
+    return is_held and _normalizes(gemm, config)
+
+
+def norm_rows(gemm: Gemm) -> int:
+    """Return the macro NORM_ROWS for a product of at most eight rows."""
+    return next(rows for rows in NORM_ROWS if gemm.m <= rows)
+
+
+def normalizing_implementations(gemm: Gemm, device: Device) -> list[Implementation]:
+    """Return the implementations that normalize the rows of x, the expected fastest first.
+
+    The list is empty if x has too many rows, or rows that are too long for the registers of a block.  Normalized rows
+    must leave room for at least NORM_SHARE of the weights in flight.
+    """
+    if gemm.m > NORM_ROWS[-1] or not is_supported(gemm, device):
+        return []
+    plain = replace(gemm, norm=None)
+    least = NORM_SHARE * max((_rank(plain, config, device) for config in _configs(plain, device)), default=0)
+    found = (config for config in _configs(gemm, device) if _rank(gemm, config, device) >= least)
+    return [implementation(gemm, config) for config in found]
 
 
 def implementations(gemm: Gemm, device: Device) -> list[Implementation]:
     """Return the implementations; first the one with the most bytes of weights in flight."""
+    return [implementation(gemm, config) for config in _configs(gemm, device)]
+
+
+def _configs(gemm: Gemm, device: Device) -> list[StreamConfig]:
     tile_m = next((rows for rows in TILES_M if gemm.m <= rows), TILES_M[-1])
     found = [config for tile_n in TILES_N if (config := _config(gemm, tile_m, tile_n, device))]
-    found.sort(key=lambda config: -_rank(gemm, config, device))
-    return [implementation(gemm, config) for config in found]
+    return sorted(found, key=lambda config: -_rank(gemm, config, device))
 
 
 def _config(gemm: Gemm, tile_m: int, tile_n: int, device: Device) -> StreamConfig | None:
@@ -99,6 +140,11 @@ def _config(gemm: Gemm, tile_m: int, tile_n: int, device: Device) -> StreamConfi
     return best
 
 
+def _normalizes(gemm: Gemm, config: StreamConfig) -> bool:
+    """Return whether a block's threads can hold the rows of x in registers, if it normalizes them."""
+    return gemm.norm is None or norm_vectors(norm_rows(gemm), gemm.k, config.warps) <= MAX_NORM_VECTORS
+
+
 def _with_ring(gemm: Gemm, config: StreamConfig, device: Device) -> StreamConfig | None:
     """Return the config with warps and stages that fit into all or half of a multiprocessor's shared memory."""
     steps = -(-_k_steps(gemm) // config.cluster)
@@ -107,13 +153,15 @@ def _with_ring(gemm: Gemm, config: StreamConfig, device: Device) -> StreamConfig
     room = device.shared_per_block if alone else device.shared_per_block // 2 - RESERVED_BYTES
 
     def with_warps(warps: int) -> StreamConfig | None:
-        empty = replace(config, stages=0, warps=warps).shared(gemm.weight_count)
-        stage = replace(config, stages=1, warps=warps).shared(gemm.weight_count) - empty
+        empty = replace(config, stages=0, warps=warps).shared(gemm)
+        stage = replace(config, stages=1, warps=warps).shared(gemm) - empty
         stages = min(-(-steps // warps), (room - empty) // stage)
         return replace(config, stages=stages, warps=warps) if stages >= min(2, -(-steps // warps)) else None
 
     few = next((found for warps in (4, 2, 1) if steps >= 2 * warps or warps == 1 if (found := with_warps(warps))), None)
-    many = with_warps(8) if config.tile_m <= 16 and steps >= 16 else None
+    many = with_warps(8) if config.tile_m <= 16 and (steps >= 16 or gemm.norm) else None
+    if gemm.norm and not (few and _normalizes(gemm, few)):
+        return many  # some warps may have no step of k, but their threads normalize rows
     return many if few and many and 8 * many.stages > 0.85 * few.warps * few.stages else few
 
 
@@ -123,7 +171,7 @@ def _in_flight(gemm: Gemm, config: StreamConfig, device: Device) -> int:
     A ring is the shared memory into which a warp copies weights ahead of their multiplication.
     """
     each = min(config.warps * config.stages, -(-_k_steps(gemm) // config.cluster)) * config.tile_n
-    resident = min(2, fitting_blocks(config.shared(gemm.weight_count), device))
+    resident = min(2, fitting_blocks(config.shared(gemm), device))
     return min(_block_count(gemm, config), resident * device.multiprocessors) * each
 
 
@@ -164,27 +212,36 @@ def implementation(gemm: Gemm, config: StreamConfig) -> Implementation:
         "GEMM_N_3": gemms[2].n if len(gemms) > 2 else 0,
         "TILE_M": config.tile_m, "TILE_N": config.tile_n, "STAGES": config.stages, "WARPS": config.warps,
         "CLUSTER": config.cluster,
-        "WEIGHTS_CONSTANT": int(all(each.weights_constant for each in gemms)),
+        "WEIGHTS_CONSTANT": int(all(each.weights_constant for each in gemms)), "NORM": 0,
     }  # fmt: skip
+    if gemm.norm:
+        is_constant = kernel_defines["WEIGHTS_CONSTANT"] and gemm.norm.has_constant_scale
+        kernel_defines |= {
+            **gemm.norm.defines(), "NORM_ROWS": norm_rows(gemm), "WEIGHTS_CONSTANT": int(is_constant),
+        }  # fmt: skip
     grid = (sum(tiles) * config.cluster, _row_count(gemm, config.tile_m), 1)
     kernel = Kernel("gemm_stream", "gemm_stream", kernel_defines)
     kernel, given = with_program(kernel, _arguments(gemms, config), gemm.program)
     launch = Launch(
-        kernel, grid, (32 * config.warps, 1, 1), given, config.shared(gemm.weight_count), config.cluster, pdl=True,
+        kernel, grid, (32 * config.warps, 1, 1), given, config.shared(gemm), config.cluster, pdl=True,
     )  # fmt: skip
     return Implementation(config.name, (launch,))
 
 
 def _arguments(gemms: Sequence[Gemm], config: StreamConfig) -> tuple[Argument, ...]:
     first = gemms[0]
-    maps = [_tensor_map(first, first.x, (first.k, first.m), (TILE_K, config.tile_m))]
+    x: Argument = first.x
+    if not first.norm:
+        x = _tensor_map(first, first.x, (first.k, first.m), (TILE_K, config.tile_m))
+    maps = [x]
     for gemm in gemms:
         sizes, box = (gemm.n, gemm.k), (min(PANEL, config.tile_n), TILE_K)
         if gemm.transposed:
             sizes, box = (gemm.k, gemm.n), (TILE_K, config.tile_n)
         maps += [_tensor_map(gemm, weight, sizes, box) for weight in (gemm.w, gemm.up) if weight]
     others = [Struct((gemm.bias or ABSENT, gemm.y)) for gemm in gemms[1:]]
-    return (*maps, *others, first.epilogue_operands, *int32(first.m))
+    norm = (first.norm.argument,) if first.norm else ()
+    return (*maps, *others, first.epilogue_operands, *int32(first.m), *norm)
 
 
 def _tensor_map(gemm: Gemm, pointer: Pointer, sizes: tuple[int, int], box: tuple[int, int]) -> TensorMap:

@@ -19,7 +19,6 @@ from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation, one_after_the_other
 from onnxfuse.kernels.matmul_nbits.problem import (
     PACKED_ZEROS,
-    Norm,
     Product,
     Weight,
     product_of,
@@ -27,7 +26,7 @@ from onnxfuse.kernels.matmul_nbits.problem import (
     unsupported,
 )
 from onnxfuse.kernels.multiprocessor import MMA_ARCH, fitting_blocks
-from onnxfuse.kernels.norms.norm import norm_candidates
+from onnxfuse.kernels.prologue_node import after_norm, also_normalized, norm_vectors
 from onnxfuse.kernels.tensors import VECTOR_BYTES
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, TensorSpec
 from onnxfuse.runtime.symint import for_later_plans
@@ -41,7 +40,6 @@ MAX_WARPS: Final = 16  # maximum warps per block of nbits_mma.cu
 WIDE_ROWS: Final = 4  # from this many rows of x on, tiles of 32 columns are faster
 SMALL_TILES: Final = 4  # tiles of 16 columns per multiprocessor: with fewer, a product is small
 MIN_MMA_BLOCK: Final = 32  # minimum block size for nbits_mma.cu, where four lanes share 32 weights with one scale
-NORM_WIDTH: Final = 8  # elements of x per access, where nbits_mma.cu computes a norm of x
 MAX_NORM_VECTORS: Final = 4  # maximum vectors of x that a thread keeps in registers for a norm
 DEQUANTIZE_THREADS: Final = 256  # THREADS of nbits_dequantize.cu
 MAX_IMPLEMENTATIONS: Final = 8
@@ -69,7 +67,7 @@ class MmaConfig:
 
     def normalizes(self, product: Product) -> bool:
         """Return whether a block's threads can keep its rows of x in registers, which the norm of x requires."""
-        return self.tile_m * -(-product.k // (NORM_WIDTH * 32 * self.warps)) <= MAX_NORM_VECTORS
+        return norm_vectors(self.tile_m, product.k, self.warps) <= MAX_NORM_VECTORS
 
     def shared(self, product: Product) -> int:
         """Return a block's bytes of shared memory: its warps' stages, two buffers of their sums, and normalized x."""
@@ -88,7 +86,7 @@ def _whole(count: int) -> int:
     return -(-count // 128) * 128
 
 
-supports = also_joined(unsupported)
+supports = also_normalized(also_joined(unsupported))
 
 
 def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
@@ -111,30 +109,13 @@ def implementations(product: Product, device: Device) -> list[Implementation]:
     few = _of_few_rows(product, device) if len(forms) == 1 else []
     with for_later_plans(product.m if few else 0):
         if product.norm:
-            return [*few, *_after_norm(product, product.norm, device)][:MAX_IMPLEMENTATIONS]
+            ways = implementations(replace(product, norm=None), device)
+            return [*few, *after_norm(product.norm, ways, device)][:MAX_IMPLEMENTATIONS]
         of_parts = [_dequantized(each, device) for each in product.parts if each.weights[0].n]
         many = one_after_the_other(of_parts) if all(of_parts) else []
     if not few and not many and product.program is None:
         raise ValueError(f"no kernel multiplies {product.m}x{product.k} {product.dtype} on {device.name}")
     return [*few, *many][:MAX_IMPLEMENTATIONS]
-
-
-def _after_norm(product: Product, norm: Norm, device: Device) -> list[Implementation]:
-    """Return implementations that first write the norm's result to scratch memory, and then multiply it."""
-    plan, *_ = norm_candidates(norm.node, norm.inputs, device)
-
-    def after(way: Implementation) -> Implementation:
-        result = Pointer("scratch", len(way.scratch))
-        results = {Pointer("output", 0): result, Pointer("output", 1): norm.sum or result}
-        before = (moved(step, lambda old: results.get(old, old)) for step in plan.steps)
-
-        def of_product(old: Pointer) -> Pointer:
-            return replace(result, offset=old.offset) if replace(old, offset=0) == product.x else old
-
-        steps = (*before, *(moved(step, of_product) for step in way.steps))
-        return Implementation(f"norm, {way.name}", steps, (*way.scratch, product.m * product.k * product.item))
-
-    return list(map(after, implementations(replace(product, norm=None), device)))
 
 
 def _of_few_rows(product: Product, device: Device) -> list[Implementation]:

@@ -19,7 +19,7 @@
 //   TILE_M   rows of x: 1, 2, 4 or a multiple of 8    TILE_N   columns of y, a multiple of 16
 //   WARPS, DEPTH   as above
 //   STAGED_X   1: a stage has its elements of x, and TILE_M is at most 8; 0: x is read from L1, or is normalized
-//   NORM       1: the rows of x are normalized first (nbits_norm.cuh), and are kept in shared memory
+//   NORM       1: the rows of x are normalized first (norm_of_rows.cuh), and are kept in shared memory
 //   MIN_BLOCKS   blocks that should fit on a multiprocessor
 //   SHARED_BYTES   the dynamic shared memory of a block
 //   WIDTH    elements of an access to y, the residual and the column vectors; divides n and TILE_N
@@ -69,7 +69,9 @@ static_assert(!STAGED_X || !NORM, "normalized rows are not in stages");
 
 using Partial = float[WARPS][8 * MMA_M][PITCH];  // each warp's sums of a tile
 #if NORM
-#include "nbits_norm.cuh"
+constexpr int NORM_ROWS = TILE_M, NORM_PITCH = 2 * STAGE_K * STAGES + (TILE_M == 1 ? 0 : 64);  // as of X_PITCH
+constexpr int NORM_BYTES = (TILE_M * NORM_PITCH + 127) / 128 * 128;
+#include "norm_of_rows.cuh"
 #else
 #define NORM_PARAMETERS
 constexpr int NORM_PITCH = 0, NORM_BYTES = 0;

@@ -11,8 +11,7 @@ from onnxfuse.activations import ACTIVATIONS
 from onnxfuse.ir.domain import OF_NORM
 from onnxfuse.kernels.epilogue import epilogue_defines
 from onnxfuse.kernels.epilogue_program import EpilogueProgram
-from onnxfuse.kernels.norms import host as norms
-from onnxfuse.kernels.prologue_node import norm_of
+from onnxfuse.kernels.prologue_node import Norm, norm_before
 from onnxfuse.kernels.tensors import (
     ABSENT,
     ITEM_BYTES,
@@ -47,28 +46,6 @@ class Weight:
     zeros: int  # value of the macro ZEROS of nbits.cuh
     has_one_scale: bool  # all columns and blocks share one scale
     bias: Pointer | None = None  # n elements
-
-
-@dataclass(frozen=True)
-class Norm:
-    """An RMSNorm of x, or of x + added; the weights multiply its result. `sum` points to the output x + added."""
-
-    node: FusedNode
-    inputs: tuple[TensorSpec, ...]
-    added: Pointer | None
-    scale: Pointer
-    sum: Pointer | None
-
-    def defines(self) -> Defines:
-        """Return the macros of nbits_norm.cuh, and NORM of nbits_mma.cu."""
-        scale = required_spec(self.node, self.inputs, "scale")
-        return {"NORM": 1, "NORM_ADDS": int(self.added is not None), "NORM_SCALE_T": STORAGE[scale.dtype]}
-
-    @property
-    def argument(self) -> Struct:
-        """The struct Norm of nbits_norm.cuh."""
-        epsilon = Scalar(self.node.number("epsilon", 1e-5), "float32")
-        return Struct((self.added or ABSENT, self.scale, self.sum or ABSENT, epsilon))
 
 
 @dataclass(frozen=True)
@@ -182,8 +159,6 @@ def unsupported(node: FusedNode, dtypes: Sequence[str], device: Device) -> str |
     """Return why no kernel computes this product on this device; None if one does."""
     given = dict(zip(node.operands, dtypes, strict=True))
     dtype, block_size = given["x"], _block_size(node)
-    norm = norm_of(node)
-    of_norm = {name: given.pop(OF_NORM + name) for name in norm.operands if name != "x"} if norm else {}
     if dtype not in STORAGE:
         return f"{node.fusion}: x is {dtype}; the kernel takes {', '.join(STORAGE)}"
     if refused := unsupported_bfloat16(node, "x", dtype, device):
@@ -194,8 +169,7 @@ def unsupported(node: FusedNode, dtypes: Sequence[str], device: Device) -> str |
     if block_size < MIN_BLOCK or block_size & (block_size - 1):
         return f"{node.fusion}: its blocks have {block_size} elements; required a power of two from {MIN_BLOCK} on"
     return (
-        (norms.supports(norm, [dtype, *of_norm.values()], device) if norm else None)
-        or unsupported_choice(node, "weight_layout", LAYOUTS, "nbits")
+        unsupported_choice(node, "weight_layout", LAYOUTS, "nbits")
         or unsupported_choice(node, "activation", tuple(ACTIVATIONS), "none")
         or _unsupported_weights(node, given)
     )
@@ -238,7 +212,6 @@ def products_of(node: FusedNode, inputs: Sequence[TensorSpec]) -> tuple[Product,
         raise ValueError(f"{node.label}: x has shape {list(x.shape)}; required {k} as the last size")
     sizes = node.integer("bits", 4) if layout == "nbits" else BITS[first.dtype], _block_size(node)
     weights = tuple(_weight(node, inputs, name, k, sizes) for name in names)
-    norm = norm_of(node)
     stored = [
         s for s, operand in zip(inputs, node.operands, strict=True)
         if operand not in ("x", f"{OF_NORM}residual") and "bias" not in operand
@@ -252,15 +225,8 @@ def products_of(node: FusedNode, inputs: Sequence[TensorSpec]) -> tuple[Product,
         is_gated="up" in names, activation=node.text("activation", "none"),
     )  # fmt: skip
     outputs = [TensorSpec((*x.shape[:-1], each.weights[0].n), x.dtype, aligned) for each in product.parts]
-    if norm is None:
-        return product, tuple(outputs)
-    sums = [TensorSpec(x.shape, dtype, aligned) for dtype in norm.output_dtypes[1:]]
-    before = Norm(
-        norm, tuple(inputs[: len(norm.operands)]),
-        required_pointer(node, f"{OF_NORM}residual") if "residual" in norm.operands else None,
-        required_pointer(node, f"{OF_NORM}scale"), Pointer("output", len(outputs)) if sums else None,
-    )  # fmt: skip
-    return replace(product, norm=before), (*outputs, *sums)
+    norm = norm_before(node, inputs, len(outputs))
+    return replace(product, norm=norm), (*outputs, *(norm.sums if norm else ()))
 
 
 def _weight(node: FusedNode, inputs: Sequence[TensorSpec], name: str, k: int, sizes: tuple[int, int]) -> Weight:

@@ -88,9 +88,9 @@ def require(sentence: str, holds: Callable[..., bool]) -> None:
     A parameter may also be one of the functions in guards.RELATIONS, such as is_multiple(a, b), which returns whether
     operand a is operand b times a constant.
 
-    The parameter `joined` is true if elementwise operators that follow will join the fused node (see `epilogue` in
-    `fusion`).  A fusion whose condition names `joined` is first tried with False.  It is tried once more, with True, on
-    nodes that operators could join.
+    The parameter `joined` is true if elementwise operators that follow, or a norm that comes first, will join the fused
+    node (see `epilogue` and `prologue` in `fusion`).  A fusion whose condition names `joined` is first tried with
+    False.  It is tried once more, with True, on nodes that operators or a norm could join.
     """
     if not _guards:
         raise PatternError(f"{here()}: require() stands outside a fusion's body")
@@ -122,8 +122,8 @@ def fusion(
             operands of these operators, or the tensors that these operands are views of.  It computes the operators'
             results in place of its first output.  "nhwc": operators join only channels-last nodes
     prologue  whether an RMSNorm that computes the first operand, `x`, may join the fused node, with `--epilogues`, if
-            nothing else reads its result.  The node's attribute `prologue` then names the norm, and the node reads the
-            norm's operands in place of `x` (see kernels/prologue_node.py)
+            nothing else reads its result, and unless `x` has many rows.  The node's attribute `prologue` then names the
+            norm, and the node reads the norm's operands in place of `x` (see kernels/prologue_node.py)
     example  shapes of operands that neither `dims` nor a rearrange() gives, or names of their axes, and values for
             attributes, for generated models: {"x": (2, 4, 6, 6), "w": (6, 4, 3, 3), "scales": "n blocks",
             "strides": [2, 1]}

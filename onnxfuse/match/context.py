@@ -29,7 +29,7 @@ class MatchContext(ABC):
     """The facts that the rules of matching share while one fusion is matched on one graph."""
 
     def __init__(self, graph: Graph, shapes: ShapeInfo, fusion: Fusion, joined: bool = False) -> None:
-        """Create the context; `joined` says whether later operators will be fused into the match."""
+        """Create the context; `joined` says whether operators or a norm will be fused into the match."""
         self.graph, self.shapes, self.fusion, self.casts = graph, shapes, fusion, fusion.casts
         self.joined = joined
         self.nearest = NearestMiss(fusion)

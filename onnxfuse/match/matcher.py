@@ -48,7 +48,7 @@ class Matcher(MatchContext):
     """Matches one fusion against one graph.  It implements the protocol `Matching` of the pattern language."""
 
     def __init__(self, graph: Graph, shapes: ShapeInfo, fusion: Fusion, joined: bool = False) -> None:
-        """Prepare to match a fusion; `joined` says whether later operators will be fused into the match."""
+        """Prepare to match a fusion; `joined` says whether operators or a norm will be fused into the match."""
         super().__init__(graph, shapes, fusion, joined)
         known = fusion_terms(fusion)
         self._visible, self._repeated, self._side_outputs = known.visible, known.repeated, known.side_outputs

@@ -78,7 +78,10 @@ class Joining:
         return [Matcher(self.graph, self.shapes, fusion, joined=True) for fusion in only_if_joined]
 
     def match_at(self, tensor: Tensor) -> Match | None:
-        """Return a match whose result is `tensor`, of a fusion that pays only if operators join its node; else None."""
+        """Return a match whose result is `tensor`, of a fusion that pays only if operators or a norm join its node.
+
+        Return None if there is no such match.
+        """
         maker = producer(tensor)
         if maker is None:
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import onnx
@@ -52,3 +53,18 @@ def test_products_norms_and_gates_are_fused() -> None:
     assert fused == {"gated_matmul_nbits": 1, "matmul_nbits": 4, "region": 1, "group_query_attention": 1}
     assert sum(PROLOGUE in call.node.attributes for call in read_calls(model)) == 3, "the norms are in products"
     assert all(dtype for call in read_calls(model) for dtype in call.dtypes), "else a session runs the body"
+
+
+def test_products_of_floats_take_the_norms_too() -> None:
+    text = re.sub(
+        r"(\w+) = com\.microsoft\.MatMulNBits <[^>]*>\s*\((\w+), (w_\w+), s_\w+\)", r"\1 = MatMul(\2, \3)", LAYER
+    )
+    text = re.sub(r"uint8\[(\d+),(\d),\d+\] (w_\w+),\s*float16\[\d+,\d\] s_\w+", _float_weight, text)
+    model, report = optimize(with_weights(onnx.parser.parse_model(text)), verify=False)
+    fused = Counter(one.fusion for one in report.fused)
+    assert fused == {"gated_gemm": 1, "gemm_bias_activation": 4, "region": 1, "group_query_attention": 1}
+    assert sum(PROLOGUE in call.node.attributes for call in read_calls(model)) == 3, "the norms are in products"
+
+
+def _float_weight(quantized: re.Match[str]) -> str:
+    return f"float16[{128 if quantized[2] == '4' else 64},{quantized[1]}] {quantized[3]}"

@@ -1,16 +1,17 @@
-// Normalizes the rows of x that a block of nbits_mma.cu multiplies: y = v / sqrt(mean(v^2) + epsilon) * scale, where v
-// is x or x + added, as in norms/norm.cuh. Each block normalizes its rows once, while its first weights arrive.
+// Normalizes the rows of x that a block of a product multiplies: y = v / sqrt(mean(v^2) + epsilon) * scale, where v is x
+// or x + added, as in norms/norm.cuh. Each block normalizes its rows once, while its first weights arrive.
 //
 // Macros:
 //   NORM_ADDS      1: v is x + added
 //   NORM_SCALE_T   the storage type of the scale
-//   and those of nbits_mma.cu
+//   WEIGHTS_CONSTANT   1: no kernel writes the scale
+// Constants that the kernel declares, or macros:
+//   T, K, THREADS, WARPS   the storage type of x; the elements of a row, a multiple of 8; the threads of a block
+//   NORM_ROWS      maximum rows of a block
+//   NORM_PITCH     bytes from a normalized row to the next one, a multiple of 16; zeros fill what is not in the row
 #pragma once
 
 constexpr int NORM_VECTORS = (K / 8 + THREADS - 1) / THREADS;  // vectors of a row of x per thread
-// Bytes from row to row, so that two rows are in different banks.
-constexpr int NORM_PITCH = 2 * STAGE_K * STAGES + (TILE_M == 1 ? 0 : 64);
-constexpr int NORM_BYTES = (TILE_M * NORM_PITCH + 127) / 128 * 128;
 
 #define NORM_PARAMETERS , Norm norm
 
@@ -33,13 +34,13 @@ struct NormalizedRows {
             if (vector(i) < K / 8) scales[i] = load_cached<8, WEIGHTS_CONSTANT>(norm.scale + vector(i) * 8);
     }
 
-    // Writes `rows` rows to shared memory at `to`, with zeros after each row up to a whole stage. `sums` has room for
-    // TILE_M floats per warp.
+    // Writes `rows` rows to shared memory at `to`, from row `first` of x on. `sums` has room for NORM_ROWS floats per
+    // warp.
     __device__ __forceinline__ void normalize(unsigned to, float* sums, const T* x, const Norm& norm, long long first,
                                               int rows) const {
-        float values[TILE_M][NORM_VECTORS][8] = {}, squares[TILE_M] = {};
+        float values[NORM_ROWS][NORM_VECTORS][8] = {}, squares[NORM_ROWS] = {};
 #pragma unroll
-        for (int row = 0; row < TILE_M; ++row)
+        for (int row = 0; row < NORM_ROWS; ++row)
 #pragma unroll
             for (int i = 0; i < NORM_VECTORS; ++i) {
                 if (vector(i) >= K / 8 || row >= rows) continue;
@@ -56,19 +57,19 @@ struct NormalizedRows {
                 for (int j = 0; j < 8; ++j) squares[row] += values[row][i][j] * values[row][i][j];
             }
 #pragma unroll
-        for (int row = 0; row < TILE_M; ++row)
+        for (int row = 0; row < NORM_ROWS; ++row)
 #pragma unroll
             for (int lanes = 16; lanes > 0; lanes /= 2)
                 squares[row] += __shfl_xor_sync(0xffffffffu, squares[row], lanes);
         if (threadIdx.x % 32 == 0)
 #pragma unroll
-            for (int row = 0; row < TILE_M; ++row) sums[threadIdx.x / 32 * TILE_M + row] = squares[row];
+            for (int row = 0; row < NORM_ROWS; ++row) sums[threadIdx.x / 32 * NORM_ROWS + row] = squares[row];
         __syncthreads();
 #pragma unroll
-        for (int row = 0; row < TILE_M; ++row) {
+        for (int row = 0; row < NORM_ROWS; ++row) {
             float sum = 0.0f;
 #pragma unroll
-            for (int warp = 0; warp < WARPS; ++warp) sum += sums[warp * TILE_M + row];
+            for (int warp = 0; warp < WARPS; ++warp) sum += sums[warp * NORM_ROWS + row];
             const float slope = rsqrtf(sum * (1.0f / K) + norm.epsilon);
 #pragma unroll
             for (int i = 0; i < (NORM_PITCH / 16 + THREADS - 1) / THREADS; ++i) {
