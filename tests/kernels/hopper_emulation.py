@@ -14,8 +14,17 @@ from emulated_launches import PARTS, pointers_to, value_of
 from onnxfuse.runtime.nvrtc import kernel_text
 from onnxfuse.runtime.plan import Argument, Kernel, Launch, Pointer, TensorMap
 
-STOOD_IN = ("types.cuh", "hopper.cuh", "multiply_words.cuh")  # headers that hopper_emulated.h replaces
+STOOD_IN = ("types.cuh", "hopper.cuh", "multiply_words.cuh", "gemm_multiply.cuh")  # headers that are replaced
 SHARED = re.compile(r"extern __shared__ __align__\(1024\) (?:unsigned )?char (\w+)\[\];")
+# The instructions of gemm_stream.cu for clusters. Blocks wait for each other's mbarriers in one place, after the sums.
+OF_CLUSTERS = (
+    (r'asm volatile\("(fence.mbarrier_init|barrier.cluster.arrive)[^;]*;" ::: "memory"\);', ""),
+    (r'asm volatile\("barrier.cluster.wait[^;]*;" ::: "memory"\);', "hopper::cluster_barrier();"),
+    (
+        r"asm volatile\(\s*\"\{ \.reg \.b32 target.*?\"memory\"\);",
+        "store_async(to, barrier, column / OWN_COLUMNS, values);",
+    ),
+)
 MAX_RANK = 5
 # What reads through a null pointer stops, even where the value is not used: a compiler may drop all that follows.
 NULL_POINTERS = ("-fsanitize=null", "-fsanitize-undefined-trap-on-error")
@@ -56,19 +65,25 @@ def run(step: Launch, addresses: Mapping[Pointer, int], folder: Path) -> None:
     """Run a launch, the blocks of each z of the grid in turn; `addresses` are those of the pointers."""
     parameters = [parameter_of(each, addresses) for each in step.arguments]
     grid = (ctypes.c_int * 3)(*step.grid)
-    _library(step.kernel, folder).run(pointers_to(parameters), grid, step.cluster, step.shared)
+    _library(step.kernel, step.block[0], folder).run(pointers_to(parameters), grid, step.cluster, step.shared)
 
 
-def _library(kernel: Kernel, folder: Path) -> ctypes.CDLL:
+def _library(kernel: Kernel, threads: int, folder: Path) -> ctypes.CDLL:
     whole = kernel_text(kernel)
     parts = zip(["", *PARTS.findall(whole)], PARTS.split(whole)[::2], strict=True)
     text = re.sub(r"(?m)^#pragma.*$", "", "".join(part for name, part in parts if name not in STOOD_IN))
     text = SHARED.sub(r"char* \1 = emulated::here->memory;", text)
+    header = "hopper_emulated.h"
+    if kernel.source == "gemm_stream":
+        header = "gemm_stream_emulated.h"
+        for instruction, function in OF_CLUSTERS:
+            text, count = re.subn(instruction, function, text, flags=re.DOTALL)
+            assert count
     text = (
-        f'#include "hopper_emulated.h"\n{text}\n'
+        f'#include "{header}"\n{text}\n'
         'extern "C" void run(const void* const* arguments, const int* grid, int cluster, int shared_bytes) {\n'
         "    gridDim.z = grid[2];\n    for (int z = 0; z < grid[2]; ++z)\n"
         "        emulated::launch(grid[0], cluster, shared_bytes, [=] {\n            blockIdx.z = z;\n"
         f"            emulated::call({kernel.entry}, arguments);\n        }});\n}}\n"
     )
-    return load(text, kernel.defines, NULL_POINTERS, folder / "kernel.cc")
+    return load(text, {**kernel.defines, "BLOCK_THREADS": threads}, NULL_POINTERS, folder / "kernel.cc")

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from attention_cases import Case
 from cache_cases import CachedCase, cached
 from group_query_cases import Case as GroupQueryCase
 
+from onnxfuse.ir.domain import PROLOGUE
 from onnxfuse.runtime.plan import FusedNode, TensorSpec
 
 D = 768
 WEIGHTS = {"frequencies", "w", "w_2", "w_3", "up", "scale", "bias", "bias_2", "mean", "var", "table", "table_2",
-           "scales", "up_scales", "scales_2"}  # fmt: skip
+           "scales", "up_scales", "scales_2", "norm_scale"}  # fmt: skip
 X, W, SQUARE = (300, D), (D,), (D, D)
+NORMALIZED = {"x": (3, D), "norm_residual": (3, D), "norm_scale": W}
+NORM = {"fusion": "add_rms_norm", "operands": ["x", "residual", "scale"], "attributes": {}, "dtypes": ["float16"] * 2}
 NODES: dict[str, tuple[str, dict[str, tuple[int, ...]], dict[str, Any], int]] = {
     "layer_norm": ("layer_norm", {"x": X, "scale": W, "bias": W}, {"epsilon": 1e-5}, 1),
     "rms_norm of few long rows": ("rms_norm", {"x": (3, 40000), "scale": (40000,)}, {"epsilon": 1e-5}, 1),
@@ -109,6 +113,13 @@ NODES: dict[str, tuple[str, dict[str, tuple[int, ...]], dict[str, Any], int]] = 
         "gated_matmul_nbits",
         {"x": (4, D), "w": (D, 24, 16), "scales": (D, 24), "up": (D, 24, 16), "up_scales": (D, 24)},
         {"k": D, "n": D, "block_size": 32, "activation": "silu"}, 1,
+    ),
+    "product of a norm": (
+        "gemm_bias_activation", {**NORMALIZED, "w": SQUARE}, {"activation": "relu", PROLOGUE: json.dumps(NORM)}, 2,
+    ),
+    "quantized product of a norm": (
+        "matmul_nbits", {**NORMALIZED, "w": (D, 24, 16), "scales": (D, 24)},
+        {"k": D, "n": D, "block_size": 32, PROLOGUE: json.dumps(NORM)}, 2,
     ),
     "two quantized products": (
         "parallel_matmul_nbits",

@@ -25,6 +25,7 @@
 #define __forceinline__ inline
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 
 using std::max;
 using std::min;
@@ -37,7 +38,7 @@ struct int2 { int x, y; };
 struct uint4 { u32 x, y, z, w; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
-struct Index { int x, z; };
+struct Index { int x, y, z; };
 static Index threadIdx, blockIdx;  // of the thread that runs
 static Index gridDim;
 
@@ -149,7 +150,7 @@ u32 multiply_words(T type, u32 a, u32 b) {
     return narrow(type, products);
 }
 
-template <int N, class T>
+template <int N, bool CONSTANT = false, class T>
 Pack<T, N> load_cached(const T* from) {
     Pack<T, N> loaded{};
     memcpy(&loaded, from, N * sizeof(T));
@@ -241,11 +242,7 @@ struct Stored {
     std::vector<char> values;  // that shared memory had when the store began
 };
 
-#ifdef CONSUMERS
-constexpr int THREADS = 128 * (1 + CONSUMERS);
-#else
-constexpr int THREADS = 384;
-#endif
+constexpr int THREADS = BLOCK_THREADS;
 #ifdef OPERAND  // integers
 constexpr int ITEM = 1;
 #elif defined(ELEMENT)
