@@ -10,6 +10,7 @@ models/export.py's tables build into DIR/onnx, once.  Requests have sizes drawn 
 their inputs come from the host, and their outputs stay on the device.  Everything runs on this host, without a network.
 
     visits      the first visit of each fresh shape against later visits of it, the engines in turns
+    unprepared  the first shapes of a session that waits for no compiler, against the bodies of its nodes
     load        threads on one session, in turns: latency and throughput, for visited shapes and for unseen ones
     cache       a decoder whose cache grows from 1 token to 4096: the time of each step, on its first visit and on later
                 ones, against its neighbours, and what may have interrupted those that are slow
@@ -48,7 +49,7 @@ from result_text import read_result, result_text
 from serving_cold import caches_in, cold
 from serving_engines import ENGINES, Bounds, Served
 from serving_growth import beyond_onnxruntime, growing_cache, memory
-from serving_load import load, visits
+from serving_load import load, unprepared, visits
 from serving_tables import table
 from serving_tuning import background
 
@@ -60,8 +61,8 @@ from onnxfuse.runtime.plan import Aim
 from onnxfuse.tuning.bound_session import default_provider
 from onnxfuse.tuning.dispatch import TunePolicy
 
-PARTS = ("visits", "load", "cache", "memory", "cold", "background")
-AMOUNTS = ("fresh", "threads", "seconds", "tokens", "shapes", "starts", "tuning")  # options that parts take
+PARTS = ("unprepared", "visits", "load", "cache", "memory", "cold", "background")
+AMOUNTS = ("first", "fresh", "threads", "seconds", "tokens", "shapes", "starts", "tuning")  # options that parts take
 MODEL, DECODER = Case("bert", "bert", {}), Case("llama-decode", "llama_decode", {})
 RANGES = {"batch": (1, 8), "seq": (1, 512)}
 THREADS = "1,2,4,8,16"
@@ -102,6 +103,8 @@ def measured(task: Mapping[str, Any]) -> dict[str, Any]:
     match task["part"]:
         case "visits":
             return visits(served, task["fresh"], bounds)
+        case "unprepared":
+            return unprepared(served, task["first"], bounds)
         case "load":
             return load(served, task["threads"], task["seconds"], REQUESTS, bounds)
         case "cache":
@@ -198,6 +201,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     of_ranges = "sizes of a dynamic dim of the model, repeated for others; default batch:1..8 and seq:1..512"
     add("--range", action="append", type=range_of, metavar="DIM:LOW..HIGH", help=of_ranges)
     add("--seed", type=int, default=0, help="of the shapes and their order")
+    add("--first", type=int, default=24, help="shapes of `unprepared` (default 24)")
     add("--fresh", type=int, default=200, help="shapes of `visits` (default 200)")
     add("--threads", type=numbers, default=THREADS, metavar="A,B", help="of `load` (default 1,2,4,8,16)")
     add("--seconds", type=float, default=2, help="of `load`, for an engine at a number of threads (default 2)")

@@ -17,7 +17,7 @@ import onnxruntime as ort
 from peers import TOLERANCE
 
 from onnxfuse.ir.dtypes import Array
-from onnxfuse.runtime import background_compile
+from onnxfuse.runtime import late_work
 from onnxfuse.runtime.plan import Aim
 from onnxfuse.session import InferenceSession
 from onnxfuse.tuning.bound_session import (
@@ -51,10 +51,10 @@ class Served:
     seed: int
     aim: Aim = "latency"
 
-    def start(self, engine: str) -> ort.InferenceSession:
+    def start(self, engine: str, wait: bool = True) -> ort.InferenceSession:
         """Open a session from a file: onnxruntime's of the original, or onnxfuse's of the optimized model.
 
-        All its kernels are compiled then; what that takes is measured by cold starts.
+        wait  compile all kernels before; what that takes is measured by cold starts
 
         Raises RuntimeError where the provider does not start.
         """
@@ -64,8 +64,9 @@ class Served:
         if engine == "onnxruntime":
             session = ort.InferenceSession(self.original, options, [wanted])
         else:
-            session = InferenceSession(self.fused, options, [wanted], tune=self.tune, aim=self.aim)
-            background_compile.wait()
+            session = InferenceSession(self.fused, options, [wanted], tune=self.tune, aim=self.aim, wait=wait)
+            if wait:
+                late_work.wait()
         if session.get_providers()[0] != wanted:
             raise RuntimeError(f"{wanted} does not start")
         return session

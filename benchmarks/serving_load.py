@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 import time
@@ -30,6 +31,7 @@ from serving_engines import (
 )
 
 from onnxfuse.ir.dtypes import Array
+from onnxfuse.runtime import late_work
 
 LATER = 3  # visits of each shape after its first
 VISITED = 64  # shapes of the requests under load
@@ -74,6 +76,36 @@ def visits(served: Served, count: int, bounds: Bounds) -> dict[str, Any]:
         medians = [float(np.median(later[engine][i])) for i in complete]
         found[engine] = _visits_of([visited[i] for i in complete], [first[engine][i] for i in complete], medians)
     return found | _agreement(served, requests, sessions, [visited[i] for i in complete], bounds)
+
+
+def unprepared(served: Served, count: int, bounds: Bounds) -> dict[str, Any]:
+    """Visit shapes while kernels are compiled: onnxfuse with the caches that are there, and the same file's bodies.
+
+    Bodies come after all kernels are compiled, so that the compiler does not slow them down.
+    """
+    requests, shapes = Requests(served.original, tuple(served.ranges)), served.drawn(count)
+    began = time.perf_counter()
+    session = served.start("onnxfuse", wait=False)
+    opened = time.perf_counter() - began
+    answers = [(sizes, timed(session, requests.feeds(sizes), served.provider)) for _, sizes in bounds.within(shapes)]
+    answered = time.perf_counter() - began
+    late_work.wait()
+    compiled = time.perf_counter() - began
+    bodies = dataclasses.replace(served, original=served.fused).start("onnxruntime")
+    rows = []
+    for sizes, first in answers:
+        feeds = requests.feeds(sizes)
+        alone = timed(bodies, feeds, served.provider)
+        later = timed(session, feeds, served.provider)
+        apart = relative_error(sampled(answer(bodies, feeds, served.provider).outputs()),
+                               answer(session, feeds, served.provider).outputs())  # fmt: skip
+        rows.append({**sizes, "first_ms": digits(first), "body_ms": digits(alone), "later_ms": digits(later),
+                     "relative_error": digits(apart)})  # fmt: skip
+    found = {name: spread([row[f"{name}_ms"] for row in rows]) for name in ("first", "body", "later")}
+    return {"asked": count, "session_s": digits(opened), "all_answered_s": digits(answered),
+            "all_compiled_s": digits(compiled), **{f"{name}_ms": each for name, each in found.items()},
+            "beyond_body_ms": digits(max(row["first_ms"] - row["body_ms"] for row in rows)), "rows": rows,
+            **agreement(max(row["relative_error"] for row in rows))}  # fmt: skip
 
 
 def _visits_of(shapes: Sequence[Sizes], first: Sequence[float], later: Sequence[float]) -> dict[str, Any]:

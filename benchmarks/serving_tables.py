@@ -91,5 +91,14 @@ def _background(result: Mapping[str, Any]) -> tuple[str, list[Row]]:
     return f"{result['measured']} kernels and sizes measured between requests {result['pause_ms']:.0f} ms apart", rows
 
 
-TABLES = {"visits": _visits, "load": _load, "cache": _cache, "memory": _memory, "cold": _cold,
-          "background": _background}  # fmt: skip
+def _unprepared(result: Mapping[str, Any]) -> tuple[str, list[Row]]:
+    rows: list[Row] = [["", "median", "p90", "worst"]]
+    for name, words in (("first_ms", "first visits, ms"), ("body_ms", "bodies alone, ms"), ("later_ms", "later, ms")):
+        rows.append([words, *(result[name][each] for each in ("median", "p90", "worst"))])
+    rows.append([f"the slowest first visit beyond its bodies' first: {result['beyond_body_ms']:.4g} ms"])
+    times = ", ".join(f"{name} {result[f'{name}_s']:.3g} s" for name in ("session", "all_answered", "all_compiled"))
+    return f"{len(result['rows'])} of {result['asked']} shapes while kernels are compiled ({times})", rows
+
+
+TABLES = {"unprepared": _unprepared, "visits": _visits, "load": _load, "cache": _cache, "memory": _memory,
+          "cold": _cold, "background": _background}  # fmt: skip

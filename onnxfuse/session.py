@@ -66,6 +66,7 @@ __all__ = ["InferenceSession", "NodeDispatch", "explain_session", "open_session"
 
 log: Final = logging.getLogger("onnxfuse")
 NO_KERNELS: Final = "no node of the model runs as a kernel"
+WAIT: Final = "ONNXFUSE_WAIT"  # the environment variable that makes all sessions wait for the compiler if it is 1
 planner.verdicts = MeasuredVerdicts()  # lets the planner, which reads no measurements itself, choose plans by them
 
 
@@ -79,6 +80,7 @@ def InferenceSession(
     shapes: Mapping[str, Sequence[int]] | None = None,
     plans: str | os.PathLike[str] | None = None,
     aim: Aim = "latency",
+    wait: bool = False,
     **arguments: object,
 ) -> ort.InferenceSession:
     """Open an ordinary onnxruntime session in which fused nodes run as kernels, where this GPU has kernels for them.
@@ -101,6 +103,10 @@ def InferenceSession(
     aim     "throughput": kernels are planned for several runs at the same time, as in a server with several threads.
             Matrix products then leave more of the GPU to other runs (on Hopper GPUs), and a single run takes longer.
             Measurements are not used, because they time each kernel alone. A plan file is for sessions of one aim.
+    wait    whether the session and its runs wait for the compiler. If not, nodes whose kernels are not compiled yet,
+            here or by an earlier process, run by other kernels or as their bodies meanwhile; the results of these runs
+            may differ by rounding from those of later runs. Sessions with `enable_cuda_graph` always wait, because
+            a CUDA graph keeps what its first runs launched. The environment variable ONNXFUSE_WAIT=1 makes all wait.
 
     If a node's kernel does not compile, now or at sizes that occur later, its body runs instead; a warning says so.
 
@@ -113,7 +119,7 @@ def InferenceSession(
     for "now" without a size of every dynamic dim, for plans that do not exist, and for "now" and "background" with
     "throughput".
     """
-    settings = _settings(path_or_bytes, tune, plans, aim)
+    settings = _settings(path_or_bytes, tune, plans, aim, wait)
     if tune == "now":
         _tune_now(path_or_bytes, sess_options, providers, provider_options, shapes or {})
     return open_session(path_or_bytes, sess_options, providers, provider_options, settings=settings, **arguments)
@@ -152,14 +158,15 @@ def open_session(
     folder = path.parent if path and mixed and files else None
     whole = split_functions(model, mixed, read(source)).SerializeToString() if mixed else source
     kernels = nodes.kernels
-    nodes.register(options, settings.choice, mixed)
+    wait = nodes.waits(settings)
+    nodes.register(options, settings.choice, wait, mixed)
     nodes.keep_bodies()
     if kernels:
         arguments.setdefault("enable_fallback", 0)
     is_observed = settings.choice == "observed" and isinstance(nodes.target, Target) and bool(kernels)
     make = partial(CountedSession, background.runs) if is_observed else ort.InferenceSession
     with (
-        preparation(kernels, nodes.target, settings.choice),
+        preparation(kernels, nodes.target, settings.choice, wait) as prepared,
         external_data_folder(folder, options, shared=sess_options is not None),
     ):
         session = make(whole, options, providers, provider_options, **arguments)
@@ -168,6 +175,7 @@ def open_session(
     if outside is None and nodes.any_fails():
         del session  # the next session will run the ONNX functions of the failed nodes
         return open_session(path_or_bytes, sess_options, providers, provider_options, settings=settings, **arguments)
+    prepared.compile_others(session)
     record_dispatches(session, nodes.dispatches(), nodes.places())
     if isinstance(nodes.target, Target) and is_observed:
         background.add(session, nodes.target.provider)
@@ -187,10 +195,11 @@ def register(
     shapes: Mapping[str, Sequence[int]] | None = None,
     plans: str | os.PathLike[str] | None = None,
     aim: Aim = "latency",
+    wait: bool = False,
 ) -> tuple[NodeDispatch, ...]:
     """Register kernels with session options, for sessions that onnxruntime opens with this model and these providers.
 
-    `tune`, `shapes`, `plans` and `aim` are as in `InferenceSession`. But `tune` must not be "background", which
+    `tune`, `shapes`, `plans`, `aim` and `wait` are as in `InferenceSession`. But `tune` must not be "background", which
     measures while no run is in flight, because runs of onnxruntime's own sessions are not counted. The model is not
     changed, so either all nodes that call one function run as kernels, or none of them. Give
     onnxruntime.InferenceSession enable_fallback=0, so that it shows why CUDA failed.
@@ -199,7 +208,7 @@ def register(
 
     Raises the errors of `InferenceSession`, and UsageError for "background".
     """
-    settings = _settings(model, tune, plans, aim)
+    settings = _settings(model, tune, plans, aim, wait)
     if tune == "background":
         raise UsageError("tune='background' needs a session that counts its runs; make it by onnxfuse.InferenceSession")
     if tune == "now":
@@ -210,11 +219,13 @@ def register(
     nodes = _with_plans(proto, calls, target, settings)
     nodes.choose(settings.prefer, "")
     nodes.keep_bodies()
-    with preparation(nodes.kernels, nodes.target, settings.choice):
+    waits = nodes.waits(settings)
+    with preparation(nodes.kernels, nodes.target, settings.choice, waits) as prepared:
         pass
+    prepared.compile_others()
     if nodes.any_fails():
         nodes.choose(settings.prefer, "")
-    nodes.register(session_options, settings.choice)
+    nodes.register(session_options, settings.choice, waits)
     dispatches = nodes.dispatches()
     record_dispatches(session_options, dispatches, nodes.places())
     return dispatches
@@ -328,10 +339,16 @@ class _Nodes:
             if why and (call.op in operators or (call.op in registered and self._fails(call)))
         ]
 
-    def register(self, options: ort.SessionOptions, choice: PlanChoice, mixed: Sequence[Call] = ()) -> None:
+    def waits(self, settings: SessionSettings) -> bool:
+        """Return whether the session and its runs wait for the compiler."""
+        keeps_first = isinstance(self.target, Target) and self.target.cuda_graph
+        return settings.wait or keeps_first or settings.choice == "measured"
+
+    def register(self, options: ort.SessionOptions, choice: PlanChoice, wait: bool, mixed: Sequence[Call] = ()) -> None:
         """Register the operators of the nodes that run as kernels with session options."""
         bodies = {call.op for call in self.calls} - {call.op for call in (*self.kernels, *mixed)}
-        register_operators(options, self.target, self.kernels, bodies, choice)
+        flags = self.target.settings(choice, wait) if isinstance(self.target, Target) else 0
+        register_operators(options, self.target, self.kernels, bodies, flags)
 
     def keep_bodies(self) -> None:
         """Keep the ONNX functions of nodes that run as kernels, as a fallback for runs in which a kernel fails."""
@@ -381,6 +398,7 @@ def _settings(
     tune: TunePolicy,
     plans: str | os.PathLike[str] | None,
     aim: Aim,
+    wait: bool,
 ) -> SessionSettings:
     """Return the settings for the arguments of a session.
 
@@ -391,11 +409,11 @@ def _settings(
             raise UsageError(f"{name}={word!r} is none of {', '.join(map(repr, known))}")
     if aim == "throughput" and tune in ("now", "background"):
         raise UsageError(f"tune={tune!r} measures kernels alone, which says little of aim='throughput'; leave one out")
-    file = _plan_file(model, plans)
+    file, wait = _plan_file(model, plans), wait or os.environ.get(WAIT) == "1"
     if tune == "never":
-        return SessionSettings(None, "first", file, aim)
+        return SessionSettings(None, "first", file, aim, wait)
     prefer = cached_preferences if tune == "now" or not cache.is_empty() else None
-    return SessionSettings(prefer, "observed" if tune == "background" else "known", file, aim)
+    return SessionSettings(prefer, "observed" if tune == "background" else "known", file, aim, wait)
 
 
 def _tune_now(

@@ -84,6 +84,14 @@ def no_earlier_measurements(tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.fixture(scope="session", autouse=True)
+def runs_wait_for_the_compiler() -> Iterator[None]:
+    """Let no result depend on the time that a kernel takes to compile; the tests of runs that do not wait say so."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ONNXFUSE_WAIT", "1")
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def models_run_in_this_process() -> Iterator[None]:
     """Start no process for each model that a test verifies; the tests of that process switch it on again."""
     with pytest.MonkeyPatch.context() as patch:

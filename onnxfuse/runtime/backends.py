@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from onnxfuse.runtime import cuda_driver, cupy_backend, nvrtc
-from onnxfuse.runtime.kernel_loader import LoadedKernel, load_kernel, machine_code
+from onnxfuse.runtime.kernel_loader import LoadedKernel, is_compiled, load_kernel, machine_code
 from onnxfuse.runtime.plan import Device, Kernel
 
 CUDA: Final = "CUDAExecutionProvider"
@@ -22,6 +22,7 @@ class Backend:
     gpu_count: Callable[[], int]
     device: Callable[[int], Device]
     load: Callable[[Kernel, int], LoadedKernel]
+    is_compiled: Callable[[Kernel, int], bool]  # whether `load` need not compile the kernel
     machine_code: Callable[[Kernel, Device], bytes]
     cannot_time: Callable[[], str | None]  # returns why kernels cannot be timed here; None if they can
 
@@ -33,6 +34,7 @@ BACKENDS: Final[dict[str, Backend]] = {
         cuda_driver.gpu_count,
         cuda_driver.gpu,
         load_kernel,
+        is_compiled,
         machine_code,
         cupy_backend.unavailable,
     )

@@ -1,55 +1,58 @@
-"""Compile the kernels that the first runs of a session rarely need, in background threads."""
+"""Compile in background threads what a session does not wait for."""
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
-import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Final
 
+from onnxfuse.runtime import late_work
+from onnxfuse.runtime.likely_sizes import likely_sizes
 from onnxfuse.runtime.loaded_templates import PreparedTemplate, load_all
 from onnxfuse.runtime.planner import planner
+from onnxfuse.runtime.template import size_count
 
 log: Final = logging.getLogger("onnxfuse")
-_working: Final[set[threading.Thread]] = set()
-_exits: Final = threading.Event()
 
 
-def compile_in_background(templates: Sequence[PreparedTemplate]) -> None:
-    """Start a thread that loads the missing kernels of plan templates, and then gives the templates to their nodes.
+def compile_in_background(templates: Sequence[PreparedTemplate], session: object | None = None) -> None:
+    """Start a thread that loads the missing kernels of plan templates, and sends the templates to their nodes.
 
-    A template has the plans of a fused node for all sizes of its dynamic dims.
+    A template has the plans of a node for all sizes.  If a session is given, the thread stops with it.
     """
     if any(template.missing() for template in templates):
-        thread = threading.Thread(target=_load, args=(templates,), name="onnxfuse later kernels", daemon=True)
-        _working.add(thread)
-        thread.start()
+        owner = weakref.ref(session) if session is not None else None
+
+        def goes_on() -> bool:
+            return not late_work.exits() and (owner is None or owner() is not None)
+
+        late_work.start(lambda: load_and_send(templates, goes_on), "onnxfuse later kernels")
 
 
-def _load(templates: Sequence[PreparedTemplate]) -> None:
+def load_and_send(templates: Sequence[PreparedTemplate], goes_on: Callable[[], bool] = lambda: True) -> None:
+    """Load the missing kernels of templates, first those of likely sizes, and send the templates to their nodes.
+
+    A template is sent when its kernels of likely sizes are loaded, and again when all kernels of all templates are.
+    """
+    likely = {id(template): likely_keys(template) for template in templates}
+
+    def send(template: PreparedTemplate) -> None:
+        if goes_on() and not likely[id(template)] & template.missing().keys():
+            planner.mend(template)
+            planner.send(template, template.data_so_far())
+
+    processors = os.cpu_count() or 1
     try:
-        load_all(templates, threads=max(1, (os.cpu_count() or 1) // 2), goes_on=lambda: not _exits.is_set())
+        load_all(templates, lambda each: likely[id(each)], max(1, processors - 1), goes_on, send)
+        load_all(templates, threads=max(1, processors // 2), goes_on=goes_on)
         for template in templates:
-            if not _exits.is_set():
-                planner.mend(template)
-                planner.complete(template)
+            send(template)
     except Exception as error:  # CuPy and the driver have no common error class
-        # A run that needs a missing kernel compiles it itself, and reports the error if that fails.
-        log.info("kernels are compiled when a run needs them: %s: %s", type(error).__name__, error)
-    finally:
-        _working.discard(threading.current_thread())
+        log.warning("nodes whose kernels are not compiled yet stay bodies: %s: %s", type(error).__name__, error)
 
 
-def wait() -> None:
-    """Wait until all threads that `compile_in_background` started have ended."""
-    for thread in list(_working):
-        thread.join()
-
-
-@atexit.register
-def _stop() -> None:
-    """Wait for running compilations, because the compiler's library must not be unloaded while they use it."""
-    _exits.set()
-    wait()
+def likely_keys(of: PreparedTemplate) -> set[str]:
+    """Return the keys (`Kernel.key`) of the kernels that a template launches at likely sizes."""
+    return of.keys_at(likely_sizes(size_count(of.template.inputs)))

@@ -1,8 +1,9 @@
-"""Run a fused node as its body, the ONNX function that the node calls, where planning or compiling a kernel failed.
+"""Run a fused node as its body, the ONNX function that the node calls, where its kernel is not compiled.
 
 The body runs inside a run of the user's session, but in a session of its own; the model of that session is one call of
 the function. The body is started on the node's stream and not waited for, so that a CUDA graph captures the body's
-kernels too.  Each stream has its own session, because the runs of a session share the session's memory.
+kernels too.  Equal nodes share a session, but each stream has its own, because the runs of a session share the
+session's memory.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import importlib
 import math
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -43,8 +44,10 @@ class Body:
 
 
 _bodies: Final[dict[Place, Body]] = {}
-# The sessions that run bodies (ONNX functions of nodes), by the node's number, then by its stream and inputs' ranks.
-_sessions: Final[dict[int, dict[tuple[int, tuple[int, ...]], ort.InferenceSession]]] = {}
+SessionKey = tuple[int, bool, tuple[int, ...]]  # stream, whether TF32 is allowed, ranks of the inputs
+# The sessions that run bodies (ONNX functions of nodes), for all nodes with one place.
+_sessions: Final[dict[Place, dict[SessionKey, ort.InferenceSession]]] = {}
+_known: Final[dict[int, tuple[Place, tuple[int, ...]]]] = {}  # by a node's number: its place, and `numbers_of` it
 _lock: Final = threading.Lock()
 
 
@@ -81,22 +84,26 @@ def has_body(node: FusedNode, device: Device) -> bool:
     return place_of(node, device) in _bodies
 
 
-def run_body(request: BodyRequest, node: FusedNode, device: Device) -> None:
+def run_body(request: BodyRequest, read_node: Callable[[], tuple[FusedNode, Device]]) -> None:
     """Start the body (ONNX function) of a node on the node's stream, and copy its outputs to the node's outputs.
+
+    read_node  returns the node and its GPU; it is called at the node's first run alone
 
     Raises any error of onnxruntime.
     """
-    given, provider = request.node.inputs, request.node.provider
-    session = _session(request, _bodies[place_of(node, device)], given)
-    binding, kind = session.io_binding(), DEVICE_TYPES.get(provider, "cuda")
-    numbers = numbers_of(node)
-    for i, (spec, address) in enumerate(zip(given, request.inputs, strict=True)):
+    if (known := _known.get(request.kernel)) is None:
+        node, device = read_node()
+        known = _known[request.kernel] = place_of(node, device), numbers_of(node)
+    place, numbers = known
+    session, kind = _session(request, place), DEVICE_TYPES.get(request.provider, "cuda")
+    binding = session.io_binding()
+    for i, (spec, address) in enumerate(zip(request.inputs, request.addresses, strict=True)):
         if i in numbers:
             binding.bind_cpu_input(f"i{i}", np.array(spec.shape, np.int32))
             continue
-        binding.bind_input(f"i{i}", kind, request.node.device, DTYPE_NUMBERS[spec.dtype], spec.shape, address)
+        binding.bind_input(f"i{i}", kind, request.device, DTYPE_NUMBERS[spec.dtype], spec.shape, address)
     for each in session.get_outputs():
-        binding.bind_output(each.name, kind, request.node.device)
+        binding.bind_output(each.name, kind, request.device)
     options = _onnxruntime().RunOptions()
     options.add_run_config_entry("disable_synchronize_execution_providers", "1")
     session.run_with_iobinding(binding, options)
@@ -106,23 +113,25 @@ def run_body(request: BodyRequest, node: FusedNode, device: Device) -> None:
 
 
 def forget_node(kernel: int) -> None:
-    """Drop the sessions that ran the body (the ONNX function) of a node, because the node is gone."""
-    _sessions.pop(kernel, None)
+    """Drop the sessions that ran the body (the ONNX function) of a node, if the last node that uses them is gone."""
+    place, _ = _known.pop(kernel, (None, ()))
+    if place and all(place != each for each, _ in list(_known.values())):
+        _sessions.pop(place, None)
 
 
-def _session(request: BodyRequest, body: Body, inputs: Sequence[TensorSpec]) -> ort.InferenceSession:
+def _session(request: BodyRequest, place: Place) -> ort.InferenceSession:
     """Return the session that runs a body (a node's ONNX function) on a stream, for inputs of these ranks."""
-    key = request.stream, tuple(len(spec.shape) for spec in inputs)
+    key = request.stream, request.tf32, tuple(len(spec.shape) for spec in request.inputs)
     with _lock:
-        of_node = _sessions.setdefault(request.node.kernel, {})
+        of_node = _sessions.setdefault(place, {})
         if key not in of_node:
             options = _onnxruntime().SessionOptions()
             options.log_severity_level = 3
             # With memory patterns, the second run allocates memory, maybe while a CUDA graph is captured.
             options.enable_mem_pattern = False
-            of_node[key] = _onnxruntime().InferenceSession(
-                model_of(body, inputs).SerializeToString(), options, [(request.node.provider, _options(request))]
-            )
+            model = model_of(_bodies[place], request.inputs).SerializeToString()
+            provider = request.provider, _options(request)
+            of_node[key] = _onnxruntime().InferenceSession(model, options, [provider])
         return of_node[key]
 
 
@@ -133,10 +142,11 @@ def _onnxruntime() -> Any:
 
 def _options(request: BodyRequest) -> dict[str, Any]:
     """Return the options of the provider: the user's options that change results, and the stream to run on."""
-    if request.node.provider in DEVICE_TYPES:
+    if request.provider in DEVICE_TYPES:
         return {}
+    device = {"device_id": str(request.device)} if request.device else {}  # onnxruntime logs a warning about device 0
     stream = {"user_compute_stream": str(request.stream)} if request.stream else {}
-    return {"device_id": str(request.node.device), "use_tf32": str(int(request.node.tf32)), **stream}
+    return {"use_tf32": str(int(request.tf32)), **device, **stream}
 
 
 def model_of(body: Body, inputs: Sequence[TensorSpec]) -> onnx.ModelProto:

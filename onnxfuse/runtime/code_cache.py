@@ -31,6 +31,12 @@ def cached_cubin(kernel: Kernel, arch: int) -> bytes:
     return code
 
 
+def is_cached(kernel: Kernel, arch: int) -> bool:
+    """Return whether the cache has a kernel's machine code; whether the file is undamaged is not checked."""
+    path = _path(kernel, arch)
+    return path is not None and path.is_file()
+
+
 def _path(kernel: Kernel, arch: int) -> Path | None:
     folder = cache_folder()
     if folder is None or not is_trusted(folder / "code"):

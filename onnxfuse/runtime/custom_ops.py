@@ -14,7 +14,7 @@ import onnxruntime as ort
 from onnxfuse.errors import OnnxfuseError, UsageError
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime.fused_calls import Call, attribute_kinds
-from onnxfuse.runtime.target import NoTarget, PlanChoice, Target, native_library
+from onnxfuse.runtime.target import NoTarget, Target, native_library
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ _lock: Final = threading.Lock()
 
 
 def register_operators(
-    options: ort.SessionOptions, target: Target | NoTarget, calls: Sequence[Call], bodies: set[str], choice: PlanChoice
+    options: ort.SessionOptions, target: Target | NoTarget, calls: Sequence[Call], bodies: set[str], settings: int
 ) -> None:
     """Register the functions that `calls` name as operators of the target's provider; any thread can call this.
 
-    bodies  functions that must not be registered, because onnxruntime runs their nodes as ONNX functions
-    choice  which of a kernel's candidate plans runs
+    bodies    functions that must not be registered, because onnxruntime runs their nodes as ONNX functions
+    settings  flags of native_library.py that are the same for all nodes; see `Target.settings`
 
     Raises UsageError if the options already have operators that do not fit the calls or the settings;
     OnnxfuseError if onnxruntime refuses the operators.
@@ -44,11 +44,10 @@ def register_operators(
     with _lock:
         registered = _registrations.get(options)
         if registered is not None:
-            _refuse_clash(registered, target, calls_of_op, bodies, choice)
+            _refuse_clash(registered, target, calls_of_op, bodies, settings)
         if isinstance(target, NoTarget) or not calls_of_op:
             return
         lines = [f"{op} {attribute_kinds(same)}" for op, same in sorted(calls_of_op.items())]
-        settings = target.settings(choice)
         library, provider, names = native_library(), target.provider.encode(), "\n".join(lines).encode()
         if registered is not None:
             library.onnxfuse_add_attributes(provider, names)
@@ -69,7 +68,7 @@ def registered_operators(options: ort.SessionOptions) -> frozenset[str]:
 
 
 def _refuse_clash(
-    registered: _Registration, target: Target | NoTarget, ops: Collection[str], bodies: set[str], choice: PlanChoice
+    registered: _Registration, target: Target | NoTarget, ops: Collection[str], bodies: set[str], settings: int
 ) -> None:
     """Raise UsageError if session options with operators of another model do not fit this model and its settings."""
     if clash := sorted(registered.ops & bodies) or sorted(set(ops) - registered.ops):
@@ -81,13 +80,13 @@ def _refuse_clash(
         )
     if isinstance(target, NoTarget) or not ops:
         return
-    settings = target.settings(choice)
     flags = (
         (native.TF32, "use_tf32"),
         (native.SHARED, "aim='throughput'"),
         (native.VERDICTS, "tune other than 'never'"),
         (native.COUNT_RUNS, "tune='background'"),
         (native.CUDA_GRAPH, "enable_cuda_graph with tune='background'"),
+        (native.WAIT, "wait or enable_cuda_graph"),
     )
     for flag, name in flags:
         if (registered.settings ^ settings) & flag:

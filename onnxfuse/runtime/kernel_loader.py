@@ -10,7 +10,7 @@ from typing import Final
 
 from onnxfuse.errors import KernelError
 from onnxfuse.runtime import native_library as native
-from onnxfuse.runtime.code_cache import cached_cubin
+from onnxfuse.runtime.code_cache import cached_cubin, is_cached
 from onnxfuse.runtime.cuda_driver import gpu
 from onnxfuse.runtime.nvrtc import arch_name, compile_flags, kernel_text
 from onnxfuse.runtime.plan import Device, Kernel
@@ -58,7 +58,7 @@ def load_kernel(kernel: Kernel, ordinal: int) -> LoadedKernel:
 
     Raises KernelError if the kernel does not compile, NativeError if it cannot be loaded.
     """
-    key = (ordinal, kernel.entry, (arch_name(kernel, 0), *compile_flags(kernel)), kernel_text(kernel))
+    key = _key(kernel, ordinal)
     with _lock:
         if loaded := _loaded.get(key):
             return loaded
@@ -79,6 +79,18 @@ def load_kernel(kernel: Kernel, ordinal: int) -> LoadedKernel:
                 _recent.append(loaded)
                 _turns.pop(key, None)
         return loaded
+
+
+def is_compiled(kernel: Kernel, ordinal: int) -> bool:
+    """Return whether a kernel is loaded on GPU number `ordinal`, or its machine code is on disk."""
+    try:
+        return _key(kernel, ordinal) in _loaded or is_cached(kernel, gpu(ordinal).arch)
+    except KernelError:  # there is no compiler, and thus no text to look up
+        return False
+
+
+def _key(kernel: Kernel, ordinal: int) -> KernelKey:
+    return ordinal, kernel.entry, (arch_name(kernel, 0), *compile_flags(kernel)), kernel_text(kernel)
 
 
 def machine_code(kernel: Kernel, device: Device) -> bytes:

@@ -16,12 +16,13 @@ from onnxfuse.errors import KernelError, OnnxfuseError
 from onnxfuse.runtime import kernel_failures, run_plan
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime.backends import BACKENDS, CUDA, Backend
+from onnxfuse.runtime.hosts import Host
 from onnxfuse.runtime.kernel_loader import LoadedKernel
 from onnxfuse.runtime.nvrtc import kernel_text
 from onnxfuse.runtime.plan import Kernel, Launch, Plan, TensorSpec
 from onnxfuse.runtime.plan_file import KernelCode, SavedTemplate
 from onnxfuse.runtime.priority_pool import PriorityThreadPool
-from onnxfuse.runtime.template import Template, Variant
+from onnxfuse.runtime.template import Template, Variant, candidates_at
 from onnxfuse.runtime.template_key import Situation
 from onnxfuse.runtime.template_words import TemplateWords, words_of
 
@@ -99,6 +100,11 @@ class PreparedTemplate:
         self.refused: dict[str, OnnxfuseError] = {}  # why kernels cannot be loaded, by their `Kernel.key`
         self.dropped: list[Variant] = []  # variants (plans for a range of sizes) that need a refused kernel
 
+    def candidates(self, host: Host, sizes: Sequence[int]) -> list[Variant]:
+        """Return the plans of the host for these sizes.  Raises any error of the host."""
+        with self._lock:  # planning adds expressions to the template, which must not be encoded meanwhile
+            return candidates_at(host, self.template, sizes)
+
     def add(self, variant: Variant) -> None:
         """Add a variant: a plan for a range of sizes."""
         with self._lock:
@@ -162,24 +168,29 @@ class PreparedTemplate:
         chosen = (self.template.chosen(sizes) for sizes in points)
         return {kernel.key for each in chosen if each for kernel in each.kernels}
 
-    def data(self, variant: Variant | None = None) -> bytes:
+    def compiled(self, keys: Collection[str]) -> set[str]:
+        """Return which kernels of these keys (`Kernel.key`) are loaded, or can be loaded from the cache on disk."""
+        kernels = {step.kernel.key: step.kernel for step in self.launches()}
+        return {key for key in keys if self._backend.is_compiled(kernels[key], self.situation.device.ordinal)}
+
+    def data(self, variant: Variant | None = None, goes_on: Callable[[], bool] = lambda: True) -> bytes:
         """Return the template's bytes for the native library, with its kernels loaded.
 
         If a variant (a plan) is given, and background threads load other kernels later, only the variant's kernels are
         loaded now.  Kernels that are not loaded have the handle 0 in the bytes; a node that needs one of them requests
-        the template again.  Variants whose kernels cannot be loaded are dropped.
+        the template again.  Variants whose kernels cannot be loaded are dropped.  `goes_on` is as in `load`.
         """
         with self._lock:
             if self._data and not self._absent:
                 return self._data
         part = variant.kernels if variant and self.is_loaded_later else None
         wanted = self.keys() if part is None else {kernel.key for kernel in part}
-        load_all([self], lambda _: wanted)  # without the lock, which the loading threads take
+        load_all([self], lambda _: wanted, goes_on=goes_on)  # without the lock, which the loading threads take
         return self._bytes(wanted)
 
     def data_so_far(self) -> bytes:
         """Return the template's bytes with the kernels that are loaded by now."""
-        return self._bytes(set())
+        return self._bytes(set(self.kernels))
 
     def _bytes(self, wanted: set[str]) -> bytes:
         """Return the template's bytes; encode them again if they lack a `wanted` kernel that was loaded since."""
@@ -199,13 +210,20 @@ def load_all(
     wanted: Callable[[PreparedTemplate], Collection[str]] = PreparedTemplate.keys,
     threads: int | None = None,
     goes_on: Callable[[], bool] = lambda: True,
+    loaded: Callable[[PreparedTemplate], object] = lambda _: None,
 ) -> None:
     """Load the kernels of templates; threads compile them while the iterator `templates` makes further templates.
 
     wanted   returns the keys (`Kernel.key`) of those kernels of a template that must be loaded
     threads  the maximum number of threads; None for the number of processors
     goes_on  called when a kernel's turn comes; returns whether kernels are still wanted
+    loaded   called with the template after each of its kernels
     """
+
+    def load(template: PreparedTemplate, steps: Sequence[Launch]) -> None:
+        template.load(steps, goes_on)
+        loaded(template)
+
     compiled: set[tuple[int, str]] = set()
     with PriorityThreadPool(threads) as pool:
         for template in templates:
@@ -216,7 +234,7 @@ def load_all(
                 code = template.situation.device.ordinal, key
                 length = 0 if code in compiled else _length(steps[0].kernel)  # 0: an earlier template compiles it
                 compiled.add(code)
-                pool.add(length, partial(template.load, steps, goes_on))
+                pool.add(length, partial(load, template, steps))
 
 
 def _length(kernel: Kernel) -> int:

@@ -19,7 +19,7 @@ from onnxfuse.errors import OnnxfuseError
 from onnxfuse.runtime.plan import Attribute, TensorSpec
 from onnxfuse.runtime.plan_bytes import read_attributes, read_inputs
 
-ABI: Final = 14  # onnxfuse_abi in native/exports.cc
+ABI: Final = 15  # onnxfuse_abi in native/exports.cc
 TF32: Final = 1  # TF32 to CUDA_GRAPH are flags of a session's settings
 VERDICTS: Final = 2
 MEASURE: Final = 4
@@ -27,6 +27,7 @@ COUNT_RUNS: Final = 8
 CUDA_GRAPH: Final = 16
 ALL_KERNELS: Final = 32  # a flag of requests, not of sessions
 SHARED: Final = 64  # a flag of sessions: aim="throughput"
+WAIT: Final = 128  # a flag of sessions: runs wait for the compiler
 PACKAGE: Final = Path(__file__).parent
 LIBRARY_NAME: Final = "libonnxfuse.so"  # the file name of copies of the library, for processes without Python
 HINT: Final = "install a C++17 compiler and run `python -m onnxfuse.runtime.build_native`"
@@ -93,6 +94,7 @@ class Request:
     count_runs: bool  # whether the session's runs are counted, so that candidate plans are timed between them
     cuda_graph: bool  # whether the session captures its runs
     shared: bool  # whether other runs use the GPU at the same time
+    wait: bool  # whether the run waits until the kernels are compiled; if not, the node's body runs meanwhile
     all_kernels: bool  # whether kernels for other sizes must be loaded, too
 
 
@@ -100,8 +102,13 @@ class Request:
 class BodyRequest:
     """A request of the native library to run the body of a node: the ONNX function that the node calls."""
 
-    node: Request
-    inputs: tuple[int, ...]  # addresses of the operands
+    kernel: int  # the next fields are those of `Request`
+    provider: str
+    device: int
+    tf32: bool
+    inputs: tuple[TensorSpec, ...]
+    read: Callable[[], Request]  # reads the whole request, which takes longer
+    addresses: tuple[int, ...]  # of the inputs
     stream: int  # the CUDA stream on which the node runs
     put: Callable[[int, Sequence[int], int], None]  # (i, shape, address): makes output i and copies its data
 
@@ -237,18 +244,30 @@ def _read(raw: Any) -> Request:
         bool(raw.settings & COUNT_RUNS),
         bool(raw.settings & CUDA_GRAPH),
         bool(raw.settings & SHARED),
+        bool(raw.settings & WAIT),
         bool(raw.settings & ALL_KERNELS),
     )
 
 
 def _read_body(raw: Any) -> BodyRequest:
-    node = _read(raw.node.contents)
+    node = raw.node.contents
 
     def put(index: int, shape: Sequence[int], address: int) -> None:
         if not raw.put(raw.outputs, index, (ctypes.c_int64 * len(shape))(*shape), len(shape), address):
             raise NativeError(f"output {index} cannot be made")
 
-    return BodyRequest(node, tuple(raw.inputs[i] or 0 for i in range(len(node.inputs))), raw.stream or 0, put)
+    inputs = read_inputs(node.key[: node.key_size])
+    return BodyRequest(
+        node.kernel,
+        node.provider.decode(),
+        node.device,
+        bool(node.settings & TF32),
+        inputs,
+        lambda: _read(node),
+        tuple(raw.inputs[i] or 0 for i in range(len(inputs))),
+        raw.stream or 0,
+        put,
+    )
 
 
 def new_nodes() -> list[Request]:

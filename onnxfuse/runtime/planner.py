@@ -9,21 +9,22 @@ import logging
 import threading
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
 
 from onnxfuse.errors import KernelError, OnnxfuseError
-from onnxfuse.runtime import body_runs, kernel_failures
+from onnxfuse.runtime import body_runs, kernel_failures, late_work
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime.backends import BACKENDS, device_of
 from onnxfuse.runtime.expressions import Expressions
 from onnxfuse.runtime.hosts import Host, find_host
 from onnxfuse.runtime.loaded_templates import GivenTemplate, PreparedTemplate
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
-from onnxfuse.runtime.template import Template, Variant, candidates_at, concrete, make_template, sizes_of, with_sizes
+from onnxfuse.runtime.template import Template, Variant, concrete, make_template, sizes_of, with_sizes
 from onnxfuse.runtime.template_key import Situation, signature
 
 log: Final = logging.getLogger("onnxfuse")
@@ -87,21 +88,30 @@ class Planner:
         """Return the bytes of the template that the native library asks for; None if the node's body must run.
 
         The body (the ONNX function that the node calls) runs where planning or compiling fails, and a warning says why.
-        Without a body, an exception becomes an onnxruntime error of the node.
+        It also runs as long as the plans are being made and compiled, unless the session waits for them.  Without a
+        body, an exception becomes an onnxruntime error of the node.
         """
         situation = _situation(request)
+        if request.measure or not body_runs.has_body(situation.node, situation.device):
+            return self._template_bytes(request, situation)
+        answer = partial(self._template_or_body, request, situation)
+        return answer() if request.wait else late_work.soon(answer, partial(_give, request.kernel))
+
+    def _template_or_body(self, request: native.Request, situation: Situation) -> bytes | None:
         try:
             return self._template_bytes(request, situation)
         except Exception as error:  # modules that plan may come from other packages and raise anything
-            if request.measure or not body_runs.has_body(situation.node, situation.device):
-                raise
             kernel_failures.note(situation.node, situation.device, error, "body")
             return None
 
     def run_body(self, request: native.BodyRequest) -> None:
         """Run the body of a node (its ONNX function).  An exception becomes an onnxruntime error of the node."""
-        situation = _situation(request.node)
-        body_runs.run_body(request, situation.node, situation.device)
+
+        def node_and_device() -> tuple[FusedNode, Device]:
+            situation = _situation(request.read())
+            return situation.node, situation.device
+
+        body_runs.run_body(request, node_and_device)
 
     def _template_bytes(self, request: native.Request, situation: Situation) -> bytes:
         with self._lock:
@@ -116,37 +126,48 @@ class Planner:
             assert sizes is not None, "a template fits the inputs that it is made for"
             if request.measure:
                 prepared = self._measured(prepared, sizes)
-                data = prepared.data()
-                for error in prepared.refused.values():
-                    raise type(error)(*error.args)
-            else:
-                prepared, data = self._loaded(prepared, sizes, request.all_kernels)
-            if prepared not in of_node:
-                of_node.append(prepared)
-            return data
+        if request.measure:
+            data = prepared.data()
+            for error in prepared.refused.values():
+                raise type(error)(*error.args)
+        else:
+            prepared, data = self._loaded(prepared, sizes, request.all_kernels, partial(self._has_node, request.kernel))
+        if prepared not in of_node:
+            of_node.append(prepared)
+        return data
+
+    def _has_node(self, kernel: int) -> bool:
+        """Return whether the session of a node still exists, and Python does not exit."""
+        return kernel in self._nodes and not late_work.exits()
 
     def _loaded(
-        self, prepared: PreparedTemplate, sizes: tuple[int, ...], all_kernels: bool = False
+        self,
+        prepared: PreparedTemplate,
+        sizes: tuple[int, ...],
+        all_kernels: bool = False,
+        goes_on: Callable[[], bool] = lambda: True,
     ) -> tuple[PreparedTemplate, bytes]:
         """Return a template that has a plan for these sizes, and its bytes, with the kernels of that plan loaded.
 
         The template is `prepared`, which gets one more variant (a plan for a range of sizes) if needed.  If the host
         (the module that makes the plans) has plans only for known sizes, as a host that calls a library has, the result
         is a template for these sizes alone.  If the kernels of a plan cannot be loaded, the next correct plan is used.
+        If `goes_on` returns False, no more kernels are loaded.
 
         Raises KernelError or NativeError if the kernels of no plan can be loaded, and any error of the host.
         """
         while True:
-            variant = prepared.template.chosen(sizes)
-            if variant is None:
-                try:
-                    _add_variant(prepared, sizes)
-                except (ArithmeticError, ValueError):
-                    if not sizes:
-                        raise
-                    inputs = with_sizes(prepared.template.inputs, sizes)
-                    prepared, sizes = self.prepare(prepared.situation, inputs), ()
-            data = prepared.data(None if all_kernels else variant)
+            with self._lock:
+                variant = prepared.template.chosen(sizes)
+                if variant is None:
+                    try:
+                        _add_variant(prepared, sizes)
+                    except (ArithmeticError, ValueError):
+                        if not sizes:
+                            raise
+                        inputs = with_sizes(prepared.template.inputs, sizes)
+                        prepared, sizes = self.prepare(prepared.situation, inputs), ()
+            data = prepared.data(None if all_kernels else variant, goes_on)
             if prepared.template.chosen(sizes) is not None:
                 return prepared, data
 
@@ -247,6 +268,15 @@ class Planner:
         found = {id(each): each for node in list(self._nodes.values()) for each in list(node.templates)}
         return list(found.values())
 
+    def compiles(self, place: kernel_failures.Place) -> bool:
+        """Return whether kernels of the nodes with this key (`place_of`) are still to be compiled or loaded."""
+        return any(
+            isinstance(each, PreparedTemplate)
+            and kernel_failures.place_of(each.situation.node, each.situation.device) == place
+            and each.missing()
+            for each in self.templates_in_use()
+        )
+
     def take_runs(self) -> Iterator[tuple[PreparedTemplate, tuple[int, ...], int]]:
         """Yield how often nodes ran since the last call: a template, sizes, and the number of runs at these sizes.
 
@@ -259,15 +289,13 @@ class Planner:
                 if found := next(((each, sizes) for each, sizes in fitting if sizes is not None), None):
                     yield (*found, runs)
 
-    def complete(self, prepared: PreparedTemplate, only_observed: bool = False) -> None:
-        """Send a template in its present state, with all its kernels, to the nodes that use it.
+    def send(self, prepared: PreparedTemplate, data: bytes, only_observed: bool = False) -> None:
+        """Send the bytes of a template to the nodes that use it.
 
         only_observed  leave out nodes whose runs are not counted, and those of sessions that capture CUDA graphs
 
-        Raises KernelError, NativeError.
+        Raises NativeError.
         """
-        with self._lock:
-            data = prepared.data()
         for kernel, node in list(self._nodes.items()) if prepared.template.variants else ():
             has_it = any(each is prepared for each in list(node.templates))
             if has_it and (node.may_change or not only_observed):
@@ -338,7 +366,7 @@ class Planner:
             self.add_fastest(prepared, sizes, self.verdicts, measure=True)
         chosen = template.chosen(sizes)
         if chosen is None or chosen.hints != sizes:
-            chosen = candidates_at(_host_of(situation), template, sizes)[0]
+            chosen = prepared.candidates(_host_of(situation), sizes)[0]
         alone = Template(situation.node, with_sizes(template.inputs, sizes), situation.device, Expressions())
         alone.variants.append(Variant(concrete(chosen.plan), (), (), (), ()))
         return PreparedTemplate(alone, BACKENDS[situation.provider], situation)
@@ -354,7 +382,7 @@ class Planner:
         """
         template, situation = prepared.template, prepared.situation
         with self._lock:
-            variants = candidates_at(_host_of(situation), template, sizes)
+            variants = prepared.candidates(_host_of(situation), sizes)
         plans = [concrete(each.plan) for each in variants]
         if len(plans) < 2 or not plans[0].steps:
             return False
@@ -371,12 +399,21 @@ def _add_variant(prepared: PreparedTemplate, sizes: tuple[int, ...]) -> None:
 
     If the kernels of all plans have failed, raises one of their errors.  Also raises any error of making plans.
     """
-    variants = candidates_at(_host_of(prepared.situation), prepared.template, sizes)
+    variants = prepared.candidates(_host_of(prepared.situation), sizes)
     errors = [prepared.error_of(each) for each in variants]
     if all(errors):
         error = next(filter(None, errors))
         raise type(error)(*error.args)
     prepared.add(variants[errors.index(None)])
+
+
+def _give(kernel: int, data: bytes | None) -> None:
+    """Send the bytes of a template to a node, unless the node's body must run."""
+    try:
+        if data is not None:
+            native.give_template(kernel, data)
+    except native.NativeError as error:
+        log.warning("a node goes on with its body: %s", error)
 
 
 def _situation(request: native.Request) -> Situation:

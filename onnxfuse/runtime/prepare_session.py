@@ -9,65 +9,81 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, TypeAlias
+from dataclasses import dataclass, field
+from typing import Final
 
 from onnxfuse.errors import OnnxfuseError
-from onnxfuse.runtime.background_compile import compile_in_background
+from onnxfuse.runtime.background_compile import compile_in_background, likely_keys
 from onnxfuse.runtime.call_inputs import inputs_of
 from onnxfuse.runtime.fused_calls import Call
-from onnxfuse.runtime.likely_sizes import likely_sizes
 from onnxfuse.runtime.loaded_templates import GivenTemplate, PreparedTemplate, load_all
 from onnxfuse.runtime.planner import planner
 from onnxfuse.runtime.target import NoTarget, PlanChoice, Target
-from onnxfuse.runtime.template import size_count
 from onnxfuse.runtime.template_key import Situation
 
 log: Final = logging.getLogger("onnxfuse")
-Made: TypeAlias = list[tuple[Situation, PreparedTemplate | GivenTemplate]]  # nodes and their templates
+
+
+@dataclass
+class Preparation:
+    """The nodes of a session that run as kernels, with their templates: the plans of a node for all sizes."""
+
+    made: list[tuple[Situation, PreparedTemplate | GivenTemplate]] = field(default_factory=list)
+
+    @property
+    def templates(self) -> list[PreparedTemplate]:
+        """The templates that no plan file holds, each of them once."""
+        return list({id(each): each for _, each in self.made if isinstance(each, PreparedTemplate)}.values())
+
+    def compile_others(self, session: object | None = None) -> None:
+        """Compile the other kernels in the background, until they are compiled or the session is gone."""
+        compile_in_background(self.templates, session)
 
 
 @contextmanager
-def preparation(calls: Sequence[Call], target: Target | NoTarget, choice: PlanChoice) -> Iterator[None]:
+def preparation(
+    calls: Sequence[Call], target: Target | NoTarget, choice: PlanChoice, wait: bool
+) -> Iterator[Preparation]:
     """Prepare the nodes that run as kernels, in a thread, while the `with` block runs; then wait for the thread.
 
-    Kernels that first runs rarely need are compiled in the background afterwards.  A run that needs such a kernel waits
-    for it.
+    The thread loads the kernels that first runs probably need; without `wait`, it leaves out those that it would have
+    to compile.
 
     A node that cannot be prepared, because its shapes are unknown, is planned in its first run.  Kernels that do not
     compile are left out, and a warning names the node.
     """
+    prepared = Preparation()
     if isinstance(target, NoTarget) or not calls:
-        yield
+        yield prepared
         return
-    made: Made = []
-    thread = threading.Thread(target=_prepare, args=(calls, target, choice, made), name="onnxfuse preparation")
+    given = (calls, target, choice, wait, prepared)
+    thread = threading.Thread(target=_prepare, args=given, name="onnxfuse preparation")
     thread.start()
     try:
-        yield
+        yield prepared
     finally:
         thread.join()
-        planner.equip(made)
-        compile_in_background(list({id(each): each for _, each in made if isinstance(each, PreparedTemplate)}.values()))
+        planner.equip(prepared.made)
 
 
-def _prepare(calls: Sequence[Call], target: Target, choice: PlanChoice, made: Made) -> None:
-    """Make the templates, append them with their nodes to `made`, and load the kernels for likely sizes."""
+def _prepare(calls: Sequence[Call], target: Target, choice: PlanChoice, wait: bool, prepared: Preparation) -> None:
+    """Make the templates, add them with their nodes to `prepared`, and load kernels for likely sizes."""
 
     def templates() -> Iterator[PreparedTemplate]:
         known: set[int] = set()
         for situation, template in _templates(calls, target, choice):
-            made.append((situation, template))
+            prepared.made.append((situation, template))
             if isinstance(template, PreparedTemplate) and id(template) not in known:
                 known.add(id(template))
                 template.is_loaded_later = True
                 yield template
 
-    def likely(of: PreparedTemplate) -> set[str]:
-        return of.keys_at(likely_sizes(size_count(of.template.inputs)))
+    def wanted(of: PreparedTemplate) -> set[str]:
+        return likely_keys(of) if wait else of.compiled(likely_keys(of))
 
     try:
-        load_all(templates(), likely)
-        for template in {id(each): each for _, each in made if isinstance(each, PreparedTemplate)}.values():
+        load_all(templates(), wanted)
+        for template in prepared.templates:
             planner.mend(template)
     except Exception as error:  # CuPy and the driver have no common error class
         log.info("kernels are compiled when their nodes first run: %s: %s", type(error).__name__, error)

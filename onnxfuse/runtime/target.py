@@ -54,7 +54,7 @@ class Target:
         """Return the environment that measurements of this session's nodes depend on."""
         return session_environment(self.provider, self.device, self.options, self.optimization)
 
-    def settings(self, choice: PlanChoice) -> int:
+    def settings(self, choice: PlanChoice, wait: bool) -> int:
         """Return the session's flags, which the native library passes back to Python in each request for a template."""
         measure, observe = choice == "measured", choice == "observed"
         return (
@@ -64,6 +64,7 @@ class Target:
             | native.MEASURE * measure
             | native.COUNT_RUNS * observe
             | native.CUDA_GRAPH * (observe and self.cuda_graph)
+            | native.WAIT * wait
         )
 
 

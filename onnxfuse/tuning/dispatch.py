@@ -22,6 +22,7 @@ from onnxfuse.runtime.environment import Environment
 from onnxfuse.runtime.fused_calls import Call
 from onnxfuse.runtime.kernel_failures import Place, failure_of
 from onnxfuse.runtime.plan import Aim
+from onnxfuse.runtime.planner import planner
 from onnxfuse.tuning import cache
 from onnxfuse.tuning.cache import Data, Measurement
 
@@ -77,14 +78,19 @@ def explain_session(session: ort.InferenceSession) -> tuple[NodeDispatch, ...]:
     """
     for key in (session, session.get_session_options(), getattr(session, "_sess_options_initial", None)):
         if key is not None and key in _dispatches:
-            return tuple(_with_failure(each, place) for each, place in _dispatches[key])
+            return tuple(_at_present(each, place) for each, place in _dispatches[key])
     raise UsageError("this session was made without onnxfuse; use onnxfuse.InferenceSession or onnxfuse.register")
 
 
-def _with_failure(dispatch: NodeDispatch, place: Place | None) -> NodeDispatch:
-    """Return `dispatch`, updated by a failure of the node's kernels if one is recorded under the key `place`."""
-    failure = failure_of(place) if place else None
-    return replace(dispatch, why=f"{dispatch.why}; {failure}") if failure else dispatch
+def _at_present(dispatch: NodeDispatch, place: Place | None) -> NodeDispatch:
+    """Return how a node runs, with the failure of its kernels, or that some of them are not compiled yet.
+
+    `place` is the key under which failures are recorded; None if no kernel runs.
+    """
+    if place is None:
+        return dispatch
+    more = failure_of(place) or (planner.compiles(place) and "some of its kernels are still being compiled")
+    return replace(dispatch, why=f"{dispatch.why}; {more}") if more else dispatch
 
 
 # --- preferences -----------------------------------------------------------------------------------------------------
@@ -116,7 +122,8 @@ class SessionSettings:
     prefer: Prefer | None  # chooses kernel or body for each node; if None, every node with a kernel runs as a kernel
     choice: PlanChoice  # which of a kernel's candidate plans runs
     plan_file: FoundPlans | None = None  # used if it was made for this GPU, version and aim
-    aim: Aim = "latency"  # the argument `aim` of InferenceSession
+    aim: Aim = "latency"  # the arguments `aim` and `wait` of InferenceSession
+    wait: bool = True
 
 
 def cached_preferences(

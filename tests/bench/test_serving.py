@@ -177,7 +177,7 @@ def test_a_process_that_dies_or_hangs_costs_its_part_only(
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
-    [(["--parts", "visits,latency"], "unknown: latency; parts: visits, load, cache, memory, cold"),
+    [(["--parts", "visits,latency"], "unknown: latency; parts: unprepared, visits, load, cache, memory, cold"),
      (["--range", "batch:8"], "'batch:8' is not of the form batch:1..8"),
      (["--range", "batch:8..1"], "'batch:8..1' is not of the form batch:1..8"),
      (["--threads", "1,0"], "invalid numbers value: '1,0'")],

@@ -115,7 +115,8 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     monkeypatch.setattr(planner, "__dict__", {**vars(Planner()), "verdicts": planner.verdicts})
     monkeypatch.setattr(kernel_failures, "_failures", {})
     monkeypatch.setattr(body_runs, "_bodies", {})
-    monkeypatch.setattr(prepare_session, "compile_in_background", background_compile._load)  # at once then
+    at_once = lambda templates, _=None: background_compile.load_and_send(templates)  # noqa: E731
+    monkeypatch.setattr(prepare_session, "compile_in_background", at_once)
     monkeypatch.setattr(onnxfuse.kernels, "__path__", [*onnxfuse.kernels.__path__, str(HERE / "kernels")])
     cuda, cublaslt, cudnn = (ctypes.CDLL(str(path)) for path in (libcuda, libcublaslt, libcudnn))
     cuda.fake_launches.restype = cuda.fake_modules.restype = ctypes.c_int64
@@ -145,7 +146,9 @@ def _load(entry: str, ordinal: int) -> LoadedKernel:
     return LoadedKernel(function, module)
 
 
-BACKEND = Backend(lambda: None, lambda: None, lambda: 2, device, load, lambda *_: b"fake:cubin", lambda: None)
+BACKEND = Backend(
+    lambda: None, lambda: None, lambda: 2, device, load, lambda *_: True, lambda *_: b"fake:cubin", lambda: None
+)
 
 
 @functools.cache

@@ -1,11 +1,14 @@
-"""A session is made with the kernels for likely sizes; others are compiled behind it, and a run waits for its own."""
+"""Sessions start with the kernels for likely sizes, and compile others later; runs wait for these, or do not."""
 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +21,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
 from stand_in import CPU, Stage, feed, load, model, node, session, stage
 
 from onnxfuse.errors import KernelError
-from onnxfuse.runtime import background_compile, prepare_session
+from onnxfuse.runtime import background_compile, late_work, prepare_session
 from onnxfuse.runtime.backends import BACKENDS
 from onnxfuse.runtime.kernel_loader import LoadedKernel
 from onnxfuse.runtime.likely_sizes import likely_sizes
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Plan, TensorSpec
 from onnxfuse.runtime.planner import planner
 from onnxfuse.runtime.template import Template
-from onnxfuse.session import explain_session, register
+from onnxfuse.session import InferenceSession, explain_session, register
 
 ROWS = f"g (float[n, 3] x, float[3] b) => (float[n, 3] y) {{ {node('shift', 'x, b', 'y', operands='x bias')} }}"
 MANY = 1000  # rows, from which on the host takes another kernel
@@ -36,28 +39,30 @@ class Compiler:
 
     def __init__(self) -> None:
         self.loaded: list[str] = []
-        self.goes_on = threading.Event()
+        self.goes_on, self.few_go_on = threading.Event(), threading.Event()
+        self.few_go_on.set()
+        self.seconds = 0.0
         self.error: Exception | None = None
 
     def load(self, kernel: Kernel, ordinal: int) -> LoadedKernel:
         kind = "many" if "MANY" in kernel.defines else "few"
-        if kind == "many":
-            assert self.goes_on.wait(10)
-            if self.error:
-                raise self.error
+        time.sleep(self.seconds)
+        assert (self.goes_on if kind == "many" else self.few_go_on).wait(10)
+        if kind == "many" and self.error:
+            raise self.error
         self.loaded.append(kind)
         return dataclasses.replace(load(kernel, ordinal))
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Stage:
-    """Let the host of shift have one kernel for few rows and one for many."""
-    result = stage(monkeypatch)
+def gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Stage:
+    """Let the host of shift have one kernel for few rows and one for many; with the parameter 1.0, both are right."""
+    result, factor = stage(monkeypatch), getattr(request, "param", 1)
     own = result.kernels("shift").candidates
 
     def by_rows(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
         (plan,) = own(node, inputs, device)
-        if inputs[0].shape[0] < MANY:
+        if factor * inputs[0].shape[0] < MANY:  # real numbers are estimates
             return [plan]
         (step,) = plan.steps
         kernel = dataclasses.replace(step.kernel, defines={**step.kernel.defines, "MANY": 1})
@@ -78,6 +83,16 @@ def compiler(gpu: Stage, monkeypatch: pytest.MonkeyPatch) -> Compiler:
 def check(run: Any, rows: int) -> None:
     given = feed(rows, 3)
     np.testing.assert_array_equal(run.run(None, given)[0], given["x"] + given["b"])
+
+
+def unaligned(rows: int) -> dict[str, np.ndarray]:
+    """Return inputs whose memory no session foresees."""
+    given = feed(rows, 3)
+    memory = np.empty(3 * rows + 1, np.float32)
+    given["x"] = memory[1 if memory.ctypes.data % 16 == 0 else 0 :][: 3 * rows].reshape(rows, 3)
+    given["x"][:] = 1
+    assert given["x"].ctypes.data % 16
+    return given
 
 
 def requests(monkeypatch: pytest.MonkeyPatch) -> list[object]:
@@ -114,7 +129,7 @@ def test_nodes_of_other_settings_get_nothing(gpu: Stage) -> None:
 
 
 def test_a_run_loads_the_kernel_that_it_lacks(gpu: Stage, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare_session, "compile_in_background", lambda _: None)
+    monkeypatch.setattr(prepare_session, "compile_in_background", lambda *_: None)
     run = session(model(ROWS))
     check(run, 8)
     assert compiler.loaded == ["few"]
@@ -136,7 +151,7 @@ def test_nodes_get_what_was_compiled_behind_the_session(
     assert compiler.loaded == ["few"]
     asked = requests(monkeypatch)
     compiler.goes_on.set()
-    background_compile.wait()
+    late_work.wait()
     check(run, MANY)
     assert compiler.loaded == ["few", "many"] and not asked
 
@@ -159,7 +174,7 @@ def test_the_body_runs_in_place_of_a_kernel_that_does_not_compile(
     in_background: bool,
 ) -> None:
     if not in_background:
-        monkeypatch.setattr(prepare_session, "compile_in_background", lambda _: None)
+        monkeypatch.setattr(prepare_session, "compile_in_background", lambda *_: None)
     compiler.error = KernelError("shift.cu does not compile: here\n  ^")
     compiler.goes_on.set()
     run, before = session(model(ROWS)), gpu.launches()
@@ -175,7 +190,7 @@ def test_the_body_runs_in_place_of_a_kernel_that_does_not_compile(
 def test_a_library_that_chooses_otherwise_gets_all_kernels(
     gpu: Stage, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare_session, "compile_in_background", lambda _: None)
+    monkeypatch.setattr(prepare_session, "compile_in_background", lambda *_: None)
     compiler.goes_on.set()
     own = Template.chosen
     few_for_many = lambda of, sizes: own(of, [min(size, 8) for size in sizes])  # noqa: E731
@@ -194,11 +209,7 @@ def test_a_template_that_a_run_makes_has_all_kernels(
     compiler.goes_on.set()
     run = session(model(ROWS))
     del compiler.loaded[:]
-    given = feed(8, 3)
-    memory = np.empty(4 * 3 * 8 + 1, np.float32)
-    given["x"] = memory[1 if memory.ctypes.data % 16 == 0 else 0 :][: 3 * 8].reshape(8, 3)
-    given["x"][:] = 1
-    assert given["x"].ctypes.data % 16
+    given = unaligned(8)
     np.testing.assert_array_equal(run.run(None, given)[0], given["x"] + given["b"])
     assert sorted(compiler.loaded) == ["few", "many"]
 
@@ -206,9 +217,148 @@ def test_a_template_that_a_run_makes_has_all_kernels(
 def test_nothing_is_compiled_when_python_exits(gpu: Stage, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     exits = threading.Event()
     exits.set()
-    monkeypatch.setattr(background_compile, "_exits", exits)
+    monkeypatch.setattr(late_work, "_exits", exits)
     check(session(model(ROWS)), 8)
     assert compiler.loaded == ["few"]
+
+
+# --- runs that do not wait --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_wait(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let sessions wait for no compiler, whose cache is empty, and compile in the background."""
+    monkeypatch.delenv("ONNXFUSE_WAIT")
+    monkeypatch.setattr(late_work, "PATIENCE", 5.0)  # enough for a run that compiles nothing, on any machine
+    monkeypatch.setattr(prepare_session, "compile_in_background", background_compile.compile_in_background)
+    monkeypatch.setitem(BACKENDS, CPU, dataclasses.replace(BACKENDS[CPU], is_compiled=lambda *_: False))
+    yield
+    compiler.goes_on.set()
+    compiler.few_go_on.set()
+    late_work.wait()
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_the_body_runs_until_a_kernel_is_compiled(gpu: Stage, compiler: Compiler) -> None:
+    compiler.few_go_on.clear()
+    run, before = session(model(ROWS)), gpu.launches()
+    for rows in (8, 8, 3, MANY):
+        check(run, rows)
+    assert gpu.launches() == before and not compiler.loaded
+    assert explain_session(run)[0].why.endswith("; some of its kernels are still being compiled")
+    compiler.few_go_on.set()
+    compiler.goes_on.set()
+    late_work.wait()
+    for rows in (8, MANY):
+        check(run, rows)
+    assert "compiled" not in explain_session(run)[0].why
+    assert gpu.launches() == before + 2 and set(compiler.loaded) == {"few", "many"}
+
+
+@pytest.mark.usefixtures("no_wait")
+@pytest.mark.parametrize("gpu", [1.0], indirect=True, ids=["estimate"])
+def test_another_compiled_kernel_runs_until_the_best_one_is_compiled(
+    gpu: Stage, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, before = session(model(ROWS)), gpu.launches()
+    while gpu.launches() == before:
+        check(run, 8)  # as the body, until the thread has sent the kernel for few rows
+    asked, before = requests(monkeypatch), gpu.launches()
+    check(run, 4 * MANY)
+    check(run, 4 * MANY)
+    assert gpu.launches() == before + 2 and gpu.last()[0] == 7 and not asked, "the kernel for few rows is right, too"
+    compiler.goes_on.set()
+    late_work.wait()
+    check(run, 4 * MANY)
+    assert gpu.last()[0] == 9
+
+
+@pytest.mark.usefixtures("no_wait")
+@pytest.mark.parametrize("fails", [False, True])
+def test_threads_run_sizes_never_seen_while_a_slow_compiler_works_or_fails(
+    gpu: Stage, compiler: Compiler, caplog: pytest.LogCaptureFixture, fails: bool
+) -> None:
+    compiler.seconds = 0.05
+    compiler.error = KernelError("shift.cu does not compile") if fails else None
+    compiler.goes_on.set()
+    run = session(model(ROWS))
+    random = np.random.default_rng(7)
+
+    def one(rows: int) -> float:
+        start = time.perf_counter()
+        check(run, rows)
+        return time.perf_counter() - start
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(one, [int(rows) for rows in random.integers(0, 3 * MANY, 200)]))
+    late_work.wait()
+    check(run, 8)
+    assert gpu.last()[0] == 7
+    assert ("does not compile" in caplog.text) == fails
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_a_run_at_unforeseen_inputs_does_not_wait(gpu: Stage, compiler: Compiler) -> None:
+    """Memory that is not aligned is not foreseen when a session is made, so that the node's request plans, too."""
+    run = session(model(ROWS))
+    given, before = unaligned(8), gpu.launches()
+    compiler.few_go_on.clear()
+    for _ in range(2):
+        np.testing.assert_array_equal(run.run(None, given)[0], given["x"] + given["b"])
+    assert gpu.launches() == before
+    compiler.few_go_on.set()
+    compiler.goes_on.set()
+    late_work.wait()
+    np.testing.assert_array_equal(run.run(None, given)[0], given["x"] + given["b"])
+    assert gpu.launches() == before + 1
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_compiling_stops_with_the_session(gpu: Stage, compiler: Compiler) -> None:
+    compiler.few_go_on.clear()
+    run = session(model(ROWS))
+    check(run, 8)
+    del run
+    gc.collect()
+    compiler.few_go_on.set()
+    late_work.wait()
+    assert "many" not in compiler.loaded
+
+
+@pytest.mark.usefixtures("no_wait")
+@pytest.mark.parametrize(
+    ("wait", "environment", "provider"),
+    [(True, "0", CPU), (False, "1", CPU), (False, "0", (CPU, {"enable_cuda_graph": "1"}))],
+    ids=["wait", "environment", "CUDA graph"],
+)
+def test_sessions_that_wait(
+    gpu: Stage, compiler: Compiler, monkeypatch: pytest.MonkeyPatch, wait: bool, environment: str, provider: Any
+) -> None:
+    monkeypatch.setenv("ONNXFUSE_WAIT", environment)
+    compiler.seconds = 0.05
+    compiler.goes_on.set()
+    run = InferenceSession(model(ROWS), providers=[provider], wait=wait)
+    before = gpu.launches()
+    check(run, 8)
+    check(run, MANY)
+    assert gpu.launches() == before + 2
+
+
+def test_an_error_of_late_work_is_dropped_and_one_in_time_is_raised() -> None:
+    def fails() -> int:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        late_work.soon(fails, lambda _: None)
+    goes_on, found = threading.Event(), list[int]()
+    busy = threading.Event()
+    late_work.start(lambda: bool(busy.wait(10)), "busy")
+    assert late_work.soon(lambda: (goes_on.wait(10), fails())[1], found.append) is None
+    assert late_work.soon(lambda: (goes_on.wait(10), 5)[1], found.append) is None
+    goes_on.set()
+    busy.set()
+    late_work.wait()
+    assert found == [5]
 
 
 def test_likely_sizes() -> None:

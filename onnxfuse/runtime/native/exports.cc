@@ -5,7 +5,7 @@
 
 using namespace onnxfuse;
 
-ONNXFUSE_EXPORT int onnxfuse_abi() { return 14; }
+ONNXFUSE_EXPORT int onnxfuse_abi() { return 15; }
 
 ONNXFUSE_EXPORT void onnxfuse_set_callbacks(PlanCallback plan, BodyCallback body, DropCallback drop,
                                             const Interrupt* interrupt) {

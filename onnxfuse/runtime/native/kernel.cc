@@ -164,7 +164,7 @@ class ReusedTensors {
   }
 };
 
-constexpr size_t kMaxInputsOfBody = 1024;  // a node stores at most this many inputs for which its ONNX function runs
+constexpr size_t kMaxInputsForNow = 1024;  // maximum size of FusedKernel::for_now_
 
 // The destination of the outputs if a node runs as its body, the ONNX function that it calls.
 struct BodyOutputs {
@@ -358,11 +358,18 @@ FusedKernel::SharedPlan FusedKernel::known(const Key& key) {
 FusedKernel::SharedPlan FusedKernel::make(const Key& key, Stream stream) {
   const CurrentContext current(driver_, driver_.context_of(device_));
   Templates templates;
+  uint64_t added = 0;
   {
     std::shared_lock<std::shared_mutex> lock(mutex_);
-    templates = templates_;
+    templates = templates_, added = added_;
   }
   if (SharedPlan plan = first_fit(templates, key, &Template::plan)) return plan;
+  if (setup_.asks_python && !(setup_.settings & kWait)) {
+    if (SharedPlan plan = first_fit(templates, key, &Template::plan_for_now)) return keep_for_now(key, plan, added);
+    // A thread compiles the kernels of each template, and then sends the template again.
+    const auto is_being_compiled = [&](const auto& each) { return each->fits(key) && each->has_variant(key); };
+    if (std::any_of(templates.begin(), templates.end(), is_being_compiled)) return keep_for_now(key, nullptr, added);
+  }
   if (!setup_.asks_python) {
     throw std::runtime_error("plan files have no plan for these inputs: " + onnxfuse::describe(setup_.files) +
                              "; make them again with these shapes");
@@ -370,9 +377,9 @@ FusedKernel::SharedPlan FusedKernel::make(const Key& key, Stream stream) {
   // At the first request, Python loads only the kernels of the variant (a plan for a range of sizes) that it expects
   // here.  If this library chooses another variant, because it rounds differently, it then requests all kernels.
   for (const int settings : {0, kAllKernels}) {
-    const std::shared_ptr<Template> added = ask(key, stream, settings);
-    if (!added) return nullptr;
-    if (SharedPlan plan = added->fits(key) ? added->plan(key) : nullptr) return plan;
+    const std::shared_ptr<Template> made = ask(key, stream, settings);
+    if (!made) return keep_for_now(key, nullptr, added);
+    if (SharedPlan plan = made->fits(key) ? made->plan(key) : nullptr) return plan;
   }
   throw std::runtime_error("the template that was planned for these shapes has no plan for them");
 }
@@ -382,11 +389,16 @@ std::shared_ptr<Template> FusedKernel::ask(const Key& key, Stream stream, int se
     throw std::runtime_error(
         "these shapes are new while a CUDA graph is captured; run them once without capture first");
   }
-  if (const std::optional<std::string> bytes = ask_for_plan(request_for(key, settings))) return add(*bytes);
+  const std::optional<std::string> bytes = ask_for_plan(request_for(key, settings));
+  return bytes ? add(*bytes) : nullptr;
+}
+
+FusedKernel::SharedPlan FusedKernel::keep_for_now(const Key& key, const SharedPlan& plan, uint64_t added) {
   std::unique_lock<std::shared_mutex> lock(mutex_);
-  if (of_body_.size() >= kMaxInputsOfBody) of_body_.clear();  // Python is asked again about the removed keys
-  of_body_.insert(key);
-  return nullptr;
+  if (added != added_) return plan;  // the next run looks into the templates again
+  if (for_now_.size() >= kMaxInputsForNow) for_now_.clear();  // they are decided again when they occur again
+  for_now_[key] = plan;
+  return plan;
 }
 
 PlanRequest FusedKernel::request_for(const Key& key, int settings) const {
@@ -394,9 +406,10 @@ PlanRequest FusedKernel::request_for(const Key& key, int settings) const {
           key.data(), key.size(), device_, setup_.settings | settings};
 }
 
-bool FusedKernel::runs_body(const Key& key) {
+std::optional<FusedKernel::SharedPlan> FusedKernel::for_now(const Key& key) {
   std::shared_lock<std::shared_mutex> lock(mutex_);
-  return of_body_.count(key) != 0;
+  const auto found = for_now_.find(key);
+  return found == for_now_.end() ? std::nullopt : std::optional(found->second);
 }
 
 void FusedKernel::run_body(OrtKernelContext* context, const Key& key, void* const* inputs, Stream stream) const {
@@ -417,7 +430,8 @@ std::shared_ptr<Template> FusedKernel::add(const std::string& bytes) {
   const auto is_replaced = [&](const auto& each) { return each->is_for_inputs_of(*added); };
   templates_.erase(std::remove_if(templates_.begin(), templates_.end(), is_replaced), templates_.end());
   templates_.insert(templates_.begin(), added);
-  of_body_.clear();  // the template may have plans for these inputs
+  for_now_.clear();  // the template may have better plans for these inputs
+  ++added_;
   return added;
 }
 
@@ -460,8 +474,8 @@ void FusedKernel::compute(OrtKernelContext* context) {
     check(ort_, ort_.KernelContext_GetGPUComputeStream(context, &stream));
     std::optional<RelaxedCapture> relaxed;  // set if a new plan is made: making and launching it can load code
     const auto plan_of = [&](const Key& key) {
-      SharedPlan plan = known(key);
-      if (plan || runs_body(key)) return plan;
+      if (SharedPlan plan = known(key)) return plan;
+      if (const std::optional<SharedPlan> plan = for_now(key)) return *plan;
       relaxed.emplace(driver_);
       return make(key, stream);
     };

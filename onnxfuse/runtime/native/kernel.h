@@ -3,9 +3,10 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
-#include <set>
+#include <optional>
 #include <shared_mutex>
 #include <string>
 #include <utility>
@@ -72,11 +73,15 @@ class FusedKernel {
   SharedPlan first_fit(const Templates& templates, const Key& key, SharedPlan (Template::*plan)(const Key&)) const;
   // Returns null unless a call of `make` has made the plan for these inputs.
   SharedPlan known(const Key& key);
-  // Returns null if Python says that the body must run.
+  // Returns null if the body must run, because no kernel can or none is compiled yet.
   SharedPlan make(const Key& key, Stream stream);
   PlanRequest request_for(const Key& key, int settings = 0) const;
   std::shared_ptr<Template> ask(const Key& key, Stream stream, int settings);
-  bool runs_body(const Key& key);
+  // Returns how a node runs for these inputs until a template is added: by a plan, or, if it is null, as its body.
+  // Returns nothing if that is not decided.
+  std::optional<SharedPlan> for_now(const Key& key);
+  // Lets the node run so until a template is added, unless one was added since `added_` had the value `added`.
+  SharedPlan keep_for_now(const Key& key, const SharedPlan& plan, uint64_t added);
   void run_body(OrtKernelContext* context, const Key& key, void* const* inputs, Stream stream) const;
   std::shared_ptr<Template> add(const std::string& bytes);
 
@@ -92,9 +97,10 @@ class FusedKernel {
   OrtAllocator* allocator_ = nullptr;
   const OrtMemoryInfo* memory_ = nullptr;
   int device_ = 0;
-  std::shared_mutex mutex_;  // guards the templates and of_body_
+  std::shared_mutex mutex_;  // guards the next three members
   Templates templates_;      // shared by equal nodes; the newest is the first
-  std::set<Key> of_body_;    // inputs for which the body must run, by Python's answer
+  uint64_t added_ = 0;       // the number of templates that were added
+  std::map<Key, SharedPlan> for_now_;  // see for_now
   std::vector<std::shared_ptr<const GivenTemplate>> given_;  // the templates of plan files
   std::once_flag given_are_chosen_;                          // set when choose_given has added them to templates_
 };

@@ -7,8 +7,9 @@
 
 namespace onnxfuse {
 
-// Flags of a session's settings: TF32 is allowed, the runs of each plan are counted, the session's aim is throughput.
-constexpr int kTf32 = 1, kCountRuns = 8, kShared = 64;
+// Flags of a session's settings: TF32 is allowed, the runs of each plan are counted, the session's aim is throughput,
+// and runs wait for the compiler.
+constexpr int kTf32 = 1, kCountRuns = 8, kShared = 64, kWait = 128;
 // Flag of a request: all kernels of the template must be loaded, not only the kernels for the present shapes.
 constexpr int kAllKernels = 32;
 

@@ -175,8 +175,14 @@ std::vector<int64_t> Template::sizes_of(const Key& key) const {
   return sizes;
 }
 
-const Template::Variant* Template::choose(const std::vector<int64_t>& sizes,
-                                          const std::vector<int64_t>& values) const {
+bool Template::has_functions(const Variant& variant) const {
+  return std::all_of(variant.patches.begin(), variant.patches.end(), [&](const Patch& patch) {
+    return patch.kind != PatchKind::kFunction || functions_[patch.index];
+  });
+}
+
+const Template::Variant* Template::choose(const std::vector<int64_t>& sizes, const std::vector<int64_t>& values,
+                                          bool compiled) const {
   struct Best {
     const Variant* variant = nullptr;
     std::pair<double, double> cost;
@@ -186,6 +192,7 @@ const Template::Variant* Template::choose(const std::vector<int64_t>& sizes,
   };
   Best tuned, expected;
   for (const Variant& variant : variants_) {
+    if (compiled && !has_functions(variant)) continue;
     const bool right = std::all_of(variant.hard.begin(), variant.hard.end(), [&](const Guard& guard) {
       return (values[guard.expression] != 0) == guard.answer;
     });
@@ -207,16 +214,19 @@ const Template::Variant* Template::choose(const std::vector<int64_t>& sizes,
   return near || !expected.variant ? tuned.variant : expected.variant;
 }
 
-Template::SharedPlan Template::make(const Key& key) const {
-  const std::vector<int64_t> sizes = sizes_of(key);
+std::vector<int64_t> Template::values_at(const std::vector<int64_t>& sizes) const {
   bool overflowed = false;
-  const std::vector<int64_t> values = expressions_->evaluate(sizes, overflowed);
+  std::vector<int64_t> values = expressions_->evaluate(sizes, overflowed);
   if (overflowed) throw std::runtime_error("these sizes are too large for 64-bit arithmetic");
-  const Variant* variant = choose(sizes, values);
-  if (!variant) return nullptr;
+  return values;
+}
+
+Template::SharedPlan Template::make(const Key& key, bool compiled) const {
+  const std::vector<int64_t> sizes = sizes_of(key), values = values_at(sizes);
+  const Variant* variant = choose(sizes, values, compiled);
+  if (!variant || !has_functions(*variant)) return nullptr;
   std::vector<int64_t> words = variant->words;
   for (const Patch& patch : variant->patches) {
-    if (patch.kind == PatchKind::kFunction && !functions_[patch.index]) return nullptr;
     words[patch.word] = patch.kind == PatchKind::kFunction ? functions_[patch.index] : values[patch.index];
   }
   const std::string bytes(reinterpret_cast<const char*>(words.data()), words.size() * sizeof(int64_t));
@@ -263,10 +273,17 @@ Template::SharedPlan Template::known_plan(const Key& key) {
 }
 
 Template::SharedPlan Template::plan(const Key& key) {
-  SharedPlan made = make(key);
+  SharedPlan made = make(key, false);
   if (!made) return nullptr;
   std::unique_lock<std::shared_mutex> lock(mutex_);
   return add(key, std::move(made));
+}
+
+Template::SharedPlan Template::plan_for_now(const Key& key) { return make(key, true); }
+
+bool Template::has_variant(const Key& key) const {
+  const std::vector<int64_t> sizes = sizes_of(key);
+  return choose(sizes, values_at(sizes), false) != nullptr;
 }
 
 std::vector<std::pair<Key, uint64_t>> Template::take_runs() {

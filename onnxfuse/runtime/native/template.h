@@ -56,6 +56,13 @@ class Template {
   // `read_plan` throws.
   SharedPlan plan(const Key& key);
 
+  // As `plan`, but if functions of the variant for these sizes are still being compiled, returns a plan of the best
+  // variant that is correct for these sizes and has all its functions.  The template does not keep this plan.
+  SharedPlan plan_for_now(const Key& key);
+
+  // Whether a variant is for the sizes of these inputs, which fit.
+  bool has_variant(const Key& key) const;
+
   // Returns the plan for these inputs if a call of `plan` has made it before, else null.
   SharedPlan known_plan(const Key& key);
 
@@ -102,8 +109,12 @@ class Template {
   std::vector<Guard> read_guards(WordReader& reader) const;
   Variant read_variant(WordReader& reader) const;
   std::vector<int64_t> sizes_of(const Key& key) const;
-  const Variant* choose(const std::vector<int64_t>& sizes, const std::vector<int64_t>& values) const;
-  SharedPlan make(const Key& key) const;
+  bool has_functions(const Variant& variant) const;
+  // The values of all expressions at some sizes.  Throws std::runtime_error if they overflow.
+  std::vector<int64_t> values_at(const std::vector<int64_t>& sizes) const;
+  // Considers only variants that have all their functions if `compiled` is set.
+  const Variant* choose(const std::vector<int64_t>& sizes, const std::vector<int64_t>& values, bool compiled) const;
+  SharedPlan make(const Key& key, bool compiled) const;
   bool holds_constants(const Key& key) const;
   // Throws std::runtime_error if a launch has a function that is not the template's, or arguments that the function
   // does not take.

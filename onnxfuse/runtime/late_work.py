@@ -1,0 +1,79 @@
+"""Threads for work that runs do not wait for: above all, compiling kernels."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Final, TypeVar
+
+PATIENCE: Final = 0.02  # seconds that a run waits for its kernels, if nothing else is being compiled
+T = TypeVar("T")
+_working: Final[set[threading.Thread]] = set()
+_exits: Final = threading.Event()
+
+
+def start(work: Callable[[], None], name: str) -> None:
+    """Do some work in a thread; Python does not exit before it has ended."""
+
+    def run() -> None:
+        try:
+            work()
+        finally:
+            _working.discard(threading.current_thread())
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    _working.add(thread)
+    thread.start()
+
+
+def soon(make: Callable[[], T], late: Callable[[T], None]) -> T | None:
+    """Return the result of `make` if a thread has it within PATIENCE seconds.
+
+    Otherwise, return None now, and call `late` with the result once `make` has it.  While other work goes on, the
+    compiler is probably busy, so that this function waits for nothing.
+
+    Passes on the errors that `make` raises in time; later ones are dropped.
+    """
+    answer: Future[T] = Future()
+    patience = 0.0 if _working else PATIENCE
+
+    def work() -> None:
+        try:
+            answer.set_result(make())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    def deliver(done: Future[T]) -> None:
+        if not done.exception():
+            late(done.result())
+
+    start(work, "onnxfuse late answer")
+    try:
+        return answer.result(patience)
+    except TimeoutError:
+        answer.add_done_callback(deliver)  # at once if it is done by now
+        return None
+
+
+def exits() -> bool:
+    """Return whether Python exits, so that no more work should begin."""
+    return _exits.is_set()
+
+
+def wait() -> None:
+    """Wait until all threads of this module have ended."""
+    for thread in list(_working):
+        thread.join()
+
+
+@atexit.register
+def _stop() -> None:
+    """Wait for running compilations, because the compiler's library must not be unloaded while they use it."""
+    _exits.set()
+    wait()
+
+
+os.register_at_fork(after_in_child=_working.clear)  # a forked process has none of its parent's threads
