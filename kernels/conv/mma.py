@@ -24,7 +24,11 @@ from onnxfuse.runtime.symint import best_first, is_symbolic, maximum
 MAX_DIMS: Final = 3  # spatial axes
 MAX_CONFIGS: Final = 6
 MAX_FEW: Final = 5  # configs for dynamic sizes, not counting the kernel that adds up sums
-FEW_SLICES: Final = (1, 3, 8)  # numbers of slices for dynamic sizes; each needs its own kernel that adds up slices
+FEW_SLICES: Final = (
+    1,
+    3,
+    8,
+)  # numbers of slices of k for dynamic sizes; the kernel that adds up the sums of slices differs for each number
 SLICES: Final = (1, 2, 3, 4, 6, 8, 12, 16)  # numbers of slices of k; each slice has its own block along z
 MIN_SLICE_TILES: Final = 3  # tiles of k per slice
 MAX_CHUNKS: Final = {16: 8, 8: 8, 4: 6, 2: 4}  # maximum 16-byte chunks of a stage per thread, by bytes per copy

@@ -33,7 +33,7 @@ struct RowSource {
     const Id* ids;
     long long count;  // rows of the table
 
-    // Returns the id that selects the addend of a (batch, seq) row or, if the addend is a tensor, the index of its row.
+    // Returns which row of the source is added to a (batch, seq) row: its id if ids select rows, else its position.
     __device__ __forceinline__ long long row_index(long long row, long long seq) const {
         if constexpr (!PRESENT || BROADCAST == PER_ALL) row = 0;
         else if constexpr (BROADCAST == PER_POSITION) row = INDEX_T(row) % INDEX_T(seq);

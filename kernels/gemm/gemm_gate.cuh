@@ -17,7 +17,7 @@ template <int COUNT, int COPY>
 struct GateRows {
     static constexpr int EACH = 4 / sizeof(T);   // elements per word
     static constexpr int STEP = 32 / sizeof(T);  // elements of k per mma
-    const T* rows[COUNT][2];                     // addresses of this thread's first factors of each row
+    const T* rows[COUNT][2];                     // where this thread begins to read each of its rows
     int k;
 
     __device__ __forceinline__ GateRows() {}

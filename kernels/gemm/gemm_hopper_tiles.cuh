@@ -49,7 +49,8 @@ constexpr int SUBTILES_AT = STAGES * STAGE_BYTES;
 constexpr int VECTORS_AT = SUBTILES_AT + (RESULTS_IN_RING ? 0 : CONSUMERS * SUBTILES * SUBTILE_BYTES);
 constexpr int BARRIERS_AT = VECTORS_AT + CONSUMERS * VECTORS * TILE_N * 4;
 
-// The column vectors on their way to shared memory: a thread has two elements of each.
+// The operands with one number per column, such as the bias, on their way to shared memory: a thread holds two numbers
+// of each.
 struct Vectors {
     Pair pairs[VECTORS > 0 ? VECTORS : 1];
 

@@ -1,7 +1,7 @@
 """Divides a loop nest among threads, by rows or by elements, and chooses the width of vectors.
 
-A list is one of `Nest.lists`: the variables that count rows, the elements of a row, or the elements of another
-reduction.
+In this module, a list is one of `Nest.lists`: the loop variables over rows, over the elements of a row, or over the
+elements of a reduction.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Final
 
 LIKELY_FIRST: Final = (1, 8)  # sizes of the first dynamic dim, which is the batch in most models
 LIKELY: Final = (1, 128)  # sizes of other dynamic dims, such as the length of a sequence
-MAX_OTHERS: Final = 2  # maximum number of dims after the first that get both LIKELY sizes; 8 combinations take 4 ms
+MAX_OTHERS: Final = 2  # dims besides the first that get both LIKELY sizes; 2 ** 3 combinations take 4 ms
 
 
 def likely_sizes(count: int) -> Iterator[tuple[int, ...]]:

@@ -75,7 +75,7 @@ class SavedTemplate:
     tf32: bool  # whether the template is for sessions that allow TF32
     shared: bool  # whether the template is for sessions with aim="throughput"
     node: bytes  # the result of node_identity
-    words: TemplateWords  # functions in these words are indices into `kernels`
+    words: TemplateWords  # these have indices into `kernels` in place of the handles of functions
     kernels: tuple[KernelCode, ...]
     # Libraries that the template's plans call; True if a plan names an algorithm or an engine of the library.
     libraries: Mapping[str, bool] = field(default_factory=dict)

@@ -106,7 +106,7 @@ struct Tensors {
   }
 
  private:
-  // Adds an int32 in host memory as a tensor whose only dim is its value.
+  // Appends an int32 n from host memory to the key, as if it were a tensor of shape [n].
   void add_number(const Ort& ort, const OrtValue* value, const void* pointer, int64_t flags) {
     const size_t start = key.size();
     add(ort, value, 0);

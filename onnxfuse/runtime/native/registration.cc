@@ -33,7 +33,8 @@ struct Registry {
   using SetupKey = std::tuple<const void*, std::string, int, bool, PlanFiles>;
   std::mutex mutex;
   std::map<const void*, std::unique_ptr<Ort>> runtimes;
-  using Signature = std::pair<std::string, std::vector<size_t>>;  // an operator's name, and its inputs that are numbers
+  // An operator's name, and the indices of its inputs that are single integers in host memory.
+  using Signature = std::pair<std::string, std::vector<size_t>>;
   std::map<std::pair<SetupKey, Signature>, std::unique_ptr<FusedOp>> ops;
   std::map<std::pair<SetupKey, std::set<Signature>>, OrtCustomOpDomain*> domains;
 
