@@ -225,7 +225,7 @@ CONVOLUTIONAL = (
         plain_image,
         CLASSES,
         {"width_percent": 4, "classes": 10, "image": 64},
-        (HALF_BN, Variant("ts11_bn", "ts", 11, keep_batch_norm=True, numbered_names=True)),
+        (),  # for benchmarks only: the small one has the same operators
         IMAGE,
         full={"width_percent": 100, "classes": 1000, "image": 224},
         calibrated=True,
@@ -237,7 +237,7 @@ CONVOLUTIONAL = (
         plain_image,
         CLASSES,
         {"width_percent": 4, "classes": 10, "image": 64},
-        (HALF, Variant("dynamo23_bn", "dynamo", 23, keep_batch_norm=True)),
+        (Variant("dynamo23_bn", "dynamo", 23, keep_batch_norm=True),),
         IMAGE,
         full={"width_percent": 100, "classes": 1000, "image": 224},
         calibrated=True,

@@ -135,11 +135,6 @@ FUSED: Mapping[str, Formulas] = {
         "layer_norm": lambda c: 1 + sum(c["depths"]) + (len(c["depths"]) - 1) + 1,  # stem, blocks, downsampling, end
         "gemm_bias_activation": lambda c: 2 * sum(c["depths"]),
     },
-    "mobilenetv3_large": {
-        # first and last; 14 expansions, 15 depthwise, 8 squeeze-excitations of two, 10 projections with a residual
-        "conv_bias_activation": lambda c: 2 + 14 + 15 + 2 * 8 + 10,
-        "gemm_bias_activation": lambda c: 2,
-    },
     "efficientnet": {
         # first and last; 15 expansions, 16 depthwise, 16 squeeze-excitations of two, 9 projections with a residual, and
         # the first projection, because tiny widths are rounded up to the same
@@ -196,7 +191,6 @@ PLAIN: Mapping[str, Formulas] = {
     "transformer_encoder": {},
     "swin": {"MatMul": lambda c: len(c["depths"]) - 1},  # merging patches
     "convnext": {"Conv": lambda c: 1 + sum(c["depths"]) + len(c["depths"]) - 1},  # stem, depthwise, downsampling
-    "mobilenetv3_large": {"Conv": lambda c: 15 - 10},
     "efficientnet": {"Conv": lambda c: 16 - 10},
     "densenet": {"Conv": lambda c: sum(c["depths"]) + len(c["depths"]) - 1},  # second of layers, transitions
     "detector": {"Conv": lambda c: 2 * 3 + 1},  # the last of the heads, and the mean over bins
@@ -220,7 +214,6 @@ CHANNELS_LAST: Mapping[str, Formulas] = {
     "resnet50": {"max_pool": lambda c: 1, "global_average_pool": lambda c: 1},
     "mobilenetv3": {"global_average_pool": lambda c: 1, "squeeze_excite": lambda c: 9},
     "convnext": {"global_average_pool": lambda c: 1},  # in front of the last norm
-    "mobilenetv3_large": {"global_average_pool": lambda c: 1, "squeeze_excite": lambda c: 8},
     "efficientnet": {"global_average_pool": lambda c: 1, "squeeze_excite": lambda c: 16},
     "densenet": {
         "max_pool": lambda c: 1,

@@ -173,7 +173,7 @@ def _nearest_miss(names: Set[str], missed: Iterable[Miss]) -> str:
 
 
 def in_terms_of_model(fused: Iterable[Fused], spelled: Iterable[Spelled]) -> tuple[Fused, ...]:
-    """Return fused nodes with records that name the operators of the model, not the simpler nodes that replaced them."""
+    """Return fused nodes with records that name operators of the model, not the simpler nodes that replaced them."""
     operators = {name: one.node for one in spelled for name in one.made}
 
     def of_model(names: Iterable[str]) -> tuple[str, ...]:

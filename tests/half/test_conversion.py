@@ -962,7 +962,7 @@ def test_differences_that_cancel_stay_in_float32_for_bfloat16() -> None:
 
 
 def test_convolutions_in_bfloat16_get_an_opset_that_has_them() -> None:
-    model, report = optimize(load_exported("mobilenetv3_large_ts11_bn_fp32.onnx"), dtype="bfloat16", verify=False)
+    model, report = optimize(load_exported("mobilenetv3_ts13_bn_fp32.onnx"), dtype="bfloat16", verify=False)
     assert {o.domain: o.version for o in model.opset_import}[""] == 22
     assert report.half is not None
     assert not report.half.by_rule
