@@ -48,6 +48,11 @@ def test_other_products_follow_the_kernel_of_the_norm(case: Case, aligned: bool)
     assert all(plan[0].kernel.source in NORMS and len(plan) >= 2 for plan in plans_of(case, H200, aligned))
 
 
+def test_blocks_that_wait_for_others_do_not_normalize() -> None:
+    assert normalizes(plans_of(Case(1, (8192,), 2048, gate="silu"), H200)[0])
+    assert not any(map(normalizes, plans_of(Case(1, (128256,), 2048), H200)))
+
+
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
 def test_every_gpu_has_plans(device: Device) -> None:
     for case in CASES:
