@@ -52,7 +52,7 @@ def fused_chain(nodes: int) -> onnx.ModelProto:
 def runner(model: onnx.ModelProto, graph: bool) -> Callable[[], None]:
     """Return a function that runs a model on tensors of the GPU."""
     options = {"enable_cuda_graph": "1"} if graph else {}
-    session = InferenceSession(model.SerializeToString(), providers=[("CUDAExecutionProvider", options)])
+    session = InferenceSession(model.SerializeToString(), providers=[("CUDAExecutionProvider", options)], wait=True)
     assert {each.how for each in explain_session(session)} <= {"kernel"}
     binding = session.io_binding()
     zeros = np.zeros((1, ELEMENTS), np.float32)

@@ -60,6 +60,6 @@ def test_the_kernel_computes_what_the_body_does() -> None:
     model, _ = onnxfuse.optimize(vocoder())
     feeds = {"mel": np.random.default_rng(1).standard_normal((2, 20, 33), dtype=np.float32)}
     bodies = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    kernels = onnxfuse.InferenceSession(model.SerializeToString(), providers=[(CUDA, {"use_tf32": 0})])
+    kernels = onnxfuse.InferenceSession(model.SerializeToString(), providers=[(CUDA, {"use_tf32": 0})], wait=True)
     assert {each.how for each in onnxfuse.explain_session(kernels) if each.fusion == "snake"} == {"kernel"}
     np.testing.assert_allclose(kernels.run(None, feeds)[0], bodies.run(None, feeds)[0], atol=1e-5)
