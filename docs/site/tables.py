@@ -199,31 +199,31 @@ def _engine_cell(row: Mapping[str, Any]) -> str:
 
 def new_shapes() -> str:
     """Return the times of runs at shapes that a session has not met, and has."""
-    visits = {(row["engine"], row["visit"]): row for row in rows("new_shapes-h200", "visits")}
+    parts = result("first_runs-h200")["parts"]
     lines = [
-        [engine, *(_visit(visits[engine, visit]) for visit in ("first", "later", "fresh"))]
-        for engine in ("onnxruntime", "onnxfuse")
+        ["onnxruntime, first visit of a shape", *_spread(parts["visits"]["onnxruntime"]["first_ms"])],
+        ["onnxruntime, later visits", *_spread(parts["visits"]["onnxruntime"]["later_ms"])],
+        ["onnxfuse, first visit while kernels are compiled", *_spread(parts["unprepared"]["first_ms"])],
+        ["onnxfuse, first visit", *_spread(parts["visits"]["onnxfuse"]["first_ms"])],
+        ["onnxfuse, later visits", *_spread(parts["visits"]["onnxfuse"]["later_ms"])],
     ]
-    return grid(["milliseconds", "first visit of a shape", "later visits", "new shapes after all others"], lines)
+    return grid(["milliseconds", "median", "90 %", "worst"], lines)
 
 
-def _visit(row: Mapping[str, float]) -> str:
-    return ", ".join(f"{row[name]:g}" for name in ("median_ms", "p90_ms", "worst_ms") if name in row)
+def _spread(times: Mapping[str, float]) -> list[str]:
+    return [three_digits(times[name]) for name in ("median", "p90", "worst")]
 
 
 def starts() -> str:
     """Return the seconds from the start of a process to its first answer."""
-    python = [[row["start"], _range(row["least_s"], row["most_s"])] for row in rows("new_shapes-h200", "starts")]
+    cold = result("first_runs-h200")["parts"]["cold"]["rows"]
+    python = [[row["start"], three_digits(row["median_s"])] for row in cold]
     cpp = [
         [f"{row['engine']}{', plan file' if row['engine'] == 'onnxfuse' else ''}, in C++",
          three_digits(row["first_answer_s"])]
         for row in rows("cpp_start-h200")
     ]  # fmt: skip
     return grid(["", "seconds to the first answer"], [*python, *cpp])
-
-
-def _range(least: float, most: float) -> str:
-    return f"{least:g}" if least == most else f"{least:g} to {most:g}"
 
 
 def load() -> str:
