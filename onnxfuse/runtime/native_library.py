@@ -256,7 +256,7 @@ def _read_body(raw: Any) -> BodyRequest:
         if not raw.put(raw.outputs, index, (ctypes.c_int64 * len(shape))(*shape), len(shape), address):
             raise NativeError(f"output {index} cannot be made")
 
-    inputs = read_inputs(node.key[: node.key_size])
+    inputs = _inputs_of(tuple(node.key[: node.key_size]))
     return BodyRequest(
         node.kernel,
         node.provider.decode(),
@@ -268,6 +268,11 @@ def _read_body(raw: Any) -> BodyRequest:
         raw.stream or 0,
         put,
     )
+
+
+@functools.lru_cache(1024)
+def _inputs_of(key: tuple[int, ...]) -> tuple[TensorSpec, ...]:
+    return read_inputs(key)
 
 
 def new_nodes() -> list[Request]:
