@@ -25,6 +25,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +218,9 @@ def warm(
     """Return whether the model runs in a CUDA graph, and its session after some runs."""
     for options in (GRAPH, {}):
         try:
-            session = start_session(model, None, "cuda", InferenceSession if kernels else None, options=options)
+            session = start_session(
+                model, None, "cuda", partial(InferenceSession, wait=True) if kernels else None, options=options
+            )
             bound = bind(session, feeds, "cuda", shapes)
             for _ in range(WARM_UP_RUNS):
                 bound.run()

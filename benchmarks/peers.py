@@ -8,6 +8,7 @@ import importlib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +164,9 @@ def in_onnxruntime(
     """Return the `prepare` of a peer that changes the model and runs it in onnxruntime."""
 
     def prepare(work: Work) -> Any:
-        session = start_session(make(work), None, work.provider, InferenceSession if kernels else None, options=options)
+        session = start_session(
+            make(work), None, work.provider, partial(InferenceSession, wait=True) if kernels else None, options=options
+        )
         shapes = {name: shape for name, (shape, _) in reference(work).items()}
         return bind(session, feeds_of(work), work.provider, shapes)
 

@@ -318,7 +318,7 @@ class _Runner:
             try:
                 if (name, mode) not in bound:
                     options = {} if mode == PLAIN else {"enable_cuda_graph": 1}
-                    kernels = None if name == base else partial(InferenceSession, tune=self.tune)
+                    kernels = None if name == base else partial(InferenceSession, tune=self.tune, wait=True)
                     session = start_session(model, folder, self.provider, kernels, options=options)
                     check_outputs(session)
                     bound[name, mode] = bind(session, feeds, self.provider, first.shapes() if options else None)

@@ -161,6 +161,16 @@ def test_a_fused_model_is_compared_with_its_own_bodies(tmp_path: Path, resnet: P
     assert result.passed
 
 
+def test_models_are_timed_once_their_kernels_are_compiled(resnet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, settings = sys.modules["onnxfuse.bench.bench"], list[dict[str, Any]]()
+    own = module.InferenceSession  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        module, "InferenceSession", lambda *given, **named: (settings.append(named), own(*given, **named))[1]
+    )
+    bench(resnet, BenchSettings(shapes=["2x3x32x32"], runs=2, ops=False))
+    assert [each["wait"] for each in settings] == [True]
+
+
 def test_inputs_may_be_given(tmp_path: Path, bert: Path) -> None:
     given = {name: np.ones((4, 9), np.int64) for name in ("input_ids", "attention_mask")}
     np.savez(tmp_path / "x.npz", **given)
