@@ -27,9 +27,9 @@ from onnxfuse.runtime.target import PlanChoice
 from onnxfuse.session import InferenceSession, explain_session, open_session
 from onnxfuse.steps import Progress
 from onnxfuse.tuning.bound_session import BoundSession, Provider, TimedModel, bind, check_outputs, start_session
-from onnxfuse.tuning.dispatch import CUDA_GRAPH, PLAIN, Mode, TunePolicy
+from onnxfuse.tuning.dispatch import CUDA_GRAPH, PLAIN, Mode, NodeDispatch, TunePolicy
 from onnxfuse.tuning.memory_rate import copy_rate
-from onnxfuse.tuning.op_times import OpTime, op_times
+from onnxfuse.tuning.op_times import OpTime, op_times, timeline
 from onnxfuse.tuning.timing import RunTimes, interleaved, runs_within
 from onnxfuse.tuning.tune import tune as tune_model
 from onnxfuse.verify.accepted import Accepted, accepted_of
@@ -82,6 +82,8 @@ class Bench:
     ops: tuple[OpTime, ...]  # the times of fused and unfused operators
     copy_rate: float | None  # bytes per second of a large copy
     ops_error: str = ""  # why no operator was timed alone
+    # With `trace`: for the original and the fused model, the nodes that were timed, in the order of the graph.
+    timelines: Mapping[str, tuple[tuple[str, OpTime], ...]] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -124,6 +126,7 @@ class BenchSettings:
     cuda_graph: bool = True  # on CUDA, also run with CUDA graphs
     ops: bool = True  # also time each operator alone
     tune: TunePolicy = "cached"  # decides between kernels and ONNX functions: see InferenceSession
+    trace: bool = False  # also time each operator of the original alone, for a trace
 
 
 def bench(
@@ -152,9 +155,15 @@ def bench(
         tune_model(timed)
     models = [("bodies" if fused is original else "original", original, folder), ("fused", fused, folder), *others]
     contenders, bound = _timed(runner, models, feeds, first, settings.runs)
-    rows, why = _op_times(timed, runner, bound) if settings.ops and counts else ([], "")
+    session = bound.get(("fused", PLAIN))
+    how = explain_session(session.session) if session else ()
+    rows, why = _op_times(timed, runner, how) if settings.ops and counts else ([], "")
+    timelines = {}
+    if settings.trace:
+        before, why_not = _op_times(replace(timed, model=original), runner, ())
+        timelines, why = {models[0][0]: timeline(original, before), "fused": timeline(fused, rows)}, why or why_not
     given, rate = describe_feeds(feeds), copy_rate(provider, LARGE_COPY_BYTES)
-    return Bench(str(path), provider, device(provider), given, counts, contenders, tuple(rows), rate, why)
+    return Bench(str(path), provider, device(provider), given, counts, contenders, tuple(rows), rate, why, timelines)
 
 
 def _load(path: Path, inputs: Mapping[str, Array]) -> tuple[onnx.ModelProto, Path | None]:
@@ -360,14 +369,10 @@ def with_speed_ups(contenders: Sequence[Contender], base: str) -> Iterator[Conte
         yield each
 
 
-def _op_times(
-    fused: TimedModel, runner: _Runner, bound: Mapping[tuple[str, Mode], BoundSession]
-) -> tuple[list[OpTime], str]:
+def _op_times(timed: TimedModel, runner: _Runner, dispatches: Sequence[NodeDispatch]) -> tuple[list[OpTime], str]:
     """Time each operator alone; the second result is "", or why no operator was timed."""
-    session = bound.get(("fused", PLAIN))
-    dispatches = explain_session(session.session) if session else ()
     try:
         choice: PlanChoice = "first" if runner.tune == "never" else "known"
-        return op_times(fused, dispatches, runner.cuda_graph, unfused=True, choice=choice), ""
+        return op_times(timed, dispatches, runner.cuda_graph, unfused=True, choice=choice), ""
     except Exception as error:  # such as too little memory for all values at once; the models are timed anyway
         return [], first_line(error)

@@ -10,6 +10,7 @@ import click
 
 from onnxfuse.cli.options import checked_target, examples, file_path, given_inputs, run_options, use_kernels
 from onnxfuse.cli.terminal import console, shown_progress
+from onnxfuse.errors import UsageError
 
 if TYPE_CHECKING:
     from onnxfuse.tuning.bound_session import Provider
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
         "onnxfuse bench model.onnx --shape input_ids:8x128",
         "onnxfuse bench model.onnx --against other.onnx --chart times.html",
         "onnxfuse bench model.onnx --provider cpu --no-ops --runs 50",
+        "onnxfuse bench model.onnx --trace trace.json",
     ),
 )
 @click.argument("model", type=file_path)
@@ -44,6 +46,9 @@ if TYPE_CHECKING:
 )
 @click.option("--json", "json_file", type=file_path, help="Write the result to a JSON file.")
 @click.option("--chart", "chart_file", type=file_path, help="Draw the result to a .html or .png file.")
+@click.option(
+    "--trace", "trace_file", type=file_path, help="Write the operators of both models to a file for ui.perfetto.dev."
+)
 def bench_command(
     model: Path,
     patterns: tuple[Path, ...],
@@ -58,6 +63,7 @@ def bench_command(
     tune: TunePolicy,
     json_file: Path | None,
     chart_file: Path | None,
+    trace_file: Path | None,
 ) -> None:
     """Time MODEL and the same model fused.
 
@@ -65,22 +71,27 @@ def bench_command(
     """
     from onnxfuse.bench import chart
     from onnxfuse.bench.bench import BenchSettings, bench
+    from onnxfuse.bench.trace import write_trace
     from onnxfuse.tuning.bound_session import default_provider
 
     if chart_file:
         chart.check_name(chart_file)
-    for file in filter(None, (json_file, chart_file)):
+    if trace_file and not ops:
+        raise UsageError("--trace shows the time of each operator, which --no-ops leaves out; give one of them")
+    for file in filter(None, (json_file, chart_file, trace_file)):
         for each in (model, *against):
             checked_target(each, file)
     provider = provider or default_provider()
     use_kernels(kernels, provider)
     inputs = given_inputs(npz, model) or {}
-    settings = BenchSettings(patterns, shapes, inputs, against, runs, provider, cuda_graph, ops, tune)
+    settings = BenchSettings(patterns, shapes, inputs, against, runs, provider, cuda_graph, ops, tune, bool(trace_file))
     with shown_progress() as progress:
         result = bench(model, settings, progress)
     if json_file:
         result.write(json_file)
     if chart_file:
         chart.draw(result, chart_file)
+    if trace_file:
+        write_trace(result, trace_file)
     console().print(chart.tables(result))
     sys.exit(0 if result.passed else 1)

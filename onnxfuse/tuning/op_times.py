@@ -132,6 +132,13 @@ def node_name(node: onnx.NodeProto) -> str:
     return node.name or node.output[0]
 
 
+def timeline(model: onnx.ModelProto, ops: Sequence[OpTime]) -> tuple[tuple[str, OpTime], ...]:
+    """Return the names and times of the nodes of a model's main graph that were timed, in the order of the graph."""
+    by_node = {name: op for op in ops for name in op.nodes if op.seconds is not None}
+    names = map(node_name, model.graph.node)
+    return tuple((name, by_node[name]) for name in names if name in by_node)
+
+
 # --- operators -------------------------------------------------------------------------------------------------------
 
 

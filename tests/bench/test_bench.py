@@ -153,6 +153,33 @@ def test_the_chart_is_well_formed(measured: tuple[Result, dict[str, Any], str]) 
     assert "wrong result" in "".join(root.itertext())
 
 
+def test_a_trace_shows_the_operators_of_both_models(tmp_path: Path, bert: Path) -> None:
+    given = ("--shape", "input_ids:2x8", "--shape", "attention_mask:2x8", "--runs", "2")
+    result = run(bert, *given, "--trace", tmp_path / "t.json")
+    assert result.exit_code == DONE, result.output
+    events = json.loads((tmp_path / "t.json").read_text(encoding="utf-8"))["traceEvents"]
+    named = {each["pid"]: each["args"]["name"] for each in events if each["name"] == "process_name"}
+    assert named == {0: "original", 1: "fused"}
+    nodes = {pid: [each for each in events if each["ph"] == "X" and each["pid"] == pid] for pid in named}
+    assert {"layer_norm", "gemm_bias_activation"} <= {each["name"] for each in nodes[1]}
+    assert {"MatMul", "Add"} <= {each["name"] for each in nodes[0]} and len(nodes[0]) > len(nodes[1])
+    for each, later in (pair for of in nodes.values() for pair in itertools.pairwise(of)):
+        assert each["dur"] >= 0 and each["args"]["bytes"] > 0 and each["args"]["node"]
+        assert later["ts"] == pytest.approx(each["ts"] + each["dur"], abs=0.01)
+    fused, _ = optimize(bert, verify=False)
+    order = [each.name for each in fused.graph.node]
+    assert [order.index(each["args"]["node"]) for each in nodes[1]] == sorted(
+        order.index(each["args"]["node"]) for each in nodes[1]
+    )
+
+
+def test_a_trace_needs_the_times_of_operators(tmp_path: Path, bert: Path) -> None:
+    result = run(bert, "--no-ops", "--trace", tmp_path / "t.json")
+    assert (
+        result.exit_code == 2 and "--trace shows the time of each operator, which --no-ops leaves out" in result.output
+    )
+
+
 def test_a_fused_model_is_compared_with_its_own_bodies(tmp_path: Path, resnet: Path) -> None:
     onnx.save(optimize(resnet, verify=False)[0], tmp_path / "fused.onnx")
     result = bench(tmp_path / "fused.onnx", BenchSettings(shapes=["2x3x32x32"], runs=2, ops=False))
