@@ -62,15 +62,6 @@ def gemm(description: str | None) -> argparse.Namespace:
     return made.parse_args()
 
 
-def gemm_programs(description: str | None) -> argparse.Namespace:
-    """Return what the command line of gemm_programs.py asks for."""
-    made = parser(description)
-    made.add_argument("--only", default="", help="shapes MxNxK, separated by commas")
-    made.add_argument("--dtypes", default="float16", help="separated by commas")
-    made.add_argument("--epilogues", default="", help="separated by commas; all without it")
-    return made.parse_args()
-
-
 def kernels(description: str | None) -> argparse.Namespace:
     """Return what the command line of kernels.py asks for."""
     made = parser(description)

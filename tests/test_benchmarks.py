@@ -27,7 +27,6 @@ WITH_OPTIONS = (
     "cpu",
     "gates",
     "gemm",
-    "gemm_programs",
     "host_seconds",
     "kernels",
     "memory",
