@@ -124,7 +124,11 @@ class Matcher(MatchContext):
         if known is not None:
             is_operand = isinstance(term, Capture)
             found, casts = self.without_casts(tensor, is_operand=is_operand)
-            if self.without_casts(known, is_operand=is_operand)[0] is found:
+            source, of_known = self.without_casts(known, is_operand=is_operand)
+            inside = {*state.nodes, *state.kept, *map(id, casts)}
+            # A rounding before an operand of the match is in the operand; the other occurrence must have it, too.
+            rounded = any(id(cast) not in inside and not self.is_to_float32(cast) for cast in of_known)
+            if source is found and not rounded:
                 return iter((state.with_nodes(casts, keep=True),))
             self.fail(term, state, lambda: f"'{tensor.name}' stands where '{known.name}' is required again")
             return iter(())
