@@ -23,7 +23,7 @@ STOOD_IN = ("types.cuh", "gemm_multiply.cuh", "multiply_words.cuh")  # headers t
 def library(step: Launch, folder: Path) -> ctypes.CDLL:
     text = (
         f'#include "cuda_emulated.h"\n{text_of(step.kernel)}\n'
-        'extern "C" void allow(const char* start, i64 bytes) { emulated::ranges.push_back({start, start + bytes}); }\n'
+        'extern "C" void allow(const char* start, i64 bytes) { emulated::allow(start, bytes); }\n'
         'extern "C" void run(int grid_x, int grid_y, int threads, int shared, const void* const* arguments) {\n'
         "    emulated::launch(grid_x, grid_y, threads, shared, "
         f"[=] {{ emulated::call({step.kernel.entry}, arguments); }});\n}}\n"

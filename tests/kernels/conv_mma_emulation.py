@@ -38,7 +38,7 @@ def library(kernel: Kernel, text: str, device: Device, at_once: bool, folder: Pa
     macros = "".join(f"#define {name} {value}\n" for name, value in kernel.defines.items())  # the header has such names
     whole = (
         f'#include "conv_mma_emulated.h"\n{macros}{text}\n'
-        'extern "C" void allow(const char* start, i64 bytes) { emulated::ranges.push_back({start, start + bytes}); }\n'
+        'extern "C" void allow(const char* start, i64 bytes) { emulated::allow(start, bytes); }\n'
         'extern "C" void run(const void* const* arguments, const int* grid, int threads, int shared) {\n'
         f"    launch_all({kernel.entry}, arguments, grid, threads, shared);\n}}\n"
     )

@@ -50,9 +50,8 @@ def launcher(kernel: str, name: str) -> str:
     """Return a function of that name that runs all blocks of a kernel."""
     return (
         f'extern "C" void {name}(const int* grid, const int* block, int shared, const void* const* arguments) {{\n'
-        "    emulated::launch({unsigned(grid[0]), unsigned(grid[1]), 1}, "
-        "{unsigned(block[0]), unsigned(block[1]), unsigned(block[2])}, shared, "
-        f"[=] {{ emulated::call({kernel}, arguments); }});\n}}\n"
+        "    emulated::launch({u32(grid[0]), u32(grid[1]), 1}, {u32(block[0]), u32(block[1]), u32(block[2])}, CLUSTER, "
+        f"shared, [](const void* const* all) {{ emulated::call({kernel}, all); }}, arguments);\n}}\n"
     )
 
 

@@ -72,7 +72,7 @@ def _library(kernel: Kernel, threads: int, folder: Path) -> ctypes.CDLL:
     whole = kernel_text(kernel)
     parts = zip(["", *PARTS.findall(whole)], PARTS.split(whole)[::2], strict=True)
     text = re.sub(r"(?m)^#pragma.*$", "", "".join(part for name, part in parts if name not in STOOD_IN))
-    text = SHARED.sub(r"char* \1 = emulated::here->memory;", text)
+    text = SHARED.sub(r"char* \1 = emulated::memory;", text)
     header = "hopper_emulated.h"
     if kernel.source == "gemm_stream":
         header = "gemm_stream_emulated.h"
@@ -83,7 +83,8 @@ def _library(kernel: Kernel, threads: int, folder: Path) -> ctypes.CDLL:
         f'#include "{header}"\n{text}\n'
         'extern "C" void run(const void* const* arguments, const int* grid, int cluster, int shared_bytes) {\n'
         "    gridDim.z = grid[2];\n    for (int z = 0; z < grid[2]; ++z)\n"
-        "        emulated::launch(grid[0], cluster, shared_bytes, [=] {\n            blockIdx.z = z;\n"
+        "        emulated::launch(grid[0], cluster, emulated::THREADS, emulated::ITEM, shared_bytes, [=] {\n"
+        "            blockIdx.z = z;\n"
         f"            emulated::call({kernel.entry}, arguments);\n        }});\n}}\n"
     )
     return load(text, {**kernel.defines, "BLOCK_THREADS": threads}, NULL_POINTERS, folder / "kernel.cc")

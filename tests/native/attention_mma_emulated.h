@@ -6,7 +6,7 @@ static u32 shared_base() { return 0; }
 
 template <class T>
 static T shared_at(u32 from) {
-    if (from % sizeof(T) || from + sizeof(T) > emulated::here->memory.size()) abort();
+    if (from % sizeof(T) || from + sizeof(T) > emulated::memory_bytes()) abort();
     T value;
     memcpy(&value, emulated::memory() + from, sizeof(T));
     return value;
@@ -38,26 +38,16 @@ static u32 narrow(T, const float*) { abort(); }  // of products in half precisio
 
 template <class T>
 static T __shfl_sync(unsigned, T value, int lane) {
-    using namespace emulated;
-    Thread* self = running;
-    self->exchanged = bits_as<u32>(value);
-    emulated::wait(Wait::Warp);
-    const size_t own = self - here->threads.data();
-    const u32 other = here->threads[own / 32 * 32 + lane].exchanged;
-    emulated::wait(Wait::Warp);
+    const u32 other = emulated::exchange(bits_as<u32>(value))[lane];
+    emulated::wait(emulated::Wait::Warp);
     return bits_as<T>(other);
 }
 
 static bool __all_sync(unsigned, bool holds) {
-    using namespace emulated;
-    Thread* self = running;
-    self->exchanged = holds;
-    emulated::wait(Wait::Warp);
-    const size_t first = (self - here->threads.data()) / 32 * 32;
-    bool all = true;
-    for (size_t i = first; i < first + 32; ++i) all &= here->threads[i].exchanged != 0;
-    emulated::wait(Wait::Warp);
-    return all;
+    const u32* all = emulated::exchange(holds);
+    holds = std::all_of(all, all + 32, [](u32 each) { return each != 0; });
+    emulated::wait(emulated::Wait::Warp);
+    return holds;
 }
 
 static void __syncwarp() { emulated::wait(emulated::Wait::Warp); }

@@ -1,18 +1,11 @@
 // An emulation of a GPU's blocks on one thread of the CPU, under the names of types.cuh and cluster.cuh, so that the
-// source of a kernel compiles with this header in their place.
-//
-// Each thread of a block is a coroutine that runs until it waits. A block runs alone until all its threads wait for
-// the other blocks of its cluster, an extreme that the hardware allows; a wait that never ends aborts the process.
-#include <ucontext.h>
-
+// source of a kernel compiles with this header in their place. block_threads.cc runs the threads.
+#include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
-#include <memory>
-#include <vector>
 
+#include "block_threads.h"
 #include "byte_perm_emulated.h"
 #include "call_emulated.h"
 
@@ -34,14 +27,11 @@ using std::max;
 using std::min;
 using s8 = signed char;
 using u8 = unsigned char;
-using u32 = unsigned;
 using u64 = unsigned long long;
 
 struct uint4 { u32 x, y, z, w; };
 struct float2 { float x, y; };
 inline float2 make_float2(float x, float y) { return {x, y}; }
-struct Index { unsigned x, y, z; };
-static Index threadIdx, blockIdx, gridDim;
 
 #ifndef CLUSTER
 #define CLUSTER 1
@@ -161,139 +151,6 @@ static u32 __float_as_uint(float value) { return bits_as<u32>(value); }
 
 // ---- blocks and their threads ------------------------------------------------------------------------------------
 
-namespace emulated {
-
-enum class Wait { None, Warp, Block, Cluster, Done };
-
-struct Thread {
-    ucontext_t context;
-    std::unique_ptr<char[]> stack;
-    Wait wait = Wait::None;
-    Index index;
-    u32 exchanged;
-};
-
-struct Block {
-    unsigned rank;
-    std::vector<Thread> threads;
-    std::vector<char> memory;
-    Index index;
-};
-
-static constexpr size_t STACK_BYTES = 128 << 10;
-static std::vector<Block> blocks;  // of the cluster that runs
-static Block* here;
-static Thread* running;
-static ucontext_t scheduler;
-static std::function<void()> entry;
-
-static void wait(Wait kind) {
-    running->wait = kind;
-    swapcontext(&running->context, &scheduler);
-}
-
-static void run_thread() {
-    entry();
-    running->wait = Wait::Done;
-    swapcontext(&running->context, &scheduler);
-}
-
-static void resume(Block& block, Thread& thread) {
-    here = &block;
-    running = &thread;
-    thread.wait = Wait::None;
-    threadIdx = thread.index;
-    blockIdx = block.index;
-    swapcontext(&scheduler, &thread.context);
-}
-
-// Whether all threads of [first, end) that have not ended wait for the same.
-static bool all_wait(const Block& block, size_t first, size_t end, Wait kind) {
-    bool some = false;
-    for (size_t i = first; i < min(end, block.threads.size()); ++i) {
-        if (block.threads[i].wait == Wait::Done) continue;
-        if (block.threads[i].wait != kind) return false;
-        some = true;
-    }
-    return some;
-}
-
-// Runs the threads of a block until all have ended or wait for the cluster; returns whether any of them ran.
-static bool run_block(Block& block) {
-    bool ran = false;
-    const size_t count = block.threads.size();
-    for (bool more = true; more;) {
-        more = false;
-        for (size_t i = 0; i < count; ++i)
-            if (block.threads[i].wait == Wait::None) resume(block, block.threads[i]), more = ran = true;
-        for (size_t first = 0; first < count; first += 32)
-            if (all_wait(block, first, first + 32, Wait::Warp)) {
-                for (size_t i = first; i < min(first + 32, count); ++i)
-                    if (block.threads[i].wait == Wait::Warp) block.threads[i].wait = Wait::None;
-                more = true;
-            }
-        if (all_wait(block, 0, count, Wait::Block)) {
-            for (Thread& thread : block.threads)
-                if (thread.wait == Wait::Block) thread.wait = Wait::None;
-            more = true;
-        }
-    }
-    return ran;
-}
-
-static void run_cluster(unsigned first_block, Index threads, int shared) {
-    const unsigned count = threads.x * threads.y * threads.z;
-    blocks = std::vector<Block>(CLUSTER);
-    for (unsigned rank = 0; rank < CLUSTER; ++rank) {
-        Block& block = blocks[rank];
-        block.rank = rank;
-        block.index = {(first_block + rank) % gridDim.x, (first_block + rank) / gridDim.x, 0};
-        block.memory.assign(shared + 16, char(0xff));
-        block.threads = std::vector<Thread>(count);
-        for (unsigned i = 0; i < count; ++i) {
-            Thread& thread = block.threads[i];
-            thread.index = {i % threads.x, i / threads.x % threads.y, i / (threads.x * threads.y)};
-            thread.stack.reset(new char[STACK_BYTES]);
-            getcontext(&thread.context);
-            thread.context.uc_stack.ss_sp = thread.stack.get();
-            thread.context.uc_stack.ss_size = STACK_BYTES;
-            makecontext(&thread.context, run_thread, 0);
-        }
-    }
-    while (true) {
-        bool ran = false, waits = false, ended = true;
-        for (Block& block : blocks) ran |= run_block(block);
-        for (Block& block : blocks) {
-            for (Thread& thread : block.threads) {
-                if (thread.wait != Wait::Done) ended = false;
-                if (thread.wait == Wait::Cluster) waits = true;
-            }
-        }
-        if (ended) return;
-        if (!ran && !waits) fprintf(stderr, "a wait that never ends\n"), abort();
-        for (Block& block : blocks) {
-            for (Thread& thread : block.threads) {
-                if (thread.wait != Wait::Cluster) {
-                    fprintf(stderr, "a thread of block %u does not reach the cluster's barrier\n", block.rank);
-                    abort();
-                }
-                thread.wait = Wait::None;
-            }
-        }
-    }
-}
-
-static char* memory() { return reinterpret_cast<char*>((reinterpret_cast<u64>(here->memory.data()) + 15) / 16 * 16); }
-
-// Runs all blocks of a grid.
-static void launch(Index grid, Index threads, int shared, std::function<void()> kernel) {
-    gridDim = grid;
-    entry = kernel;
-    for (unsigned block = 0; block < grid.x * grid.y; block += CLUSTER) run_cluster(block, threads, shared);
-}
-
-}  // namespace emulated
-
 static void __syncthreads() { emulated::wait(emulated::Wait::Block); }
 
 static int __dp4a(int a, int b, int sum) {
@@ -303,29 +160,19 @@ static int __dp4a(int a, int b, int sum) {
 
 template <class T>
 static T __shfl_xor_sync(unsigned, T value, int mask) {
-    using namespace emulated;
-    Thread* self = running;
-    self->exchanged = bits_as<u32>(value);
-    emulated::wait(Wait::Warp);
-    const size_t own = self - here->threads.data();
-    const u32 other = here->threads[(own / 32 * 32) + ((own % 32) ^ mask)].exchanged;
-    emulated::wait(Wait::Warp);
+    const u32 other = emulated::exchange(bits_as<u32>(value))[emulated::lane() ^ mask];
+    emulated::wait(emulated::Wait::Warp);
     return bits_as<T>(other);
 }
 
 // ---- cluster.cuh -------------------------------------------------------------------------------------------------
 
-static unsigned cluster_rank() { return emulated::here->rank; }
+static unsigned cluster_rank() { return emulated::rank(); }
 static void cluster_arrive() {}
 static void cluster_wait() {
     if (CLUSTER > 1) emulated::wait(emulated::Wait::Cluster);
     else __syncthreads();
 }
 static void store_peer(float* address, unsigned rank, float value) {
-    char* own = emulated::memory();
-    emulated::Block* block = emulated::here;
-    emulated::here = &emulated::blocks[rank];
-    char* peer = emulated::memory();
-    emulated::here = block;
-    memcpy(peer + (reinterpret_cast<char*>(address) - own), &value, 4);
+    memcpy(emulated::memory(rank) + (reinterpret_cast<char*>(address) - emulated::memory()), &value, 4);
 }

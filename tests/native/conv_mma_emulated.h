@@ -29,7 +29,7 @@ void copy_async(unsigned to, const char* from, int read) {
     if (read) emulated::check(from, BYTES);
     const char* source = read ? from : zeros;
     if (COPIES_AT_ONCE) memcpy(target, source, BYTES);
-    else emulated::threads[threadIdx.x].copies.back().push_back({target, source, BYTES});
+    else emulated::begin_copy(target, source, BYTES);
 }
 
 template <int PENDING>

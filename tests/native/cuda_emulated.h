@@ -4,16 +4,12 @@
 // The threads of a block take turns on one thread of the CPU: each runs until it waits for others. What is read or
 // written in global memory must lie in one of the arrays that `allow` has named. Shared memory is NaN at the beginning
 // of each block. Asynchronous copies happen when something waits for them, at the latest possible time.
-#include <ucontext.h>
-
 #include <cmath>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
-#include <vector>
 
 #include "call_emulated.h"
+#include "cuda_threads.h"
 
 #define __device__
 #define __global__
@@ -23,7 +19,6 @@
 
 using std::max;
 using std::min;
-using u32 = unsigned;
 using u64 = unsigned long long;
 using i64 = long long;
 
@@ -39,8 +34,6 @@ struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
-struct Index { int x, y, z; };
-static Index threadIdx, blockIdx, gridDim;
 
 inline u32 __float_as_uint(float value) {
     u32 bits;
@@ -57,121 +50,8 @@ inline float __fmul_rn(float a, float b) { return a * b; }
 inline double __dmul_rn(double a, double b) { return a * b; }
 inline float rsqrtf(float x) { return 1 / sqrtf(x); }
 
-namespace emulated {
-
-struct Range { const char* start; const char* end; };
-struct Copy { char* to; const char* from; int bytes; };
-struct Thread {
-    ucontext_t state;
-    std::vector<char> stack;
-    bool ended = false;
-    std::vector<std::vector<Copy>> copies;  // groups, the last of which is not committed yet
-};
-struct Barrier { int arrived = 0; u32 generation = 0; };
-struct Warp {
-    Barrier barrier;
-    u32 words[32][8];
-};
-
-static std::vector<Range> ranges;
-static std::vector<char> storage;
-static char* memory;
-static size_t shared_size;
-static std::vector<Thread> threads;
-static ucontext_t scheduler;
-static std::vector<Warp> warps;
-static Barrier block;
-static int alive;
-static std::function<void()> body;
-
-static void fail(const char* what) {
-    fprintf(stderr, "%s: block %d, %d, thread %d\n", what, blockIdx.x, blockIdx.y, threadIdx.x);
-    abort();
-}
-
-static void check(const void* at, size_t bytes) {
-    const char* start = static_cast<const char*>(at);
-    if (start >= memory && start + bytes <= memory + shared_size) fail("shared memory as global memory");
-    if (reinterpret_cast<u64>(at) % bytes) fail("a misaligned access");
-    for (const Range& range : ranges)
-        if (start >= range.start && start + bytes <= range.end) return;
-    fail("an access outside the operands");
-}
-
-static void check_shared(const void* at, size_t bytes) {
-    const char* start = static_cast<const char*>(at);
-    if (start < memory || start + bytes > memory + shared_size) fail("an access outside shared memory");
-    if (reinterpret_cast<u64>(at) % bytes) fail("a misaligned access to shared memory");
-}
-
-static void pause() { swapcontext(&threads[threadIdx.x].state, &scheduler); }
-
-static void arrive(Barrier& barrier, int count) {
-    const u32 generation = barrier.generation;
-    if (++barrier.arrived == count) {
-        barrier.arrived = 0;
-        ++barrier.generation;
-    } else {
-        while (barrier.generation == generation) pause();
-    }
-}
-
-static Warp& warp() { return warps[threadIdx.x / 32]; }
-
-// Shares up to eight words of each lane of the warp; all lanes take part. Ends with finish_exchange.
-static u32 (&exchange(const u32* words, int count))[32][8] {
-    memcpy(warp().words[threadIdx.x % 32], words, 4 * count);
-    arrive(warp().barrier, 32);
-    return warp().words;
-}
-static void finish_exchange() { arrive(warp().barrier, 32); }
-
-static void run_thread() {
-    body();
-    threads[threadIdx.x].ended = true;
-    for (;;) pause();
-}
-
-template <class Kernel>
-void launch(int grid_x, int grid_y, int count, int shared_bytes, Kernel kernel) {
-    body = kernel;
-    gridDim = {grid_x, grid_y, 1};
-    shared_size = shared_bytes;
-    storage.assign(shared_bytes + 1024, char(0xff));
-    memory = reinterpret_cast<char*>((reinterpret_cast<u64>(storage.data()) + 1023) / 1024 * 1024);
-    threads = std::vector<Thread>(count);
-    for (Thread& thread : threads) thread.stack.resize(1 << 17);
-    for (int y = 0; y < grid_y; ++y)
-        for (int x = 0; x < grid_x; ++x) {
-            blockIdx = {x, y, 0};
-            storage.assign(storage.size(), char(0xff));
-            warps.assign((count + 31) / 32, Warp());
-            block = Barrier();
-            for (Thread& thread : threads) {
-                getcontext(&thread.state);
-                thread.state.uc_stack.ss_sp = thread.stack.data();
-                thread.state.uc_stack.ss_size = thread.stack.size();
-                thread.ended = false;
-                thread.copies.assign(1, {});
-                makecontext(&thread.state, run_thread, 0);
-            }
-            alive = count;
-            while (alive) {
-                alive = 0;
-                for (int i = 0; i < count; ++i) {
-                    if (threads[i].ended) continue;
-                    threadIdx = {i, 0, 0};
-                    swapcontext(&scheduler, &threads[i].state);
-                    alive += !threads[i].ended;
-                }
-            }
-        }
-}
-
-}  // namespace emulated
-
-inline void __syncthreads() { emulated::arrive(emulated::block, int(emulated::threads.size())); }
-inline void __syncwarp() { emulated::arrive(emulated::warp().barrier, 32); }
+inline void __syncthreads() { emulated::sync_block(); }
+inline void __syncwarp() { emulated::sync_warp(); }
 inline bool __any_sync(u32, bool value) {
     const u32 own = value;
     auto& words = emulated::exchange(&own, 1);
@@ -299,7 +179,7 @@ void copy_bytes(char* to, const char* from) {
         memcpy(&word, from, BYTES);
         memcpy(to, &word, 4);
     } else {
-        emulated::threads[threadIdx.x].copies.back().push_back({to, from, BYTES});
+        emulated::begin_copy(to, from, BYTES);
     }
 }
 
@@ -313,19 +193,15 @@ void copy_async(unsigned to, const char* from, int read) {
     emulated::check_shared(target, BYTES);
     if (read != 0 && read != BYTES) emulated::fail("a copy of a part");
     if (read) emulated::check(from, BYTES);
-    emulated::threads[threadIdx.x].copies.back().push_back({target, read ? from : zeros, BYTES});
+    emulated::begin_copy(target, read ? from : zeros, BYTES);
 }
 #endif
 
-inline void commit_copies() { emulated::threads[threadIdx.x].copies.emplace_back(); }
+inline void commit_copies() { emulated::commit_copies(); }
 
 template <int GROUPS>
 void wait_for_copy_groups() {
-    auto& copies = emulated::threads[threadIdx.x].copies;
-    while (int(copies.size()) > GROUPS + 1) {
-        for (const auto& copy : copies.front()) memcpy(copy.to, copy.from, copy.bytes);
-        copies.erase(copies.begin());
-    }
+    emulated::wait_for_copy_groups(GROUPS);
 }
 
 #ifndef COPIES_AT_ONCE

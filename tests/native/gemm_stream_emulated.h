@@ -6,7 +6,7 @@ using hopper::shared_address;
 // st.async to a block of the cluster: four floats arrive, and that block's mbarrier counts them.
 inline void store_async(u32 to, u32 barrier, int block, const float (&values)[4]) {
     hopper::store_at(to, block, values);
-    emulated::count(emulated::cluster[block], barrier, 0, -16);
+    emulated::count(block, barrier, 0, -16);
 }
 
 template <int ROW_BYTES>
@@ -15,7 +15,7 @@ int swizzled_offset(int row, int chunk) {
     return row * ROW_BYTES + ((chunk ^ row & 7) << 4);
 }
 
-inline void store_chunk(u32 to, const u32 (&words)[4]) { memcpy(emulated::here->memory + to, words, 16); }
+inline void store_chunk(u32 to, const u32 (&words)[4]) { memcpy(emulated::memory + to, words, 16); }
 
 template <bool TRANSPOSE>
 void load_matrices(u32 (&to)[4], u32 from) {
@@ -24,7 +24,7 @@ void load_matrices(u32 (&to)[4], u32 from) {
     for (int i = 0; i < 4; ++i)
         for (int j = 0; j < 2; ++j) {
             const u32 element = TRANSPOSE ? rows[8 * i + pair + j] + group * 2 : rows[8 * i + group] + (pair + j) * 2;
-            memcpy(reinterpret_cast<char*>(&to[i]) + 2 * j, emulated::here->memory + element, 2);
+            memcpy(reinterpret_cast<char*>(&to[i]) + 2 * j, emulated::memory + element, 2);
         }
     emulated::end_exchange();
 }
