@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -82,11 +83,11 @@ class Case:
         attributes |= {"activation": self.gate} if self.gate else {}
         outputs = (self.dtype,) * (1 + len(self.others) + (self.norm == "add_rms_norm"))
         if self.norm:
-            operands = [name.removeprefix(OF_NORM) for name in self.arrays() if name == "x" or name.startswith(OF_NORM)]
+            operands = [name.removeprefix(OF_NORM) for name in _forms(self) if name == "x" or name.startswith(OF_NORM)]
             dtypes = [self.dtype] * (len(operands) - 1)
             norm = {"fusion": self.norm, "operands": operands, "attributes": {"epsilon": EPSILON}, "dtypes": dtypes}
             attributes[PROLOGUE] = json.dumps(norm)
-        return FusedNode(fusion, "product", tuple(self.arrays()), attributes, outputs)
+        return FusedNode(fusion, "product", tuple(_forms(self)), attributes, outputs)
 
     def arrays(self, seed: int = 0) -> Arrays:
         """Return the operands by name; packed elements are bytes, and scales are of both signs."""
@@ -134,16 +135,16 @@ class Case:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape that a model declares for an operand."""
-        arrays = self.arrays()
+        shape, dtype = _forms(self)[name]
         n = next((n for each, n in self.weights.items() if name in (each, named(each)("zero_points"))), 0)
-        if self.is_padded or not n or arrays[name].dtype != np.uint8:
-            return arrays[name].shape
+        if self.is_padded or not n or dtype != np.uint8:
+            return shape
         inner = self.k if name in self.weights else self.blocks
         return (inner, n) if self.layout == "kn" else (n, inner)
 
     def specs(self, aligned: bool = True) -> list[TensorSpec]:
         """Return the shapes and dtypes of the operands, which are all constants but x."""
-        dtypes = {name: self.stored if a.dtype == np.uint8 else self.dtype for name, a in self.arrays().items()}
+        dtypes = {name: self.stored if dtype == np.uint8 else self.dtype for name, (_, dtype) in _forms(self).items()}
         return [
             TensorSpec(self.shape(name), dtype, aligned, constant=aligned and name not in ("x", f"{OF_NORM}residual"))
             for name, dtype in dtypes.items()
@@ -199,6 +200,12 @@ class Case:
         added = arrays.get(f"{OF_NORM}residual")
         x = arrays["x"].astype(np.float64)
         return x if added is None else x + added.astype(np.float64)
+
+
+@functools.cache  # because drawing large operands takes longer than all that is done with their shapes
+def _forms(case: Case) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+    """Return the shapes and dtypes of a case's arrays."""
+    return {name: (array.shape, array.dtype) for name, array in case.arrays().items()}
 
 
 def stored_arrays(case: Case) -> Arrays:
