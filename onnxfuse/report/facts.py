@@ -55,12 +55,17 @@ def gather_facts(
     """Return the facts about a run that fused `original`; the present time becomes the time of the run."""
     name = Path(path).name if path else original.graph.name
     producer = " ".join(filter(None, (original.producer_name, original.producer_version)))
-    notes = {one.name: FusionNote(one.doc.partition("\n")[0], str(one.span)) for one in fusions}
+    notes = {one.name: _note(one) for one in fusions}
     now = datetime.now(UTC).replace(microsecond=0)
     return Facts(
         name, producer, weight_bytes(original), weight_bytes(written), now, _versions(),
         notes, why_not, tuple(graphs),
     )  # fmt: skip
+
+
+@functools.cache
+def _note(fusion: Fusion) -> FusionNote:
+    return FusionNote(fusion.doc.partition("\n")[0], str(fusion.span))
 
 
 @functools.cache
