@@ -45,7 +45,7 @@ static T __shfl_sync(unsigned, T value, int lane) {
 
 static bool __all_sync(unsigned, bool holds) {
     const u32* all = emulated::exchange(holds);
-    holds = std::all_of(all, all + 32, [](u32 each) { return each != 0; });
+    for (int i = 0; i < 32; ++i) holds &= all[i] != 0;
     emulated::wait(emulated::Wait::Warp);
     return holds;
 }

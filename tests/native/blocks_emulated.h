@@ -1,6 +1,5 @@
 // An emulation of a GPU's blocks on one thread of the CPU, under the names of types.cuh and cluster.cuh, so that the
 // source of a kernel compiles with this header in their place. block_threads.cc runs the threads.
-#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -8,6 +7,7 @@
 #include "block_threads.h"
 #include "byte_perm_emulated.h"
 #include "call_emulated.h"
+#include "min_max.h"
 
 // Kernels declare these types of fixed width themselves.
 #define int32_t kernel_int32_t
@@ -23,8 +23,6 @@
 #define __launch_bounds__(...)
 #define CLUSTER_DIMS
 
-using std::max;
-using std::min;
 using s8 = signed char;
 using u8 = unsigned char;
 using u64 = unsigned long long;

@@ -10,6 +10,7 @@
 
 #include "call_emulated.h"
 #include "cuda_threads.h"
+#include "min_max.h"
 
 #define __device__
 #define __global__
@@ -17,15 +18,8 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 
-using std::max;
-using std::min;
 using u64 = unsigned long long;
 using i64 = long long;
-
-template <class A, class B>
-inline auto min(A a, B b) { return a < b ? a : b; }
-template <class A, class B>
-inline auto max(A a, B b) { return a > b ? a : b; }
 
 // Aligned as on a GPU, so that -fsanitize=alignment stops at accesses through misaligned pointers to them.
 struct alignas(8) uint2 { u32 x, y; };

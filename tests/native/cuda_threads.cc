@@ -6,7 +6,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
-#include <utility>
 #include <vector>
 
 #include "coroutine.h"
@@ -36,7 +35,8 @@ static std::vector<Thread> threads;
 static std::vector<Warp> warps;
 static Barrier block;
 static int alive;
-static std::function<void()> body;
+static void (*body)(const void*);
+static const void* passed;
 
 void fail(const char* what) {
     fprintf(stderr, "%s: block %d, %d, thread %d\n", what, blockIdx.x, blockIdx.y, threadIdx.x);
@@ -92,13 +92,14 @@ void wait_for_copy_groups(size_t pending) {
 }
 
 static void run_thread() {
-    body();
+    body(passed);
     threads[threadIdx.x].ended = true;
     for (;;) pause();
 }
 
-void launch(int grid_x, int grid_y, int count, int shared_bytes, std::function<void()> kernel) {
-    body = std::move(kernel);
+void launch(int grid_x, int grid_y, int count, int shared_bytes, void (*run)(const void*), const void* kernel) {
+    body = run;
+    passed = kernel;
     gridDim = {grid_x, grid_y, 1};
     shared_size = shared_bytes;
     storage.assign(shared_bytes + 1024, char(0xff));

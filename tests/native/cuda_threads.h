@@ -1,7 +1,6 @@
 // The threads of a block on an emulated GPU, as cuda_emulated.h sees them; cuda_threads.cc runs them.
 #pragma once
 #include <cstddef>
-#include <functional>
 
 using u32 = unsigned;
 struct Index { int x, y, z; };
@@ -29,6 +28,11 @@ void begin_copy(char* to, const char* from, int bytes);
 void commit_copies();
 void wait_for_copy_groups(size_t pending);
 
-void launch(int grid_x, int grid_y, int count, int shared_bytes, std::function<void()> kernel);
+// Calls `run` with `kernel` in each thread.
+void launch(int grid_x, int grid_y, int count, int shared_bytes, void (*run)(const void*), const void* kernel);
+template <class Kernel>
+void launch(int grid_x, int grid_y, int count, int shared_bytes, Kernel kernel) {
+    launch(grid_x, grid_y, count, shared_bytes, [](const void* found) { (*static_cast<const Kernel*>(found))(); }, &kernel);
+}
 
 }  // namespace emulated

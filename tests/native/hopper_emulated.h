@@ -11,6 +11,7 @@
 
 #include "call_emulated.h"
 #include "hopper_threads.h"
+#include "min_max.h"
 
 #define __device__
 #define __global__
@@ -19,8 +20,6 @@
 #define __launch_bounds__(...)
 #define __cluster_dims__(...)
 
-using std::max;
-using std::min;
 using s8 = signed char;
 using u8 = unsigned char;
 using u64 = unsigned long long;

@@ -5,8 +5,9 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <functional>
 #include <map>
-#include <utility>
+#include <memory>
 #include <vector>
 
 #include "coroutine.h"
@@ -52,12 +53,13 @@ struct Thread {
     bool ended;
     std::function<bool()> ready;
     std::deque<std::vector<Stored>> stores;  // groups, the last of which is not committed yet
-    std::deque<std::vector<std::function<void()>>> products;
+    std::deque<std::vector<std::unique_ptr<Product>>> products;
 };
 
 static std::vector<Block*> cluster;
 static ThreadBarrier cluster_threads;
-static std::function<void()> body;
+static void (*body)(const void*);
+static const void* passed;
 static long rounds;  // in each of which every warp ran as far as it could
 static Thread* running;
 static Block* here;  // of the thread that runs
@@ -219,10 +221,10 @@ void wait_for_stores(size_t pending) {
         for (const Stored& stored : stores.front()) perform(stored);
 }
 
-void begin_product(std::function<void()> product) {
+void begin_product(Product* product) {
     auto& products = running->products;
     if (products.empty()) products.emplace_back();
-    products.back().push_back(std::move(product));
+    products.back().emplace_back(product);
 }
 
 void commit_products() { running->products.emplace_back(); }
@@ -231,11 +233,11 @@ void wait_for_products(size_t pending) {
     auto& products = running->products;
     if (products.size() > pending + 1) let_others_run();
     for (; products.size() > pending + 1; products.pop_front())
-        for (const auto& product : products.front()) product();
+        for (const auto& product : products.front()) product->run();
 }
 
 static void run_thread() {
-    body();
+    body(passed);
     for (const auto& group : running->stores)
         require(group.empty(), "ends with stores that may not have read their memory");
     for (const auto& group : running->products) require(group.empty(), "ends with products that nothing waited for");
@@ -289,9 +291,10 @@ static void run_cluster(std::vector<Thread>& threads, int first_block) {
     }
 }
 
-void launch(int grid, int size, int threads_of_block, int bytes_of_item, int shared_bytes,
-            std::function<void()> kernel) {
-    body = std::move(kernel);
+void launch(int grid, int size, int threads_of_block, int bytes_of_item, int shared_bytes, void (*run)(const void*),
+            const void* kernel) {
+    body = run;
+    passed = kernel;
     block_threads = threads_of_block;
     item = bytes_of_item;
     gridDim.x = grid;

@@ -1,6 +1,6 @@
 // The threads of a cluster on an emulated Hopper, as hopper_emulated.h sees them; hopper_threads.cc runs them.
 #pragma once
-#include <functional>
+#include <cstddef>
 
 using u32 = unsigned;
 struct Index { int x, y, z; };
@@ -55,11 +55,29 @@ void walk_into(const Map& map, u32 to, u32 barrier, int c, int w, int h, int n, 
 void begin_store(const Map& map, u32 from, const Corner& corner);
 void commit_stores();
 void wait_for_stores(size_t pending);
-void begin_product(std::function<void()> product);
+struct Product {
+    virtual void run() = 0;
+    virtual ~Product() = default;
+};
+void begin_product(Product* product);  // which is deleted when it is done
+template <class Function>
+void begin_product(Function function) {
+    struct Done : Product {
+        Function function;
+        Done(Function function) : function(function) {}
+        void run() override { function(); }
+    };
+    begin_product(static_cast<Product*>(new Done(function)));
+}
 void commit_products();
 void wait_for_products(size_t pending);
 
-// Runs the kernel's clusters of `size` blocks, one after another; an element of a map has `item` bytes.
-void launch(int grid, int size, int threads, int item, int shared_bytes, std::function<void()> kernel);
+// Runs clusters of `size` blocks, one after another, and calls `run` with `kernel` in each thread; an element of a map
+// has `item` bytes.
+void launch(int grid, int size, int threads, int item, int shared_bytes, void (*run)(const void*), const void* kernel);
+template <class Kernel>
+void launch(int grid, int size, int threads, int item, int shared_bytes, Kernel kernel) {
+    launch(grid, size, threads, item, shared_bytes, [](const void* found) { (*static_cast<const Kernel*>(found))(); }, &kernel);
+}
 
 }  // namespace emulated
