@@ -1,7 +1,5 @@
 // Shared memory, votes and shuffles of attention_mma.cuh on a CPU, in place of its own functions of these names; for
 // products in float32. Included after blocks_emulated.h.
-struct float4 { float x, y, z, w; };
-
 static u32 shared_base() { return 0; }
 
 template <class T>
@@ -32,9 +30,6 @@ static void store_bytes(char* to, const u32* words) {
     if (reinterpret_cast<u64>(to) % min(BYTES, 16)) abort();
     memcpy(to, words, BYTES);
 }
-
-template <class T>
-static u32 narrow(T, const float*) { abort(); }  // of products in half precision
 
 template <class T>
 static T __shfl_sync(unsigned, T value, int lane) {

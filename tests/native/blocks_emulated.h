@@ -1,13 +1,9 @@
 // An emulation of a GPU's blocks on one thread of the CPU, under the names of types.cuh and cluster.cuh, so that the
 // source of a kernel compiles with this header in their place. block_threads.cc runs the threads.
-#include <cmath>
-#include <cstdlib>
-#include <cstring>
-
 #include "block_threads.h"
 #include "byte_perm_emulated.h"
 #include "call_emulated.h"
-#include "min_max.h"
+#include "types_emulated.h"
 
 // Kernels declare these types of fixed width themselves.
 #define int32_t kernel_int32_t
@@ -23,68 +19,11 @@
 #define __launch_bounds__(...)
 #define CLUSTER_DIMS
 
-using s8 = signed char;
-using u8 = unsigned char;
-using u64 = unsigned long long;
-
-struct uint4 { u32 x, y, z, w; };
-struct float2 { float x, y; };
-inline float2 make_float2(float x, float y) { return {x, y}; }
-
 #ifndef CLUSTER
 #define CLUSTER 1
 #endif
 
 // ---- types.cuh ---------------------------------------------------------------------------------------------------
-
-struct f32 { u32 bits; };
-struct f16 { unsigned short bits; };
-struct bf16 { unsigned short bits; };
-
-constexpr float LARGEST = 3.402823466e38f;
-constexpr float LOG2_E = 1.442695041f;
-
-template <class To, class From>
-static To bits_as(From from) {
-    static_assert(sizeof(To) == sizeof(From), "as many bits");
-    To to;
-    memcpy(&to, &from, sizeof(To));
-    return to;
-}
-
-static float widened(f32 value) { return bits_as<float>(value.bits); }
-static float widened(f16 value) { return float(bits_as<_Float16>(value.bits)); }
-static float widened(bf16 value) { return bits_as<float>(u32(value.bits) << 16); }
-
-static float widened(s8 value) { return value; }
-static float widened(u8 value) { return value; }
-
-static s8 narrowed(s8, float value) { return s8(lrintf(min(max(value, -128.0f), 127.0f))); }
-static u8 narrowed(u8, float value) { return u8(lrintf(min(max(value, 0.0f), 255.0f))); }
-static f32 narrowed(f32, float value) { return {bits_as<u32>(value)}; }
-static f16 narrowed(f16, float value) { return {bits_as<unsigned short>(_Float16(value))}; }
-static bf16 narrowed(bf16, float value) {
-    const u32 bits = bits_as<u32>(value);
-    return {static_cast<unsigned short>(value != value ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
-}
-
-template <class T, int N>
-union Pack {
-    T values[N];
-    unsigned words[(N * sizeof(T) + 3) / 4];
-};
-
-template <class T, int N>
-static void unpack(const Pack<T, N>& packed, float (&to)[N]) {
-    for (int i = 0; i < N; ++i) to[i] = widened(packed.values[i]);
-}
-
-template <class T, int N>
-static Pack<T, N> pack(const float (&from)[N]) {
-    Pack<T, N> packed;
-    for (int i = 0; i < N; ++i) packed.values[i] = narrowed(T(), from[i]);
-    return packed;
-}
 
 template <int N, bool CONSTANT = false, class T>
 static Pack<T, N> load_cached(const T* from) {
@@ -130,22 +69,13 @@ static int operator/(int n, Divisor d) { return int(u32(n) / d); }
 static u32 operator%(u32 n, Divisor d) { return n - n / d * d.value; }
 static int operator%(int n, Divisor d) { return int(u32(n) % d); }
 
-static void wait_for_predecessor() {}
-static void release_successor() {}
 static void wait_for_copies() {}
-static float exp2_fast(float x) { return exp2f(x); }
-static float reciprocal(float x) { return 1 / x; }
-static float rsqrtf(float x) { return 1 / sqrtf(x); }
 #define __sinf sinf  // the C library declares a function of that name
 static float __fdiv_rn(float a, float b) { return a / b; }
-static float __fmul_rn(float a, float b) { return a * b; }
-static double __dmul_rn(double a, double b) { return a * b; }
 static u64 __umul64hi(u64 a, u64 b) { return u64(static_cast<unsigned __int128>(a) * b >> 64); }
 static float __fadd_rn(float a, float b) { return a + b; }
 static float __fsqrt_rn(float a) { return sqrtf(a); }
 static float __fdividef(float a, float b) { return a / b; }
-static float __uint_as_float(u32 bits) { return bits_as<float>(bits); }
-static u32 __float_as_uint(float value) { return bits_as<u32>(value); }
 
 // ---- blocks and their threads ------------------------------------------------------------------------------------
 

@@ -4,13 +4,9 @@
 // The threads of a block take turns on one thread of the CPU: each runs until it waits for others. What is read or
 // written in global memory must lie in one of the arrays that `allow` has named. Shared memory is NaN at the beginning
 // of each block. Asynchronous copies happen when something waits for them, at the latest possible time.
-#include <cmath>
-#include <cstdlib>
-#include <cstring>
-
 #include "call_emulated.h"
 #include "cuda_threads.h"
-#include "min_max.h"
+#include "types_emulated.h"
 
 #define __device__
 #define __global__
@@ -18,31 +14,9 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 
-using u64 = unsigned long long;
 using i64 = long long;
 
-// Aligned as on a GPU, so that -fsanitize=alignment stops at accesses through misaligned pointers to them.
-struct alignas(8) uint2 { u32 x, y; };
-struct alignas(16) uint4 { u32 x, y, z, w; };
-struct alignas(8) float2 { float x, y; };
-struct alignas(16) float4 { float x, y, z, w; };
-inline float2 make_float2(float x, float y) { return {x, y}; }
 inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
-
-inline u32 __float_as_uint(float value) {
-    u32 bits;
-    memcpy(&bits, &value, 4);
-    return bits;
-}
-inline float __uint_as_float(u32 bits) {
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-
-inline float __fmul_rn(float a, float b) { return a * b; }
-inline double __dmul_rn(double a, double b) { return a * b; }
-inline float rsqrtf(float x) { return 1 / sqrtf(x); }
 
 inline void __syncthreads() { emulated::sync_block(); }
 inline void __syncwarp() { emulated::sync_warp(); }
@@ -54,83 +28,8 @@ inline bool __any_sync(u32, bool value) {
     emulated::finish_exchange();
     return any;
 }
-inline void wait_for_predecessor() {}
-inline void release_successor() {}
 
 // ---- types.cuh ---------------------------------------------------------------------------------------------------
-
-struct f32 { unsigned bits; };
-struct f16 { unsigned short bits; };
-struct bf16 { unsigned short bits; };
-
-constexpr float LARGEST = 3.402823466e38f;
-constexpr float LOG2_E = 1.442695041f;
-inline float exp2_fast(float x) { return exp2f(x); }
-inline float reciprocal(float x) { return 1 / x; }
-
-inline float widened(f32 value) { return __uint_as_float(value.bits); }
-inline float widened(f16 value) {
-    _Float16 half;
-    memcpy(&half, &value, 2);
-    return float(half);
-}
-inline float widened(bf16 value) { return __uint_as_float(u32(value.bits) << 16); }
-
-inline void narrowed(f32& to, float value) { to.bits = __float_as_uint(value); }
-inline void narrowed(f16& to, float value) {
-    const _Float16 half = _Float16(value);
-    memcpy(&to, &half, 2);
-}
-inline void narrowed(bf16& to, float value) {
-    const u32 bits = __float_as_uint(value);
-    to.bits = value != value ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-}
-
-template <class T>
-void widen(T, u32 word, float* to) {
-    for (int i = 0; i < int(4 / sizeof(T)); ++i) {
-        T value;
-        memcpy(&value, reinterpret_cast<const char*>(&word) + i * sizeof(T), sizeof(T));
-        to[i] = widened(value);
-    }
-}
-
-template <class T>
-u32 narrow(T, const float* from) {
-    u32 word = 0;
-    for (int i = 0; i < int(4 / sizeof(T)); ++i) {
-        T value;
-        narrowed(value, from[i]);
-        memcpy(reinterpret_cast<char*>(&word) + i * sizeof(T), &value, sizeof(T));
-    }
-    return word;
-}
-
-template <class T, int N>
-struct Pack {
-    static constexpr int BYTES = N * sizeof(T);
-    u32 words[(BYTES + 3) / 4];
-};
-
-template <class T, int N>
-void unpack(const Pack<T, N>& packed, float (&to)[N]) {
-    for (int i = 0; i < N; ++i) {
-        T value;
-        memcpy(&value, reinterpret_cast<const char*>(packed.words) + i * sizeof(T), sizeof(T));
-        to[i] = widened(value);
-    }
-}
-
-template <class T, int N>
-Pack<T, N> pack(const float (&from)[N]) {
-    Pack<T, N> packed{};
-    for (int i = 0; i < N; ++i) {
-        T value;
-        narrowed(value, from[i]);
-        memcpy(reinterpret_cast<char*>(packed.words) + i * sizeof(T), &value, sizeof(T));
-    }
-    return packed;
-}
 
 template <int N, bool CONSTANT = false, class T>
 Pack<T, N> load_cached(const T* from) {

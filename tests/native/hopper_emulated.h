@@ -5,13 +5,9 @@
 // hardware allows, so that a kernel that reuses memory too soon or reads it too early computes wrong results. A thread
 // that arrives at a barrier without waiting is overtaken by all that this lets go on. A wait that never ends, a barrier
 // with too many arrivals, unfinished work, and memory that changes while a store reads it abort the process.
-#include <cmath>
-#include <cstdlib>
-#include <cstring>
-
 #include "call_emulated.h"
 #include "hopper_threads.h"
-#include "min_max.h"
+#include "types_emulated.h"
 
 #define __device__
 #define __global__
@@ -20,105 +16,36 @@
 #define __launch_bounds__(...)
 #define __cluster_dims__(...)
 
-using s8 = signed char;
-using u8 = unsigned char;
-using u64 = unsigned long long;
-
 struct int2 { int x, y; };
-struct uint4 { u32 x, y, z, w; };
-struct float2 { float x, y; };
-struct float4 { float x, y, z, w; };
 
 // ---- types.cuh ---------------------------------------------------------------------------------------------------
 
-struct f32 { u32 bits; };
-struct f16 { unsigned short bits; };
-struct bf16 { unsigned short bits; };
-
-constexpr float LARGEST = 3.402823466e38f;
-constexpr float LOG2_E = 1.442695041f;
-
-static float widened(f16 value) {
-    _Float16 half;
-    memcpy(&half, &value, 2);
-    return float(half);
-}
-
-static float widened(bf16 value) {
-    const u32 bits = u32(value.bits) << 16;
-    float wide;
-    memcpy(&wide, &bits, 4);
-    return wide;
-}
-
-static unsigned short narrowed(f16, float value) {
-    const _Float16 half = _Float16(value);
-    unsigned short bits;
-    memcpy(&bits, &half, 2);
-    return bits;
-}
-
-static unsigned short narrowed(bf16, float value) {
-    u32 bits;
-    memcpy(&bits, &value, 4);
-    return value != value ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-}
-
-static float __uint_as_float(u32 bits) {
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-
-static int widened(s8 value) { return value; }
-static int widened(u8 value) { return value; }
-
-static float widened(f32 value) {
-    float wide;
-    memcpy(&wide, &value, 4);
-    return wide;
-}
-
-static u32 narrowed(f32, float value) {
-    u32 bits;
-    memcpy(&bits, &value, 4);
-    return bits;
-}
-
-static void widen(f32, u32 word, float* to) { to[0] = __uint_as_float(word); }
-static u32 narrow(f32 type, const float* from) { return narrowed(type, from[0]); }
-
-template <class T>
-void widen(T, u32 word, float* to) {
-    to[0] = widened(T{static_cast<unsigned short>(word)});
-    to[1] = widened(T{static_cast<unsigned short>(word >> 16)});
-}
-
-template <class T>
-u32 narrow(T type, const float* from) {
-    return narrowed(type, from[0]) | u32(narrowed(type, from[1])) << 16;
-}
-
 inline int __ffsll(u64 value) { return __builtin_ffsll(value); }
-inline void wait_for_predecessor() {}
-inline void release_successor() {}
-
 inline float __int_as_float(int bits) { return __uint_as_float(bits); }
-inline u32 __float_as_uint(float value) {
-    u32 bits;
-    memcpy(&bits, &value, 4);
-    return bits;
-}
 inline float __frcp_rn(float x) { return 1 / x; }
-inline float __fmul_rn(float x, float y) { return x * y; }
-inline double __dmul_rn(double x, double y) { return x * y; }
 inline float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z); }
-static float exp2_fast(float x) { return exp2f(x); }
-static float reciprocal(float x) { return 1 / x; }
-inline float rsqrtf(float x) { return 1 / sqrtf(x); }
 
-template <class T, int N>
-struct Pack { u32 words[(N * sizeof(T) + 3) / 4]; };
+template <int N, bool CONSTANT = false, class T>
+Pack<T, N> load_cached(const T* from) {
+    Pack<T, N> loaded{};
+    memcpy(&loaded, from, N * sizeof(T));
+    return loaded;
+}
+
+template <int N, class T>
+Pack<T, N> load_once(const T* from) {
+    return load_cached<N>(from);
+}
+
+template <bool LEAVING, int N, class T>
+void store(T* to, const float (&values)[N]) {
+    for (int i = 0; i < N; ++i) to[i] = narrowed(T(), values[i]);
+}
+
+template <int N, class T>
+void store_as(bool, T* to, const float (&values)[N]) {
+    store<false>(to, values);
+}
 
 enum class Use { ONCE, OFTEN, CONSTANT };
 
@@ -135,47 +62,6 @@ u32 multiply_words(T type, u32 a, u32 b) {
     widen(type, b, second);
     const float products[2] = {first[0] * second[0], first[1] * second[1]};
     return narrow(type, products);
-}
-
-template <int N, bool CONSTANT = false, class T>
-Pack<T, N> load_cached(const T* from) {
-    Pack<T, N> loaded{};
-    memcpy(&loaded, from, N * sizeof(T));
-    return loaded;
-}
-
-template <int N, class T>
-Pack<T, N> load_once(const T* from) {
-    return load_cached<N>(from);
-}
-
-template <class T, int N>
-void unpack(const Pack<T, N>& packed, float (&to)[N]) {
-    for (int i = 0; i < N; ++i) {
-        T value;
-        memcpy(&value, reinterpret_cast<const char*>(packed.words) + i * sizeof(T), sizeof(T));
-        to[i] = widened(value);
-    }
-}
-
-template <class T, int N>
-Pack<T, N> pack(const float (&from)[N]) {
-    Pack<T, N> packed{};
-    for (int i = 0; i < N; ++i) {
-        const auto bits = narrowed(T(), from[i]);
-        memcpy(reinterpret_cast<char*>(packed.words) + i * sizeof(T), &bits, sizeof(T));
-    }
-    return packed;
-}
-
-template <bool LEAVING, int N, class T>
-void store(T* to, const float (&values)[N]) {
-    for (int i = 0; i < N; ++i) to[i].bits = narrowed(T(), values[i]);
-}
-
-template <int N, class T>
-void store_as(bool, T* to, const float (&values)[N]) {
-    store<false>(to, values);
 }
 
 template <bool LEAVING, int BYTES>
