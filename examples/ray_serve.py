@@ -52,7 +52,7 @@ class FusedModel:
         if arguments.gpus:
             onnxruntime.preload_dlls()
         provider = "CUDAExecutionProvider" if arguments.gpus else "CPUExecutionProvider"
-        self._session = onnxfuse.InferenceSession(arguments.model, providers=[provider])
+        self._session = onnxfuse.InferenceSession(arguments.model, providers=[provider], wait=True)
         length = self._session.get_inputs()[0].shape[1]  # the name of the dim: outputs that have it are cut
         self._outputs = [(each.name, each.shape[1:2] == [length]) for each in self._session.get_outputs()]
         self._max_tokens = arguments.max_tokens

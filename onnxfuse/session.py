@@ -1,4 +1,4 @@
-"""onnxruntime sessions in which fused nodes run as kernels, or as bodies where no kernel fits or the body is faster.
+"""onnxruntime sessions in which fused nodes run as kernels, or as bodies where no kernel is ready or bodies are faster.
 
 The body of a fused node is the model-local ONNX function that it calls.
 """
@@ -342,7 +342,8 @@ class _Nodes:
     def waits(self, settings: SessionSettings) -> bool:
         """Return whether the session and its runs wait for the compiler."""
         keeps_first = isinstance(self.target, Target) and self.target.cuda_graph
-        return settings.wait or keeps_first or settings.choice == "measured"
+        no_body = any(not call.has_body for call in self.kernels)
+        return settings.wait or keeps_first or no_body or settings.choice == "measured"
 
     def register(self, options: ort.SessionOptions, choice: PlanChoice, wait: bool, mixed: Sequence[Call] = ()) -> None:
         """Register the operators of the nodes that run as kernels with session options."""

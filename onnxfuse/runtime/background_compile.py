@@ -39,9 +39,12 @@ def load_and_send(templates: Sequence[PreparedTemplate], goes_on: Callable[[], b
     likely = {id(template): likely_keys(template) for template in templates}
 
     def send(template: PreparedTemplate) -> None:
-        if goes_on() and not likely[id(template)] & template.missing().keys():
-            planner.mend(template)
-            planner.send(template, template.data_so_far())
+        try:
+            if goes_on() and not likely[id(template)] & template.missing().keys():
+                planner.mend(template)
+                planner.send(template)
+        except Exception as error:  # such as a plan that cannot be written; the nodes of other templates need theirs
+            log.warning("nodes stay bodies: %s: %s", type(error).__name__, error)
 
     processors = os.cpu_count() or 1
     try:

@@ -13,7 +13,7 @@ import importlib
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -48,7 +48,18 @@ _bodies: Final[dict[Place, Body]] = {}
 SessionKey = tuple[int, bool, tuple[int, ...]]  # stream, whether TF32 is allowed, ranks of the inputs
 # The sessions that run bodies (ONNX functions of nodes), for all nodes with one place.
 _sessions: Final[dict[Place, dict[SessionKey, ort.InferenceSession]]] = {}
-_known: Final[dict[int, tuple[Place, tuple[int, ...]]]] = {}  # by a node's number: its place, and `numbers_of` it
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A node that has run as its body: its key, the indices of its inputs that are numbers, and its sessions' keys."""
+
+    place: Place
+    numbers: tuple[int, ...]
+    sessions: set[SessionKey] = field(default_factory=set)
+
+
+_known: Final[dict[int, _Known]] = {}  # by the node's number
 _lock: Final = threading.Lock()
 
 
@@ -94,12 +105,11 @@ def run_body(request: BodyRequest, read_node: Callable[[], tuple[FusedNode, Devi
     """
     if (known := _known.get(request.kernel)) is None:
         node, device = read_node()
-        known = _known[request.kernel] = place_of(node, device), numbers_of(node)
-    place, numbers = known
-    session, kind = _session(request, place), DEVICE_TYPES.get(request.provider, "cuda")
+        known = _known[request.kernel] = _Known(place_of(node, device), numbers_of(node))
+    session, kind = _session(request, known), DEVICE_TYPES.get(request.provider, "cuda")
     binding = session.io_binding()
     for i, (spec, address) in enumerate(zip(request.inputs, request.addresses, strict=True)):
-        if i in numbers:
+        if i in known.numbers:
             binding.bind_cpu_input(f"i{i}", np.array(spec.shape, np.int32))
             continue
         binding.bind_input(f"i{i}", kind, request.device, DTYPE_NUMBERS[spec.dtype], spec.shape, address)
@@ -112,26 +122,31 @@ def run_body(request: BodyRequest, read_node: Callable[[], tuple[FusedNode, Devi
 
 
 def forget_node(kernel: int) -> None:
-    """Drop the sessions that ran the body (the ONNX function) of a node, if the last node that uses them is gone."""
-    place, _ = _known.pop(kernel, (None, ()))
-    if place and all(place != each for each, _ in list(_known.values())):
-        _sessions.pop(place, None)
+    """Drop the sessions that ran the body (the ONNX function) of a node, except those that other nodes use."""
+    if known := _known.pop(kernel, None):
+        others = [each.sessions for each in list(_known.values()) if each.place == known.place]
+        of_place = _sessions.get(known.place, {})
+        for key in known.sessions.difference(*others):
+            of_place.pop(key, None)
+        if not of_place:
+            _sessions.pop(known.place, None)
 
 
-def _session(request: BodyRequest, place: Place) -> ort.InferenceSession:
+def _session(request: BodyRequest, known: _Known) -> ort.InferenceSession:
     """Return the session that runs a body (a node's ONNX function) on a stream, for inputs of these ranks."""
     key = request.stream, request.tf32, tuple(len(spec.shape) for spec in request.inputs)
     with _lock:
-        of_node = _sessions.setdefault(place, {})
-        if key not in of_node:
+        known.sessions.add(key)
+        of_place = _sessions.setdefault(known.place, {})
+        if key not in of_place:
             options = _onnxruntime().SessionOptions()
             options.log_severity_level = 3
             # With memory patterns, the second run allocates memory, maybe while a CUDA graph is captured.
             options.enable_mem_pattern = False
-            model = model_of(_bodies[place], request.inputs).SerializeToString()
+            model = model_of(_bodies[known.place], request.inputs).SerializeToString()
             provider = request.provider, _options(request)
-            of_node[key] = _onnxruntime().InferenceSession(model, options, [provider])
-        return of_node[key]
+            of_place[key] = _onnxruntime().InferenceSession(model, options, [provider])
+        return of_place[key]
 
 
 def _onnxruntime() -> Any:

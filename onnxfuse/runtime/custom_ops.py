@@ -86,12 +86,16 @@ def _refuse_clash(
         (native.VERDICTS, "tune other than 'never'"),
         (native.COUNT_RUNS, "tune='background'"),
         (native.CUDA_GRAPH, "enable_cuda_graph with tune='background'"),
-        (native.WAIT, "wait or enable_cuda_graph"),
     )
+    if settings & ~registered.settings & native.WAIT:
+        raise UsageError(
+            "a model was registered with these session options for sessions that do not wait for the compiler; "
+            "this one waits, by wait=True or enable_cuda_graph; make new SessionOptions, or open this session first"
+        )
     for flag, name in flags:
         if (registered.settings ^ settings) & flag:
             raise UsageError(
-                f"another model was registered with these session options and {name} = "
+                f"a model was registered with these session options and {name} = "
                 f"{int(bool(registered.settings & flag))}, here it is {int(bool(settings & flag))}; "
                 "make new SessionOptions for each setting"
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Final, TypeVar
@@ -13,6 +14,10 @@ PATIENCE: Final = 0.02  # seconds that a run waits for its kernels, if nothing e
 T = TypeVar("T")
 _working: Final[set[threading.Thread]] = set()
 _exits: Final = threading.Event()
+MAX_THREADS: Final = 4  # threads that make late answers
+_answers: Final[deque[Callable[[], None]]] = deque()  # answers whose turn has not come
+_answering = 0  # threads that make answers
+_lock: Final = threading.Lock()
 
 
 def start(work: Callable[[], None], name: str) -> None:
@@ -26,7 +31,11 @@ def start(work: Callable[[], None], name: str) -> None:
 
     thread = threading.Thread(target=run, name=name, daemon=True)
     _working.add(thread)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # the process has too many threads
+        _working.discard(thread)
+        raise
 
 
 def soon(make: Callable[[], T], late: Callable[[T], None]) -> T | None:
@@ -50,12 +59,38 @@ def soon(make: Callable[[], T], late: Callable[[T], None]) -> T | None:
         if not done.exception():
             late(done.result())
 
-    start(work, "onnxfuse late answer")
+    _add(work)
     try:
         return answer.result(patience)
     except TimeoutError:
         answer.add_done_callback(deliver)  # at once if it is done by now
         return None
+
+
+def _add(work: Callable[[], None]) -> None:
+    """Let one of a few threads do some work after what was added before it."""
+    global _answering
+    with _lock:
+        _answers.append(work)
+        begins = _answering < MAX_THREADS
+        _answering += begins
+    if begins:
+        try:
+            start(_answer_all, "onnxfuse late answer")
+        except RuntimeError:  # the process has too many threads: a later thread does the work
+            with _lock:
+                _answering -= 1
+
+
+def _answer_all() -> None:
+    global _answering
+    while True:
+        with _lock:
+            if not _answers:
+                _answering -= 1
+                return
+            work = _answers.popleft()
+        work()
 
 
 def exits() -> bool:
@@ -76,4 +111,11 @@ def _stop() -> None:
     wait()
 
 
-os.register_at_fork(after_in_child=_working.clear)  # a forked process has none of its parent's threads
+def _forget() -> None:
+    global _answering
+    _working.clear()
+    _answers.clear()
+    _answering = 0
+
+
+os.register_at_fork(after_in_child=_forget)  # a forked process has none of its parent's threads

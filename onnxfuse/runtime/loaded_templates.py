@@ -177,8 +177,9 @@ class PreparedTemplate:
         """Return the template's bytes for the native library, with its kernels loaded.
 
         If a variant (a plan) is given, and background threads load other kernels later, only the variant's kernels are
-        loaded now.  Kernels that are not loaded have the handle 0 in the bytes; a node that needs one of them requests
-        the template again.  Variants whose kernels cannot be loaded are dropped.  `goes_on` is as in `load`.
+        loaded now.  Kernels that are not loaded have the handle 0 in the bytes.  A node that needs one of them requests
+        the template again if its session waits for the compiler; if not, it runs otherwise until the template is sent.
+        Variants whose kernels cannot be loaded are dropped.  `goes_on` is as in `load`.
         """
         with self._lock:
             if self._data and not self._absent:

@@ -80,9 +80,11 @@ class Planner:
         self._prepared: Final = weakref.WeakValueDictionary[tuple[str, str, int, bool], PreparedTemplate]()
         self._recent: Final = deque[PreparedTemplate](maxlen=MAX_UNUSED_TEMPLATES)
         self._patterns: Final = defaultdict[str, deque[Dims]](lambda: deque(maxlen=MAX_PATTERNS))
-        # Held while a template is made, so that equal nodes make it once. `forget_node` never takes it, because the
-        # garbage collector may call that function at any time.
+        # Held while plans are made, but not while kernels are compiled, so that equal nodes make their plans once.
+        # `forget_node` never takes it, because the garbage collector may call that function at any time.
         self._lock: Final = threading.RLock()
+        # Held while the bytes of a template are made and sent, so that older bytes never replace newer ones.
+        self._sending: Final = threading.RLock()
 
     def answer_request(self, request: native.Request) -> bytes | None:
         """Return the bytes of the template that the native library asks for; None if the node's body must run.
@@ -92,10 +94,11 @@ class Planner:
         body, an exception becomes an onnxruntime error of the node.
         """
         situation = _situation(request)
+        self._node(request)  # here, because its session may be gone when a thread makes the template
         if request.measure or not body_runs.has_body(situation.node, situation.device):
             return self._template_bytes(request, situation)
         answer = partial(self._template_or_body, request, situation)
-        return answer() if request.wait else late_work.soon(answer, partial(_give, request.kernel))
+        return answer() if request.wait else late_work.soon(answer, partial(self._give, request.kernel))
 
     def _template_or_body(self, request: native.Request, situation: Situation) -> bytes | None:
         try:
@@ -115,7 +118,8 @@ class Planner:
 
     def _template_bytes(self, request: native.Request, situation: Situation) -> bytes:
         with self._lock:
-            of_node = self._node(request).templates
+            node = self._nodes.get(request.kernel)
+            of_node = node.templates if node else []
             given = None if request.measure else self._template_of_files(situation, request.inputs)
             # If the node already has the template of a file, that template has no plan for these sizes.
             if given is not None and given not in of_node and given.loads():
@@ -131,9 +135,10 @@ class Planner:
             for error in prepared.refused.values():
                 raise type(error)(*error.args)
         else:
-            prepared, data = self._loaded(prepared, sizes, request.all_kernels, partial(self._has_node, request.kernel))
-        if prepared not in of_node:
-            of_node.append(prepared)
+            _add(of_node, prepared)  # before its kernels are loaded, because another thread may load and send them
+            all_kernels = request.all_kernels or not request.wait  # a thread that would load the others may be gone
+            prepared, data = self._loaded(prepared, sizes, all_kernels, partial(self._has_node, request.kernel))
+        _add(of_node, prepared)
         return data
 
     def _has_node(self, kernel: int) -> bool:
@@ -183,10 +188,10 @@ class Planner:
         if prepared.kernels or not any(isinstance(each, KernelError) for each in errors):
             return
         situation, template = prepared.situation, prepared.template
+        for variant in list(prepared.dropped):  # without the lock, as kernels are compiled here
+            with suppress(ArithmeticError, ValueError, OnnxfuseError):
+                self._loaded(prepared, variant.hints)
         with self._lock:
-            for variant in list(prepared.dropped):
-                with suppress(ArithmeticError, ValueError, OnnxfuseError):
-                    self._loaded(prepared, variant.hints)
             if not prepared.kernels:
                 template.variants[:] = [each for each in template.variants if not each.plan.steps]
                 error = next(each for each in errors if isinstance(each, KernelError))
@@ -245,13 +250,12 @@ class Planner:
             if template is None or is_empty or request.measure:
                 continue
             try:
-                data = template.data() if isinstance(template, GivenTemplate) else template.data_so_far()
-                native.give_template(request.kernel, data)
-            except Exception as error:  # a plan cannot be written or read; the first run raises this error, too
+                with self._sending:
+                    data = template.data() if isinstance(template, GivenTemplate) else template.data_so_far()
+                    native.give_template(request.kernel, data)
+                    self._node(request).templates.append(template)
+            except Exception as error:  # a plan cannot be written or read
                 log.info("node '%s' asks for its plans when it first runs: %s", request.node, error)
-                continue
-            with self._lock:
-                self._node(request).templates.append(template)
 
     def _node(self, request: native.Request) -> _SessionNode:
         """Return the node that made a request; a node without earlier requests is added to the known nodes."""
@@ -289,17 +293,29 @@ class Planner:
                 if found := next(((each, sizes) for each, sizes in fitting if sizes is not None), None):
                     yield (*found, runs)
 
-    def send(self, prepared: PreparedTemplate, data: bytes, only_observed: bool = False) -> None:
+    def send(self, prepared: PreparedTemplate, only_observed: bool = False) -> None:
         """Send the bytes of a template to the nodes that use it.
 
         only_observed  leave out nodes whose runs are not counted, and those of sessions that capture CUDA graphs
 
         Raises NativeError.
         """
-        for kernel, node in list(self._nodes.items()) if prepared.template.variants else ():
-            has_it = any(each is prepared for each in list(node.templates))
-            if has_it and (node.may_change or not only_observed):
-                native.give_template(kernel, data)
+        with self._sending:
+            data = prepared.data_so_far()
+            for kernel, node in list(self._nodes.items()) if prepared.template.variants else ():
+                has_it = any(each is prepared for each in list(node.templates))
+                if has_it and (node.may_change or not only_observed):
+                    native.give_template(kernel, data)
+
+    def _give(self, kernel: int, data: bytes | None) -> None:
+        """Send its templates, with the kernels that are loaded by now, to a node, unless the node's body must run."""
+        try:
+            with self._sending:
+                node = self._nodes.get(kernel)
+                for each in list(node.templates) if node and data is not None else ():
+                    native.give_template(kernel, each.data() if isinstance(each, GivenTemplate) else each.data_so_far())
+        except native.NativeError as error:
+            log.warning("a node goes on with its body: %s", error)
 
     def _template_of_files(self, situation: Situation, inputs: Sequence[TensorSpec]) -> GivenTemplate | None:
         for source in reversed(self.plan_files.values()):
@@ -407,13 +423,9 @@ def _add_variant(prepared: PreparedTemplate, sizes: tuple[int, ...]) -> None:
     prepared.add(variants[errors.index(None)])
 
 
-def _give(kernel: int, data: bytes | None) -> None:
-    """Send the bytes of a template to a node, unless the node's body must run."""
-    try:
-        if data is not None:
-            native.give_template(kernel, data)
-    except native.NativeError as error:
-        log.warning("a node goes on with its body: %s", error)
+def _add(templates: list[PreparedTemplate | GivenTemplate], one: PreparedTemplate) -> None:
+    if one not in templates:
+        templates.append(one)
 
 
 def _situation(request: native.Request) -> Situation:

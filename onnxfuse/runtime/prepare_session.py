@@ -86,7 +86,7 @@ def _prepare(calls: Sequence[Call], target: Target, choice: PlanChoice, wait: bo
         for template in prepared.templates:
             planner.mend(template)
     except Exception as error:  # CuPy and the driver have no common error class
-        log.info("kernels are compiled when their nodes first run: %s: %s", type(error).__name__, error)
+        log.info("nodes ask for their plans when they first run: %s: %s", type(error).__name__, error)
 
 
 def _templates(

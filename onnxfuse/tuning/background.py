@@ -124,7 +124,8 @@ class BackgroundTuning:
         node = prepared.situation.node
         try:
             if planner.add_fastest(prepared, sizes, self._verdicts, measure=True):
-                planner.send(prepared, prepared.data(), only_observed=True)
+                prepared.data()  # loads the kernels of the new plan
+                planner.send(prepared, only_observed=True)
                 log.info(
                     "%s: measured between runs at sizes %s", node.fusion, "x".join(map(str, sizes)) or "that are fixed"
                 )

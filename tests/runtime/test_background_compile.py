@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import sys
 import threading
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 import pytest
 
@@ -20,11 +22,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
 
 from stand_in import CPU, Stage, feed, load, model, node, session, stage
 
-from onnxfuse.errors import KernelError
-from onnxfuse.runtime import background_compile, late_work, prepare_session
+from onnxfuse.errors import KernelError, UsageError
+from onnxfuse.runtime import background_compile, body_runs, late_work, prepare_session
+from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime.backends import BACKENDS
 from onnxfuse.runtime.kernel_loader import LoadedKernel
 from onnxfuse.runtime.likely_sizes import likely_sizes
+from onnxfuse.runtime.loaded_templates import PreparedTemplate
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Plan, TensorSpec
 from onnxfuse.runtime.planner import planner
 from onnxfuse.runtime.template import Template
@@ -342,6 +346,207 @@ def test_sessions_that_wait(
     check(run, 8)
     check(run, MANY)
     assert gpu.launches() == before + 2
+
+
+def of_unknown_rank() -> bytes:
+    """Return a model whose node gets its template only when it runs."""
+    proto = onnx.load_from_string(model(ROWS.replace("output_types = [1]", "output_types = [1], output_ranks = [2]")))
+    proto.graph.input[0].type.tensor_type.ClearField("shape")
+    return bytes(proto.SerializeToString())
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_a_run_waits_where_its_body_cannot_run(gpu: Stage, compiler: Compiler) -> None:
+    """onnxruntime adds no bfloat16 on the CPU."""
+    body = "(x, bias) => (y) { a = Cast <to = 16> (x) b = Cast <to = 16> (bias) c = Add (a, b) y = Cast <to = 1> (c) }"
+    compiler.few_go_on.clear()
+    run, before = session(model(ROWS, shift=body)), gpu.launches()
+    threading.Timer(0.1, compiler.few_go_on.set).start()
+    threading.Timer(0.1, compiler.goes_on.set).start()
+    check(run, 8)
+    assert gpu.launches() == before + 1
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_sessions_without_bodies_wait(gpu: Stage, compiler: Compiler) -> None:
+    proto = onnx.load_from_string(model(ROWS))
+    del proto.functions[:]
+    compiler.few_go_on.clear()
+    threading.Timer(0.1, compiler.few_go_on.set).start()
+    check(session(proto.SerializeToString()), 8)
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_a_session_made_while_another_compiles_gets_the_last_kernel(
+    gpu: Stage, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler.goes_on.set()
+    compiler.few_go_on.clear()
+    first, own = session(model(ROWS)), native.give_template
+
+    def slow(kernel: int, data: bytes) -> None:
+        if threading.current_thread() is threading.main_thread():
+            compiler.few_go_on.set()  # the other thread loads the kernels after these bytes were made
+            time.sleep(0.2)
+        own(kernel, data)
+
+    monkeypatch.setattr(native, "give_template", slow)
+    second, before = session(model(ROWS)), gpu.launches()
+    late_work.wait()
+    check(first, 8)
+    check(second, 8)
+    assert gpu.launches() == before + 2
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_a_node_gets_all_kernels_though_the_session_that_compiled_them_is_gone(gpu: Stage, compiler: Compiler) -> None:
+    first = session(model(ROWS.replace("output_types = [1]", "output_types = [1], output_ranks = [2]")))
+    while not compiler.loaded:
+        time.sleep(0.001)
+    second, before = session(of_unknown_rank()), gpu.launches()
+    del first
+    gc.collect()
+    compiler.goes_on.set()
+    late_work.wait()
+    for rows in (8, MANY):
+        check(second, rows)
+        late_work.wait()
+        check(second, rows)
+    assert gpu.launches() >= before + 2 and gpu.last()[0] == 9
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_an_older_answer_replaces_no_newer_template(
+    gpu: Stage, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = session(model(ROWS.replace("output_types = [1]", "output_types = [1], output_ranks = [2]")))
+    while not compiler.loaded:
+        time.sleep(0.001)
+    second, own, made, goes_on = (
+        session(of_unknown_rank()),
+        planner._template_bytes,
+        threading.Event(),
+        threading.Event(),
+    )
+
+    def slow(*given: Any) -> bytes:
+        data = own(*given)
+        made.set()
+        goes_on.wait(5)
+        return data
+
+    monkeypatch.setattr(planner, "_template_bytes", slow)
+    check(second, 8)  # as its body, because other work goes on
+    compiler.goes_on.set()
+    assert made.wait(5)
+    for thread in list(late_work._working):
+        if thread.name == "onnxfuse later kernels":
+            thread.join()
+    goes_on.set()
+    late_work.wait()
+    before = gpu.launches()
+    for each in (first, second):
+        check(each, MANY)
+    assert gpu.launches() == before + 2
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_a_template_that_cannot_be_written_costs_no_other_node(
+    gpu: Stage, compiler: Compiler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    copied = f" {node('copy', 'x', 'z', operands='x')} }}"
+    text = ROWS.replace("float[n, 3] y)", "float[n, 3] y, float[n, 3] z)").replace(" }", copied)
+    own = PreparedTemplate.data_so_far
+
+    def data_so_far(template: PreparedTemplate) -> bytes:
+        if template.situation.node.fusion == "copy":
+            raise ValueError("too long")
+        return own(template)
+
+    monkeypatch.setattr(PreparedTemplate, "data_so_far", data_so_far)
+    run = session(model(text))
+    compiler.goes_on.set()
+    late_work.wait()
+    run.run(None, feed(MANY, 3))
+    assert gpu.last()[0] == 9 and "nodes stay bodies: ValueError: too long" in caplog.text
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_new_sizes_need_few_threads(gpu: Stage, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(late_work, "PATIENCE", 0.0)
+    run, before = session(of_unknown_rank()), threading.active_count()
+    compiler.few_go_on.clear()
+    for rows in range(1, 60):
+        check(run, rows)
+    assert threading.active_count() <= before + 3 * late_work.MAX_THREADS
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_a_process_with_too_many_threads_runs_bodies(
+    gpu: Stage, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, own = session(of_unknown_rank()), threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "onnxfuse late answer":
+            raise RuntimeError("can't start new thread")
+        own(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        patch.setattr(late_work, "PATIENCE", 0.0)
+        check(run, 8)
+    assert not late_work._working
+    check(run, 9)  # a thread that starts makes both answers
+    late_work.wait()
+    before = gpu.launches()
+    check(run, 8)
+    assert gpu.launches() == before + 1
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_a_late_answer_keeps_no_node_of_a_session_that_is_gone(gpu: Stage, compiler: Compiler) -> None:
+    run, goes_on = session(of_unknown_rank()), threading.Event()
+    with planner._lock:  # which the answer needs
+        late_work.start(lambda: bool(goes_on.wait(10)), "busy")
+        check(run, 8)
+        del run
+        gc.collect()
+    goes_on.set()
+    compiler.goes_on.set()
+    late_work.wait()
+    assert not planner._nodes
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_sessions_of_bodies_end_with_their_streams(
+    gpu: Stage, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler.few_go_on.clear()
+    own, stream = body_runs._session, itertools.count(1)
+    kept = session(model(ROWS))
+    for run in (kept, *(session(model(ROWS)) for _ in range(3))):
+        one = next(stream)
+        monkeypatch.setattr(
+            body_runs, "_session", lambda r, known, at=one: own(dataclasses.replace(r, stream=at), known)
+        )
+        check(run, 8)
+    del run
+    gc.collect()
+    (of_place,) = body_runs._sessions.values()
+    assert [key[0] for key in of_place] == [1]
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_options_serve_waiting_sessions_first(gpu: Stage, compiler: Compiler) -> None:
+    compiler.goes_on.set()
+    graph = (CPU, {"enable_cuda_graph": "1"})
+    waiting, other = ort.SessionOptions(), ort.SessionOptions()
+    for provider in (graph, CPU):
+        check(InferenceSession(model(ROWS), waiting, [provider]), 8)
+    check(InferenceSession(model(ROWS), other, [CPU]), 8)
+    with pytest.raises(UsageError, match=r"this one waits, by wait=True or enable_cuda_graph; make new SessionOptions"):
+        InferenceSession(model(ROWS), other, [graph])
 
 
 def test_an_error_of_late_work_is_dropped_and_one_in_time_is_raised() -> None:

@@ -374,11 +374,16 @@ FusedKernel::SharedPlan FusedKernel::make(const Key& key, Stream stream) {
     throw std::runtime_error("plan files have no plan for these inputs: " + onnxfuse::describe(setup_.files) +
                              "; make them again with these shapes");
   }
+  SharedPlan plan = plan_by_python(key, stream, 0);
+  return plan ? plan : keep_for_now(key, nullptr, added);
+}
+
+FusedKernel::SharedPlan FusedKernel::plan_by_python(const Key& key, Stream stream, int settings) {
   // At the first request, Python loads only the kernels of the variant (a plan for a range of sizes) that it expects
   // here.  If this library chooses another variant, because it rounds differently, it then requests all kernels.
-  for (const int settings : {0, kAllKernels}) {
-    const std::shared_ptr<Template> made = ask(key, stream, settings);
-    if (!made) return keep_for_now(key, nullptr, added);
+  for (const int more : {0, kAllKernels}) {
+    const std::shared_ptr<Template> made = ask(key, stream, settings | more);
+    if (!made) return nullptr;
     if (SharedPlan plan = made->fits(key) ? made->plan(key) : nullptr) return plan;
   }
   throw std::runtime_error("the template that was planned for these shapes has no plan for them");
@@ -387,7 +392,8 @@ FusedKernel::SharedPlan FusedKernel::make(const Key& key, Stream stream) {
 std::shared_ptr<Template> FusedKernel::ask(const Key& key, Stream stream, int settings) {
   if (driver_.is_capturing(stream)) {
     throw std::runtime_error(
-        "these shapes are new while a CUDA graph is captured; run them once without capture first");
+        "these shapes are new while a CUDA graph is captured; run them once without capture first, in a session that "
+        "was opened with wait=True");
   }
   const std::optional<std::string> bytes = ask_for_plan(request_for(key, settings));
   return bytes ? add(*bytes) : nullptr;
@@ -479,13 +485,26 @@ void FusedKernel::compute(OrtKernelContext* context) {
       relaxed.emplace(driver_);
       return make(key, stream);
     };
-    const auto run_as_body = [&] { run_body(context, tensors.key, tensors.inputs.data(), stream); };
+    // Returns null if the body ran.  If onnxruntime cannot run it, waits for the kernel instead.
+    const auto run_as_body = [&]() -> SharedPlan {
+      try {
+        run_body(context, tensors.key, tensors.inputs.data(), stream);
+        return nullptr;
+      } catch (const std::exception&) {
+        if (setup_.settings & kWait || driver_.is_capturing(stream)) throw;
+        // The outputs of the body may have been made, and need not be aligned.
+        if (SharedPlan plan = plan_by_python(without_alignment(tensors.key), stream, kWait)) return plan;
+        throw;
+      }
+    };
     SharedPlan plan = plan_of(tensors.key);
-    if (!plan) return run_as_body();
+    if (!plan) plan = run_as_body();
+    if (!plan) return;
     const auto [any, all_aligned] = tensors.make_outputs(ort_, context, plan->outputs);
     if (!any) return;
     if (!all_aligned) plan = plan_of(without_alignment(tensors.key));
-    if (!plan) return run_as_body();
+    if (!plan) plan = run_as_body();
+    if (!plan) return;
     const Scratch scratch(ort_, context, allocator_, memory_, plan->scratch_bytes);
     if (setup_.settings & kCountRuns) plan->runs.add();
     run_steps(*plan, device_, tensors.inputs.data(), tensors.outputs.data(), scratch.data, stream);

@@ -75,6 +75,9 @@ class FusedKernel {
   SharedPlan known(const Key& key);
   // Returns null if the body must run, because no kernel can or none is compiled yet.
   SharedPlan make(const Key& key, Stream stream);
+  // Requests a template from Python, with further flags of settings, and returns its plan for these inputs.  Returns
+  // null if Python says that the body must run.
+  SharedPlan plan_by_python(const Key& key, Stream stream, int settings);
   PlanRequest request_for(const Key& key, int settings = 0) const;
   std::shared_ptr<Template> ask(const Key& key, Stream stream, int settings);
   // Returns how a node runs for these inputs until a template is added: by a plan, or, if it is null, as its body.

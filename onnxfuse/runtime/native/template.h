@@ -52,8 +52,7 @@ class Template {
   bool fits(const Key& key, Fit fit = Fit::kExact) const;
 
   // Returns the plan for inputs that fit; null if no variant is for their sizes, or if a function of that variant was
-  // still being compiled when the template was made, so that Python must be asked for a newer one.  Throws what
-  // `read_plan` throws.
+  // still being compiled when the template was made.  Throws what `read_plan` throws.
   SharedPlan plan(const Key& key);
 
   // As `plan`, but if functions of the variant for these sizes are still being compiled, returns a plan of the best
