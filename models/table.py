@@ -261,7 +261,7 @@ CONVOLUTIONAL = (
         image,
         (("boxes", ("batch",)), ("scores", ("batch",))),
         {"widths": [4, 8, 8, 8, 8], "depths": [1, 1, 1, 1], "classes": 4, "bins": 4, "image": 64},
-        (HALF, Variant("ts11_bn", "ts", 11, keep_batch_norm=True, numbered_names=True)),
+        (Variant("ts11_bn", "ts", 11, keep_batch_norm=True, numbered_names=True),),
         IMAGE,
         full={"widths": [32, 64, 128, 256, 512], "depths": [1, 2, 2, 1], "classes": 80, "bins": 16, "image": 640},
         calibrated=True,

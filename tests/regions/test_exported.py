@@ -21,7 +21,7 @@ from onnxfuse.regions.host import host_nodes
 from onnxfuse.regions.maps import MAPS
 from onnxfuse.regions.pointwise import POINTWISE
 
-SAMPLE = ("bert_sdpa_dynamo_fp16", "detector_dynamo_fp16", "swin_eager_dynamo_fp32", "t5_encoder_eager_ts_fp32")
+SAMPLE = ("bert_sdpa_dynamo_fp16", "detector_ts11_bn_fp32", "swin_eager_dynamo_fp32", "t5_encoder_eager_ts_fp32")
 NAMES = [
     pytest.param(name, marks=() if name.removesuffix(".onnx") in SAMPLE else pytest.mark.slow) for name in sorted(INDEX)
 ]
