@@ -161,6 +161,14 @@ def readers_of_one(nodes: int) -> onnx.ModelProto:
     return b.model(*(b.add("Mul", x, b.weight(HIDDEN)) for _ in range(nodes - 1)))
 
 
+def sum_of_readers(nodes: int) -> onnx.ModelProto:
+    """A Sum of operators that all read one tensor, and half of which are equal."""
+    b = Builder()
+    x = b.add("Sqrt", "x")
+    readers = [b.add("Mul", x, b.weight(HIDDEN)) if i % 2 else b.add("Exp", x) for i in range(nodes - 2)]
+    return b.model(b.add("Sum", *readers))
+
+
 def small() -> onnx.ModelProto:
     b = Builder()
     return b.model(feed_forward(b, layer_norm(b, "x")))
@@ -173,4 +181,5 @@ MODELS: dict[str, Callable[[int], onnx.ModelProto]] = {
 OF_REGIONS: dict[str, Callable[[int], onnx.ModelProto]] = {
     "normalized in turns": normalized_in_turns, "differences in turns": differences_in_turns,
     "embeddings": embeddings, "readers of one": readers_of_one,
+    "sum of readers": sum_of_readers,
 }  # fmt: skip

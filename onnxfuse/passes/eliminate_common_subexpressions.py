@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 
 import numpy as np
 
@@ -25,8 +25,12 @@ def eliminate_common_subexpressions(graph: Graph, shapes: ShapeInfo) -> int:
     exact: dict[Hashable, Node] = {}  # exact key -> its first node, only for nodes that share a coarse key
     has_exact: set[Node] = set()
     constant_keys: dict[int, Hashable] = {}
+    merged: dict[int, Tensor] = {}  # id of a tensor -> the tensor that its consumers, which follow, read in its place
     count = _merge_tables(graph)
     for node in list(graph.nodes):
+        for i, tensor in enumerate(node.inputs):
+            if id(tensor) in merged:
+                node.inputs[i] = _latest(merged, tensor)
         coarse_key = node.op, tuple(None if is_constant(t) else id(t) for t in node.inputs)
         similar = first.setdefault(coarse_key, node)
         if similar is node:
@@ -36,7 +40,7 @@ def eliminate_common_subexpressions(graph: Graph, shapes: ShapeInfo) -> int:
             exact.setdefault(_key(graph, similar, constant_keys), similar)
         key = _key(graph, node, constant_keys)
         equal = exact.setdefault(key, node)
-        if key is not None and equal is not node and _merge(graph, equal, node):
+        if key is not None and equal is not node and _merge(graph, equal, node, merged):
             count += 1
     return count
 
@@ -61,18 +65,29 @@ def _merge_tables(graph: Graph) -> int:
     return count
 
 
-def _merge(graph: Graph, kept: Node, node: Node) -> bool:
+def _latest(merged: Mapping[int, Tensor], tensor: Tensor) -> Tensor:
+    while id(tensor) in merged:
+        tensor = merged[id(tensor)]
+    return tensor
+
+
+def _merge(graph: Graph, kept: Node, node: Node, merged: dict[int, Tensor]) -> bool:
     """Replace the outputs of `node` by those of `kept`; return whether that was possible.
 
-    If an output and its replacement must both keep their names, nothing changes.
+    If an output and its replacement must both keep their names, nothing changes.  Otherwise, `merged` maps the tensor
+    that goes to the one that stays.  Each consumer looks its inputs up there once, when its turn comes: to search its
+    inputs after each merge would take quadratic time for a Sum of 10,000 equal operators.
     """
     pairs = list(zip(list(node.outputs), list(kept.outputs), strict=True))
     if any(graph.is_kept(old) and graph.is_kept(new) for old, new in pairs):
         return False
     node.inputs.clear()
     for old, new in pairs:
-        if old.name:
+        if old.name and graph.is_kept(old):
             graph.replace(old, new)
+            merged[id(new)] = old
+        elif old.name:
+            merged[id(old)] = new
     return True
 
 

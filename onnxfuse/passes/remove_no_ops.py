@@ -263,9 +263,9 @@ def _flatten_scale(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     of two scales, and multiply sums of integers by it.
     """
     (product,) = node.outputs
-    scaled = [tensor for reader in product.outputs for tensor in reader.inputs if tensor is not product]
-    is_scale = bool(scaled) and {op_of(reader) for reader in product.outputs} == {"Mul"}
-    if op_of(node) != "Mul" or graph.opset < 7 or not is_scale or graph.is_kept(product):
+    is_scale = op_of(node) == "Mul" and all(op_of(reader) == "Mul" for reader in product.outputs)
+    scaled = [t for reader in product.outputs for t in reader.inputs if t is not product] if is_scale else []
+    if not scaled or graph.opset < 7 or graph.is_kept(product):
         return False
     for index, scale in enumerate(node.inputs):
         if not is_constant(scale) or not scale.shape or scale.shape[0] != 1 or shapes.rank(node.inputs[1 - index]) != 0:

@@ -16,7 +16,7 @@ from typing import Final
 from onnxfuse.algebra.operators import FREE
 from onnxfuse.ir.node import Node, Tensor, op_of, producer
 from onnxfuse.passes.folded import node_label
-from onnxfuse.regions.cluster import LAUNCH_BYTES, Cluster, Clusters
+from onnxfuse.regions.cluster import LAUNCH_BYTES, MAX_STEPS, Cluster, Clusters
 from onnxfuse.regions.pointwise import POINTWISE
 
 MAX_MOVED: Final = 8  # maximum number of operators moved to the readers of a tensor
@@ -66,7 +66,8 @@ def settle_borders(clusters: Clusters) -> None:
 def _border(clusters: Clusters, tensor: Tensor) -> Border | None:
     """Return a Border for a tensor that an elementwise operator computes; None if the operator cannot be moved.
 
-    All readers of the tensor must be in clusters of the operator's level (see order.py).
+    All readers of the tensor must be in clusters of the operator's level (see order.py) that are not too large for a
+    region: larger ones gain nothing, and for a Sum of 10,000 operands, each of its operands would be tried.
     """
     maker, of, level = tensor.inputs[0], clusters.of, clusters.level
     own = of[maker]
@@ -75,7 +76,7 @@ def _border(clusters: Clusters, tensor: Tensor) -> Border | None:
     readers = dict[Cluster, None]()
     for node in tensor.outputs:
         reader = of.get(node)
-        if reader is None or level[node] != level[maker] or len(readers) > MAX_READERS:
+        if reader is None or level[node] != level[maker] or len(readers) > MAX_READERS or reader.steps > MAX_STEPS:
             return None
         if reader is not own:
             readers[reader] = None

@@ -95,7 +95,7 @@ def _closes_no_cycle(clusters: Clusters, maker: Node, cluster: Cluster) -> bool:
     than `maker`.  Then no combination of joins closes a cycle.
     """
     result = maker.outputs[0]
-    if len(maker.outputs) == 1 and all(node in cluster.nodes for node in consumers(result)):
+    if len(maker.outputs) == 1 and all(node in cluster.nodes for node in result.outputs):
         return True
     read = (*cluster.operands.values(), *measured_besides(cluster, clusters.forms).values())
     makers = (producer(tensor) for tensor in read if tensor is not result)
@@ -243,7 +243,7 @@ def write_epilogue_fusion(
     record = records[maker.name]
     others = {**cluster.operands, **measured_besides(cluster, clusters.forms)}
     others.pop(result.name)
-    is_read_elsewhere = any(node not in cluster.nodes for node in consumers(result))
+    is_read_elsewhere = any(node not in cluster.nodes for node in result.outputs)
     kept = {result.name: result} if is_read_elsewhere or graph.is_kept(result) else {}
     joined = replace(cluster, operands={result.name: result, **others}, outputs={**cluster.outputs, **kept})
     inputs, outputs = [*maker.inputs, *others.values()], [*joined.outputs.values(), *maker.outputs[1:]]

@@ -122,7 +122,7 @@ def _moved_norm(clusters: Clusters, cluster: Cluster, joining: Joining) -> Node 
     if norm is None or norm.domain != DOMAIN or norm in clusters.of or norm.attrs["fusion"] not in joining.epilogues:
         return None
     has_one_operand = norm.attrs["fusion"] in ("layer_norm", "rms_norm")
-    is_read_here = not clusters.graph.is_kept(result) and all(node in cluster.nodes for node in consumers(result))
+    is_read_here = not clusters.graph.is_kept(result) and all(node in cluster.nodes for node in result.outputs)
     moves_rows = all(_moves_rows(clusters.shapes, node, clusters.forms[node]) for node in cluster.nodes)
     repeats_rows = clusters.count(output) > clusters.count(result)
     return norm if has_one_operand and is_read_here and moves_rows and not repeats_rows else None
