@@ -41,6 +41,7 @@ from onnxfuse.verify.accepted import with_dtypes
 from onnxfuse.verify.compare import compare_with
 from onnxfuse.verify.cpu_session import open_session, run
 from onnxfuse.verify.difference import compare_output
+from onnxfuse.verify.extent import Extent
 from onnxfuse.verify.inputs import input_dtypes
 from onnxfuse.verify.reference import Reference, run_original
 from onnxfuse.verify.requested_shapes import draws
@@ -104,7 +105,7 @@ class Halving:
     inputs: Mapping[str, Array] | None
     shapes: Sequence[str]
     timer: StageTimer
-    verify: bool
+    verify: Extent | None
     asked: dict[str, str] = field(default_factory=dict)  # nodes requested to stay in float32, and why
     converted: Converted | None = None
     noises: list[dict[str, float]] = field(default_factory=list)  # results of `_noise(0)`, `_noise(1)`, ...
@@ -182,10 +183,9 @@ class Halving:
             return None
         with self.timer.stage("verify"):
             try:
-                # `extremes` is False, because float16 rounds the scores of fully masked rows, so that their results
-                # differ.
-                inputs = self.inputs or {}
-                return run_original(self.original, self.folder, inputs, self._tell, self.shapes, extremes=False)
+                # No extremes, because float16 rounds the scores of fully masked rows, so that their results differ.
+                inputs, extent = self.inputs or {}, replace(self.verify, extremes=False)
+                return run_original(self.original, self.folder, inputs, self._tell, self.shapes, extent=extent)
             except VerificationError:
                 return None
 

@@ -61,12 +61,14 @@ from onnxfuse.verify.accepted import NOTHING_ACCEPTED, Accepted, state_accepted
 from onnxfuse.verify.check_bodies import faults_of_bodies
 from onnxfuse.verify.compare import NOT_VERIFIED, Verification
 from onnxfuse.verify.compare_parts import PartFinding, PartsVerification
+from onnxfuse.verify.extent import FULL, LEFT_OUT_BY_QUICK, Extent, Level, extent_of
 from onnxfuse.verify.inputs import load_samples
 from onnxfuse.verify.observed import NotCompared
 from onnxfuse.verify.own_process import DEFAULT_TIMEOUT, own_process
 
 Emit: TypeAlias = Literal["functions", "standard"]  # the form of a fusion in the optimized model
 
+LONG = 10.0  # seconds of a verification after which the report names the quick one
 MAX_ROUNDS_OF_PARTS = 3  # a fusion whose nodes were undone in this many rounds is left out as a whole
 CONSTANT_FOLDING = "constant"  # the name in the report when the folding of a constant is undone
 BODIES = "subgraphs"  # the name in the report when all that was done inside If, Loop and Scan is undone
@@ -76,7 +78,7 @@ def optimize(
     model: str | os.PathLike[str] | bytes | onnx.ModelProto, *,
     only: Iterable[str] = (), skip: Iterable[str] = (), patterns: Iterable[str | os.PathLike[str]] = (),
     fallback: Literal["onnx", "ort"] = "onnx", emit: Emit = "functions", layout: Layout = "auto",
-    regions: Regions = True, plan: str | os.PathLike[str] | None = None, verify: bool = True,
+    regions: Regions = True, plan: str | os.PathLike[str] | None = None, verify: bool | Level = True,
     inputs: Mapping[str, Array] | None = None, shapes: Sequence[str] = (), timeout: float | None = DEFAULT_TIMEOUT,
     tolerance: float | None = None, dtype: Literal["float16", "bfloat16", "int8"] | None = None,
     io: Literal["float32", "half"] = "float32", max_error: float | None = None,
@@ -101,7 +103,8 @@ def optimize(
               and lets no operators join
     plan      a file of `onnxfuse plan` for this model; the nodes of a match that it switches off stay unfused
     verify    run each fused node and the nodes that it replaced, and both models, in onnxruntime; undo fusions that
-              differ
+              differ.  True is "full", False is "off".  "quick" compares at one combination of sizes, and the report
+              says what it leaves out
     inputs    arrays to verify with, by input name; others are generated
     shapes    sizes to verify with, as "input:8x512"; others are chosen
     timeout   seconds that opening a model in onnxruntime, or one run of it, may take in a process of its own; None runs
@@ -132,15 +135,16 @@ def optimize(
     path = str(model) if isinstance(model, str | os.PathLike) else None
     settings = _with_operators(_settings(only, list(skip), patterns, layout, regions), fallback, emit, only)
     _check_conversions(dtype, weights, plan, calibrate)
-    _check_reference(reference, dtype or weights, verify)
+    extent = extent_of(verify)
+    _check_reference(reference, dtype or weights, extent)
     timer = StageTimer(progress)
     # Without verification, only a conversion to half precision runs models.
-    with own_process(timeout, at_once=verify):
+    with own_process(timeout, at_once=extent is not None):
         with timer.stage("load"):
             original, folder = load(model)
         choices = None if plan is None else read_choices(Path(plan), original)
         job = _Job(
-            original, folder, settings, timer, only, choices, verify, inputs, shapes, tolerance, half,
+            original, folder, settings, timer, only, choices, extent, inputs, shapes, tolerance, half,
             opset_of(original),
         )  # fmt: skip
         samples = [] if calibrate is None else load_samples(calibrate, original)
@@ -149,7 +153,7 @@ def optimize(
             return _optimize(job, path) if reference is None else _beside(reference, job, path)
         made, report = _optimize(replace(job, original=quantized.model, opset=opset_of(quantized.model)), path)
         told = quantized.result
-        if verify:
+        if extent:
             compared, sizes = (samples[:MAX_SAMPLES_COMPARED], ()) if samples else ([inputs or {}], shapes)
             with timer.stage("verify"):
                 tell = functools.partial(timer.tell, "verify")
@@ -174,7 +178,7 @@ def _check_conversions(dtype: str | None, weights: str | None, plan: object, cal
         raise UsageError(f"{text}; save the model that {given} gives, and make a plan of that")
 
 
-def _check_reference(reference: object, converted: str | None, verify: bool) -> None:
+def _check_reference(reference: object, converted: str | None, verify: Extent | None) -> None:
     """Raise UsageError for a reference that would not be used."""
     if reference is not None and converted:
         raise UsageError(f"{converted} is compared with the model itself; leave the reference out")
@@ -304,7 +308,7 @@ class _Job:
     timer: StageTimer
     only: Sequence[str]
     choices: Choices | None
-    verify: bool
+    verify: Extent | None
     inputs: Mapping[str, Array] | None
     shapes: Sequence[str]
     tolerance: float | None
@@ -400,7 +404,7 @@ def _fuse_source(job: _Job, source: onnx.ModelProto) -> _Found:
         inputs = None if job.inputs is None else halving.feeds(job.inputs)
         given = replace(
             job, original=converted.model, folder=converted.folder, inputs=inputs, is_converted=True,
-            verify=job.verify and verify,
+            verify=job.verify if verify else None,
         )  # fmt: skip
         found = _fuse_verified(given, converted.model)
         return found, replace(halving.judge(found.model.written), scratch=converted.scratch)
@@ -416,11 +420,12 @@ def _fuse_verified(job: _Job, source: onnx.ModelProto) -> _Found:
     """
     chosen = Chosen(job.choices) if job.choices else None
     verifier = Verifier(
-        job.original, job.folder, job.inputs, job.timer, job.shapes, job.tolerance, job.is_converted, job.is_standard
+        job.original, job.folder, job.inputs, job.timer, job.shapes, job.tolerance, job.is_converted, job.is_standard,
+        job.verify,
     ) if job.verify else None  # fmt: skip
     search = _Search(job, source, verifier, chosen)
     try:
-        result = search.fuse(replace(job.settings, keep_unfused=job.verify), verdict=search)
+        result = search.fuse(replace(job.settings, keep_unfused=job.verify is not None), verdict=search)
     except VerificationError:
         if verifier is not None:
             _check_converted(verifier, source)
@@ -461,13 +466,22 @@ def _report(job: _Job, path: str | None, found: _Found) -> Report:
         {"path": None, "nodes": count_nodes(result.written.graph), "bytes": None},
         result.fused_of_model, (*(found.before.all_folded if found.halving else ()), *result.all_folded),
         told_of(lambda: tuple(result.near()), ()),
-        tuple(found.taken_back.dropped), found.before.before, result.after, found.verified, job.timer.seconds,
-        result.layout, result.without_regions, tuple(_subgraphs(result)), found.before.inlined, result.stays,
-        quantized_operators(result.written), what_was_written(result) if job.is_standard else None,
+        tuple(found.taken_back.dropped), found.before.before, result.after, _with_duration(job, found.verified),
+        job.timer.seconds, result.layout, result.without_regions, tuple(_subgraphs(result)), found.before.inlined,
+        result.stays, quantized_operators(result.written), what_was_written(result) if job.is_standard else None,
         told_of(lambda: count_operators(given, result.written.graph), ()),
         told_of(lambda: _unmatched(result, fusions, job.only, known), {}), found.switched_off, facts, found.half,
         found.folder, tuple(raised),
     )  # fmt: skip
+
+
+def _with_duration(job: _Job, verified: Verification) -> Verification:
+    """Add a note to a full verification that took more than LONG seconds: its duration, and what "quick" leaves out."""
+    seconds = job.timer.seconds.get("verify", 0.0)
+    if job.verify != FULL or seconds <= LONG:
+        return verified
+    note = f"the verification took {seconds:.0f} s; with `--verify quick` it leaves out {LEFT_OUT_BY_QUICK}"
+    return replace(verified, notes=(*verified.notes, note))
 
 
 def _unmatched(

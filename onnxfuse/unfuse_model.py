@@ -25,6 +25,7 @@ from onnxfuse.pipeline import SCORE_PASSES, WEIGHT_PASSES
 from onnxfuse.report.traffic import Traffic, estimate_traffic
 from onnxfuse.steps import Progress, without_what_raises
 from onnxfuse.verify.compare import NOT_VERIFIED, Verification, compare
+from onnxfuse.verify.extent import Level, extent_of
 from onnxfuse.verify.own_process import DEFAULT_TIMEOUT, own_process
 
 log: Final = logging.getLogger("onnxfuse")
@@ -33,7 +34,7 @@ log: Final = logging.getLogger("onnxfuse")
 def unfuse(
     model: str | os.PathLike[str] | bytes | onnx.ModelProto,
     *,
-    verify: bool = True,
+    verify: bool | Level = True,
     inputs: Mapping[str, Array] | None = None,
     shapes: Sequence[str] = (),
     timeout: float | None = DEFAULT_TIMEOUT,
@@ -53,14 +54,15 @@ def unfuse(
     fused, folder = load(model)
     if not has_fused_nodes(fused):
         raise ModelError("the model has no fused node; give one that `onnxfuse optimize` wrote")
+    extent = extent_of(verify)
     progress("unfuse", 0, 0)
     result, _ = in_operators(fused, folder)
-    if not verify:
+    if extent is None:
         return result, NOT_VERIFIED
     with own_process(timeout):
         verified = compare(
             fused, result, inputs=inputs, shapes=shapes, folder=folder, tolerance=tolerance,
-            progress=lambda step: progress(f"verify: {step}", 0, 0),
+            progress=lambda step: progress(f"verify: {step}", 0, 0), extent=extent,
         )  # fmt: skip
     if verified.passed is False:
         raise VerificationError(f"undoing the fusions changed the model: {verified.reason}; please report this model")

@@ -18,6 +18,7 @@ from onnxfuse.steps import VERIFICATION, LeftOut, left_out
 from onnxfuse.verify.compare import Verification, compare_with, nothing_compared
 from onnxfuse.verify.compare_constants import wrong_constants
 from onnxfuse.verify.compare_parts import PartFinding, PartsVerification, compare_parts, values_of_run
+from onnxfuse.verify.extent import FULL, Extent
 from onnxfuse.verify.own_process import TimeLimitExceeded
 from onnxfuse.verify.parts import Part, distinct_parts
 from onnxfuse.verify.reference import Reference, run_original
@@ -42,6 +43,7 @@ class Verifier:
     is_converted: bool = False  # whether the optimized models are in half precision
     # Whether ONNX's Attention is allowed in the optimized models; it gives 0 for some NaN of the original.
     is_standard: bool = False
+    extent: Extent = FULL
     # Keys of the fused nodes that were found equal to the nodes that they replaced.
     equal_parts: set[str] = field(default_factory=set)
     raised: list[LeftOut] = field(default_factory=list)  # steps of the verification that raised
@@ -54,7 +56,8 @@ class Verifier:
         if self._reference is None:
             try:
                 tell = functools.partial(self.timer.tell, "verify")
-                found = run_original(self.original, self.folder, self.inputs or {}, tell, self.shapes)
+                inputs = self.inputs or {}
+                found = run_original(self.original, self.folder, inputs, tell, self.shapes, extent=self.extent)
                 self._reference = replace(
                     found, tolerance=self.tolerance, is_converted=self.is_converted, numbers_for_nan=self.is_standard
                 )
@@ -162,7 +165,12 @@ class Verifier:
         assert graph.unfused is not None
         progress = functools.partial(self.timer.progress, "verify: run the fused nodes")
         compare = functools.partial(
-            compare_parts, graph.unfused, graph.model, progress=progress, numbers_for_nan=self.is_standard
+            compare_parts,
+            graph.unfused,
+            graph.model,
+            progress=progress,
+            numbers_for_nan=self.is_standard,
+            extent=self.extent,
         )
         found = compare(self._new_parts(graph), feeds=feeds)
         self.equal_parts |= found.equal
@@ -180,13 +188,14 @@ class Verifier:
         """Compare the outputs of the original and `optimized`."""
         with self.timer.stage("verify"):
             try:
-                return compare_with(self.reference(), optimized)
+                found = compare_with(self.reference(), optimized)
             except VerificationError as error:
-                return nothing_compared(self.original, error)
+                found = nothing_compared(self.original, error)
             except UsageError:
                 raise
             except Exception as error:
-                return nothing_compared(self.original, self._failure(error))
+                found = nothing_compared(self.original, self._failure(error))
+        return found.within(self.extent)
 
     def culprits(self, result: FusedModel, verified: Verification, written: Written) -> list[Culprit]:
         """Return the fused nodes that make a model differ from the original, each with a sentence about the difference.

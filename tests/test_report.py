@@ -55,6 +55,7 @@ SCHEMA: dict[str, Any] = {
     "weights": {},  # but where weights are quantized
     "reference": {},  # but where a float model is given
     "verified": {
+        "level": str,
         "status": str,
         "passed": bool,
         "reason": str,

@@ -34,6 +34,7 @@ from onnxfuse.tuning.timing import RunTimes, interleaved, runs_within
 from onnxfuse.tuning.tune import tune as tune_model
 from onnxfuse.verify.accepted import Accepted, accepted_of
 from onnxfuse.verify.difference import TF32, OutputDifference, Standard, compare_output
+from onnxfuse.verify.extent import WITHOUT_EXTREMES
 from onnxfuse.verify.judge import settled
 from onnxfuse.verify.random_nodes import describe_random_node
 from onnxfuse.verify.reference import Reference, run_original
@@ -289,7 +290,8 @@ class _Runner:
 
         @functools.cache
         def on_cpu() -> Reference:
-            return run_original(model, folder, feeds, lambda step: self.progress(step, 0, 0), extremes=False)
+            tell: Callable[[str], None] = lambda step: self.progress(step, 0, 0)  # noqa: E731
+            return run_original(model, folder, feeds, tell, extent=WITHOUT_EXTREMES)
 
         if half:
             exact = self._in_float32(model, folder, feeds)

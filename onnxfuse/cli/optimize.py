@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from onnxfuse.layout.conversion import Layout
     from onnxfuse.report.report import Report
+    from onnxfuse.verify.extent import Level
 
 
 @click.command(
@@ -143,7 +144,7 @@ def optimize_command(
     weights: Literal["int4", "int8"] | None,
     calibrate: Path | None,
     reference: Path | None,
-    verify: bool,
+    verify: Level,
     archs: tuple[str, ...],
     gpus: tuple[str, ...],
     report: Path | None,
@@ -235,7 +236,7 @@ def _optimize_folder(
         yield _Optimized(one.report, f"[bold]{escape(one.name)}[/]", summary(one.compiled) if one.compiled else why)
 
 
-def _show(one: _Optimized, number: int, path: Path | None, everything: bool, verify: bool) -> int:
+def _show(one: _Optimized, number: int, path: Path | None, everything: bool, verify: Level) -> int:
     """Print a model's report, and write it to a file if `path` is given; return the exit code."""
     from onnxfuse.steps import LeftOut, attempt
 
@@ -248,4 +249,4 @@ def _show(one: _Optimized, number: int, path: Path | None, everything: bool, ver
         if each:
             console().print(each)
     show_tracebacks(result.left_out)
-    return 1 if unwritten else EXIT_CODES[result.verified.status] if verify else 0
+    return 1 if unwritten else EXIT_CODES[result.verified.status] if verify != "off" else 0

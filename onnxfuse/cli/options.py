@@ -51,8 +51,15 @@ option_option = click.option(
     "--option", "options", multiple=True, metavar="NAME=VALUE", help="Set an option of the provider (repeatable)."
 )
 overwrite_option = click.option("--overwrite", is_flag=True, help="Let TARGET replace SOURCE, if both are one file.")
-verify_option = click.option(
-    "--verify/--no-verify", default=True, show_default=True, help="Run both models in onnxruntime and compare them."
+verify_option = together(  # --verify is the second, because click 8.1 takes the default of the last option
+    click.option("--no-verify", "verify", flag_value="off", default="full", help="The same as --verify off."),
+    click.option(
+        "--verify",
+        type=click.Choice(["full", "quick", "off"]),
+        default="full",
+        show_default=True,
+        help="Run both models in onnxruntime and compare them; quick does so at one combination of sizes.",
+    ),
 )
 run_options = together(  # options of commands that run a model to time it
     patterns_option,

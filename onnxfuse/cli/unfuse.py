@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -19,6 +20,9 @@ from onnxfuse.cli.options import (
 )
 from onnxfuse.cli.terminal import console, shown_progress
 
+if TYPE_CHECKING:
+    from onnxfuse.verify.extent import Level
+
 
 @click.command("unfuse", epilog=examples("onnxfuse unfuse fused.onnx plain.onnx"))
 @click.argument("source", type=file_path)
@@ -33,7 +37,7 @@ def unfuse_command(
     tolerance: float | None,
     shapes: tuple[str, ...],
     timeout: float,
-    verify: bool,
+    verify: Level,
     overwrite: bool,
 ) -> None:
     """Write fused SOURCE with plain operators to TARGET.
@@ -57,4 +61,4 @@ def unfuse_command(
     save(model, target, folder=source.parent)
     for line in (f"Nodes: {before} -> {after}", *verification_lines(verified)):
         console().print(line)
-    sys.exit(EXIT_CODES[verified.status] if verify else 0)
+    sys.exit(EXIT_CODES[verified.status] if verify != "off" else 0)

@@ -13,6 +13,7 @@ from onnxfuse.errors import VerificationError, first_line
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.quantize.result import BesideReference, OutputError, WeightsResult
 from onnxfuse.verify.difference import OutputDifference
+from onnxfuse.verify.extent import WITHOUT_EXTREMES
 from onnxfuse.verify.reference import Progress, run_original
 
 Stored: TypeAlias = tuple[onnx.ModelProto, Path | None]  # a model, and the folder of its external data
@@ -55,7 +56,7 @@ def _errors(
     found: list[dict[str, list[OutputDifference]]] = [{} for _ in models]
     try:
         for sample in samples:
-            float_model = run_original(*reference, sample, tell, shapes, extremes=False)
+            float_model = run_original(*reference, sample, tell, shapes, extent=WITHOUT_EXTREMES)
             tell("run the quantized model")
             for (model, folder), differences in zip(models, found, strict=True):
                 session = replace(float_model, folder=folder).open(model)

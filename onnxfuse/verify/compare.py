@@ -20,6 +20,7 @@ from onnxfuse.verify.accepted import NOTHING_ACCEPTED, Accepted, accepted_of, wi
 from onnxfuse.verify.cpu_session import Prepared, open_session, prepare
 from onnxfuse.verify.default_optimizations import with_default_optimizations
 from onnxfuse.verify.difference import OutputDifference
+from onnxfuse.verify.extent import FULL, Extent, Level
 from onnxfuse.verify.inputs import input_dtypes
 from onnxfuse.verify.judge import differences
 from onnxfuse.verify.observed import NotCompared
@@ -44,7 +45,8 @@ class Verification:
     a model does not run, `reason` says how.  `outputs` has the errors of the compared outputs; `not_compared` names
     outputs and fused nodes left out.  `equal_parts` counts the fused nodes that equal the nodes that they replaced; it
     is 0 where whole models were compared.  `notes` are sentences about the effect of onnxruntime's own graph
-    optimizations on the original, and about integers that are one step of a quantizer off.
+    optimizations on the original, about integers that are one step of a quantizer off, and about runs that a quick
+    verification left out.
     """
 
     passed: bool | None
@@ -54,6 +56,7 @@ class Verification:
     not_compared: tuple[NotCompared, ...] = ()
     equal_parts: int = 0
     notes: tuple[str, ...] = ()
+    level: Level = "full"
 
     @property
     def status(self) -> Literal["verified", "partly", "none", "failed"]:
@@ -73,6 +76,10 @@ class Verification:
         passed = True if self.passed is None and equal else self.passed
         return replace(self, passed=passed, not_compared=missing, equal_parts=equal)
 
+    def within(self, extent: Extent) -> Verification:
+        """Return this verification with the level of its runs, and a sentence about those that were left out."""
+        return replace(self, level=extent.level, notes=(*self.notes, *extent.notes))
+
     def to_json(self) -> dict[str, Any]:
         """Return the verification as JSON values; an infinite error, which JSON cannot write, becomes None."""
         rows = [
@@ -80,11 +87,12 @@ class Verification:
             for o in self.outputs
         ]
         missing = [{"name": each.name, "reason": each.reason} for each in self.not_compared]
-        return {"status": self.status, "passed": self.passed, "reason": self.reason, "outputs": rows,
-                "equal_parts": self.equal_parts, "not_compared": missing, "notes": list(self.notes)}  # fmt: skip
+        return {"level": self.level, "status": self.status, "passed": self.passed, "reason": self.reason,
+                "outputs": rows, "equal_parts": self.equal_parts, "not_compared": missing,
+                "notes": list(self.notes)}  # fmt: skip
 
 
-NOT_VERIFIED: Final = Verification(None, (), "switched off; `onnxfuse verify A B` compares two models", ())
+NOT_VERIFIED: Final = Verification(None, (), "switched off; `onnxfuse verify A B` compares two models", (), level="off")
 
 
 def compare(
@@ -96,8 +104,11 @@ def compare(
     folder: Path | None = None,
     progress: Progress = lambda line: None,
     tolerance: float | None = None,
+    extent: Extent = FULL,
 ) -> Verification:
     """Run both models at two sizes of every dynamic dim, and at sizes 0 and 1, and compare their outputs.
+
+    `extent` can leave out some of these runs.
 
     These runs do not use onnxruntime's graph optimizations, which change the results of some models.  One more run uses
     them: if the original runs with them, the optimized model must run too, and compute the same.  The tolerance of an
@@ -113,11 +124,12 @@ def compare(
     before, folder = _open(original, folder)
     accepted = _accepted(before, optimized)
     try:
-        reference = run_original(before, folder, inputs or {}, progress, shapes, extremes=not accepted.is_converted)
+        runs = replace(extent, extremes=extent.extremes and not accepted.is_converted)
+        reference = run_original(before, folder, inputs or {}, progress, shapes, extent=runs)
     except VerificationError as error:
-        return nothing_compared(before, error)
+        return nothing_compared(before, error).within(extent)
     reference = replace(reference, tolerance=tolerance, accepted=accepted, numbers_for_nan=accepted.numbers_for_nan)
-    return compare_with(reference, optimized)
+    return compare_with(reference, optimized).within(extent)
 
 
 def _accepted(original: onnx.ModelProto, optimized: Source) -> Accepted:

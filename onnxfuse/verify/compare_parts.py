@@ -31,6 +31,7 @@ from onnxfuse.verify.difference import (
     with_numbers_for_nan,
 )
 from onnxfuse.verify.drawn_operands import LEAVE_NOTHING, ONES, Feeds, draws, operands_by_shape
+from onnxfuse.verify.extent import FULL, Extent
 from onnxfuse.verify.noise import move_by_one_ulp
 from onnxfuse.verify.own_process import OnnxruntimeFailure
 from onnxfuse.verify.parts import Part, UnfusedGraph
@@ -91,13 +92,15 @@ def compare_parts(
     progress: Callable[[int, int], None] = lambda done, of: None,
     *,
     numbers_for_nan: bool = False,
+    extent: Extent = FULL,
 ) -> PartsVerification:
     """Compare each part: run its fused node and the nodes that it replaced, without onnxruntime's graph optimizations.
 
     `feeds` are inputs on which the original runs.  The parts are run on the values that their operands have in that
-    run, and on two sets of drawn values.  If `feeds` is None, because the original does not run, the parts are run only
-    on drawn values.  `progress` is called with the number of parts compared so far and the number of all parts.  With
-    `numbers_for_nan` a fused node may have any numbers where the nodes that it replaced give NaN.
+    run, and on two sets of drawn values if `extent.repeats`.  If `feeds` is None, because the original does not run,
+    the parts are run only on drawn values.  `progress` is called with the number of parts compared so far and the
+    number of all parts.  With `numbers_for_nan` a fused node may have any numbers where the nodes that it replaced give
+    NaN.
     """
     wrong, unseen, equal = list[PartFinding](), list[PartFinding](), set[str]()
     try:
@@ -110,7 +113,7 @@ def compare_parts(
     for i, part in enumerate(parts):
         progress(i, len(parts))
         try:
-            compare = partial(_compare_part, unfused, optimized, part, numbers_for_nan)
+            compare = partial(_compare_part, unfused, optimized, part, numbers_for_nan, extent)
             drawn = feeds is None
             fault = _drawn_fault(unfused, part, compare) if drawn else compare(_given(unfused, part, values), True)
         except VerificationError as error:
@@ -195,14 +198,15 @@ def _compare_part(
     optimized: onnx.ModelProto,
     part: Part,
     numbers_for_nan: bool,
+    extent: Extent,
     given: Feeds,
     runs: bool,
 ) -> str:
     """Return how a fused node differs from the nodes that it replaced; "" where it does not.
 
     Both are run on random values with the sizes of the arrays in `given`.  If `runs` is true, a run of the model
-    computed these arrays, and both are compared on them, too.  Raises VerificationError with the reason if nothing
-    could be compared.
+    computed these arrays, and both are compared on them, too.  Without `extent.repeats` the first values that do not
+    hide errors are the last.  Raises VerificationError with the reason if nothing could be compared.
     """
     try:
         sessions = _open_both(unfused, optimized, part, given)
@@ -237,6 +241,8 @@ def _compare_part(
             is_determined = what != LEAVE_NOTHING or sessions.half != "float16"
             if fault := check.fault() if is_determined else check.misplaced():
                 return f"on {what} {fault}{_rounding_sentence(optimized, part)}"
+        if compared and not extent.repeats:
+            break
     if not compared:
         raise VerificationError(reason)
     return ""

@@ -30,6 +30,7 @@ from onnxfuse.verify.difference import (
     with_numbers_for_nan,
     worst,
 )
+from onnxfuse.verify.extent import FULL, Extent
 from onnxfuse.verify.input_uses import trip_counts
 from onnxfuse.verify.inputs import check_inputs, model_inputs
 from onnxfuse.verify.larger_inputs import depends_on, largest_first
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
 
 Progress: TypeAlias = Callable[[str], None]
 
-RUNS_COMPARED = 2  # number of usual runs, with different sizes of the dynamic dims
 # If a run with a size >= LARGE_SIZE fails after more than MAX_SECONDS_REFUSED seconds, no further size is tried: it
 # could take still more time and memory.  Attention over 32768 positions has 4 GB of scores for each head.
 LARGE_SIZE, MAX_SECONDS_REFUSED = 1024, 1.0
@@ -155,19 +155,18 @@ def run_original(
     tell: Progress,
     shapes: Sequence[str] = (),
     *,
-    extremes: bool = True,
+    extent: Extent = FULL,
 ) -> Reference:
-    """Run the original; if it uses half precision, also run it converted to float32.
+    """Run the original as often as `extent` says; if it uses half precision, also run it converted to float32.
 
-    `extremes` adds runs at sizes 0 and 1, one run with onnxruntime's graph optimizations, and runs on masks with fully
-    masked rows.  Float16 models get no such masks.  Their results for fully masked rows depend on whether scores near
-    -65504 are rounded to -65504, which onnxruntime does not do between nodes whose pair of Casts it removes.  Raises
-    VerificationError if the original does not run at any sizes.
+    Float16 models get no masks with fully masked rows.  Their results for fully masked rows depend on whether scores
+    near -65504 are rounded to -65504, which onnxruntime does not do between nodes whose pair of Casts it removes.
+    Raises VerificationError if the original does not run at any sizes.
     """
     ranked = with_known_ranks(model, shapes, given)
     check_inputs(given, model_inputs(ranked))
     half, random = half_precision_of(model), random_outputs(model, given)
-    original = _Original(ranked, folder, given, shapes, random, extremes, extremes and half != "float16")
+    original = _Original(ranked, folder, given, shapes, random, extent, extent.extremes and half != "float16")
     tensors = half_precision_tensors(model) if half else set()
     try:
         prepared = prepare(model, folder)
@@ -190,7 +189,7 @@ def run_original(
         )
     hidden = _hidden_outputs(runs, random) | random
     result = Reference(model, folder, tell, runs, half, tensors, False, "", hidden, frozenset(random), edges=at_edges)
-    if extremes:
+    if extent.extremes:
         result = replace(result, optimized=_run_optimized_by_onnxruntime(prepared, runs[0], tell))
     if not half:
         return result
@@ -232,16 +231,17 @@ class _Original:
     given: Mapping[str, Array]
     shapes: Sequence[str]
     random: Collection[str]
-    edges: bool
+    extent: Extent
     mask_rows: bool
 
     def run(self, model: Prepared, tell: Progress, *, in_float32: bool = False) -> tuple[list[Run], list[Run]]:
         """Run the original, or its float32 version; return the usual runs, and the runs at sizes 0 and 1.
 
-        The usual runs use the first sizes at which the model runs: two sets of sizes if it has dynamic dims.  One more
-        run inverts boolean flags, because they can select branches, and `mask_rows` adds runs on masks with fully
-        masked rows.  If all runs so far hide errors of an output, runs at a larger size and on other values follow.
-        Outputs in `random` are never compared.  Raises VerificationError if the model does not run at any sizes.
+        The usual runs use the first sizes at which the model runs: `extent.sizes` sets of sizes if it has dynamic dims.
+        One more run inverts boolean flags, because they can select branches, and `mask_rows` adds runs on masks with
+        fully masked rows.  If all runs so far hide errors of an output, runs at a larger size and on other values
+        follow.  Outputs in `random` are never compared.  Raises VerificationError if the model does not run at any
+        sizes.
         """
         session = _session_of_original(model)
 
@@ -249,10 +249,10 @@ class _Original:
             return Run(sizes, feeds, run(session, arrays_to_float32(feeds) if in_float32 else feeds), {})
 
         left = draws(self.model, self.shapes, self.given)
-        runs = _first_runs(left, run_at, tell, bool(self.given))
+        runs = _first_runs(left, run_at, tell, bool(self.given), self.extent.sizes)
         with suppress(VerificationError):  # after a run that exceeds the time limit, no others are tried
             self._run_more(runs, left, run_at, tell)
-        return runs, list(self._at_edges(runs, run_at, tell)) if self.edges else []
+        return runs, list(self._at_edges(runs, run_at, tell)) if self.extent.extremes else []
 
     def _run_more(self, runs: list[Run], left: Iterator[Draw], run_at: RunAt, tell: Progress) -> None:
         """Run the original on further inputs, and append to `runs`.  Raises VerificationError at the time limit."""
@@ -271,7 +271,7 @@ class _Original:
         for sizes, feeds in largest_first(self.model, self.folder, left) if may_show else ():
             if add(_named(sizes), sizes, feeds):
                 break
-        if flags := inverted_flags(first.feeds, self.given):
+        if self.extent.repeats and (flags := inverted_flags(first.feeds, self.given)):
             add(" with flags inverted", first.sizes, first.feeds | flags)
         for feeds in with_mask_rows(last.feeds, mask_inputs(self.model, self.given)) if self.mask_rows else ():
             add(" on masks that leave nothing", last.sizes, feeds)
@@ -318,8 +318,8 @@ def _named(sizes: Mapping[str, int]) -> str:
     return "".join(f", {name}={size}" for name, size in sizes.items())
 
 
-def _first_runs(left: Iterator[Draw], run_at: RunAt, tell: Progress, is_given: bool) -> list[Run]:
-    """Run the original on sets of drawn inputs (`left`), in order; return the first runs that succeed.
+def _first_runs(left: Iterator[Draw], run_at: RunAt, tell: Progress, is_given: bool, count: int) -> list[Run]:
+    """Run the original on sets of drawn inputs (`left`), in order; return the first `count` runs that succeed.
 
     Raises VerificationError if none succeeds.
     """
@@ -341,7 +341,7 @@ def _first_runs(left: Iterator[Draw], run_at: RunAt, tell: Progress, is_given: b
             is_large = max(draw.sizes.values(), default=0) >= LARGE_SIZE
             if is_large and time.monotonic() - started > MAX_SECONDS_REFUSED:
                 break
-        if len(runs) == RUNS_COMPARED:
+        if len(runs) == count:
             break
     if not runs:
         raise VerificationError(describe_failures(failures, is_given))

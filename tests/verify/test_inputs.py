@@ -18,6 +18,7 @@ from onnx import TensorProto
 from onnxfuse.errors import UsageError
 from onnxfuse.optimizer import optimize
 from onnxfuse.verify.compare import compare
+from onnxfuse.verify.extent import WITHOUT_EXTREMES
 from onnxfuse.verify.input_uses import Use, bound_uses, integer_uses
 from onnxfuse.verify.inputs import load_inputs, load_samples
 from onnxfuse.verify.mask_rows import mask_inputs, with_mask_rows
@@ -37,7 +38,7 @@ def elementwise(body: str, dtype: str = "float", outputs: str = "y") -> onnx.Mod
 
 def feeds(source: onnx.ModelProto) -> list[dict[str, np.ndarray]]:
     """Return the generated inputs of every run, without those of other rows of masks."""
-    return [r.feeds for r in run_original(source, None, {}, lambda line: None, extremes=False).runs]
+    return [r.feeds for r in run_original(source, None, {}, lambda line: None, extent=WITHOUT_EXTREMES).runs]
 
 
 def shapes(source: onnx.ModelProto) -> list[dict[str, tuple[int, ...]]]:

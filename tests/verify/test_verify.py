@@ -163,6 +163,7 @@ def test_json_is_strict() -> None:
     source = elementwise("y = Relu(x)")
     found = compare(source, elementwise("y = Cast<to = 1>(x)  ", outputs="y")).to_json()
     assert found["passed"] is False and set(found) == {
+        "level",
         "status",
         "passed",
         "reason",
