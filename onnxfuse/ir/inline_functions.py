@@ -49,6 +49,8 @@ def inline_functions(model: onnx.ModelProto) -> Inlined:
 
     Functions also remain if inlining them would add more than MAX_NODES_INLINED nodes.
     """
+    if not model.functions:
+        return Inlined(model)
     functions = {_key(f): f for f in model.functions}
     kept = {key: "" for key in functions if key[0] in KERNEL_DOMAINS}
     for key in _calls_of_others(model):

@@ -41,10 +41,9 @@ Part = TypeVar("Part", bound=NodeContainer)
 Message = TypeVar("Message", onnx.ModelProto, onnx.GraphProto)
 
 
-def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
-    """Yield the graphs in a node's attributes."""
-    for attribute in node.attribute:
-        yield from (*([attribute.g] if attribute.HasField("g") else ()), *attribute.graphs)
+def subgraphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
+    """Return the graphs in a node's attributes."""
+    return [g for a in node.attribute for g in (*((a.g,) if a.HasField("g") else ()), *a.graphs)]
 
 
 def is_control_flow(node: onnx.NodeProto) -> bool:
@@ -92,7 +91,7 @@ def nodes(*parts: NodeContainer) -> Iterator[onnx.NodeProto]:
     for part in parts:
         for node in part.node:
             yield node
-            if inner := [*subgraphs(node)]:
+            if node.attribute and (inner := subgraphs(node)):
                 yield from nodes(*inner)
 
 
@@ -114,7 +113,7 @@ def graphs(*parts: Part) -> Iterator[Part | onnx.GraphProto]:
     for part in parts:
         yield part
         for node in part.node:
-            if inner := [*subgraphs(node)]:
+            if node.attribute and (inner := subgraphs(node)):
                 yield from graphs(*inner)
 
 

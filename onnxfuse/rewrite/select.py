@@ -267,5 +267,5 @@ def _prefer_disjoint(matches: Sequence[Match], by_root: Mapping[str, Sequence[_C
 def _ends_here(tensor: Tensor, by_root: Mapping[str, Sequence[_Candidate]]) -> bool:
     """Return whether a fusion of several nodes ends at the tensor."""
     node = tensor.inputs[0]
-    found = _matches_at(node, by_root[op_of(node)])[0] if op_of(node) in by_root else []
-    return any(len(match.nodes) > 1 and not match.has_side_outputs for match in found)
+    found = (candidate.at(node.outputs[0]) for candidate in by_root.get(op_of(node), ()))
+    return any(isinstance(m, Match) and len(m.nodes) > 1 and not m.has_side_outputs for m in found)
