@@ -36,6 +36,7 @@ WITH_OPTIONS = (
     "regions",
     "serving",
     "tilings",
+    "tool",
 )
 
 

@@ -454,6 +454,25 @@ def memory() -> str:
     return grid(head, lines, text=(0, 4))
 
 
+def optimizers() -> str:
+    """Return the CPU seconds of `optimize` and of other optimizers of files."""
+    found = rows("tool-cpu")
+    tools = dict.fromkeys(row["tool"] for row in found)
+    lines = []
+    for model in dict.fromkeys(row["model"] for row in found):
+        of_model = {row["tool"]: row for row in found if row["model"] == model}
+        nodes = next(iter(of_model.values()))["nodes"]
+        lines.append([f"{model}, {nodes:,} nodes", *(_seconds(of_model[tool]) for tool in tools)])
+    return grid(["CPU seconds", *tools], lines)
+
+
+def _seconds(row: Mapping[str, Any]) -> str:
+    """Return the CPU seconds of a row of optimizers; "failed" for an error, or that it exceeded the limit."""
+    if "cpu_s" in row:
+        return three_digits(row["cpu_s"])
+    return row["error"] if row["error"].startswith("more than") else "failed"
+
+
 def decisions() -> str:
     """Return the index of docs/decisions.  Raises ValueError for a page that is not written as a decision."""
     lines = []
@@ -485,7 +504,7 @@ TABLES: Final[Mapping[str, Callable[[], str]]] = {
     for table in (
         whole_models, trends, readme_models, engines, new_shapes, starts, load, regions_of_models, generated_kernels,
         joined, products, quantized_products, integers, decoding, attention, attention_forms, kernels, convolutions,
-        gates, other_gpus, on_the_cpu, memory, decisions,
+        gates, other_gpus, on_the_cpu, memory, optimizers, decisions,
     )
 }  # fmt: skip
 
