@@ -31,7 +31,9 @@ def compile_in_background(templates: Sequence[PreparedTemplate], session: object
         late_work.start(lambda: load_and_send(templates, goes_on), "onnxfuse later kernels")
 
 
-def load_and_send(templates: Sequence[PreparedTemplate], goes_on: Callable[[], bool] = lambda: True) -> None:
+def load_and_send(
+    templates: Sequence[PreparedTemplate], goes_on: Callable[[], bool] = lambda: not late_work.exits()
+) -> None:
     """Load the missing kernels of templates, first those of likely sizes, and send the templates to their nodes.
 
     A template is sent when its kernels of likely sizes are loaded, and again when all kernels of all templates are.

@@ -222,6 +222,7 @@ def test_nothing_is_compiled_when_python_exits(gpu: Stage, compiler: Compiler, m
     exits = threading.Event()
     exits.set()
     monkeypatch.setattr(late_work, "_exits", exits)
+    compiler.goes_on.set()
     check(session(model(ROWS)), 8)
     assert compiler.loaded == ["few"]
 
