@@ -68,7 +68,7 @@ from onnxfuse.verify.own_process import DEFAULT_TIMEOUT, own_process
 
 Emit: TypeAlias = Literal["functions", "standard"]  # the form of a fusion in the optimized model
 
-LONG = 10.0  # seconds of a verification after which the report names the quick one
+LONG_VERIFICATION = 10.0  # seconds, after which the report names the quick verification
 MAX_ROUNDS_OF_PARTS = 3  # a fusion whose nodes were undone in this many rounds is left out as a whole
 CONSTANT_FOLDING = "constant"  # the name in the report when the folding of a constant is undone
 BODIES = "subgraphs"  # the name in the report when all that was done inside If, Loop and Scan is undone
@@ -476,9 +476,9 @@ def _report(job: _Job, path: str | None, found: _Found) -> Report:
 
 
 def _with_duration(job: _Job, verified: Verification) -> Verification:
-    """Add a note to a full verification that took more than LONG seconds: its duration, and what "quick" leaves out."""
+    """Add to a long full verification a note with its duration and with what "quick" leaves out."""
     seconds = job.timer.seconds.get("verify", 0.0)
-    if job.verify != FULL or seconds <= LONG:
+    if job.verify != FULL or seconds <= LONG_VERIFICATION:
         return verified
     note = f"the verification took {seconds:.0f} s; with `--verify quick` it leaves out {LEFT_OUT_BY_QUICK}"
     return replace(verified, notes=(*verified.notes, note))

@@ -84,7 +84,7 @@ def test_the_page_says_what_a_quick_verification_left_out(tmp_path: Path) -> Non
 
 
 def test_a_long_verification_names_the_quick_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer, "LONG", 0.0)
+    monkeypatch.setattr(optimizer, "LONG_VERIFICATION", 0.0)
     (note,) = optimize(SOFTMAX)[1].verified.notes
     assert note == f"the verification took 0 s; with `--verify quick` it leaves out {LEFT_OUT_BY_QUICK}"
     assert optimize(SOFTMAX, verify="quick")[1].verified.notes == (QUICK_NOTE,)
