@@ -46,7 +46,8 @@ def load_and_send(
                 planner.mend(template)
                 planner.send(template)
         except Exception as error:  # such as a plan that cannot be written; the nodes of other templates need theirs
-            log.warning("nodes stay bodies: %s: %s", type(error).__name__, error)
+            name = template.situation.node.name
+            log.warning("node '%s' goes on as its body: %s: %s", name, type(error).__name__, error)
 
     processors = os.cpu_count() or 1
     try:
@@ -55,7 +56,7 @@ def load_and_send(
         for template in templates:
             send(template)
     except Exception as error:  # CuPy and the driver have no common error class
-        log.warning("nodes whose kernels are not compiled yet stay bodies: %s: %s", type(error).__name__, error)
+        log.warning("nodes without compiled kernels go on as their bodies: %s: %s", type(error).__name__, error)
 
 
 def likely_keys(of: PreparedTemplate) -> set[str]:

@@ -11,17 +11,20 @@ from concurrent.futures import Future
 from typing import Final, TypeVar
 
 PATIENCE: Final = 0.02  # seconds that a run waits for its kernels, if nothing else is being compiled
+MAX_THREADS: Final = 4  # maximum threads that `soon` works in
 T = TypeVar("T")
 _working: Final[set[threading.Thread]] = set()
 _exits: Final = threading.Event()
-MAX_THREADS: Final = 4  # threads that make late answers
-_answers: Final[deque[Callable[[], None]]] = deque()  # answers whose turn has not come
-_answering = 0  # threads that make answers
-_lock: Final = threading.Lock()
+_answers: Final[deque[Callable[[], None]]] = deque()  # work of `soon` that has not begun
+_answering = 0  # threads that do the work of `soon`
+_lock = threading.Lock()  # guards the two before it
 
 
 def start(work: Callable[[], None], name: str) -> None:
-    """Do some work in a thread; Python does not exit before it has ended."""
+    """Do some work in a thread, for whose end Python waits before it exits.
+
+    Raises RuntimeError if the process cannot have another thread.
+    """
 
     def run() -> None:
         try:
@@ -68,7 +71,7 @@ def soon(make: Callable[[], T], late: Callable[[T], None]) -> T | None:
 
 
 def _add(work: Callable[[], None]) -> None:
-    """Let one of a few threads do some work after what was added before it."""
+    """Let one of at most MAX_THREADS threads do some work, after the work that was added earlier."""
     global _answering
     with _lock:
         _answers.append(work)
@@ -86,7 +89,7 @@ def _answer_all() -> None:
     global _answering
     while True:
         with _lock:
-            if not _answers:
+            if not _answers or exits():
                 _answering -= 1
                 return
             work = _answers.popleft()
@@ -112,10 +115,11 @@ def _stop() -> None:
 
 
 def _forget() -> None:
-    global _answering
+    """Begin anew in a forked process, which has none of its parent's threads."""
+    global _answering, _lock
     _working.clear()
     _answers.clear()
-    _answering = 0
+    _answering, _lock = 0, threading.Lock()
 
 
-os.register_at_fork(after_in_child=_forget)  # a forked process has none of its parent's threads
+os.register_at_fork(after_in_child=_forget)

@@ -35,6 +35,7 @@ from onnxfuse.runtime.template import Template
 from onnxfuse.session import InferenceSession, explain_session, register
 
 ROWS = f"g (float[n, 3] x, float[3] b) => (float[n, 3] y) {{ {node('shift', 'x, b', 'y', operands='x bias')} }}"
+WITH_RANKS = ROWS.replace("output_types = [1]", "output_types = [1], output_ranks = [2]")
 MANY = 1000  # rows, from which on the host takes another kernel
 
 
@@ -351,7 +352,7 @@ def test_sessions_that_wait(
 
 def of_unknown_rank() -> bytes:
     """Return a model whose node gets its template only when it runs."""
-    proto = onnx.load_from_string(model(ROWS.replace("output_types = [1]", "output_types = [1], output_ranks = [2]")))
+    proto = onnx.load_from_string(model(WITH_RANKS))
     proto.graph.input[0].type.tensor_type.ClearField("shape")
     return bytes(proto.SerializeToString())
 
@@ -401,7 +402,7 @@ def test_a_session_made_while_another_compiles_gets_the_last_kernel(
 
 @pytest.mark.usefixtures("no_wait")
 def test_a_node_gets_all_kernels_though_the_session_that_compiled_them_is_gone(gpu: Stage, compiler: Compiler) -> None:
-    first = session(model(ROWS.replace("output_types = [1]", "output_types = [1], output_ranks = [2]")))
+    first = session(model(WITH_RANKS))
     while not compiler.loaded:
         time.sleep(0.001)
     second, before = session(of_unknown_rank()), gpu.launches()
@@ -420,7 +421,7 @@ def test_a_node_gets_all_kernels_though_the_session_that_compiled_them_is_gone(g
 def test_an_older_answer_replaces_no_newer_template(
     gpu: Stage, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = session(model(ROWS.replace("output_types = [1]", "output_types = [1], output_ranks = [2]")))
+    first = session(model(WITH_RANKS))
     while not compiler.loaded:
         time.sleep(0.001)
     second, own, made, goes_on = (
@@ -469,7 +470,36 @@ def test_a_template_that_cannot_be_written_costs_no_other_node(
     compiler.goes_on.set()
     late_work.wait()
     run.run(None, feed(MANY, 3))
-    assert gpu.last()[0] == 9 and "nodes stay bodies: ValueError: too long" in caplog.text
+    assert gpu.last()[0] == 9 and "goes on as its body: ValueError: too long" in caplog.text
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_sessions_open_while_the_plans_after_a_failed_one_are_compiled(
+    gpu: Stage, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, tried = gpu.kernels("shift").candidates, threading.Event()
+
+    def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
+        (plan,) = own(node, inputs, device)
+        (step,) = plan.steps
+        kernel = dataclasses.replace(step.kernel, defines={**step.kernel.defines, "BROKEN": 1})
+        return [dataclasses.replace(plan, steps=(dataclasses.replace(step, kernel=kernel),)), plan]
+
+    def load_(kernel: Kernel, ordinal: int) -> LoadedKernel:
+        if "BROKEN" in kernel.defines:
+            raise KernelError("broken")
+        tried.set()
+        return compiler.load(kernel, ordinal)
+
+    monkeypatch.setattr(gpu.kernels("shift"), "candidates", candidates)
+    monkeypatch.setitem(BACKENDS, CPU, dataclasses.replace(BACKENDS[CPU], load=load_))
+    compiler.few_go_on.clear()
+    run = session(model(ROWS))
+    assert tried.wait(5)
+    start = time.perf_counter()
+    session(model(f"g (float[n, 4] x) => (float[n, 4] y) {{ {node('copy', 'x', 'y', operands='x')} }}"))
+    assert time.perf_counter() - start < 5, "the compiler gives up after ten seconds"
+    check(run, 8)
 
 
 @pytest.mark.usefixtures("no_wait")
