@@ -8,7 +8,7 @@
 // Macros: the macros of gemm_mma.cuh.
 #pragma once
 #include "epilogue.cuh"
-#include "multiply_words.cuh"
+#include "packed_words.cuh"
 #include "gemm_mma.cuh"
 
 // The factors of a thread's rows, in the layout of its fragments of x: two rows in each of COUNT tiles of 16 rows.

@@ -34,6 +34,7 @@
 #include "types.cuh"
 #include "epilogue.cuh"
 #include "hopper.cuh"
+#include "hopper_ring.cuh"
 
 #ifndef X_GATE
 #define X_GATE 0
@@ -100,28 +101,6 @@ __device__ __forceinline__ void sync_blocks() {
     if constexpr (SPLIT_K > 1) hopper::cluster_barrier_relaxed();
     else __syncthreads();
 }
-
-// The index of this thread's warpgroup. The shuffle tells the compiler that all threads of a warp have the same index.
-__device__ __forceinline__ int warpgroup() { return __shfl_sync(0xffffffff, threadIdx.x / 128, 0); }
-
-// A position in a ring of SIZE buffers, and the number of completed rounds modulo 2.
-template <int SIZE>
-struct Ring {
-    int at = 0;
-    u32 parity = 0;
-
-    __device__ __forceinline__ void next() {
-        if (++at == SIZE) {
-            at = 0;
-            parity ^= 1;
-        }
-    }
-    __device__ __forceinline__ void skip(int count) {
-        const int to = at + count;
-        at = to % SIZE;
-        parity ^= to / SIZE & 1;
-    }
-};
 
 // Selects the value of one product; a run-time index would move the array to local memory.
 template <class Value>

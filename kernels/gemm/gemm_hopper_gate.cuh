@@ -8,7 +8,7 @@
 // Macros: those of gemm_hopper.cuh. T has 16 bits, GATED is 0, and a block of k is a whole stage.
 #pragma once
 #include "gemm_hopper.cuh"
-#include "multiply_words.cuh"
+#include "packed_words.cuh"
 
 #if X_GATE
 

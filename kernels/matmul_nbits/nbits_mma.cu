@@ -25,6 +25,7 @@
 //   WIDTH    elements of an access to y, the residual and the column vectors; divides n and TILE_N
 //   and those of nbits.cuh; BLOCK_SIZE is at least 32, and rows of packed zero points are whole bytes
 #include "nbits.cuh"
+#include "nbits_pairs.cuh"
 #include "gemm_multiply.cuh"
 
 constexpr int THREADS = 32 * WARPS;
@@ -56,9 +57,6 @@ constexpr bool WHOLE_TILES = GEMM_N % TILE_N == 0 && GEMM_N_2 % TILE_N == 0;
 constexpr int TILES = tiles_of(GEMM_N);
 constexpr bool WHOLE_TILES = GEMM_N % TILE_N == 0;
 #endif
-template <class A, class B> constexpr bool IS = false;
-template <class A> constexpr bool IS<A, A> = true;
-constexpr bool HALF = IS<T, f16>;
 static_assert(BITS == 4 || BITS == 8, "see above");
 static_assert(BLOCK_SIZE >= 32, "mma adds 16 of k, of four lanes");
 static_assert(N % WIDTH == 0 && TILE_N % WIDTH == 0, "vectors end with a tile");
@@ -203,30 +201,8 @@ struct Slot {
 
 // ---- pairs of numbers ----------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ unsigned select(unsigned a, unsigned b, unsigned selector) {
-    return __byte_perm(a, b, selector);
-}
-
-__device__ __forceinline__ unsigned twice(unsigned bits) { return select(bits, bits, 0x1010); }
-
-__device__ __forceinline__ unsigned difference(f16, unsigned a, unsigned b) {
-    unsigned d;
-    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-    return d;
-}
-__device__ __forceinline__ unsigned fused(unsigned a, unsigned b, unsigned c) {  // a * b + c for pairs of bf16
-    unsigned d;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-    return d;
-}
-__device__ __forceinline__ unsigned difference(bf16, unsigned a, unsigned b) {  // sm_80 has no sub.bf16x2
-    return fused(b, 0xbf80bf80u, a);
-}
-
-// Bit operations convert a weight q to a number: the last bit of LEAD's mantissa has the value 1, so the bits LEAD | q
-// are the number LEAD + q. In NEAR, this bit has the value 1 / 16, so NEAR | 16 q is NEAR + q.
-constexpr unsigned LEAD = HALF ? 0x64006400u : 0x43004300u;  // a pair of 1024 in fp16, or of 128 in bf16
-constexpr unsigned NEAR = 0x54005400u;                       // a pair of 64 in fp16
+// In NEAR, a pair of 64 in fp16, the last bit of the mantissa has the value 1 / 16, so NEAR | 16 q is NEAR + q.
+constexpr unsigned NEAR = 0x54005400u;
 
 // The numbers that are subtracted from pairs of a block's weights: LEAD or NEAR plus the zero point, or, if that sum is
 // not exact, first LEAD or NEAR and then `zero`.
@@ -254,12 +230,6 @@ struct Masks {
     __device__ __forceinline__ explicit Masks(int m) : low(0x000f000fu | m >> 31), high(0x00f000f0u | m >> 31) {}
 };
 
-__device__ __forceinline__ unsigned masked_or(unsigned bits, unsigned mask, unsigned lead) {  // bits & mask | lead
-    unsigned d;
-    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(bits), "r"(mask), "r"(lead));
-    return d;
-}
-
 // Converts a lane's eight weights, its share of 32 weights along k, to pairs of numbers. With 4 bits, one word has all
 // eight weights, and the pairs are (0, 4), (1, 5), (2, 6), (3, 7). With 8 bits, each of two words has four weights, in
 // the pairs (0, 1) and (2, 3).
@@ -269,20 +239,20 @@ __device__ __forceinline__ void numbers(const unsigned (&words)[BITS / 4], const
     for (int i = 0; i < 4; ++i) {
         if constexpr (BITS == 4 && HALF) {
             const unsigned word = i < 2 ? words[0] : words[0] >> 8;
-            to[i] = i % 2 ? difference(T(), masked_or(word, masks.high, NEAR), offsets.near)
-                          : difference(T(), masked_or(word, masks.low, LEAD), offsets.lead);
+            to[i] = i % 2 ? subtract_words(T(), masked_or(word, masks.high, NEAR), offsets.near)
+                          : subtract_words(T(), masked_or(word, masks.low, LEAD), offsets.lead);
         } else if constexpr (BITS == 4) {
-            to[i] = difference(T(), masked_or(words[0] >> 4 * i, masks.low, LEAD), offsets.lead);
+            to[i] = subtract_words(T(), masked_or(words[0] >> 4 * i, masks.low, LEAD), offsets.lead);
         } else if constexpr (HALF) {
-            to[i] = difference(T(), select(words[i / 2], LEAD, i % 2 ? 0x5352 : 0x5150), offsets.lead);
+            to[i] = subtract_words(T(), select(words[i / 2], LEAD, i % 2 ? 0x5352 : 0x5150), offsets.lead);
         } else {  // 16 * high + (low - zero), for the halves of a byte: exact in bf16's 8 bits of mantissa
             const unsigned bytes = select(words[i / 2], 0u, i % 2 ? 0x4342 : 0x4140);
-            const unsigned high = difference(T(), masked_or(bytes >> 4, masks.low, LEAD), LEAD);
-            unsigned low = difference(T(), masked_or(bytes, masks.low, LEAD), LEAD);
-            if constexpr (ZEROS != 2) low = difference(T(), low, offsets.zero);
-            to[i] = fused(high, 0x41804180u, low);
+            const unsigned high = subtract_words(T(), masked_or(bytes >> 4, masks.low, LEAD), LEAD);
+            unsigned low = subtract_words(T(), masked_or(bytes, masks.low, LEAD), LEAD);
+            if constexpr (ZEROS != 2) low = subtract_words(T(), low, offsets.zero);
+            to[i] = fused_words(bf16(), high, 0x41804180u, low);
         }
-        if constexpr (ZEROS == 2) to[i] = difference(T(), to[i], offsets.zero);
+        if constexpr (ZEROS == 2) to[i] = subtract_words(T(), to[i], offsets.zero);
     }
 }
 

@@ -17,7 +17,7 @@ from onnxfuse.runtime.plan import Kernel, Launch, Pointer
 
 # A GPU stops at a misaligned access; so does the emulation: in its stand-ins, and by these flags everywhere else.
 ALIGNMENT = ("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error")
-STOOD_IN = ("types.cuh", "gemm_multiply.cuh", "multiply_words.cuh")  # headers that cuda_emulated.h replaces
+STOOD_IN = ("types.cuh", "gemm_multiply.cuh", "packed_words.cuh")  # headers that cuda_emulated.h replaces
 
 
 def library(step: Launch, folder: Path) -> ctypes.CDLL:

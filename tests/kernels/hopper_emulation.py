@@ -14,7 +14,7 @@ from emulated_launches import PARTS, pointers_to, value_of
 from onnxfuse.runtime.nvrtc import kernel_text
 from onnxfuse.runtime.plan import Argument, Kernel, Launch, Pointer, TensorMap
 
-STOOD_IN = ("types.cuh", "hopper.cuh", "multiply_words.cuh", "gemm_multiply.cuh")  # headers that are replaced
+STOOD_IN = ("types.cuh", "hopper.cuh", "packed_words.cuh", "gemm_multiply.cuh")  # headers that are replaced
 SHARED = re.compile(r"extern __shared__ __align__\(1024\) (?:unsigned )?char (\w+)\[\];")
 # The instructions of gemm_stream.cu for clusters. Blocks wait for each other's mbarriers in one place, after the sums.
 OF_CLUSTERS = (

@@ -13,17 +13,21 @@ from conv_emulation import placed
 from conv_mma_emulation import launch as launch_mma
 from conv_mma_emulation import text_of
 from emulated_launches import emulate
+from hopper_emulation import run as run_on_hopper
 from nbits_cases import CASES, NORMALIZED, NUMPY, Case, check_within, stored_arrays
 from sampling import sampled
 
+from onnxfuse.kernels.matmul_nbits import hopper
+from onnxfuse.kernels.matmul_nbits.hopper import HopperConfig
 from onnxfuse.kernels.matmul_nbits.host import candidates
+from onnxfuse.kernels.matmul_nbits.problem import products_of
 from onnxfuse.runtime.plan import Kernel, Launch, Plan, Pointer, TensorSpec
 
 EVERY = 25  # of the cases, in a plain run of the tests
 # The functions in whose place nbits_mma_emulated.h stands, and an instruction that only tells the compiler something.
-STOOD_IN = "store_shared|load_shared|difference|fused|masked_or"
+STOOD_IN = "store_shared|load_shared"
 DEFINITION = re.compile(
-    rf"(?m)^(template <int BYTES>\n)?__device__ __forceinline__ \w+ ({STOOD_IN})\((?!bf16|unsigned word)[^)]*\) {{.*\n"
+    rf"(?m)^(template <int BYTES>\n)?__device__ __forceinline__ \w+ ({STOOD_IN})\([^)]*\) {{.*\n"
     r"(    .*\n)*}\n"
 )
 SETTLED = re.compile(r'asm volatile\("" : [^;]*;')
@@ -43,6 +47,25 @@ WITH_MMA = [
     Case(7, 200, 520, zeros="packed"), Case(8, 200, 264, bits=8), Case(1, 24, 4128, zeros="packed"),
     *(each for each in NORMALIZED if 0 < each.m <= 8 and each.k < 2080 and (each.dtype, each.layout) in (
         ("float16", "nbits"), ("float16", "nk"), ("bfloat16", "nbits"))),
+]  # fmt: skip
+# Tiles without their last rows and columns, k that ends within a part and within a stage, one stage for each block of a
+# cluster, scales of blocks shorter and longer than a stage, and zero points that begin within a byte or a word.
+WITH_WGMMA = [
+    (HopperConfig(64, 64, 1, 1, 1), Case(70, 72, 520, zeros="packed", bias=True)),
+    (HopperConfig(16, 64, 1, 1, 2), Case(13, 72, 1160, bits=8, zeros="packed")),
+    (HopperConfig(32, 128, 2, 1, 2), Case(20, 136, 2080, zeros="packed")),
+    (HopperConfig(64, 256, 2, 1, 2), Case(70, 264, 1056, "bfloat16", block_size=128, zeros="packed", bias=True)),
+    (HopperConfig(128, 128, 2, 1, 1), Case(130, 200, 648, "bfloat16", 8, block_size=64)),
+    (HopperConfig(64, 64, 1, 1, 1), Case(40, 40, 2088, block_size=512, zeros="packed")),
+    (HopperConfig(32, 64, 1, 1, 2), Case(33, 40, 576, block_size=64, zeros="packed", gate="silu", bias=True)),
+    (HopperConfig(32, 256, 2, 1, 1), Case(33, 136, 264, bits=8, gate="gelu", zeros="packed")),
+    (HopperConfig(32, 128, 2, 1, 1), Case(20, 40, 512, others=(8, 56), zeros="packed", bias=True)),
+    (HopperConfig(16, 64, 1, 1, 1), Case(16, 48, 512, layout="nk", stored="int4", zeros="packed")),
+    (HopperConfig(16, 128, 2, 1, 1), Case(9, 50, 256, layout="nk", stored="int8", bits=8, scaled="columns")),
+    (HopperConfig(16, 64, 1, 1, 1), Case(9, 50, 256, layout="nk", stored="int4", scaled="all")),
+    (HopperConfig(16, 64, 2, 2, 2), Case(9, 72, 2312, zeros="packed")),
+    (HopperConfig(32, 64, 2, 2, 1), Case(20, 40, 520, bits=8, zeros="packed", gate="silu")),
+    (HopperConfig(128, 64, 2, 2, 2), Case(50, 72, 1600, "bfloat16", bias=True)),
 ]  # fmt: skip
 SMALL = [replace(case, k=min(case.k, 1000), n=min(case.n, 160)) for case in CASES if case.m]
 
@@ -96,6 +119,20 @@ def test_matrix_instructions(index: int, case: Case, tmp_path: Path) -> None:
             arrays = given | {Pointer("output", j): y for j, y in enumerate(results)}
             launch_mma(step, arrays, device, (index + i) % 2 == 1, tmp_path, _with_mma)
             check_within(case, stored, results)
+
+
+@pytest.mark.parametrize(("config", "case"), WITH_WGMMA, ids=str)
+def test_warpgroup_instructions(config: HopperConfig, case: Case, tmp_path: Path) -> None:
+    """What a block reuses or reads too early, in its rings or in those of its cluster, changes the result."""
+    stored = stored_arrays(case)
+    product, outputs = products_of(case.node(), case.specs())
+    (step,) = hopper.implementation(product, config, H200).steps
+    assert isinstance(step, Launch)
+    given = {Pointer("input", i): placed(each, True) for i, each in enumerate(stored.values())}
+    results = [placed(np.full(y.shape, np.nan, NUMPY[y.dtype]), True) for y in outputs]
+    arrays = given | {Pointer("output", j): y for j, y in enumerate(results)}
+    run_on_hopper(step, {pointer: array.ctypes.data for pointer, array in arrays.items()}, tmp_path)
+    check_within(case, stored, results)
 
 
 def _with_mma(kernel: Kernel) -> str:

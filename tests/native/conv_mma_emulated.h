@@ -2,6 +2,7 @@
 #define load_matrices load_rows
 #include "cuda_emulated.h"
 #undef load_matrices
+#include "packed_words_emulated.h"
 
 enum class Use { ONCE, OFTEN, CONSTANT };
 
@@ -52,16 +53,6 @@ inline unsigned load_word(unsigned from) {
     unsigned words[1];
     load_words(from, words);
     return words[0];
-}
-
-// Products of the elements of two words, each rounded to T.
-template <class T>
-unsigned multiply_words(T, unsigned a, unsigned b) {
-    float first[2] = {}, second[2] = {};
-    widen(T(), a, first);
-    widen(T(), b, second);
-    const float products[2] = {first[0] * second[0], first[1] * second[1]};
-    return narrow(T(), products);
 }
 
 // The offset of 16-byte chunk `chunk` of a row, as gemm_multiply.cuh has it.

@@ -5,9 +5,10 @@
 // hardware allows, so that a kernel that reuses memory too soon or reads it too early computes wrong results. A thread
 // that arrives at a barrier without waiting is overtaken by all that this lets go on. A wait that never ends, a barrier
 // with too many arrivals, unfinished work, and memory that changes while a store reads it abort the process.
+#include "byte_perm_emulated.h"
 #include "call_emulated.h"
 #include "hopper_threads.h"
-#include "types_emulated.h"
+#include "packed_words_emulated.h"
 
 #define __device__
 #define __global__
@@ -32,6 +33,11 @@ Pack<T, N> load_cached(const T* from) {
     return loaded;
 }
 
+template <class T>
+T __ldg(const T* from) {
+    return *from;
+}
+
 template <int N, class T>
 Pack<T, N> load_once(const T* from) {
     return load_cached<N>(from);
@@ -52,16 +58,6 @@ enum class Use { ONCE, OFTEN, CONSTANT };
 template <Use USE, int BYTES>
 void load_bytes(const char* from, u32* to) {
     memcpy(to, from, BYTES);
-}
-
-// Products of the elements of two words, each rounded to T.
-template <class T>
-u32 multiply_words(T type, u32 a, u32 b) {
-    float first[2] = {}, second[2] = {};
-    widen(type, a, first);
-    widen(type, b, second);
-    const float products[2] = {first[0] * second[0], first[1] * second[1]};
-    return narrow(type, products);
 }
 
 template <bool LEAVING, int BYTES>
@@ -149,6 +145,11 @@ inline void store_at(u32 address, u32 block, const float (&values)[4]) {
     memcpy(memory_of(block) + address, values, 16);
 }
 
+template <int COUNT>
+void load_at(u32 address, u32 block, float (&values)[COUNT]) {
+    memcpy(values, memory_of(block) + address, COUNT * 4);
+}
+
 inline void prefetch(const TensorMap&) {}
 template <class... Coordinates>
 void load(const TensorMap& map, u32 to, u32 barrier, Coordinates... at) {
@@ -172,6 +173,7 @@ void store_wait_read() {
 }
 
 inline void store_word(u32 to, u32 word) { memcpy(memory + to, &word, 4); }
+inline void load_vector(u32 from, u32 (&words)[4]) { memcpy(words, memory + from, 16); }
 inline void load_words(u32 from, float& first, float& second) {
     memcpy(&first, memory + from, 4);
     memcpy(&second, memory + from + 4, 4);

@@ -22,25 +22,6 @@ unsigned load_shared(unsigned from) {
     return bits;
 }
 
-inline unsigned difference(f16 type, unsigned a, unsigned b) {
-    float first[2], second[2];
-    widen(type, a, first);
-    widen(type, b, second);
-    const float differences[2] = {first[0] - second[0], first[1] - second[1]};
-    return narrow(type, differences);
-}
-
-inline unsigned fused(unsigned a, unsigned b, unsigned c) {
-    float first[2], second[2], added[2];
-    widen(bf16(), a, first);
-    widen(bf16(), b, second);
-    widen(bf16(), c, added);
-    const float sums[2] = {fmaf(first[0], second[0], added[0]), fmaf(first[1], second[1], added[1])};
-    return narrow(bf16(), sums);
-}
-
-inline unsigned masked_or(unsigned bits, unsigned mask, unsigned lead) { return bits & mask | lead; }
-
 inline float __shfl_xor_sync(unsigned, float value, int mask) {
     const u32 own = __float_as_uint(value);
     const u32 other = emulated::exchange(&own, 1)[threadIdx.x % 32 ^ mask][0];
