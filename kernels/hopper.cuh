@@ -96,6 +96,22 @@ __device__ __forceinline__ void store_at(u32 address, u32 rank, const float (&va
         : "memory");
 }
 
+// Loads from the shared memory of block `rank` of the cluster, where `address` is as for store_at.
+template <int COUNT>
+__device__ __forceinline__ void load_at(u32 address, u32 rank, float (&values)[COUNT]) {
+    u32 remote;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+    if constexpr (COUNT == 4)
+        asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(values[0]), "=f"(values[1]), "=f"(values[2]), "=f"(values[3])
+                     : "r"(remote)
+                     : "memory");
+    else
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i)
+            asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(values[i]) : "r"(remote + 4 * i) : "memory");
+}
+
 // ---- bulk tensor copies: one thread issues them ------------------------------------------------------------------
 
 __device__ __forceinline__ void prefetch(const TensorMap& map) {
@@ -185,6 +201,13 @@ __device__ __forceinline__ void store_fence() { asm volatile("fence.proxy.async.
 
 __device__ __forceinline__ void store_word(u32 to, u32 word) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
+}
+
+__device__ __forceinline__ void load_vector(u32 from, u32 (&words)[4]) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(from)
+                 : "memory");
 }
 
 // Loads two neighbouring words. The asm is volatile, so that each use loads again: that costs less than copying

@@ -1,7 +1,7 @@
 """The plans of matrix products with quantized weights.
 
-For few rows of x, a kernel multiplies by the quantized weights as they are stored.  For many rows, a first launch
-writes the weights as numbers of x's dtype, and a Gemm follows.
+Most kernels read the quantized weights as they are stored.  If none of them takes the weights and all rows of x, a
+first launch writes the weights as numbers of x's dtype, and a Gemm follows.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from onnxfuse.kernels.epilogue_program import joined_plans, with_program
 from onnxfuse.kernels.gemm.implementations import implementations_if_any as gemm_implementations
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation, one_after_the_other
+from onnxfuse.kernels.matmul_nbits import hopper
 from onnxfuse.kernels.matmul_nbits.problem import (
     PACKED_ZEROS,
     Product,
@@ -31,7 +32,9 @@ from onnxfuse.kernels.tensors import VECTOR_BYTES
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, TensorSpec
 from onnxfuse.runtime.symint import for_later_plans
 
-MAX_ROWS: Final = 64  # maximum rows of x for nbits_mma.cu: with more, weights are dequantized, and a Gemm follows
+MAX_ROWS: Final = 64  # maximum rows of x for nbits_mma.cu
+FASTEST_ROWS: Final = 32  # up to this many rows of x, nbits_mma.cu is faster than nbits_hopper.cu
+MUCH_FASTER_ROWS: Final = 16  # up to this many rows, it is faster by a quarter or more
 MAX_DOT_ROWS: Final = 8
 DOT_WARPS: Final = 8
 STAGE_BITS: Final = 1024  # bits of a row of weights in a stage of nbits_mma.cu
@@ -105,9 +108,11 @@ def implementations(product: Product, device: Device) -> list[Implementation]:
     Only this function decides which kernels run which numbers of rows, and in which order they are tried.  If no kernel
     runs a product with fused operators (`program`), the result is empty; without them, ValueError is raised.
     """
-    forms = {(weight.zeros, weight.has_one_scale) for weight in product.weights}
-    few = _of_few_rows(product, device) if len(forms) == 1 else []
+    has_one_form = len({(weight.zeros, weight.has_one_scale) for weight in product.weights}) == 1
+    few = _of_few_rows(product, device) if has_one_form else []
+    is_tiled = has_one_form and _takes_mma(product, device) and not (few and product.m <= MUCH_FASTER_ROWS)
     with for_later_plans(product.m if few else 0):
+        tiled = hopper.implementations(product, device) if is_tiled else []
         if product.norm:
             ways = implementations(replace(product, norm=None), device)
             return [*few, *after_norm(product.norm, ways, device)][:MAX_IMPLEMENTATIONS]
@@ -115,15 +120,16 @@ def implementations(product: Product, device: Device) -> list[Implementation]:
         many = one_after_the_other(of_parts) if all(of_parts) else []
     if not few and not many and product.program is None:
         raise ValueError(f"no kernel multiplies {product.m}x{product.k} {product.dtype} on {device.name}")
-    return [*few, *many][:MAX_IMPLEMENTATIONS]
+    if few and tiled and product.m > FASTEST_ROWS:
+        few, tiled = tiled, few
+    return [*few, *tiled, *many][:MAX_IMPLEMENTATIONS]
 
 
 def _of_few_rows(product: Product, device: Device) -> list[Implementation]:
     """Return the implementations that read the quantized weights in one launch; none if x has too many rows."""
     if product.row_bits % 8 or (product.layout == "kn" and any(each.n * product.bits % 8 for each in product.weights)):
         return []
-    takes_mma = product.layout != "kn" and _takes_mma(product, device)
-    if takes_mma and product.m <= (STAGED_ROWS if product.norm else MAX_ROWS):
+    if _takes_mma(product, device) and product.m <= (STAGED_ROWS if product.norm else MAX_ROWS):
         configs = [each for each in _mma_configs(product, device) if not product.norm or each.normalizes(product)]
         return [_mma(product, config, device) for config in configs]
     if product.norm or product.m > MAX_DOT_ROWS:
@@ -132,8 +138,8 @@ def _of_few_rows(product: Product, device: Device) -> list[Implementation]:
 
 
 def _takes_mma(product: Product, device: Device) -> bool:
-    # Rows of x, of weights and of zero points must consist of whole accesses.
-    are_whole = product.k % 8 == 0 and product.row_bits // 8 % VECTOR_BYTES == 0
+    """Return whether the kernels for tensor cores take the weights, whose rows must consist of whole accesses."""
+    are_whole = product.layout != "kn" and product.k % 8 == 0 and product.row_bits // 8 % VECTOR_BYTES == 0
     are_whole = are_whole and (product.weights[0].zeros != PACKED_ZEROS or product.zero_bits % 8 == 0)
     are_integers = not product.is_float8 and product.bits in (4, 8)
     takes = device.arch >= MMA_ARCH and product.item == 2 and product.aligned

@@ -111,19 +111,19 @@ struct ProductOperands {
 // The weights of a launch, as an argument of kernels; problem.py writes the fields in this order.
 struct Products { ProductOperands of[PRODUCTS * WEIGHTS]; };
 
-// A tile of TILE columns of y. `own` has the first weight of the tile's product, and `first` is the tile's first column
-// in this product. Tiles are numbered product by product.
+// A tile of TILE columns of y. `own` has the first weight of the tile's product number `product`, and `first` is the
+// tile's first column in this product. Tiles are numbered product by product.
 template <int TILE>
 struct Tile {
     ProductOperands own;
-    int first, columns = GEMM_N;  // columns: all columns of the product
+    int product = 0, first, columns = GEMM_N;  // columns: all columns of the product
 
     __device__ __forceinline__ Tile(const Products& products, int tile) : own(products.of[0]) {
 #pragma unroll
         for (int i = 0; i + 1 < PRODUCTS; ++i) {  // comparisons, because no index selects a register
             const int before = (columns + TILE - 1) / TILE;
             if (tile < before) break;
-            tile -= before, own = products.of[i + 1], columns = columns_of(i + 1);
+            tile -= before, product = i + 1, own = products.of[i + 1], columns = columns_of(i + 1);
         }
         first = tile * TILE;
     }

@@ -63,7 +63,7 @@ static const void* passed;
 static long rounds;  // in each of which every warp ran as far as it could
 static Thread* running;
 static Block* here;  // of the thread that runs
-static int block_threads, item;  // of the kernel
+static int block_threads, item, shared_size;  // of the kernel
 char* memory;
 
 void fail(const char* what) {
@@ -98,7 +98,8 @@ static void arrive(ThreadBarrier& barrier, int threads, bool stay) {
 }
 
 void init_barrier(u32 barrier, u32 arrivals) {
-    require(barrier % 8 == 0 && here->barriers.count(barrier) == 0, "a barrier that cannot be there");
+    const bool inside = barrier + 8 <= u32(shared_size);
+    require(inside && barrier % 8 == 0 && here->barriers.count(barrier) == 0, "a barrier that cannot be there");
     here->barriers[barrier].arrivals = here->barriers[barrier].pending = arrivals;
 }
 
@@ -297,6 +298,7 @@ void launch(int grid, int size, int threads_of_block, int bytes_of_item, int sha
     passed = kernel;
     block_threads = threads_of_block;
     item = bytes_of_item;
+    shared_size = shared_bytes;
     gridDim.x = grid;
     std::vector<Thread> threads(size * block_threads);
     for (int first = 0; first < grid; first += size) {
