@@ -1,5 +1,7 @@
 """Time every plan of products with weights of 4 or 8 bits beside onnxruntime's MatMulNBits and the float16 product.
 
+With 4 bits, PyTorch's product by packed weights in bfloat16, as gpt-fast calls it, is timed, too.
+
     python benchmarks/quantized.py --out results/matmul_nbits.json [--only 1x4096x4096,...] [--bits 4] [--layout kn]
 
 A time is the cost of one more product in a CUDA graph, in microseconds.  Each product has weights of its own, which
@@ -117,6 +119,17 @@ def float16_calls(m: int, n: int, k: int) -> Calls:
     return runs(Plan((y,), first.steps, first.scratch), sets, torch.empty((m, n), device="cuda", dtype=torch.float16))
 
 
+def torch_calls(m: int, n: int, k: int) -> Calls:
+    """Return calls of PyTorch's product with weights of 4 bits, which exceed the L2 cache."""
+    x = torch.randn((m, k), device="cuda", dtype=torch.bfloat16)
+    packed = torch.randint(0, 256, (n, k // 2), device="cuda", dtype=torch.uint8)
+    w = torch._convert_weight_to_int4pack(packed, 8)  # tiles along k in the packed order
+    scales = torch.rand((k // BLOCK_SIZE, n, 2), device="cuda", dtype=torch.bfloat16)
+    count = min(MAX_SETS, max(2, math.ceil(4 * L2_BYTES / (n * k / 2))))
+    sets = [(x, w.clone(), BLOCK_SIZE, scales.clone()) for _ in range(count)]
+    return [functools.partial(torch._weight_int4pack_mm, *each) for each in sets]
+
+
 def measure(m: int, n: int, k: int, bits: int, layout: str) -> dict[str, Any]:
     """Return the times of one product; that of onnxruntime is of MatMulNBits for every layout."""
     attributes = {"k": k, "n": n, "bits": bits, "block_size": BLOCK_SIZE, "weight_layout": layout}
@@ -134,12 +147,15 @@ def measure(m: int, n: int, k: int, bits: int, layout: str) -> dict[str, Any]:
     out = torch.empty((m, n), device="cuda", dtype=torch.float16)
     torch.cuda.synchronize()
     graphs = {way.name: captured(runs(Plan((y,), way.steps, way.scratch), sets, out)) for way in ways}
-    times = in_turns({**graphs, "float16": captured(float16_calls(m, n, k))})
+    peers = {"float16": captured(float16_calls(m, n, k))}
+    peers |= {"torch": captured(torch_calls(m, n, k))} if bits == 4 else {}
+    times = in_turns({**graphs, **peers})
     moved = sets[0][1].numel() + 2 * sets[0][2].numel()
     return {
         "shape": [m, n, k], "bits": bits, "layout": layout, "first": ways[0].name, "us": times[ways[0].name],
         "candidates": {way.name: times[way.name] for way in ways}, "float16_us": times["float16"],
-        "onnxruntime_us": onnxruntime_us(m, n, k, bits), "bytes_us": moved / copy_bytes_per_us(),
+        "torch_us": times.get("torch"), "onnxruntime_us": onnxruntime_us(m, n, k, bits),
+        "bytes_us": moved / copy_bytes_per_us(),
     }  # fmt: skip
 
 
@@ -157,7 +173,8 @@ def main() -> None:
             torch.cuda.empty_cache()
             row = measure(m, n, k, bits, given.layout)
             others = ", ".join(f"{name} {us:.1f}" for name, us in row["candidates"].items())
-            print(f"{m}x{n}x{k} {bits} bits: {row['us']:.1f} us, onnxruntime {row['onnxruntime_us']:.1f}, "
+            in_torch = f", PyTorch {row['torch_us']:.1f}" if row["torch_us"] else ""
+            print(f"{m}x{n}x{k} {bits} bits: {row['us']:.1f} us, onnxruntime {row['onnxruntime_us']:.1f}{in_torch}, "
                   f"float16 {row['float16_us']:.1f}, bytes {row['bytes_us']:.1f} | {others}", flush=True)  # fmt: skip
             if rows is not None:
                 rows.put(row)
