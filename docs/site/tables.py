@@ -300,11 +300,12 @@ def products() -> str:
 def quantized_products() -> str:
     """Return the times of products with weights of 4 and 8 bits."""
     lines = []
-    for row in rows("matmul_nbits-h200"):
+    for row in (*rows("matmul_nbits-h200"), *rows("matmul_nbits_8-h200")):
         fastest = three_digits(min(row["candidates"].values()))
         lines.append([f"{_dims(row['shape'])}, {row['bits']} bits", f"**{fastest}**",
-                      *(_time(row, name) for name in ("us", "onnxruntime_us", "float16_us"))])  # fmt: skip
-    head = ["microseconds, M x N x K", "onnxfuse, tuned", "its first plan", "onnxruntime", "onnxfuse in float16"]
+                      *(_time(row, name) for name in ("us", "onnxruntime_us", "torch_us", "float16_us"))])  # fmt: skip
+    head = ["microseconds, M x N x K", "onnxfuse, tuned", "its first plan", "onnxruntime", "PyTorch",
+            "onnxfuse in float16"]  # fmt: skip
     return grid(head, lines)
 
 
