@@ -257,3 +257,36 @@ def test_a_process_without_plans_or_driver_refuses_or_runs_bodies(alone: Callabl
     assert "error" in message and "cannot open the CUDA driver: /no/libcuda.so" in message
     message = alone(f"onnxfuse.plans={plans}", "onnxfuse.missing=body", ONNXFUSE_LIBCUDA="/no/libcuda.so")
     assert message.startswith("result 0.0\nonnxfuse: all fused nodes run as their bodies: cannot open the CUDA driver")
+
+
+# --- profilers --------------------------------------------------------------------------------------------------------
+
+RUN = """
+import numpy as np, onnxruntime as ort
+options = ort.SessionOptions()
+for name, value in {entries!r}.items():
+    options.add_session_config_entry(name, value)
+options.register_custom_ops_library({library!r})
+session = ort.InferenceSession({model!r}, options, ["CPUExecutionProvider"])
+session.run(None, {{"x": np.zeros((2, 3), np.float32), "b": np.zeros(3, np.float32)}})
+"""
+
+
+@pytest.mark.parametrize("profiler", ["", "/profiler.so"])
+@pytest.mark.parametrize("library", ["fake_nvtx", "absent.so"])
+def test_a_profiler_sees_the_range_of_a_node(
+    gpu: Stage, plans: Path, tmp_path: Path, profiler: str, library: str
+) -> None:
+    named, path, nvtx = onnx.load_from_string(model(SHIFT)), tmp_path / "model.onnx", library
+    named.graph.node[0].name = "block/shift"
+    onnx.save(named, path)
+    if library == "fake_nvtx":
+        nvtx = str(stand_in.built(library, lambda to: stand_in.compiled(stand_in.HERE / f"{library}.cc", to)))
+    entries = {"onnxfuse.provider": CPU, "onnxfuse.plans": str(plans)}
+    script = RUN.format(entries=entries, library=gpu.library._name, model=str(path))
+    environment = {**os.environ, "NVTX_INJECTION64_PATH": profiler, "ONNXFUSE_LIBNVTX": nvtx}
+    ended = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    ranges = [line for line in ended.stderr.splitlines() if line.startswith(("begin", "end"))]
+    is_named = bool(profiler) and library == "fake_nvtx"
+    assert ranges == (["begin shift block/shift", "end"] if is_named else [])
+    assert ("NVTX cannot be opened: absent.so" in ended.stderr) == (bool(profiler) and library == "absent.so")

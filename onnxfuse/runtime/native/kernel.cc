@@ -10,6 +10,7 @@
 #include <set>
 #include <stdexcept>
 
+#include "profiler.h"
 #include "run_steps.h"
 #include "utf8.h"
 
@@ -49,6 +50,20 @@ std::vector<bool> constants_of(const Ort& ort, const OrtKernelInfo* info) {
   return constants;
 }
 
+void log_warning(const Ort& ort, const OrtKernelInfo* info, const std::string& text) {
+  const OrtLogger* logger = nullptr;
+  check(ort, ort.KernelInfo_GetLogger(info, &logger));
+  check(ort, ort.Logger_LogMessage(logger, kLogWarning, utf8(text).c_str(), __FILE__, __LINE__, __func__));
+}
+
+// Logs once that runs have no NVTX ranges although a profiler is attached.
+void log_missing_ranges(const Ort& ort, const OrtKernelInfo* info) {
+  static std::atomic<bool> told{false};
+  if (const std::string why = missing_ranges(); !why.empty() && !told.exchange(true)) {
+    log_warning(ort, info, "onnxfuse: " + why);
+  }
+}
+
 // Logs to onnxruntime, once for each file and GPU, that the plans were made for GPUs of another kind.
 void log_other_kind(const Ort& ort, const OrtKernelInfo* info, const PlanFile& file, int device,
                     const DeviceKind& here) {
@@ -60,9 +75,7 @@ void log_other_kind(const Ort& ort, const OrtKernelInfo* info, const PlanFile& f
   if (!told->insert({&file, device}).second) return;
   const std::string text = "onnxfuse: plan file " + file.path + " was made for " + describe(file.devices[*used]) +
                            ", this GPU is " + describe(here) + "; its plans are right, but may not be the fastest";
-  const OrtLogger* logger = nullptr;
-  check(ort, ort.KernelInfo_GetLogger(info, &logger));
-  check(ort, ort.Logger_LogMessage(logger, kLogWarning, utf8(text).c_str(), __FILE__, __LINE__, __func__));
+  log_warning(ort, info, text);
 }
 
 bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % kAlignment == 0; }
@@ -240,6 +253,7 @@ FusedKernel::FusedKernel(const Ort& ort, const OrtKernelInfo* info, std::string 
                          const std::vector<AttributeName>& names, const std::vector<size_t>& numbers)
     : ort_(ort), driver_(Driver::get()), id_(next_id++), op_(std::move(op)), setup_(setup), numbers_(numbers) {
   read_node(info);
+  log_missing_ranges(ort, info);
   if (setup.asks_python) attributes_ = read_attributes(ort, info, names);
   check(ort, ort.KernelInfoGetAllocator(info, 0, &allocator_));
   try {
@@ -471,6 +485,7 @@ std::vector<std::pair<Key, uint64_t>> FusedKernel::take_runs() {
 void FusedKernel::give(const std::string& bytes) { add(bytes); }
 
 void FusedKernel::compute(OrtKernelContext* context) {
+  const ProfilerRange range(op_, node_);
   ReusedTensors reused;
   Tensors& tensors = reused.tensors;
   try {
