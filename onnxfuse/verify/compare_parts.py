@@ -19,7 +19,7 @@ import onnx
 
 from onnxfuse.errors import VerificationError, first_line
 from onnxfuse.ir.domain import DOMAIN
-from onnxfuse.ir.dtypes import FLOAT_NAMES, HALF_PRECISION, Array, dtype_name
+from onnxfuse.ir.dtypes import FLOAT8, FLOAT_NAMES, HALF_PRECISION, Array, dtype_name
 from onnxfuse.ir.extract import ancestors, extract
 from onnxfuse.ir.protos import copy_without
 from onnxfuse.verify.cpu_session import input_of, open_session, run
@@ -28,6 +28,7 @@ from onnxfuse.verify.difference import (
     MASK_MAGNITUDES,
     describe_misplaced,
     type_and_shape,
+    unequal,
     with_numbers_for_nan,
 )
 from onnxfuse.verify.drawn_operands import LEAVE_NOTHING, ONES, Feeds, draws, operands_by_shape
@@ -314,7 +315,7 @@ def _open_both(unfused: UnfusedGraph, optimized: onnx.ModelProto, part: Part, gi
     fused = copy_without(optimized, "graph", "functions")
     fused.functions.extend(f for f in optimized.functions if f.domain == DOMAIN and f.name == part.fused.op_type)
     fused.graph.name = "part"
-    fused.graph.node.extend(part.nodes)
+    fused.graph.node.extend(each for node in part.nodes for each in _movable(node, given))
     fused.graph.input.extend(i for i in inputs if i.name in part.operands)
     packed = (name for name, value in given.items() if name in part.operands and _is_packed(value))
     fused.graph.initializer.extend(unfused.initializer(name) for name in packed)
@@ -336,9 +337,26 @@ def _open_both(unfused: UnfusedGraph, optimized: onnx.ModelProto, part: Part, gi
     return _Sessions(old, new, exact, half, False, replaced, rounded, folder)
 
 
+def _movable(node: onnx.NodeProto, given: Mapping[str, Array]) -> list[onnx.NodeProto]:
+    """Return a node or, for a Transpose of float8, which it lacks before opset 21, nodes that move float32."""
+    value = given.get(node.input[0]) if node.op_type == "Transpose" else None
+    if value is None or value.dtype.name != FLOAT8:
+        return [node]
+    (source,), (result,), copy = node.input, node.output, onnx.NodeProto()
+    copy.CopyFrom(node)
+    copy.input[0], copy.output[0] = f"{result}/wide", f"{result}/moved"
+    cast = onnx.helper.make_node
+    return [
+        cast("Cast", [source], copy.input, to=onnx.TensorProto.FLOAT),
+        copy,
+        cast("Cast", copy.output, [result], to=onnx.TensorProto.FLOAT8E4M3FN),
+    ]
+
+
 def _is_packed(value: Array) -> bool:
-    """Return whether the dtype has fewer than 8 bits, or is an 8-bit float; onnxruntime takes neither as an input."""
-    return value.dtype.name.startswith(("int4", "uint4", "int2", "uint2", "float4", "float8"))
+    """Return whether onnxruntime takes no inputs of the dtype: of less than 8 bits, or of 8-bit floats but e4m3fn."""
+    name = value.dtype.name
+    return name != FLOAT8 and name.startswith(("int4", "uint4", "int2", "uint2", "float4", "float8"))
 
 
 def _open(model: onnx.ModelProto, folder: Path | None) -> Session:
@@ -379,7 +397,7 @@ class _Check:
         """Return how the output differs by more than rounding; "" where it does not."""
         dtype = self.old.dtype.name
         if dtype not in PART_TOLERANCES:
-            wrong = int((self.old != self.new).sum())
+            wrong = int(unequal(self.old, self.new).sum())
             if not wrong or self._are_ties():
                 return ""
             return f"its output '{self.name}' differs in {wrong} of {self.old.size} elements"

@@ -121,10 +121,16 @@ def _describe_mismatch(expected: Array, actual: object, tolerance: float) -> str
         return "is missing" if actual is None else "is no tensor any more"
     if (expected.dtype, expected.shape) != (actual.dtype, actual.shape):
         return f"is {type_and_shape(actual)}; the original has {type_and_shape(expected)}"
-    wrong = 0 if tolerance else int((expected != actual).sum())
+    wrong = 0 if tolerance else int(unequal(expected, actual).sum())
     if wrong:
         return f"differs in {wrong} of {expected.size} elements; {expected.dtype} has to be equal"
     return ""
+
+
+def unequal(old: Array, new: Array) -> Array:
+    """Return where elements differ; NaN equals NaN."""
+    result: Array = (old != new) & ((old == old) | (new == new))
+    return result
 
 
 def _compare_floats(

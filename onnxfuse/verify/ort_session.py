@@ -17,7 +17,12 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     import onnxruntime as ort
 
-BFLOAT16: Final = 16  # onnx.TensorProto.BFLOAT16; this module does not import onnx, which would take long
+# The dtypes that NumPy lacks, by onnxruntime's name: the NumPy dtype, the integers in which onnxruntime takes their
+# bits, and the number of onnx.TensorProto.DataType.  This module does not import onnx, which would take long.
+WITHOUT_NUMPY: Final[dict[str, tuple[np.dtype[Any], np.dtype[Any], int]]] = {
+    "tensor(bfloat16)": (np.dtype(ml_dtypes.bfloat16), np.dtype(np.uint16), 16),
+    "tensor(float8e4m3fn)": (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(np.uint8), 17),
+}
 # onnxruntime's optimizations replace DequantizeLinear and MatMul by MatMulNBits if no other node reads the dequantized
 # weight.  The CPU kernel of MatMulNBits, unlike GPU kernels, rounds the activations to 8 bits; this option prevents it.
 EXACT_PRODUCTS: Final = "session.qdq_matmulnbits_accuracy_level", "1"
@@ -43,30 +48,32 @@ def start(source: bytes | str, folder: str | None, optimize: bool) -> ort.Infere
 
 
 def run(session: ort.InferenceSession, feeds: Mapping[str, npt.NDArray[Any]]) -> dict[str, object]:
-    """Return the outputs by name.  onnxruntime takes no bfloat16 arrays, so OrtValues carry bfloat16 tensors."""
+    """Return the outputs by name.  OrtValues carry the tensors whose dtypes NumPy lacks."""
     names = [o.name for o in session.get_outputs()]
     feeds = {i.name: feeds[i.name] for i in session.get_inputs()}
-    if not any("bfloat16" in each.type for each in (*session.get_inputs(), *session.get_outputs())):
+    if not any(each.type in WITHOUT_NUMPY for each in (*session.get_inputs(), *session.get_outputs())):
         return dict(zip(names, session.run(names, feeds), strict=True))
     values = session.run_with_ort_values(names, {name: to_ort_value(value) for name, value in feeds.items()})
     return {name: from_ort_value(value) for name, value in zip(names, values, strict=True)}
 
 
 def to_ort_value(array: npt.NDArray[Any]) -> ort.OrtValue:
-    """Return the array as an OrtValue on the CPU, bfloat16 included."""
+    """Return the array as an OrtValue on the CPU; its dtype can be one that NumPy lacks."""
     from onnxruntime import OrtValue
 
-    if array.dtype != ml_dtypes.bfloat16:
-        return OrtValue.ortvalue_from_numpy(array)
-    return OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), BFLOAT16)
+    for dtype, bits, number in WITHOUT_NUMPY.values():
+        if array.dtype == dtype:
+            return OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(bits), number)
+    return OrtValue.ortvalue_from_numpy(array)
 
 
 def from_ort_value(value: ort.OrtValue) -> npt.NDArray[Any]:
-    """Return a tensor on the CPU as an array; its dtype is ml_dtypes.bfloat16 if the tensor is bfloat16."""
-    if value.data_type() != "tensor(bfloat16)":
+    """Return a tensor on the CPU as an array; its dtype is one of ml_dtypes if NumPy lacks it."""
+    if value.data_type() not in WITHOUT_NUMPY:
         array: npt.NDArray[Any] = value.numpy()
         return array
+    dtype, _, _ = WITHOUT_NUMPY[value.data_type()]
     if 0 in value.shape():
-        return np.empty(value.shape(), ml_dtypes.bfloat16)
-    memory = (ctypes.c_uint16 * math.prod(value.shape())).from_address(value.data_ptr())
-    return np.frombuffer(memory, ml_dtypes.bfloat16).reshape(value.shape()).copy()
+        return np.empty(value.shape(), dtype)
+    memory = (ctypes.c_uint8 * (math.prod(value.shape()) * dtype.itemsize)).from_address(value.data_ptr())
+    return np.frombuffer(memory, dtype).reshape(value.shape()).copy()

@@ -1,6 +1,7 @@
-"""Find out whether integers differ only because a QuantizeLinear rounds ties differently.
+"""Find out whether quantized values differ only because a QuantizeLinear rounds ties differently.
 
-A tie is a number halfway between two integers; a small error decides to which of them it is rounded.
+Quantized values are integers or float8 numbers.  A tie is a number halfway between two of them; a small error decides
+to which of them it is rounded.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import numpy as np
 import onnx
 
 from onnxfuse.algebra.operators import REGROUPING
+from onnxfuse.ir.dtypes import FLOAT8, Array
+from onnxfuse.verify.difference import unequal
 from onnxfuse.verify.ties import source_of
 
 FOLLOWED_OPS: Final = REGROUPING | {"Identity"}  # operators that the search for a QuantizeLinear passes
@@ -36,10 +39,10 @@ class Quantizer:
     def share_moved(
         self, values: Mapping[str, object], old: object, new: object, tolerances: Mapping[str, float], half: str
     ) -> float:
-        """Return the share of integers that differ; infinity if any of them differs although x is not nearly a tie.
+        """Return the share of values that differ; infinity if any of them differs although x is not nearly a tie.
 
         `values` are the inputs of the quantizer, by name; x is the number that it rounds.  x is nearly a tie if the old
-        and the new integer are neighbours and x is close to the middle between them.  The allowed distance is t times
+        and the new value are neighbours and x is close to the middle between them.  The allowed distance is t times
         (|x| + the root mean square of all x); t is the tolerance of the dtype, or half precision, in which x is
         computed.
         """
@@ -53,14 +56,22 @@ class Quantizer:
         if scale.size > 1:
             shape[self.axis] = -1
         scale, zero = (np.broadcast_to(each.reshape(shape), x.shape).ravel() for each in (scale, zero))
-        integers = [each.astype(np.float64).ravel() for each in (old, new)]
-        moved = integers[0] != integers[1]
-        at, steps = x.ravel()[moved], [each[moved] for each in integers]
+        moved = unequal(old, new).ravel()
+        at, steps = x.ravel()[moved], [each.astype(np.float64).ravel()[moved] for each in (old, new)]
+        places = [_place(each.ravel()[moved]) for each in (old, new)]
         middle = ((steps[0] + steps[1]) / 2 - zero[moved]) * scale[moved]
         finite = x[np.isfinite(x)]
         allowed = tolerance * (np.abs(at) + np.sqrt(np.square(finite).sum() / max(1, finite.size)))
-        are_ties = (np.abs(steps[0] - steps[1]) == 1) & (np.abs(at - middle) <= allowed)
+        are_ties = (np.abs(places[0] - places[1]) == 1) & (np.abs(at - middle) <= allowed)
         return float(moved.mean()) if are_ties.all() else math.inf
+
+
+def _place(values: Array) -> Array:
+    """Return numbers in the order of the quantized values, in which neighbours are 1 apart."""
+    if values.dtype.name != FLOAT8:
+        return values.astype(np.float64)
+    codes = values.view(np.uint8).astype(np.float64)
+    return np.where(codes < 128, codes, 128 - codes)
 
 
 def source_quantizer(model: onnx.ModelProto, output: str) -> Quantizer | None:

@@ -22,6 +22,7 @@ from runtimes import open_on_cpu
 from onnxfuse import Report, optimize
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.runtime.plan import FusedNode, Plan, TensorSpec
+from onnxfuse.verify.ort_session import from_ort_value, to_ort_value
 
 INPUTS = "float[2, 3, 4] x, float[2, 3, 4] y, int64[2, 3, 4] i, bool[2, 3, 4] b, float16[2, 3, 4] h"
 
@@ -82,8 +83,9 @@ def run(model: onnx.ModelProto, feeds: Mapping[str, Array], names: Sequence[str]
     shown.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in known)
     session = open_on_cpu(shown, optimize=False)
     wanted = list(names) or [output.name for output in session.get_outputs()]
-    used = {each.name: feeds[each.name] for each in session.get_inputs()}
-    return dict(zip(wanted, session.run(wanted, used), strict=True))
+    used = {each.name: to_ort_value(feeds[each.name]) for each in session.get_inputs()}
+    values = session.run_with_ort_values(wanted, used)
+    return dict(zip(wanted, map(from_ort_value, values), strict=True))
 
 
 def draw(model: onnx.ModelProto, seed: int = 0, sizes: Mapping[str, int] | None = None) -> dict[str, Array]:
