@@ -11,6 +11,8 @@ struct bf16 { unsigned short bits; };
 // Integers of 8 bits are storage types, too; a number is stored as the nearest integer.
 using s8 = signed char;
 using u8 = unsigned char;
+// A float8 number: a sign, 4 exponent bits, 3 fraction bits, and NaN but no infinities (e4m3fn in ONNX).
+enum e4m3 : unsigned char {};
 using u32 = unsigned;
 using u64 = unsigned long long;
 

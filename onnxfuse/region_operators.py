@@ -20,8 +20,10 @@ from onnxfuse.algebra.operators import (
 HALVES: Final = ("float16", "bfloat16")
 FLOATS: Final = (*HALVES, "float32", "float64")
 PRODUCTS: Final = (*HALVES, "float32")  # dtypes of products whose kernels can run the consumers, too
+FLOAT8: Final = "float8_e4m3fn"
 INTEGERS: Final = ("int8", "uint8", "int32", "int64")
-DTYPES: Final = (*FLOATS, *INTEGERS, "bool")
+COMPUTED: Final = (*FLOATS, *INTEGERS, "bool")
+DTYPES: Final = (*COMPUTED, FLOAT8)  # float8 is quantized to, moved and dequantized
 
 SHIFTS: Final = ("BitShift",)
 ACTIVATION_OF: Final = {  # operators that are computed by a function of onnxfuse/activations.py
@@ -33,7 +35,7 @@ OF_FLOATS: Final = (
     "IsNaN", "IsInf",
 )  # fmt: skip
 OF_ALL: Final = ("Relu", "Neg", "Abs", "Sign", "Where", "Cast", "Identity")
-QUANTIZED: Final = ("int8", "uint8")  # dtypes of QuantizeLinear's result
+QUANTIZED: Final = ("int8", "uint8", FLOAT8)  # dtypes of QuantizeLinear's result
 QUANTIZERS: Final = {  # operator -> the dtypes of its first input
     "QuantizeLinear": (*HALVES, "float32"), "DequantizeLinear": (*QUANTIZED, "int32"),
 }  # fmt: skip
@@ -75,4 +77,6 @@ def dtypes_of(operator: str) -> tuple[str, ...]:
         return ("uint8",)  # BitShift takes unsigned integers only
     if operator in REDUCTIONS:
         return (*FLOATS, "int32", "int64")
-    return DTYPES if operator in ELEMENTWISE | MAPS else ()
+    if operator in ELEMENTWISE - {"Identity"}:
+        return COMPUTED
+    return DTYPES if operator in MAPS | {"Identity"} else ()

@@ -7,20 +7,22 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final
 
+import ml_dtypes
 import numpy as np
 
 from onnxfuse.activations import ACTIVATIONS
+from onnxfuse.ir.dtypes import FLOAT8
 from onnxfuse.kernels.region.program import Operation
 from onnxfuse.region_operators import ACTIVATION_OF, FLOATS, HALVES
 
 NUMBER: Final = {  # the C++ types in which values are computed, by dtype
     "float16": "float", "bfloat16": "float", "float32": "float", "float64": "double", "bool": "bool",
-    "int8": "signed char", "uint8": "unsigned char", "int32": "int", "int64": "long long",
+    "int8": "signed char", "uint8": "unsigned char", "int32": "int", "int64": "long long", FLOAT8: "e4m3",
 }  # fmt: skip
 STORED: Final = {**NUMBER, "float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 BYTES: Final = {
     "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1, "int8": 1, "uint8": 1,
-    "int32": 4, "int64": 8,
+    "int32": 4, "int64": 8, FLOAT8: 1,
 }  # fmt: skip
 INFIX: Final = {
     "Add": "+", "Sub": "-", "Mul": "*", "Div": "/", "Equal": "==", "Less": "<", "LessOrEqual": "<=", "Greater": ">",
@@ -52,6 +54,8 @@ def literal(value: Any, dtype: str) -> str:
     """Return a constant of a dtype in C++; infinities and NaN can be given as strings."""
     if dtype == "bool":
         return "true" if value else "false"
+    if dtype == FLOAT8:
+        return f"e4m3({np.asarray(value, ml_dtypes.float8_e4m3fn).view(np.uint8)})"
     if dtype not in FLOATS:
         number = int(value)
         if dtype == "int64":
@@ -122,19 +126,28 @@ def expression(
     if name == "Cast":
         return _cast(given[0], of, target)
     if name == "QuantizeLinear":
-        precision = operation.attributes.get("precision")
-        if precision not in HALVES:
-            exact = "true" if nearest else "false"
-            return f"quantized<{NUMBER[target]}, {exact}>({given[0]}, {given[1]}, {given[2]})"
-        quotient = f"rounded<{STORED[precision]}>(exact_quotient({given[0]}, {given[1]}))"
-        return f"quantized<{NUMBER[target]}>({quotient}, {given[2]})"
+        return _quantized(operation, given, target, nearest)
     if name == "DequantizeLinear":
-        return f"product(float({given[0]} - {given[2]}), {given[1]})"
+        number = f"number_of({given[0]})" if of == FLOAT8 else f"float({given[0]} - {given[2]})"
+        return f"product({number}, {given[1]})"
     if name == "BitShift":
         return f"shifted_{operation.attributes['direction'].lower()}({given[0]}, {given[1]})"
     if name in ("Pow", "Mod"):
         return _power(given, dtypes, nearest) if name == "Pow" else _remainder(operation, given, of)
     return _others(operation, given[0], of)
+
+
+def _quantized(operation: Operation, given: Sequence[str], target: str, nearest: bool) -> str:
+    """Return the result of a QuantizeLinear; the zero point of float8 is 0."""
+    precision, is_float8 = operation.attributes.get("precision"), target == FLOAT8
+    if precision in HALVES:
+        quotient = f"rounded<{STORED[precision]}>(exact_quotient({given[0]}, {given[1]}))"
+    elif is_float8:
+        quotient = f"{'exact' if nearest else 'nearest'}_quotient({given[0]}, {given[1]})"
+    else:
+        exact = "true" if nearest else "false"
+        return f"quantized<{NUMBER[target]}, {exact}>({given[0]}, {given[1]}, {given[2]})"
+    return f"nearest_e4m3({quotient})" if is_float8 else f"quantized<{NUMBER[target]}>({quotient}, {given[2]})"
 
 
 def number_in(text: str, dtype: str) -> float:

@@ -377,6 +377,32 @@ __device__ __forceinline__ T quantized(float x, int zero) {
     return integer_in<T>(fminf(fmaxf(x, float(low)), float(low + 255)) + ROUNDER, zero);
 }
 
+// The nearest float8 number; ties are rounded to even, and numbers beyond 448 become 448. NaN stays NaN.
+__device__ __forceinline__ e4m3 nearest_e4m3(float x) {
+#if __CUDA_ARCH__ >= 890
+    unsigned short two;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(two) : "f"(0.0f), "f"(x));
+    return e4m3(two);
+#else
+    const u32 bits = __float_as_uint(x), sign = bits >> 24 & 0x80u;
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return e4m3(sign | 0x7fu);
+    const float size = fminf(fabsf(x), 448.0f);
+    // The last bits of 2^14 + x, for an x below 2^-6, are the nearest multiple of 2^-9, the smallest number.
+    if (size < 0.015625f) return e4m3(sign | (__float_as_uint(size + 16384.0f) & 0xfu));
+    const u32 kept = __float_as_uint(size) - (120u << 23);  // float's exponent bias is 120 larger
+    return e4m3(sign | (kept + 0x7ffffu + (kept >> 20 & 1u)) >> 20);
+#endif
+}
+
+// The float of a float8 number. A subnormal number is read as a normal one, which is 2^-6 too large; then 2^-6 is
+// subtracted.
+__device__ __forceinline__ float number_of(e4m3 x) {
+    const u32 bits = x & 127u, bias = bits < 8 ? 121 : 120;
+    float size = __uint_as_float((bits << 20) + (bias << 23)) - (bits < 8 ? 0.015625f : 0.0f);
+    if (bits == 127) size = NOT_A_NUMBER;
+    return __uint_as_float(__float_as_uint(size) | (x & 128u) << 24);
+}
+
 // The reciprocal with an error of 1 unit in the last place; 0 for infinity.
 __device__ __forceinline__ float approximate_inverse(float x) {
 #if __CUDA_ARCH__ >= 750

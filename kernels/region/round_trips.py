@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
+from onnxfuse.ir.dtypes import FLOAT8
 from onnxfuse.kernels.region.program import Operation, Program
 
 MOVES: Final = ("Identity", "Reshape", "Transpose", "Unsqueeze", "Squeeze", "Expand", "Slice")
-# The largest scale with which no integer of 8 bits overflows, by dtype.  bfloat16 is missing, because it can
-# round 255 * scale to about 254 * scale.
-MAX_SCALES: Final[Mapping[str, float]] = {"float32": 1e36, "float16": 128.0}
+# The largest scale with which no integer of 8 bits overflows, nor 448, the largest float8, by dtype.  bfloat16 is
+# missing, because it can round 255 * scale to about 254 * scale.
+MAX_SCALES: Final[Mapping[str, float]] = {"float32": 7e35, "float16": 128.0}
 
 
 def without_round_trips(program: Program) -> Program:
@@ -59,6 +60,8 @@ def _moves_before(program: Program, operation: Operation) -> list[Operation] | N
     is_known = scale is not None and scale.name == "Constant" and isinstance(scale.attributes["value"], int | float)
     has_dtype = program.dtypes[source.inputs[0]] == program.dtypes[operation.outputs[0]]
     largest = MAX_SCALES.get(program.dtypes[source.inputs[1]], 0.0)
+    if program.dtypes[source.inputs[0]] == FLOAT8 and program.dtypes[source.inputs[1]] != "float32":
+        return None  # the smallest numbers of float8 would lose digits
     is_exact = operation.attributes.get("precision") in MAX_SCALES
     if not (is_known and has_dtype and is_exact and scale and 1e-30 < abs(scale.attributes["value"]) < largest):
         return None

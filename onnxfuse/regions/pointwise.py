@@ -9,7 +9,7 @@ from typing import Final
 import ml_dtypes
 from onnx import TensorProto, helper
 
-from onnxfuse.ir.dtypes import FLOATS, INTEGER_RANGES, dtype_name
+from onnxfuse.ir.dtypes import FLOAT8, FLOATS, INTEGER_RANGES, dtype_name
 from onnxfuse.ir.node import is_constant
 from onnxfuse.region_operators import QUANTIZED
 from onnxfuse.regions.steps import StaysOut, Steps, Writer, axis_of
@@ -77,6 +77,8 @@ def _clip(s: Steps) -> None:
 
 
 def _cast(s: Steps) -> None:
+    if dtype_name(s.out_dtype) == FLOAT8:
+        raise StaysOut(f"it gives {FLOAT8}; required is a QuantizeLinear")
     s.end("Cast", s.elementwise([0]), to=dtype_name(s.out_dtype))
 
 
@@ -127,7 +129,10 @@ def _quantizing(s: Steps, integers: int, **attributes: str) -> None:
     """Write a QuantizeLinear or DequantizeLinear with a zero point of dtype `integers`."""
     if size := s.integer("block_size", 0):
         raise StaysOut(f"its scales are given per block of {size}; required is one for all, or one per channel")
-    zero = _per_channel(s, 2) if s.has(2) else s.number(0, integers)
+    is_float8 = dtype_name(integers) == FLOAT8
+    if is_float8 and s.has(2) and s.constant(s.node.inputs[2]).any():
+        raise StaysOut(f"its zero point '{s.node.inputs[2].name}' is not 0, which it has to be in {FLOAT8}")
+    zero = _per_channel(s, 2) if s.has(2) and not is_float8 else s.number(0, integers)
     s.end(s.node.op, [s.data(0), _per_channel(s, 1), zero], **attributes)
 
 
@@ -138,7 +143,9 @@ def _quantize(s: Steps) -> None:
     quotient to the dtype that the node's attribute `precision` names, by default to the dtype of the scale.
     """
     if dtype_name(s.out_dtype) not in QUANTIZED:
-        raise StaysOut(f"it gives {dtype_name(s.out_dtype)}; kernels quantize to {' and '.join(QUANTIZED)}")
+        raise StaysOut(f"it gives {dtype_name(s.out_dtype)}; kernels quantize to {', '.join(QUANTIZED)}")
+    if not s.integer("saturate", 1) and dtype_name(s.out_dtype) == FLOAT8:
+        raise StaysOut(f"it does not saturate numbers beyond the range of {FLOAT8}")
     precision = s.integer("precision", 0) or s.dtype(1) if s.shapes.graph.opset >= 23 else TensorProto.FLOAT
     _quantizing(s, s.out_dtype, precision=dtype_name(precision))
 

@@ -22,6 +22,7 @@ from region_speed_cases import (
 )
 
 from onnxfuse.algebra.operators import COMPARISONS
+from onnxfuse.ir.dtypes import FLOAT8
 from onnxfuse.region_operators import QUANTIZED, SUMS
 
 UNARY = (
@@ -115,20 +116,20 @@ def operators() -> Iterator[Made]:
 
 
 def quantizers() -> Iterator[Made]:
-    """Quantizers of ties, special numbers and scales from subnormal to infinite, and all integers dequantized."""
+    """Quantizers of ties, special numbers and scales from subnormal to infinite, and all quantized values."""
     extremes = [np.nan, np.inf, -np.inf, -0.0, 3e38, -3e38, 1e-40, 127.5, -128.5, 255.5]
     x = np.concatenate([np.arange(-600, 600) / 4, extremes]).astype(np.float32).reshape(5, -1)
     scales = np.array([[1], [0.25], [0.1], [1e-40], [3e38]], np.float32)
     for dtype in FLOATS:
         for target in QUANTIZED:
-            zero = np.array([[0], [3], [100], [127], [7]], target)
+            values = np.arange(256, dtype=np.uint8).view(NUMPY[target]).reshape(1, -1)
+            zero = np.array([[0], [3], [100], [127], [7]]) * (target != FLOAT8)
             with np.errstate(over="ignore"):
-                operands = x.astype(NUMPY[dtype]), scales.astype(NUMPY[dtype]), zero
+                operands = x.astype(NUMPY[dtype]), scales.astype(NUMPY[dtype]), zero.astype(NUMPY[target])
             name = f"QuantizeLinear of {dtype} to {target}"
             yield one(name, "QuantizeLinear", *operands, dtype=target, precision="float32")
             yield one(f"{name}, by dtype", "QuantizeLinear", *operands, dtype=target, precision=dtype)
-            integers = np.arange(256).astype(target).reshape(1, -1)
-            yield one(f"DequantizeLinear of {target} to {dtype}", "DequantizeLinear", integers, *operands[1:],
+            yield one(f"DequantizeLinear of {target} to {dtype}", "DequantizeLinear", values, *operands[1:],
                       dtype=dtype)  # fmt: skip
     large = np.array([2**31 - 1, -(2**31), 2**24 + 1, 0, 123456789], np.int32)
     yield one("DequantizeLinear of int32", "DequantizeLinear", large, scales[1], np.int32(0), dtype="float32")

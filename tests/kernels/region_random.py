@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from region_drafts import NUMPY, RegionProgram
 
-from onnxfuse.region_operators import HALVES, QUANTIZED, QUANTIZERS
+from onnxfuse.region_operators import HALVES, QUANTIZERS
 
 FLOATS = ("float32", "float16", "bfloat16")
 REALS = (*FLOATS, "float64")
 INTEGERS = {"int8": 128.0, "uint8": 255.0, "int32": 2.0**31, "int64": 2.0**63}  # the largest number, about
 OF_DOUBLE = ("Neg", "Abs", "Relu", "Tanh", "Sigmoid", "Sin", "Cos", "Exp", "Sqrt", "Log", "Reciprocal", "Pow", "steps")
+QUANTIZED = ("int8", "uint8")  # no other operator computes with float8
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 33)
 
 

@@ -6,6 +6,7 @@
 
 using s8 = signed char;
 using u8 = unsigned char;
+enum e4m3 : unsigned char {};
 using u32 = unsigned;
 using u64 = unsigned long long;
 
@@ -43,6 +44,11 @@ static float widened(bf16 value) { return bits_as<float>(u32(value.bits) << 16);
 
 static int widened(s8 value) { return value; }
 static int widened(u8 value) { return value; }
+static float widened(e4m3 value) {
+    const int exponent = value >> 3 & 15, fraction = value & 7;
+    const float size = exponent ? ldexpf(8 + fraction, exponent - 10) : ldexpf(fraction, -9);
+    return (value & 127) == 127 ? NAN : value < 128 ? size : -size;
+}
 
 static s8 narrowed(s8, float value) { return s8(lrintf(min(max(value, -128.0f), 127.0f))); }
 static u8 narrowed(u8, float value) { return u8(lrintf(min(max(value, 0.0f), 255.0f))); }

@@ -188,7 +188,11 @@ REFUSED = {
     ),
     "16 bits": (
         21, "s := float {0.5} t := int16 {0} a = Neg(x) z = QuantizeLinear(a, s, t)",
-        "it gives int16; kernels quantize to int8 and uint8"
+        "it gives int16; kernels quantize to int8, uint8, float8_e4m3fn"
+    ),
+    "beyond the range": (
+        19, "s := float {0.5} t := float8e4m3fn {0} a = Neg(x) z = QuantizeLinear <saturate = 0> (a, s, t)",
+        "it does not saturate numbers beyond the range of float8_e4m3fn"
     ),
     "computed scales": (
         13, "a = Abs(x) s = ReduceMax <axes = [0, 2], keepdims = 0> (a) z = QuantizeLinear(a, s)",
