@@ -54,6 +54,23 @@ def test_erfc_is_read_as_what_it_computes(opset: int, caplog: pytest.LogCaptureF
     np.testing.assert_allclose(z, [math.erfc(math.erfc(each) - 1) for each in x], atol=1e-6)
 
 
+OF_TENSORRT = """<ir_version: 9, opset_import: ["" : OPSET, "trt" : 1]> g (float[n,4] x) => (float[n,4] y)
+    <float step = {0.5}, float[4] steps = {0.5, 0.25, 1, 2}, uint8[n,4] q>
+    { q = trt.TRT_FP8QuantizeLinear<axis = 1>(x, steps)  d = trt.TRT_FP8DequantizeLinear<axis = 1>(q, steps)
+      p = trt.TRT_FP8QuantizeLinear(d, step)  y = trt.TRT_FP8DequantizeLinear(p, step) }"""
+
+
+def test_quantizers_of_tensorrt_are_those_of_onnx(caplog: pytest.LogCaptureFixture) -> None:
+    """ModelOpt's exports state that their results are uint8."""
+    read, _ = files.load(onnx.parser.parse_model(OF_TENSORRT.replace("OPSET", "19")))
+    assert "has 2 nodes of the operator 'TRT_FP8QuantizeLinear', which ONNX lacks" in caplog.text
+    x = np.array([[1000, 0.26, -1.0625, 2**-10]], np.float32)
+    (y,) = open_on_cpu(read).run(None, {"x": x})
+    np.testing.assert_array_equal(y, [[224, 0.25, -1, 0]])
+    old = onnx.parser.parse_model(OF_TENSORRT.replace("OPSET", "17"))
+    assert files.load(old)[0] == old  # ONNX has quantizers to float8 from opset 19 on
+
+
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
