@@ -1,8 +1,8 @@
-"""Time products and convolutions of integers of 8 bits beside those of float16 that they stand for.
+"""Time products and convolutions of integers of 8 bits, and products of float8, beside those of float16.
 
     python benchmarks/eight_bits.py --out results/eight_bits.json [--only conv]
 
-A time is the cost of one more node in a CUDA graph, in microseconds: with bias, Relu and, for integers, a quantizer.
+A time is the cost of one more node in a CUDA graph, in microseconds: with bias, Relu and, for 8 bits, a quantizer.
 `zeros` is the time if x has a zero point, which is multiplied by sums of the weights.
 """
 
@@ -22,6 +22,7 @@ from replays import Calls, captured, in_turns
 from rows import Rows
 
 from onnxfuse.algebra.filter_edges import most_taps_beyond, row_count
+from onnxfuse.ir.dtypes import FLOAT8
 from onnxfuse.kernels.conv.host import candidates as conv_candidates
 from onnxfuse.kernels.gemm.host import candidates as gemm_candidates
 from onnxfuse.kernels.quantized.host import candidates
@@ -32,7 +33,7 @@ from onnxfuse.runtime.plan import FusedNode, Launch, Plan, TensorSpec
 CALLS = 24  # of a node in a CUDA graph
 SETS_BYTES = 200 << 20  # of operands that calls take in turns, so that L2 does not hold all
 PRODUCTS = [(4096, 768, 768), (4096, 3072, 768), (4096, 768, 3072), (4096, 4096, 4096), (4096, 7168, 16384),
-            (128, 768, 768), (128, 4096, 4096), (8192, 8192, 8192)]  # fmt: skip
+            (4096, 16384, 7168), (128, 768, 768), (128, 4096, 4096), (8192, 8192, 8192)]  # fmt: skip
 # n, c, m, size, taps, stride: the convolutions of a ResNet-50
 CONVS = [(n, *one) for n in (32, 128) for one in (
     (64, 64, 56, 3, 1), (128, 128, 28, 3, 1), (256, 256, 14, 3, 1), (512, 512, 7, 3, 1), (128, 128, 56, 3, 2),
@@ -41,8 +42,10 @@ CONVS = [(n, *one) for n in (32, 128) for one in (
 )]  # fmt: skip
 
 
-def problem(shape: tuple[int, ...], zeros: bool) -> tuple[FusedNode, FusedNode, list[TensorSpec], list[TensorSpec]]:
-    """Return the node of integers, that of float16, and the operands of both."""
+def problem(
+    shape: tuple[int, ...], zeros: bool, stored: tuple[str, str] = ("uint8", "int8")
+) -> tuple[FusedNode, FusedNode, list[TensorSpec], list[TensorSpec]]:
+    """Return the node whose x and w have the dtypes `stored`, the node of float16, and the operands of both."""
     attributes: dict[str, Any] = {"weight_layout": "nk"}
     if len(shape) == 3:
         m, n, k = shape
@@ -67,10 +70,10 @@ def problem(shape: tuple[int, ...], zeros: bool) -> tuple[FusedNode, FusedNode, 
     ops = [["Relu", ["x0"], ["v0"], {}], ["QuantizeLinear", ["v0", "x1", "v2"], ["v1"], {}]]
     ops.insert(0, ["Constant", [], ["v2"], {"value": 0}])
     program = json.dumps({"ops": ops, "outputs": ["v1"], "dtypes": {
-        "x0": "float32", "x1": "float32", "v0": "float32", "v1": "uint8", "v2": "uint8",
+        "x0": "float32", "x1": "float32", "v0": "float32", "v1": stored[0], "v2": stored[0],
     }})  # fmt: skip
-    node = FusedNode(f"quantized_{kind}", "y", tuple(names), {**attributes, "program": program}, ("uint8",))
-    specs = {"x": TensorSpec(x, "uint8"), "w": TensorSpec(w, "int8", constant=True),
+    node = FusedNode(f"quantized_{kind}", "y", tuple(names), {**attributes, "program": program}, stored[:1])
+    specs = {"x": TensorSpec(x, stored[0]), "w": TensorSpec(w, stored[1], constant=True),
              "x_zero_point": TensorSpec((), "uint8", constant=True), "bias": TensorSpec((n,), "float32", constant=True),
              "w_scale": TensorSpec((n,), "float32", constant=True),
              "w_sums": TensorSpec((rows, n), "int32", constant=True)}  # fmt: skip
@@ -90,6 +93,7 @@ def calls(plan: Plan, specs: list[TensorSpec]) -> Calls:
         "uint8": torch.uint8,
         "int8": torch.int8,
         "int32": torch.int32,
+        FLOAT8: torch.float8_e4m3fn,
     }
     moved = sum(math.prod(spec.shape) * types[spec.dtype].itemsize for spec in (*specs, *plan.outputs))
     count = min(CALLS, max(1, SETS_BYTES // moved))
@@ -97,7 +101,8 @@ def calls(plan: Plan, specs: list[TensorSpec]) -> Calls:
     def made(spec: TensorSpec) -> torch.Tensor:
         if "int" in spec.dtype:
             return torch.randint(0, 100, spec.shape, device="cuda").to(types[spec.dtype])
-        return torch.rand(spec.shape, device="cuda").to(types[spec.dtype]) / 64
+        drawn = torch.rand(spec.shape, device="cuda")
+        return (drawn * 64 - 32 if spec.dtype == FLOAT8 else drawn / 64).to(types[spec.dtype])
 
     sets = [[made(spec) for spec in specs] for _ in range(count)]
     outs = [torch.empty(spec.shape, dtype=types[spec.dtype], device="cuda") for spec in plan.outputs for _ in sets]
@@ -118,6 +123,10 @@ def plans(shape: tuple[int, ...], most: int) -> dict[str, tuple[Plan, list[Tenso
         node, plain, specs, halves = problem(shape, zeros)
         for i, plan in enumerate(candidates(node, specs, device)[: 1 if zeros else most]):
             found["zeros" if zeros else f"integers {i}"] = plan, specs
+    if len(shape) == 3:
+        node, _, specs, _ = problem(shape, False, (FLOAT8, FLOAT8))
+        for i, plan in enumerate(candidates(node, specs, device)[:most]):
+            found[f"float8 {i}"] = plan, specs
     host = gemm_candidates if len(shape) == 3 else conv_candidates
     for i, plan in enumerate(host(plain, halves, device)[:most]):
         found[f"float16 {i}"] = plan, halves
@@ -152,13 +161,20 @@ def main() -> None:
     for shape, found in every.items():
         times = in_turns({name: captured(calls(plan, specs)) for name, (plan, specs) in found.items()})
         best = {kind: min((name for name in times if name.startswith(kind)), key=times.__getitem__)
-                for kind in ("integers", "float16")}  # fmt: skip
+                for kind in ("integers", "float16", "float8") if f"{kind} 0" in found}  # fmt: skip
         row = {
             "shape": list(shape), "us": times["integers 0"], "zeros": times["zeros"], "float16": times["float16 0"],
             "best": times[best["integers"]], "best_float16": times[best["float16"]],
             "ratio": times[best["integers"]] / times[best["float16"]],
             "plan": name_of(found["integers 0"][0]), "best_plan": name_of(found[best["integers"]][0]),
         }  # fmt: skip
+        if "float8" in best:
+            row |= {
+                "float8": times["float8 0"],
+                "best_float8": times[best["float8"]],
+                "float8_plan": name_of(found["float8 0"][0]),
+                "best_float8_plan": name_of(found[best["float8"]][0]),
+            }
         rows.put(row)
         print(
             " ".join(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()), flush=True

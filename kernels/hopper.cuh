@@ -234,8 +234,8 @@ __device__ __forceinline__ void load_matrices(u32 from, u32 (&words)[4]) {
 }
 
 // ---- wgmma -------------------------------------------------------------------------------------------------------
-// d (64 x N) += a (64 x 16) b (16 x N), or for TF32 a (64 x 8) b (8 x N), or for integers of 8 bits a (64 x 32) b
-// (32 x N): 32 bytes of k. d is fp32, or int32 for integers.
+// d (64 x N) += a (64 x 16) b (16 x N), or for TF32 a (64 x 8) b (8 x N), or for 8 bits a (64 x 32) b (32 x N): 32 bytes
+// of k. d is fp32, or int32 for integers.
 // Thread t of the warpgroup holds two rows, 16 (t / 32) + t % 32 / 4 and the row 8 below it. Of every 8 columns it
 // holds columns 2 (t % 4) and 2 (t % 4) + 1: d[4 j] and d[4 j + 1] belong to the upper row, d[4 j + 2] and d[4 j + 3]
 // to the lower row.
@@ -369,9 +369,22 @@ __device__ __forceinline__ void settle(const E*& pointer) {
                      : RESULTS_##n0("+r")                                                                              \
                      : "l"(a), "l"(b), "r"(int(accumulate)));                                                          \
     }
+// Like WGMMA, but for e4m3. Both operands are contiguous along k. The sums have about 14 bits, although d is fp32.
+#define WGMMA_E4M3(N, n0, n1, n2, n3, n4, n5, n6)                                                                    \
+    template <bool ALONG_N>                                                                                          \
+    __device__ __forceinline__ void wgmma(e4m3, float (&d)[N / 2], u64 a, u64 b, bool accumulate) {                  \
+        static_assert(!ALONG_N);                                                                                     \
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #n2                                                          \
+                     ", 0;\n"                                                                                        \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" OPERANDS_##n0 "}, %" #n0 ", %" #n1 \
+                                                                                                ", p, 1, 1; }"       \
+                     : RESULTS_##n0("+f")                                                                            \
+                     : "l"(a), "l"(b), "r"(int(accumulate)));                                                        \
+    }
 #define WGMMAS(N, ...)                  \
     WGMMA(N, f16, "f16", __VA_ARGS__)   \
     WGMMA(N, bf16, "bf16", __VA_ARGS__) \
+    WGMMA_E4M3(N, __VA_ARGS__)          \
     WGMMA_TF32(N, __VA_ARGS__) WGMMA_INTEGERS(N, s8, "s8", __VA_ARGS__) WGMMA_INTEGERS(N, u8, "u8", __VA_ARGS__)
 
 WGMMAS(16, 8, 9, 10, 11, 12, 13, 14)
@@ -395,6 +408,7 @@ WGMMAS(256, 128, 129, 130, 131, 132, 133, 134)
 #undef WGMMA
 #undef WGMMA_TF32
 #undef WGMMA_INTEGERS
+#undef WGMMA_E4M3
 #undef OPERANDS
 #undef EIGHT
 

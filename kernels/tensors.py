@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Final, TypeAlias
 
+from onnxfuse.ir.dtypes import FLOAT8
 from onnxfuse.runtime.plan import Device, FusedNode, Pointer, Scalar, Struct, TensorSpec, Value
 from onnxfuse.runtime.symint import always, expect_equal, gcd, is_symbolic
 
@@ -16,7 +17,8 @@ Defines: TypeAlias = dict[str, int | float | str]  # the compile-time constants 
 
 STORAGE: Final = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}  # the storage types of types.cuh, by dtype
 INTEGERS: Final = {"int8": "s8", "uint8": "u8"}  # the storage types of integers, which few kernels take
-ITEM_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1}
+EIGHT_BITS: Final = {**INTEGERS, FLOAT8: "e4m3"}
+ITEM_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1, FLOAT8: 1}
 BF16_ARCH: Final = 80  # the first compute capability with bf16 in matrix units and conversions
 VECTOR_BYTES: Final = 16  # the widest load or store of a thread on every architecture
 ABSENT: Final = Scalar(0, "int64")  # the argument that a kernel gets in place of an absent operand: a null pointer

@@ -1,4 +1,4 @@
-"""Operands of products and convolutions that are stored as integers of 8 bits, with scales and zero points."""
+"""Operands of products and convolutions that are stored in 8 bits, with scales and zero points."""
 
 from typing import Final
 
@@ -36,9 +36,10 @@ def both_scales(x_scale: Term, w_scale: Term) -> Term:
     return shared(op.Mul(x_scale, w_scale))
 
 
-def require_eight_bits() -> None:
-    """Require that x and w have 8 bits: the kernels multiply no other integers."""
+def require_eight_bits(or_float8: bool = False) -> None:
+    """Require that x and w are integers of 8 bits or, if `or_float8`, both float8: kernels multiply no others."""
+    pair = {"float8_e4m3fn"} if or_float8 else {"int8"}
     require(
-        "x and w have 8 bits; found {dtypes}",
-        lambda dtypes: {dtypes["x"], dtypes["w"]} <= {"int8", "uint8"},
+        f"x and w are integers of 8 bits{', or both are float8_e4m3fn' * or_float8}; found {{dtypes}}",
+        lambda dtypes: {dtypes["x"], dtypes["w"]} <= {"int8", "uint8"} or {dtypes["x"], dtypes["w"]} <= pair,
     )

@@ -84,6 +84,10 @@ def require_blocks() -> None:
         lambda block_size, dtypes: block_size or "float8_e4m3fn" in dtypes.values(),
     )
     require(
+        "x of a float8 weight without blocks is not float8, too; quantized_gemm multiplies these",
+        lambda block_size, x, is_made_by: block_size or not is_made_by(x, "DequantizeLinear"),
+    )
+    require(
         "a block has a power of two of elements, and at least 16; block_size is {block_size}",
         lambda block_size: not block_size or (block_size >= 16 and block_size & (block_size - 1) == 0),
     )

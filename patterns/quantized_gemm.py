@@ -1,4 +1,4 @@
-"""A matrix product of a tensor and a weight, both stored as 8-bit integers with scales and zero points."""
+"""A matrix product of a tensor and a weight, both stored in 8 bits: as integers or float8, with scales."""
 
 from onnxfuse.dsl import Term, choose, either, fusion, op, or_zeros, rearrange, require, tensor, weight
 from onnxfuse.patterns._dequantized import both_scales, dequantized, dequantized_weight, require_eight_bits, scaled_sums
@@ -18,11 +18,11 @@ def quantized_gemm(
     """y = (x - x_zero_point) x_scale (w - w_zero_point) w_scale + bias; w is (k, n), or (n, k) with weight_layout nk
 
     The weight has one scale, or one for each of its n columns.  The body dequantizes and then multiplies, or it
-    multiplies integers and then scales the sums.  If x has a zero point, the node may have a further operand, w_sums,
-    which the body does not read: the sums of the weight, which kernels need to subtract the zero point's share from
-    their sums.
+    multiplies integers and then scales the sums.  Float8 numbers (e4m3fn) have no zero points.  If integers x have one,
+    the node may have a further operand, w_sums, which the body does not read: the sums of the weight, which kernels
+    need to subtract the zero point's share from their sums.
     """
-    require_eight_bits()
+    require_eight_bits(or_float8=True)
     require("the weight has one scale or {n}; found {scales}", lambda scales, n: scales in (None, n))
     w_kn, w_nk = (
         dequantized_weight(rearrange(w, f"{axes} -> {axes}"), w_scale, w_zero_point, axis)

@@ -92,7 +92,7 @@ def cycles(gemm: Gemm, config: HopperConfig | SlicedConfig, device: Device) -> f
 
 def is_supported(conv: Conv, device: Device) -> bool:
     """Return whether the kernels support `conv` on this device."""
-    if device.arch != 90 or (conv.dtype == "float32" and not conv.tf32 and not conv.integers):
+    if device.arch != 90 or (conv.dtype == "float32" and not conv.tf32 and not conv.eight_bits):
         return False  # wgmma exists only on compute capability 90, for 8-bit integers, 16-bit types and TF32
     axes = len(conv.kernel)
     if conv.group != 1 or conv.x_nchw or conv.w_hwio or axes not in MAX_CORNER:
@@ -190,7 +190,7 @@ def weight_map(conv: Conv, config: HopperConfig) -> TensorMap:
 
 
 def _dtype(conv: Conv) -> Literal["uint8", "float16", "bfloat16", "tfloat32"]:
-    if conv.integers:
+    if conv.eight_bits:
         return "uint8"  # TMA copies bytes
     return "float16" if conv.dtype == "float16" else "bfloat16" if conv.dtype == "bfloat16" else "tfloat32"
 

@@ -22,7 +22,7 @@ def as_gemm(conv: Conv) -> Gemm:
         bias=conv.bias, slope=conv.slope, column_scale=conv.column_scale, column_shift=conv.column_shift,
         residual=conv.residual, residual_first=conv.residual_first, activation=conv.activation,
         alpha=conv.alpha, beta=conv.beta, tf32=conv.tf32, weights_constant=conv.weights_constant,
-        program=conv.program, gate=conv.gate, gate_rows=math.prod(conv.y_sizes), integers=conv.integers,
+        program=conv.program, gate=conv.gate, gate_rows=math.prod(conv.y_sizes), eight_bits=conv.eight_bits,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from onnxfuse.kernels.epilogue import epilogue_defines, epilogue_operands
 from onnxfuse.kernels.epilogue_program import EpilogueProgram
-from onnxfuse.kernels.gemm.problem import Integers
+from onnxfuse.kernels.gemm.problem import EightBits
 from onnxfuse.kernels.tensors import ITEM_BYTES, Defines, int32
 from onnxfuse.runtime.plan import Argument, Pointer, Struct
 from onnxfuse.runtime.symint import is_symbolic
@@ -61,12 +61,12 @@ class Conv:
     transposed: bool = False
     program: EpilogueProgram | None = None  # elementwise operators applied to y before it is stored
     gate: Pointer | None = None  # a factor for each image and channel of x: (n, 1, ..., 1, c)
-    integers: Integers | None = None  # x and w have 8 bits
+    eight_bits: EightBits | None = None  # x and w have 8 bits
 
     @property
     def item(self) -> int:
         """The bytes of an element of x and w."""
-        return 1 if self.integers else ITEM_BYTES[self.dtype]
+        return 1 if self.eight_bits else ITEM_BYTES[self.dtype]
 
     @property
     def extra(self) -> Pointer | None:

@@ -4,10 +4,10 @@
 //
 // x is m x k, y and residual are m x n, all row-major; w and up are k x n, or n x k if TRANSPOSED. Products are summed
 // in fp32, and epilogue.cuh computes the epilogue. If T is fp32, TMA rounds x and w to TF32 on their way to shared
-// memory, and TRANSPOSED is 1, because wgmma reads TF32 operands only along k. x and w can also be integers of 8 bits
-// (gemm_hopper_integers.cuh); TRANSPOSED is 1 for them, too.
+// memory, and TRANSPOSED is 1, because wgmma reads TF32 operands only along k. x and w can also have 8 bits
+// (gemm_hopper_eight_bits.cuh); TRANSPOSED is 1 for them, too.
 //
-// A stage of the ring holds 128 bytes of k (64 elements, 32 in fp32, or 128 integers) for TILE_M rows of x and TILE_N
+// A stage of the ring holds 128 bytes of k (64 elements, 32 in fp32, or 128 of 8 bits) for TILE_M rows of x and TILE_N
 // columns of w (and of up). It consists of blocks of K_BLOCK elements of k. TMA swizzles a block's rows for wgmma.
 // Each stage has two mbarriers: the producer waits for `empty`; consumers wait for `full`, which completes when all
 // bytes have arrived. Warpgroup 0 is the producer, and one of its threads issues all loads; warpgroups 1 to CONSUMERS
@@ -27,7 +27,8 @@
 //   STORE_BY_THREADS   0: n is a multiple of 8, and TMA stores y. 1: rows of y and the column vectors can begin at any
 //               element, and threads store y. For both, operands that TMA reads have rows of multiples of 16 bytes
 //   WEIGHTS_CONSTANT   1: no kernel writes the weights, so the first stages are read before the previous kernel ends
-//   OPERAND     s8 or u8: the type of x; w is s8, and sums are int32. If not defined, x and w have type T
+//   OPERAND     s8 or u8: the type of x; w is s8, and sums are int32. e4m3: the type of x and w; sums are fp32. If not
+//               defined, x and w have type T
 //   X_GATE      1: x is multiplied by a gate first (gemm_hopper_gate.cuh). 0, or not defined: no gate
 //   and the macros of epilogue.cuh
 #pragma once
@@ -40,19 +41,23 @@
 #define X_GATE 0
 #endif
 #ifdef OPERAND
-#define INTEGERS 1
+#define EIGHT_BITS 1
 #else
-#define INTEGERS 0
+#define EIGHT_BITS 0
 #define OPERAND T
 #endif
 
 namespace {
 
-template <bool OF_INTEGERS> struct SumOf { using Type = float; };
-template <> struct SumOf<true> { using Type = int; };
+template <class Element> struct SumOf { using Type = float; };
+template <> struct SumOf<s8> { using Type = int; };
+template <> struct SumOf<u8> { using Type = int; };
+// Whether products are summed by multiply_in_stages.
+template <class Element> constexpr bool IN_STAGES = false;
+template <> constexpr bool IN_STAGES<e4m3> = true;
 
-using X = OPERAND;                  // type of the elements of x in shared memory
-using Sum = SumOf<INTEGERS>::Type;  // type of the accumulators
+using X = OPERAND;           // type of the elements of x in shared memory
+using Sum = SumOf<X>::Type;  // type of the accumulators
 
 constexpr int ROW_BYTES = 128;  // bytes per row of a box that TMA swizzles
 constexpr int TILE_K = ROW_BYTES / sizeof(X);
@@ -264,6 +269,44 @@ __device__ __forceinline__ void multiply(Sum (&d)[ATOMS][COLUMNS / 2], Ring<STAG
     if (thread == 0) hopper::barrier_arrive(before);
 #pragma unroll
     for (int atom = 0; atom < ATOMS; ++atom) hopper::settle(d[atom]);
+}
+
+// The counterpart of `multiply` for e4m3. wgmma truncates the sums of these products to about 14 bits: a sum of equal
+// products would stop growing at 2^13 of them. So each stage, with 128 elements of k, has sums of its own, which are then
+// added in fp32, while the wgmmas of another consumer are in flight.
+__device__ __forceinline__ void multiply_in_stages(Sum (&d)[ATOMS][COLUMNS / 2], Ring<STAGES>& ring,
+                                                   const Barriers& barriers, u32 shared, int first_row, int steps,
+                                                   int consumer, bool pass_on) {
+    const u64 x = hopper::matrix_descriptor<ROW_BYTES>(shared + first_row * ROW_BYTES, 16, 8 * ROW_BYTES);
+    const u64 w = hopper::matrix_descriptor<ROW_BYTES>(shared + X_BYTES, 16, 8 * ROW_BYTES);
+    if constexpr (PINGPONG) hopper::named_barrier(turn(consumer), 256);
+#pragma unroll
+    for (int atom = 0; atom < ATOMS; ++atom)
+#pragma unroll
+        for (int i = 0; i < COLUMNS / 2; ++i) d[atom][i] = 0;
+    for (int step = 0; step < steps; ++step) {
+        Sum sums[ATOMS][COLUMNS / 2];
+        hopper::barrier_wait(barriers.full(ring.at), ring.parity);
+        if (PINGPONG && pass_on && step == steps - 1) hopper::named_barrier_arrive(turn(1 - consumer), 256);
+        const u32 stage = ring.at * STAGE_BYTES;
+        hopper::wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < ROW_BYTES / K_BYTES; ++i)
+#pragma unroll
+            for (int atom = 0; atom < ATOMS; ++atom)
+                hopper::wgmma<false>(X(), sums[atom], hopper::moved(x, stage + i * K_BYTES + atom * 64 * ROW_BYTES),
+                                     hopper::moved(w, stage + i * K_BYTES), i > 0);
+        hopper::wgmma_commit();
+        hopper::wgmma_wait<0>();
+        if (threadIdx.x % 128 == 0) hopper::barrier_arrive(barriers.empty(ring.at));
+        ring.next();
+#pragma unroll
+        for (int atom = 0; atom < ATOMS; ++atom) {
+            hopper::settle(sums[atom]);
+#pragma unroll
+            for (int i = 0; i < COLUMNS / 2; ++i) d[atom][i] += sums[atom][i];
+        }
+    }
 }
 
 using Pair = Pack<T, 2>;

@@ -2,8 +2,8 @@
 // Threads load the epilogue's operands and store y.
 //
 // gemm_hopper.cuh has the producer and the multiplication. This epilogue is for fp32: tiles of y in shared memory would
-// leave little of that memory for the ring. Four lanes store 32 bytes of a row, a whole sector of L2. For products of
-// integers, gemm_hopper_integers.cuh has another finish_atom, and IntegerOutput in place of FragmentOutput.
+// leave little of that memory for the ring. Four lanes store 32 bytes of a row, a whole sector of L2. For operands of 8
+// bits, gemm_hopper_eight_bits.cuh has another finish_atom, and EightBitOutput in place of FragmentOutput.
 //
 // Macros: those of gemm_hopper.cuh.
 #pragma once
@@ -18,7 +18,7 @@ constexpr int EIGHTS = TILE_N / 8;  // groups of eight columns per thread in an 
 
 static_assert(SPLIT_K == 1 && PRODUCTS == 1 && !GATED);
 
-#if !INTEGERS
+#if !EIGHT_BITS
 
 // Applies the epilogue to the 64 rows of an atom, and stores them. `origin` is the atom's first row and column.
 __device__ __forceinline__ void finish_atom(const float (&d)[COLUMNS / 2], int2 origin, const FragmentOutput& of) {
@@ -60,7 +60,9 @@ __device__ __forceinline__ void consume(u32 shared, const Barriers& barriers, co
     for (; tile < tiles.count(); tile += tiles.step() * (PINGPONG ? CONSUMERS : 1)) {
         const int2 origin = tiles.origin(tile);
         Sum d[ATOMS][COLUMNS / 2];
-        multiply(d, ring, barriers, shared, above, blocks, consumer, tile + tiles.step() < tiles.count());
+        const bool pass_on = tile + tiles.step() < tiles.count();
+        if constexpr (IN_STAGES<X>) multiply_in_stages(d, ring, barriers, shared, above, steps, consumer, pass_on);
+        else multiply(d, ring, barriers, shared, above, blocks, consumer, pass_on);
         if (PINGPONG) ring.skip(steps);
 #pragma unroll
         for (int atom = 0; atom < ATOMS; ++atom) finish_atom(d[atom], {origin.x + above + 64 * atom, origin.y}, of);

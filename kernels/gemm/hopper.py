@@ -31,13 +31,16 @@ SHARED_TILE_CYCLES: Final = 300  # extra time per tile whose consumers begin and
 # program is the code of elementwise operators that are fused into the epilogue.
 PROGRAM_REGISTERS: Final = 64
 ROW_REGISTERS: Final = 2  # registers per thread for a 2-byte operand with one number per row
+REGISTERS_OF_LOOP: Final = 32  # registers that a thread needs besides its sums while it multiplies
 MAX_ACCUMULATORS_OF_THREADS: Final = 128  # maximum accumulators of a thread that loads operands of the epilogue
 GATE_STEP_CYCLES: Final = 80.0  # extra time per stage of k for a gate
 HALF_SHARE: Final = 0.85  # with `half`: share of a multiprocessor's time that one block's main loop takes
-# Additional instructions per element in the epilogue of a product of integers: for the exchange of sums, the scales,
-# and the quantizer of a y that is stored as integers.
-INTEGER_INSTRUCTIONS: Final = 12
-EXCHANGE_PITCH: Final = 40  # sums per row, with padding, in the memory through which a warp exchanges int32 sums
+# Additional instructions per element in the epilogue of a product of 8-bit values: for the exchange of sums, the
+# scales, and the quantizer of a y that is stored in 8 bits.
+EIGHT_BIT_INSTRUCTIONS: Final = 12
+EXCHANGE_PITCH: Final = (
+    40  # sums per row, with padding, in the memory through which a warp exchanges sums of 8-bit values
+)
 START_CYCLES: Final = 2000.0  # from a block's start on a multiprocessor to its first products
 L2_BYTES: Final = 3950  # bytes per cycle that all multiprocessors together read from L2
 ALONE_SHARE: Final = 0.15  # weight of the product's own latency in `shared_cycles`
@@ -185,7 +188,7 @@ def _tile_cycles(gemm: Gemm, config: HopperConfig, row_cycles: float) -> tuple[f
     The epilogue is estimated without the exchange of sums that follows the main loop with split_k.
     """
     instructions = 8 + {"none": 0, "gelu": 13}.get(gemm.activation, 10) + 4 * bool(gemm.residual)
-    instructions += INTEGER_INSTRUCTIONS if gemm.integers else 0
+    instructions += EIGHT_BIT_INSTRUCTIONS if gemm.eight_bits else 0
     moved = ITEM_BYTES[gemm.dtype] * (1 + bool(gemm.residual)) / 32  # cycles to load the residual and store y
     epilogue = config.tile_m * tile_columns(gemm, config) * max(instructions / 128, moved)
     step = step_cycles(config, row_cycles) + (GATE_STEP_CYCLES if gemm.gate else 0.0)
@@ -216,8 +219,11 @@ def shared_cycles(gemm: Gemm, config: HopperConfig, device: Device) -> float:
 
 def fits(gemm: Gemm, config: HopperConfig, device: Device) -> bool:
     """Return whether a config fits into registers and shared memory, and whether its split of k is useful."""
-    if gemm.integers and (config.split_k > 1 or config.half):
-        return False  # blocks of a cluster exchange only fp32 sums; with `half`, only TMA stores y
+    if gemm.eight_bits and (config.split_k > 1 or config.half):
+        return False  # blocks of a cluster exchange sums of 16-bit types only; with `half`, only TMA stores y
+    has_more_sums = gemm.eight_bits is not None and gemm.eight_bits.are_float8  # a thread has those of a stage, too
+    if has_more_sums and 2 * config.accumulators + REGISTERS_OF_LOOP > config.registers:
+        return False
     if config.split_k > 1:
         if gemm.grouped or gemm.k <= (config.split_k - 1) * stage_k(gemm):  # some block would have no step of k
             return False
@@ -273,7 +279,7 @@ def tile_count(gemm: Gemm, config: HopperConfig) -> int:
 
 def is_by_fragments(gemm: Gemm) -> bool:
     """Return whether threads, not TMA, load the epilogue's operands and store y, as in gemm_hopper_threads.cuh."""
-    return gemm.dtype == "float32" or gemm.integers is not None
+    return gemm.dtype == "float32" or gemm.eight_bits is not None
 
 
 def stores_by_threads(gemm: Gemm) -> bool:
@@ -301,7 +307,7 @@ def fixed_bytes(gemm: Gemm, config: HopperConfig) -> int:
         sums = (config.split_k - 1) * -(-eights // config.split_k) * gemm.weight_count
         return sums * config.consumers * 128 * 16 + BARRIER_BYTES
     if is_by_fragments(gemm):  # results and column vectors stay in registers
-        return BARRIER_BYTES + (config.consumers * 4 * 16 * EXCHANGE_PITCH * 4 if gemm.integers else 0)
+        return BARRIER_BYTES + (config.consumers * 4 * 16 * EXCHANGE_PITCH * 4 if gemm.eight_bits else 0)
     results = 0 if config.half else config.tile_m * tile_columns(gemm, config) * 2 * (2 if config.pingpong else 1)
     return results + config.consumers * column_vectors(gemm) * tile_columns(gemm, config) * 4 + BARRIER_BYTES
 

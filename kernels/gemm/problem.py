@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from onnxfuse.ir.dtypes import FLOAT8
 from onnxfuse.kernels.epilogue import epilogue_defines, epilogue_operands
 from onnxfuse.kernels.epilogue_program import EpilogueProgram
 from onnxfuse.kernels.prologue_node import Norm
@@ -13,19 +14,24 @@ from onnxfuse.runtime.plan import Pointer, Struct
 
 
 @dataclass(frozen=True)
-class Integers:
-    """Operands of 8 bits: x represents (x - x_zero) * x_scale, and w represents (w - w_zero) * w_scale.
+class EightBits:
+    """Operands of 8 bits, integers or float8: x represents (x - x_zero) * x_scale, and w (w - w_zero) * w_scale.
 
     `Gemm.dtype` is then the dtype of the scales, the bias, the residual and y.
     """
 
-    x_dtype: str  # int8 or uint8
+    x_dtype: str  # int8, uint8 or float8_e4m3fn
     x_scale: Pointer  # one number
     w_scale: Pointer
     w_scales: int  # how many numbers w_scale has: one, or one for each column of y
     x_zero: Pointer | None  # zero point of x; None means 0
     w_sums: Pointer | None  # sums of w, as in algebra/filter_edges.py; used with x_zero
-    is_symmetric: bool  # w is int8, and w_zero is 0
+    is_symmetric: bool  # w is int8 or float8, and w_zero is 0
+
+    @property
+    def are_float8(self) -> bool:
+        """Whether x and w are float8 numbers; these have no zero points."""
+        return self.x_dtype == FLOAT8
 
 
 @dataclass(frozen=True)
@@ -64,13 +70,13 @@ class Gemm:
     gate: Pointer | None = None  # k factors per `gate_rows` rows of x
     gate_rows: int = 1
     grouped: tuple[Gemm, ...] = ()  # further products of the same x, with at most a bias, in the same launch
-    integers: Integers | None = None  # x and w have 8 bits
+    eight_bits: EightBits | None = None  # x and w have 8 bits
     norm: Norm | None = None  # w multiplies the norm's result, and x is the norm's operand; for stream.py alone
 
     @property
     def item(self) -> int:
         """The bytes of an element of x and w."""
-        return 1 if self.integers else ITEM_BYTES[self.dtype]
+        return 1 if self.eight_bits else ITEM_BYTES[self.dtype]
 
     @property
     def products(self) -> tuple[Gemm, ...]:

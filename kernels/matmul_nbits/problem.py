@@ -9,6 +9,7 @@ from typing import Final
 
 from onnxfuse.activations import ACTIVATIONS
 from onnxfuse.ir.domain import OF_NORM
+from onnxfuse.ir.dtypes import FLOAT8
 from onnxfuse.kernels.epilogue import epilogue_defines
 from onnxfuse.kernels.epilogue_program import EpilogueProgram
 from onnxfuse.kernels.prologue_node import Norm, norm_before
@@ -26,7 +27,6 @@ from onnxfuse.kernels.tensors import (
 )
 from onnxfuse.runtime.plan import Argument, Device, FusedNode, Pointer, Scalar, Struct, TensorSpec, Value
 
-FLOAT8: Final = "float8_e4m3fn"
 BITS: Final = {"int4": 4, "uint4": 4, "int8": 8, "uint8": 8, FLOAT8: 8}  # bits by the weight's dtype; layouts kn and nk
 PACKED_BITS: Final = (2, 4, 8)  # bits of a weight in the layout nbits, which packs weights into bytes
 LAYOUTS: Final = ("nbits", "kn", "nk")

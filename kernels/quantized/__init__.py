@@ -1,4 +1,4 @@
-"""Matrix products and convolutions of 8-bit integers; an integer represents (integer - zero point) * scale."""
+"""Matrix products and convolutions of 8-bit values; a value represents (value - zero point) * scale."""
 
 from typing import Final
 

@@ -9,7 +9,6 @@ from onnxfuse.kernels.conv import hopper as conv_hopper
 from onnxfuse.kernels.conv.matrix import as_gemm
 from onnxfuse.kernels.conv.problem import Conv, plain_pads, three
 from onnxfuse.kernels.epilogue_node import moved
-from onnxfuse.kernels.gemm.problem import Integers
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.quantized import hopper
 from onnxfuse.kernels.tensors import ABSENT, INTEGERS, VECTOR_BYTES, Defines, int32
@@ -48,14 +47,14 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
 
 
 def _launch(conv: Conv, vectors: int) -> Launch:
-    integers: Integers = hopper.of_integers(conv)
+    values = hopper.of_eight_bits(conv)
     pitch = 4 * (vectors | 1)
     defines: Defines = {
-        **conv_hopper.of_filter(conv), "CHANNELS": conv.c, "OPERAND": INTEGERS[integers.x_dtype],
-        "X_ZERO": int(integers.x_zero is not None), "THREADS": THREADS, "SHARED_PITCH": pitch,
+        **conv_hopper.of_filter(conv), "CHANNELS": conv.c, "OPERAND": INTEGERS[values.x_dtype],
+        "X_ZERO": int(values.x_zero is not None), "THREADS": THREADS, "SHARED_PITCH": pitch,
     }  # fmt: skip
     sizes = (conv.pixels, conv.m, *three(conv.sizes), *three(conv.y_sizes))
-    given = (conv.x, integers.x_zero or ABSENT, conv.w, COLUMNS, ROWS, Struct(int32(*sizes)))
+    given = (conv.x, values.x_zero or ABSENT, conv.w, COLUMNS, ROWS, Struct(int32(*sizes)))
     blocks = -(-conv.pixels // THREADS) + -(-conv.m * vectors // THREADS)
     kernel = Kernel("quantized_columns", "quantized_columns", defines)
     return Launch(kernel, (blocks, 1, 1), (THREADS, 1, 1), given, pdl=True)

@@ -1,4 +1,4 @@
-// The taps of a filter that lie inside x, for gemm_hopper_integers.cuh.
+// The taps of a filter that lie inside x, for gemm_hopper_eight_bits.cuh.
 //
 // Along an axis, the first 0 to BEGIN taps of the filter and the last 0 to END taps can lie in the padding. Each pair
 // of these two counts determines a range of taps inside x. For each combination of ranges along all axes,

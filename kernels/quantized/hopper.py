@@ -1,4 +1,4 @@
-"""The host side of quantized_gemm.cu and quantized_conv.cu: products of integers by wgmma on a Hopper GPU."""
+"""The host side of quantized_gemm.cu and quantized_conv.cu: products of 8-bit values by wgmma on a Hopper GPU."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from onnxfuse.kernels.conv.hopper_slices import pixel_sizes
 from onnxfuse.kernels.conv.problem import Conv, plain_pads, three
 from onnxfuse.kernels.gemm import hopper
 from onnxfuse.kernels.gemm.hopper import HopperConfig
-from onnxfuse.kernels.gemm.problem import Gemm, Integers
+from onnxfuse.kernels.gemm.problem import EightBits, Gemm
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.tensors import ABSENT, INTEGERS, VECTOR_BYTES, Defines, int32
+from onnxfuse.kernels.tensors import ABSENT, EIGHT_BITS, VECTOR_BYTES, Defines, int32
 from onnxfuse.runtime.plan import Device, Kernel, Launch, Pointer, Struct, TensorMap
 from onnxfuse.runtime.symint import best_first, is_symbolic
 
@@ -24,6 +24,12 @@ WGMMA_ARCH: Final = 90
 # 128x128, and 124, 805 and 938 us with a shared tile of 128x256. But 4096x768x3072 takes 18.0 us with a shared tile of
 # 128x192, and longer with three other configs.
 CONFIGS: Final = (*(each for each in hopper.CONFIGS if each.pingpong), HopperConfig(128, 192))
+# For float8, consumers share tiles: while one adds the sums of a stage, wgmmas of the others are in flight. These sums
+# take as many registers as the accumulators.
+FLOAT8_CONFIGS: Final = (
+    HopperConfig(128, 128), HopperConfig(128, 160), HopperConfig(128, 192), HopperConfig(192, 128),
+    HopperConfig(64, 128, pingpong=True), HopperConfig(64, 64, pingpong=True),
+)  # fmt: skip
 SUMS: Final = Pointer("scratch", 0)  # the sums that quantized_sums.cu writes
 MAX_WIDTH: Final = 8  # columns of y to which a thread applies the epilogue together
 COLUMNS_OF_SUMS: Final = 8  # columns of y per block of quantized_sums.cu
@@ -33,14 +39,15 @@ ONE_TAP: Final[Defines] = {  # the macros of conv_edges.cuh for a product of mat
     for name, value in (("KERNEL", 1), ("STRIDE", 1), ("PAD", 0), ("DILATION", 1), ("BEGIN", 0), ("END", 0))
     for axis in "DHW"
 }
-MAX_LENGTH: Final = 2**31 // (255 * 128)  # maximum number of products of x and w whose sum always fits int32
+MAX_LENGTH: Final = 2**31 // (255 * 128)  # maximum number of products of integers whose sum always fits int32
 
 
 def products(gemm: Gemm, device: Device) -> list[Implementation]:
-    """Return the implementations of a matrix product of integers, the expected fastest first; none if unsupported."""
+    """Return the implementations of a matrix product, the expected fastest first; none if unsupported."""
     if not _is_supported(gemm, device):
         return []
-    fitting = [config for config in CONFIGS if hopper.fits(gemm, config, device)]
+    configs = FLOAT8_CONFIGS if of_eight_bits(gemm).are_float8 else CONFIGS
+    fitting = [config for config in configs if hopper.fits(gemm, config, device)]
     ordered = best_first(fitting, lambda config: hopper.cycles(gemm, config, device))
     return [_product(gemm, config, device) for config in ordered[: hopper.MAX_CONFIGS]]
 
@@ -49,11 +56,11 @@ def _is_supported(gemm: Gemm, device: Device) -> bool:
     sizes = (gemm.m, gemm.n, gemm.k)
     return (
         device.arch == WGMMA_ARCH
-        and of_integers(gemm).is_symmetric
+        and of_eight_bits(gemm).is_symmetric
         and gemm.transposed
         and gemm.aligned
         and gemm.k % VECTOR_BYTES == 0  # rows that TMA reads begin at multiples of 16 bytes
-        and gemm.k <= MAX_LENGTH
+        and (gemm.k <= MAX_LENGTH or of_eight_bits(gemm).are_float8)
         and all(0 < size < 2**31 - 2**16 for size in sizes)
     )
 
@@ -61,7 +68,7 @@ def _is_supported(gemm: Gemm, device: Device) -> bool:
 def _product(gemm: Gemm, config: HopperConfig, device: Device) -> Implementation:
     maps = (_matrix(gemm.x, gemm.m, gemm.k, config.tile_m), _matrix(gemm.w, gemm.n, gemm.k, config.tile_n))
     defines = {**hopper.defines(gemm, config, device), **_defines(gemm, edge_rows=1)}
-    given = (*maps, gemm.epilogue_operands, _integer_operands(gemm), hopper.product_sizes(gemm, config))
+    given = (*maps, gemm.epilogue_operands, _value_operands(gemm), hopper.product_sizes(gemm, config))
     launch = hopper.kernel_launch("quantized_gemm", gemm, config, device, defines, given)
     return _after_sums(f"quantized_gemm {config.name}", launch, gemm, ONE_TAP, edge_rows=1)
 
@@ -69,10 +76,10 @@ def _product(gemm: Gemm, config: HopperConfig, device: Device) -> Implementation
 def convolutions(conv: Conv, device: Device) -> list[Implementation]:
     """Return the implementations of a convolution of integers, the expected fastest first; none if unsupported."""
     conv = plain_pads(conv)
-    integers = of_integers(conv)
-    if not conv_hopper.is_supported(conv, device) or not integers.is_symmetric or conv.taps * conv.c > MAX_LENGTH:
+    values = of_eight_bits(conv)
+    if not conv_hopper.is_supported(conv, device) or not values.is_symmetric or conv.taps * conv.c > MAX_LENGTH:
         return []
-    if integers.x_zero is not None and (conv.taps > MAX_TAPS or row_count(taps_beyond(conv)) > MAX_ROWS):
+    if values.x_zero is not None and (conv.taps > MAX_TAPS or row_count(taps_beyond(conv)) > MAX_ROWS):
         return []
     gemm = conv_hopper.gemm_of_blocks(conv)
     ordered = best_first(conv_hopper.fitting(conv, device), lambda config: conv_hopper.cycles(gemm, config, device))
@@ -86,7 +93,7 @@ def _convolution(conv: Conv, config: HopperConfig, device: Device) -> Implementa
     of_filter = {**conv_hopper.of_filter(conv), **conv_hopper.by_axis(BEGIN=begins, END=ends)}
     defines = {**conv_hopper.defines(conv, config, device), **of_filter, **_defines(gemm, row_count(beyond))}
     given = (
-        *conv_hopper.operand_maps(conv, config), gemm.epilogue_operands, _integer_operands(gemm),
+        *conv_hopper.operand_maps(conv, config), gemm.epilogue_operands, _value_operands(gemm),
         pixel_sizes(gemm, three(conv.y_sizes), config), Struct(int32(*three(conv.sizes))),
     )  # fmt: skip
     launch = hopper.kernel_launch("quantized_conv", gemm, config, device, defines, given)
@@ -103,28 +110,28 @@ def taps_beyond(conv: Conv) -> Beyond:
     return most_taps_beyond(conv.kernel, conv.dilations, conv.pads_begin, ends)
 
 
-def of_integers(problem: Gemm | Conv) -> Integers:
-    """Return the scales and zero points of a problem whose x and w are integers."""
-    assert problem.integers is not None
-    return problem.integers
+def of_eight_bits(problem: Gemm | Conv) -> EightBits:
+    """Return the scales and zero points of a problem whose x and w have 8 bits."""
+    assert problem.eight_bits is not None
+    return problem.eight_bits
 
 
 def _defines(gemm: Gemm, edge_rows: int) -> Defines:
-    """Return the macros of gemm_hopper_integers.cuh."""
-    integers = of_integers(gemm)
+    """Return the macros of gemm_hopper_eight_bits.cuh."""
+    values = of_eight_bits(gemm)
     return {
-        "OPERAND": INTEGERS[integers.x_dtype], "W_SCALES": int(integers.w_scales > 1),
+        "OPERAND": EIGHT_BITS[values.x_dtype], "W_SCALES": int(values.w_scales > 1),
         "WIDTH": math.gcd(MAX_WIDTH, gemm.n) if gemm.aligned else 1,
-        "X_ZERO": int(integers.x_zero is not None), "EDGES": int(integers.x_zero is not None and edge_rows > 1),
+        "X_ZERO": int(values.x_zero is not None), "EDGES": int(values.x_zero is not None and edge_rows > 1),
         "BARRIER_BYTES": hopper.BARRIER_BYTES, "EXCHANGE_PITCH": hopper.EXCHANGE_PITCH,
     }  # fmt: skip
 
 
-def _integer_operands(gemm: Gemm) -> Struct:
-    """Return the struct IntegerOperands of gemm_hopper_integers.cuh."""
-    integers = of_integers(gemm)
-    sums = integers.w_sums or (SUMS if integers.x_zero else ABSENT)
-    return Struct((integers.x_scale, integers.w_scale, integers.x_zero or ABSENT, sums))
+def _value_operands(gemm: Gemm) -> Struct:
+    """Return the struct EightBitOperands of gemm_hopper_eight_bits.cuh."""
+    values = of_eight_bits(gemm)
+    sums = values.w_sums or (SUMS if values.x_zero else ABSENT)
+    return Struct((values.x_scale, values.w_scale, values.x_zero or ABSENT, sums))
 
 
 def _matrix(pointer: Pointer, rows: int, columns: int, height: int) -> TensorMap:
@@ -134,8 +141,8 @@ def _matrix(pointer: Pointer, rows: int, columns: int, height: int) -> TensorMap
 
 def _after_sums(name: str, launch: Launch, gemm: Gemm, of_filter: Defines, edge_rows: int) -> Implementation:
     """Return the launch; if it needs sums of weights that no operand holds, quantized_sums.cu runs first."""
-    integers = of_integers(gemm)
-    if integers.x_zero is None or integers.w_sums:
+    values = of_eight_bits(gemm)
+    if values.x_zero is None or values.w_sums:
         return Implementation(name, (launch,))
     defines = {**of_filter, "COLUMNS": COLUMNS_OF_SUMS, "WEIGHTS_CONSTANT": int(gemm.weights_constant)}
     kernel = Kernel("quantized_sums", "quantized_sums", defines)

@@ -1,4 +1,4 @@
-"""The plans of products and convolutions of integers: kernels multiply the integers, or their dequantized numbers."""
+"""The plans of products and convolutions of 8 bits: kernels multiply the values, or their dequantized numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from onnxfuse.algebra.filter_edges import row_count
-from onnxfuse.ir.dtypes import DTYPE_NUMBERS
+from onnxfuse.ir.dtypes import FLOAT8
 from onnxfuse.kernels.conv import host as conv_host
 from onnxfuse.kernels.conv.matrix import as_gemm
 from onnxfuse.kernels.conv.operands import AUTO_PADS, conv_of
@@ -17,11 +17,12 @@ from onnxfuse.kernels.epilogue_node import REGION, also_joined, is_joined, moved
 from onnxfuse.kernels.epilogue_program import joined_plans
 from onnxfuse.kernels.gemm.implementations import implementations_if_any
 from onnxfuse.kernels.gemm.operands import gemm_of
-from onnxfuse.kernels.gemm.problem import Gemm, Integers
+from onnxfuse.kernels.gemm.problem import EightBits, Gemm
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.quantized import columns, hopper
 from onnxfuse.kernels.region import host as region
 from onnxfuse.kernels.tensors import (
+    EIGHT_BITS,
     INTEGERS,
     ITEM_BYTES,
     STORAGE,
@@ -59,8 +60,12 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
         required = "int32" if name == "w_sums" else dtype
         if of is None and found != required:
             return f"{node.fusion}: {name} is {found}; required {required}{', as the output' * (required == dtype)}"
-        if of is not None and (found not in INTEGERS or found != given[of]):
-            return f"{node.fusion}: {name} is {found}; required int8 or uint8, and zero points as what they belong to"
+        taken = INTEGERS if node.fusion == CONV or name != of else EIGHT_BITS
+        if of is not None and (found not in taken or found != given[of]):
+            listed = ", ".join(taken)
+            return f"{node.fusion}: {name} is {found}; required {listed}, and zero points as what they belong to"
+    if (given["x"] == FLOAT8) != (given["w"] == FLOAT8):
+        return f"{node.fusion}: x is {given['x']} and w is {given['w']}; required integers, or both {FLOAT8}"
     if node.fusion == CONV:
         return unsupported_choice(node, "layout", ("nhwc",), "nchw") or unsupported_choice(
             node, "auto_pad", AUTO_PADS, "NOTSET"
@@ -103,10 +108,10 @@ def problem_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
             )
     pointers = {name: Pointer("input", i) for i, name in enumerate(node.operands)}
     x_zero, w_sums = pointers.get("x_zero_point"), pointers.get("w_sums")
-    is_symmetric = w.dtype == "int8" and "w_zero_point" not in pointers
+    is_symmetric = w.dtype in ("int8", FLOAT8) and "w_zero_point" not in pointers
     x_scale, w_scale = pointers["x_scale"], pointers["w_scale"]
-    integers = Integers(x.dtype, x_scale, w_scale, scales, x_zero, w_sums, is_symmetric)
-    return replace(problem, integers=integers), y
+    values = EightBits(x.dtype, x_scale, w_scale, scales, x_zero, w_sums, is_symmetric)
+    return replace(problem, eight_bits=values), y
 
 
 def _numbers(node: FusedNode, inputs: Sequence[TensorSpec], name: str, device: Device) -> Numbers:
@@ -120,11 +125,9 @@ def _numbers(node: FusedNode, inputs: Sequence[TensorSpec], name: str, device: D
     of_scale = () if count == 1 else (count, *[1] * (len(value.shape) - 1)) if is_first else (count,)
     specs = [value, *(replace(each, shape=of_scale) for each in (scale, *zero))]
     operands = [f"x{i}" for i in range(len(specs))]
-    ops: list[list[Any]] = [["DequantizeLinear", operands, ["v0"], {}]]
-    dtypes = {**dict(zip(operands, (each.dtype for each in specs), strict=True)), "v0": scale.dtype}
-    if not zero:
-        ops = [["Cast", ["x0"], ["v1"], {"to": DTYPE_NUMBERS[scale.dtype]}], ["Mul", ["v1", "x1"], ["v0"], {}]]
-        dtypes["v1"] = scale.dtype
+    ops: list[list[Any]] = [] if zero else [["Constant", [], ["v1"], {"value": 0}]]
+    ops.append(["DequantizeLinear", [*operands, "v1"][:3], ["v0"], {}])
+    dtypes = {**dict(zip(operands, (each.dtype for each in specs), strict=True)), "v0": scale.dtype, "v1": value.dtype}
     program = json.dumps({"ops": ops, "outputs": ["v0"], "dtypes": dtypes}, separators=(",", ":"))
     numbers = FusedNode(REGION, node.name, tuple(operands), {"program": program}, (scale.dtype,))
     (plan,) = region.candidates(numbers, specs, device)
@@ -140,16 +143,16 @@ def _numbers(node: FusedNode, inputs: Sequence[TensorSpec], name: str, device: D
 
 
 def implementations(problem: Gemm | Conv, numbers: Sequence[Numbers], device: Device) -> list[Implementation]:
-    """Return the implementations for a y that is not empty: on integers first, then on dequantized x and w."""
-    integers = _of_integers(problem, device)
-    with for_later_plans(problem.rows if integers else 0):
+    """Return the implementations for a y that is not empty: on 8-bit values first, then on dequantized x and w."""
+    values = _of_values(problem, device)
+    with for_later_plans(problem.rows if values else 0):
         others = _of_numbers(problem, numbers, device)
-    if not integers and not others and problem.program is None:
+    if not values and not others and problem.program is None:
         raise ValueError(f"no kernel takes {problem} on {device.name}")
-    return [*integers, *others][:MAX_IMPLEMENTATIONS]
+    return [*values, *others][:MAX_IMPLEMENTATIONS]
 
 
-def _of_integers(problem: Gemm | Conv, device: Device) -> list[Implementation]:
+def _of_values(problem: Gemm | Conv, device: Device) -> list[Implementation]:
     if isinstance(problem, Gemm):
         return hopper.products(problem, device)
     if problem.pointwise:
@@ -159,7 +162,7 @@ def _of_integers(problem: Gemm | Conv, device: Device) -> list[Implementation]:
 
 def _of_numbers(problem: Gemm | Conv, numbers: Sequence[Numbers], device: Device) -> list[Implementation]:
     """Return the implementations that first dequantize x and w to scratch memory."""
-    plain = replace(problem, integers=None, weights_constant=False)
+    plain = replace(problem, eight_bits=None, weights_constant=False)
     written = {plain.x: Pointer("scratch", 0), plain.w: Pointer("scratch", 1)}
     if isinstance(plain, Gemm):
         found = implementations_if_any(plain, device)

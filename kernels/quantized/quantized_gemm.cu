@@ -5,15 +5,15 @@
 // x is m x k of s8 or u8, w is n x k of s8, y is m x n of T. Often the program (the fused operators) stores y as
 // integers instead.
 //
-// Macros: those of gemm_hopper.cuh and gemm_hopper_integers.cuh. TRANSPOSED is 1, GATED is 0, and PRODUCTS is 1.
-#include "gemm_hopper_integers.cuh"
+// Macros: those of gemm_hopper.cuh and gemm_hopper_eight_bits.cuh. TRANSPOSED is 1, GATED is 0, and PRODUCTS is 1.
+#include "gemm_hopper_eight_bits.cuh"
 #include "gemm_operands.cuh"
 
 extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
     quantized_gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, EpilogueOperands epilogue,
-                   IntegerOperands integers, ProductSizes sizes PROGRAM_PARAMETERS) {
+                   EightBitOperands integers, ProductSizes sizes PROGRAM_PARAMETERS) {
     const Weights weights{{&w}, {sizes.n}};
     run_tiles(MatrixOperands{x, weights, w, {}}, weights,
-              IntegerOutput{integers, {epilogue, {PROGRAM_ARGUMENTS}}, sizes.m, sizes.n}, sizes.blocks(),
+              EightBitOutput{integers, {epilogue, {PROGRAM_ARGUMENTS}}, sizes.m, sizes.n}, sizes.blocks(),
               sizes.group_m);
 }

@@ -1,4 +1,4 @@
-// Writes the sums of weights that gemm_hopper_integers.cuh multiplies by the zero point of x.
+// Writes the sums of weights that gemm_hopper_eight_bits.cuh multiplies by the zero point of x.
 //
 // w is (columns, TAPS, k) of s8, and sums is (EDGE_ROWS, columns): row Edges::row() has the sums over the taps inside
 // x. A product of matrices has one tap and one row. A warp computes a column. Rows of k are multiples of 16 bytes.

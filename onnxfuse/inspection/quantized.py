@@ -36,8 +36,9 @@ WHOLE: Final = "dequantizes the whole weight in every run"
 ALONE: Final = "a launch of its own, because no float operator is joined with it on CUDA"
 FUSED: Final = "; onnxfuse fuses it with the elementwise operators and norms beside it"
 MULTIPLIED: Final = "; onnxfuse multiplies its integers"
+MULTIPLIED_FLOAT8: Final = "; onnxfuse multiplies its float8 numbers"
 AS_FLOATS: Final = "; onnxfuse writes it as a MatMul of floats between quantizers, which it fuses with their neighbours"
-PRODUCTS: Final = ("MatMul", "Gemm", "Conv")
+PRODUCTS: Final = ("MatMul", "Gemm")
 OF_REGIONS: Final = QUANTIZED_RULES.keys() - set(OF_INTEGERS)
 OTHER_BITS: Final = (TensorProto.INT16, TensorProto.UINT16, TensorProto.INT4, TensorProto.UINT4)
 
@@ -81,7 +82,7 @@ def _name(node: Node) -> str:
 def _taken(shapes: ShapeInfo, node: Node) -> str:
     """Return a phrase on how onnxfuse fuses a node, or operators that it replaces the node by; "" if it does not."""
     if _is_multiplied(shapes, node):
-        return MULTIPLIED
+        return MULTIPLIED_FLOAT8 if _is_float8(shapes, node) else MULTIPLIED
     if op_of(node) == "QLinearMatMul":
         return AS_FLOATS
     if op_of(node) in OF_REGIONS:
@@ -108,21 +109,26 @@ def _dequantize_linear(shapes: ShapeInfo, node: Node) -> Description:
 
 
 def _is_multiplied(shapes: ShapeInfo, node: Node) -> bool:
-    """Return whether onnxfuse computes a node on integers: a product, or a DequantizeLinear only for such products."""
+    """Return whether onnxfuse computes a node on 8 bits: a product, or a DequantizeLinear only for such products."""
     if op_of(node) in ("MatMulInteger", "ConvInteger"):
         return is_constant(node.inputs[1]) and [op_of(reader) for reader in consumers(node.outputs[0])] == ["Cast"]
     if op_of(node) in OF_INTEGERS:
         return is_constant(node.inputs[3])
     if _name(node) != "DequantizeLinear" or not is_constant(node.inputs[0]) or int_attribute(node, "block_size", 0):
         return False
-    if shapes.dtype(node.inputs[0]) == TensorProto.FLOAT8E4M3FN:
-        return False
+    is_float8 = _is_float8(shapes, node)
+    products = PRODUCTS if is_float8 else (*PRODUCTS, "Conv")
     readers = consumers(node.outputs[0])
     if [op_of(reader) for reader in readers] == ["Transpose"]:
         readers = consumers(readers[0].outputs[0])
-    makers = [producer(reader.inputs[0]) for reader in readers if op_of(reader) in PRODUCTS]
-    are_dequantized = all(maker is not None and _name(maker) == "DequantizeLinear" for maker in makers)
-    return bool(makers) and len(makers) == len(readers) and are_dequantized
+    makers = [producer(reader.inputs[0]) for reader in readers if op_of(reader) in products]
+    found = [maker for maker in makers if maker is not None and _name(maker) == "DequantizeLinear"]
+    are_alike = all(_is_float8(shapes, maker) == is_float8 for maker in found)
+    return bool(found) and len(found) == len(readers) and are_alike
+
+
+def _is_float8(shapes: ShapeInfo, dequantizer: Node) -> bool:
+    return shapes.dtype(dequantizer.inputs[0]) == TensorProto.FLOAT8E4M3FN
 
 
 def _gather_block_quantized(_: ShapeInfo, node: Node) -> Description:

@@ -12,6 +12,7 @@ from onnxfuse.algebra.filter_edges import MAX_ROWS, Beyond, most_taps_beyond, ro
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import int_attribute, ints_attribute, str_attribute
 from onnxfuse.ir.domain import DOMAIN
+from onnxfuse.ir.dtypes import FLOAT8
 from onnxfuse.ir.graph import constant_value, take_name
 from onnxfuse.ir.node import Constant, Node, Tensor, consumers, is_constant
 from onnxfuse.layout.axes import Perm
@@ -48,6 +49,8 @@ def store_rows(shapes: ShapeInfo, recorded: Collection[Fused]) -> dict[str, tupl
             inputs[index] = stored
             turned = channels_last_function(body, {body.input[index]: TURNED}, {})
             turned.name = QUANTIZED_PRODUCT
+            if constant_value(graph, stored).dtype.name == FLOAT8:
+                _dequantize_first(turned, body.input[index])
             attributes = {**node.attrs, "weight_layout": "nk"}
             call = FunctionCall(functions.add(turned), node.name, inputs, list(node.outputs), attributes)
             put_call(shapes, [node], call)
@@ -55,6 +58,24 @@ def store_rows(shapes: ShapeInfo, recorded: Collection[Fused]) -> dict[str, tupl
         graph.remove_dead()
         graph.sort()
     return originals
+
+
+def _dequantize_first(body: onnx.FunctionProto, weight: str) -> None:
+    """Exchange a body's Transpose of a weight and the DequantizeLinear of its result: float8 needs opset 21 to move."""
+    nodes = list(body.node)
+    before = next(i for i, node in enumerate(nodes) if node.op_type == "Transpose" and node.input[0] == weight)
+    transpose = nodes.pop(before)
+    at = next(i for i, node in enumerate(nodes) if node.input and node.input[0] == transpose.output[0])
+    dequantize = nodes[at]
+    dequantize.input[0], transpose.input[0] = weight, transpose.output[0]
+    dequantize.output[0], transpose.output[0] = transpose.output[0], dequantize.output[0]
+    for attribute in dequantize.attribute:
+        if attribute.name == "axis":
+            attribute.i = 0
+    nodes.insert(at + 1, transpose)
+    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    del body.node[:]
+    body.node.extend(copies)
 
 
 def store_sums(shapes: ShapeInfo) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from onnxfuse.algebra.operators import CONVOLUTIONS
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import attribute_default, int_attribute
-from onnxfuse.ir.dtypes import Array
+from onnxfuse.ir.dtypes import FLOAT8, Array
 from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.graphsurgeon import make_constant
 from onnxfuse.ir.node import Node, Tensor, consumers, is_constant, op_of, producer
@@ -26,7 +26,9 @@ from onnxfuse.passes.graph_pass import graph_pass
 
 IN_INTEGERS: Final = ("DynamicQuantize", "QLinear", "ConvInteger", "MatMulInteger", "com.microsoft::")
 INTEGERS: Final = ("int8", "uint8", "int32")
+QUANTIZED: Final = ("int8", "uint8", FLOAT8)
 FLOATS: Final = ("float32", "float16")
+LARGEST_FLOAT8: Final = 448.0
 FIRST_WITH_FLOAT_BIASES: Final = 11  # the first opset with Round, which onnxruntime uses to quantize biases
 SAME_SCALE: Final = 1e-6  # the largest relative difference of two scales that count as equal
 FIRST_WITH_PRECISION: Final = 23  # the opset in which QuantizeLinear has an attribute `precision`
@@ -136,6 +138,7 @@ def _dequantized(graph: Graph, node: Node) -> Array | None:
 def _quantized(graph: Graph, node: Node) -> Array | None:
     """Return onnxruntime's result for a QuantizeLinear of constants to 8 bits; None for other nodes.
 
+    The 8 bits are an integer, or a float8 number (e4m3fn), for which numbers beyond its range become its limits.
     From opset 23 on, QuantizeLinear has an attribute for the precision, and the quotient of float16 numbers is rounded
     to float16.
     """
@@ -143,7 +146,7 @@ def _quantized(graph: Graph, node: Node) -> Array | None:
         return None
     values, zero_point = _constant(graph, node, 0), _constant(graph, node, 2)
     dtype = np.dtype(np.uint8) if zero_point is None else zero_point.dtype
-    if values is None or values.dtype.name not in FLOATS or dtype.name not in INTEGERS[:2]:
+    if values is None or values.dtype.name not in FLOATS or dtype.name not in QUANTIZED:
         return None
     scale, zero = _scale_and_zero(graph, node, values)
     if scale is None or scale.dtype != values.dtype or not np.isfinite(values).all() or not _is_plain(graph, node):
@@ -151,9 +154,12 @@ def _quantized(graph: Graph, node: Node) -> Array | None:
     if graph.opset < FIRST_WITH_PRECISION:
         values, scale = values.astype(np.float32), scale.astype(np.float32)
     with np.errstate(over="ignore"):
-        quotient = (values / scale).astype(np.float64)
+        quotient = values / scale
+    if dtype.name == FLOAT8:
+        saturated: Array = np.clip(quotient.astype(np.float32), -LARGEST_FLOAT8, LARGEST_FLOAT8).astype(dtype)
+        return saturated
     limits = np.iinfo(dtype)
-    rounded: Array = np.clip(np.rint(quotient) + zero, limits.min, limits.max).astype(dtype)
+    rounded: Array = np.clip(np.rint(quotient.astype(np.float64)) + zero, limits.min, limits.max).astype(dtype)
     return rounded
 
 

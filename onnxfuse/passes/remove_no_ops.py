@@ -300,9 +300,8 @@ def _write_zero_point(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 
 @RULES.rule("DequantizeLinear")
 def _remove_zero_points(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
-    """Remove the zero points of a float8 weight, which are all 0."""
-    weight, is_float8 = node.inputs[0], shapes.dtype(node.inputs[0]) == TensorProto.FLOAT8E4M3FN
-    if not is_float8 or not is_constant(weight) or not has_input(node, 2):
+    """Remove the zero points of float8 numbers, which are all 0."""
+    if shapes.dtype(node.inputs[0]) != TensorProto.FLOAT8E4M3FN or not has_input(node, 2):
         return False
     zero_points = node.inputs[2]
     if not is_constant(zero_points) or constant_value(graph, zero_points).any():
@@ -318,10 +317,10 @@ def _simplify_gemm(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     If a Gemm multiplies dequantized integers, its bias must be a multiple of the scale of the product: onnxruntime's
     optimizations would round any other bias when they make a QGemm of the product.
     """
-    return _adds_sums(graph, node) and (_flatten_bias(graph, node) or _fold_factor(graph, node))
+    return _adds_sums(graph, shapes, node) and (_flatten_bias(graph, node) or _fold_factor(graph, node))
 
 
-def _adds_sums(graph: Graph, node: Node) -> bool:
+def _adds_sums(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     """Return whether a Gemm adds its bias without rounding it, even after onnxruntime's optimizations.
 
     This is so if the bias is a multiple of the scale of the product, or if no dequantized integers are multiplied.
@@ -330,6 +329,8 @@ def _adds_sums(graph: Graph, node: Node) -> bool:
     for tensor in node.inputs[:2]:
         maker = producer(tensor)
         if maker is None or op_of(maker) != "DequantizeLinear" or not is_constant(scale := maker.inputs[1]):
+            return True
+        if shapes.dtype(maker.inputs[0]) == TensorProto.FLOAT8E4M3FN:
             return True
         factor = constant_value(graph, scale)
         if max(step.ndim, factor.ndim) > 1 or not _fit(step.shape, factor.shape):

@@ -191,6 +191,9 @@ QUANTIZED = {
         "1x DequantizeLinear of float8_e4m3fn weights, blocks of 16, 1.28 KB of constants: dequantizes the whole",
     "w = DequantizeLinear(f8, one)  v = DequantizeLinear(s, one)  y = MatMul(v, w)":
         "1x DequantizeLinear of float8_e4m3fn weights, 1.03 KB of constants: dequantizes the whole weight in every run",
+    "w = DequantizeLinear(f8, one)  c = QuantizeLinear(x, one, zero)  v = DequantizeLinear(c, one)  y = MatMul(v, w)":
+        "1x DequantizeLinear of float8_e4m3fn weights, 1.03 KB of constants: dequantizes the whole weight in every "
+        "run; onnxfuse multiplies its float8 numbers",
     "w = DequantizeLinear(q, one)  v = DequantizeLinear(s, one)  y = MatMul(v, w)":
         "1x DequantizeLinear of int8 weights, 1.03 KB of constants: dequantizes the whole weight in every run; "
         "onnxfuse multiplies its integers",
@@ -233,7 +236,7 @@ def test_quantized_operators(body: str, tmp_path: Path) -> None:
     model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>
         g (float[n, 32] x, int8[n, 32] s, int64[b] ids) => (float[n, m] y)
         <int8[32, 32] q, float[2, 32] scales, float one = {{1}}, int8 i8 = {{0}}, int16 i16 = {{0}},
-         float8e4m3fn[32, 32] f8, uint8[8, 32] u, float[8, 2] wide, uint8[8, 2] zeros>
+         float8e4m3fn[32, 32] f8, float8e4m3fn zero = {{0}}, uint8[8, 32] u, float[8, 2] wide, uint8[8, 2] zeros>
         {{ {body} }}""")
     line, expected = quantized_lines(with_weights(model), tmp_path)[0], QUANTIZED[body.replace("c, t, p = D", "c = D")]
     assert line.startswith(expected) and ("onnxfuse" in line) == ("onnxfuse" in expected)

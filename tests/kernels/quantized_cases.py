@@ -1,4 +1,4 @@
-"""Products and convolutions of integers of 8 bits: the nodes, their operands, and their results in float64."""
+"""Products and convolutions of 8-bit integers and of float8: the nodes, their operands, and results in float64."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import ml_dtypes
 import numpy as np
 
 from onnxfuse.algebra.filter_edges import most_taps_beyond, sums_inside
+from onnxfuse.ir.dtypes import FLOAT8
 from onnxfuse.runtime.plan import FusedNode, TensorSpec
 
 Arrays = dict[str, np.ndarray]
 NUMPY = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-NUMPY |= {"int8": np.dtype(np.int8), "uint8": np.dtype(np.uint8)}
+NUMPY |= {"int8": np.dtype(np.int8), "uint8": np.dtype(np.uint8), FLOAT8: np.dtype(ml_dtypes.float8_e4m3fn)}
 ULP = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 STEP = 0.4  # of the quantizer that follows a product
 
@@ -83,6 +84,16 @@ class Case:
             for i, (size, taps) in enumerate(zip(self.sizes, self.kernel, strict=True))
         ), self.n)  # fmt: skip
 
+    @property
+    def is_float8(self) -> bool:
+        """Whether x and w are float8 numbers."""
+        return self.x_dtype == FLOAT8
+
+    @property
+    def residual(self) -> str:
+        """The name of the residual, which comes after the scale and, for integers, the zero point of the quantizer."""
+        return "x2" if self.is_float8 else "x3"
+
     def node(self) -> FusedNode:
         """Return the fused node, with what follows the product as its program."""
         names, outputs = tuple(self.arrays()), (self.dtype,)
@@ -96,14 +107,15 @@ class Case:
         return FusedNode("quantized_conv" if self.sizes else "quantized_gemm", "product", names, attributes, outputs)
 
     def _program(self) -> str:
-        ops: list = []
-        dtypes = {"x0": self.dtype, "x1": self.dtype, "x2": self.x_dtype}
+        zero, residual = "v4" if self.is_float8 else "x2", self.residual
+        ops: list = [["Constant", [], ["v4"], {"value": 0.0}]] if self.is_float8 else []
+        dtypes = {"x0": self.dtype, "x1": self.dtype, zero: self.x_dtype}
         value = "x0"
         if self.after == "residual":
-            ops += [["DequantizeLinear", ["x3", "x1", "x2"], ["v0"], {}], ["Add", ["x0", "v0"], ["v1"], {}]]
-            dtypes |= {"x3": self.x_dtype, "v0": self.dtype, "v1": self.dtype}
+            ops += [["DequantizeLinear", [residual, "x1", zero], ["v0"], {}], ["Add", ["x0", "v0"], ["v1"], {}]]
+            dtypes |= {residual: self.x_dtype, "v0": self.dtype, "v1": self.dtype}
             value = "v1"
-        ops += [["Relu", [value], ["v2"], {}], ["QuantizeLinear", ["v2", "x1", "x2"], ["v3"], {}]]
+        ops += [["Relu", [value], ["v2"], {}], ["QuantizeLinear", ["v2", "x1", zero], ["v3"], {}]]
         dtypes |= {"v2": self.dtype, "v3": self.x_dtype}
         return json.dumps({"ops": ops, "outputs": ["v3"], "dtypes": dtypes})
 
@@ -111,13 +123,15 @@ class Case:
         """Return the operands by name, those of the program last."""
         random = np.random.default_rng(seed)
 
-        def integers(dtype: str, shape: Sequence[int]) -> np.ndarray:
+        def values(dtype: str, shape: Sequence[int]) -> np.ndarray:
+            if dtype == FLOAT8:
+                return np.clip(random.standard_normal(tuple(shape)) * 64, -448, 448).astype(NUMPY[dtype])
             low = -128 if dtype == "int8" else 0
             return random.integers(low, low + 256, tuple(shape)).astype(NUMPY[dtype])
 
         of_w = (self.n, *self.kernel, self.k // self.group) if self.sizes else (self.n, self.k)
-        w = integers(self.w_dtype, of_w)
-        found = {"x": integers(self.x_dtype, (self.m, *self.sizes, self.k))}
+        w = values(self.w_dtype, of_w)
+        found = {"x": values(self.x_dtype, (self.m, *self.sizes, self.k))}
         found["x_scale"] = np.array(1 / 128, NUMPY[self.dtype])
         if self.x_zero is not None:
             found["x_zero_point"] = np.array(self.x_zero, NUMPY[self.x_dtype])
@@ -133,24 +147,26 @@ class Case:
             found["w_sums"] = sums_inside(w, most_taps_beyond(self.kernel, of["dilations"], *pads))
         if self.bias:
             found["bias"] = random.standard_normal(self.n).astype(NUMPY[self.dtype])
-        if self.after:
-            found["x1"] = np.array(STEP / 16, NUMPY[self.dtype])
+        if self.after:  # with float8, one element in twelve is beyond the range
+            found["x1"] = np.array(STEP / (128 if self.is_float8 else 16), NUMPY[self.dtype])
+        if self.after and not self.is_float8:
             found["x2"] = np.array(3, NUMPY[self.x_dtype])
         if self.after == "residual":
-            found["x3"] = integers(self.x_dtype, self.y_shape)
+            found[self.residual] = values(self.x_dtype, self.y_shape)
         return found
 
     def specs(self, aligned: bool = True) -> list[TensorSpec]:
         """Return the shapes and dtypes of the operands; weights, scales and the bias are constants."""
         return [
-            TensorSpec(a.shape, a.dtype.name, aligned, constant=aligned and name not in ("x", "x3"))
+            TensorSpec(a.shape, a.dtype.name, aligned, constant=aligned and name not in ("x", self.residual))
             for name, a in self.arrays().items()
         ]
 
     def expected(self, arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Return the product in float64, and the sum of the absolute values of its terms."""
-        x = arrays["x"].astype(np.int64) - (self.x_zero or 0)
-        w = arrays["w"].astype(np.int64) - (self.w_zero or 0)
+        wide = np.float64 if self.is_float8 else np.int64
+        x = arrays["x"].astype(wide) - (self.x_zero or 0)
+        w = arrays["w"].astype(wide) - (self.w_zero or 0)
         if self.sizes:
             sums, terms = self._convolved(x, w), self._convolved(np.abs(x), np.abs(w))
         else:
@@ -176,21 +192,31 @@ class Case:
                 y[..., own] += taken[..., g * each : (g + 1) * each] @ filters[own].T
         return y
 
-    def check(self, arrays: Mapping[str, np.ndarray], y: np.ndarray, exact: bool) -> None:
-        """Fail unless y is as close to float64 as rounding explains: of the sum if `exact`, else of each operand."""
+    def check(self, arrays: Mapping[str, np.ndarray], y: np.ndarray, exact: bool, truncated: bool = False) -> None:
+        """Fail unless y is as close to float64 as rounding explains: of the sum if `exact`, else of each operand.
+
+        `truncated`: the sums of 128 products are those of float8 on a GPU, which have 14 bits.
+        """
         expected, terms = self.expected(arrays)
         allowed = (2.0**-22 if exact else 2.0**-20) * terms + (0 if exact else 1.5 * ULP[self.dtype] * terms)
+        if exact and self.is_float8:
+            allowed = (2.0**-11 if truncated else 2.0**-18) * terms
         if not self.after:
             allowed = allowed + ULP[self.dtype] * np.abs(expected)
             found = y.astype(np.float64)
         else:
-            scale, zero = float(arrays["x1"]), float(arrays["x2"])
+            scale, zero = float(arrays["x1"]), 0.0 if self.is_float8 else float(arrays["x2"])
             allowed = allowed + 2 * ULP[self.dtype] * (np.abs(expected) + 1)
             if self.after == "residual":
-                expected = expected + (arrays["x3"].astype(np.float64) - zero) * scale
-            limits = np.iinfo(NUMPY[self.x_dtype])
-            expected = np.clip(np.maximum(expected, 0) / scale + zero, limits.min, limits.max)
-            allowed = 0.5 + allowed / scale + 2.0**-20 * np.abs(expected)
+                residual = arrays[self.residual].astype(np.float64)
+                expected = expected + (residual - zero) * scale
+            limits = (ml_dtypes.finfo if self.is_float8 else np.iinfo)(NUMPY[self.x_dtype])
+            expected = np.clip(np.maximum(expected, 0) / scale + zero, float(limits.min), float(limits.max))
+            allowed = allowed / scale + 2.0**-20 * np.abs(expected)
+            if self.is_float8:  # half of the distance of two float8 numbers
+                allowed = allowed + np.exp2(np.floor(np.log2(np.maximum(expected + allowed, 2.0**-6))) - 4)
+            else:
+                allowed = allowed + 0.5
             found = y.astype(np.float64)
         assert found.shape == expected.shape, f"{found.shape}, not {expected.shape}"
         errors = np.abs(found - expected) - allowed
@@ -201,6 +227,16 @@ class Case:
 
 
 SAME = (1, 1, 1, 1)
+OF_FLOAT8 = [
+    replace(each, x_dtype=FLOAT8, w_dtype=FLOAT8)
+    for each in (
+        Case(256, 256, 256), Case(100, 72, 144, bias=False), Case(33, 40, 16, per_column=False), Case(70, 35, 1040),
+        Case(64, 64, 100), Case(64, 64, 128, layout="kn"), Case(512, 320, 1040, dtype="float16"),
+        Case(50, 64, 128, dtype="bfloat16"), Case(0, 64, 64), Case(300, 200, 272, after="relu"),
+        Case(64, 35, 128, after="residual"), Case(64, 64, 100, after="relu", layout="kn"),
+        Case(130, 96, 384, after="residual", dtype="float16"),
+    )
+]  # fmt: skip
 GEMMS = [
     Case(256, 256, 256), Case(100, 72, 144, x_dtype="int8", bias=False), Case(33, 40, 16, per_column=False),
     Case(130, 200, 512, x_zero=131), Case(1, 96, 272, x_dtype="int8", x_zero=-7), Case(70, 35, 64, x_zero=5),
@@ -233,4 +269,4 @@ SUMS = [
     for case in (*GEMMS, *CONVS, *AFTER)
     if case.x_zero is not None and case.w_zero is None and case.layout == "nk" and case.w_dtype == "int8"
 ]
-CASES = [*GEMMS, *CONVS, *AFTER, *SUMS]
+CASES = [*GEMMS, *CONVS, *AFTER, *SUMS, *OF_FLOAT8]

@@ -72,7 +72,7 @@ struct TensorMap { const Map* map; };
 namespace emulated {
 
 constexpr int THREADS = BLOCK_THREADS;
-#ifdef OPERAND  // integers
+#ifdef OPERAND  // 8 bits
 constexpr int ITEM = 1;
 #elif defined(ELEMENT)
 constexpr int ITEM = sizeof(ELEMENT);

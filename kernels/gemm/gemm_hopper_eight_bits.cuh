@@ -1,9 +1,9 @@
-// The epilogue of gemm_hopper_threads.cuh for products of integers, called "by row" (see epilogue.cuh).
+// The epilogue of gemm_hopper_threads.cuh for products of operands of 8 bits, called "by row" (see epilogue.cuh).
 //
 //   acc = (sum - x_zero * w_sums[row, column]) * x_scale * w_scale[column]
 //
-// `sum` is the sum of the products of the integers x and w. An integer x represents the number (x - x_zero) * x_scale,
-// and an integer w represents w * w_scale. For a matrix product, w_sums[0, column] is the sum of the column of w. A
+// `sum` is the sum of the products of the integers or float8 numbers x and w. An x represents the number (x - x_zero) * x_scale,
+// and a w represents w * w_scale. For a matrix product, w_sums[0, column] is the sum of the column of w. A
 // convolution reads zeros in its padding, so the weights of taps in the padding must not be in these sums. Its w_sums
 // has a row for each possible range of taps inside x (conv_edges.cuh), with the sums of w over these taps.
 //
@@ -17,7 +17,7 @@
 //   EXCHANGE_PITCH   sums from the start of a row to the start of the next, where a warp exchanges sums
 //   WIDTH      columns of y that a thread computes at a time: 8, 4, 2 or 1; divides n
 //   W_SCALES   1: w_scale has one number per column; 0: one number
-//   OPERAND    s8 or u8, the type of x and of x_zero
+//   OPERAND    s8, u8 or e4m3, the type of x and of x_zero
 //   X_ZERO     1: x has a zero point, and there are w_sums; 0: the zero point is 0
 //   EDGES      1: taps can lie outside x, and Edges of conv_edges.cuh returns a pixel's row of w_sums; 0: no tap does
 #pragma once
@@ -26,7 +26,7 @@
 namespace {
 
 constexpr int EXCHANGE_AT = BARRIERS_AT + BARRIER_BYTES;
-constexpr int EXCHANGE_BYTES = 16 * EXCHANGE_PITCH * sizeof(int);
+constexpr int EXCHANGE_BYTES = 16 * EXCHANGE_PITCH * sizeof(Sum);
 
 static_assert(TILE_N % 32 == 0 && 8 % WIDTH == 0);
 static_assert(EXCHANGE_PITCH % 32 == 8, "stores of four rows use different banks");
@@ -37,28 +37,28 @@ struct Edges {
 };
 #endif
 
-// Scales and zero points of the integers, as a kernel argument; quantized/hopper.py writes the fields in this order.
-struct IntegerOperands {
+// Scales and zero points of x and w, as a kernel argument; quantized/hopper.py writes the fields in this order.
+struct EightBitOperands {
     const T *x_scale, *w_scale;
     const OPERAND* x_zero;
     const f32* w_sums;  // int32 numbers, loaded as f32 bits
 };
 
-struct IntegerOutput : IntegerOperands {
+struct EightBitOutput : EightBitOperands {
     Epilogue epilogue;
     int m, n;
     Edges edges;
 };
 
 // Two or four neighbouring sums.
-struct alignas(8) TwoSums { int at[2]; };
-struct alignas(16) FourSums { int at[4]; };
+struct alignas(8) TwoSums { Sum at[2]; };
+struct alignas(16) FourSums { Sum at[4]; };
 
 // Called by a warp: exchanges sums of 16 rows and 32 columns through its shared memory. `d` has a thread's sums in
 // wgmma's layout, and `sums` gets eight neighbouring columns of the same two rows.
-__device__ __forceinline__ void exchange(char* memory, const int* d, int (&sums)[2][8]) {
+__device__ __forceinline__ void exchange(char* memory, const Sum* d, Sum (&sums)[2][8]) {
     const int lane = threadIdx.x % 32, row = lane / 4 * EXCHANGE_PITCH;
-    int* base = reinterpret_cast<int*>(memory) + row;
+    Sum* base = reinterpret_cast<Sum*>(memory) + row;
     __syncwarp();  // all lanes have read the previous sums
 #pragma unroll
     for (int i = 0; i < 2; ++i)
@@ -81,12 +81,12 @@ __device__ __forceinline__ void exchange(char* memory, const int* d, int (&sums)
 constexpr int ROWS_OF_SUMS = EDGES ? 2 : 1;  // rows of w_sums for the two rows of a thread
 
 // The scales and the w_sums of WIDTH columns, for the two rows of a thread.
-struct IntegerColumns {
+struct EightBitColumns {
     float scale[WIDTH];
     Pack<f32, WIDTH> sums[ROWS_OF_SUMS];
 
     // The sums for the thread's first row of y are in row rows[0] of w_sums, and those for its second row in rows[1].
-    __device__ __forceinline__ void load(const IntegerOutput& of, float x_scale, const int (&rows)[2], int column) {
+    __device__ __forceinline__ void load(const EightBitOutput& of, float x_scale, const int (&rows)[2], int column) {
         if constexpr (W_SCALES) unpack(load_cached<WIDTH>(of.w_scale + column), scale);
         else scale[0] = ColumnVectors::value(of.w_scale);
         if constexpr (X_ZERO)
@@ -96,8 +96,8 @@ struct IntegerColumns {
 #pragma unroll
         for (int i = WIDTH - 1; i >= 0; --i) scale[i] = x_scale * scale[W_SCALES ? i : 0];
     }
-    // Converts an integer sum of column i to the number that it represents. `row`: 0 for the thread's first row, or 1.
-    __device__ __forceinline__ float number(int sum, int x_zero, int row, int i) const {
+    // Converts a sum of column i to the number that it represents. `row`: 0 for the thread's first row, or 1.
+    __device__ __forceinline__ float number(Sum sum, int x_zero, int row, int i) const {
         if constexpr (X_ZERO) sum -= x_zero * int(sums[EDGES ? row : 0].words[i]);
         return float(sum) * scale[i];
     }
@@ -107,12 +107,12 @@ struct IntegerColumns {
 struct GroupOperands {
     static constexpr int PARTS = 8 / WIDTH;
     EpilogueLoads<WIDTH, false> loads[PARTS][2];
-    IntegerColumns columns[PARTS];
+    EightBitColumns columns[PARTS];
     bool inside[PARTS][2];
 
     // `of_rows` holds the operands that the program (the operators fused into the epilogue) reads once per row. `rows`
     // are the rows of w_sums. Operands of elements outside y are not read.
-    __device__ __forceinline__ void load(const IntegerOutput& of, const Program::OfRow (&of_rows)[2], float x_scale,
+    __device__ __forceinline__ void load(const EightBitOutput& of, const Program::OfRow (&of_rows)[2], float x_scale,
                                          const int (&rows)[2], int first, int column) {
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) {
@@ -133,7 +133,7 @@ struct GroupOperands {
         }
     }
     // Applies the epilogue to eight columns of both rows, and stores the results.
-    __device__ __forceinline__ void finish(const IntegerOutput& of, const int (&sums)[2][8], int x_zero, int first,
+    __device__ __forceinline__ void finish(const EightBitOutput& of, const Sum (&sums)[2][8], int x_zero, int first,
                                            int column) const {
 #pragma unroll
         for (int part = 0; part < PARTS; ++part)
@@ -152,7 +152,7 @@ struct GroupOperands {
 // Operands are loaded before the exchange. Rows and columns outside y are computed too, from operands of other
 // elements, but are not stored. This avoids branches, so the compiler computes numbers once if they depend only on
 // scales of the program (the operators fused into the product).
-__device__ __forceinline__ void finish_atom(const int (&d)[COLUMNS / 2], int2 origin, const IntegerOutput& of) {
+__device__ __forceinline__ void finish_atom(const Sum (&d)[COLUMNS / 2], int2 origin, const EightBitOutput& of) {
     extern __shared__ __align__(1024) char memory[];
     char* own_memory = memory + EXCHANGE_AT + (threadIdx.x / 32 - 4) * EXCHANGE_BYTES;  // warps 0 to 3 are producers
     const int thread = threadIdx.x % 128;
@@ -173,7 +173,7 @@ __device__ __forceinline__ void finish_atom(const int (&d)[COLUMNS / 2], int2 or
         if (origin.y + 32 * group >= of.n) return;
         if (next < GROUPS) operands[next % (1 + AHEAD)].load(of, of_rows, x_scale, rows, first, column + 32 * next);
         if (group < 0) continue;
-        int sums[2][8];
+        Sum sums[2][8];
         exchange(own_memory, &d[16 * group], sums);
         operands[group % (1 + AHEAD)].finish(of, sums, x_zero, first, column + 32 * group);
     }
