@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 import numpy as np
-from onnx import TensorProto
+from onnx import TensorProto, helper
 
 from onnxfuse.analysis.rules import RuleTable, has_input
 from onnxfuse.analysis.shape_info import CannotInfer, ShapeInfo
@@ -280,6 +280,26 @@ def _flatten_scale(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 
 
 @RULES.rule("QuantizeLinear")
+def _secure_quantizer(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
+    """Write a quantizer in a form that onnxruntime's optimizations do not change."""
+    return _write_zero_point(graph, shapes, node) or _write_max(graph, shapes, node)
+
+
+def _write_max(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
+    """Write a Relu as the maximum of x and 0 if a QuantizeLinear to float8 alone reads its result.
+
+    onnxruntime's optimizations remove such a Relu, as if 0 were the lowest float8 number.
+    """
+    given, (result,) = node.inputs[0], node.outputs
+    relu = producer(given) if shapes.dtype(result) == TensorProto.FLOAT8E4M3FN else None
+    if relu is None or op_of(relu) != "Relu" or not graph.sole_consumer(given) or not shapes.dtype(given):
+        return False
+    dtype = helper.tensor_dtype_to_np_dtype(shapes.dtype(given))
+    zero = graph.constant(f"{given.name}_least", np.zeros((), dtype))
+    graph.rewrite(relu, "Max", [relu.inputs[0], zero])
+    return True
+
+
 def _write_zero_point(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     """Give a QuantizeLinear to int8 a zero point of int8 in place of the attribute `output_dtype`.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import ml_dtypes
 import numpy as np
 import onnx
 import pytest
@@ -33,6 +34,17 @@ def check(nodes: str, rest: str, opset: int = 20, header: str = "(float[N,5,8] x
     assert ops(after) == rest
     assert_same(model, after, (3, 5, 8), tol=0)
     return after
+
+
+def test_a_relu_before_a_quantizer_to_float8_is_a_maximum() -> None:
+    text = """(float[N,8] x) => (y, z) {
+        a = Relu(x)  q = QuantizeLinear(a, half, zero)  y = DequantizeLinear(q, half)
+        b = Relu(x)  p = QuantizeLinear(b, half, least)  z = DequantizeLinear(p, half) }"""
+    constants = {"half": np.float32(0.5), "zero": np.zeros((), ml_dtypes.float8_e4m3fn), "least": np.uint8(0)}
+    model = parse(text, 19, **constants)
+    after, _ = apply(model, normalize)
+    assert ops(after).split().count("Max") == ops(after).split().count("Relu") == 1
+    assert_same(model, after, (3, 8), tol=0)
 
 
 def test_an_identity_keeps_a_transposed_output_apart_from_a_gemm() -> None:
