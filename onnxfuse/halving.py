@@ -82,7 +82,7 @@ def request(dtype: str | None, io: str, max_error: float | None) -> Request | No
             raise UsageError(f"{given} is for half precision; give the dtype too: float16 or bfloat16")
         return None
     if dtype not in PRECISIONS:
-        raise UsageError(f"dtype is 'float16', 'bfloat16' or 'int8', not '{dtype}'")
+        raise UsageError(f"dtype is 'float16', 'bfloat16', 'int8' or 'float8', not '{dtype}'")
     if io not in ("float32", "half"):
         raise UsageError(f"io is 'float32' or 'half', not '{io}'")
     if max_error is not None and not max_error > 0:

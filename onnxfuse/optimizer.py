@@ -44,7 +44,7 @@ from onnxfuse.layout.fusions import LAYOUT_FUSIONS
 from onnxfuse.match import Miss
 from onnxfuse.passes import Folded
 from onnxfuse.pipeline import PASS_NAMES, WEIGHT_PASSES
-from onnxfuse.quantize.quantize_static import INT8, MAX_SAMPLES_COMPARED, OLDEST_OPSET, OPTIMISTIC, quantize_static
+from onnxfuse.quantize.quantize_static import MAX_SAMPLES_COMPARED, OPTIMISTIC, STATIC, quantize_static
 from onnxfuse.quantize.quantize_weights import BITS, quantize_weights
 from onnxfuse.quantize.result import QuantizedModel
 from onnxfuse.quantize.with_errors import Stored, beside_reference, with_errors
@@ -80,7 +80,7 @@ def optimize(
     fallback: Literal["onnx", "ort"] = "onnx", emit: Emit = "functions", layout: Layout = "auto",
     regions: Regions = True, plan: str | os.PathLike[str] | None = None, verify: bool | Level = True,
     inputs: Mapping[str, Array] | None = None, shapes: Sequence[str] = (), timeout: float | None = DEFAULT_TIMEOUT,
-    tolerance: float | None = None, dtype: Literal["float16", "bfloat16", "int8"] | None = None,
+    tolerance: float | None = None, dtype: Literal["float16", "bfloat16", "int8", "float8"] | None = None,
     io: Literal["float32", "half"] = "float32", max_error: float | None = None,
     weights: Literal["int4", "int8"] | None = None,
     calibrate: str | os.PathLike[str] | Mapping[str, Array] | None = None,
@@ -112,16 +112,17 @@ def optimize(
     tolerance the largest relative error of an output; by default it depends on the dtype and the original's noise
     dtype     the half precision that the model is converted to; nodes that overflow or lose too much stay in float32.
               External weights then lie in `report.folder`, as long as the report exists.  Or "int8": onnxruntime's
-              quantizer makes int8 of the weights of convolutions and products, and uint8 of the tensors that they read
+              quantizer makes int8 of the weights of convolutions and products, and uint8 of the tensors that they read.
+              Or "float8": it makes float8 (e4m3fn) of the weights of products, and of the tensors that they read
     io        the dtype of floating-point inputs and outputs where the model is converted: float32, or `dtype` ("half")
     max_error the largest relative error that is allowed against float32; as many nodes stay in float32 as are needed
               for it.  By default, nodes stay in float32 until errors are within three times the noise of half
               precision, but at most a tenth of all nodes
     weights   the integers that weights of MatMuls are quantized to before fusing, by onnxruntime's quantizer, in blocks
               of 32 with one scale each; needs the package onnx_ir
-    calibrate for dtype="int8", inputs that give the ranges of tensors: an .npz file, or arrays by input name.  Each has
-              one more axis than the input: the first, which counts samples.  If an array lacks this axis, all arrays
-              together are one sample
+    calibrate for dtype="int8" or "float8", inputs that give the ranges of tensors: an .npz file, or arrays by input
+              name.  Each has one more axis than the input: the first, which counts samples.  If an array lacks this
+              axis, all arrays together are one sample
     reference the float model of a quantized model, with the same inputs and outputs: the report then has the errors of
               `model` and of the optimized model against the float model
     progress  called with the stage, the amount of it that is done, and the total amount
@@ -131,7 +132,7 @@ def optimize(
     plan of another model or inputs that do not fit; VerificationError if the models differ, and no fusion or folding is
     the cause, or `max_error` is exceeded.
     """
-    only, half = list(only), request(None if dtype == INT8 else dtype, io, max_error)
+    only, half = list(only), request(None if dtype in STATIC else dtype, io, max_error)
     path = str(model) if isinstance(model, str | os.PathLike) else None
     settings = _with_operators(_settings(only, list(skip), patterns, layout, regions), fallback, emit, only)
     _check_conversions(dtype, weights, plan, calibrate)
@@ -148,7 +149,7 @@ def optimize(
             opset_of(original),
         )  # fmt: skip
         samples = [] if calibrate is None else load_samples(calibrate, original)
-        quantized = _quantized(job, weights, samples, f"'{path}'" if path else "the model")
+        quantized = _quantized(job, weights, dtype, samples, f"'{path}'" if path else "the model")
         if quantized is None:
             return _optimize(job, path) if reference is None else _beside(reference, job, path)
         made, report = _optimize(replace(job, original=quantized.model, opset=opset_of(quantized.model)), path)
@@ -169,10 +170,13 @@ def _check_conversions(dtype: str | None, weights: str | None, plan: object, cal
         raise UsageError(f"weights is 'int4' or 'int8', not '{weights}'")
     if weights and dtype:
         raise UsageError("dtype and weights are two steps; save the model that dtype gives, and quantize that")
-    if dtype == INT8 and calibrate is None:
-        raise UsageError("dtype int8 takes the ranges of tensors from inputs; give calibrate, an .npz file of these")
-    if dtype != INT8 and calibrate is not None:
-        raise UsageError("calibrate gives the ranges of tensors for dtype int8; give that dtype, or leave it out")
+    if dtype in STATIC and calibrate is None:
+        raise UsageError(
+            f"dtype {dtype} takes the ranges of tensors from inputs; give calibrate, an .npz file of these"
+        )
+    if dtype not in STATIC and calibrate is not None:
+        kinds = " or ".join(STATIC)
+        raise UsageError(f"calibrate gives the ranges of tensors for dtype {kinds}; give that dtype, or leave it out")
     if plan is not None and (dtype or weights):
         text, given = "a plan lists the matches of the model as it is", "dtype" if dtype else "weights"
         raise UsageError(f"{text}; save the model that {given} gives, and make a plan of that")
@@ -215,7 +219,7 @@ def _reference(reference: str | os.PathLike[str] | bytes | onnx.ModelProto, job:
 
 
 def _quantized(
-    job: _Job, weights: str | None, samples: Sequence[Mapping[str, Array]], name: str
+    job: _Job, weights: str | None, dtype: str | None, samples: Sequence[Mapping[str, Array]], name: str
 ) -> QuantizedModel | None:
     """Return the quantized original: only its weights if `weights` is given, else activations too, by `samples`.
 
@@ -225,15 +229,15 @@ def _quantized(
     if weights:
         with job.timer.stage("quantize"):
             return quantize_weights(job.original, job.folder, weights, name)
-    if not samples:
+    if dtype is None or dtype not in STATIC:
         return None
     source = in_operators(job.original, job.folder)[0] if has_fused_nodes(job.original) else job.original
-    raised = convert_opset(source, OLDEST_OPSET)
+    raised = convert_opset(source, STATIC[dtype].oldest_opset)
     if raised is not source:
         state_ir_version(raised)
     folded = _fuse_verified(replace(job, settings=Settings((), layout="nchw"), only=()), raised)
     with job.timer.stage("quantize"):
-        return quantize_static(folded.model.written, job.folder, samples, name)
+        return quantize_static(folded.model.written, job.folder, dtype, samples, name)
 
 
 def find_matches(

@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--dtype",
-    type=click.Choice(["float16", "bfloat16", "int8"]),
+    type=click.Choice(["float16", "bfloat16", "int8", "float8"]),
     help="Convert the model to half precision, where nodes that overflow or lose too much stay in float32; or quantize "
     "convolutions and products, with --calibrate, by onnxruntime's quantizer.",
 )
@@ -94,8 +94,8 @@ if TYPE_CHECKING:
     "--calibrate",
     type=file_path,
     metavar="FILE",
-    help="With --dtype int8: take the ranges of tensors from inputs in this .npz file.  Each array has one more "
-    "axis than the input, the first, which counts samples; or all arrays together are one sample.",
+    help="With --dtype int8 or float8: take the ranges of tensors from inputs in this .npz file.  Each array has one "
+    "more axis than the input, the first, which counts samples; or all arrays together are one sample.",
 )
 @click.option(
     "--reference",
@@ -138,7 +138,7 @@ def optimize_command(
     timeout: float,
     fallback: Literal["onnx", "ort"],
     emit: Literal["functions", "standard"],
-    dtype: Literal["float16", "bfloat16", "int8"] | None,
+    dtype: Literal["float16", "bfloat16", "int8", "float8"] | None,
     io: Literal["float32", "half"],
     max_error: float | None,
     weights: Literal["int4", "int8"] | None,

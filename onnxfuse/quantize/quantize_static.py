@@ -1,5 +1,7 @@
 """Quantize weights and activations by onnxruntime's quantize_static, with the ranges that tensors have on samples.
 
+The result has integers of 8 bits or float8 numbers.
+
 The outputs of products and convolutions stay floats, because the operators after them are fused into their kernels.  A
 tensor is quantized only where another product or convolution reads it, so after biases and activations.
 """
@@ -8,6 +10,8 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -26,11 +30,26 @@ from onnxfuse.quantize.weight_readers import NothingToQuantizeError, WeightReade
 if TYPE_CHECKING:
     from types import ModuleType
 
-INT8: Final = "int8"
-OPERATORS: Final = ("Conv", "Gemm", "MatMul")
-OLDEST_OPSET: Final = 13  # the first opset in which DequantizeLinear can have one scale per channel
 OPTIMISTIC: Final = "these errors are those of samples that gave the ranges; other inputs may be off by more"
 MAX_SAMPLES_COMPARED: Final = 8  # maximum number of samples to measure errors on; all samples are used for ranges
+
+
+@dataclass(frozen=True)
+class EightBits:
+    """What a model is quantized to.  The names of types and methods are those of onnxruntime.quantization."""
+
+    operators: tuple[str, ...]  # the operators whose operands are quantized
+    oldest_opset: int  # the first opset in which their quantizers can have one scale per channel
+    weights: str
+    activations: str
+    method: str  # how ranges follow from samples
+    read: str  # the dtype of activations, in reports
+
+
+STATIC: Final[Mapping[str, EightBits]] = {
+    "int8": EightBits(("Conv", "Gemm", "MatMul"), 13, "QInt8", "QUInt8", "MinMax", "uint8"),
+    "float8": EightBits(("Gemm", "MatMul"), 19, "QFLOAT8E4M3FN", "QFLOAT8E4M3FN", "Distribution", "float8"),
+}
 
 
 class _Samples:
@@ -45,32 +64,38 @@ class _Samples:
 
 
 def quantize_static(
-    model: onnx.ModelProto, folder: Path | None, samples: Sequence[Mapping[str, Array]], name: str
+    model: onnx.ModelProto, folder: Path | None, dtype: str, samples: Sequence[Mapping[str, Array]], name: str
 ) -> QuantizedModel:
-    """Quantize the weights of a float32 model's convolutions and products to int8, and their other inputs to uint8.
+    """Quantize the weights of a float32 model's products, and of its convolutions for int8, and their other inputs.
 
-    Weights have one scale per channel, and no zero points; activations have one scale and one zero point.  `model`,
-    called `name` in messages, has opset 13 or later, and is not changed.  Nodes in subgraphs stay floats.
+    `dtype` is int8 or float8: the dtype of the weights, with one scale per channel and no zero points.  The other
+    inputs are uint8, with one scale and one zero point, or float8, with one scale.  `model`, called `name` in messages,
+    has at least the opset `oldest_opset`, and is not changed.  Nodes in subgraphs stay floats.
 
     Raises NothingToQuantizeError if there is no such weight, MissingPackageError without onnxruntime, and ModelError if
     the quantizer raises.
     """
-    readers = WeightReaders(model, OPERATORS)
+    to = STATIC[dtype]
+    readers = WeightReaders(model, to.operators)
     named = _with_names(model)
     chosen = {node.name: each for node in named.graph.node if (each := readers.weight_to_quantize(node, _why_not))}
     if not chosen:
-        raise NothingToQuantizeError(name, "Conv, Gemm or MatMul", WeightsResult(INT8, 0, 0, readers.told(), 0, 0))
+        *most, last = to.operators
+        result = WeightsResult(dtype, 0, 0, readers.told(), 0, 0)
+        raise NothingToQuantizeError(name, f"{', '.join(most)} or {last}", result)
     before = sum(size_of(readers.weights[each]) for each in set(chosen.values()))
     all_before = sum(map(size_of, named.graph.initializer))
     for tensor in external_tensors(named):
         tensor.CopyFrom(with_values(tensor, folder))
     library = quantizer("quantize")
     try:
-        made = _by_library(library, named, samples, list(chosen))
+        made = _by_library(library, named, to, samples, list(chosen))
     except Exception as error:  # any exception of onnxruntime
         raise ModelError(f"onnxruntime's quantizer does not quantize {name}: {first_line(error)}") from error
     after = before + sum(map(size_of, made.graph.initializer)) - all_before
-    return QuantizedModel(made, WeightsResult(INT8, 0, len(chosen), readers.told(), before, after, activations="uint8"))
+    return QuantizedModel(
+        made, WeightsResult(dtype, 0, len(chosen), readers.told(), before, after, activations=to.read)
+    )
 
 
 def _why_not(node: onnx.NodeProto, weight: TensorProto) -> str | None:
@@ -96,15 +121,16 @@ def _with_names(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _by_library(
-    library: ModuleType, model: onnx.ModelProto, samples: Sequence[Mapping[str, Array]], names: list[str]
+    library: ModuleType, model: onnx.ModelProto, to: EightBits, samples: Sequence[Mapping[str, Array]], names: list[str]
 ) -> onnx.ModelProto:
     """Return the model with quantizers around the nodes with these names."""
-    kinds = library.QuantType
-    with logging_unchanged(), tempfile.TemporaryDirectory() as scratch:
+    kinds, operators = library.QuantType, list(to.operators)
+    with logging_unchanged(), tempfile.TemporaryDirectory() as scratch, redirect_stdout(None):
         path = Path(scratch, "model.onnx")
         library.quantize_static(
-            model, path, _Samples(samples), op_types_to_quantize=list(OPERATORS), nodes_to_quantize=names,
-            per_channel=True, activation_type=kinds.QUInt8, weight_type=kinds.QInt8, use_external_data_format=True,
-            extra_options={"OpTypesToExcludeOutputQuantization": list(OPERATORS)},
+            model, path, _Samples(samples), op_types_to_quantize=operators, nodes_to_quantize=names,
+            per_channel=True, activation_type=kinds[to.activations], weight_type=kinds[to.weights],
+            calibrate_method=library.CalibrationMethod[to.method], use_external_data_format=True,
+            extra_options={"OpTypesToExcludeOutputQuantization": operators},
         )  # fmt: skip
         return onnx.load(path)

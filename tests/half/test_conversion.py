@@ -972,7 +972,7 @@ def test_options_that_contradict_each_other_are_refused() -> None:
     for options, text in (
         ({"io": "half"}, "io is for half precision"),
         ({"max_error": 0.1}, "max_error is for half precision"),
-        ({"dtype": "float8"}, "dtype is 'float16', 'bfloat16' or 'int8', not 'float8'"),
+        ({"dtype": "float4"}, "dtype is 'float16', 'bfloat16', 'int8' or 'float8', not 'float4'"),
         ({"dtype": "float16", "io": "both"}, "io is 'float32' or 'half'"),
         ({"dtype": "float16", "max_error": 0.0}, "a number above 0"),
     ):

@@ -1,4 +1,4 @@
-"""Test `--dtype int8 --calibrate`: what is quantized and fused, that the reported error is the error, and refusals."""
+"""Test `--dtype int8 --calibrate` and float8: what is quantized and fused, the reported errors, and refusals."""
 
 from __future__ import annotations
 
@@ -101,18 +101,40 @@ def error(source: onnx.ModelProto, made: onnx.ModelProto, data: Array) -> float:
     ],
     ids=["convolutions", "transformer"],
 )
-def test_a_model_is_quantized_and_fused(text: str, shape: tuple[int, ...], counts: dict[str, int]) -> None:
+@pytest.mark.parametrize(("dtype", "read"), [("int8", "uint8"), ("float8", "float8")])
+def test_a_model_is_quantized_and_fused(
+    text: str, shape: tuple[int, ...], counts: dict[str, int], dtype: Any, read: str
+) -> None:
+    """Convolutions are not quantized to float8."""
     source, data = model(text), samples(shape)
-    made, report = onnxfuse.optimize(source, dtype="int8", calibrate={"x": data})
+    if dtype == "float8" and text == CONVS:
+        counts = {"conv_bias_activation": 2, "quantized_gemm": 1}
+    made, report = onnxfuse.optimize(source, dtype=dtype, calibrate={"x": data})
     assert report.verified.status == "verified" and source == model(text)
     assert {name: report.counts.get(name, 0) for name in counts} == counts
     found = report.weights
-    assert found is not None and (found.dtype, found.activations) == ("int8", "uint8")
-    assert (found.nodes, found.stays) == (sum(counts.values()) - counts.get("attention", 0), ())
+    assert found is not None and (found.dtype, found.activations) == (dtype, read)
+    assert found.nodes == sum(count for name, count in counts.items() if name.startswith("quantized"))
+    assert [(each.op, each.nodes) for each in found.stays] == [("Conv", ("c1", "c2"))] * (
+        "conv_bias_activation" in counts
+    )
     assert found.bytes_after < found.bytes_before
     (told,) = found.errors
     assert found.note == "these errors are those of samples that gave the ranges; other inputs may be off by more"
-    assert 0 < told.max_rel < 0.05 and told.max_rel == pytest.approx(error(source, made, data), rel=1e-3)
+    assert 0 < told.max_rel < (0.05 if dtype == "int8" else 0.1) and told.max_rel == pytest.approx(
+        error(source, made, data), rel=1e-3
+    )
+
+
+def test_onnxruntime_optimizes_float8_without_changing_results() -> None:
+    """By default it removes a Relu before a quantizer to float8, as if 0 were the lowest number."""
+    made, report = onnxfuse.optimize(model(LAYER), dtype="float8", calibrate={"x": samples(TOKENS)})
+    (x, *_), notes = samples(TOKENS), report.verified.notes
+    assert len(notes) == 1 and notes[0].startswith(
+        "onnxruntime's graph optimizations change output 'y' of the original"
+    )
+    session = ort.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"])
+    np.testing.assert_allclose(session.run(None, {"x": x})[0], run(made, x), atol=1e-4)
 
 
 def test_float_tensors_are_those_of_attention_and_of_sums() -> None:
@@ -237,8 +259,9 @@ def test_models_without_such_weights_are_refused() -> None:
     ("options", "message"),
     [
         ({"dtype": "int8"}, "dtype int8 takes the ranges of tensors from inputs; give calibrate, an .npz file"),
-        ({"calibrate": {}}, "calibrate gives the ranges of tensors for dtype int8"),
-        ({"calibrate": {}, "dtype": "float16"}, "calibrate gives the ranges of tensors for dtype int8"),
+        ({"dtype": "float8"}, "dtype float8 takes the ranges of tensors from inputs; give calibrate, an .npz file"),
+        ({"calibrate": {}}, "calibrate gives the ranges of tensors for dtype int8 or float8"),
+        ({"calibrate": {}, "dtype": "float16"}, "calibrate gives the ranges of tensors for dtype int8 or float8"),
         ({"calibrate": {}, "dtype": "int8", "weights": "int4"}, "dtype and weights are two steps"),
         ({"calibrate": {}, "dtype": "int8", "plan": "p.json"}, "save the model that dtype gives, and make a plan"),
         ({"calibrate": {}, "dtype": "int8", "io": "half"}, "io is for half precision"),
