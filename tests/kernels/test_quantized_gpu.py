@@ -6,10 +6,15 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
+import onnx
+import onnx.numpy_helper
+import onnx.parser
 import pytest
 from kernel_runs import compile_all, launch, upload
 from quantized_cases import CASES, NUMPY, Case
+from runtimes import open_on_cpu
 
+import onnxfuse
 from onnxfuse.ir.dtypes import FLOAT8
 from onnxfuse.kernels.quantized.host import candidates, supports
 from onnxfuse.runtime import cuda_driver
@@ -62,6 +67,38 @@ def test_nan_of_float8_stays_in_its_row(gpu: Device) -> None:
     for plan in candidates(case.node(), case.specs(), gpu):
         y = output(plan, list(arrays.values()), True).astype(np.float32)
         assert np.isnan(y[7]).all() and np.isfinite(np.delete(y, 7, axis=0)).all()
+
+
+LAYER = """<ir_version: 9, opset_import: ["" : 19]> g (float[batch,64] x) => (float[batch,64] y)
+    <float[64] scale, float[64] shift, float[64,96] w, float[96] bias, float[96,64] v, float step = {0.02},
+     float steps = {0.003}, float8e4m3fn zero = {0}>
+    { normal = LayerNormalization (x, scale, shift)
+      q = QuantizeLinear (normal, step, zero)  values = DequantizeLinear (q, step, zero)
+      stored = QuantizeLinear (w, steps, zero)  weight = DequantizeLinear (stored, steps, zero)
+      sums = MatMul (values, weight)  product = Add (sums, bias)  positive = Relu (product)
+      q2 = QuantizeLinear (positive, step, zero)  values2 = DequantizeLinear (q2, step, zero)
+      stored2 = QuantizeLinear (v, steps, zero)  weight2 = DequantizeLinear (stored2, steps, zero)
+      second = MatMul (values2, weight2)  y = Add (second, x) }"""
+
+
+def test_a_session_runs_layers_of_float8() -> None:
+    """A float8 number that rounds otherwise moves its row by little."""
+    ort = pytest.importorskip("onnxruntime")
+    original, random = onnx.parser.parse_model(LAYER), np.random.default_rng(1)
+    for value in original.graph.value_info:
+        shape = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        if shape:
+            drawn = (random.standard_normal(shape) / 8 + (value.name == "scale")).astype(np.float32)
+            original.graph.initializer.append(onnx.numpy_helper.from_array(drawn, value.name))
+    optimized, report = onnxfuse.optimize(original, verify=False)
+    assert report.counts == {"layer_norm": 1, "quantized_gemm": 2}
+    x = np.random.default_rng(0).standard_normal((70, 64)).astype(np.float32)
+    expected = open_on_cpu(original, optimize=False).run(None, {"x": x})[0]
+    ort.preload_dlls()
+    session = onnxfuse.InferenceSession(optimized.SerializeToString(), providers=["CUDAExecutionProvider"])
+    assert {each.how for each in onnxfuse.explain_session(session)} == {"kernel"}
+    errors = np.abs(session.run(None, {"x": x})[0] - expected) / np.abs(expected).max()
+    assert errors.max() < 0.02 and errors.mean() < 1e-3
 
 
 def output(plan: Plan, arrays: Sequence[np.ndarray], aligned: bool) -> np.ndarray:

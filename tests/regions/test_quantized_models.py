@@ -10,12 +10,22 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
+from architectures import H200
 from case_documents import with_weights
-from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_dynamic, quantize_static
+from kernel_hosts import host_of, require_support
+from onnxruntime.quantization import (
+    CalibrationDataReader,
+    CalibrationMethod,
+    QuantFormat,
+    QuantType,
+    quantize_dynamic,
+    quantize_static,
+)
 from region_models import assert_programs_agree, left_by_onnxruntime, optimized, regions
 from runtimes import open_on_cpu
 
-from onnxfuse.ir.dtypes import Array
+from onnxfuse.ir.dtypes import FLOAT8, Array
+from onnxfuse.runtime.fused_calls import read_calls
 
 HEAD = '<ir_version: 9, opset_import: ["" : 17]> g '
 BLOCK = (
@@ -92,7 +102,13 @@ def quantized(text: str, folder: Path, how: str) -> tuple[onnx.ModelProto, dict[
     model, shape = made(text)
     source, target = folder / "float.onnx", folder / "quantized.onnx"
     onnx.save(model, source)
-    if how == "dynamic":
+    if how == "float8":
+        model.opset_import[0].version = 19
+        onnx.save(model, source)
+        kinds = dict.fromkeys(("activation_type", "weight_type"), QuantType.QFLOAT8E4M3FN)
+        quantize_static(source, target, Drawn(shape), **kinds, per_channel=True, op_types_to_quantize=["MatMul"],
+                        calibrate_method=CalibrationMethod.Distribution)  # fmt: skip
+    elif how == "dynamic":
         quantize_dynamic(source, target, weight_type=QuantType.QInt8)
     else:
         activations = QuantType.QInt8 if how == "int8" else QuantType.QUInt8
@@ -146,6 +162,20 @@ def test_cpus_compute_what_they_did_in_the_same_integer_operators(name: str, tmp
     expected, result = (open_on_cpu(each).run(None, feeds) for each in (model, fused))
     np.testing.assert_array_equal(result[0], expected[0])
     assert assert_programs_agree(fused, feeds) == len(regions(fused))
+
+
+def test_layers_of_float8_have_kernels(tmp_path: Path) -> None:
+    """Nodes are those of a model whose products alone are quantized to int8, and products read and write float8."""
+    model, feeds = quantized(LAYER, tmp_path, "float8")
+    fused, _ = optimized(model)
+    assert kinds(fused) == {"quantized_gemm": 5, "MatMul": 2, "region": 5, "DequantizeLinear": 1}
+    assert assert_programs_agree(fused, feeds) == len(regions(fused))
+    calls = read_calls(fused)
+    for call in calls:
+        require_support(host_of(call.node.fusion), call.node, call.dtypes, H200)
+    products = [call for call in calls if call.node.fusion == "quantized_gemm"]
+    assert all(call.dtypes[0] == call.dtypes[2] == FLOAT8 for call in products)
+    assert sum(call.node.output_dtypes == (FLOAT8,) for call in products) == 3
 
 
 @pytest.mark.parametrize("name", ["block, per tensor", "layer, dynamic"])
