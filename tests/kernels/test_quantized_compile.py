@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from architectures import A100, DEVICES, H200, T4, check_compiles
-from quantized_cases import AFTER, CASES, CONVS, GEMMS, Case
+from quantized_cases import AFTER, CASES, CONVS, GEMMS, OF_FLOAT8, Case
 from sampling import sampled
 
 from onnxfuse.kernels.quantized import columns
@@ -33,7 +33,7 @@ def test_all_plans_compile(case: Case, aligned: bool) -> None:
 
 
 @pytest.mark.parametrize("device", [each for each in DEVICES if each is not T4], ids=lambda each: f"sm_{each.arch}")
-@pytest.mark.parametrize("case", [replace(GEMMS[3], dtype="float16"), CONVS[1], AFTER[-3]], ids=str)
+@pytest.mark.parametrize("case", [replace(GEMMS[3], dtype="float16"), CONVS[1], AFTER[-3], OF_FLOAT8[-1]], ids=str)
 def test_plans_compile_for_every_gpu(case: Case, device: Device) -> None:
     for plan in plans_of(case, device)[:2]:
         for step in plan.steps:
@@ -69,7 +69,16 @@ def test_rows_of_taps_fit_into_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "quantized_columns" not in str(plans_of(STEM, H200))
 
 
-@pytest.mark.parametrize("case", [GEMMS[0], CONVS[0]], ids=str)
+@pytest.mark.parametrize("case", OF_FLOAT8[:4], ids=str)
+def test_threads_have_registers_for_two_sets_of_float8_sums(case: Case) -> None:
+    """One of the sums of a stage, and one of all stages; a tile of 192x128, whose threads have 160, spills one."""
+    for plan in plans_of(case, H200):
+        for step in plan.steps:
+            if isinstance(step, Launch) and step.kernel.source == "quantized_gemm":
+                check_compiles(step.kernel, H200, spills=16 if step.kernel.defines["CONSUMERS"] == 3 else 0)
+
+
+@pytest.mark.parametrize("case", [GEMMS[0], CONVS[0], OF_FLOAT8[0]], ids=str)
 def test_other_gpus_multiply_numbers(case: Case) -> None:
     for plan in plans_of(case, A100):
         assert len(plan.steps) >= 3 and len(plan.scratch) >= 2
