@@ -159,9 +159,12 @@ def arguments(conv: Conv, config: HopperConfig) -> tuple[Argument, ...]:
     """Return the arguments of a convolution kernel of gemm_hopper.cuh."""
     gemm = gemm_of_blocks(conv)
     by_maps = config.split_k == 1 and conv.dtype != "float32"
-    results = [hopper.result_map(gemm, config, each, conv.m) for each in (conv.y, conv.residual) if each and by_maps]
+    maps, results = operand_maps(conv, config), list[TensorMap]()
+    if by_maps:  # if y is not stored, any map will do
+        results += [hopper.result_map(gemm, config, conv.y, conv.m) if gemm.stores_y else maps[0]]
+        results += [hopper.result_map(gemm, config, conv.residual, conv.m)] if conv.residual else []
     sizes = hopper_slices.pixel_sizes(gemm, three(conv.y_sizes), config)
-    return (*operand_maps(conv, config), *results, conv.epilogue_operands, sizes)
+    return (*maps, *results, conv.epilogue_operands, sizes)
 
 
 def operand_maps(conv: Conv, config: HopperConfig) -> tuple[TensorMap, TensorMap]:

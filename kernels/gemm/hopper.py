@@ -383,7 +383,8 @@ def arguments(gemm: Gemm, config: HopperConfig) -> tuple[Argument, ...]:
     ]
     results, biases, by_threads = list[Argument](), list[Argument](), stores_by_threads(gemm)
     if config.split_k == 1:
-        results += [each.y if by_threads else result_map(gemm, config, each.y, each.n) for each in gemm.products]
+        of_y = maps[:1] if not gemm.stores_y else [result_map(gemm, config, each.y, each.n) for each in gemm.products]
+        results += [each.y for each in gemm.products] if by_threads else of_y  # without stores, any map will do
         results += [result_map(gemm, config, gemm.residual, gemm.n)] if gemm.residual else []
         biases += [Struct(tuple(each.bias or ABSENT for each in gemm.products))]
     gate: list[Argument] = []

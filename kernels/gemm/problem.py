@@ -84,6 +84,11 @@ class Gemm:
         return (self, *self.grouped)
 
     @property
+    def stores_y(self) -> bool:
+        """Whether the kernel stores y; if not, the program stores all outputs, none of which has y's dtype."""
+        return self.program is None or self.program.dtype == self.dtype
+
+    @property
     def rows(self) -> int:
         """The rows of y."""
         return self.m

@@ -11,7 +11,8 @@ from sampling import sampled
 
 from onnxfuse.kernels.quantized import columns
 from onnxfuse.kernels.quantized.host import candidates, supports
-from onnxfuse.runtime.plan import Device, Launch, Plan
+from onnxfuse.kernels.tensors import ITEM_BYTES
+from onnxfuse.runtime.plan import Device, Launch, Plan, TensorMap
 
 IN_INTEGERS = [case for case in CASES if case.k % 16 == 0 and case.m and case.layout == "nk"]
 IN_INTEGERS = [case for case in IN_INTEGERS if case.group == 1 and case.w_zero is None]
@@ -67,6 +68,17 @@ def test_rows_of_taps_fit_into_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "quantized_columns" not in str(plans_of(replace(longest, k=84), H200))  # a row of 756 bytes
     monkeypatch.setattr(columns, "MAX_BYTES", 1 << 15)
     assert "quantized_columns" not in str(plans_of(STEM, H200))
+
+
+@pytest.mark.parametrize("after", ["relu", "residual"])
+@pytest.mark.parametrize("case", [replace(GEMMS[3], dtype="float16"), CONVS[-2], OF_FLOAT8[6]], ids=str)
+def test_maps_of_results_end_with_these(case: Case, after: str) -> None:
+    """Kernels of float16 numbers, whose programs alone store y in 8 bits."""
+    case = replace(case, after=after)
+    for plan in plans_of(case, H200):
+        for map_ in (each for step in plan.steps if isinstance(step, Launch) for each in step.arguments):
+            if isinstance(map_, TensorMap) and map_.pointer.kind == "output":
+                assert map_.sizes[0] * ITEM_BYTES[map_.dtype] == plan.outputs[0].shape[-1]
 
 
 @pytest.mark.parametrize("case", OF_FLOAT8[:4], ids=str)
