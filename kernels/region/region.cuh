@@ -525,7 +525,9 @@ __device__ __forceinline__ T nearest(T at, T size) {
     return at < 0 ? T(0) : at >= size ? T(size - 1) : at;
 }
 
-#ifndef HAS_PROGRAM  // an epilogue's program has no reductions, and its indices have 32 bits
+#include "extreme.cuh"
+
+#ifndef HAS_PROGRAM  // an epilogue's program has no other reductions, and its indices have 32 bits
 // ---- quotients and remainders by sizes that are arguments, of numbers below 2^62 ----------------------------------
 
 // The 64-bit variant of Divisor in types.cuh; `multiplier` is 2^62 / value + 1, so quotients are at most 1 too large.
@@ -624,40 +626,6 @@ struct Online {
     }
 };
 
-// The index of the largest number, or of the least one if !LARGEST_WINS; of equal ones the first, or the last if LAST.
-template <class T, bool LARGEST_WINS, bool LAST>
-struct Extreme {
-    T best = T(0);
-    int at = -1;
-    __device__ __forceinline__ void add(T x, int place) { merge(Extreme{x, place}); }
-    __device__ __forceinline__ void merge(const Extreme& other) {
-        const bool better = LARGEST_WINS ? other.best > best : other.best < best;
-        const bool later = other.at > at;
-        if (other.at >= 0 && (at < 0 || better || (other.best == best && later == LAST))) *this = other;
-    }
-};
-
-// Returns the accumulator of the lane whose index is this lane's XOR `mask`.
-template <class A>
-__device__ __forceinline__ A exchanged(const A& own, int mask) {
-    union Words {
-        A whole;
-        u32 words[sizeof(A) / 4];
-        __device__ __forceinline__ Words() {}
-    } from, to;
-    from.whole = own;
-#pragma unroll
-    for (int i = 0; i < int(sizeof(A) / 4); ++i) to.words[i] = __shfl_xor_sync(0xffffffffu, from.words[i], mask);
-    return to.whole;
-}
-
-// Merges the accumulators of LANES neighbouring threads of a warp; LANES is a power of two.
-template <int LANES = 32, class A>
-__device__ __forceinline__ void merge_warp(A& own) {
-#pragma unroll
-    for (int mask = LANES / 2; mask > 0; mask /= 2) own.merge(exchanged(own, mask));
-}
-
 template <class A, int THREADS>
 __device__ __forceinline__ void merge_block(A& own, u64* memory) {
     A* slots = reinterpret_cast<A*>(memory);
@@ -717,10 +685,5 @@ __device__ __forceinline__ A stored_by_warp(const u64* memory, long long row, in
     for (int i = lane; i < shares; i += 32) own.merge(reinterpret_cast<const A*>(memory)[row * shares + i]);
     merge_warp(own);
     return own;
-}
-
-template <class A>
-__device__ __forceinline__ void store_accumulator(u64* memory, long long at, const A& own) {
-    reinterpret_cast<A*>(memory)[at] = own;
 }
 #endif

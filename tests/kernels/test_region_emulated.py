@@ -99,6 +99,18 @@ def test_a_nan_is_the_largest_and_the_least_of_a_row(tmp_path: Path) -> None:
         np.testing.assert_array_equal(own, function(program.operands["x0"], axis, keepdims=True))
 
 
+def test_a_nan_is_selected_only_as_the_first_element(tmp_path: Path) -> None:
+    """As onnxruntime's CPU provider selects, however threads and blocks divide a row."""
+    programs = {}
+    for op, axis, last, size in itertools.product(("ArgMax", "ArgMin"), (0, 1), (0, 1), (40, 5000)):
+        x = numbers((40, size), "float16")
+        x[[3, 5, 0, 0], [7, 0, 6, 0]] = np.nan  # elsewhere in a row and first, by columns and by rows
+        x[9], x[:, 9], x[11] = np.nan, np.nan, np.inf
+        given = {"axis": axis, "keepdims": 1, "select_last_index": last}
+        programs[f"{op} {given} {size}"] = one("", op, x, dtype="int64", **given)[1]
+    check_all(programs, tmp_path)
+
+
 def test_norms_of_what_precedes_them_against_float64(tmp_path: Path) -> None:
     every = list(cases())
     found = results([case.made()[1] for case in every], GPU, tmp_path)
