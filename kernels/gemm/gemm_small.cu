@@ -21,7 +21,7 @@
 //   WIDTH        elements per access to y, the residual and the column vectors; divides n
 //   and the macros of epilogue.cuh
 #include "types.cuh"
-#include "epilogue.cuh"
+#include "finish_rows.cuh"
 
 using i64 = long long;
 
@@ -255,10 +255,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
     __syncthreads();
     const Epilogue epilogue{epilogue_operands, {PROGRAM_ARGUMENTS}};
-    constexpr int VECTORS = TILE / WIDTH;
-    const int last = min(m - row, ROWS) * VECTORS;
-    for (int at = threadIdx.x; at < last; at += THREADS) {
-        const int i = at / VECTORS, j = at % VECTORS * WIDTH;
-        if (tile + j < N) epilogue.finish<WIDTH>(&partial[0][0][i][j], ROWS * TILE, row + i, tile + j, N);
-    }
+    const auto sums_of = [&](int i, int j, float (&values)[WIDTH], float (&ups)[WIDTH]) {
+#pragma unroll
+        for (int v = 0; v < WIDTH; ++v) {
+            values[v] = partial[0][0][i][j + v];
+            if constexpr (GATED) ups[v] = partial[0][WEIGHTS - 1][i][j + v];
+        }
+    };
+    finish_rows<TILE, THREADS>(epilogue, row, min(m - row, ROWS), tile, N, sums_of);
 }

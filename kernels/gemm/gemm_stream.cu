@@ -29,7 +29,7 @@
 //   WIDTH   elements per access to y, the residual and the column vectors; divides every n and TILE_N / CLUSTER
 //   and those of epilogue.cuh
 #include "types.cuh"
-#include "epilogue.cuh"
+#include "finish_rows.cuh"
 #include "gemm_multiply.cuh"
 #include "hopper.cuh"
 
@@ -256,24 +256,6 @@ struct Exchange {
     }
 };
 
-// Applies the epilogue to this block's columns, from `first` on, and stores them.
-__device__ __forceinline__ void finish(const Epilogue& epilogue, const Exchange& exchange, const float* staged, int row,
-                                       int rows, int first, int n) {
-    constexpr int VECTORS = OWN_COLUMNS / WIDTH;
-    for (int at = threadIdx.x; at < rows * VECTORS; at += THREADS) {
-        const int i = at / VECTORS, j = at % VECTORS * WIDTH;
-        float values[WIDTH], other[WIDTH];
-        if constexpr (CLUSTER > 1) {
-            exchange.receive(0, i, j, values);
-            if constexpr (GATED) exchange.receive(1, i, j, other);
-        } else {
-            add_warps(staged + i * SUMS_PITCH + j, values);
-            if constexpr (GATED) add_warps(staged + (TILE_M + i) * SUMS_PITCH + j, other);
-        }
-        if (first + j < n) epilogue.finish(values, other, row + i, first + j, n);
-    }
-}
-
 // The bias and the result of the second or third product; stream.py writes the fields in this order.
 struct ProductOutput {
     const T* bias;
@@ -354,5 +336,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __syncthreads();
     if constexpr (CLUSTER > 1) exchange.swap(staged, rank, rows);
     const Epilogue epilogue{epilogue_operands, {PROGRAM_ARGUMENTS}};
-    finish(epilogue, exchange, staged, row, rows, tile * TILE_N + rank * OWN_COLUMNS, n);
+    const auto sums_of = [&](int i, int j, float (&values)[WIDTH], float (&ups)[WIDTH]) {
+        if constexpr (CLUSTER > 1) {
+            exchange.receive(0, i, j, values);
+            if constexpr (GATED) exchange.receive(1, i, j, ups);
+        } else {
+            add_warps(staged + i * SUMS_PITCH + j, values);
+            if constexpr (GATED) add_warps(staged + (TILE_M + i) * SUMS_PITCH + j, ups);
+        }
+    };
+    finish_rows<OWN_COLUMNS, THREADS>(epilogue, row, rows, tile * TILE_N + rank * OWN_COLUMNS, n, sums_of);
 }

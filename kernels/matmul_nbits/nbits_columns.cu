@@ -14,6 +14,7 @@
 //   WIDTH         elements of an access to y, the residual and the column vectors; divides n and the block's columns
 //   and those of nbits.cuh
 #include "nbits.cuh"
+#include "finish_rows.cuh"
 
 constexpr int THREADS = 32 * WARPS, EACH = WORD * 8 / BITS, TILE_N = LANES * EACH;
 constexpr int UNIT = BLOCK_SIZE < 32 ? BLOCK_SIZE : 32;  // rows of w in a unit, which is at most a block of k
@@ -117,18 +118,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     __syncthreads();
     const Epilogue epilogue{own.bias,           products.of[WEIGHTS - 1].bias, nullptr, residual, own.y, 0.0f, 0.0f,
                             {PROGRAM_ARGUMENTS}};
-    constexpr int VECTORS = TILE_N / WIDTH;
-    for (int at = threadIdx.x; at < rows * VECTORS; at += THREADS) {
-        const int i = at / VECTORS, j = at % VECTORS * WIDTH;
-        if (first + j >= tile.columns) continue;
-        float values[WIDTH] = {}, ups[WIDTH] = {};
+    const auto sums_of = [&](int i, int j, float (&values)[WIDTH], float (&ups)[WIDTH]) {
 #pragma unroll
-        for (int v = 0; v < WIDTH; ++v)
+        for (int v = 0; v < WIDTH; ++v) {
+            values[v] = ups[v] = 0.0f;
 #pragma unroll
             for (int other = 0; other < WARPS; ++other) {
                 values[v] += partial[other][i][j + v];
                 if constexpr (GATED) ups[v] += partial[other][i][TILE_N + j + v];
             }
-        epilogue.finish(values, ups, (long long)(row + i), first + j, tile.columns);
-    }
+        }
+    };
+    finish_rows<TILE_N, THREADS>(epilogue, row, rows, first, tile.columns, sums_of);
 }

@@ -12,6 +12,7 @@
 //   WIDTH         elements of an access to y, the residual and the column vectors; divides n and WARPS
 //   and those of nbits.cuh
 #include "nbits.cuh"
+#include "finish_rows.cuh"
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int EACH = WORD * 8 / BITS;  // weights per word
@@ -74,9 +75,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     __syncthreads();
     const Epilogue epilogue{own.bias,           products.of[WEIGHTS - 1].bias, nullptr, residual, own.y, 0.0f, 0.0f,
                             {PROGRAM_ARGUMENTS}};
-    constexpr int VECTORS = WARPS / WIDTH;
-    for (int at = threadIdx.x; at < rows * VECTORS; at += THREADS) {
-        const int i = at / VECTORS, j = at % VECTORS * WIDTH;
-        if (first + j < columns) epilogue.finish<WIDTH>(&sums[i][0][j], WARPS, row + i, first + j, columns);
-    }
+    const auto sums_of = [&](int i, int j, float (&values)[WIDTH], float (&ups)[WIDTH]) {
+#pragma unroll
+        for (int v = 0; v < WIDTH; ++v) {
+            values[v] = sums[i][0][j + v];
+            if constexpr (GATED) ups[v] = sums[i][WEIGHTS - 1][j + v];
+        }
+    };
+    finish_rows<WARPS, THREADS>(epilogue, row, rows, first, columns, sums_of);
 }

@@ -26,6 +26,7 @@
 //   and those of nbits.cuh; BLOCK_SIZE is at least 32, and rows of packed zero points are whole bytes
 #include "nbits.cuh"
 #include "nbits_pairs.cuh"
+#include "finish_rows.cuh"
 #include "gemm_multiply.cuh"
 
 constexpr int THREADS = 32 * WARPS;
@@ -463,19 +464,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         const Epilogue epilogue{
             tile.own.bias,      products.of[WEIGHTS - 1].bias, nullptr, residual, tile.own.y, 0.0f, 0.0f,
             {PROGRAM_ARGUMENTS}};
-        constexpr int VECTORS = TILE_N / WIDTH;
-        for (int i = threadIdx.x; i < rows * VECTORS; i += THREADS) {
-            const int own = i / VECTORS, column = i % VECTORS * WIDTH;
-            if (!WHOLE_TILES && tile.first + column >= tile.columns) continue;
-            float values[WIDTH] = {}, ups[WIDTH] = {};
+        const auto sums_of = [&](int i, int j, float (&values)[WIDTH], float (&ups)[WIDTH]) {
 #pragma unroll
-            for (int v = 0; v < WIDTH; ++v)
+            for (int v = 0; v < WIDTH; ++v) {
+                values[v] = ups[v] = 0.0f;
 #pragma unroll
                 for (int other = 0; other < WARPS; ++other) {
-                    values[v] += partial[buffer][other][own][column + v];
-                    if constexpr (GATED) ups[v] += partial[buffer][other][own][TILE_N + column + v];
+                    values[v] += partial[buffer][other][i][j + v];
+                    if constexpr (GATED) ups[v] += partial[buffer][other][i][TILE_N + j + v];
                 }
-            epilogue.finish(values, ups, (long long)(row + own), tile.first + column, tile.columns);
-        }
+            }
+        };
+        finish_rows<TILE_N, THREADS, WHOLE_TILES>(epilogue, row, rows, tile.first, tile.columns, sums_of);
     }
 }
