@@ -1,10 +1,10 @@
 """Time one token of language models as onnxruntime-genai's builder writes them, beside onnxruntime.
 
-    python benchmarks/decode.py --out FILE [--only llama-1b,llama-8b] [--weights float16,int4] [--past 1024]
+    python benchmarks/decode.py --out FILE [--only llama-1b,llama-8b] [--weights float16,int4] [--past 1024] [--greedy]
 
 Weights are random.  With int4, products have blocks of 32, and lm_head has int8.  Past and present caches are one
 buffer, as genai binds them, and both engines run in a CUDA graph.  `bytes` counts the weights and caches that a token
-reads.
+reads.  With `--greedy`, the models end in an ArgMax, and their output is the next token.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ MODELS: Final = {
 class Builder:
     """The graph of a decoder with a key-value cache, whose weights lie in a file beside it."""
 
-    def __init__(self, sizes: Llama, weights: str, folder: Path) -> None:
+    def __init__(self, sizes: Llama, weights: str, folder: Path, greedy: bool) -> None:
         """Open the file of weights; `weights` is float16 or int4."""
-        self.sizes, self.weights, self.folder = sizes, weights, folder
+        self.sizes, self.weights, self.folder, self.greedy = sizes, weights, folder, greedy
         self.nodes: list[onnx.NodeProto] = []
         self.constants: list[onnx.TensorProto] = []
         self.read_bytes = 0  # of weights that a token reads
@@ -147,6 +147,8 @@ class Builder:
         logits = self.product(normed, "lm_head", s.hidden, s.vocabulary, bits=8)
         self.nodes[-1].output[0] = "logits"
         assert logits == "lm_head.y"
+        if self.greedy:
+            self.add("ArgMax", ["logits"], "token", axis=-1, keepdims=0)
         self._data.close()
         return self._write(rows)
 
@@ -156,6 +158,8 @@ class Builder:
         given = [helper.make_tensor_value_info("input_ids", TensorProto.INT64, ["batch", "new"]),
                  helper.make_tensor_value_info("attention_mask", TensorProto.INT64, ["batch", "total"])]  # fmt: skip
         results = [helper.make_tensor_value_info("logits", half, ["batch", "new", s.vocabulary])]
+        if self.greedy:
+            results = [helper.make_tensor_value_info("token", TensorProto.INT64, ["batch", "new"])]
         for i in range(s.layers):
             for part in "key", "value":
                 given.append(helper.make_tensor_value_info(f"past.{i}.{part}", half, cache))
@@ -167,8 +171,10 @@ class Builder:
         return path
 
 
-def milliseconds(path: Path, sizes: Llama, past: int, rows: int, is_fused: bool) -> tuple[float, np.ndarray, str]:
-    """Return the time of one token, its logits, and how fused nodes run."""
+def milliseconds(
+    path: Path, sizes: Llama, past: int, rows: int, is_fused: bool, greedy: bool
+) -> tuple[float, np.ndarray, str]:
+    """Return the time of one token, its logits or the next token, and how fused nodes run."""
     options = [("CUDAExecutionProvider", {"enable_cuda_graph": "1"})]
     session = (InferenceSession if is_fused else ort.InferenceSession)(str(path), providers=options)
     binding, held = session.io_binding(), []
@@ -187,8 +193,10 @@ def milliseconds(path: Path, sizes: Llama, past: int, rows: int, is_fused: bool)
             cache = torch.randn((1, sizes.kv_heads, rows, sizes.size), device="cuda", dtype=torch.float16)
             bind(f"past.{i}.{part}", cache, np.float16)
             bind(f"present.{i}.{part}", cache, np.float16, is_input=False)
-    logits = torch.zeros((1, 1, sizes.vocabulary), device="cuda", dtype=torch.float16)
-    bind("logits", logits, np.float16, is_input=False)
+    result = torch.zeros((1, 1, sizes.vocabulary), device="cuda", dtype=torch.float16)
+    if greedy:
+        result = torch.zeros((1, 1), device="cuda", dtype=torch.int64)
+    bind("token" if greedy else "logits", result, np.int64 if greedy else np.float16, is_input=False)
     torch.cuda.synchronize()
     for _ in range(4):
         session.run_with_iobinding(binding)
@@ -202,7 +210,7 @@ def milliseconds(path: Path, sizes: Llama, past: int, rows: int, is_fused: bool)
     if is_fused:
         found = [f"{each.fusion} {each.how}" for each in explain_session(session)]
         ways = ", ".join(f"{found.count(way)} {way}" for way in dict.fromkeys(found))
-    return statistics.median(times), logits.float().cpu().numpy(), ways
+    return statistics.median(times), result.double().cpu().numpy(), ways
 
 
 @click.command()
@@ -210,27 +218,29 @@ def milliseconds(path: Path, sizes: Llama, past: int, rows: int, is_fused: bool)
 @click.option("--only", default=",".join(MODELS), help="Names of models, separated by commas.")
 @click.option("--weights", default="float16,int4", help="float16, int4 or both.")
 @click.option("--past", default=1024, help="Tokens in the caches.")
-def main(out: Path, only: str, weights: str, past: int) -> None:
+@click.option("--greedy", is_flag=True, help="Let the models end in an ArgMax in place of logits.")
+def main(out: Path, only: str, weights: str, past: int, greedy: bool) -> None:
     """Time one token of each model with onnxruntime and with onnxfuse."""
     ort.preload_dlls()
-    rows = Rows(out, ("model", "weights", "past"))
+    rows = Rows(out, ("model", "weights", "past", "greedy"))
     for name in only.split(","):
         for kind in weights.split(","):
             with TemporaryDirectory() as folder:
                 sizes, capacity = MODELS[name], past + SPARE_ROWS
-                builder = Builder(sizes, kind, Path(folder))
+                builder = Builder(sizes, kind, Path(folder), greedy)
                 path = builder.model(capacity)
                 fused, _ = onnxfuse.optimize(path, verify=False)
                 save(fused, Path(folder) / "fused.onnx", folder=Path(folder))
-                plain, right, _ = milliseconds(path, sizes, past, capacity, is_fused=False)
-                own, found, ways = milliseconds(Path(folder) / "fused.onnx", sizes, past, capacity, is_fused=True)
+                fused_path = Path(folder) / "fused.onnx"
+                plain, right, _ = milliseconds(path, sizes, past, capacity, False, greedy)
+                own, found, ways = milliseconds(fused_path, sizes, past, capacity, True, greedy)
             caches = 2 * 2 * sizes.layers * sizes.kv_heads * past * sizes.size
             read = builder.read_bytes + caches
-            error = float(np.abs(found - right).max() / np.abs(right).max())
-            print(f"{name} {kind}: onnxfuse {own:.3f} ms, onnxruntime {plain:.3f}, {read / own / 1e9:.2f} TB/s; "
-                  f"error {error:.1e}; {ways}", flush=True)  # fmt: skip
-            rows.put({"model": name, "weights": kind, "past": past, "onnxfuse_ms": own, "onnxruntime_ms": plain,
-                      "bytes": read, "error": error})  # fmt: skip
+            error = float(np.abs(found - right).max() / max(1e-30, np.abs(right).max()))
+            print(f"{name} {kind}{' greedy' * greedy}: onnxfuse {own:.3f} ms, onnxruntime {plain:.3f}, "
+                  f"{read / own / 1e9:.2f} TB/s; error {error:.1e}; {ways}", flush=True)  # fmt: skip
+            rows.put({"model": name, "weights": kind, "past": past, "greedy": greedy, "onnxfuse_ms": own,
+                      "onnxruntime_ms": plain, "bytes": read, "error": error})  # fmt: skip
             torch.cuda.empty_cache()
 
 
