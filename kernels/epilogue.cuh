@@ -144,13 +144,12 @@ struct Epilogue : EpilogueOperands {
         if constexpr (HAS_RESIDUAL) loads.residual = load_once<W>(residual + at);
     }
 
-    // Computes y from W accumulators and the loaded operands, and stores it at index `at` if that is `inside` y.
-    // STREAM: y is stored so that it is evicted from L2 first.
-    template <bool STREAM, int W, bool WRAPS, class Index>
-    __device__ __forceinline__ void finish(Index at, const EpilogueLoads<W, WRAPS>& loads, const float (&acc)[W],
-                                           const float (&up)[W], bool inside = true) const {
+    // Computes y from W accumulators and the loaded operands; `at` is the index in y, which may be outside of it.
+    template <int W, bool WRAPS, class Index>
+    __device__ __forceinline__ void compute(Index at, const EpilogueLoads<W, WRAPS>& loads, const float (&acc)[W],
+                                            const float (&up)[W], bool inside, float (&results)[W]) const {
         ColumnValues<W> values;
-        float added[W], results[W];
+        float added[W];
         if constexpr (HAS_BIAS) loads.bias.unpack_to(values.bias);
         if constexpr (HAS_EXTRA) loads.extra.unpack_to(values.extra);
         if constexpr (HAS_COLUMN_SCALE) loads.scale.unpack_to(values.scale);
@@ -161,8 +160,27 @@ struct Epilogue : EpilogueOperands {
                 epilogue_columns(acc[i], GATED ? up[i] : 0.0f, values, i, HAS_RESIDUAL ? added[i] : 0.0f, alpha, beta);
         }
         program.apply<true>(results, added, loads.of_row, loads.of_columns, loads.of_elements, at, inside ? W : 0);
+    }
+
+    // Computes y from W accumulators and the loaded operands, and stores it at index `at` if that is `inside` y.
+    // STREAM: y is stored so that it is evicted from L2 first.
+    template <bool STREAM, int W, bool WRAPS, class Index>
+    __device__ __forceinline__ void finish(Index at, const EpilogueLoads<W, WRAPS>& loads, const float (&acc)[W],
+                                           const float (&up)[W], bool inside = true) const {
+        float results[W];
+        compute(at, loads, acc, up, inside, results);
         if constexpr (STORES_Y)
             if (inside) store<STREAM>(y + at, results);
+    }
+
+    // Loads the operands for W elements of a row of `columns`, from `column` on.
+    template <int W>
+    __device__ __forceinline__ void load(EpilogueLoads<W, false>& loads, long long row, int column, int columns) const {
+        load_columns(loads, column, columns);
+        load_residual(loads, row * columns + column);
+        program.load(loads.of_row, int(row), true);
+        program.load<true>(loads.of_columns, column, W);
+        program.load<true>(loads.of_elements, int(row), column, row * columns + column, W);
     }
 
     // Computes and stores W elements of a row of `columns`, from `column` on; `up` is used only if GATED.
@@ -170,11 +188,7 @@ struct Epilogue : EpilogueOperands {
     __device__ __forceinline__ void finish(const float (&acc)[W], const float (&up)[W], long long row, int column,
                                            int columns) const {
         EpilogueLoads<W, false> loads;
-        load_columns(loads, column, columns);
-        load_residual(loads, row * columns + column);
-        program.load(loads.of_row, int(row), true);
-        program.load<true>(loads.of_columns, column, W);
-        program.load<true>(loads.of_elements, int(row), column, row * columns + column, W);
+        load(loads, row, column, columns);
         finish<false>(row * columns + column, loads, acc, up);
     }
 

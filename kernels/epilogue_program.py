@@ -1,6 +1,7 @@
 """Generates C++ for the elementwise operators after a fused node: the `Program` of program.cuh, which its kernel calls.
 
-Operands of the program are broadcast to the shape of y, or read through views such as Transpose and Slice.
+Operands of the program are broadcast to the shape of y, or read through views such as Transpose and Slice.  After a
+product, the program may end in an ArgMax or ArgMin of each row: see finish_rows.cuh.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from onnxfuse.kernels.region.references import Reference
 from onnxfuse.kernels.region.round_trips import without_round_trips
 from onnxfuse.kernels.region.shapes import Shapes, infer
 from onnxfuse.kernels.region.sizes import Sizes
+from onnxfuse.kernels.selection import ACCUMULATORS, Selection, selection_of
 from onnxfuse.kernels.tensors import element_count
 from onnxfuse.region_operators import ELEMENTWISE, VIEWS
 from onnxfuse.runtime.plan import Argument, Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
@@ -64,7 +66,7 @@ TEXT: Final = """\
 #pragma nv_diag_suppress 177  // not every variable is read
 
 namespace program {{
-
+{selected}
 struct Program {{
 {members}
     struct OfRow {{
@@ -122,7 +124,7 @@ class EpilogueProgram:
 
     text: str
     arguments: tuple[Argument, ...]  # arguments of the launch after the kernel's own
-    y: Pointer  # the output that the kernel stores; any output if the program stores all
+    y: Pointer  # the output that the kernel stores, or any output if the program stores all
     residual: Pointer | None  # the operand that the kernel loads as its residual
     # Registers per thread: for stores of outputs, for an exact Tanh, and for the program's operands at 2 rows x 16
     # columns of y, which are a thread's share of 64 x 64 elements under wgmma.
@@ -130,6 +132,7 @@ class EpilogueProgram:
     dtype: str  # dtype of y
     is_precise: bool  # whether some output is float32
     element_bytes: int  # sum of the bytes per value of operands that have one value per element or per column
+    selection: Selection | None = None  # the ArgMax or ArgMin of each row that ends the program; `y` is ACCUMULATORS
 
     def kernel(self, kernel: Kernel) -> Kernel:
         """Return a kernel with the program in its epilogue."""
@@ -168,6 +171,7 @@ def epilogue_program(
     stored: Sequence[str] = (),
     axes: int = 1,
     strides: tuple[int, int, int] | None = None,
+    selects: bool = False,
 ) -> tuple[EpilogueProgram, tuple[TensorSpec, ...]] | None:
     """Return (program after a fused node with result `y`, specs of all outputs), or None if no epilogue can run it.
 
@@ -175,16 +179,21 @@ def epilogue_program(
     none.  `stored` are the dtypes other than y's that the kernel can store.  If `stored` is empty and no output has y's
     dtype, the program stores all outputs; the kernel must support that.  `axes`: how many of the last axes of y are its
     columns.  `strides`: for attention, the strides of y's batch, heads and queries in elements, by which its kernel
-    locates results.  Raises ValueError if shapes do not fit.
+    locates results.  `selects`: the kernel calls finish_rows, so that the program may end in an ArgMax or ArgMin of
+    each row.  Raises ValueError if shapes do not fit.
     """
     program, sizes = without_round_trips(parse(both.behind)), Sizes()
     specs = both.region_inputs(y, inputs)
     operands = {name: sizes.read(spec.shape) for name, spec in zip(both.behind.operands, specs, strict=True)}
     shapes = infer(program, operands, sizes)
+    results, selection = both.outputs, selection_of(program, shapes, both.outputs) if selects else None
+    if selection:
+        both = replace(both, outputs=(selection.value,))
     places = _places(both, shapes, axes)
     dtypes = [program.dtypes[name] for name in both.outputs]
-    kept = next((dtypes.index(dtype) for dtype in (y.dtype, *stored) if dtype in dtypes), None)
-    is_known = all(each.name in (*ELEMENTWISE, *VIEWS, "Constant") for each in program.operations)
+    kept = next((dtypes.index(dtype) for dtype in (y.dtype, *stored) if dtype in dtypes), 0 if selection else None)
+    own = program.operations[: -1 if selection else None]
+    is_known = all(each.name in (*ELEMENTWISE, *VIEWS, "Constant") for each in own)
     if places is None or not is_known or (kept is None and stored) or (strides and element_count(y) >= WORD):
         return None
     text = _Text(both, program, shapes, places, kept, axes, strides)
@@ -192,9 +201,8 @@ def epilogue_program(
     is_moved = any(name == RESULT for name, _ in text.reads)
     if is_moved or any(element_count(spec) >= WORD and not text.is_whole(name) for name, spec in others):
         return None
-    return text.made(takes_residual), tuple(
-        TensorSpec(tuple(map(sizes.value, shapes.of[name])), dtype, y.aligned)
-        for name, dtype in zip(both.outputs, dtypes, strict=True)
+    return text.made(takes_residual, selection), tuple(
+        TensorSpec(tuple(map(sizes.value, shapes.of[name])), program.dtypes[name], y.aligned) for name in results
     )
 
 
@@ -205,17 +213,19 @@ def joined_plans(
     problem_of: Callable[[FusedNode, Sequence[TensorSpec], Device], tuple[Problem, TensorSpec]],
     of_programs: Callable[[Problem, Device], Sequence[Implementation]],
     candidates: Planner,
+    selects: bool = False,
 ) -> list[Plan]:
     """Return the plans of a product with fused operators: in the product's epilogue first, then in a second launch.
 
     `of_programs` returns implementations of a product with a program, and `candidates` plans of a product without one.
-    Raises ValueError if shapes do not fit.
+    `selects`: `of_programs` takes programs that end in an ArgMax or ArgMin of each row.  Raises ValueError if shapes do
+    not fit.
     """
     both = joined(node)
     aligned = all(each.aligned for each in inputs)  # vectors of all operands are as wide as those of y
     own = [replace(each, aligned=aligned) for each in inputs[: both.own]]
     problem, y = problem_of(both.product, own, device)
-    made, found = epilogue_program(both, y, inputs, problem.residual is None), list[Plan]()
+    made, found = epilogue_program(both, y, inputs, problem.residual is None, selects=selects), list[Plan]()
     if made is not None and element_count(y):
         program, outputs = made
         ways = of_programs(in_epilogue(problem, program), device)[:MAX_EPILOGUES]
@@ -284,7 +294,7 @@ class _Text:
         in_place = RESULT, self.places[RESULT]
         return [each for each in draft.values() if each[0] in self.both.behind.operands and each != in_place]
 
-    def made(self, takes_residual: bool) -> EpilogueProgram:
+    def made(self, takes_residual: bool, selection: Selection | None) -> EpilogueProgram:
         """Return the generated program."""
         dtypes, lines, others = self.program.dtypes, list[dict[str, str]](), self.both.behind.operands
         residual = next(
@@ -320,6 +330,7 @@ class _Text:
             stores_y=int(self.stored is not None),
             parameters="".join(f", {each}" for each in members), arguments=", ".join(names),
             members="".join(f"    {each};\n" for each in members), lines=inner, source="{source}", located=located,
+            selected=f"using Selected = {selection.accumulator};\n" if selection else "",
             **{kind: "\n".join(f"        {each}" for each in parts[kind]) for kind in KINDS if kind != "computing"},
         )  # fmt: skip
         taken = Pointer("input", self.both.own + others.index(residual) - 1) if residual else None
@@ -328,8 +339,8 @@ class _Text:
         if is_precise and any(each.name == "Tanh" for each in self.program.operations):
             self.registers += PRECISE_REGISTERS
         return EpilogueProgram(
-            text, (*given, *self.arguments.values), Pointer("output", stored), taken, self.registers,
-            given_dtypes[stored], is_precise, self.element_bytes,
+            text, (*given, *self.arguments.values), ACCUMULATORS if selection else Pointer("output", stored), taken,
+            self.registers, given_dtypes[stored], is_precise, self.element_bytes, selection,
         )  # fmt: skip
 
     def _located(self, members: list[str], given: list[Argument]) -> str:

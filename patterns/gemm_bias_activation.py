@@ -5,7 +5,7 @@ from onnxfuse.patterns._activations import activation
 from onnxfuse.patterns._linear import linear
 
 
-@fusion(out="... n", epilogue=True, prologue=True)
+@fusion(out="... n", epilogue=True, prologue=True, selection=True)
 def gemm_bias_activation(
     x: Term = tensor("... k"),
     w: Term = weight(),

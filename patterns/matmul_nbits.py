@@ -4,7 +4,7 @@ from onnxfuse.dsl import Term, attribute, fusion, tensor, weight
 from onnxfuse.patterns._quantized_linear import EXAMPLE, Quantized, quantized_linear, require_blocks
 
 
-@fusion(out="... n", epilogue=True, prologue=True, example=EXAMPLE)
+@fusion(out="... n", epilogue=True, prologue=True, selection=True, example=EXAMPLE)
 def matmul_nbits(
     x: Term = tensor("... k"),
     w: Term = weight(),

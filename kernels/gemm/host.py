@@ -32,7 +32,7 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
 def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
     """Return the plans for these shapes, the expected fastest first.  Raises ValueError if shapes do not fit."""
     if is_joined(node):
-        return joined_plans(node, inputs, device, gemm_of, implementations_if_any, candidates)
+        return joined_plans(node, inputs, device, gemm_of, implementations_if_any, candidates, selects=True)
     if node.fusion == "gated_gemm":
         required_spec(node, inputs, "up")
     products = [gemm_of(each, inputs, device, SUFFIXES[i], i) for i, each in enumerate(product_nodes(node))]

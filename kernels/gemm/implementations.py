@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from onnxfuse.kernels.gemm import cublaslt, hopper, mma, small
 from onnxfuse.kernels.gemm.pad import padded
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.selection import selects
 from onnxfuse.runtime.plan import Device, Launch
 from onnxfuse.runtime.symint import estimate, for_later_plans, is_symbolic
 
@@ -40,6 +42,9 @@ def implementations_if_any(gemm: Gemm, device: Device) -> list[Implementation]:
     if gemm.gate:
         return _behind_a_gate(gemm, device)
     for_few_rows = small.implementations(gemm, device)
+    if selects(gemm):  # only kernels for few rows do, and only where one of them is expected to be the fastest
+        fastest = implementations_if_any(replace(gemm, program=None), device)[:1]
+        return for_few_rows if {each.name for each in fastest} <= {each.name for each in for_few_rows} else []
     with for_later_plans(gemm.m if for_few_rows and not padded(gemm, residual=True)[1] else 0):
         wgmma = hopper.implementations(gemm, device)
         fast = wgmma or mma.implementations_of_copies(gemm, device)

@@ -11,6 +11,7 @@ from onnxfuse.kernels.gemm.mma import MmaConfig, arguments, row_bytes, shape_def
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.multiprocessor import RESERVED_BYTES
+from onnxfuse.kernels.selection import by_rows, selects
 from onnxfuse.kernels.tensors import ITEM_BYTES, VECTOR_BYTES
 from onnxfuse.runtime.plan import Device, Kernel, Launch
 from onnxfuse.runtime.symint import for_later_plans
@@ -43,7 +44,8 @@ def implementations(gemm: Gemm, device: Device) -> list[Implementation]:
     streamed = stream.implementations(gemm, device) if stream.is_supported(gemm, device) else []
     if gemm.grouped:
         return streamed
-    configs = _mma_configs(gemm, device) if mma.is_supported(gemm, device) and not streamed else []
+    is_tiled = mma.is_supported(gemm, device) and not streamed and not selects(gemm)
+    configs = _mma_configs(gemm, device) if is_tiled else []
     tiled = [mma.implementation(gemm, config, device) for config in configs]
     if not streamed and gemm.m == 1:
         return [dot_implementation(gemm, _dot_config(gemm, device), device), *tiled]
@@ -67,7 +69,7 @@ def dot_implementation(gemm: Gemm, config: DotConfig, device: Device) -> Impleme
     }  # fmt: skip
     grid, threads = (-(-gemm.n // tile_n), -(-gemm.m // config.rows), 1), (32 * config.warps_n * config.warps_k, 1, 1)
     kernel, given = with_program(Kernel("gemm_small", "gemm_small", defines), arguments(gemm), gemm.program)
-    return Implementation(config.name, (Launch(kernel, grid, threads, given, pdl=device.has_pdl),))
+    return by_rows(config.name, Launch(kernel, grid, threads, given, pdl=device.has_pdl), gemm, gemm.n, tile_n)
 
 
 def _mma_configs(gemm: Gemm, device: Device) -> list[MmaConfig]:

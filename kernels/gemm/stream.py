@@ -15,6 +15,7 @@ from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.multiprocessor import RESERVED_BYTES, fitting_blocks
 from onnxfuse.kernels.prologue_node import norm_vectors
+from onnxfuse.kernels.selection import by_rows
 from onnxfuse.kernels.tensors import ABSENT, int32
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Struct, TensorMap
 
@@ -231,7 +232,7 @@ def implementation(gemm: Gemm, config: StreamConfig) -> Implementation:
     launch = Launch(
         kernel, grid, (32 * config.warps, 1, 1), given, config.shared(gemm), config.cluster, pdl=True,
     )  # fmt: skip
-    return Implementation(config.name, (launch,))
+    return by_rows(config.name, launch, gemm, gemm.n, config.tile_n // config.cluster)
 
 
 def _arguments(gemms: Sequence[Gemm], config: StreamConfig) -> tuple[Argument, ...]:

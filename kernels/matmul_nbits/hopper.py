@@ -9,6 +9,7 @@ from onnxfuse.kernels.epilogue_program import with_program
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.matmul_nbits.problem import TYPED_ZEROS, Product
 from onnxfuse.kernels.multiprocessor import bytes_of_block
+from onnxfuse.kernels.selection import selects
 from onnxfuse.kernels.tensors import VECTOR_BYTES
 from onnxfuse.runtime.plan import Device, Kernel, Launch, Pointer, TensorMap
 from onnxfuse.runtime.symint import best_first, maximum, minimum
@@ -74,8 +75,12 @@ CONFIGS: Final = tuple(
 
 
 def implementations(product: Product, device: Device) -> list[Implementation]:
-    """Return the implementations, the expected fastest first; none for other GPUs, zero points of type T, or a norm."""
-    if device.arch != ARCH or product.norm or any(each.zeros == TYPED_ZEROS for each in product.weights):
+    """Return the implementations, the expected fastest first.
+
+    The list is empty for other GPUs, zero points of type T, a norm, or an ArgMax of each row.
+    """
+    is_taken = device.arch == ARCH and not product.norm and not selects(product)
+    if not is_taken or any(each.zeros == TYPED_ZEROS for each in product.weights):
         return []
     fitting = [config for config in CONFIGS if _fits(product, config, device)]
     ordered = best_first(fitting, lambda config: cycles(product, config, device))

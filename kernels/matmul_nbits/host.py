@@ -28,6 +28,7 @@ from onnxfuse.kernels.matmul_nbits.problem import (
 )
 from onnxfuse.kernels.multiprocessor import MMA_ARCH, fitting_blocks
 from onnxfuse.kernels.prologue_node import after_norm, also_normalized, norm_vectors
+from onnxfuse.kernels.selection import by_rows, selects
 from onnxfuse.kernels.tensors import VECTOR_BYTES
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, TensorSpec
 from onnxfuse.runtime.symint import for_later_plans
@@ -95,7 +96,7 @@ supports = also_normalized(also_joined(unsupported))
 def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
     """Return the plans for these shapes, the expected fastest first.  Raises ValueError if shapes do not fit."""
     if is_joined(node):
-        return joined_plans(node, inputs, device, product_of, implementations, candidates)
+        return joined_plans(node, inputs, device, product_of, implementations, candidates, selects=True)
     product, outputs = products_of(node, inputs)
     if not product.m * sum(weight.n for weight in product.weights):
         return [Plan(outputs, ())]
@@ -120,6 +121,8 @@ def implementations(product: Product, device: Device) -> list[Implementation]:
         many = one_after_the_other(of_parts) if all(of_parts) else []
     if not few and not many and product.program is None:
         raise ValueError(f"no kernel multiplies {product.m}x{product.k} {product.dtype} on {device.name}")
+    if selects(product) and device.arch == hopper.ARCH and product.m > FASTEST_ROWS:
+        return []  # nbits_hopper.cu is faster, although it stores all of y
     if few and tiled and product.m > FASTEST_ROWS:
         few, tiled = tiled, few
     return [*few, *tiled, *many][:MAX_IMPLEMENTATIONS]
@@ -218,7 +221,7 @@ def _mma(product: Product, config: MmaConfig, device: Device) -> Implementation:
     blocks = -(-_tiles(product, config.tile_n) // _rounds(config, product, device))
     grid, threads = (blocks, -(-product.m // config.tile_m), 1), (32 * config.warps, 1, 1)
     launch = Launch(kernel, grid, threads, given, config.shared(product), pdl=device.has_pdl)
-    return Implementation(config.name, (launch,))
+    return by_rows(config.name, launch, product, product.weights[0].n, config.tile_n)
 
 
 def _dot(product: Product, device: Device) -> Implementation:
@@ -232,7 +235,7 @@ def _dot(product: Product, device: Device) -> Implementation:
     kernel, given = with_program(Kernel("nbits_dot", "nbits_dot", defines), product.arguments(), product.program)
     grid = (_tiles(product, DOT_WARPS), -(-product.m // rows), 1)
     launch = Launch(kernel, grid, (32 * DOT_WARPS, 1, 1), given, pdl=device.has_pdl)
-    return Implementation(f"nbits_dot_{rows}", (launch,))
+    return by_rows(f"nbits_dot_{rows}", launch, product, product.weights[0].n, DOT_WARPS)
 
 
 def _columns(product: Product, device: Device) -> Implementation:
@@ -252,7 +255,7 @@ def _columns(product: Product, device: Device) -> Implementation:
     )
     grid = (_tiles(product, lanes * each), -(-product.m // rows), 1)
     launch = Launch(kernel, grid, (32 * DOT_WARPS, 1, 1), given, pdl=device.has_pdl)
-    return Implementation(f"nbits_columns_{rows}x{lanes}", (launch,))
+    return by_rows(f"nbits_columns_{rows}x{lanes}", launch, product, product.weights[0].n, lanes * each)
 
 
 def _tiles(product: Product, columns: int) -> int:

@@ -49,6 +49,7 @@ class Fusion:
     channels_last: tuple[str, ...] = ()
     epilogue: bool | Literal["nhwc"] = False
     prologue: bool = False
+    selection: bool = False
 
     def __repr__(self) -> str:  # terms share subterms, so the default repr would grow exponentially
         return f"Fusion({self.name})"
@@ -105,6 +106,7 @@ def fusion(
     channels_last: Sequence[str] = (),
     epilogue: bool | Literal["nhwc"] = False,
     prologue: bool = False,
+    selection: bool = False,
     example: Mapping[str, ExampleValue] | None = None,
 ) -> Callable[[Body], Fusion]:
     """Declare a fusion.
@@ -124,6 +126,8 @@ def fusion(
     prologue  whether an RMSNorm that computes the first operand, `x`, may join the fused node, with `--epilogues`, if
             nothing else reads its result, and unless `x` has many rows.  The node's attribute `prologue` then names the
             norm, and the node reads the norm's operands in place of `x` (see kernels/prologue_node.py)
+    selection  whether the operators that join with `epilogue` may end in an ArgMax or ArgMin over the last axis, if
+            nothing else reads the values before it; its result is then the node's only output
     example  shapes of operands that neither `dims` nor a rearrange() gives, or names of their axes, and values for
             attributes, for generated models: {"x": (2, 4, 6, 6), "w": (6, 4, 3, 3), "scales": "n blocks",
             "strides": [2, 1]}
@@ -142,7 +146,7 @@ def fusion(
         return Fusion(
             function.__name__, inspect.getdoc(function) or "", captures, outputs, names, tuple(guards), casts,
             function, span, _checked_example(example or {}, captures, span), last,
-            _checked_images(channels_last, captures, len(outputs), span), epilogue, prologue,
+            _checked_images(channels_last, captures, len(outputs), span), epilogue, prologue, selection,
         )  # fmt: skip
 
     return declare

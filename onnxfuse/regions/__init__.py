@@ -10,7 +10,8 @@ operator, inputs, outputs and attributes, `outputs`, and `dtypes` of all values;
 
 Elementwise operators that read the result of a matrix product, a fused norm or attention, or a channels-last
 convolution become part of its node instead, unless `--no-epilogues` says otherwise.  It has the attribute `program`
-too: x0 is the product's result there.
+too: x0 is the product's result there.  After a product, these operators may end in an ArgMax or ArgMin of each row:
+most kernels for up to 64 rows then select the indices, and do not store the logits.
 
 A norm that reads the result of a region, or whose rows a region moves, becomes part of that region.
 

@@ -8,6 +8,7 @@ from itertools import accumulate
 
 import onnx
 
+from onnxfuse.algebra.operators import EXTREMES
 from onnxfuse.algebra.sizes import Shape, product
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.dtypes import dtype_name
@@ -54,6 +55,8 @@ def find_epilogue_fusion(
     well, if they are elementwise or views and nothing else reads them.
 
     If the fused node's result is also read elsewhere, or is a graph output, the new node has it as an output, too.
+
+    Operators up to an ArgMax or ArgMin of the rows can join as well, if nothing else reads the values before it.
     """
     if cluster.is_free:
         return None
@@ -79,6 +82,9 @@ def find_epilogue_fusion(
             found.append((maker, tensor, match))
     found.sort(key=lambda one: graph.position[one[0]], reverse=True)
     results = {tensor.name for _, tensor, _ in found}
+    for maker, tensor, match in found:
+        if joining.takes_selection(maker, match) and (join := _join_selection(clusters, cluster, tensor, results)):
+            return replace(join, match=match)
     for join_part in _join, _join_up_to_quantizers:
         for _, tensor, match in found:
             join = join_part(clusters, cluster, tensor, results, joining)
@@ -116,9 +122,39 @@ def _join(
     if not all(_keeps_order(step) for node in part for step in clusters.forms[node]):
         return None
     part -= {node for node in part if producer(node.inputs[0]) in part and _is_read_by_norms(clusters, node, joining)}
+    if not _gives_rows_of(clusters, part, result):
+        return None
     join = _join_part(clusters, cluster, result, part, results)
     between = join and join.apart and [t for t in join.apart.outputs.values() if t.name in join.cluster.operands]
     return None if between and clusters.bytes_of(between) >= clusters.bytes_of([result]) else join
+
+
+def _join_selection(clusters: Clusters, cluster: Cluster, result: Tensor, results: Collection[str]) -> Join | None:
+    """Return how the operators of a cluster up to an ArgMax or ArgMin of rows can join the node that computes `result`.
+
+    Nothing else reads `result` and the values in between, so that the node stores the indices alone.
+    """
+    readers = _readers(cluster, result)
+    for node in (node for node in cluster.nodes if node in readers and _selects_of_rows(clusters, node, result)):
+        part = {node}
+        for each in reversed(cluster.nodes):
+            if each in readers and any(reader in part for tensor in each.outputs for reader in consumers(tensor)):
+                part.add(each)
+        before = part - {node}
+        inner = [result, *(tensor for each in before for tensor in each.outputs)]
+        is_alone = not any(clusters.graph.is_kept(t) or not part.issuperset(consumers(t)) for t in inner)
+        if is_alone and all(_keeps_order(step) for each in before for step in clusters.forms[each]):
+            return _join_part(clusters, cluster, result, part, results)
+    return None
+
+
+def _selects_of_rows(clusters: Clusters, node: Node, result: Tensor) -> bool:
+    """Return whether a node is an ArgMax or ArgMin over the last axis of an operand that has the rows of `result`."""
+    if op_of(node) not in EXTREMES:
+        return False
+    shape, rows = (clusters.shapes.shape(tensor) or () for tensor in (node.inputs[0], result))
+    is_last = clusters.forms[node][-1].attributes["axis"] == len(shape) - 1
+    return is_last and _has_rows_of(shape, rows) and shape[-1:] == rows[-1:]
 
 
 def _is_read_by_norms(clusters: Clusters, node: Node, joining: Joining) -> bool:
@@ -138,7 +174,7 @@ def _join_up_to_quantizers(
     """
     staying = set[Node]()
     while consumers(result) and (part := _up_to_quantizers(clusters, cluster, result, staying)) >= {*consumers(result)}:
-        join = _join_part(clusters, cluster, result, part, results)
+        join = _join_part(clusters, cluster, result, part, results) if _gives_rows_of(clusters, part, result) else None
         if join is None or join.apart is None:
             return join
         between = [t for name, t in join.apart.outputs.items() if name in join.cluster.operands]
@@ -184,10 +220,7 @@ def _join_part(
     A QuantizeLinear that reads another result in `results` does not join: it can join the producer of that result,
     which then writes integers.
     """
-    graph, shapes, forms = clusters.graph, clusters.shapes, clusters.forms
-    outputs = [t for node in part for t in node.outputs if graph.is_kept(t) or not part.issuperset(consumers(t))]
-    if not all(_has_rows_of(shapes.shape(output), shapes.shape(result)) for output in outputs):
-        return None
+    graph, forms = clusters.graph, clusters.forms
     for node in reversed(cluster.nodes):
         readers = {reader for tensor in node.outputs for reader in consumers(tensor)}
         is_kept = any(graph.is_kept(tensor) for tensor in node.outputs)
@@ -203,6 +236,13 @@ def _join_part(
         return None
     order_by_reading(inside, forms)
     return Join(result, inside, others)
+
+
+def _gives_rows_of(clusters: Clusters, part: set[Node], result: Tensor) -> bool:
+    """Return whether all outputs of a part of a cluster have the rows of `result`, as `_has_rows_of` says."""
+    graph, shape = clusters.graph, clusters.shapes.shape
+    outputs = [t for node in part for t in node.outputs if graph.is_kept(t) or not part.issuperset(consumers(t))]
+    return all(_has_rows_of(shape(output), shape(result)) for output in outputs)
 
 
 def _keeps_order(step: Step) -> bool:

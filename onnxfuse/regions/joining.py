@@ -59,6 +59,11 @@ class Joining:
         """Return whether operators can join a fused node as its epilogue."""
         return self.epilogues.get(str(node.attrs["fusion"]), False) in (True, node.attrs.get("layout"))
 
+    def takes_selection(self, node: Node, match: Match | None) -> bool:
+        """Return whether operators that end in an ArgMax or ArgMin can join a fused node, or the node of a match."""
+        fusion = match.fusion.name if match else str(node.attrs["fusion"])
+        return any(each.selection for each in self.fusions if each.name == fusion)
+
     def takes_prologue(self, node: Node) -> bool:
         """Return whether a norm can join a fused node as its prologue."""
         return node.domain == DOMAIN and str(node.attrs["fusion"]) in self._prologues

@@ -18,6 +18,10 @@ WEIGHTS = {"frequencies", "w", "w_2", "w_3", "up", "scale", "bias", "bias_2", "m
 X, W, SQUARE = (300, D), (D,), (D, D)
 NORMALIZED = {"x": (3, D), "norm_residual": (3, D), "norm_scale": W}
 NORM = {"fusion": "add_rms_norm", "operands": ["x", "residual", "scale"], "attributes": {}, "dtypes": ["float16"] * 2}
+SELECTION = {
+    "ops": [["ArgMax", ["x0"], ["v0"], {"axis": 1, "keepdims": 0, "select_last_index": 0}]], "outputs": ["v0"],
+    "dtypes": {"x0": "float16", "v0": "int64"},
+}  # fmt: skip
 NODES: dict[str, tuple[str, dict[str, tuple[int, ...]], dict[str, Any], int]] = {
     "layer_norm": ("layer_norm", {"x": X, "scale": W, "bias": W}, {"epsilon": 1e-5}, 1),
     "rms_norm of few long rows": ("rms_norm", {"x": (3, 40000), "scale": (40000,)}, {"epsilon": 1e-5}, 1),
@@ -121,6 +125,9 @@ NODES: dict[str, tuple[str, dict[str, tuple[int, ...]], dict[str, Any], int]] = 
         "matmul_nbits", {**NORMALIZED, "w": (D, 24, 16), "scales": (D, 24)},
         {"k": D, "n": D, "block_size": 32, PROLOGUE: json.dumps(NORM)}, 2,
     ),
+    "product whose rows end in an ArgMax": (
+        "gemm_bias_activation", {"x": (3, D), "w": SQUARE, "bias": W}, {"program": json.dumps(SELECTION)}, 1,
+    ),
     "two quantized products": (
         "parallel_matmul_nbits",
         {"x": (4, D), "w": (D, 24, 16), "scales": (D, 24), "w_2": (64, 24, 16), "scales_2": (64, 24)},
@@ -154,4 +161,5 @@ def node_of(name: str, constants: bool) -> tuple[FusedNode, list[TensorSpec]]:
     dtypes = {"ids": "int64", "ids_2": "int64", "positions": "int64"}
     dtypes |= dict.fromkeys(("w", "w_2", "up"), "uint8") if "nbits" in fusion else {}
     inputs = [TensorSpec(s, dtypes.get(operand, "float16"), constant=operand in kept) for operand, s in shapes.items()]
-    return FusedNode(fusion, "n", tuple(shapes), attributes, ("float16",) * outputs), inputs
+    dtype = "int64" if "ArgMax" in attributes.get("program", "") else "float16"
+    return FusedNode(fusion, "n", tuple(shapes), attributes, (dtype,) * outputs), inputs

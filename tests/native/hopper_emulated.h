@@ -102,12 +102,15 @@ Word __shfl_sync(unsigned, Word value, int lane) {
     emulated::end_exchange();
     return found;
 }
-inline float __shfl_xor_sync(unsigned, float value, int mask) {
+template <class Word>
+Word __shfl_xor_sync(unsigned, Word value, int mask) {
+    static_assert(sizeof(Word) == 4);
     u32 word;
     memcpy(&word, &value, 4);
-    const float found = __uint_as_float(emulated::exchange(word)[threadIdx.x % 32 ^ mask]);
+    word = emulated::exchange(word)[threadIdx.x % 32 ^ mask];
     emulated::end_exchange();
-    return found;
+    memcpy(&value, &word, 4);
+    return value;
 }
 inline u32 __ballot_sync(unsigned, bool mine) {
     const u32* all = emulated::exchange(mine);

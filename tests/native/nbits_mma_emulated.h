@@ -22,9 +22,13 @@ unsigned load_shared(unsigned from) {
     return bits;
 }
 
-inline float __shfl_xor_sync(unsigned, float value, int mask) {
-    const u32 own = __float_as_uint(value);
-    const u32 other = emulated::exchange(&own, 1)[threadIdx.x % 32 ^ mask][0];
+template <class Word>
+Word __shfl_xor_sync(unsigned, Word value, int mask) {
+    static_assert(sizeof(Word) == 4);
+    u32 word;
+    memcpy(&word, &value, 4);
+    word = emulated::exchange(&word, 1)[threadIdx.x % 32 ^ mask][0];
     emulated::finish_exchange();
-    return __uint_as_float(other);
+    memcpy(&value, &word, 4);
+    return value;
 }

@@ -12,6 +12,7 @@ import onnx
 import onnx.numpy_helper
 import pytest
 from architectures import H200
+from case_documents import with_weights
 from click.testing import CliRunner
 from kernel_hosts import host_of, require_support
 from region_models import draw, optimized, parsed, run
@@ -207,6 +208,52 @@ def test_what_follows_a_product_alone(nodes: str) -> None:
 def test_a_product_that_nothing_joins_stays(nodes: str) -> None:
     result, report = optimized(model_of(nodes))
     assert "MatMul" in {node.op_type for node in result.graph.node} and "gemm_bias_activation" not in report.counts
+
+
+SELECTIONS = {
+    "p = MatMul(x, w) z = ArgMax <axis = -1>(p)": ["ArgMax"],
+    f"{PRODUCT} z = ArgMin <axis = 2, keepdims = 0, select_last_index = 1>(c)": ["ArgMin"],
+    "p = MatMul(x, w) d = Cast <to = 10>(p) z = ArgMax <axis = -1>(d)": ["Cast", "ArgMax"],
+    "p = MatMul(x, w) d = Sin(p) e = Mul(d, v) f = Add(e, d) z = ArgMax <axis = -1>(f)":
+        ["Sin", "Mul", "Add", "ArgMax"],
+    "p = MatMul(x, w) rows := int64[2] {-1, 16} q = Reshape(p, rows) z = ArgMax <axis = 1, keepdims = 0>(q)":
+        ["Reshape", "ArgMax"],
+    "p = MatMul(x, w) a = ArgMax <axis = -1>(p) seven := int64[1] {7} z = Equal(a, seven)": ["ArgMax"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("nodes", SELECTIONS)
+def test_an_index_of_each_row_ends_what_joins_a_product(nodes: str) -> None:
+    source = model_of(nodes)
+    result, found = joined_of(source)
+    assert found == [("gemm_bias_activation", SELECTIONS[nodes])]
+    assert all(len(node.output) == 1 for node in result.graph.node if node.domain)
+    same(source, result)
+
+
+@pytest.mark.parametrize(("nodes", "outputs"), [
+    ("p = MatMul(x, w) z = ArgMax <axis = -1>(p)", "z p"), ("p = MatMul(x, w) z = ArgMax <axis = 1>(p)", "z"),
+    ("p = MatMul(x, w) s = Softmax(p) z = ArgMax <axis = -1>(s)", "z"),
+    ("p = MatMul(x, w) n = Neg(p) z = ArgMax <axis = -1>(n) m = ReduceMax <axes = [-1]>(n)", "z m"),
+    ("p = MatMul(x, w) parts := int64[4] {0, 0, 4, 4} q = Reshape(p, parts) z = ArgMax <axis = -1>(q)", "z"),
+], ids=["an output", "another axis", "a softmax", "another reader", "parts of rows"])  # fmt: skip
+def test_other_indices_do_not_join(nodes: str, outputs: str) -> None:
+    source = model_of(nodes, outputs=outputs)
+    result, found = joined_of(source)
+    assert not any({"ArgMax", "ArgMin"} & set(ops) for fusion, ops in found if fusion != "region")
+    same(source, result)
+
+
+def test_an_index_of_each_row_ends_what_joins_a_quantized_product() -> None:
+    source = with_weights(onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>\n'
+        "main (float16[batch,6,32] x) => (int64[batch,6] z) <uint8[40,2,16] w, float16[40,2] scales> {"
+        "p = com.microsoft.MatMulNBits <K = 32, N = 40, bits = 8, block_size = 16> (x, w, scales)"
+        "d = Cast <to = 1> (p) z = ArgMax <axis = -1, keepdims = 0> (d) }"
+    ))  # fmt: skip
+    result, found = joined_of(source)
+    assert found == [("matmul_nbits", ["Cast", "ArgMax"])]
+    same(source, result)
 
 
 def test_what_is_excluded_leaves_the_product_alone() -> None:
