@@ -214,12 +214,13 @@ def joined_plans(
     of_programs: Callable[[Problem, Device], Sequence[Implementation]],
     candidates: Planner,
     selects: bool = False,
+    others: Sequence[TensorSpec] = (),
 ) -> list[Plan]:
     """Return the plans of a product with fused operators: in the product's epilogue first, then in a second launch.
 
     `of_programs` returns implementations of a product with a program, and `candidates` plans of a product without one.
-    `selects`: `of_programs` takes programs that end in an ArgMax or ArgMin of each row.  Raises ValueError if shapes do
-    not fit.
+    `selects`: `of_programs` takes programs that end in an ArgMax or ArgMin of each row.  `others` are the outputs after
+    those of the program.  Raises ValueError if shapes do not fit.
     """
     both = joined(node)
     aligned = all(each.aligned for each in inputs)  # vectors of all operands are as wide as those of y
@@ -229,7 +230,7 @@ def joined_plans(
     if made is not None and element_count(y):
         program, outputs = made
         ways = of_programs(in_epilogue(problem, program), device)[:MAX_EPILOGUES]
-        found = [Plan(outputs, each.steps, each.scratch) for each in ways]
+        found = [Plan((*outputs, *others), each.steps, each.scratch) for each in ways]
     with for_later_plans(problem.rows if found else 0):
         return [*found, *in_two_steps(both, inputs, device, candidates)]
 

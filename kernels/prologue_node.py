@@ -122,13 +122,13 @@ def also_normalized(supports: Supports) -> Supports:
             return str(error)
         if norm is None:
             return supports(node, dtypes, device)
-        if is_joined(node):
-            return f"{node.fusion}: a norm and elementwise operators were fused into it; the kernel takes one of them"
         own = len(norm.operands)
         product = replace(
             node, operands=("x", *node.operands[own:]),
             output_dtypes=node.output_dtypes[: len(node.output_dtypes) - len(norm.output_dtypes) + 1],
         )  # fmt: skip
+        if is_joined(node) and len(product.output_dtypes) > 1:
+            return f"{node.fusion}: a norm and operators with several results were fused into it; required one result"
         return norms.supports(norm, dtypes[:own], device) or supports(product, [dtypes[0], *dtypes[own:]], device)
 
     return answer

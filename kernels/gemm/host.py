@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -32,23 +33,40 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
 def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
     """Return the plans for these shapes, the expected fastest first.  Raises ValueError if shapes do not fit."""
     if is_joined(node):
-        return joined_plans(node, inputs, device, gemm_of, implementations_if_any, candidates, selects=True)
+        return _joined(node, inputs, device)
     if node.fusion == "gated_gemm":
         required_spec(node, inputs, "up")
     products = [gemm_of(each, inputs, device, SUFFIXES[i], i) for i, each in enumerate(product_nodes(node))]
     gemms, outputs = zip(*products, strict=True)
     norm = norm_before(node, inputs, len(outputs))
-    found = _after_norm(gemms, norm, device) if norm else _implementations(gemms, device)
+    ways = functools.partial(_implementations, gemms, device)
+    found = _after_norm(group(gemms), norm, ways, device) if norm else ways()
     outputs = (*outputs, *(norm.sums if norm else ()))
     return [Plan(outputs, each.steps, each.scratch) for each in found[:MAX_IMPLEMENTATIONS]]
 
 
-def _after_norm(gemms: Sequence[Gemm], norm: Norm, device: Device) -> list[Implementation]:
-    """Return the implementations of products of a norm's result; first those whose kernel computes the norm."""
-    gemm = group(gemms)
+def _joined(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
+    """Return the plans of a product with fused operators, and perhaps a norm."""
+    norm = norm_before(node, inputs, 1)
+
+    def of_programs(gemm: Gemm, device: Device) -> list[Implementation]:
+        ways = functools.partial(implementations_if_any, gemm, device)
+        return _after_norm(gemm, norm, ways, device) if norm else ways()
+
+    others = norm.sums if norm else ()
+    return joined_plans(node, inputs, device, gemm_of, of_programs, candidates, selects=True, others=others)
+
+
+def _after_norm(
+    gemm: Gemm | None, norm: Norm, ways: Callable[[], list[Implementation]], device: Device
+) -> list[Implementation]:
+    """Return the implementations of products of a norm's result; first those whose kernel computes the norm.
+
+    `gemm` describes all products, if one launch can compute them; `ways` returns their implementations without a norm.
+    """
     few = stream.normalizing_implementations(replace(gemm, norm=norm), device) if gemm else []
-    with for_later_plans(gemms[0].m if few else 0):
-        return [*few, *after_norm(norm, _implementations(gemms, device), device)]
+    with for_later_plans(gemm.m if gemm and few else 0):
+        return [*few, *after_norm(norm, ways(), device)]
 
 
 def _implementations(gemms: Sequence[Gemm], device: Device) -> list[Implementation]:

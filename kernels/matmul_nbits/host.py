@@ -27,7 +27,7 @@ from onnxfuse.kernels.matmul_nbits.problem import (
     unsupported,
 )
 from onnxfuse.kernels.multiprocessor import MMA_ARCH, fitting_blocks
-from onnxfuse.kernels.prologue_node import after_norm, also_normalized, norm_vectors
+from onnxfuse.kernels.prologue_node import after_norm, also_normalized, norm_before, norm_vectors
 from onnxfuse.kernels.selection import by_rows, selects
 from onnxfuse.kernels.tensors import VECTOR_BYTES
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, TensorSpec
@@ -96,7 +96,9 @@ supports = also_normalized(also_joined(unsupported))
 def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
     """Return the plans for these shapes, the expected fastest first.  Raises ValueError if shapes do not fit."""
     if is_joined(node):
-        return joined_plans(node, inputs, device, product_of, implementations, candidates, selects=True)
+        norm = norm_before(node, inputs, 1)
+        others = norm.sums if norm else ()
+        return joined_plans(node, inputs, device, product_of, implementations, candidates, selects=True, others=others)
     product, outputs = products_of(node, inputs)
     if not product.m * sum(weight.n for weight in product.weights):
         return [Plan(outputs, ())]

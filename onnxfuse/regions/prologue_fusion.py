@@ -70,8 +70,10 @@ def _product_after(joining: Joining, norm: Node, records: Mapping[str, Fused]) -
     No other node reads `x`, and the node's other operands are constants, so that no cycle is possible.
     """
     (node,) = consumers(norm.outputs[0])
-    if not joining.takes_prologue(node) or "program" in node.attrs or node.name not in records:
+    if not joining.takes_prologue(node) or node.name not in records:
         return None
+    if "program" in node.attrs and len(node.outputs) > 1:
+        return None  # the kernels of products take a norm before operators of one result
     x, *others = node.inputs
     excluded = (records[node.name].fusion, x.name) in joining.exclude
     return node if x is norm.outputs[0] and all(map(is_constant, others)) and not excluded else None

@@ -13,7 +13,7 @@ from onnxfuse.activations import ACTIVATIONS
 from onnxfuse.ir.domain import OF_NORM, PROLOGUE
 from onnxfuse.runtime.plan import FusedNode, TensorSpec
 
-NUMPY = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+NUMPY = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}  # half a unit in the last place, relative to a number
 DEVIATIONS = 6  # of a sum of products with rounded factors, each of which deviates by at most ROUNDING
 EPSILON = 1e-5
@@ -25,6 +25,7 @@ class Case:
 
     n      the columns of each product; a gated product has two weights of n[0] columns
     scale  the dtype of the norm's scale, if it is not x's
+    cast   whether a Cast to float32 has joined the product
     """
 
     m: int
@@ -37,10 +38,17 @@ class Case:
     bias: bool = False
     activation: str = "none"
     scale: str = ""
+    cast: bool = False
 
     def __str__(self) -> str:
         parts = [f"{self.m}x{'+'.join(map(str, self.n))}x{self.k}", self.dtype, self.layout, self.gate]
-        marks = ["adds" * self.adds, "bias" * self.bias, self.activation.replace("none", ""), self.scale]
+        marks = [
+            "adds" * self.adds,
+            "bias" * self.bias,
+            self.activation.replace("none", ""),
+            self.scale,
+            "cast" * self.cast,
+        ]
         return " ".join(filter(None, [*parts, *marks]))
 
     @property
@@ -59,7 +67,12 @@ class Case:
         }  # fmt: skip
         layouts = {name.replace("w", "weight_layout"): self.layout for name in self.weights if name != "up"}
         attributes = {**layouts, "activation": self.gate or self.activation, PROLOGUE: json.dumps(norm)}
-        return FusedNode(fusion, str(self), tuple(self.shapes), attributes, (self.dtype,) * (len(self.n) + self.adds))
+        outputs = (self.dtype,) * (len(self.n) + self.adds)
+        if self.cast:
+            dtypes = {"x0": self.dtype, "v0": "float32"}
+            program = {"ops": [["Cast", ["x0"], ["v0"], {"to": "float32"}]], "outputs": ["v0"], "dtypes": dtypes}
+            attributes, outputs = {**attributes, "program": json.dumps(program)}, ("float32", *outputs[1:])
+        return FusedNode(fusion, str(self), tuple(self.shapes), attributes, outputs)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -128,10 +141,11 @@ FEW_ROWS = [
     Case(5, (72,), 1032, layout="nk", gate="silu", adds=False), Case(8, (264,), 136, gate="gelu", bias=True),
     Case(8, (33,), 512, "bfloat16", "nk"), Case(1, (136, 24, 40), 520, layout="nk", bias=True),
     Case(7, (64, 128), 2048, adds=False), Case(1, (72,), 8192, layout="nk"), Case(2, (64,), 4096, "bfloat16", "nk"),
+    Case(2, (72,), 1032, layout="nk", cast=True), Case(1, (128,), 512, "bfloat16", adds=False, bias=True, cast=True),
 ]  # fmt: skip
 OTHERS = [
     Case(3, (40,), 99), Case(2, (33,), 64, "bfloat16"), Case(9, (64,), 512, adds=False), Case(8, (64,), 16384),
     Case(16, (64,), 256, gate="silu"), Case(17, (40, 24), 136, "bfloat16", "nk", bias=True), Case(65, (96,), 264),
-    Case(0, (64,), 256), Case(3, (33, 40), 67, layout="nk", adds=False),
+    Case(0, (64,), 256), Case(9, (64,), 256, cast=True), Case(3, (33, 40), 67, layout="nk", adds=False),
 ]  # fmt: skip
 CASES = [*FEW_ROWS, *OTHERS]

@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
+from onnxfuse.ir.domain import OF_NORM, PROLOGUE
 from onnxfuse.runtime.plan import FusedNode, TensorSpec
 
 NUMPY = {**{name: np.dtype(name) for name in ("float32", "float16")}, "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -28,6 +29,7 @@ class Case:
 
     logits  what is special about the rows: several of LOGITS
     bits    0 for a float weight, else the bits of a quantized one, whose layout is nbits or that of integers
+    norm    whether an rms_norm has joined the product, whose results are 1 and -1
     """
 
     lead: tuple[int, ...]
@@ -41,16 +43,29 @@ class Case:
     cast: bool = False
     logits: str = "ties"
     bits: int = 0
+    norm: bool = False
 
     def __str__(self) -> str:
         parts = [*map(str, self.lead), f"{self.n}x{self.k}", self.dtype, self.layout, self.op, self.logits]
-        return " ".join([*parts, f"{self.bits}b" * bool(self.bits), "last" * self.last, "cast" * self.cast]).strip()
+        return " ".join([*parts, f"{self.bits}b" * bool(self.bits), "last" * self.last, "cast" * self.cast,
+                         "norm" * self.norm]).strip()  # fmt: skip
 
     @property
     def quantized(self) -> nbits_cases.Case:
         """The product with a quantized weight, of rows that are not divided among axes."""
         m, stored = int(np.prod(self.lead)), {"nbits": "uint8"}.get(self.layout, f"int{self.bits}")
-        return nbits_cases.Case(m, self.n, self.k, self.dtype, self.bits, layout=self.layout, stored=stored)
+        norm = "rms_norm" * self.norm
+        return nbits_cases.Case(m, self.n, self.k, self.dtype, self.bits, layout=self.layout, stored=stored, norm=norm)
+
+    @property
+    def product(self) -> FusedNode:
+        """The node without the operators that follow the product."""
+        if self.bits:
+            return self.quantized.node()
+        norm = {"fusion": "rms_norm", "operands": ["x", "scale"], "attributes": {}, "dtypes": [self.dtype]}
+        attributes = {PROLOGUE: json.dumps(norm)} if self.norm else {}
+        operands = ("x", *([f"{OF_NORM}scale"] if self.norm else []), "w", "bias")
+        return FusedNode("gemm_bias_activation", "", operands, attributes, (self.dtype,))
 
     def node(self) -> FusedNode:
         """Return the fused node."""
@@ -62,42 +77,37 @@ class Case:
             ops.append(["Cast", [value], ["v1"], {"to": "float32"}])
             dtypes["v1"], value = "float32", "v1"
         given = {"axis": len(self.lead), "keepdims": self.keepdims, "select_last_index": self.last}
-        program = {
-            "ops": [*ops, [self.op, [value], ["v2"], given]],
-            "outputs": ["v2"],
-            "dtypes": {**dtypes, "v2": "int64"},
-        }
-        attributes = {"weight_layout": self.layout, "program": json.dumps(program)}
-        node = self.quantized.node() if self.bits else FusedNode("gemm_bias_activation", "", ("x", "w"), {}, ())
-        operands = (*node.operands, *(["bias"] if not self.bits else []), *(["x1"] if self.logits == "zeros" else []))
+        ops.append([self.op, [value], ["v2"], given])
+        program = {"ops": ops, "outputs": ["v2"], "dtypes": {**dtypes, "v2": "int64"}}
+        node, attributes = self.product, {"weight_layout": self.layout, "program": json.dumps(program)}
+        operands = (*node.operands, *(["x1"] if self.logits == "zeros" else []))
         return replace(node, operands=operands, attributes={**node.attributes, **attributes}, output_dtypes=("int64",))
 
     def specs(self, aligned: bool = True) -> list[TensorSpec]:
         """Return the operands' specs; all but x are constants of the model if they are aligned."""
-        shapes, n = {"x": (*self.lead, self.k), "w": (self.k, self.n)}, (self.n,)
+        w = (self.k, self.n) if self.layout == "kn" else (self.n, self.k)
+        shapes = [*([(self.k,)] if self.norm else []), w, (self.n,)]
+        others = [TensorSpec(shape, self.dtype, aligned, constant=aligned) for shape in shapes]
         if self.bits:
             _, *others = self.quantized.specs(aligned)
-            found = [TensorSpec(shapes["x"], self.dtype, aligned), *others]
-        else:
-            w = shapes["w"] if self.layout == "kn" else shapes["w"][::-1]
-            found = [TensorSpec(shapes["x"], self.dtype, aligned)]
-            found += [TensorSpec(shape, self.dtype, aligned, constant=aligned) for shape in (w, n)]
-        return [*found, *([TensorSpec(n, self.dtype, aligned)] if self.logits == "zeros" else [])]
+        others += [TensorSpec((self.n,), self.dtype, aligned)] if self.logits == "zeros" else []
+        return [TensorSpec((*self.lead, self.k), self.dtype, aligned), *others]
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return the operands by name."""
         random = np.random.default_rng(self.n)
         x = random.integers(1, 3, (*self.lead, self.k)).astype(NUMPY[self.dtype])
+        first = {"x": x}
+        if self.norm:
+            x = random.choice([-2, 2], x.shape).astype(x.dtype)
+            first = {"x": x, f"{OF_NORM}scale": np.ones(self.k, x.dtype)}
         signs = {"x1": random.choice([-1, 1], self.n).astype(NUMPY[self.dtype])} if self.logits == "zeros" else {}
         if self.bits:
             case = self.quantized
-            arrays = {**nbits_cases.stored_arrays(case), "x": x}
+            arrays = {**nbits_cases.stored_arrays(case), **first}
             arrays["scales"] = np.full_like(arrays["scales"], 0 if signs else 0.25)
             return {**arrays, **signs}
-        w, bias = (
-            random.integers(-1, 2, (self.k, self.n)).astype(np.float32),
-            random.integers(-2, 3, self.n).astype(float),
-        )
+        w, bias = (random.integers(-2, 3, shape).astype(np.float32) for shape in ((self.k, self.n), self.n))
         if self.logits == "zeros":
             w, bias = 0 * w, 0 * bias
         if self.logits == "rounded":
@@ -106,22 +116,18 @@ class Case:
         if self.logits == "infinite":
             bias[places] = np.inf if self.op == "ArgMax" else -np.inf
         if "nan" in self.logits:
-            bias[{"nan": places[places > 0], "first nan": [0, self.n - 1], "all nan": slice(None)}[self.logits]] = (
-                np.nan
-            )
+            found = {"nan": places[places > 0], "first nan": [0, self.n - 1], "all nan": slice(None)}
+            bias[found[self.logits]] = np.nan
         w = np.ascontiguousarray(w if self.layout == "kn" else w.T)
-        return {"x": x, "w": w.astype(x.dtype), "bias": bias.astype(x.dtype), **signs}
+        return {**first, "w": w.astype(x.dtype), "bias": bias.astype(x.dtype), **signs}
 
     def logits_of(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
         """Return the rows from which indices are selected, rounded to their dtype, in float32."""
-        x = arrays["x"].astype(np.float64).reshape(-1, self.k)
-        w = self.quantized.numbers(arrays, "w").T if self.bits else arrays["w"].astype(np.float64)
-        y = x @ (w.T if self.layout == "nk" and not self.bits else w) + arrays.get("bias", np.zeros(())).astype(
-            np.float64
-        )
-        with np.errstate(over="ignore"):
-            rounded = y.astype(NUMPY[self.dtype]).astype(np.float32) * arrays.get("x1", np.ones(())).astype(np.float32)
-        return np.asarray(rounded.reshape(*self.lead, self.n))
+        wide = {name: array.astype(np.float64) for name, array in arrays.items()}
+        x = np.sign(wide["x"]) if self.norm else wide["x"]
+        w = self.quantized.numbers(arrays, "w").T if self.bits else wide["w"] if self.layout == "kn" else wide["w"].T
+        y = (x @ w + wide.get("bias", 0)).astype(NUMPY[self.dtype]).astype(np.float32)
+        return np.asarray(y * wide.get("x1", np.ones(1)).astype(np.float32))
 
     def expected(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
         """Return the indices that onnxruntime selects on a CPU."""
@@ -144,6 +150,7 @@ FLOATS = [
       for dtype in NUMPY for layout in ("kn", "nk")),
     Case((1,), 1000, 1032, "bfloat16", "nk"), Case((), 33, 40, layout="nk"), Case((1,), 8, 8, "bfloat16", "nk"),
     Case((9,), 72, 64, logits="rounded"), Case((2, 20), 64, 96, "bfloat16", "nk", cast=True),
+    Case((3,), 136, 520, norm=True, cast=True), Case((1,), 72, 1032, "bfloat16", "nk", last=1, norm=True),
     Case((5,), 21, 19, "float32", logits="first nan"), Case((1,), 4104, 16, "float32", last=1),
     Case((1,), 40008, 8, "float32", "nk", last=1),
 ]  # fmt: skip
@@ -152,7 +159,8 @@ QUANTIZED = [
       for bits, m, n, k, dtype, last in ((4, 1, 40, 136, "float16", 0), (8, 3, 200, 264, "float16", 1),
                                          (8, 9, 104, 256, "bfloat16", 0), (4, 8, 72, 544, "bfloat16", 1))),
     Case((2, 2), 56, 128, "float16", "nbits", op="ArgMin", keepdims=1, bits=8, logits="zeros"),
-    Case((2,), 41, 72, "float32", "nbits", bits=4, last=1),
+    Case((3,), 104, 544, layout="nbits", bits=8, norm=True, cast=True),
+    Case((1,), 40, 136, layout="nbits", bits=4, norm=True), Case((2,), 41, 72, "float32", "nbits", bits=4, last=1),
     Case((3,), 48, 96, "float16", "kn", bits=4),
 ]  # fmt: skip
 MANY_ROWS = [Case((70,), 136, 72, logits="first nan"), Case((13, 10), 40, 96, "float16", "nbits", bits=8, last=1)]

@@ -84,9 +84,11 @@ def test_what_no_kernel_runs_is_refused() -> None:
     node, dtypes = FEW_ROWS[0].node(), [spec.dtype for spec in FEW_ROWS[0].specs()]
     for attributes, given, reason in (
         ({PROLOGUE: "{}"}, dtypes, "its norm cannot be read: KeyError: 'fusion'"),
-        ({"program": "{}"}, dtypes, "a norm and elementwise operators were fused into it"),
+        ({"program": "{}"}, dtypes, "its program cannot be read: KeyError: 'dtypes'"),
         ({}, ["float64", *dtypes[1:]], "float64"),
         ({}, [*dtypes[:-1], "float32"], "float32"),
     ):
         changed = replace(node, attributes={**node.attributes, **attributes})
         assert reason in (supports(changed, given, H200) or "")
+    several = replace(node, attributes={**node.attributes, "program": "{}"}, output_dtypes=("float16",) * 3)
+    assert "operators with several results" in (supports(several, dtypes, H200) or "")

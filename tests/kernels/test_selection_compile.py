@@ -47,6 +47,12 @@ def test_tiles_of_many_columns_have_one_accumulator() -> None:
         assert scratch <= 8 * most
 
 
+def test_a_norm_is_in_the_kernel_of_quantized_weights_alone() -> None:
+    """Blocks of an lm_head in float16 wait for others, and each would normalize the rows again."""
+    for case, first in ((LM_HEAD, ["rms_norm", "gemm_stream"]), (LM_HEADS[3], ["nbits_mma"])):
+        assert sources(plans_of(replace(case, lead=(1,), norm=True), H200)[0]) == [*first, "select_index"]
+
+
 @pytest.mark.parametrize(
     "case", [*MANY_ROWS, Case((1,), 50257, 768), Case((48,), 40, 96, layout="nbits", bits=8)], ids=str
 )

@@ -75,12 +75,18 @@ WITH_SUM = "float16[rows, 64] y1, float16[rows, 64] sum"
          ("gemm_bias_activation", ["x", "norm_residual", "norm_scale", "w", "bias"], 2)),
         ([NORM.format(x="x"), *FLOAT[:2], OF_GATE], "float16[rows, 64] y",
          ("gated_gemm", ["x", "norm_scale", "w", "up"], 1)),
+        ([*FLOAT_OF_SUM, "y = Cast <to = 1> (y1)"], "float[rows, 64] y, float16[rows, 64] sum",
+         ("gemm_bias_activation", ["x", "norm_residual", "norm_scale", "w"], 2)),
+        ([*OF_SUM, "y = Mul (y1, b)"], "float16[rows, 64] y, float16[rows, 64] sum",
+         ("matmul_nbits", ["x", "norm_residual", "norm_scale", "w", "scales", "x1"], 2)),
+        ([*OF_SUM, "f = Cast <to = 1> (y1)", "y = ArgMax <axis = -1> (f)"], "int64[rows, 1] y",
+         ("matmul_nbits", ["x", "norm_residual", "norm_scale", "w", "scales"], 1)),
         ([SUM, NORM.format(x="sum"), *FLOAT],
          "float16[rows, 64] y1, float16[rows, 64] y2, float16[rows, 16] y3, float16[rows, 64] sum",
          ("parallel_gemm", ["x", "norm_residual", "norm_scale", "w", "w_2", "w_3"], 4)),
     ],
     ids=["one product", "the sum is read", "a gate", "three products", "a bare product", "a bias", "a gate of floats",
-         "three products of floats"],
+         "a Cast follows", "a scale follows", "an index of each row follows", "three products of floats"],
 )  # fmt: skip
 def test_a_norm_joins_the_product_that_alone_reads_it(
     nodes: list[str], outputs: str, fused: tuple[str, list[str], int], rows: str
@@ -93,7 +99,8 @@ def test_a_norm_joins_the_product_that_alone_reads_it(
     [
         (OF_SUM, "float16[rows, 64] y1, float16[rows, 64] n"),
         ([*OF_SUM, "z = Neg (n)"], "float16[rows, 64] y1, float16[rows, 64] z"),
-        ([*OF_SUM, "z = Tanh (y1)"], "float16[rows, 64] z"),
+        ([*OF_SUM, "z = Sin (y1)"], "float16[rows, 64] z, float16[rows, 64] y1"),
+        ([*OF_SUM, "z = Add (y1, r)"], "float16[rows, 64] z"),
         (["n = LayerNormalization <axis = -1> (x, g)", PRODUCT.format(i=1, n=64, x="n")], "float16[rows, 64] y1"),
         (FLOAT_OF_SUM, "float16[rows, 64] y1, float16[rows, 64] n"),
         ([*FLOAT_OF_SUM, "z = Neg (n)"], "float16[rows, 64] y1, float16[rows, 64] z"),
@@ -104,7 +111,8 @@ def test_a_norm_joins_the_product_that_alone_reads_it(
     ids=[
         "a graph output",
         "read elsewhere",
-        "operators follow the product",
+        "operators of two results follow the product",
+        "operators that follow read what is no weight",
         "another norm",
         "of floats: an output",
         "of floats: read elsewhere",
@@ -152,7 +160,7 @@ def test_a_function_that_was_dropped_is_written_again() -> None:
     nodes = [*FLOAT_OF_SUM, NORM.format(x="y1").replace("n =", "n2 ="), "t = MatMul (n2, m2)", "y = Neg (t)"]
     found = fused_of(model_of(*nodes, outputs="float16[rows, 64] y, float16[rows, 64] sum"))
     assert [operands[1:] for _, operands, _ in found] == [
-        ["norm_residual", "norm_scale", "w"], ["scale"], ["w"]
+        ["norm_residual", "norm_scale", "w"], ["norm_scale", "w"]
     ]  # fmt: skip
 
 
