@@ -1,4 +1,7 @@
-"""Rewrite products of flattened rows, as TensorFlow's Tensordot and Einsum compute them, as products of the rows."""
+"""Rewrite products of flattened rows, as TensorFlow's Tensordot and Einsum compute them, as products of the rows.
+
+A product of which only one row is read becomes the product of that row.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from typing import Final
 from onnxfuse.dsl.declaration import Rewrite, Rules, require, rewrite
 from onnxfuse.dsl.terms import Term
 from onnxfuse.dsl.words import attribute, known, op, rearrange, tensor, weight
+
+END: Final = 2**63 - 1  # the end of a Slice that goes on to the end of its axis
 
 
 def _of_rows(rows: Term, x: Term, kn: Term, nk: Term, beta: Term) -> Iterator[tuple[Term, Term]]:
@@ -69,4 +74,39 @@ def bias_of_heads(
     yield rearrange(product, heads) + bias, rearrange(product + rearrange(bias, "heads size -> (heads size)"), heads)
 
 
-ROWS: Final[tuple[Rewrite, ...]] = (*product_of_rows, *product_of_heads, *product_of_context, *bias_of_heads)
+def _gathered(value: Term, index: Term) -> Term:
+    """Return one row."""
+    return op.Gather(value, index, axis=1)
+
+
+def _last(value: Term) -> Term:
+    """Return the last row, whose axis stays."""
+    return op.Slice(value, starts=[-1], ends=[END], axes=[1], steps=[1])
+
+
+@rewrite(out="batch n", example={"index": ()})
+def row_of_product(
+    x: Term = tensor("batch rows k"), w: Term = weight("k n"), bias: Term = weight("n"), index: Term = weight()
+) -> Rules:
+    """A product of which a Gather reads one row, as the logits of the last token, becomes the product of that row."""
+    product, of_row = op.MatMul(x, w), op.MatMul(_gathered(x, index), w)
+    yield _gathered(product, index), of_row
+    yield _gathered(product + bias, index), of_row + bias
+
+
+@rewrite(out="batch last n")
+def last_row_of_product(x: Term = tensor("batch rows k"), w: Term = weight("k n"), bias: Term = weight("n")) -> Rules:
+    """A product of which a Slice reads the last row becomes the product of that row."""
+    product, of_row = op.MatMul(x, w), op.MatMul(_last(x), w)
+    yield _last(product), of_row
+    yield _last(product + bias), of_row + bias
+
+
+ROWS: Final[tuple[Rewrite, ...]] = (
+    *product_of_rows,
+    *product_of_heads,
+    *product_of_context,
+    *bias_of_heads,
+    *row_of_product,
+    *last_row_of_product,
+)

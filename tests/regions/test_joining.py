@@ -218,6 +218,7 @@ SELECTIONS = {
         ["Sin", "Mul", "Add", "ArgMax"],
     "p = MatMul(x, w) rows := int64[2] {-1, 16} q = Reshape(p, rows) z = ArgMax <axis = 1, keepdims = 0>(q)":
         ["Reshape", "ArgMax"],
+    "p = MatMul(x, w) last := int64 {-1} q = Gather <axis = 1>(p, last) z = ArgMax <axis = -1>(q)": ["ArgMax"],
     "p = MatMul(x, w) a = ArgMax <axis = -1>(p) seven := int64[1] {7} z = Equal(a, seven)": ["ArgMax"],
 }  # fmt: skip
 
