@@ -5,6 +5,8 @@ from typing import Final
 from onnxfuse.dsl import Term, attribute, contrib, fusion, require, results, tensor
 
 INTEGERS: Final = {"seqlens_k", "total_sequence_length", "position_ids"}
+CACHES: Final = {"past_key", "past_value"}
+SCALES: Final = {"k_scale", "v_scale"}
 
 
 @fusion(
@@ -24,6 +26,8 @@ def group_query_attention(
     position_ids: Term = tensor("batch queries", optional=True),
     attention_bias: Term = tensor(optional=True),
     head_sink: Term = tensor("heads", optional=True),
+    k_scale: Term = tensor(optional=True),
+    v_scale: Term = tensor(optional=True),
     q_norm_weight: Term = tensor("size", optional=True),
     k_norm_weight: Term = tensor("size", optional=True),
     num_heads: Term = attribute(),
@@ -53,9 +57,28 @@ def group_query_attention(
     sin_cache first.  Query rows beyond the length of a prompt that is padded on the right are unspecified, as are the
     rows of the caches beyond the length.
 
-    The body is the operator itself.  Kernels support neither quantized caches, nor caches of the size of a window, nor
-    the output of the products of queries and keys (qk_output), so that operators with one of these stay as they are.
+    The caches may hold int8 or float8 (e4m3fn) numbers, which are multiplied by k_scale and v_scale: one float32 scale
+    or, with PER_CHANNEL, one for each element of each head.  A new element is divided by its scale and rounded to the
+    nearest number, ties to even, or to the largest one; queries attend to the numbers.
+
+    The body is the operator itself.  Kernels support neither quantized caches of 4 bits, nor caches of the size of a
+    window, nor the output of the products of queries and keys (qk_output), so that operators with one of these stay as
+    they are.
     """
+    require(
+        "keys and values are quantized alike ({k_quant_type}, {v_quant_type}) and have scales, or neither is quantized",
+        lambda k_quant_type, v_quant_type, k_scale, v_scale: (
+            (k_quant_type or "NONE") == (v_quant_type or "NONE")
+            and (k_quant_type in (None, "NONE")) == (k_scale is None) == (v_scale is None)
+        ),
+    )
+    require(
+        "a quantized cache has a past of int8 or float8e4m3fn, and kv_cache_bit_width ({kv_cache_bit_width}) is 8",
+        lambda k_scale, kv_cache_bit_width, dtypes: (
+            k_scale is None
+            or (kv_cache_bit_width == 8 and {dtypes.get(name) for name in CACHES} in ({"int8"}, {"float8_e4m3fn"}))
+        ),
+    )
     require(
         "{num_heads} heads of queries are a multiple of {kv_num_heads} heads of keys",
         lambda num_heads, kv_num_heads: num_heads >= kv_num_heads > 0 == num_heads % kv_num_heads,
@@ -78,16 +101,14 @@ def group_query_attention(
     require("no result of queries and keys (qk_output {qk_output})", lambda qk_output: not qk_output)
     require("no cache of the size of a window", lambda sliding_window_cache: not sliding_window_cache)
     require(
-        "no quantized cache ({k_quant_type}, {v_quant_type})",
-        lambda k_quant_type, v_quant_type: {k_quant_type, v_quant_type} <= {None, "NONE"},
-    )
-    require(
-        "one dtype of queries, keys, values, caches, tables, sinks and norms",
-        lambda dtypes: len({dtype for name, dtype in dtypes.items() if name not in INTEGERS}) == 1,
+        "one dtype of queries, keys, values, caches, tables, sinks and norms; quantized caches have one of their own",
+        lambda dtypes, k_scale: (
+            len({dtypes[name] for name in dtypes.keys() - INTEGERS - (CACHES | SCALES if k_scale else set())}) == 1
+        ),
     )
     node = contrib.GroupQueryAttention(
         query, key, value, past_key, past_value, seqlens_k, total_sequence_length, cos_cache, sin_cache, position_ids,
-        attention_bias, head_sink, None, None, q_norm_weight, k_norm_weight,
+        attention_bias, head_sink, k_scale, v_scale, q_norm_weight, k_norm_weight,
         num_heads=num_heads, kv_num_heads=kv_num_heads, scale=scale, softcap=softcap,
         local_window_size=local_window_size, smooth_softmax=smooth_softmax, do_rotary=do_rotary,
         rotary_interleaved=rotary_interleaved, qk_norm_epsilon=qk_norm_epsilon, q_norm_epsilon=q_norm_epsilon,

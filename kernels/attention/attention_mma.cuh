@@ -36,6 +36,7 @@
 //   SINKS                          1: each row has one more score, its head's sink (SINK_T), for values of zeros
 //   ZERO_MASKED_ROWS               1: result rows for which no key counts are 0; 0: they are NaN
 //   SECOND_PASS, SECOND_PASS_BELOW see attention_mma.cu
+//   QUANTIZED                      1, 2: keys and values are bytes (quantized_cache.cuh); if not defined, they are T
 //   SCALE_IN_EXPONENT              1: scores are scaled when they are exponentiated; the scale must then be positive,
 //                                  and only -inf can replace a score
 #pragma once
@@ -62,10 +63,12 @@ template <class Source>
 __device__ __forceinline__ void attend(WarpState& warp, const Source& tiles) {
     const u32 q_tile = shared_base(), stages = q_tile + Q_BYTES;
     if constexpr (HEAD_DIM < QK_SIZE) {
-        clear_columns<K_ROW>(q_tile, BLOCK_M, HEAD_DIM, QK_SIZE);
+        clear_columns<Q_ROW>(q_tile, BLOCK_M, HEAD_DIM, QK_SIZE);
+        if constexpr (!IS_QUANTIZED) {  // all bytes of a quantized cache are finite, and are multiplied by these zeros
 #pragma unroll
-        for (int stage = 0; stage < STAGES; ++stage)
-            clear_columns<K_ROW>(stages + stage * STAGE, BLOCK_N, HEAD_DIM, QK_SIZE);
+            for (int stage = 0; stage < STAGES; ++stage)
+                clear_columns<K_ROW>(stages + stage * STAGE, BLOCK_N, HEAD_DIM, QK_SIZE);
+        }
     }
     tiles.load_queries(q_tile);
 #pragma unroll

@@ -38,6 +38,32 @@ __device__ __forceinline__ float4 shared_float4(u32 from) {
     return value;
 }
 
+#if QUANTIZED
+using Paired = Conditional<MATH_KIND == HALF, T, f16>::type;  // products by FFMA do not convert to pairs
+constexpr float NUMBER_UNIT = MATH_KIND == HALF ? pair_unit(Paired())
+                                                : 1.0f;  // what numbers are divided by in products
+#endif
+
+// Returns neighbouring elements of a row of keys or values, for products by FFMA.
+__device__ __forceinline__ float4 four_elements(u32 row, int first) {
+#if QUANTIZED
+    u32 bytes;
+    load_shared<4>(row + first, &bytes);
+    return {number(bytes), number(bytes >> 8), number(bytes >> 16), number(bytes >> 24)};
+#else
+    return shared_float4(row + first * 4);
+#endif
+}
+__device__ __forceinline__ float2 two_elements(u32 row, int first) {
+#if QUANTIZED
+    u32 bytes;
+    load_shared<2>(row + first, &bytes);
+    return {number(bytes), number(bytes >> 8)};
+#else
+    return shared_float2(row + first * 4);
+#endif
+}
+
 __device__ __forceinline__ u32 rounded_tf32(u32 value) {
     u32 result = value;
 #if __CUDA_ARCH__ >= 800

@@ -74,7 +74,7 @@ struct WarpResults {
                 if (warp.quad == 0) top[row] = warp.top[mt][half], sum[row] = warp.sum[mt][half];
 #pragma unroll
                 for (int vt = 0; vt < V_TILES; ++vt)
-                    *reinterpret_cast<float2*>(&o[row * PITCH + 8 * vt + 2 * warp.quad]) =
+                    *reinterpret_cast<float2*>(&o[row * PITCH + warp.column(vt)]) =
                         make_float2(warp.o[mt][vt][2 * half], warp.o[mt][vt][2 * half + 1]);
             }
         __syncthreads();

@@ -4,6 +4,7 @@
 #include "attention_results.cuh"
 #include "attention_score_tensor.cuh"
 #include "head_tensor.cuh"
+#include "quantized_cache.cuh"
 
 enum { HALF, TF32, FP32 };                   // values of the macro MATH_KIND
 enum { NONE, BOOLEAN, INVERTED, ADDITIVE };  // values of the macro MASK
@@ -31,10 +32,12 @@ constexpr int PV_SIZE = up(HEAD_DIM_V, MATH_KIND == HALF ? 16 : 8);
 constexpr int V_TILES = PV_SIZE / 8;
 constexpr int WARP_KEYS = BLOCK_N / WARPS_N;
 constexpr int KEY_TILES = WARP_KEYS / 8, SIXTEENS = (KEY_TILES + 1) / 2;
+constexpr int KEY_ITEM = IS_QUANTIZED ? 1 : SHARED_ITEM;  // bytes of an element of keys and values in shared memory
 // A row takes an odd multiple of 16 bytes, so that accesses to eight rows at once, as by ldmatrix, have no bank
 // conflicts.
-constexpr int K_ROW = odd_sixteens(QK_SIZE * SHARED_ITEM), V_ROW = odd_sixteens(PV_SIZE * SHARED_ITEM);
-constexpr int Q_BYTES = BLOCK_M * K_ROW, K_BYTES = BLOCK_N * K_ROW, STAGE = K_BYTES + BLOCK_N * V_ROW;
+constexpr int Q_ROW = odd_sixteens(QK_SIZE * SHARED_ITEM);
+constexpr int K_ROW = odd_sixteens(QK_SIZE * KEY_ITEM), V_ROW = odd_sixteens(PV_SIZE * KEY_ITEM);
+constexpr int Q_BYTES = BLOCK_M * Q_ROW, K_BYTES = BLOCK_N * K_ROW, STAGE = K_BYTES + BLOCK_N * V_ROW;
 
 static_assert(WARP_KEYS % (MATH_KIND == FP32 ? 8 : 16) == 0, "a warp takes keys by sixteens");
 
@@ -74,28 +77,52 @@ __device__ __forceinline__ void store_shared(u32 to, const u32* words) {
     }
 }
 
+template <int BYTES>
+__device__ __forceinline__ void load_shared(u32 from, u32* words) {
+    if constexpr (BYTES == 16)
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                     : "r"(from));
+    else if constexpr (BYTES == 8)
+        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(from));
+    else if constexpr (BYTES == 4) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(words[0]) : "r"(from));
+    else
+        asm volatile("{ .reg .b16 half; ld.shared.u16 half, [%1]; cvt.u32.u16 %0, half; }"
+                     : "=r"(words[0])
+                     : "r"(from));
+}
+
+// The bytes of an access to memory, and of an element in shared memory. E is T or Cached.
+template <class E>
+constexpr int ACCESS = sizeof(E) > 1                      ? ACCESS_BYTES
+                       : HEAD_DIM % 16 || HEAD_DIM_V % 16 ? 8
+                                                          : 16;
+template <class E>
+constexpr int ITEM = sizeof(E) > 1 ? SHARED_ITEM : 1;
+
 #if __CUDA_ARCH__ >= 800
 constexpr bool ASYNC = MATH_KIND != FP32 && ACCESS_BYTES >= 4 || MATH_KIND == FP32 && sizeof(T) == 4;
 #else
 constexpr bool ASYNC = false;
 #endif
 
-// Copies ACCESS_BYTES bytes to shared memory; writes zeros if `inside` is false.
-__device__ __forceinline__ void copy(u32 to, const T* from, bool inside) {
-    constexpr int EACH = ACCESS_BYTES / sizeof(T);
+// Copies ACCESS bytes to shared memory; writes zeros if `inside` is false.
+template <class E>
+__device__ __forceinline__ void copy(u32 to, const E* from, bool inside) {
+    constexpr int BYTES = ACCESS<E>, EACH = BYTES / sizeof(E);
     if constexpr (ASYNC) {
-        if constexpr (ACCESS_BYTES == 16)
+        if constexpr (BYTES == 16)
             asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0)
                          : "memory");
         else
-            asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(ACCESS_BYTES),
-                         "r"(inside ? ACCESS_BYTES : 0)
+            asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES),
+                         "r"(inside ? BYTES : 0)
                          : "memory");
     } else {
-        Pack<T, EACH> read = {};
+        Pack<E, EACH> read = {};
         if (inside) read = load_cached<EACH>(from);
-        if constexpr (sizeof(T) == SHARED_ITEM) {
-            store_shared<ACCESS_BYTES>(to, read.words);
+        if constexpr (sizeof(E) == ITEM<E>) {
+            store_shared<BYTES>(to, read.words);
         } else {
             float values[EACH];
             unpack(read, values);
@@ -120,25 +147,25 @@ __device__ __forceinline__ void wait_copies() {
 
 // Copies COUNT rows of a tile, from row `first` on; `from` has `rows` rows. Row r lies at r / INTERLEAVE * outer +
 // r % INTERLEAVE * inner.
-template <int COUNT, int ELEMENTS, int ROW_BYTES, int INTERLEAVE = 1>
-__device__ __forceinline__ void load_rows(u32 tile, const T* from, i64 outer, int rows, int first = 0, i64 inner = 0) {
-    constexpr int EACH = ACCESS_BYTES / sizeof(T), PER_ROW = ELEMENTS / EACH;
+template <int COUNT, int ELEMENTS, int ROW_BYTES, int INTERLEAVE = 1, class E>
+__device__ __forceinline__ void load_rows(u32 tile, const E* from, i64 outer, int rows, int first = 0, i64 inner = 0) {
+    constexpr int EACH = ACCESS<E> / sizeof(E), PER_ROW = ELEMENTS / EACH;
     constexpr int TOTAL = COUNT * PER_ROW, ROUNDS = (TOTAL + THREADS - 1) / THREADS;
     static_assert(ELEMENTS % EACH == 0, "rows are whole accesses");
     constexpr bool STEADY = INTERLEAVE == 1 && THREADS % PER_ROW == 0;  // a thread's accesses lie in one column
     const i64 step = THREADS / PER_ROW * outer;
-    const T* next = from + (first + threadIdx.x / PER_ROW) * outer + threadIdx.x % PER_ROW * EACH;
+    const E* next = from + (first + threadIdx.x / PER_ROW) * outer + threadIdx.x % PER_ROW * EACH;
 #pragma unroll(MATH_KIND == FP32 ? 2 : ROUNDS <= 8 ? ROUNDS : 4)
     for (int round = 0; round < ROUNDS; ++round) {
         const int i = round * THREADS + threadIdx.x, r = i / PER_ROW, access = i % PER_ROW, row = first + r;
         if (TOTAL % THREADS && i >= TOTAL) break;
         const bool inside = row < rows;
         if constexpr (STEADY) {
-            copy(tile + r * ROW_BYTES + access * EACH * SHARED_ITEM, inside ? next : from, inside);
+            copy(tile + r * ROW_BYTES + access * EACH * ITEM<E>, inside ? next : from, inside);
             next += step;
         } else {
             const i64 offset = row / INTERLEAVE * outer + row % INTERLEAVE * inner + access * EACH;
-            copy(tile + r * ROW_BYTES + access * EACH * SHARED_ITEM, from + (inside ? offset : 0), inside);
+            copy(tile + r * ROW_BYTES + access * EACH * ITEM<E>, from + (inside ? offset : 0), inside);
         }
     }
 }
@@ -158,7 +185,8 @@ __device__ __forceinline__ void clear_columns(u32 tile, int count, int used, int
 
 // The kernels' argument; mma.py writes the fields in this order.
 struct Problem {
-    HeadTensor<const T> q, k, v;
+    HeadTensor<const T> q;
+    HeadTensor<const Cached> k, v;
     HeadTensor<OUT_T> out;
     ScoreTensor<MASK_T> mask;
     ScoreTensor<BIAS_T> bias;
@@ -217,8 +245,8 @@ struct Tiles {
     __device__ __forceinline__ void load(int tile) const {
         if (tile < end) {
             const int first = tile * BLOCK_N;
-            const T* k = p.k.at(at.batch, at.kv) + first * p.k.row;
-            const T* v = p.v.at(at.batch, at.kv) + first * p.v.row;
+            const Cached* k = p.k.at(at.batch, at.kv) + first * p.k.row;
+            const Cached* v = p.v.at(at.batch, at.kv) + first * p.v.row;
             load_rows<BLOCK_N, HEAD_DIM, K_ROW>(stage(tile), k, p.k.row, p.keys - first);
             load_rows<BLOCK_N, HEAD_DIM_V, V_ROW>(stage(tile) + K_BYTES, v, p.v.row, p.keys - first);
         }
@@ -227,6 +255,6 @@ struct Tiles {
 
     __device__ __forceinline__ void load_queries(u32 tile) const {
         const T* q = p.q.at(at.batch, at.kv * GQA_GROUP);
-        load_rows<BLOCK_M, HEAD_DIM, K_ROW, GQA_GROUP>(tile, q, p.q.row, p.queries * GQA_GROUP, at.row, p.q.head);
+        load_rows<BLOCK_M, HEAD_DIM, Q_ROW, GQA_GROUP>(tile, q, p.q.row, p.queries * GQA_GROUP, at.row, p.q.head);
     }
 };

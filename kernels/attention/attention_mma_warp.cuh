@@ -40,8 +40,15 @@ struct WarpState {
     __device__ __forceinline__ int row(int mt, int half) const { return (m * M_TILES + mt) * 16 + half * 8 + group; }
 
     __device__ __forceinline__ void load_queries(u32 (&a)[4], u32 tile, int mt, int step) const {
-        load_matrices<false>(a, tile + ((m * M_TILES + mt) * 16 + lane % 16) * K_ROW + step * 32 + lane / 16 * 16);
-        round_operand(a);
+        if constexpr (IS_QUANTIZED) {  // the order of elements within a product is that of score_sixteen
+            const u32 from = tile + row(mt, 0) * Q_ROW + step * 32 + quad * 8;
+            u32 upper[2], lower[2];
+            load_shared<8>(from, upper), load_shared<8>(from + 8 * Q_ROW, lower);
+            a[0] = upper[0], a[1] = lower[0], a[2] = upper[1], a[3] = lower[1];
+        } else {
+            load_matrices<false>(a, tile + ((m * M_TILES + mt) * 16 + lane % 16) * Q_ROW + step * 32 + lane / 16 * 16);
+            round_operand(a);
+        }
     }
 
     __device__ __forceinline__ void keep_queries(u32 tile) {
@@ -63,7 +70,10 @@ struct WarpState {
         if constexpr (MATH_KIND == FP32) {
             scores_by_ffma<PART>(s, q_tile, k_tile, live);
         } else {
-            const u32 from = k_tile + (n * WARP_KEYS + lane / 16 * 8 + lane % 8) * K_ROW + lane / 8 % 2 * 16;
+            constexpr int STEP_BYTES = IS_QUANTIZED ? STEP : 32;
+            const u32 from = k_tile + (IS_QUANTIZED
+                                           ? (n * WARP_KEYS + group) * K_ROW + quad * 4
+                                           : (n * WARP_KEYS + lane / 16 * 8 + lane % 8) * K_ROW + lane / 8 % 2 * 16);
             if constexpr (PART) {  // one branch for each sixteen keys, and none between their products
 #pragma unroll
                 for (int t = 0; t < KEY_TILES; t += 2) {
@@ -72,7 +82,7 @@ struct WarpState {
                     for (int step = 0; step < QK_STEPS; ++step) {
                         u32 a[M_TILES][4];
                         get_queries(a, q_tile, step);
-                        score_sixteen(s, a, from + step * 32, t);
+                        score_sixteen(s, a, from + step * STEP_BYTES, t);
                     }
                 }
             } else {
@@ -81,7 +91,7 @@ struct WarpState {
                     u32 a[M_TILES][4];
                     get_queries(a, q_tile, step);
 #pragma unroll
-                    for (int t = 0; t < KEY_TILES; t += 2) score_sixteen(s, a, from + step * 32, t);
+                    for (int t = 0; t < KEY_TILES; t += 2) score_sixteen(s, a, from + step * STEP_BYTES, t);
                 }
             }
         }
@@ -102,8 +112,18 @@ struct WarpState {
     __device__ __forceinline__ void score_sixteen(float (&s)[M_TILES][KEY_TILES][4], const u32 (&a)[M_TILES][4],
                                                   u32 from, int t) const {
         u32 b[4];
+#if QUANTIZED
+        // The order of elements within a product is free: those that the lane supplies are four neighbours.
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            u32 bytes;
+            load_shared<4>(from + (t + i) * 8 * K_ROW, &bytes);
+            b[2 * i] = pair<0, 1>(Paired(), bytes), b[2 * i + 1] = pair<2, 3>(Paired(), bytes);
+        }
+#else
         load_matrices<false>(b, from + t * 8 * K_ROW);
         round_operand(b);
+#endif
 #pragma unroll
         for (int mt = 0; mt < M_TILES; ++mt) {
             mma(T(), s[mt][t], a[mt], b[0], b[1]);
@@ -121,13 +141,13 @@ struct WarpState {
             for (int mt = 0; mt < M_TILES; ++mt)
 #pragma unroll
                 for (int half = 0; half < 2; ++half)
-                    a[mt][half] = shared_float4(q_tile + row(mt, half) * K_ROW + step * 16);
+                    a[mt][half] = shared_float4(q_tile + row(mt, half) * Q_ROW + step * 16);
 #pragma unroll
             for (int t = 0; t < KEY_TILES; ++t) {
                 if (PART && t / 2 >= live) break;
 #pragma unroll
                 for (int c = 0; c < 2; ++c) {
-                    const float4 b = shared_float4(k_tile + (n * WARP_KEYS + t * 8 + 2 * quad + c) * K_ROW + step * 16);
+                    const float4 b = four_elements(k_tile + (n * WARP_KEYS + t * 8 + 2 * quad + c) * K_ROW, step * 4);
 #pragma unroll
                     for (int mt = 0; mt < M_TILES; ++mt)
 #pragma unroll
@@ -162,16 +182,59 @@ struct WarpState {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) a[mt][i] = narrow(T(), &p[mt][t + i / 2][i % 2 * 2]);
 #pragma unroll
-            for (int vt = 0; vt < V_TILES; vt += 2) {
+            for (int vt = 0; vt < V_TILES; vt += IS_QUANTIZED ? 4 : 2) {
                 u32 b[4];
-                load_matrices<true>(b, from + t * 8 * V_ROW + vt * 16);
+                load_matrices<true>(b, from + t * 8 * V_ROW + vt * 8 * KEY_ITEM);
+#if QUANTIZED
+                add_bytes<0>(a, vt, b);
+                if (vt + 2 < V_TILES) add_bytes<2>(a, vt + 2, b);
+#else
 #pragma unroll
                 for (int mt = 0; mt < M_TILES; ++mt) {
                     mma(T(), o[mt][vt], a[mt], b[0], b[1]);
                     mma(T(), o[mt][vt + 1], a[mt], b[2], b[3]);
                 }
+#endif
             }
         }
+    }
+
+#if QUANTIZED
+    // Adds the product with sixteen keys and sixteen columns of values. Words FIRST and FIRST + 1 have two keys each,
+    // and of each key two neighbouring columns: o[mt][vt] gets the even columns, and o[mt][vt + 1] the odd ones.
+    template <int FIRST>
+    __device__ __forceinline__ void add_bytes(const u32 (&a)[M_TILES][4], int vt, const u32 (&b)[4]) {
+        const u32 even[2] = {pair<0, 2>(Paired(), b[FIRST]), pair<0, 2>(Paired(), b[FIRST + 1])};
+        const u32 odd[2] = {pair<1, 3>(Paired(), b[FIRST]), pair<1, 3>(Paired(), b[FIRST + 1])};
+#pragma unroll
+        for (int mt = 0; mt < M_TILES; ++mt) {
+            mma(T(), o[mt][vt], a[mt], even[0], even[1]);
+            mma(T(), o[mt][vt + 1], a[mt], odd[0], odd[1]);
+        }
+    }
+
+    // Multiplies the results by the scales of the head's values, after the last tile.
+    __device__ __forceinline__ void scale_values(const f32* scales) {
+#pragma unroll
+        for (int mt = 0; mt < M_TILES; ++mt)
+#pragma unroll
+            for (int vt = 0; vt < V_TILES; ++vt)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    float *const x = &o[mt][vt][2 * half], factors[2] = {};
+                    if (MATH_KIND == HALF && vt % 2 == 0) {  // this lane has columns 0, 2 and 1, 3 of four
+                        const float first = o[mt][vt + 1][2 * half];
+                        o[mt][vt + 1][2 * half] = x[1], x[1] = first;
+                    }
+                    if (column(vt) < HEAD_DIM_V) load_scales(scales, column(vt), factors);
+                    x[0] *= factors[0] * NUMBER_UNIT, x[1] *= factors[1] * NUMBER_UNIT;
+                }
+    }
+#endif
+
+    // Returns the first of the two columns of the result that this lane has in o[mt][vt].
+    __device__ __forceinline__ int column(int vt) const {
+        return IS_QUANTIZED && MATH_KIND == HALF ? vt / 2 * 16 + 4 * quad + vt % 2 * 2 : 8 * vt + 2 * quad;
     }
 
     // The order of keys within a product is free, so columns 2 quad and 2 quad + 1 of the accumulator serve as the
@@ -215,7 +278,7 @@ struct WarpState {
 #pragma unroll
                     for (int vt = 0; vt < V_TILES; ++vt) {
                         if (vt % 8 == 0) __syncwarp();  // otherwise the compiler hoists all loads, and they spill
-                        const float2 b = shared_float2(tile + (t * 8 + 2 * from + c) * V_ROW + (vt * 8 + 2 * quad) * 4);
+                        const float2 b = two_elements(tile + (t * 8 + 2 * from + c) * V_ROW, vt * 8 + 2 * quad);
 #pragma unroll
                         for (int mt = 0; mt < M_TILES; ++mt)
 #pragma unroll

@@ -65,8 +65,8 @@ def _configs(problem: Attention, rows: int, device: Device, cache: Cache | None)
     if large and math_kind(problem, device) == "FP32":  # too few registers for warps that share keys
         return [MmaAttentionConfig(warps_m, 1, 16, stages=3)]
     wide = large or math_kind(problem, device) != "HALF"
-    warps_n = max(1, 4 // warps_m)
-    four_warps = MmaAttentionConfig(warps_m, warps_n, max(32 if wide else 64, 16 * warps_n), stages=3)
+    warps_n, stages = max(1, 4 // warps_m), 4 if problem.quantized else 3  # a stage of bytes takes half of the memory
+    four_warps = MmaAttentionConfig(warps_m, warps_n, max(32 if wide else 64, 16 * warps_n), stages=stages)
     if cache is None or wide or warps_m > 1 or estimate(problem.keys) < MIN_ROWS_OF_EIGHT_WARPS:
         return [four_warps]
     # With 64 heads and a cache of 4096 rows on an H200, eight warps take 82.5 us and four take 84.4 at head_dim 128; at
@@ -160,6 +160,8 @@ def _split(
         if cache.turns is not NO_TURNS:
             constants |= cache.turns.defines(problem, whole_lanes=True)
         cache_arguments = (*cache.rows_arguments, *int32(cache.past_rows, +cache.same_offsets), cache.turns.argument)
+        if problem.quantized:
+            cache_arguments += (Struct(problem.quantized.scales),)
     return Launch(
         Kernel(entry, entry, constants),
         (problem.batch * problem.kv_heads * splits, 1, 1),

@@ -1,7 +1,11 @@
 """GroupQueryAttention: appends normalized and rotated rows to caches of keys and values, and attends to the caches.
 
 Few queries take one launch, in which the blocks that read the end of a cache also write it.  Otherwise a first launch
-prepares the queries and writes the caches, and attention over the present caches follows.
+prepares the queries and writes the caches, and attention over the present caches follows.  From quantized caches, the
+first launch also writes the rows of all sequences to scratch memory, in the dtype of the queries, for the attention.
+
+New rows are quantized first, and attended to as the cache holds them.  onnxruntime's CPU provider does this, too; its
+CUDA provider attends to the rows of a first prompt as they are before.
 
 The kernels read the length of each sequence on the device, from seqlens_k.  So grids depend on the sizes of the caches
 only, and one CUDA graph of the launches serves sequences that grow.
@@ -15,12 +19,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Final, cast
 
+from onnxfuse.ir.dtypes import FLOAT8
 from onnxfuse.kernels.attention import decode, hopper
 from onnxfuse.kernels.attention.cache import NO_TURNS, Cache, Turns
 from onnxfuse.kernels.attention.implementations import MAX_IMPLEMENTATIONS, implementations
 from onnxfuse.kernels.attention.mma import MAX_HEAD_DIM
 from onnxfuse.kernels.attention.operands import score_tensor
-from onnxfuse.kernels.attention.problem import Attention, HeadNumbers
+from onnxfuse.kernels.attention.problem import Attention, HeadNumbers, Quantized
 from onnxfuse.kernels.attention.with_cache import of_outputs
 from onnxfuse.kernels.epilogue_node import moved
 from onnxfuse.kernels.head_tensor import HeadTensor
@@ -29,16 +34,31 @@ from onnxfuse.kernels.tensors import (
     ABSENT,
     ITEM_BYTES,
     STORAGE,
+    check_element_count,
     int32,
     operand_pointer,
     operand_spec,
     required_spec,
 )
-from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, NoAlias, Plan, Pointer, Step, Struct, TensorSpec
+from onnxfuse.runtime.plan import (
+    Device,
+    FusedNode,
+    Kernel,
+    Launch,
+    NoAlias,
+    Plan,
+    Pointer,
+    Step,
+    Struct,
+    TensorSpec,
+    Value,
+)
 from onnxfuse.runtime.symint import expect_equal, for_later_plans, maximum, minimum
 
 INTEGERS: Final = {"seqlens_k": "int32", "total_sequence_length": "int32", "position_ids": "int64"}
-QUERIES: Final = Pointer("scratch", -1)  # prepared queries; `_shifted` makes this index 0, the first buffer
+SCALES: Final = ("k_scale", "v_scale")  # of quantized caches
+CACHES: Final[Sequence[str]] = ("past_key", "past_value", "output 1", "output 2")
+QUANTIZED: Final = ("int8", FLOAT8)  # dtypes of quantized caches
 THREADS: Final = 128
 ACCESSES: Final = 4  # vectors that a thread copies at once
 FILLING_BLOCKS: Final = 4  # maximum blocks per multiprocessor that copy the past
@@ -50,15 +70,27 @@ def unsupported_group_query(node: FusedNode, input_dtypes: Sequence[str]) -> str
     dtypes = dict(zip(node.operands, input_dtypes, strict=True))
     floats = {name: dtype for name, dtype in dtypes.items() if name not in INTEGERS}
     floats |= {f"output {i}": dtype for i, dtype in enumerate(node.output_dtypes)}
+    caches = [(name, floats.pop(name)) for name in CACHES if name in floats and _is_quantized(node)]
+    for name, dtype in caches:
+        if dtype not in QUANTIZED or dtype != dtypes["past_key"]:
+            return f"{node.fusion}: {name} is {dtype}; required one dtype of {', '.join(QUANTIZED)}, as it has scales"
     for name, dtype in floats.items():
-        if dtype not in STORAGE or dtype != dtypes["query"]:
+        if name in SCALES and dtype != "float32":
+            return f"{node.fusion}: {name} is {dtype}; required float32"
+        if name not in SCALES and (dtype not in STORAGE or dtype != dtypes["query"]):
             return f"{node.fusion}: {name} is {dtype}; required one dtype of {', '.join(STORAGE)}"
     for name, required in INTEGERS.items():
         if name in dtypes and dtypes[name] != required:
             return f"{node.fusion}: {name} is {dtypes[name]}; required {required}"
     if not 0 < (size := node.integer("size", 0)) <= MAX_HEAD_DIM:
         return f"{node.fusion}: size is {size}; the kernels take heads of 1 to {MAX_HEAD_DIM} elements"
+    if caches and size % 8:
+        return f"{node.fusion}: size is {size}; required a multiple of 8, as of onnxruntime's operator"
     return None
+
+
+def _is_quantized(node: FusedNode) -> bool:
+    return "k_scale" in node.operands
 
 
 @dataclass(frozen=True)
@@ -94,30 +126,49 @@ def group_query_candidates(node: FusedNode, inputs: Sequence[TensorSpec], device
     sizes = _sizes(node, inputs)
     query = required_spec(node, inputs, "query")
     y = TensorSpec((sizes.batch, sizes.new, sizes.heads * sizes.size), node.output_dtypes[0], query.aligned)
-    present = TensorSpec(sizes.cache_shape, query.dtype, query.aligned)
-    outputs, no_alias = (y, present, present), _no_alias(node, sizes)
     problem, turns = _attention(node, inputs, sizes, device), _turns(node, inputs, sizes)
-    turned, queries = problem, tuple[int, ...]()
-    if turns is not NO_TURNS:
-        turned = replace(problem, q=replace(problem.out, pointer=QUERIES))
-        queries = (math.prod(y.shape) * ITEM_BYTES[y.dtype],)
-    append = _append(node, turned, sizes, turns, device)
+    present = TensorSpec(
+        sizes.cache_shape, problem.quantized.dtype if problem.quantized else query.dtype, query.aligned
+    )
+    outputs, no_alias = (y, present, present), _no_alias(node, sizes)
+    prepared, own = _prepared(problem, turns)
+    append = _append(node, problem, prepared, sizes, turns, device)
     if 0 in y.shape:
         steps = (append,) if 0 not in present.shape else ()
-        return [of_outputs(node, Plan(outputs, steps, queries, no_alias))]
+        return [of_outputs(node, Plan(outputs, steps, own, no_alias))]
 
     def in_two_steps(attention: Implementation) -> Plan:
-        after = tuple(moved(step, lambda pointer: _shifted(pointer, len(queries))) for step in attention.steps)
-        return Plan(outputs, (_cleared(append, after), *after), (*queries, *attention.scratch), no_alias)
+        after = tuple(moved(step, lambda pointer: _shifted(pointer, len(own))) for step in attention.steps)
+        return Plan(outputs, (_cleared(append, after), *after), (*own, *attention.scratch), no_alias)
 
-    in_one = decode.implementations(problem, device, _cache(node, sizes, turns, ITEM_BYTES[query.dtype]))
+    cache = _cache(node, sizes, turns, ITEM_BYTES[query.dtype])
+    # attention_with_cache.cu reads at least 8 bytes of a quantized cache at once.
+    in_one = decode.implementations(problem, device, cache) if problem.aligned or not problem.quantized else []
     plans = [Plan(outputs, each.steps, each.scratch, no_alias) for each in in_one[: MAX_IMPLEMENTATIONS - 1]]
     with for_later_plans(*problem.sizes) if plans else nullcontext():
-        plans += map(in_two_steps, implementations(turned, device))
+        plans += map(in_two_steps, implementations(prepared, device))
     if not plans:
         what = f"heads of {sizes.size} elements do not fit into the shared memory of {device.name}"
         raise ValueError(f"{node.label}: {what}")
     return [of_outputs(node, plan) for plan in plans[:MAX_IMPLEMENTATIONS]]
+
+
+def _prepared(problem: Attention, turns: Turns) -> tuple[Attention, tuple[int, ...]]:
+    """Return the attention after group_query_append.cu, and the bytes of the scratch buffers that this kernel writes.
+
+    These buffers come before those of the attention, and so have negative indices, which `_shifted` makes 0, 1, ...
+    They are the queries, with `turns`, and the keys and values of a quantized cache.
+    """
+    prepared, item = problem, ITEM_BYTES[problem.dtype]
+    own: tuple[int, ...] = ()
+    if problem.quantized:
+        k, v = (replace(each, pointer=Pointer("scratch", i)) for i, each in ((-2, problem.k), (-1, problem.v)))
+        prepared = replace(problem, k=k, v=v, quantized=None)
+        own = (problem.batch * problem.k.batch_stride * item,) * 2
+    if turns is not NO_TURNS:
+        prepared = replace(prepared, q=replace(problem.out, pointer=Pointer("scratch", -1 - len(own))))
+        own = (problem.batch * problem.queries * problem.heads * problem.head_dim * item, *own)
+    return prepared, own
 
 
 def _shifted(pointer: Pointer, by: int) -> Pointer:
@@ -198,7 +249,20 @@ def _attention(node: FusedNode, inputs: Sequence[TensorSpec], sizes: _Sizes, dev
         causal=0, lengths=Pointer("input", node.operands.index("seqlens_k")), window=window if window > 0 else None,
         bias=score_tensor(node, "attention_bias", bias, (sizes.batch, sizes.heads, sizes.new, keys)),
         sinks=sinks, softcap=node.number("softcap", 0.0), zero_masked_rows=True, tf32=device.tf32,
+        quantized=_quantized(node, inputs, sizes),
     )  # fmt: skip
+
+
+def _quantized(node: FusedNode, inputs: Sequence[TensorSpec], sizes: _Sizes) -> Quantized | None:
+    """Return the numbers of quantized caches.  Raises ValueError if there are not as many scales as required."""
+    if not _is_quantized(node):
+        return None
+    per_channel = node.text("k_quant_type", "NONE") == "PER_CHANNEL"
+    count = sizes.kv_heads * sizes.size if per_channel else 1
+    for name in SCALES:
+        check_element_count(node, name, required_spec(node, inputs, name), count)
+    dtype = required_spec(node, inputs, "past_key").dtype
+    return Quantized(dtype, per_channel, (operand_pointer(node, "k_scale"), operand_pointer(node, "v_scale")))
 
 
 def _cleared(append: Launch, after: Sequence[Step]) -> Launch:
@@ -208,26 +272,37 @@ def _cleared(append: Launch, after: Sequence[Step]) -> Launch:
     return replace(append, kernel=replace(append.kernel, defines=defines))
 
 
-def _append(node: FusedNode, problem: Attention, sizes: _Sizes, turns: Turns, device: Device) -> Launch:
-    """Return the launch of group_query_append.cu."""
+def _append(
+    node: FusedNode, problem: Attention, prepared: Attention, sizes: _Sizes, turns: Turns, device: Device
+) -> Launch:
+    """Return the launch of group_query_append.cu, which writes the present caches and the scratch of `prepared`."""
     q, k, v = _new_rows(node, sizes, ITEM_BYTES[problem.dtype])
-    has_queries = problem.q.pointer.kind == "scratch"
+    has_queries = prepared.q.pointer.kind == "scratch"
     own = {"HEADS": sizes.heads, "KV_HEADS": sizes.kv_heads, "QUERIES": int(has_queries), "CLEARED": 0}
+    keys: tuple[Value, ...] = operand_pointer(node, "past_key"), problem.k.pointer
+    values: tuple[Value, ...] = operand_pointer(node, "past_value"), problem.v.pointer
+    if problem.quantized:
+        read, (k_scales, v_scales) = int(has_queries), problem.quantized.scales
+        keys, values = (*keys, Pointer("scratch", read), k_scales), (*values, Pointer("scratch", read + 1), v_scales)
     turned = turns.defines(problem, *sizes.widths, whole_lanes=False)
     width, lanes = int(turned["WIDTH"]), int(turned["LANES"])
     all_heads = (sizes.heads if has_queries else 0) + 2 * sizes.kv_heads
     new_blocks = -(-sizes.batch * sizes.new * all_heads * lanes // THREADS)
     parts = -(-sizes.rows * sizes.size // (width * THREADS * ACCESSES)) * sizes.kv_heads * sizes.batch
     filling = minimum(parts, FILLING_BLOCKS * device.multiprocessors)
-    caches = (("past_key", problem.k), ("past_value", problem.v))
     arguments = (
         *(each.argument for each in (q, k, v)), Pointer("scratch", 0) if has_queries else ABSENT,
-        *(Struct((operand_pointer(node, past), present.pointer)) for past, present in caches),
+        Struct(keys), Struct(values),
         operand_pointer(node, "seqlens_k"),
         Struct(int32(sizes.batch, sizes.new, sizes.past_rows, sizes.rows, new_blocks)), turns.argument,
     )  # fmt: skip
     return Launch(
-        Kernel("group_query_append", "group_query_append", {**turned, **own, "ACCESSES": ACCESSES, "THREADS": THREADS}),
+        Kernel(
+            "group_query_append",
+            "group_query_append",
+            {**turned, **own, "ACCESSES": ACCESSES, "THREADS": THREADS}
+            | (problem.quantized.defines if problem.quantized else {}),
+        ),
         (new_blocks + filling, 1, 1),
         (THREADS, 1, 1),
         arguments,

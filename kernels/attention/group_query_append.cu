@@ -9,10 +9,17 @@
 // rows after the new ones. If a past cache is the same memory as its present cache, they only clear the CLEARED rows
 // after the new ones, because attention_hopper.cu multiplies the values of these rows by weights of 0.
 //
+// With QUANTIZED, caches are bytes (quantized_cache.cuh). All rows that the attention reads are then also written as
+// X_T to scratch memory, which has the layout of the present caches: new rows are first quantized, as in the cache.
+//
 // Macros: those of rotation.cuh, where X_T is the type of all operands but the tables and norms; HEADS, KV_HEADS;
-// QUERIES, 1: the launch prepares queries; CLEARED; ACCESSES, vectors that a thread copies at once; THREADS.
+// QUERIES, 1: the launch prepares queries; CLEARED; ACCESSES, vectors that a thread copies at once; THREADS; QUANTIZED
+// and, with it, PER_CHANNEL.
 #include "attention_turns.cuh"
 #include "head_tensor.cuh"
+#if QUANTIZED
+#include "quantized_cache.cuh"
+#endif
 
 using i64 = long long;
 
@@ -37,11 +44,66 @@ struct Sizes {
     int new_blocks;       // blocks that have new rows
 };
 struct CacheMemory {  // caches of keys or of values: contiguous (batch, KV_HEADS, rows, SIZE)
+#if QUANTIZED
+    const u8* past;
+    u8* present;
+    X_T* read;  // what the attention reads
+    const f32* scales;
+
+    // Writes elements of a new row of a head; `offset` is their place in the present cache.
+    __device__ __forceinline__ void write(i64 offset, int head, int column, const Pack<X_T, WIDTH>& x) const {
+        float values[WIDTH], factors[WIDTH];
+        unpack(x, values), load_scales(scales_of(scales, head, SIZE), column, factors);
+        Pack<u8, WIDTH> bytes = {};
+#pragma unroll
+        for (int i = 0; i < WIDTH; ++i) bytes.words[i / 4] |= quantized(values[i], factors[i]) << i % 4 * 8;
+        store_pack<false>(present + offset, bytes);
+        read_back(offset, bytes, factors);
+    }
+
+    __device__ __forceinline__ void read_back(i64 offset, const Pack<u8, WIDTH>& bytes,
+                                              const float (&factors)[WIDTH]) const {
+        float values[WIDTH];
+#pragma unroll
+        for (int i = 0; i < WIDTH; ++i) values[i] = number(bytes.words[i / 4] >> i % 4 * 8) * factors[i];
+        store<false>(read + offset, values);
+    }
+#else
     const X_T* past;
     X_T* present;
+#endif
 };
 
 // Fills the rows of a present cache that are not new. `blocks` blocks share the work; `block` is this block's index.
+#if QUANTIZED
+__device__ __forceinline__ void fill(CacheMemory cache, const int* lengths, Sizes sizes, int block, int blocks) {
+    const bool in_place = cache.past == cache.present;
+    const int rows = sizes.rows, parts = (int)(((i64)rows * PER_ROW + BLOCK_VECTORS - 1) / BLOCK_VECTORS);
+    for (int part = block; part < parts * KV_HEADS * sizes.batches; part += blocks) {
+        const int plane = part / parts;
+        const Lengths own(lengths, plane / KV_HEADS, sizes.added, rows);
+        const i64 first = (i64)(part % parts) * BLOCK_VECTORS + threadIdx.x;
+        Pack<u8, WIDTH> bytes[ACCESSES];
+#pragma unroll
+        for (int i = 0; i < ACCESSES; ++i) {
+            const i64 vector = first + i * THREADS, from = (i64)plane * sizes.past_rows * SIZE + vector * WIDTH;
+            bytes[i] = {};
+            if (vector / PER_ROW < min(own.past, sizes.past_rows)) bytes[i] = load_once<WIDTH>(cache.past + from);
+        }
+#pragma unroll
+        for (int i = 0; i < ACCESSES; ++i) {
+            const i64 vector = first + i * THREADS, to = (i64)plane * rows * SIZE + vector * WIDTH;
+            const i64 row = vector / PER_ROW;
+            if (row >= rows || (row >= own.past && row < own.end)) continue;
+            if (!in_place) store_pack<false>(cache.present + to, bytes[i]);
+            if (row >= own.end + CLEARED) continue;
+            float factors[WIDTH];
+            load_scales(scales_of(cache.scales, plane % KV_HEADS, SIZE), int(vector % PER_ROW) * WIDTH, factors);
+            cache.read_back(to, bytes[i], factors);
+        }
+    }
+}
+#else
 __device__ __forceinline__ void fill(CacheMemory cache, const int* lengths, Sizes sizes, int block, int blocks) {
     const bool in_place = cache.past == cache.present;
     if (in_place && CLEARED == 0) return;
@@ -66,6 +128,7 @@ __device__ __forceinline__ void fill(CacheMemory cache, const int* lengths, Size
             if (targets[i] >= 0) store_pack<false>(cache.present + targets[i], read[i]);
     }
 }
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     group_query_append(const __grid_constant__ HeadTensor<const X_T> q, const __grid_constant__ HeadTensor<const X_T> k,
@@ -92,9 +155,20 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const X_T* const x = of_query ? q.at(batch, head) + row * q.row
                          : of_key ? k.at(batch, kv) + row * k.row
                                   : v.at(batch, kv) + row * v.row;
+#if QUANTIZED
+    const i64 cached = (((i64)batch * KV_HEADS + kv) * sizes.rows + own.past + row) * SIZE;
+    X_T* const y = queries + (outer * HEADS + head) * SIZE;
+#else
     X_T* const y = of_query ? queries + (outer * HEADS + head) * SIZE
                             : (of_key ? keys.present : values.present) +
                                   (((i64)batch * KV_HEADS + kv) * sizes.rows + own.past + row) * SIZE;
+#endif
+    const auto write = [&](int column, const Pack<X_T, WIDTH>& vector) {
+#if QUANTIZED
+        if (!of_query) return (of_key ? keys : values).write(cached + column, kv, column, vector);
+#endif
+        store_pack<false>(y + column, vector);
+    };
 
     Vectors raw[STEPS];
 #pragma unroll
@@ -113,15 +187,15 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const Piece piece(lane + s * LANES);
         if (!piece.exists) continue;
         if (!of_query && !of_key) {
-            store_pack<false>(y + piece.first, raw[s].first);
-            if (piece.rotated) store_pack<false>(y + piece.second, raw[s].second);
+            write(piece.first, raw[s].first);
+            if (piece.rotated) write(piece.second, raw[s].second);
             continue;
         }
         Rotation rotation;
         if (piece.rotated) rotation.load(turns.cos + table, turns.sin + table, lane + s * LANES);
         float one[WIDTH], other[WIDTH];
         turn(raw[s], piece, factor, of_query ? turns.q_scale : turns.k_scale, rotation, true, one, other);
-        store<false>(y + piece.y_first, one);
-        if (piece.rotated) store<false>(y + piece.y_second, other);
+        write(piece.y_first, pack<X_T>(one));
+        if (piece.rotated) write(piece.y_second, pack<X_T>(other));
     }
 }

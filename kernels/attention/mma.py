@@ -141,7 +141,9 @@ def math_kind(problem: Attention, device: Device) -> str:
     """Return the macro MATH_KIND of attention_mma.cuh: the instruction of the products."""
     if device.arch < MMA_ARCH:
         return "FP32"
-    return "HALF" if problem.dtype != "float32" else "TF32" if problem.tf32 else "FP32"
+    if problem.dtype != "float32":
+        return "HALF"
+    return "TF32" if problem.tf32 and not problem.quantized else "FP32"
 
 
 def shared_item_bytes(problem: Attention, device: Device) -> int:
@@ -150,11 +152,17 @@ def shared_item_bytes(problem: Attention, device: Device) -> int:
 
 
 def shared_bytes(problem: Attention, config: MmaAttentionConfig, device: Device, combines: bool) -> int:
-    """Return the bytes of shared memory of a block; with `combines`, its warps combine their results in this memory."""
+    """Return the bytes of shared memory of a block; with `combines`, its warps combine their results in this memory.
+
+    Tiles of a quantized cache hold bytes, and the new rows of keys and values follow the tiles as queries do.
+    """
     kind, item = math_kind(problem, device), shared_item_bytes(problem, device)
-    k_row = _odd_sixteens(_round_up(problem.head_dim, {"HALF": 16, "TF32": 8, "FP32": 4}[kind]) * item)
+    head_dim = _round_up(problem.head_dim, {"HALF": 16, "TF32": 8, "FP32": 4}[kind])
     head_dim_v = _round_up(problem.head_dim_v, 16 if kind == "HALF" else 8)
-    tiles = config.block_m * k_row + config.stages * config.block_n * (k_row + _odd_sixteens(head_dim_v * item))
+    q_row, key_item = _odd_sixteens(head_dim * item), 1 if problem.quantized else item
+    rows = config.block_m + (2 * (config.block_m // problem.gqa_group) if problem.quantized else 0)
+    stage = config.block_n * (_odd_sixteens(head_dim * key_item) + _odd_sixteens(head_dim_v * key_item))
+    tiles = rows * q_row + config.stages * stage
     results = config.block_m * 4 * (config.warps_n * (head_dim_v + 8 + 2) + 2)
     return max(tiles, results if combines else 0)
 
@@ -197,6 +205,7 @@ def defines(problem: Attention, config: MmaAttentionConfig, device: Device, seco
         "ADD_MASKED_SCORE": int(problem.add_masked_score), "SECOND_PASS": int(second_pass and skips_causal_tiles),
         "SECOND_PASS_BELOW": second_pass_below * LOG2_E, **length_defines(problem),
         **_score_defines("MASK", problem.mask, problem), **_score_defines("BIAS", problem.bias, problem),
+        **(problem.quantized.defines if problem.quantized else {}),
     }  # fmt: skip
 
 
@@ -217,7 +226,7 @@ def _scales_in_exponent(problem: Attention) -> bool:
     replaced = problem.mask_kind in ("boolean", "inverted") and problem.masked_score > -math.inf
     added = problem.add_masked_score or problem.mask_kind == "additive"
     changed = replaced or added or problem.bias is not None or problem.softcap != 0 or problem.sinks is not None
-    return problem.scale > 0 and not changed
+    return problem.scale > 0 and not changed and not problem.quantized  # the scale of keys may be negative
 
 
 def _keeps_queries(problem: Attention, config: MmaAttentionConfig, device: Device) -> bool:

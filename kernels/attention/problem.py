@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from onnxfuse.ir.dtypes import FLOAT8
 from onnxfuse.kernels.epilogue_program import EpilogueProgram
 from onnxfuse.kernels.head_tensor import HeadTensor
 from onnxfuse.kernels.rotary.rotary import Rotary
@@ -65,6 +66,20 @@ class HeadNumbers:
 
 
 @dataclass(frozen=True)
+class Quantized:
+    """The numbers of a quantized cache: a number times its scale is an element of a key or value."""
+
+    dtype: str  # "int8", "float8_e4m3fn"
+    per_channel: bool  # a scale for each element of each key head; otherwise one for all
+    scales: tuple[Value, Value]  # addresses of the float32 scales of keys and of values
+
+    @property
+    def defines(self) -> dict[str, int | float | str]:
+        """The macros of quantized_cache.cuh."""
+        return {"QUANTIZED": 2 if self.dtype == FLOAT8 else 1, "PER_CHANNEL": int(self.per_channel)}
+
+
+@dataclass(frozen=True)
 class Attention:
     """out = softmax(mask(softcap(scale q k^T) + bias)) v for each head, with fp32 scores and sums.
 
@@ -80,6 +95,7 @@ class Attention:
       The last query sees the last of them; but if there are more queries than keys, `causal` is 0.
     - With `window`, a query sees only the last `window` of the keys that `causal` leaves.
     - With `sinks`, each row has one more score, its head's number, for a value vector of zeros.
+    - With `quantized`, k and v hold bytes, whose numbers times their scales are the keys and values.
     - A row whose scores are all -inf gives 0 if `zero_masked_rows`, else NaN.
     """
 
@@ -112,6 +128,7 @@ class Attention:
     tf32: bool = False  # the kernel is allowed to round float32 operands to TF32
     out_dtype: str = ""
     program: EpilogueProgram | None = None  # elementwise operators applied to the results before they are stored
+    quantized: Quantized | None = None  # only attention_with_cache.cu takes it
     rotation: Rotary | None = None  # the rotation that produces q and k; some kernels rotate q themselves
 
     def with_program(self, launch: Launch) -> Launch:

@@ -21,6 +21,9 @@ SELECTING: Final = VIEWS | SLICING | GATHERS | {"Tile"}  # each element of the r
 MOVES: Final = SELECTING | {"Concat", "Pad", "ScatterND", "Trilu"}
 FREE: Final = REGROUPING | {"Constant", "Identity", "Shape", "Size"}  # these operators move no element
 
+# Inputs that are float32 scales in every precision, by operator.
+FLOAT32_SCALES: Final = {"com.microsoft::GroupQueryAttention": (12, 13)}
+
 # --- operators that compute element by element ---------------------------------------------------------------------
 
 ARITHMETIC: Final = ("Add", "Sub", "Mul", "Div", "Pow", "Mod", "Min", "Max")

@@ -14,7 +14,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 from onnx.defs import OpSchema
 
-from onnxfuse.algebra.operators import TRUTHS
+from onnxfuse.algebra.operators import FLOAT32_SCALES, TRUTHS
 from onnxfuse.algebra.sizes import Dim, Size
 from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.dsl.guards import Guard
@@ -307,7 +307,10 @@ class BodyBuilder:
                 inputs.append(self.value(item))
             else:
                 inputs.append(number)
-        ready = self._promoted(inputs)
+        scales = [i for i in FLOAT32_SCALES.get(term.op, ()) if i < len(inputs)]
+        ready = self._promoted([None if i in scales else value for i, value in enumerate(inputs)])
+        for i in scales:
+            ready[i] = value if isinstance(value := inputs[i], Value) else None
         found = [v.dtype for v in ready if v and v.dtype != TensorProto.BOOL]
         found += [v.dtype for v in ready if v] or [TensorProto.FLOAT]
         first = next((dtype for dtype in found if dtype in FLOAT_BITS), found[0])

@@ -19,7 +19,7 @@ from onnxfuse.runtime.nvrtc import kernel_text
 from onnxfuse.runtime.plan import Argument, Kernel, Launch, Plan, Pointer, Scalar, Struct, TensorSpec
 
 NUMPY = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-REPLACED = ("types.cuh", "cluster.cuh")  # headers in whose place blocks_emulated.h stands
+REPLACED = ("types.cuh", "packed_words.cuh", "cluster.cuh")  # headers in whose place blocks_emulated.h stands
 C_TYPES: Mapping[str, Any] = {"int32": ctypes.c_int, "int64": ctypes.c_longlong, "float32": ctypes.c_float}
 PARTS = re.compile(r'(?m)^#line \d+ "([^"]+)"\n')
 SHARED = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];")

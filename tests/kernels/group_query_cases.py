@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
-from attention_cases import NUMPY
+from attention_cases import NUMPY as FLOATS
 
 from onnxfuse.runtime.plan import FusedNode, TensorSpec
 
 Arrays = dict[str, np.ndarray]
+NUMPY = {**FLOATS, "int8": np.dtype(np.int8), "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn)}
+SCALES = ("k_scale", "v_scale")
 POSITIONS = 600  # rows of the tables of cosines and sines
 
 
@@ -39,6 +42,8 @@ class Case:
     aligned: bool = True
     column: bool = False  # seqlens_k is (batch, 1)
     bias: str = ""  # axes along which attention_bias differs besides queries and keys: "b", "h" or "bh"; "1": none
+    cache: str = ""  # dtype of quantized caches; "": caches have the dtype of the queries
+    per_channel: bool = False
     seed: int = 0
 
     @property
@@ -66,11 +71,15 @@ class Case:
         given |= {"smooth_softmax": 1} if self.smooth else {}
         given |= {"softcap": self.softcap} if self.softcap else {}
         given |= {"scale": self.scale} if self.scale is not None else {}
+        if self.cache:
+            given["kv_cache_bit_width"] = 8
+            kind = "PER_CHANNEL" if self.per_channel else "PER_TENSOR"
+            given |= dict.fromkeys(("k_quant_type", "v_quant_type"), kind)
         return given | ({"qk_norm_epsilon": 1e-5} if self.norms else {})
 
     def node(self) -> FusedNode:
-        given = {**self.attributes(), "size": self.size}
-        return FusedNode("group_query_attention", "n", tuple(self.inputs()), given, (self.dtype,) * 3)
+        given, cache = {**self.attributes(), "size": self.size}, self.cache or self.dtype
+        return FusedNode("group_query_attention", "n", tuple(self.inputs()), given, (self.dtype, cache, cache))
 
     def specs(self) -> tuple[TensorSpec, ...]:
         """The inputs as a plan has them: the shape of total_sequence_length is its value."""
@@ -81,7 +90,7 @@ class Case:
         return tuple(found)
 
     def inputs(self) -> Arrays:
-        """The operands by name, in order; rows of the past beyond the lengths are NaN."""
+        """The operands by name, in order; rows of the past beyond the lengths are NaN, or -1 in int8."""
         random, kind = np.random.default_rng(self.seed), NUMPY[self.dtype]
 
         def normal(*shape: int) -> np.ndarray:
@@ -95,11 +104,13 @@ class Case:
         found["total_sequence_length"] = np.array(self.total_length, np.int32)
         if not self.packed:
             found |= dict(zip(NEW[1:], parts[1:], strict=True))
-        if self.past:
+        if self.past or self.cache:
             for name in PASTS:
                 cache = normal(self.batch, self.kv_heads, self.past, self.size)
+                if self.cache:
+                    cache = (cache * 40).clip(-128, 127).astype(NUMPY[self.cache])
                 for b, length in enumerate(self.lengths):
-                    cache[b, :, max(0, length - self.new) :] = np.nan
+                    cache[b, :, max(0, length - self.new) :] = np.nan if self.cache != "int8" else -1
                 found[name] = cache
         if self.columns:
             angles = random.uniform(0, 6, (POSITIONS, self.columns // 2))
@@ -113,6 +124,10 @@ class Case:
             found["head_sink"] = normal(self.heads)
         if self.norms:
             found |= {name: normal(self.size) for name in ("q_norm_weight", "k_norm_weight")}
+        if self.cache:  # a few of the new rows' elements exceed the largest number
+            scales = (1, self.kv_heads, 1, self.size) if self.per_channel else (1,)
+            low, high = (0.004, 0.008) if self.cache != "int8" else (0.015, 0.03)
+            found |= {name: random.uniform(low, high, scales).astype(np.float32) for name in SCALES}
         return found
 
 
@@ -134,8 +149,12 @@ class Expected:
         return np.isfinite(self.y)
 
 
-def expected(case: Case, inputs: Arrays) -> Expected:
-    """Return the results.  Rotated and normalized rows are rounded once, as the caches hold them."""
+def expected(case: Case, inputs: Arrays, written: list[np.ndarray] | None = None) -> Expected:
+    """Return the results.  Rotated and normalized rows are rounded once, as the caches hold them.
+
+    With `written`, the present caches that a kernel wrote, the queries attend to the new rows of these: a number of a
+    quantized cache is one step off where rounding decides.
+    """
     wide = {name: value.astype(np.float64) for name, value in inputs.items()}
     q, k, v = _heads_of(case, wide)
     y = np.full((case.batch, case.new, case.heads, case.size), np.nan)
@@ -146,12 +165,16 @@ def expected(case: Case, inputs: Arrays) -> Expected:
         before = length - valid
         places = wide["position_ids"][b].astype(int) if case.positions else before + np.arange(case.new)
         new_q, new_k = (_turned(case, wide, x[b], places, name) for x, name in ((q, "q"), (k, "k")))
-        for present, past, new in zip(presents, PASTS, (new_k, v[b]), strict=True):
+        for i, (present, past, new) in enumerate(zip(presents, PASTS, (new_k, v[b]), strict=True)):
             if before:
                 present[b, :, :before] = wide[past][b, :, :before]
-            present[b, :, before:length] = new[:valid].transpose(1, 0, 2)
+            rows = _stored(case, inputs, new[:valid].transpose(1, 0, 2), SCALES[i])
+            present[b, :, before:length] = rows if written is None else written[i][b, :, before:length]
         for row, head in np.ndindex(valid, case.heads):
-            keys, values = (present[b, head // (case.heads // case.kv_heads)] for present in presents)
+            kv = head // (case.heads // case.kv_heads)
+            keys, values = (
+                present[b, kv] * _scales(case, inputs, name)[kv] for present, name in zip(presents, SCALES, strict=True)
+            )
             end = before + row + 1
             begin = max(0, end - case.window) if case.window > 0 else 0
             added = _bias(case, wide, b, head, row)[begin:end] if case.bias else 0.0
@@ -160,6 +183,37 @@ def expected(case: Case, inputs: Arrays) -> Expected:
             sizes[b, row, head] = weights @ np.abs(values[begin:end])
     shape = case.batch, case.new, -1
     return Expected(y.reshape(shape), sizes.reshape(shape), presents)
+
+
+def _scales(case: Case, inputs: Arrays, name: str) -> np.ndarray:
+    """Return the scales of a cache as (key heads, 1, size or 1)."""
+    if not case.cache:
+        return np.ones((case.kv_heads, 1, 1))
+    return np.broadcast_to(
+        inputs[name].reshape(-1, 1, case.size if case.per_channel else 1), (case.kv_heads, 1, case.size)
+    )
+
+
+def _stored(case: Case, inputs: Arrays, rows: np.ndarray, name: str) -> np.ndarray:
+    """Return new rows of a cache, (key heads, rows, size), as its numbers: onnxruntime multiplies by reciprocals."""
+    if not case.cache:
+        return rows
+    found = rows.astype(np.float32) * (np.float32(1) / _scales(case, inputs, name))
+    found = found.clip(-128, 127).round() if case.cache == "int8" else found.clip(-448, 448)
+    return found.astype(NUMPY[case.cache]).astype(np.float64)
+
+
+def near(case: Case, present: np.ndarray, rows: np.ndarray) -> bool:
+    """Return whether a quantized cache has the expected numbers `rows`, of which a few may be one step off."""
+    known = np.isfinite(rows)
+    found, right = present.astype(np.float64)[known], rows[known]
+    step = 1.0 if case.cache == "int8" else np.maximum(2.0**-9, np.abs(right) / 8)
+    return bool(np.all(np.abs(found - right) <= step) and np.mean(found != right) < 0.01)
+
+
+def unwritten(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Return an array of NaN, or of ones if the dtype has no NaN."""
+    return np.full(shape, np.nan if dtype != "int8" else 1, NUMPY[dtype])
 
 
 def _heads_of(case: Case, wide: Arrays) -> tuple[np.ndarray, ...]:

@@ -11,7 +11,7 @@ import onnxruntime
 import pytest
 from architectures import DEVICES, H200, T4, check_attention_compiles, check_compiles, to_compile
 from attention_cases import NUMPY
-from group_query_cases import PASTS, Case, expected
+from group_query_cases import PASTS, SCALES, Case, expected, near
 from onnx import helper
 from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 from sampling import by_parts, sampled
@@ -39,6 +39,11 @@ def cases(dtype: str) -> Iterator[Case]:
     yield Case((1025,), past=2048, heads=8, dtype=dtype, bias="h")
     yield Case((300, 200), new=300, past=400, heads=8, dtype=dtype, bias="bh", total=350)
     yield Case((20, 6), past=20, size=40, dtype=dtype, rotated=0, aligned=False)
+    for size, cache in (80, "float8_e4m3fn"), (256, "int8"):
+        yield Case((1025,), past=2048, heads=8, size=size, dtype=dtype, cache=cache)
+    yield Case((3000, 5), past=4096, heads=8, dtype=dtype, norms=True, sink=True, window=1024, cache="int8")
+    yield Case((9,) * 8, past=4096, heads=32, kv_heads=8, size=128, dtype=dtype, cache="int8", per_channel=True)
+    yield Case((300, 200), new=300, past=400, heads=8, dtype=dtype, cache="float8_e4m3fn", per_channel=True)
 
 
 def launches(each: Case, device: Device) -> list[Launch]:
@@ -70,7 +75,8 @@ def test_plans_fit_the_device(device: Device) -> None:
         node, inputs = each.node(), each.specs()
         assert host.supports(node, [tensor.dtype for tensor in inputs], device) is None
         for plan in host.candidates(node, inputs, device):
-            cache = TensorSpec((each.batch, each.kv_heads, each.rows, each.size), each.dtype, each.aligned)
+            shape = each.batch, each.kv_heads, each.rows, each.size
+            cache = TensorSpec(shape, each.cache or each.dtype, each.aligned)
             assert plan.outputs[1:] == (cache, cache)
             for step in plan.steps:
                 assert isinstance(step, Launch)
@@ -100,6 +106,28 @@ def test_a_past_may_be_its_present_if_it_is_as_long() -> None:
             assert found == {(3, 1): same, (3, 2): False, (4, 1): False, (4, 2): same}
 
 
+def test_refusals_of_quantized_caches() -> None:
+    node, inputs = (each := Case((20,), past=20, cache="int8")).node(), each.specs()
+    dtypes = {name: tensor.dtype for name, tensor in zip(node.operands, inputs, strict=True)}
+    assert host.supports(node, list(dtypes.values()), H200) is None
+    for name, dtype, wanted in (
+        ("past_key", "uint8", "one dtype of int8, float8_e4m3fn, as it has scales"),
+        ("past_value", "float8_e4m3fn", "one dtype of int8, float8_e4m3fn, as it has scales"),
+        ("k_scale", "float16", "float32"),
+    ):
+        told = f"group_query_attention: {name} is {dtype}; required {wanted}"
+        assert host.supports(node, list((dtypes | {name: dtype}).values()), H200) == told
+    odd = dataclasses.replace(each, size=20)
+    told = "group_query_attention: size is 20; required a multiple of 8, as of onnxruntime's operator"
+    assert host.supports(odd.node(), list(dtypes.values()), H200) == told
+    scales = [
+        TensorSpec((2,), "float32") if name == "k_scale" else spec
+        for name, spec in zip(node.operands, inputs, strict=True)
+    ]
+    with pytest.raises(ValueError, match=r"k_scale has shape \[2\]; required 1 elements"):
+        host.candidates(node, scales, T4)
+
+
 def test_refusals_say_what_is_required_and_found() -> None:
     node, inputs = (each := Case((20,), past=20)).node(), each.specs()
     dtypes = [tensor.dtype for tensor in inputs]
@@ -118,7 +146,7 @@ def test_refusals_say_what_is_required_and_found() -> None:
 
 OPERANDS = (
     "query", "key", "value", *PASTS, "seqlens_k", "total_sequence_length", "cos_cache", "sin_cache", "position_ids",
-    "attention_bias", "head_sink",
+    "attention_bias", "head_sink", *SCALES,
 )  # fmt: skip
 FORMS = {
     "lengths": Case((9, 1, 40), past=50),
@@ -141,11 +169,16 @@ FORMS = {
     "bias_of_the_batch": Case((33, 9), past=32, bias="b", sink=True),
     "one_bias": Case((30,), new=12, past=18, bias="1"),
     "window_of_prompt": Case((50, 20), new=50, past=64, window=9, sink=True),
+    "quantized": Case((9, 1, 40), past=50, cache="int8"),
+    "quantized_by_channel": Case((33, 33), past=32, cache="int8", per_channel=True, sink=True, softcap=2.0),
+    "quantized_prompt": Case((7, 3, 1), new=7, past=20, cache="int8", rotated=32, window=3),
+    "quantized_first_prompt": Case((30, 5), new=30, cache="int8", per_channel=True, packed=False),
+    "quantized_second_prompt": Case((30,), new=12, past=40, cache="int8", bias="h"),
 }
 
 
 def operands(case: Case) -> dict[str, np.ndarray]:
-    """Return the inputs; rows of the past beyond the lengths are 3."""
+    """Return the inputs; rows of the past beyond the lengths have no NaN."""
     return {name: np.asarray(np.nan_to_num(value, nan=3.0)) for name, value in case.inputs().items()}
 
 
@@ -158,7 +191,8 @@ def by_the_operator(case: Case, inputs: dict[str, np.ndarray]) -> list[np.ndarra
     names = [name if name in inputs else "" for name in OPERANDS]
     outputs = ["y", "keys", "values"]
     call = helper.make_node("GroupQueryAttention", names, outputs, domain="com.microsoft", **case.attributes())
-    results = [helper.make_tensor_value_info(name, DTYPE_NUMBERS["float32"], None) for name in outputs]
+    dtypes = [DTYPE_NUMBERS[dtype] for dtype in case.node().output_dtypes]
+    results = [helper.make_tensor_value_info(name, dtype, None) for name, dtype in zip(outputs, dtypes, strict=True)]
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(helper.make_graph([call], "g", infos, results), opset_imports=opsets, ir_version=10)
     options = onnxruntime.SessionOptions()
@@ -174,6 +208,9 @@ def test_the_formula_is_what_the_operator_computes(name: str) -> None:
     inputs = operands(case)
     right = expected(case, inputs)
     y, *presents = by_the_operator(case, inputs)
+    if case.cache:
+        assert all(near(case, present, rows) for present, rows in zip(presents, right.presents, strict=True))
+        right = expected(case, inputs, presents)
     np.testing.assert_allclose(y[right.counts], right.y[right.counts], rtol=1e-4, atol=1e-5)
     for present, rows in zip(presents, right.presents, strict=True):
         known = np.isfinite(rows)

@@ -1,4 +1,4 @@
-"""GroupQueryAttention on a CPU: the launches of its plans against float64; but for Hopper, with float32 products."""
+"""GroupQueryAttention on a CPU: the launches of its plans against float64."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from architectures import A100, H200, T4
 from attention_cases import HALF_ULP, NUMPY
 from emulated_build import load
 from emulated_launches import as_c_plus_plus, launch, launcher
-from group_query_cases import PASTS, Case, expected
+from group_query_cases import PASTS, Case, expected, near, unwritten
 
 from onnxfuse.kernels.attention import host
 from onnxfuse.runtime.nvrtc import kernel_text
@@ -22,9 +22,13 @@ from onnxfuse.runtime.plan import Kernel, Launch, Plan, Pointer
 
 EXACT = dataclasses.replace(A100, tf32=False)
 # The functions in whose place attention_mma_emulated.h stands: their definitions end at the first brace of a line.
-REPLACED = ("shared_base", "load_shared", "store_shared", "shared_float", "shared_float2", "shared_float4")
+REPLACED = (
+    "shared_base", "load_shared", "store_shared", "shared_float", "shared_float2", "shared_float4", "load_matrices",
+    "mma",
+)  # fmt: skip
 DEFINITION = re.compile(
-    rf"(?m)^(template <int BYTES>\n)?__device__ __forceinline__ \w+ ({'|'.join(REPLACED)})\([^)]*\) {{\n(.*\n)*?}}\n"
+    rf"(?m)^(template <(int BYTES|bool TRANSPOSED)>\n)?__device__ __forceinline__ \w+ ({'|'.join(REPLACED)})"
+    r"\(.*\) {\n(.*\n)*?}\n"
 )
 
 CASES = {
@@ -53,7 +57,28 @@ CASES = {
     "narrow_accesses": Case((9, 30), past=31, size=10, aligned=False),
 }
 
-HOPPER = [{}, {"window": 90, "sink": True}, {"smooth": True, "softcap": 50.0, "norms": True}, {"bias": "h"}]
+QUANTIZED = {
+    "one_token": Case((9, 1, 40), past=50, size=16, cache="int8"),
+    "full_buffer": Case((64, 49), past=64, size=80, cache="int8", per_channel=True, softcap=3.0),
+    "growing": Case((33, 33), past=32, size=16, cache="float8_e4m3fn"),
+    "empty_past": Case((1, 1), past=8, size=24, cache="float8_e4m3fn", per_channel=True, sink=True),
+    "several_tokens": Case((70,), new=7, past=80, size=32, cache="int8", per_channel=True, interleaved=True),
+    "prompt": Case((70, 5), new=70, past=80, size=16, cache="int8", norms=True),
+    "prompt_of_no_past": Case((7, 3), new=7, past=0, size=16, cache="float8_e4m3fn", window=4),
+    "second_prompt": Case((30,), new=12, past=40, size=40, cache="float8_e4m3fn", packed=False, rotated=0),
+    "turns": Case((20, 6), past=24, size=48, cache="float8_e4m3fn", norms=True, rotated=24, positions=True),
+    "window": Case((20, 200), past=256, size=16, window=37, cache="int8", per_channel=True, smooth=True),
+    "bias": Case((20, 60), past=64, size=16, bias="bh", total=60, cache="int8", heads=7, kv_heads=1),
+    "misaligned": Case((9, 30), past=31, size=24, aligned=False, cache="int8", per_channel=True),
+}
+
+HOPPER = [
+    {},
+    {"window": 90, "sink": True},
+    {"smooth": True, "softcap": 50.0, "norms": True},
+    {"bias": "h"},
+    {"cache": "float8_e4m3fn", "per_channel": True},
+]
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["separate", "shared"])
@@ -65,6 +90,17 @@ def test_matches_float64(name: str, shared: bool, tmp_path: Path) -> None:
     for device in (T4, EXACT) if case.new <= 16 else (T4,):
         for plan in host.candidates(case.node(), case.specs(), device):
             if all(isinstance(step, Launch) and step.cluster == 1 for step in plan.steps):
+                check(case, plan, shared, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", NUMPY)
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_caches(name: str, dtype: str, tmp_path: Path) -> None:
+    """In every plan; products of fp16 and bf16 are emulated, too."""
+    case = dataclasses.replace(QUANTIZED[name], dtype=dtype)
+    for device in (A100, T4) if case.new <= 16 else (T4,):
+        for plan in host.candidates(case.node(), case.specs(), device):
+            for shared in (False, True) if case.past == case.rows else (False,):
                 check(case, plan, shared, tmp_path)
 
 
@@ -89,9 +125,10 @@ def test_lengths_that_no_cache_has(new: int, tmp_path: Path) -> None:
         assert all(np.isnan(whole[::2]).all() for whole in wholes)
 
 
+@pytest.mark.parametrize("cache", ["", "int8"])
 @pytest.mark.parametrize("shared", [False, True], ids=["separate", "shared"])
-def test_few_splits_are_combined(shared: bool, tmp_path: Path) -> None:
-    case = Case((600, 3, 129), past=1024, size=16, dtype="float32", sink=True, window=400)
+def test_few_splits_are_combined(shared: bool, cache: str, tmp_path: Path) -> None:
+    case = Case((600, 3, 129), past=1024, size=16, dtype="float32", sink=True, window=400, cache=cache)
     plans = {tuple(sources(plan)): plan for plan in host.candidates(case.node(), case.specs(), EXACT)}
     check(case, plans["attention_with_cache", "attention_combine"], shared, tmp_path)
     check(case, plans["group_query_append", "attention_decode", "attention_combine"], shared, tmp_path)
@@ -115,7 +152,7 @@ def check(case: Case, plan: Plan, shared: bool, folder: Path) -> None:
     inputs = case.inputs()
     arrays: dict[Pointer, np.ndarray] = {Pointer("input", i): value for i, value in enumerate(inputs.values())}
     for i, spec in enumerate(plan.outputs):
-        arrays[Pointer("output", i)] = np.full(spec.shape, np.nan, NUMPY[spec.dtype])
+        arrays[Pointer("output", i)] = unwritten(spec.shape, spec.dtype)
     if shared:
         for i, past in enumerate(PASTS, 1):
             arrays[Pointer("output", i)] = inputs[past]
@@ -126,7 +163,10 @@ def check(case: Case, plan: Plan, shared: bool, folder: Path) -> None:
         assert isinstance(step, Launch)
         run(step, arrays, folder)
     found = [arrays[Pointer("output", i)] for i in range(3)]
-    assert np.isfinite(found[0]).all()
+    if case.cache:
+        assert all(near(case, present, rows) for present, rows in zip(found[1:], right.presents, strict=True))
+        right = expected(case, case.inputs(), found[1:])
+    assert np.isfinite(found[0].astype(np.float32)).all()
     error = HALF_ULP[case.dtype]
     allowed = 5 * error * right.sizes + (2e-5 if case.dtype == "float32" else 1e-4)
     assert np.all(np.abs(found[0] - right.y)[right.counts] <= allowed[right.counts])
@@ -134,7 +174,7 @@ def check(case: Case, plan: Plan, shared: bool, folder: Path) -> None:
         known = np.isfinite(rows)
         np.testing.assert_allclose(present[known], rows[known], rtol=2 * error, atol=2 * error)
         if not shared and sources(plan)[0] == "group_query_append":
-            assert np.isfinite(present).all(), "rows beyond the length are cleared"
+            assert np.isfinite(present.astype(np.float32)).all(), "rows beyond the length are cleared"
 
 
 def run(step: Launch, arrays: dict[Pointer, np.ndarray], folder: Path) -> None:

@@ -3,6 +3,7 @@
 #include "block_threads.h"
 #include "byte_perm_emulated.h"
 #include "call_emulated.h"
+#include "packed_words_emulated.h"
 #include "types_emulated.h"
 
 // Kernels declare these types of fixed width themselves.
@@ -28,7 +29,7 @@
 template <int N, bool CONSTANT = false, class T>
 static Pack<T, N> load_cached(const T* from) {
     if (reinterpret_cast<u64>(from) % (min(N * int(sizeof(T)), 16))) abort();  // misaligned
-    Pack<T, N> loaded;
+    Pack<T, N> loaded{};
     memcpy(&loaded, from, N * sizeof(T));
     return loaded;
 }
