@@ -135,8 +135,11 @@ def rotated(name: str, lengths: tuple[int, int], heads: tuple[int, int] = (32, 8
     )
 
 
-def group_query(name: str, new: int, size: int = 128) -> Case:
-    """Return GroupQueryAttention of packed operands, in which batch, past rows and total length are dynamic."""
+def group_query(name: str, new: int, size: int = 128, quantized: str = "") -> Case:
+    """Return GroupQueryAttention of packed operands, in which batch, past rows and total length are dynamic.
+
+    `quantized` is the dtype of quantized caches.
+    """
     heads, kv_heads = 32, 8
     cache, table = (BATCH, kv_heads, PAST, size), (4096, size // 2)
     shapes = {
@@ -145,7 +148,12 @@ def group_query(name: str, new: int, size: int = 128) -> Case:
     }  # fmt: skip
     dtypes = dict.fromkeys(("seqlens_k", "total_sequence_length"), "int32")
     given = {"num_heads": heads, "kv_num_heads": kv_heads, "size": size, "do_rotary": 1}
-    return _node(name, "group_query_attention", shapes, dtypes, HALF, (heads, kv_heads), some_sizes(4), 3, **given)
+    if quantized:
+        dtypes |= dict.fromkeys(("past_key", "past_value"), quantized) | dict.fromkeys(("k_scale", "v_scale"), FULL)
+        shapes |= dict.fromkeys(("k_scale", "v_scale"), (1,))
+    found = _node(name, "group_query_attention", shapes, dtypes, HALF, (heads, kv_heads), some_sizes(4), 3, **given)
+    cache = quantized or HALF
+    return dataclasses.replace(found, node=dataclasses.replace(found.node, output_dtypes=(HALF, cache, cache)))
 
 
 B, S, K, N, P = BATCH, QUERIES, KEYS, TOTAL, PAST
@@ -186,6 +194,7 @@ CACHES = [
     with_cache("prefill, operator", (B, S, P), mask=("boolean", (B, 1, S, N), "bool"), form="operator"),
     with_cache("prefill, causal operator", (B, S, P), form="operator", is_causal=1),
     group_query("group query", QUERIES),
+    group_query("group query, int8", QUERIES, quantized="int8"),
 ]
 ROTATED = [
     rotated("rotated", (B, S), mask_kind="causal", masked_score=-math.inf),

@@ -155,8 +155,8 @@ def result(buffer: Any, spec: TensorSpec, aligned: bool) -> np.ndarray:
     after = buffer.base[buffer.data.ptr - buffer.base.data.ptr + buffer.nbytes :].get()
     assert (after == 0xFF).all(), "written beyond the end"
     if not aligned:
-        assert (buffer.base[: NUMPY[spec.dtype].itemsize].get() == 0xFF).all(), "written before the beginning"
-    return buffer.get().view(NUMPY[spec.dtype]).reshape(spec.shape)
+        assert (buffer.base[: np.dtype(spec.dtype).itemsize].get() == 0xFF).all(), "written before the beginning"
+    return buffer.get().view(np.dtype(spec.dtype)).reshape(spec.shape)
 
 
 def check(found: np.ndarray, expected: np.ndarray, slack: float = 1.0, tiny: bool = False) -> None:

@@ -144,6 +144,8 @@ ATTENTION: dict[str, Case | CachedCase | GroupQueryCase] = {
     "attention with a cache": cached(400, 1, batch=2, heads=4, kv_heads=4),
     "one token of group_query_attention": GroupQueryCase((300, 20), past=400),
     "a prompt of group_query_attention": GroupQueryCase((170, 20), new=170, past=400),
+    "one token of quantized caches": GroupQueryCase((300, 20), past=400, cache="int8"),
+    "a prompt of quantized caches": GroupQueryCase((170, 20), new=170, past=400, cache="int8", per_channel=True),
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from attention_cases import DTYPES, HALF_ULP, NUMPY
-from group_query_cases import PASTS, Case, expected
+from group_query_cases import PASTS, SCALES, Arrays, Case, Expected, expected, near, unwritten
 from kernel_hosts import require_support
 from kernel_runs import compile_native, cupy, launch, result, upload
 
@@ -41,16 +41,21 @@ def check(case: Case, device: Device) -> None:
         name = str([step.kernel.source for step in plan.steps if isinstance(step, Launch)])
         for shared in (False, True) if case.past == case.rows else (False,):
             read = {operand: upload(value, case.aligned) for operand, value in inputs.items()}
-            written = [upload(np.full(spec.shape, np.nan, NUMPY[spec.dtype]), case.aligned) for spec in plan.outputs]
+            written = [upload(unwritten(spec.shape, spec.dtype), case.aligned) for spec in plan.outputs]
             if shared:
                 for i, past in enumerate(PASTS, 1):
                     written[i] = read[past]
             launch(plan, list(read.values()), written)
             found = [result(buffer, spec, case.aligned) for buffer, spec in zip(written, plan.outputs, strict=True)]
-            compare(case, found, right, f"{name}, {'in place' if shared else 'apart'}", device.tf32)
+            compare(case, inputs, found, right, f"{name}, {'in place' if shared else 'apart'}", device.tf32)
 
 
-def compare(case: Case, found: list[np.ndarray], right: Any, name: str, tf32: bool = False) -> None:
+def compare(
+    case: Case, inputs: Arrays, found: list[np.ndarray], right: Expected, name: str, tf32: bool = False
+) -> None:
+    if case.cache:
+        assert all(near(case, present, rows) for present, rows in zip(found[1:], right.presents, strict=True)), name
+        right = expected(case, inputs, found[1:])
     y, *presents = (each.astype(np.float64) for each in found)
     error = ROUNDINGS * (TF32 if tf32 and case.dtype == "float32" else max(HALF_ULP[case.dtype], 4e-6))
     excess = np.where(right.counts, np.abs(y - right.y) - error * (right.sizes + 1e-3), -1.0)
@@ -114,17 +119,44 @@ def test_forms(device: Device, new: int, dtype: str) -> None:
         check(Case(dtype=dtype, **given, **form), device)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("per_channel", [False, True])
+@pytest.mark.parametrize("cache", ["int8", "float8_e4m3fn"])
+def test_quantized_caches(device: Device, cache: str, per_channel: bool, dtype: str) -> None:
+    def tried(*lengths: int, **given: Any) -> None:
+        check(Case(lengths, dtype=dtype, cache=cache, per_channel=per_channel, **given), device)
+
+    for size in 64, 80, 104, 128, 256:
+        tried(17, 300, past=300, size=size)
+        tried(1500, past=2048, heads=8, size=size)
+    for lengths in LENGTHS:
+        for heads, kv_heads in (4, 2), (32, 8), (7, 1):
+            tried(*lengths, past=max(lengths), heads=heads, kv_heads=kv_heads)
+            tried(*lengths, past=max(lengths) - 1, heads=heads, kv_heads=kv_heads)
+    for lengths, new, past in ((3, 70), 70, 0), ((70, 33), 70, 99), ((1200,), 7, 1300), ((700,), 300, 1024):
+        tried(*lengths, new=new, past=past)
+    for new in 1, 90:
+        for form in (
+            {"packed": False}, {"rotated": 0}, {"rotated": 32, "interleaved": True}, {"positions": True},
+            {"norms": True}, {"sink": True}, {"smooth": True, "softcap": 30.0}, {"window": 100}, {"aligned": False},
+            {"bias": "h"},
+        ):  # fmt: skip
+            tried(new + 200, new=new, past=new + 300, **form)
+
+
 def test_tf32(device: Device) -> None:
     for new in 1, 80:
         case = Case((new + 900,), new=new, past=new + 1000, dtype="float32")
-        check(case, dataclasses.replace(device, tf32=True))
+        for cache in "", "int8":
+            check(dataclasses.replace(case, cache=cache), dataclasses.replace(device, tf32=True))
 
 
+@pytest.mark.parametrize("cache", ["", "int8"])
 @pytest.mark.parametrize("past", [256, 4096])
-def test_sequences_grow_in_a_cuda_graph(device: Device, past: int) -> None:
+def test_sequences_grow_in_a_cuda_graph(device: Device, past: int, cache: str) -> None:
     """The graph is captured once; the length is read on the device in each replay, and caches are written in place."""
     lengths = [9, 200]
-    case = Case(tuple(lengths), past=past, heads=8, total=past)
+    case = Case(tuple(lengths), past=past, heads=8, total=past, cache=cache)
     for plan in plans(case, device):
         compile_native()
         inputs = case.inputs()
@@ -146,11 +178,11 @@ def test_sequences_grow_in_a_cuda_graph(device: Device, past: int) -> None:
             new = {**now.inputs(), **caches}
             for name in "query", "seqlens_k":
                 read[name].set(np.ascontiguousarray(new[name]).reshape(-1).view(np.uint8))
-            new |= {name: inputs[name] for name in ("cos_cache", "sin_cache")}
+            new |= {name: inputs[name] for name in ("cos_cache", "sin_cache", *(SCALES if cache else ()))}
             right = expected(now, new)
             cupy.cuda.runtime.deviceSynchronize()
             graph.launch(stream)
             stream.synchronize()
             found = [result(buffer, spec, True) for buffer, spec in zip(written, plan.outputs, strict=True)]
-            compare(now, found, right, f"step {step}")
+            compare(now, new, found, right, f"step {step}")
             caches = dict(zip(PASTS, found[1:], strict=True))

@@ -6,10 +6,11 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 import pytest
 from attention_cases import NUMPY
-from group_query_cases import PASTS, Case, expected
+from group_query_cases import PASTS, SCALES, Case, expected, near
 from onnx import helper, numpy_helper
 
 from onnxfuse import optimize
@@ -25,25 +26,37 @@ ON_GPU = [
 ]
 OPERANDS = ("query", "", "", *PASTS, "seqlens_k", "total_sequence_length", "cos_cache", "sin_cache")
 NEW = ("query", "seqlens_k", "total_sequence_length")
+CONSTANTS = ("cos_cache", "sin_cache", *SCALES)
 OUTPUTS = ("y", "present_key", "present_value")
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3}
 CASE = Case((20, 7), past=64, heads=8, dtype="float16")
 
 
-def session(case: Case, provider: str, **options: str) -> Any:
-    """Return a session of the fused model; its tables are constants, and all its other sizes are dynamic."""
+def original(case: Case) -> onnx.ModelProto:
+    """Return a model of the operator; tables and scales are constants, and all other sizes are dynamic."""
     dtype, inputs = DTYPE_NUMBERS[case.dtype], case.inputs()
     shapes = {"query": ["b", "s", inputs["query"].shape[-1]], "seqlens_k": ["b"], "total_sequence_length": []}
     shapes |= {name: ["b", case.kv_heads, "p", case.size] for name in PASTS}
     kinds = {name: dtype if name not in NEW[1:] else DTYPE_NUMBERS["int32"] for name in shapes}
+    cache = DTYPE_NUMBERS[case.cache or case.dtype]
+    kinds |= dict.fromkeys(PASTS, cache)
     given = [helper.make_tensor_value_info(name, kinds[name], shape) for name, shape in shapes.items()]
     made = [["b", "s", case.heads * case.size], *[["b", case.kv_heads, "r", case.size]] * 2]
-    results = [helper.make_tensor_value_info(name, dtype, shape) for name, shape in zip(OUTPUTS, made, strict=True)]
-    tables = [numpy_helper.from_array(inputs[name], name) for name in ("cos_cache", "sin_cache")]
-    call = helper.make_node("GroupQueryAttention", OPERANDS, OUTPUTS, domain="com.microsoft", **case.attributes())
+    results = [
+        helper.make_tensor_value_info(name, kind, shape)
+        for name, kind, shape in zip(OUTPUTS, (dtype, cache, cache), made, strict=True)
+    ]
+    tables = [numpy_helper.from_array(inputs[name], name) for name in CONSTANTS if name in inputs]
+    operands = (*OPERANDS, "", "", "", *SCALES) if case.cache else OPERANDS
+    call = helper.make_node("GroupQueryAttention", operands, OUTPUTS, domain="com.microsoft", **case.attributes())
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
     graph = helper.make_graph([call], "g", given, results, tables)
-    model, report = optimize(helper.make_model(graph, opset_imports=opsets, ir_version=10), verify=False)
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+
+
+def session(case: Case, provider: str, **options: str) -> Any:
+    """Return a session of the fused model."""
+    model, report = optimize(original(case), verify=False)
     assert [one.fusion for one in report.fused] == ["group_query_attention"]
     run = InferenceSession(model.SerializeToString(), providers=[(provider, options)])
     assert {each.how for each in explain_session(run)} == {"kernel" if provider == CUDA else "body"}
@@ -59,6 +72,9 @@ def placed(value: np.ndarray, provider: str, name: str = "") -> Any:
 
 def close(case: Case, found: list[np.ndarray], inputs: dict[str, np.ndarray]) -> None:
     right, allowed = expected(case, inputs), TOLERANCE[case.dtype]
+    if case.cache:
+        assert all(near(case, present, rows) for present, rows in zip(found[1:], right.presents, strict=True))
+        right = expected(case, inputs, found[1:])
     np.testing.assert_allclose(found[0][right.counts], right.y[right.counts], rtol=allowed, atol=allowed)
     for present, rows in zip(found[1:], right.presents, strict=True):
         known = np.isfinite(rows)
@@ -74,13 +90,14 @@ def steps(case: Case, prompt: int) -> list[Case]:
 
 @pytest.mark.parametrize("provider", [CPU, pytest.param(CUDA, marks=ON_GPU)])
 @pytest.mark.parametrize("prompt", [9, 40])
-def test_tokens_after_a_prompt_in_one_buffer(provider: str, prompt: int) -> None:
-    case = dataclasses.replace(CASE, dtype="float32" if provider == CPU else "float16")
+@pytest.mark.parametrize("cache", ["", "int8"])
+def test_tokens_after_a_prompt_in_one_buffer(provider: str, cache: str, prompt: int) -> None:
+    case = dataclasses.replace(CASE, dtype="float32" if provider == CPU else "float16", cache=cache, per_channel=True)
     run, given = session(case, provider), case.inputs()
     caches = {name: np.zeros_like(given[name]) for name in PASTS}
     buffers = {name: placed(value, provider) for name, value in caches.items()}
     for step in steps(case, prompt):
-        inputs = {**step.inputs(), **caches, **{name: given[name] for name in ("cos_cache", "sin_cache")}}
+        inputs = {**step.inputs(), **caches, **{name: given[name] for name in CONSTANTS if name in given}}
         binding, y = run.io_binding(), placed(np.empty((2, step.new, 512), NUMPY[case.dtype]), provider)
         for name in NEW:
             binding.bind_ortvalue_input(name, placed(inputs[name], provider, name))
@@ -95,16 +112,31 @@ def test_tokens_after_a_prompt_in_one_buffer(provider: str, prompt: int) -> None
 
 
 @pytest.mark.parametrize("provider", [CPU, pytest.param(CUDA, marks=ON_GPU)])
-def test_caches_that_grow(provider: str) -> None:
-    case = Case((12, 12), past=11, heads=8, dtype="float32" if provider == CPU else "float16")
+@pytest.mark.parametrize("cache", ["", "int8"])
+def test_caches_that_grow(provider: str, cache: str) -> None:
+    case = Case((12, 12), past=11, heads=8, dtype="float32" if provider == CPU else "float16", cache=cache)
     run, given = session(case, provider), case.inputs()
     caches = {name: given[name] for name in PASTS}
     for length in range(12, 16):
         step = dataclasses.replace(case, lengths=(length, length), past=length - 1, seed=length)
-        inputs = {**step.inputs(), **caches, **{name: given[name] for name in ("cos_cache", "sin_cache")}}
+        inputs = {**step.inputs(), **caches, **{name: given[name] for name in CONSTANTS if name in given}}
         found = run.run(None, {name: np.asarray(inputs[name]) for name in (*NEW, *PASTS)})
         close(step, found, inputs)
         caches = dict(zip(PASTS, found[1:], strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(CUDA not in ort.get_available_providers(), reason="needs onnxruntime-gpu")
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_a_token_as_onnxruntime_computes_it_from_a_quantized_cache(per_channel: bool) -> None:
+    case = dataclasses.replace(CASE, cache="int8", per_channel=per_channel)
+    inputs, right = case.inputs(), expected(case, case.inputs())
+    feeds = {name: np.asarray(inputs[name]) for name in (*NEW, *PASTS)}
+    found = session(case, CUDA).run(None, feeds)
+    theirs = ort.InferenceSession(original(case).SerializeToString(), providers=[CUDA]).run(None, feeds)
+    for each in found, theirs:
+        assert all(near(case, present, rows) for present, rows in zip(each[1:], right.presents, strict=True))
+    np.testing.assert_allclose(found[0], theirs[0], rtol=1e-2, atol=2e-2)
 
 
 @pytest.mark.gpu

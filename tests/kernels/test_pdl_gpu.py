@@ -25,7 +25,7 @@ from onnxfuse.session import InferenceSession, explain_session
 WAIT = 100_000  # nanoseconds: longer than a kernel takes to start
 BLOCKS = 16  # of the kernel in front, which leaves room for the next one
 NAN, UNWRITTEN = 0xFF, 0xA5  # bytes; the first are NaN in every dtype
-NUMPY_SIZE = {**{name: dtype.itemsize for name, dtype in NUMPY.items()}, "uint8": 1, "int64": 8}
+NUMPY_SIZE = {**{name: dtype.itemsize for name, dtype in NUMPY.items()}, "uint8": 1, "int8": 1, "int64": 8}
 
 
 @pytest.fixture(scope="module")
