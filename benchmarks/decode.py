@@ -1,14 +1,17 @@
-"""Time one token of language models as onnxruntime-genai's builder writes them, beside onnxruntime.
+"""Time one token of language models as onnxruntime-genai's builder writes them, beside onnxruntime and PyTorch.
 
-    python benchmarks/decode.py --out FILE [--only llama-1b,llama-8b] [--weights float16,int4] [--past 1024] [--greedy]
+    python benchmarks/decode.py --out FILE [--only llama-1b,llama-8b] [--weights float16,int4] [--past 1024]
+                                [--cache float16,int8] [--greedy]
 
-Weights are random.  With int4, products have blocks of 32, and lm_head has int8.  Past and present caches are one
-buffer, as genai binds them, and both engines run in a CUDA graph.  `bytes` counts the weights and caches that a token
-reads.  With `--greedy`, the models end in an ArgMax, and their output is the next token.
+Weights are random.  With int4, products have blocks of 32, and lm_head has int8.  Caches of int8 have one scale, which
+onnxruntime's fastest kernel requires.  Past and present caches are one buffer, as genai binds them, and all engines run
+in a CUDA graph.  PyTorch's layers are compiled, and have float16 caches (decode_torch.py).  `bytes` counts the weights
+and caches that a token reads.  With `--greedy`, the models end in an ArgMax, and their output is the next token.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -22,6 +25,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import torch
+from decode_torch import torch_milliseconds
 from onnx import TensorProto, helper
 from rows import Rows
 
@@ -32,6 +36,7 @@ from onnxfuse.session import InferenceSession, explain_session
 BLOCK: Final = 32
 SPARE_ROWS: Final = 128  # of a cache after the past
 RUNS: Final = 40
+CACHE_SCALE: Final = 0.03  # of caches of int8
 MICROSOFT: Final = "com.microsoft"
 
 
@@ -57,9 +62,9 @@ MODELS: Final = {
 class Builder:
     """The graph of a decoder with a key-value cache, whose weights lie in a file beside it."""
 
-    def __init__(self, sizes: Llama, weights: str, folder: Path, greedy: bool) -> None:
-        """Open the file of weights; `weights` is float16 or int4."""
-        self.sizes, self.weights, self.folder, self.greedy = sizes, weights, folder, greedy
+    def __init__(self, sizes: Llama, weights: str, folder: Path, cache: str, greedy: bool) -> None:
+        """Open the file of weights; `weights` is float16 or int4, and `cache` float16 or int8."""
+        self.sizes, self.weights, self.folder, self.cache, self.greedy = sizes, weights, folder, cache, greedy
         self.nodes: list[onnx.NodeProto] = []
         self.constants: list[onnx.TensorProto] = []
         self.read_bytes = 0  # of weights that a token reads
@@ -115,9 +120,13 @@ class Builder:
         packed = self.product(normed, f"{name}.qkv", s.hidden, (s.heads + 2 * s.kv_heads) * s.size)
         outputs = [f"{name}.attention", f"present.{i}.key", f"present.{i}.value"]
         inputs = [packed, "", "", f"past.{i}.key", f"past.{i}.value", "seqlens_k", "total_length", "cos", "sin"]
+        given: dict[str, Any] = {}
+        if self.cache == "int8":
+            inputs += ["", "", "", "cache_scale", "cache_scale"]
+            given = {"k_quant_type": "PER_TENSOR", "v_quant_type": "PER_TENSOR", "kv_cache_bit_width": 8}
         self.nodes.append(
             helper.make_node("GroupQueryAttention", inputs, outputs, outputs[0], domain=MICROSOFT, num_heads=s.heads,
-                             kv_num_heads=s.kv_heads, scale=1 / math.sqrt(s.size), do_rotary=1)
+                             kv_num_heads=s.kv_heads, scale=1 / math.sqrt(s.size), do_rotary=1, **given)
         )  # fmt: skip
         attended = self.product(outputs[0], f"{name}.o", s.heads * s.size, s.hidden)
         normed, total = self.norm(f"{name}.inner_norm", total, attended)
@@ -131,6 +140,7 @@ class Builder:
         """Write a model whose caches have so many rows; return its path."""
         s = self.sizes
         numbers = {"one": np.array([1], np.int64), "position": np.array(1, np.int64)}
+        numbers |= {"cache_scale": np.array([CACHE_SCALE], np.float32)} if self.cache == "int8" else {}
         self.constants += [onnx.numpy_helper.from_array(value, name) for name, value in numbers.items()]
         for table in "cos", "sin":
             self.constant(table, TensorProto.FLOAT16, (rows, s.size // 2), is_read=False)
@@ -155,6 +165,7 @@ class Builder:
     def _write(self, rows: int) -> Path:
         s, half = self.sizes, TensorProto.FLOAT16
         cache = ["batch", s.kv_heads, rows, s.size]
+        cached = TensorProto.INT8 if self.cache == "int8" else half
         given = [helper.make_tensor_value_info("input_ids", TensorProto.INT64, ["batch", "new"]),
                  helper.make_tensor_value_info("attention_mask", TensorProto.INT64, ["batch", "total"])]  # fmt: skip
         results = [helper.make_tensor_value_info("logits", half, ["batch", "new", s.vocabulary])]
@@ -162,8 +173,8 @@ class Builder:
             results = [helper.make_tensor_value_info("token", TensorProto.INT64, ["batch", "new"])]
         for i in range(s.layers):
             for part in "key", "value":
-                given.append(helper.make_tensor_value_info(f"past.{i}.{part}", half, cache))
-                results.append(helper.make_tensor_value_info(f"present.{i}.{part}", half, cache))
+                given.append(helper.make_tensor_value_info(f"past.{i}.{part}", cached, cache))
+                results.append(helper.make_tensor_value_info(f"present.{i}.{part}", cached, cache))
         graph = helper.make_graph(self.nodes, "decoder", given, results, self.constants)
         opsets = [helper.make_opsetid("", 21), helper.make_opsetid(MICROSOFT, 1)]
         path = self.folder / "model.onnx"
@@ -171,10 +182,9 @@ class Builder:
         return path
 
 
-def milliseconds(
-    path: Path, sizes: Llama, past: int, rows: int, is_fused: bool, greedy: bool
-) -> tuple[float, np.ndarray, str]:
+def milliseconds(path: Path, of: Builder, past: int, rows: int, is_fused: bool) -> tuple[float, np.ndarray, str]:
     """Return the time of one token, its logits or the next token, and how fused nodes run."""
+    sizes = of.sizes
     options = [("CUDAExecutionProvider", {"enable_cuda_graph": "1"})]
     session = (InferenceSession if is_fused else ort.InferenceSession)(str(path), providers=options)
     binding, held = session.io_binding(), []
@@ -191,12 +201,14 @@ def milliseconds(
     for i in range(sizes.layers):
         for part in "key", "value":
             cache = torch.randn((1, sizes.kv_heads, rows, sizes.size), device="cuda", dtype=torch.float16)
-            bind(f"past.{i}.{part}", cache, np.float16)
-            bind(f"present.{i}.{part}", cache, np.float16, is_input=False)
+            if of.cache == "int8":
+                cache = (cache / CACHE_SCALE).round().clamp(-128, 127).to(torch.int8)
+            bind(f"past.{i}.{part}", cache, np.dtype(of.cache))
+            bind(f"present.{i}.{part}", cache, np.dtype(of.cache), is_input=False)
     result = torch.zeros((1, 1, sizes.vocabulary), device="cuda", dtype=torch.float16)
-    if greedy:
+    if of.greedy:
         result = torch.zeros((1, 1), device="cuda", dtype=torch.int64)
-    bind("token" if greedy else "logits", result, np.int64 if greedy else np.float16, is_input=False)
+    bind("token" if of.greedy else "logits", result, np.int64 if of.greedy else np.float16, is_input=False)
     torch.cuda.synchronize()
     for _ in range(4):
         session.run_with_iobinding(binding)
@@ -218,30 +230,30 @@ def milliseconds(
 @click.option("--only", default=",".join(MODELS), help="Names of models, separated by commas.")
 @click.option("--weights", default="float16,int4", help="float16, int4 or both.")
 @click.option("--past", default=1024, help="Tokens in the caches.")
+@click.option("--cache", default="float16", help="float16, int8 or both.")
 @click.option("--greedy", is_flag=True, help="Let the models end in an ArgMax in place of logits.")
-def main(out: Path, only: str, weights: str, past: int, greedy: bool) -> None:
-    """Time one token of each model with onnxruntime and with onnxfuse."""
+def main(out: Path, only: str, weights: str, past: int, cache: str, greedy: bool) -> None:
+    """Time one token of each model with onnxruntime, PyTorch and onnxfuse."""
     ort.preload_dlls()
-    rows = Rows(out, ("model", "weights", "past", "greedy"))
-    for name in only.split(","):
-        for kind in weights.split(","):
-            with TemporaryDirectory() as folder:
-                sizes, capacity = MODELS[name], past + SPARE_ROWS
-                builder = Builder(sizes, kind, Path(folder), greedy)
-                path = builder.model(capacity)
-                fused, _ = onnxfuse.optimize(path, verify=False)
-                save(fused, Path(folder) / "fused.onnx", folder=Path(folder))
-                fused_path = Path(folder) / "fused.onnx"
-                plain, right, _ = milliseconds(path, sizes, past, capacity, False, greedy)
-                own, found, ways = milliseconds(fused_path, sizes, past, capacity, True, greedy)
-            caches = 2 * 2 * sizes.layers * sizes.kv_heads * past * sizes.size
-            read = builder.read_bytes + caches
-            error = float(np.abs(found - right).max() / max(1e-30, np.abs(right).max()))
-            print(f"{name} {kind}{' greedy' * greedy}: onnxfuse {own:.3f} ms, onnxruntime {plain:.3f}, "
-                  f"{read / own / 1e9:.2f} TB/s; error {error:.1e}; {ways}", flush=True)  # fmt: skip
-            rows.put({"model": name, "weights": kind, "past": past, "greedy": greedy, "onnxfuse_ms": own,
-                      "onnxruntime_ms": plain, "bytes": read, "error": error})  # fmt: skip
-            torch.cuda.empty_cache()
+    rows = Rows(out, ("model", "weights", "past", "cache", "greedy"))
+    for name, kind, cached in itertools.product(only.split(","), weights.split(","), cache.split(",")):
+        with TemporaryDirectory() as folder:
+            sizes, capacity = MODELS[name], past + SPARE_ROWS
+            builder = Builder(sizes, kind, Path(folder), cached, greedy)
+            path = builder.model(capacity)
+            fused, _ = onnxfuse.optimize(path, verify=False)
+            save(fused, Path(folder) / "fused.onnx", folder=Path(folder))
+            plain, right, _ = milliseconds(path, builder, past, capacity, is_fused=False)
+            own, found, ways = milliseconds(Path(folder) / "fused.onnx", builder, past, capacity, is_fused=True)
+        in_torch = torch_milliseconds(sizes, kind, past, capacity)
+        caches = 2 * np.dtype(cached).itemsize * sizes.layers * sizes.kv_heads * past * sizes.size
+        read = builder.read_bytes + caches
+        error = float(np.abs(found - right).max() / max(1e-30, np.abs(right).max()))
+        print(f"{name} {kind}, caches of {cached}{', greedy' * greedy}: onnxfuse {own:.3f} ms, onnxruntime {plain:.3f}, "
+              f"PyTorch {in_torch:.3f}, {read / own / 1e9:.2f} TB/s; error {error:.1e}; {ways}", flush=True)  # fmt: skip
+        rows.put({"model": name, "weights": kind, "past": past, "cache": cached, "greedy": greedy, "onnxfuse_ms": own,
+                  "onnxruntime_ms": plain, "torch_ms": in_torch, "bytes": read, "error": error})  # fmt: skip
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

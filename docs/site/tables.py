@@ -329,7 +329,8 @@ def decoding() -> str:
     """Return the times of one token."""
     source = dated("decode-h200")[-1]
     lines = [
-        [f"{row['model']}, {row['weights']}", f"**{row['onnxfuse_ms']:.3f}**", f"{row['onnxruntime_ms']:.3f}",
+        [f"{row['model']}, {row['weights']}{', caches of int8' if row.get('cache') == 'int8' else ''}",
+         f"**{row['onnxfuse_ms']:.3f}**", f"{row['onnxruntime_ms']:.3f}",
          f"{row['bytes'] / 1e9:.2f}", f"{row['bytes'] / row['onnxfuse_ms'] / 1e9:.2f}", link(source)]
         for row in rows("decode-h200")
     ]  # fmt: skip
