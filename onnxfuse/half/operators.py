@@ -7,12 +7,12 @@ from typing import Final
 
 import onnx
 
-from onnxfuse.algebra.operators import CONTROL_FLOW, RANDOM
+from onnxfuse.algebra.operators import CONTROL_FLOW, FLOAT32_SCALES, RANDOM
 from onnxfuse.half.precision import Precision
 from onnxfuse.ir.attributes import schema, str_attribute
 from onnxfuse.ir.node import Node, op_of
 
-CONTRIB: Final = frozenset({  # operators of com.microsoft whose floating-point inputs all have one dtype
+CONTRIB: Final = frozenset({  # operators of com.microsoft whose floating-point inputs but scales all have one dtype
     "Attention", "BiasAdd", "BiasGelu", "BiasSplitGelu", "EmbedLayerNormalization", "FastGelu", "FusedConv",
     "FusedGemm", "FusedMatMul", "Gelu", "GemmFastGelu", "GroupNorm", "GroupQueryAttention", "MultiHeadAttention",
     "NhwcConv", "QuickGelu", "RotaryEmbedding", "SimplifiedLayerNormalization", "SkipGroupNorm",
@@ -87,7 +87,7 @@ def half_inputs(op: str, count: int, opset: int, precision: Precision) -> frozen
         return frozenset()
     if "::" in op:
         known = CONTRIB if precision.name == "float16" else CONTRIB - WITHOUT_BFLOAT16
-        return every if name in known else frozenset()
+        return every.difference(FLOAT32_SCALES.get(op, ())) if name in known else frozenset()
     found = schema(op, opset)
     if found is None:
         return every if op in ONNXRUNTIME_ONLY else frozenset()

@@ -139,6 +139,19 @@ def test_a_past_in_float32_is_cast_in_front_of_attention() -> None:
     assert all({name for name in node.input if name.startswith("past")} <= casts for node in attentions)
 
 
+def test_scales_of_quantized_caches_stay_in_float32() -> None:
+    text = """main (float[b,s,64] x, int8[b,1,p,16] k, int8[b,1,p,16] v, int32[b] lengths, int32 total)
+          => (float[b,s,32] y, int8[b,1,r,16] t, int8[b,1,r,16] u)
+        <float[1] c = {0.02}, float[1] d = {0.03}> {
+          y, t, u = com.microsoft.GroupQueryAttention <num_heads = 2, kv_num_heads = 1, k_quant_type = "PER_TENSOR",
+              v_quant_type = "PER_TENSOR", kv_cache_bit_width = 8> (x, , , k, v, lengths, total, , , , , , c, d) }"""
+    source = parse(text, 21)
+    source.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
+    model, report = optimize(source, dtype="float16")
+    assert {t.name: t.data_type for t in model.graph.initializer} == {"c": TensorProto.FLOAT, "d": TensorProto.FLOAT}
+    assert ops(model) == Counter(Cast=2, group_query_attention=1) and report.verified.status == "verified"
+
+
 @pytest.mark.parametrize("io", ["float32", "half"])
 def test_weights_that_are_outputs_have_the_dtype_of_outputs(io: Literal["float32", "half"]) -> None:
     text = """
