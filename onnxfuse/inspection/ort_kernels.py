@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, Final
 
-from onnx import defs
+from onnx import TensorProto, defs
 
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.domain import ORT_DOMAIN
-from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.ir.node import Node, op_of
 
 OUTPUT: Final = "out "  # prefix of a key that names an output, as in "out 0"
@@ -102,5 +101,4 @@ def _wrong_dtype(node: Node, shapes: ShapeInfo, types: Mapping[str, frozenset[st
 
 def _ort_name(dtype: int) -> str:
     """Return onnxruntime's name of an onnx.TensorProto.DataType."""
-    name = dtype_name(dtype)
-    return {"float32": "float", "float64": "double"}.get(name, name)
+    return str(TensorProto.DataType.Name(dtype)).lower()

@@ -19,7 +19,7 @@ from onnxfuse.analysis.rules import has_input
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.errors import ModelError
 from onnxfuse.inspection.placement import Placement
-from onnxfuse.ir.attributes import flag_attribute, int_attribute
+from onnxfuse.ir.attributes import flag_attribute, int_attribute, str_attribute
 from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.ir.node import Node, consumers, is_constant, op_of, producer
 from onnxfuse.ir.validate import size_of
@@ -145,7 +145,9 @@ def _group_query_attention(shapes: ShapeInfo, node: Node) -> Description:
     heads, kv_heads = int_attribute(node, "num_heads", 0), int_attribute(node, "kv_num_heads", 0)
     facts = [f"{heads} heads on {kv_heads}"]
     if has_input(node, 3):
-        facts.append(f"a cache of {dtype_name(shapes.dtype(node.inputs[3]))}")
+        kind = str_attribute(node, "k_quant_type", "NONE")
+        scales = {"PER_TENSOR": ", one scale for all", "PER_CHANNEL": ", a scale for each channel"}.get(kind, "")
+        facts.append(f"a cache of {dtype_name(shapes.dtype(node.inputs[3]))}{scales}")
     if flag_attribute(node, "do_rotary", False):
         facts.append("rotation inside")
     window = int_attribute(node, "local_window_size", -1)

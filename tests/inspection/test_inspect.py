@@ -242,6 +242,25 @@ def test_quantized_operators(body: str, tmp_path: Path) -> None:
     assert line.startswith(expected) and ("onnxfuse" in line) == ("onnxfuse" in expected)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "kind", "told"),
+    [("int8", "PER_TENSOR", "int8, one scale for all"),
+     ("float8e4m3fn", "PER_CHANNEL", "float8_e4m3fn, a scale for each channel")],
+)  # fmt: skip
+def test_quantized_caches(dtype: str, kind: str, told: str, tmp_path: Path) -> None:
+    quantized = f'k_quant_type = "{kind}", v_quant_type = "{kind}", kv_cache_bit_width = 8'
+    model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>
+        g (float16[b, s, 64] x, {dtype}[b, 1, p, 16] k, {dtype}[b, 1, p, 16] v, int32[b] lengths, int32 total)
+          => (float16[b, s, 32] y, {dtype}[b, 1, r, 16] t, {dtype}[b, 1, r, 16] u)
+        <float[16] c, float[16] d> {{
+          y, t, u = com.microsoft.GroupQueryAttention
+              <num_heads = 2, kv_num_heads = 1, {quantized}>
+              (x, , , k, v, lengths, total, , , , , , c, d) }}""")
+    (line,) = quantized_lines(with_weights(model), tmp_path)
+    assert line.startswith(f"1x GroupQueryAttention, 2 heads on 1, a cache of {told}, 128 B of constants: writes new")
+    assert inspect_model(tmp_path / "model.onnx").findings == ()
+
+
 def test_operators_of_onnxruntime_that_no_checker_sees(tmp_path: Path) -> None:
     ms = "com.microsoft"
     for body, sentence in (
