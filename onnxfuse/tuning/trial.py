@@ -261,9 +261,10 @@ class GpuTrial:
         return self._random[dtype, terms]
 
     def _array(self, buffer: Any, spec: TensorSpec) -> Any:
-        """Copy a buffer to an array; bfloat16 becomes float32."""
+        """Copy a buffer to an array; bfloat16 becomes float32, and float8, which CuPy lacks, its bytes."""
         if spec.dtype not in NUMPY_DTYPES:
-            return self._cupy.ndarray(spec.shape, spec.dtype, buffer).copy()
+            dtype = "uint8" if spec.dtype.startswith("float8") else spec.dtype
+            return self._cupy.ndarray(spec.shape, dtype, buffer).copy()
         bits = self._cupy.ndarray(spec.shape, np.uint16, buffer)
         return (bits.astype(np.uint32) << 16).view(np.float32)
 

@@ -191,6 +191,12 @@ def test_inputs_are_normal_values(cupy: Pretended, dtype: str, aligned: bool) ->
     assert {place % 16 for place in places} == {offset}
 
 
+def test_outputs_of_float8_are_compared_as_bytes(cupy: Pretended) -> None:
+    x = spec("float8_e4m3fn")
+    made = GpuTrial([x], [plan(x)], DEVICE, lambda _: cupy.ready(copies(trial.size_of(x))))
+    assert made.outputs(plan(x))[0].dtype == np.uint8
+
+
 def test_every_input_has_values_of_its_own(cupy: Pretended) -> None:
     seen: list[bytes] = []
 
