@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ from architectures import A100, H200, T4
 from attention_cases import HALF_ULP, NUMPY
 from emulated_build import load
 from emulated_launches import as_c_plus_plus, launch, launcher
+from group_query_cases import NUMPY as GROUP_QUERY_NUMPY
 from group_query_cases import PASTS, Case, expected, near, unwritten
+from sampling import sampled
 
 from onnxfuse.kernels.attention import host
 from onnxfuse.runtime.nvrtc import kernel_text
-from onnxfuse.runtime.plan import Kernel, Launch, Plan, Pointer
+from onnxfuse.runtime.plan import Kernel, Launch, Plan, Pointer, Scalar
 
 EXACT = dataclasses.replace(A100, tf32=False)
 # The functions in whose place attention_mma_emulated.h stands: their definitions end at the first brace of a line.
@@ -93,8 +96,7 @@ def test_matches_float64(name: str, shared: bool, tmp_path: Path) -> None:
                 check(case, plan, shared, tmp_path)
 
 
-@pytest.mark.parametrize("dtype", NUMPY)
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize(("name", "dtype"), sampled(itertools.product(QUANTIZED, NUMPY), 2))
 def test_quantized_caches(name: str, dtype: str, tmp_path: Path) -> None:
     """In every plan; products of fp16 and bf16 are emulated, too."""
     case = dataclasses.replace(QUANTIZED[name], dtype=dtype)
@@ -104,16 +106,52 @@ def test_quantized_caches(name: str, dtype: str, tmp_path: Path) -> None:
                 check(case, plan, shared, tmp_path)
 
 
+NUMBERS = """#include "quantized_cache.cuh"
+extern "C" __global__ void numbers(const float* x, int count, u8* bytes, float* values, u32* halves, u32* wide) {
+    for (int i = 0; i < count; ++i) bytes[i] = u8(quantized(x[i], 1.0f));
+    for (u32 i = 0; i < 256; ++i) {
+        values[i] = number(i);
+        halves[i] = pair<0, 3>(f16(), i | i << 24), wide[i] = pair<2, 1>(bf16(), i << 16 | i << 8);
+    }
+}"""
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_numbers_of_a_cache(dtype: str, tmp_path: Path) -> None:
+    """All numbers, the middles between them, their neighbours in float32, and what lies outside of their range."""
+    kind = GROUP_QUERY_NUMPY[dtype]
+    every = np.arange(256, dtype=np.uint8).view(kind).astype(np.float32)
+    ordered = np.unique(every[np.isfinite(every)])
+    x = np.concatenate([ordered, (ordered[1:] + ordered[:-1]) / 2, [-1e30, 1e30, ordered[-1] + 0.5, -600.0]])
+    x = np.concatenate([x, np.nextafter(x, np.inf), np.nextafter(x, -np.inf)]).astype(np.float32)
+    bytes_, values = np.empty(x.size, np.uint8), np.empty(256, np.float32)
+    halves, wide = np.empty((256, 2), np.float16), np.empty((256, 2), NUMPY["bfloat16"])
+    arrays = dict(enumerate((x, bytes_, values, halves, wide)))
+    arguments = [Pointer("input", 0), Scalar(x.size, "int32"), *(Pointer("input", i) for i in range(1, 5))]
+    kernel = Kernel("numbers", "numbers", {"QUANTIZED": 1 if dtype == "int8" else 2, "PER_CHANNEL": 0}, text=NUMBERS)
+    step = Launch(kernel, (1, 1, 1), (1, 1, 1), tuple(arguments))
+    launch(step, library(kernel, tmp_path), lambda pointer: arrays[pointer.index].ctypes.data)
+    low, high = (-128, 127) if dtype == "int8" else (-448, 448)
+    right = x.clip(low, high)
+    right = (right.round() if dtype == "int8" else right).astype(kind).astype(np.float32)
+    np.testing.assert_array_equal(bytes_.view(kind).astype(np.float32), right)
+    known = np.where(np.isfinite(every), every, np.copysign(480, every))
+    np.testing.assert_array_equal(values, known)
+    for pairs, unit in (halves, 1 if dtype == "int8" else 256), (wide, 1):
+        np.testing.assert_array_equal(pairs.astype(np.float32) * unit, np.stack([known, known], axis=1))
+
+
+@pytest.mark.parametrize("cache", ["", "int8"])
 @pytest.mark.parametrize("new", [1, 3])
-def test_lengths_that_no_cache_has(new: int, tmp_path: Path) -> None:
+def test_lengths_that_no_cache_has(new: int, cache: str, tmp_path: Path) -> None:
     """Whatever the lengths are, nothing is written outside of the caches; too long ones count as the whole cache."""
-    case = Case((10,) * 4, new=new, past=10, size=16, dtype="float32")
+    case = Case((10,) * 4, new=new, past=10, size=16, dtype="float32", cache=cache)
     inputs = case.inputs()
     right = expected(case, inputs)
     inputs["seqlens_k"][:] = -(2**31), 2**31 - 1, -1 - new, 10
     arrays: dict[Pointer, np.ndarray] = {Pointer("input", i): value for i, value in enumerate(inputs.values())}
     for plan in [plan for device in (T4, EXACT) for plan in host.candidates(case.node(), case.specs(), device)]:
-        wholes = [np.full((3, *spec.shape), np.nan, np.float32) for spec in plan.outputs]
+        wholes = [unwritten((3, *spec.shape), spec.dtype) for spec in plan.outputs]
         arrays |= {Pointer("output", i): whole[1] for i, whole in enumerate(wholes)}
         arrays |= {Pointer("scratch", i): np.zeros(size, np.uint8) for i, size in enumerate(plan.scratch)}
         for step in plan.steps:
@@ -122,7 +160,8 @@ def test_lengths_that_no_cache_has(new: int, tmp_path: Path) -> None:
         y = wholes[0][1]
         np.testing.assert_allclose(y[1::2], right.y[1::2], rtol=1e-4, atol=1e-5)
         assert (y[::2] == 0).all(), "a sequence without keys has no results"
-        assert all(np.isnan(whole[::2]).all() for whole in wholes)
+        for whole, spec in zip(wholes, plan.outputs, strict=True):
+            np.testing.assert_array_equal(whole[::2], unwritten((2, *spec.shape), spec.dtype))
 
 
 @pytest.mark.parametrize("cache", ["", "int8"])
