@@ -249,8 +249,9 @@ def main(out: Path, only: str, weights: str, past: int, cache: str, greedy: bool
         caches = 2 * np.dtype(cached).itemsize * sizes.layers * sizes.kv_heads * past * sizes.size
         read = builder.read_bytes + caches
         error = float(np.abs(found - right).max() / max(1e-30, np.abs(right).max()))
-        print(f"{name} {kind}, caches of {cached}{', greedy' * greedy}: onnxfuse {own:.3f} ms, onnxruntime {plain:.3f}, "
-              f"PyTorch {in_torch:.3f}, {read / own / 1e9:.2f} TB/s; error {error:.1e}; {ways}", flush=True)  # fmt: skip
+        label = f"{name} {kind}, caches of {cached}{', greedy' * greedy}"
+        print(f"{label}: onnxfuse {own:.3f} ms, onnxruntime {plain:.3f}, PyTorch {in_torch:.3f}, "
+              f"{read / own / 1e9:.2f} TB/s; error {error:.1e}; {ways}", flush=True)  # fmt: skip
         rows.put({"model": name, "weights": kind, "past": past, "cache": cached, "greedy": greedy, "onnxfuse_ms": own,
                   "onnxruntime_ms": plain, "torch_ms": in_torch, "bytes": read, "error": error})  # fmt: skip
         torch.cuda.empty_cache()
