@@ -370,7 +370,7 @@ def test_t5_whose_residuals_exceed_float16_stays_correct() -> None:
     assert report.half is not None
     assert 0 < len(report.half.kept) <= 0.05 * report.half.nodes
     assert worst_factor(report) < 3
-    assert (report.counts["rms_norm"], report.counts["gemm_bias_activation"]) == (2, 6)
+    assert (report.counts["rms_norm"], report.counts["gemm_bias_activation"]) == (1, 6)  # one norm joined a product
 
 
 def test_a_product_whose_result_exceeds_float16_reads_scaled_numbers() -> None:
