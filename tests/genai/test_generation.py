@@ -7,40 +7,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 from documents import ROOT
+from generation import PROMPTS, TOKENS, check_same_until_tie, generated
 
 import onnxfuse
 
 for package in "onnxruntime_genai", "torch", "transformers", "onnx_ir":
     pytest.importorskip(package, reason="needs the packages of .[genai]")
-
-TOKENS = 1000
-PROMPTS = ([1, 17, 40, 200, 9], [1, 250, 31])
-
-
-def generator(folder: Path, tokens: list[int], count: int) -> Any:
-    """Return a generator of `count` tokens that has read these tokens."""
-    import onnxruntime_genai as genai
-
-    model = genai.Model(str(folder))
-    parameters = genai.GeneratorParams(model)
-    length = len(tokens) + count
-    parameters.set_search_options(do_sample=False, max_length=length, min_length=length)
-    result = genai.Generator(model, parameters)
-    result.append_tokens(np.array([tokens], np.int32))
-    return result
-
-
-def generated(folder: Path, prompt: list[int]) -> list[int]:
-    """Return the prompt and the tokens that follow, the most likely one each time."""
-    source = generator(folder, prompt, TOKENS)
-    while not source.is_done():
-        source.generate_next_token()
-    return [int(token) for token in source.get_sequence(0)]
 
 
 @pytest.fixture
@@ -70,14 +45,7 @@ def test_int8_activations_give_the_same_tokens_until_the_first_tie(built: Callab
     """A rounding error of float32 may move an activation to the next integer, so that the logits move by 1 %."""
     folder = built("--precision", "int4", "--level", "4")
     onnxfuse.optimize_folder(folder, tmp_path / "b")
-    for prompt in PROMPTS:
-        pairs = enumerate(
-            zip(before := generated(folder, prompt), after := generated(tmp_path / "b", prompt), strict=True)
-        )
-        end = next((i for i, (old, new) in pairs if old != new), None)
-        if end is not None:
-            logits = generator(folder, before[:end], 1).get_output("logits")[0, -1]
-            assert logits[before[end]] - logits[after[end]] <= 0.01 * logits.std(), "no tie"
+    check_same_until_tie(folder, tmp_path / "b", tie=0.01)
 
 
 def test_text_goes_in_and_comes_out(built: Callable[..., Path], tmp_path: Path) -> None:
