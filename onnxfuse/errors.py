@@ -12,15 +12,26 @@ NO_ONNXRUNTIME: Final = (
 NO_ONNXRUNTIME_TO_COMPARE: Final = "onnxruntime is not installed, so nothing was compared; pip install onnxruntime"
 
 
-def printable(text: str, keep: str = "") -> str:
-    r"""Return a text with all non-printing characters, except those in `keep`, written as escapes.
+# The characters that Unicode calls default ignorable, and the blank pattern of Braille: `str.isprintable` calls these
+# printable, but nothing is drawn for them.
+INVISIBLE: Final = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
+)
 
-    Names in models are untrusted: control characters (`\x1b`) can control the terminal, and direction marks (`\u202e`)
-    reorder the text on the screen.
+
+def printable(text: str, keep: str = "") -> str:
+    r"""Return a text with all non-printing and invisible characters, except those in `keep`, written as escapes.
+
+    Names in models are untrusted: control characters (`\x1b`) can control the terminal, direction marks (`\u202e`)
+    reorder the text on the screen, and invisible characters (`\u3164`) make different names look equal.
     """
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() or c in keep else _escaped(c) for c in text)
+    return text if text.isascii() else INVISIBLE.sub(lambda found: _escaped(found[0]), text)
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode()
 
 
 def shortened(text: str, most: int = 60) -> str:

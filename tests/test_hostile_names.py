@@ -35,6 +35,7 @@ HOSTILE = (
 FORBIDDEN = re.compile(
     r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ue000\ud800-\udfff]"
 )
+INVISIBLE = "\u00a0\u00ad\u034f\u115f\u17b4\u180b\u2800\u3000\u3164\ufe0f\uffa0\U000e0100"
 FILE = HOSTILE.replace("/", "")
 MODEL, FUSED, CERTAIN, OTHER, NEW = (f"{FILE}{name}.onnx" for name in ("model", "fused", "certain", "other", "new"))
 NODE = f"{HOSTILE}node of tanh"
@@ -191,10 +192,10 @@ def test_the_page_s_program_writes_names_as_escapes() -> None:
     """What the page shows of its data goes through one function."""
     source = (ASSETS / "graph.js").read_text(encoding="utf-8")
     (function,) = re.findall(r"^const printable = .*$", source, re.MULTILINE)
-    program = f"{function}\nconsole.log(JSON.stringify(printable({json.dumps(HOSTILE + chr(0xE0001))})))"
+    program = f"{function}\nconsole.log(JSON.stringify(printable({json.dumps(HOSTILE + chr(0xE0001) + INVISIBLE)})))"
     done = subprocess.run(["node", "-e", program], capture_output=True, text=True, timeout=60)
     shown = json.loads(done.stdout)
-    assert not FORBIDDEN.search(shown) and "\U000e0001" not in shown
+    assert not FORBIDDEN.search(shown) and not {"\U000e0001", *INVISIBLE} & set(shown)
     assert shown.startswith("\\u{1b}]52;c;QUFB\\u{1b}") and shown.count("\n") == 1 and "\\u{202e}" in shown
 
 
@@ -220,6 +221,13 @@ def test_escaped_names_print_as_they_are() -> None:
 
 def test_what_is_not_escaped_is_printable_too() -> None:
     assert shown("a\x1b]8;;x\u202e\ud800\nb") == "a\\x1b]8;;x\\u202e\\ud800\nb\n"
+
+
+def test_what_nothing_is_drawn_for_is_escaped_too() -> None:
+    """Python calls fillers, variation selectors and blanks printable, but names that differ in them look equal."""
+    written = INVISIBLE.encode("unicode_escape").decode()
+    assert shown(INVISIBLE, cell(f"a{INVISIBLE}")) == f"{written} a{written}\n"
+    assert printable("\u4e2d e\u0301") == "\u4e2d e\u0301"
 
 
 def test_the_program_writes_warnings_and_tracebacks_as_escapes() -> None:

@@ -17,8 +17,8 @@ function widthOf(value, isName) {
 }
 
 const counted = (count, what, several) => `${count.toLocaleString("en")} ${count === 1 ? what : several || what + "s"}`;
-/** Return a text with non-printing characters, such as direction marks, as escapes: the model's names are untrusted. */
-const printable = (value) => String(value).replace(/[^\P{C}\n]|[\u2028\u2029]/gu, (c) => `\\u{${c.codePointAt(0).toString(16)}}`);
+/** Return a text with invisible characters, such as direction marks, as escapes: the model's names are untrusted. */
+const printable = (value) => String(value).replace(/[^\P{C}\n]|[^\P{Z} ]|\p{DI}|\u2800/gu, (c) => `\\u{${c.codePointAt(0).toString(16)}}`);
 const escaped = (value) => printable(value).replace(/[&<>"']/g, (c) => `&#${c.charCodeAt(0)};`);
 const cut = (value, length = MAX_CHARS) => value.length > length ? value.slice(0, length - 1) + "…" : value;
 
