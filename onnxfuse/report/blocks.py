@@ -1,7 +1,9 @@
-"""Find the blocks of a graph that repeat, such as the equal layers of a transformer, so that each is drawn once.
+"""Divide a graph into blocks that can be drawn closed: repeats, such as the equal layers of a transformer, and scopes.
 
 `reading_order` lists the nodes so that the nodes of one layer are adjacent.  A repeated block is then a run of nodes in
-which each node equals the node a fixed distance after it.
+which each node equals the node a fixed distance after it; it is drawn once.  Where more than MAX_ITEMS nodes and blocks
+remain side by side, those with names in one scope, such as `/encoder/layer.0/`, form a block.  Where names have no
+scopes, blocks end where few values pass from one to the next.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -18,8 +20,10 @@ from onnxfuse.ir.dtypes import Array
 
 MAX_PERIOD: Final = 600  # maximum number of nodes in one copy of a block
 MIN_SAVED: Final = 3  # minimum number of nodes that a repeated block saves; smaller blocks are drawn in full
-MAX_ITEMS: Final = 60  # nodes and blocks drawn side by side; more are divided into sections
-SECTION: Final = 36  # nodes and blocks in a section
+MAX_ITEMS: Final = 24  # nodes and blocks drawn side by side, which a window shows; more are divided into blocks
+SECTION: Final = 12  # nodes and blocks in a block that is divided off without regard to names
+MIN_IN_SCOPE: Final = 3  # minimum number of nodes and blocks in the block of a scope
+Scope: TypeAlias = tuple[str, ...]  # the parts of a name before its last "/"
 # Distances, in positions of the reading order, that are tried in turn.  If nodes with equal labels read the same value,
 # and two of them are at least this far apart, the order starts with the node that computes the value.  None disables
 # this.
@@ -31,12 +35,14 @@ class Block:
     """A run of nodes that repeats the same items `copies` times; `items` lists those of the first copy (copy 0).
 
     `length` is the number of nodes in one copy: position `i` in the first copy corresponds to position `i + k * length`
-    in copy k.  A block with one copy is a section of a long graph.
+    in copy k.  A block with one copy is a part of a long graph.  `scope` is the scope that the names of all nodes of
+    the first copy share.
     """
 
     items: tuple[Item, ...]
     copies: int
     length: int
+    scope: Scope = ()
 
 
 Item: TypeAlias = "int | Block"
@@ -53,11 +59,14 @@ class Blocks:
     items: tuple[Item, ...]
 
 
-def find_blocks(labels: Sequence[Hashable], reads: Sequence[Sequence[int]]) -> Blocks:
-    """Return the repeated blocks of an acyclic graph.
+def find_blocks(
+    labels: Sequence[Hashable], reads: Sequence[Sequence[int]], scopes: Sequence[Scope] | None = None
+) -> Blocks:
+    """Return the blocks of an acyclic graph.
 
     labels  the properties that equal nodes share, such as the operator and its attributes
     reads   for each node, the indices of the producers of its inputs, in the order of the inputs
+    scopes  for each node, the scope of its name; by default no name has a scope
     """
     interned: dict[Hashable, int] = {}
     numbers = np.array([interned.setdefault(label, len(interned)) for label in labels], np.int64)
@@ -78,7 +87,7 @@ def find_blocks(labels: Sequence[Hashable], reads: Sequence[Sequence[int]]) -> B
             best = drawn, order, items, moved
     assert best is not None
     _, order, items, moved = best
-    return Blocks(order, _in_sections(items, moved))
+    return Blocks(order, _Divided(moved, [scopes[node] if scopes else () for node in order]).blocks(items))
 
 
 def reading_order(reads: Sequence[Sequence[int]], ahead: Iterable[int]) -> list[int]:
@@ -211,18 +220,55 @@ def _linked_alike(reads: Sequence[Sequence[int]], start: int, period: int, copie
     return all(inside(copy, node) == first[node] for copy in range(1, copies) for node in range(period))
 
 
-def _in_sections(items: tuple[Item, ...], reads: Sequence[Sequence[int]]) -> tuple[Item, ...]:
-    """Return the items, grouped into sections (blocks of one copy) if there are more than MAX_ITEMS."""
-    items = tuple(
-        item if isinstance(item, int) else Block(_in_sections(item.items, reads), item.copies, item.length)
-        for item in items
-    )
-    if len(items) <= MAX_ITEMS:
-        return items
-    count = round(len(items) / SECTION)
-    bounds = [0, *(_narrowest(items, reads, i * len(items) // count) for i in range(1, count)), len(items)]
-    sections = [_section(items[a:b]) for a, b in itertools.pairwise(bounds) if a < b]
-    return _in_sections(tuple(sections), reads)
+@dataclass(frozen=True)
+class _Divided:
+    """Divides long lists of items into blocks; `reads` and `scopes` are those of the nodes in the reading order."""
+
+    reads: Sequence[Sequence[int]]
+    scopes: Sequence[Scope]
+
+    def blocks(self, items: tuple[Item, ...]) -> tuple[Item, ...]:
+        """Return the items with those in repeated blocks divided, and themselves divided if there are too many."""
+        inner = tuple(
+            item if isinstance(item, int) else replace(self._block(item.items, item.length), copies=item.copies)
+            for item in items
+        )
+        return self._in_parts(self._by_scope(inner)) if len(inner) > MAX_ITEMS else inner
+
+    def _block(self, items: tuple[Item, ...], length: int) -> Block:
+        start = _span(items[0])[0]
+        return Block(self.blocks(items), 1, length, _common(self.scopes[start : start + length]))
+
+    def _by_scope(self, items: tuple[Item, ...]) -> tuple[Item, ...]:
+        """Return the items, with a block for each run of items that share a longer scope than all items do."""
+        scopes = [_common(self.scopes[slice(*_span(item))]) for item in items]
+        depth = len(_common(scopes)) + 1
+        result: list[Item] = []
+        for scope, run in itertools.groupby(zip(scopes, items, strict=True), lambda pair: pair[0][:depth]):
+            found = tuple(item for _, item in run)
+            is_block = len(scope) == depth and MIN_IN_SCOPE <= len(found) < len(items)
+            result += [self._joined(found)] if is_block else found
+        return tuple(result)
+
+    def _in_parts(self, items: tuple[Item, ...]) -> tuple[Item, ...]:
+        """Return the items, grouped into blocks at narrow places if there are more than MAX_ITEMS."""
+        if len(items) <= MAX_ITEMS:
+            return items
+        count = round(len(items) / SECTION)
+        bounds = [0, *(_narrowest(items, self.reads, i * len(items) // count) for i in range(1, count)), len(items)]
+        return self._in_parts(tuple(self._joined(items[a:b]) for a, b in itertools.pairwise(bounds) if a < b))
+
+    def _joined(self, items: tuple[Item, ...]) -> Block:
+        """Return a block of one copy, whose items were divided before."""
+        start, end = _span(items[0])[0], _span(items[-1])[1]
+        parts = self._in_parts(self._by_scope(items)) if len(items) > MAX_ITEMS else items
+        return Block(parts, 1, end - start, _common(self.scopes[start:end]))
+
+
+def _common(scopes: Sequence[Scope]) -> Scope:
+    """Return the scope that contains all of these scopes."""
+    first, last = min(scopes), max(scopes)
+    return tuple(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
 
 
 def _narrowest(items: Sequence[Item], reads: Sequence[Sequence[int]], near: int) -> int:
@@ -235,11 +281,6 @@ def _narrowest(items: Sequence[Item], reads: Sequence[Sequence[int]], near: int)
         return len({each for node in window if node >= starts[at] for each in reads[node] if each < starts[at]})
 
     return min(starts, key=lambda at: (crossing(at), abs(at - near)))
-
-
-def _section(items: tuple[Item, ...]) -> Block:
-    start, end = _span(items[0])[0], _span(items[-1])[1]
-    return Block(items, 1, end - start)
 
 
 def _span(item: Item) -> tuple[int, int]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from onnxfuse.passes.folded import Folded
-from onnxfuse.report.blocks import Block, Item, find_blocks
-from onnxfuse.report.fates import FATES, find_fates
+from onnxfuse.report.blocks import Block, Item, Scope, find_blocks
+from onnxfuse.report.fates import FATES, Fates, find_fates
 from onnxfuse.report.outline import Outline, OutlineNode, Rewritten
 from onnxfuse.rewrite.replace import Fused
 
@@ -29,7 +30,7 @@ class Table:
 
 
 def picture(graph: Rewritten, fused: Sequence[Fused], folded: Iterable[Folded], texts: Table) -> dict[str, Any]:
-    """Return both graphs, the fate of each node, and the repeated blocks of the graph after fusing.
+    """Return both graphs, the fate of each node, and the blocks of the graph after fusing.
 
     `fused` lists the fused nodes of all graphs.  The entry "matches" has those of this graph: it maps a node's index in
     `fused` to its index after fusing and a list of the nodes that it replaced.  This list has indices, or the names of
@@ -47,7 +48,9 @@ def picture(graph: Rewritten, fused: Sequence[Fused], folded: Iterable[Folded], 
         for row, fate, by in zip(_rows(before, texts), fates.fates, fates.stands_for, strict=True)
     ]
     blocks = find_blocks(
-        [_label(node, after) for node in after.nodes], [_drop_unknown(row) for row in _readings(after)]
+        [_label(node, after) for node in after.nodes],
+        [_drop_unknown(row) for row in _readings(after)],
+        _scopes(graph, fates),
     )
     return {
         "where": graph.where,
@@ -87,6 +90,24 @@ def _label(node: OutlineNode, graph: Outline) -> tuple[object, ...]:
     return node.op, tuple(sorted(node.attributes.items())), weights, types, len(node.inputs)
 
 
+def _scopes(graph: Rewritten, fates: Fates) -> list[Scope]:
+    """Return the scope of each node after fusing: the one in which most of the nodes are that it computes."""
+    found = [Counter[Scope]() for _ in graph.after.nodes]
+    for node, fate, by in zip(graph.before.nodes, fates.fates, fates.stands_for, strict=True):
+        if by is not None and fate in ("fused", "stays"):
+            found[by][_scope(node)] += 1
+    return [
+        max(scopes, key=lambda scope: scopes[scope]) if scopes else _scope(node)
+        for node, scopes in zip(graph.after.nodes, found, strict=True)
+    ]
+
+
+def _scope(node: OutlineNode) -> Scope:
+    return tuple(node.label.split("/")[:-1])
+
+
 def _item(item: Item) -> int | list[Any]:
-    """Return an item as JSON: a node is its position in the order, and a block a list of copies, length and items."""
-    return [item.copies, item.length, [_item(each) for each in item.items]] if isinstance(item, Block) else item
+    """Return an item as JSON: a node is its position, and a block a list of copies, length, items and scope."""
+    if not isinstance(item, Block):
+        return item
+    return [item.copies, item.length, [_item(each) for each in item.items], "/".join(item.scope)]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from exported_models import load_exported
+from large_graphs import transformer_like
 
 from onnxfuse import optimize
 from onnxfuse.report.blocks import MAX_ITEMS, Block, Blocks, Item, find_blocks, reading_order
@@ -100,5 +102,39 @@ def test_blocks_of_exported_models(name: str, copies: int, length: int) -> None:
     report = optimize(load_exported(name), verify=False)[1]
     assert report.facts
     (graph,) = report.facts.graphs
-    items = picture(graph, report.fused, report.folded, Table())["items"]
-    assert [copies, length] in [item[:2] for item in items if isinstance(item, list)]
+
+    def found(items: list[Any]) -> list[list[int]]:
+        return [each for item in items if isinstance(item, list) for each in (item[:2], *found(item[2]))]
+
+    assert [copies, length] in found(picture(graph, report.fused, report.folded, Table())["items"])
+
+
+def test_many_nodes_stand_in_the_scopes_of_their_names() -> None:
+    """Each stage is a block, in which each part of many nodes is one; the stem, which is short, stays as it is."""
+    sizes = {("net",): 2, ("net", "stage.0", "conv"): 10, ("net", "stage.0", "mlp"): 30, ("net", "stage.1"): 9}
+    scopes = [scope for scope, count in sizes.items() for _ in range(count)]
+    labels = [f"op{i}" for i in range(len(scopes))]
+    found = find_blocks(labels, [[], *([i] for i in range(len(labels) - 1))], scopes)
+    stem, other, first, second = found.items
+    assert (stem, other) == (0, 1) and isinstance(first, Block) and isinstance(second, Block)
+    assert [(each.scope, each.copies, each.length) for each in (first, second)] == [
+        (("net", "stage.0"), 1, 40), (("net", "stage.1"), 1, 9)
+    ]  # fmt: skip
+    parts = [each for each in first.items if isinstance(each, Block)]
+    assert [each.scope[2] for each in parts] == ["conv", "mlp"] and second.items == tuple(range(42, 51))
+
+
+def test_a_repeated_block_has_the_scope_of_its_first_copy() -> None:
+    labels, reads = transformer(4)
+    scopes = [("embed",)] * 3 + [("layers", str(i // len(LAYER))) for i in range(4 * len(LAYER))] + [()]
+    (block,) = (item for item in find_blocks(labels, reads, scopes).items if isinstance(item, Block))
+    assert (block.copies, block.scope) == (4, ("layers", "0"))
+
+
+def test_a_fused_node_has_the_scope_of_the_nodes_that_it_replaces() -> None:
+    report = optimize(transformer_like(30, tuple(range(9, 39))), verify=False)[1]
+    assert report.facts
+    (graph,) = report.facts.graphs
+    found = picture(graph, report.fused, report.folded, Table())["items"]
+    layers = [part for item in found for part in (item[2] if item[1] > 3 else [item])]
+    assert [part[3] for part in layers] == [f"/encoder/layer.{i}" for i in range(30)]

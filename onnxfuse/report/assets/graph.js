@@ -41,7 +41,7 @@ function linked(graph) {
       at: (p) => drawnBy[graph.order[p]],
     },
   };
-  const root = asBlock([1, graph.order.length, graph.items], 0, "");
+  const root = asBlock([1, graph.order.length, graph.items, ""], 0, "");
   return { ...graph, made, replacedBy, drawnBy, sides, root, open: new Set() };
 }
 
@@ -60,8 +60,8 @@ function drawnBefore(graph) {
 }
 
 /** Turn an item of the data into a block or a position; `start` is where the block begins. */
-function asBlock([copies, length, items], start, path) {
-  const block = { copies, length, start, path, items: [] };
+function asBlock([copies, length, items, scope], start, path) {
+  const block = { copies, length, start, path, scope, items: [] };
   let at = start;
   for (const item of items) {
     if (typeof item === "number") {
@@ -79,23 +79,17 @@ function asBlock([copies, length, items], start, path) {
 const isBlock = (item) => typeof item === "object";
 const spanOf = (item) => isBlock(item) ? [item.start, item.start + item.copies * item.length] : [item, item + 1];
 
-/** Return how many nodes a block draws on a side when all of it is open. */
+/** Return how many boxes a block draws on a side, with the blocks that are open. */
 function drawnIn(graph, side, block) {
-  return block.items.reduce((sum, item) => sum + (isBlock(item) ? drawnIn(graph, side, item) : graph.sides[side].at(item).length), 0);
+  return block.items.reduce((sum, item) => sum + (!isBlock(item) ? graph.sides[side].at(item).length : graph.open.has(item.path) ? drawnIn(graph, side, item) : 1), 0);
 }
 
-/** Open blocks from the outermost in, as long as not too many nodes are drawn. */
+/** Open the blocks of one level after the other, as long as not too many boxes are drawn before fusing. */
 function openWithin(graph, budget) {
   graph.open.clear();
-  let left = budget - graph.root.items.filter((item) => !isBlock(item)).length;
-  const queue = graph.root.items.filter(isBlock);
-  while (queue.length) {
-    const block = queue.shift();
-    const own = block.items.reduce((sum, item) => sum + (isBlock(item) ? 1 : graph.sides.before.at(item).length), 0);
-    if (own > left) continue;
-    left -= own;
-    graph.open.add(block.path);
-    queue.push(...block.items.filter(isBlock));
+  for (let level = graph.root.items.filter(isBlock); level.length; level = level.flatMap((block) => block.items.filter(isBlock))) {
+    level.forEach((block) => graph.open.add(block.path));
+    if (drawnIn(graph, "before", graph.root) > budget) return level.forEach((block) => graph.open.delete(block.path));
   }
 }
 
@@ -177,7 +171,7 @@ const HEAD = 24, MARGIN = 10;
 function blockUnit(graph, side, block) {
   const isOpen = graph.open.has(block.path);
   const count = [...Array(block.length).keys()].reduce((sum, i) => sum + graph.sides[side].at(block.start + i).length, 0);
-  const unit = { kind: "block", block, isOpen, name: blockTitle(graph, side, block, count) };
+  const unit = { kind: "block", block, isOpen, name: blockTitle(block, count) };
   if (isOpen) {
     unit.inner = layOut(graph, side, block);
     unit.width = Math.max(unit.inner.width, widthOf(unit.name, true) + 92) + 2 * MARGIN;
@@ -195,19 +189,8 @@ function blockUnit(graph, side, block) {
   return unit;
 }
 
-/** Return "7 nodes", with the names that all nodes of a block begin with, such as /encoder/layer.0. */
-function blockTitle(graph, side, block, count) {
-  const labels = [];
-  for (let i = 0; i < block.length; i++) for (const node of graph.sides.before.at(block.start + i)) labels.push(graph.before[node][LABEL]);
-  const prefix = commonScope(labels);
-  return `${prefix ? `${cut(prefix)}: ` : ""}${counted(count, "node")}${block.copies > 1 ? " each" : ""}`;
-}
-
-function commonScope(labels) {
-  if (labels.length < 2) return "";
-  const sorted = [...labels].sort(), [a, b] = [sorted[0], sorted.at(-1)];
-  let i = 0;
-  while (i < a.length && a[i] === b[i]) i++;
-  const scope = a.slice(0, Math.max(a.slice(0, i).lastIndexOf("/"), 0));
-  return scope.length > 3 ? scope : "";
+/** Return "/encoder/layer.0: 7 nodes": the scope of a block's names, if they have one, and the nodes of a copy. */
+function blockTitle(block, count) {
+  const scope = block.scope.length > MAX_CHARS ? `…${block.scope.slice(1 - MAX_CHARS)}` : block.scope;
+  return `${scope ? `${scope}: ` : ""}${counted(count, "node")}${block.copies > 1 ? " each" : ""}`;
 }
