@@ -39,7 +39,7 @@ class Checker(html.parser.HTMLParser):
         found = dict(attrs)
         self.ids += [value for name, value in attrs if name == "id" and value]
         self.loads += [str(found[name]) for name in ("src", "srcset", "data") if name in found]
-        if href := found.get("href"):
+        if (href := found.get("href")) and tag != "use":  # the page's program makes what a <use> shows
             (self.targets if href.startswith("#") else self.loads).append(href)
         if tag not in VOID:
             self.open.append(tag)

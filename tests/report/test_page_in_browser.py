@@ -121,6 +121,7 @@ def test_the_page_opens_at_once(opened: Callable[..., Any], name: str) -> None:
 
 def test_a_click_shows_the_record_and_what_was_replaced(opened: Callable[..., Any]) -> None:
     page = opened("bert")
+    page.get_by_role("button", name="Open all").click()
     page.locator(".pane[data-side=after] g.node[data-fusion=attention]").click()
     record = text(page, "#detail")
     for each in ("copy 1 of 2", "attention", "heads = 3", "Replaces 7 nodes", "Softmax_169", "apply this match"):
@@ -135,6 +136,8 @@ def test_a_click_shows_the_record_and_what_was_replaced(opened: Callable[..., An
 
 def test_a_node_before_fusing_says_what_became_of_it(opened: Callable[..., Any]) -> None:
     page = opened("detector")
+    page.get_by_role("button", name="Open all").click()
+    page.locator("#sides span", has_text="Before").click()
     node = page.locator(".pane[data-side=before] g.node.weights").first
     node.click()
     assert "This node is folded into weights: conv_bias_activation" in text(page, "#detail")
@@ -143,6 +146,7 @@ def test_a_node_before_fusing_says_what_became_of_it(opened: Callable[..., Any])
 def test_blocks_open_and_close(opened: Callable[..., Any]) -> None:
     page = opened("bert")
     nodes = page.locator(".pane[data-side=after] g.node[data-node]")
+    page.get_by_role("button", name="Open all").click()
     before = nodes.count()
     page.get_by_role("button", name="Close all").click()
     assert nodes.count() == before - 7
@@ -152,19 +156,85 @@ def test_blocks_open_and_close(opened: Callable[..., Any]) -> None:
 
 def test_zoom(opened: Callable[..., Any]) -> None:
     page = opened("unet")
-    width = "Number(document.querySelector('.pane[data-side=after] svg').getAttribute('width'))"
+    width = "Number(document.querySelector('.pane[data-side=after] .scroll svg').getAttribute('width'))"
     first = page.evaluate(width)
     page.get_by_label("Zoom in").click()
-    wider = page.locator(".pane[data-side=after] svg").get_attribute("width")
+    wider = page.locator(".pane[data-side=after] .scroll svg").get_attribute("width")
     assert float(wider) == pytest.approx(1.25 * first, rel=1e-3)
     page.locator(".pane[data-side=after] .scroll").hover()
     page.keyboard.down("Control")
     page.mouse.wheel(0, 300)
     page.keyboard.up("Control")
-    sync_api.expect(page.locator(".pane[data-side=after] svg")).not_to_have_attribute("width", str(wider))
+    sync_api.expect(page.locator(".pane[data-side=after] .scroll svg")).not_to_have_attribute("width", str(wider))
     assert page.evaluate(width) < 1.25 * first
     page.get_by_role("button", name="Fit").click()
     assert page.evaluate(width) == pytest.approx(first, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["bert", "unet", "10000 nodes"])
+def test_the_picture_opens_fitted(opened: Callable[..., Any], name: str) -> None:
+    """All of both graphs is visible, so that no map is needed, in blocks where the nodes would be too small to read."""
+    page = opened(name)
+    for side in "before", "after":
+        scroll = page.locator(f".pane[data-side={side}] .scroll")
+        assert scroll.evaluate("e => e.scrollWidth <= e.clientWidth && e.scrollHeight <= e.clientHeight")
+        drawn = scroll.locator("svg")
+        assert drawn.evaluate("e => e.getAttribute('width') / e.viewBox.baseVal.width") > 0.35
+        assert not page.locator(f".pane[data-side={side}] .map").is_visible()
+
+
+def test_the_map_shows_and_moves_the_visible_part(opened: Callable[..., Any]) -> None:
+    page = opened("unet")
+    for _ in range(6):
+        page.get_by_label("Zoom in").click()
+    pane = page.locator(".pane[data-side=after]")
+    scroll, minimap, frame = (pane.locator(each) for each in (".scroll", ".map", ".view"))
+    scroll.evaluate("e => e.scrollTo({ left: 0, top: 0, behavior: 'instant' })")
+    share = "e => e.height.baseVal.value / e.ownerSVGElement.viewBox.baseVal.height"
+    visible = scroll.evaluate("e => e.clientHeight / e.scrollHeight")
+    assert frame.evaluate(share) == pytest.approx(visible, rel=0.03) and visible < 0.5
+    minimap.scroll_into_view_if_needed()
+    box = minimap.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.mouse.down()
+    middle = "e => (e.scrollTop + e.clientHeight / 2) / e.scrollHeight"
+    assert scroll.evaluate(middle) == pytest.approx(0.5, abs=0.02)
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] - 1)
+    page.mouse.up()
+    page.wait_for_function("document.querySelector('.pane[data-side=after] .view').y.baseVal.value > 0")
+    assert scroll.evaluate("e => e.scrollTop + e.clientHeight - e.scrollHeight") == pytest.approx(0, abs=2)
+
+
+def test_the_search_in_the_picture_jumps(opened: Callable[..., Any]) -> None:
+    """By fusion, operator and name; Enter goes on, and the block of the node opens."""
+    page = opened("unet")
+    page.keyboard.press("/")
+    page.keyboard.type("group_norm")
+    count, chosen = page.locator("#jumped"), page.locator(".pane[data-side=after] g.node.chosen")
+    sync_api.expect(count).to_have_text(re.compile(r"^1 of \d+ nodes$"))
+    assert chosen.get_attribute("data-fusion") == "group_norm" and "group_norm" in text(page, "#detail")
+    first = chosen.get_attribute("data-node")
+    page.keyboard.press("Enter")
+    assert text(page, "#jumped").startswith("2 of ") and chosen.get_attribute("data-node") != first
+    page.keyboard.press("Shift+Enter")
+    assert text(page, "#jumped").startswith("1 of ") and chosen.get_attribute("data-node") == first
+    page.locator("#jump").fill("node_conv2d_16 conv")
+    sync_api.expect(count).to_have_text("1 of 2 nodes")
+    page.keyboard.press("Enter")
+    assert "node_conv2d_16 This node is fused" in text(page, "#detail")
+    (node,) = page.locator(".pane[data-side=before] g.node.chosen").all()
+    box, frame = node.bounding_box(), page.locator(".pane[data-side=before] .scroll").bounding_box()
+    assert frame["y"] <= box["y"] <= frame["y"] + frame["height"] and box["height"] > 20
+    page.locator("#jump").fill("no such node")
+    sync_api.expect(count).to_have_text("0 of 0 nodes")
+
+
+def test_a_jump_to_another_copy_marks_the_copy_that_is_drawn(opened: Callable[..., Any]) -> None:
+    page = opened("bert")
+    page.locator("#jump").fill("softmax_240")
+    sync_api.expect(page.locator("#jumped")).to_have_text("1 of 1 node")
+    (node,) = page.locator(".pane[data-side=before] g.node.chosen").all()
+    assert "Softmax_169" in node.get_attribute("aria-label") and "copy 2 of 2" in text(page, "#detail")
 
 
 def test_the_picture_by_keyboard(opened: Callable[..., Any]) -> None:

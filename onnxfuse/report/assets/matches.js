@@ -16,7 +16,7 @@ function matchRow(match) {
     element("code", {}, match.node), element("span", { class: "tag" }, ` replaces ${match.replaced.length}${match.where ? `, in ${match.where}` : ""}`))));
   inside.addEventListener("toggle", () => {
     if (!inside.open || inside.children.length > 1) return;
-    const go = element("button", { type: "button", onclick: () => showInPicture(match) }, "Show in the picture");
+    const go = element("button", { type: "button", onclick: () => showInPicture(match.graph, "after", match.after) }, "Show in the picture");
     inside.append(element("div", { class: "record" }, ...matchRecord(match), match.graph ? element("p", {}, go) : null));
   });
   row.append(inside);
@@ -88,31 +88,21 @@ function find() {
 /** List the nodes of the original whose names have all words, with what became of them. */
 function findNodes(words) {
   const box = document.getElementById("nodes-found");
-  const found = [];
-  for (const graph of words.length ? GRAPHS : []) {
-    graph.before.forEach((row, i) => {
-      if (found.length > 200) return;
-      const name = `${row[LABEL]} ${text(row[OP])}`.toLowerCase();
-      if (words.every((word) => name.includes(word))) found.push([graph, i]);
-    });
-  }
+  const found = nodesWith(words).filter(([, side]) => side === "before");
   box.hidden = !found.length;
-  const items = found.slice(0, 12).map(([graph, i]) => {
+  const items = found.slice(0, 12).map(([graph, , i]) => {
     const row = graph.before[i], after = row[STANDS_FOR], match = MATCH[graph.made.get(after)];
     const fate = match ? `${FATE_TEXTS[DATA.fates[row[FATE]]]}: ${match.fusion} ${match.node}` : FATE_TEXTS[DATA.fates[row[FATE]]];
     const why = !match && graph.why[after] !== undefined ? `, because ${text(graph.why[after])}` : "";
     return element("li", {}, element("code", {}, row[LABEL]), ` ${text(row[OP])}: ${fate}${why}`);
   });
-  if (found.length > items.length) items.push(element("li", { class: "note" }, found.length > 200 ? "more than 200 nodes in all" : `${found.length} nodes in all`));
+  if (found.length > items.length) items.push(element("li", { class: "note" }, `${found.length.toLocaleString("en")} nodes in all`));
   box.replaceChildren(element("h3", {}, "Nodes of the original with this name"), element("ul", {}, ...items));
 }
 
-function showInPicture(match) {
-  const index = GRAPHS.indexOf(match.graph);
-  document.getElementById("where").value = index;
-  if (shown.graph !== match.graph) showGraph(index);
+function showInPicture(...node) {
   document.getElementById("picture").scrollIntoView();
-  choose("after", match.after);
+  jumpTo(...node);
 }
 
 // --- the plan ---

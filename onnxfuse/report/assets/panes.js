@@ -2,8 +2,11 @@
 const stage = document.getElementById("stage");
 const detail = document.getElementById("detail");
 const panes = Object.fromEntries([...document.querySelectorAll(".pane")].map((pane) => [pane.dataset.side, pane]));
-const MIN_SCALE = 0.15, MAX_SCALE = 3, READABLE = 0.7;
-const BUDGET = 160, MAX_DRAWN = 1500;  // limits of the nodes drawn before fusing: at first, and after "Open all"
+const MIN_SCALE = 0.02, MAX_SCALE = 3, READABLE = 0.8, LEGIBLE = 0.4;
+// Limits of the nodes drawn before fusing: at first, the largest at which the fitted picture is legible; after "Open all".
+const BUDGETS = [160, 80, 40, 0], MAX_DRAWN = 1500;
+const MAP_SIZE = 150;
+const SIDES = ["before", "after"];
 const shown = { graph: GRAPHS[0], scale: { before: 1, after: 1 }, chosen: null, copy: 0, highlight: null };
 
 function classOf(graph, side, node) {
@@ -58,7 +61,7 @@ function unitsMarkup(graph, side, laid) {
 function draw() {
   const { graph } = shown;
   if (!graph) return;
-  for (const side of ["before", "after"]) {
+  for (const side of SIDES) {
     const pane = panes[side], scroll = pane.querySelector(".scroll");
     if (!pane.offsetParent) continue;
     const state = [...graph.open].sort().join(" ");
@@ -66,7 +69,7 @@ function draw() {
     if (graph.laid[side]?.state !== state) graph.laid[side] = { state, ...layOut(graph, side, graph.root) };
     const laid = graph.laid[side];
     shown[side] = { width: laid.width, height: laid.height + 16 };
-    scroll.innerHTML = `<svg role="group" aria-label="The graph ${side} fusing. Arrow keys move between nodes, Enter opens one, plus and minus zoom."><defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto"><path class="tip" d="M0 0L8 4L0 8z"/></marker></defs><g transform="translate(0 14)">${unitsMarkup(graph, side, laid)}</g></svg>`;
+    scroll.innerHTML = `<svg role="group" aria-label="The graph ${side} fusing. Arrow keys move between nodes, Enter opens one, plus and minus zoom."><defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto"><path class="tip" d="M0 0L8 4L0 8z"/></marker></defs><g id="drawn-${side}" transform="translate(0 14)">${unitsMarkup(graph, side, laid)}</g></svg>`;
     const buttons = scroll.querySelectorAll("[role=button]");
     if (buttons.length) buttons[0].setAttribute("tabindex", "0");
     const total = graph.sides[side].nodes.length;
@@ -88,18 +91,41 @@ function applyScale(side) {
   svg.setAttribute("viewBox", `0 0 ${size.width} ${size.height}`);
   svg.setAttribute("width", (size.width * scale).toFixed(1));
   svg.setAttribute("height", (size.height * scale).toFixed(1));
+  showMap(side);
 }
 
-/** Show all of a side if it stays readable, and else the middle of its top. */
+/** Show, in the corner of a side of which only a part is visible, all of the side and a frame around this part. */
+function showMap(side) {
+  const scroll = panes[side].querySelector(".scroll"), map = panes[side].querySelector(".map"), size = shown[side];
+  const { clientWidth, clientHeight, scrollWidth, scrollHeight } = scroll;
+  const isWhole = scrollWidth <= clientWidth + 1 && scrollHeight <= clientHeight + 1;
+  map.toggleAttribute("hidden", !size || isWhole);
+  if (!size || isWhole) return;
+  const scale = shown.scale[side], part = MAP_SIZE / Math.max(size.width, size.height);
+  const attributes = (node, values) => Object.entries(values).forEach(([name, value]) => node.setAttribute(name, value));
+  attributes(map, { viewBox: `0 0 ${size.width} ${size.height}`, width: size.width * part, height: size.height * part });
+  attributes(map.querySelector(".view"), {
+    x: scroll.scrollLeft / scale, y: scroll.scrollTop / scale,
+    width: Math.min(clientWidth / scale, size.width), height: Math.min(clientHeight / scale, size.height),
+  });
+}
+
+/** Show the part of a side around the place of the pointer in the side's map. */
+function followMap(side, event) {
+  const scroll = panes[side].querySelector(".scroll"), box = event.currentTarget.getBoundingClientRect();
+  scroll.scrollLeft = (event.clientX - box.left) / box.width * scroll.scrollWidth - scroll.clientWidth / 2;
+  scroll.scrollTop = (event.clientY - box.top) / box.height * scroll.scrollHeight - scroll.clientHeight / 2;
+}
+
+const base = () => Number.parseFloat(getComputedStyle(document.documentElement).fontSize) / 16;
+
+/** Show all of a side. */
 function fit(side) {
   const scroll = panes[side].querySelector(".scroll"), size = shown[side];
   if (!size || !scroll.clientWidth) return;
   const all = Math.min((scroll.clientWidth - 4) / size.width, (scroll.clientHeight - 4) / size.height);
-  const base = Number.parseFloat(getComputedStyle(document.documentElement).fontSize) / 16;
-  shown.scale[side] = Math.min(Math.max(all, READABLE * base), 1.25 * base);
+  shown.scale[side] = Math.min(all, 1.25 * base());
   applyScale(side);
-  scroll.scrollTop = 0;
-  scroll.scrollLeft = (scroll.scrollWidth - scroll.clientWidth) / 2;
 }
 
 function zoom(side, factor, at) {
@@ -116,10 +142,10 @@ function zoom(side, factor, at) {
 /** Mark the chosen node, and on the other side the nodes that it replaced, or the node that replaced it. */
 function mark() {
   const { graph, chosen, highlight } = shown;
-  for (const side of ["before", "after"]) {
+  for (const side of SIDES) {
     for (const node of panes[side].querySelectorAll("g.node[data-node]")) {
       const i = Number(node.dataset.node);
-      const isChosen = chosen && afterOf(graph, side, i) === chosen.after && (side !== chosen.side || i === chosen.node || side === "after");
+      const isChosen = chosen && afterOf(graph, side, i) === chosen.after && (side !== chosen.side || i === chosen.drawn || side === "after");
       node.classList.toggle("chosen", Boolean(isChosen));
       node.classList.toggle("dim", Boolean(highlight) && node.dataset.fusion !== highlight);
     }
@@ -141,16 +167,21 @@ function drawnFor(graph, after) {
   }
 }
 
-function choose(side, node) {
+/** Select a node and show its record; `near` zooms in until its name can be read. */
+function choose(side, node, near = false) {
   const { graph } = shown;
   const after = afterOf(graph, side, node);
   const drawn = after >= 0 ? drawnFor(graph, after) : { after, path: [] };
   const closed = drawn.path.filter(({ block }) => !graph.open.has(block.path));
   closed.forEach(({ block }) => graph.open.add(block.path));
-  shown.chosen = { side, node, after: drawn.after, real: after };
+  const own = side === "before" ? graph.drawnBy[drawn.after]?.[graph.drawnBy[after].indexOf(node)] : undefined;
+  shown.chosen = { side, node, drawn: own ?? node, after: drawn.after, real: after };
   if (closed.length) draw(); else mark();
   showDetail();
-  for (const each of ["before", "after"]) reveal(each);
+  for (const each of SIDES) {
+    if (near && shown[each] && shown.scale[each] < READABLE * base()) zoom(each, READABLE * base() / shown.scale[each]);
+    reveal(each);
+  }
 }
 
 /** Scroll a pane to the nodes that are marked in it. */
@@ -194,19 +225,17 @@ function toggleBlock(path) {
   draw();
 }
 
-function allBlocks(block, found = []) {
-  for (const item of block.items.filter(isBlock)) { found.push(item); allBlocks(item, found); }
-  return found;
-}
-
 function showGraph(index) {
   shown.graph = GRAPHS[index];
   if (!shown.graph) return;
   closeDetail();
-  openWithin(shown.graph, BUDGET);
-  draw();
-  fit("before");
-  fit("after");
+  for (const budget of BUDGETS) {
+    openWithin(shown.graph, budget);
+    draw();
+    fit("before");
+    fit("after");
+    if (Math.min(...SIDES.filter((side) => panes[side].offsetParent).map((side) => shown.scale[side])) >= LEGIBLE * base()) break;
+  }
   drawLegend();
 }
 
@@ -248,20 +277,67 @@ function startPanes() {
     for (const each of how ? ["before", "after"] : []) how === "fit" ? fit(each) : zoom(each, how === "in" ? 1.25 : 0.8);
     if (fold) {
       const { graph } = shown;
-      graph.open.clear();
-      if (fold === "open") allBlocks(graph.root).forEach((block) => graph.open.add(block.path));
-      if (fold === "open" && drawnIn(graph, "before", graph.root) > MAX_DRAWN) openWithin(graph, MAX_DRAWN);
+      openWithin(graph, fold === "open" ? MAX_DRAWN : 0);
       draw();
       fit("before");
       fit("after");
     }
   });
-  for (const each of ["before", "after"]) startPane(each);
+  for (const each of SIDES) startPane(each);
   showGraph(order[0]);
+  startJump();
+}
+
+/** Return the nodes whose names, operators or fusions have all words, those of the graph in view first. */
+function nodesWith(words) {
+  const found = [];
+  for (const graph of words.length ? [...GRAPHS].sort((a, b) => (b === shown.graph) - (a === shown.graph)) : []) {
+    for (const side of ["after", "before"]) graph.sides[side].nodes.forEach((row, i) => {
+      const name = `${row[LABEL]} ${text(row[OP])}`.toLowerCase();
+      if (words.every((word) => name.includes(word))) found.push([graph, side, i]);
+    });
+  }
+  return found;
+}
+
+/** Select a node in the picture, in whichever graph it is. */
+function jumpTo(graph, side, node) {
+  const index = GRAPHS.indexOf(graph);
+  document.getElementById("where").value = index;
+  if (shown.graph !== graph) showGraph(index);
+  choose(side, node, true);
+}
+
+/** Make the search in the picture jump: to the first node while typing, to others by Enter and Shift+Enter. */
+function startJump() {
+  const jump = document.getElementById("jump"), count = document.getElementById("jumped");
+  let found = [], at = 0, waiting;
+  const go = (to) => {
+    at = (to + found.length) % found.length || 0;
+    count.textContent = jump.value.trim() ? `${found.length && at + 1} of ${counted(found.length, "node")}` : "";
+    if (found.length) jumpTo(...found[at]);
+  };
+  const look = () => { found = nodesWith(jump.value.toLowerCase().split(/\s+/).filter(Boolean)); go(0); };
+  jump.addEventListener("input", () => { clearTimeout(waiting); waiting = setTimeout(look, 150); });
+  jump.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || !found.length) return;
+    go(at + (event.shiftKey ? -1 : 1));
+    event.preventDefault();
+  });
+  document.addEventListener("keydown", (event) => {
+    if (event.key !== "/" || event.target.closest("input, select")) return;
+    event.preventDefault();
+    jump.focus();
+    jump.select();
+  });
 }
 
 function startPane(side) {
-  const scroll = panes[side].querySelector(".scroll");
+  const scroll = panes[side].querySelector(".scroll"), map = panes[side].querySelector(".map");
+  scroll.addEventListener("scroll", () => showMap(side));
+  new ResizeObserver(() => showMap(side)).observe(scroll);
+  map.addEventListener("pointerdown", (event) => { map.setPointerCapture(event.pointerId); followMap(side, event); });
+  map.addEventListener("pointermove", (event) => { if (event.buttons) followMap(side, event); });
   const act = (target) => {
     const button = target.closest("[data-block], [data-node]");
     if (!button) return;
