@@ -44,6 +44,7 @@ SCHEMA: dict[str, Any] = {
         "bytes_after": int,
         "launches_before": int,
         "launches_after": int,
+        "flops": int,
         "assumed": {...: int},
     },
     "standard": {},  # but for emit="standard"
@@ -184,6 +185,7 @@ def test_the_estimate_of_fused_nodes() -> None:
     inside = 2 * batch * n  # the product and the biased product, each written and read
     assert estimate["bytes_before"] - estimate["bytes_after"] == 4 * 2 * inside
     assert (estimate["launches_before"], estimate["launches_after"]) == (4, 2)
+    assert estimate["flops"] == 2 * batch * k * n
     assert estimate["bytes_after"] == 4 * (batch * k + k * n + n + batch * n) + 4 * (batch * n + 2 * n + batch * n)
 
 

@@ -40,6 +40,6 @@ def _events(pid: int, model: str, nodes: Sequence[tuple[str, OpTime]]) -> Iterat
             "name": op.fusion, "cat": op.how, "ph": "X", "pid": pid, "tid": 0,
             "ts": round(start, 3), "dur": round(micros, 3),
             "args": {"node": printable(name), "runs as": op.how, "why": printable(op.why),
-                     "inputs": ", ".join(op.shapes), "bytes": op.bytes, **share},
+                     "inputs": ", ".join(op.shapes), "bytes": op.bytes, "FLOPs": op.flops, **share},
         }  # fmt: skip
         start += micros

@@ -44,15 +44,16 @@ class Inlined:
     kept: tuple[str, ...] = ()
 
 
-def inline_functions(model: onnx.ModelProto) -> Inlined:
-    """Return the model with calls of its own functions inlined, except fused operators; `model` is not changed.
+def inline_functions(model: onnx.ModelProto, fused: bool = False) -> Inlined:
+    """Return the model with calls of its own functions inlined; `model` is not changed.
 
-    Functions also remain if inlining them would add more than MAX_NODES_INLINED nodes.
+    Fused operators remain, unless `fused` is given.  Functions also remain if inlining them would add more than
+    MAX_NODES_INLINED nodes.
     """
     if not model.functions:
         return Inlined(model)
     functions = {_key(f): f for f in model.functions}
-    kept = {key: "" for key in functions if key[0] in KERNEL_DOMAINS}
+    kept = {key: "" for key in functions if key[0] in KERNEL_DOMAINS and not (fused and key[0] == DOMAIN)}
     for key in _calls_of_others(model):
         kept.pop(key, None)
     kept |= _too_many(model, functions, kept)

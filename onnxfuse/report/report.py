@@ -174,6 +174,7 @@ class Report:
                 "bytes_after": self.after.bytes,
                 "launches_before": self.before.launches,
                 "launches_after": self.after.launches,
+                "flops": self.before.flops,
                 "assumed": dict(self.before.assumed),
             },
             "standard": self.standard.to_json() if self.standard else {},

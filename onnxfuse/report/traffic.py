@@ -1,4 +1,4 @@
-"""Estimate the memory traffic and the kernel launches of a graph, as in a roofline model."""
+"""Estimate the memory traffic, the arithmetic and the kernel launches of a graph, as in a roofline model."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from onnxfuse.algebra.operators import FREE
 from onnxfuse.algebra.sizes import UNKNOWN, symbol, symbols
+from onnxfuse.analysis.flops import count_flops
 from onnxfuse.analysis.gathered_tables import gathered_tables
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.analysis.tensor_bytes import assumed_number, item_bytes, tensor_bytes
@@ -19,12 +20,14 @@ from onnxfuse.ir.node import Tensor, op_of
 class Traffic:
     """Bytes and launches of a graph in which every node reads its inputs and writes its outputs once, in one launch.
 
-    A node that looks up rows of a table reads only these rows.  `assumed` maps the dynamic dims of the graph's inputs
-    to their assumed sizes, by name; a dim without a name is called after its input and axis, as in "image[0]".
+    A node that looks up rows of a table reads only these rows.  `flops` counts the operations of products, convolutions
+    and attentions; fused nodes and nodes of unknown shapes count as 0.  `assumed` maps the dynamic dims of the graph's
+    inputs to their assumed sizes, by name; a dim without a name is called after its input and axis, as in "image[0]".
     """
 
     bytes: int
     launches: int
+    flops: int = 0
     assumed: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -33,7 +36,7 @@ def estimate_traffic(graph: Graph, shapes: ShapeInfo) -> Traffic:
 
     A tensor of unknown rank or dtype counts as 0 bytes.
     """
-    total, launches = 0, 0
+    total, launches, flops = 0, 0, 0
     sizes: dict[object, int] = {}
     bodies = {f"{f.domain}::{f.name}": f for f in graph.functions}
 
@@ -55,7 +58,8 @@ def estimate_traffic(graph: Graph, shapes: ShapeInfo) -> Traffic:
                 count = size_of(rows) // item_bytes(shapes.dtype(rows))
                 moved[table.name] = min(moved[table.name], count * size_of(table, 1))
         total += sum(moved.values())
-    return Traffic(total, launches, _assumed_sizes(graph, shapes))
+        flops += assumed_number(shapes, count_flops(shapes, node) or 0)
+    return Traffic(total, launches, flops, _assumed_sizes(graph, shapes))
 
 
 def _assumed_sizes(graph: Graph, shapes: ShapeInfo) -> dict[str, int]:

@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 from onnx import helper
 
+from onnxfuse.analysis.flops import model_flops
 from onnxfuse.analysis.gathered_tables import gathered_tables
 from onnxfuse.errors import OnnxfuseError, first_line
 from onnxfuse.ir.domain import is_fused
@@ -40,7 +41,7 @@ Attribute = int | float | str | list[int] | list[float] | list[str]
 
 @dataclass(frozen=True)
 class OpTime:
-    """The time of an operator at one combination of input shapes, in seconds per node, and the bytes that it moves."""
+    """The time of an operator at one combination of input shapes, in seconds per node, its bytes and its arithmetic."""
 
     fusion: str  # the fusion; for an unfused node, its ONNX operator
     nodes: tuple[str, ...]
@@ -49,6 +50,7 @@ class OpTime:
     how: str  # kernel, body, or UNFUSED; the time of an unfused node is in `body`
     why: str
     bytes: int
+    flops: int | None = None  # floating-point operations of products, convolutions and attentions; None: not known
     kernel: float | None = None
     body: float | None = None
     share: float | None = None  # the time of a copy of as many bytes, as a share of the operator's time
@@ -202,7 +204,8 @@ def _untimed(op: _Operator, how: str, why: str) -> OpTime:
     }
     shapes = tuple(_shape(name, weights, op.values) for name in node.input)
     fusion = attributes["fusion"].decode() if "fusion" in attributes else node.op_type
-    return OpTime(fusion, tuple(map(node_name, op.nodes)), shapes, plain, how, why, _bytes_moved(op, weights))
+    names, flops = tuple(map(node_name, op.nodes)), model_flops(_repeated(op, 1)[0], op.whole.folder)
+    return OpTime(fusion, names, shapes, plain, how, why, _bytes_moved(op, weights), flops)
 
 
 def _bytes_moved(op: _Operator, weights: Mapping[str, onnx.TensorProto]) -> int:

@@ -165,7 +165,10 @@ def test_a_trace_shows_the_operators_of_both_models(tmp_path: Path, bert: Path) 
     assert {"MatMul", "Add"} <= {each["name"] for each in nodes[0]} and len(nodes[0]) > len(nodes[1])
     for each, later in (pair for of in nodes.values() for pair in itertools.pairwise(of)):
         assert each["dur"] >= 0 and each["args"]["bytes"] > 0 and each["args"]["node"]
+        assert isinstance(each["args"]["FLOPs"], int)
         assert later["ts"] == pytest.approx(each["ts"] + each["dur"], abs=0.01)
+    flops = [sum(each["args"]["FLOPs"] for each in nodes[pid]) for pid in named]
+    assert flops[0] == flops[1] > 2e5  # fusing changes nothing in products and attentions
     fused, _ = optimize(bert, verify=False)
     order = [each.name for each in fused.graph.node]
     assert [order.index(each["args"]["node"]) for each in nodes[1]] == sorted(

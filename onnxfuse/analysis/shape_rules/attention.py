@@ -14,15 +14,15 @@ PAST_KEY, PAST_VALUE = 3, 4  # inputs of GroupQueryAttention
 
 @RULES.rule("Attention")
 def _attention(shapes: ShapeInfo, node: Node) -> list[PartialShape | None]:
-    batch, heads, queries, _ = _by_heads(shapes, node, 0, "q_num_heads")
-    key, value = _by_heads(shapes, node, 1, "kv_num_heads"), _by_heads(shapes, node, 2, "kv_num_heads")
+    batch, heads, queries, _ = by_heads(shapes, node, 0, "q_num_heads")
+    key, value = by_heads(shapes, node, 1, "kv_num_heads"), by_heads(shapes, node, 2, "kv_num_heads")
     keys = key[2] + (input_shape(shapes, node, 4)[2] if has_input(node, 4) else 0)
     is_packed = len(input_shape(shapes, node)) == 3
     result = (batch, queries, heads * value[3]) if is_packed else (batch, heads, queries, value[3])
     return [result, (*key[:2], keys, key[3]), (*value[:2], keys, value[3]), (batch, heads, queries, keys)]
 
 
-def _by_heads(shapes: ShapeInfo, node: Node, index: int, heads_attribute: str) -> Shape:
+def by_heads(shapes: ShapeInfo, node: Node, index: int, heads_attribute: str) -> Shape:
     """Return an input's shape as (batch, heads, length, head size); a 3-D input is divided into heads."""
     shape = input_shape(shapes, node, index)
     if len(shape) == 4:
