@@ -65,6 +65,7 @@ SCHEMA: dict[str, Any] = {
         "not_compared": [{"name": str, "reason": str}],
         "notes": [str],
     },
+    "times": {},  # but in a report of `onnxfuse bench`
     "seconds": {...: float},
 }
 EVERYTHING = """

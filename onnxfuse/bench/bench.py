@@ -16,13 +16,15 @@ from typing import Any, Final
 import onnx
 
 from onnxfuse.bench.machine import device, versions
-from onnxfuse.errors import ModelError, OnnxfuseError, VerificationError, first_line
+from onnxfuse.errors import ModelError, OnnxfuseError, UsageError, VerificationError, first_line
 from onnxfuse.ir.domain import is_fused
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.load import load
 from onnxfuse.ir.plain_files import write_whole
 from onnxfuse.ir.protos import nodes
 from onnxfuse.optimizer import optimize
+from onnxfuse.report.report import Report
+from onnxfuse.report.times import NodeTime, Times
 from onnxfuse.runtime.target import PlanChoice
 from onnxfuse.session import InferenceSession, explain_session, open_session
 from onnxfuse.steps import Progress
@@ -85,6 +87,7 @@ class Bench:
     ops_error: str = ""  # why no operator was timed alone
     # With `trace`: for the original and the fused model, the nodes that were timed, in the order of the graph.
     timelines: Mapping[str, tuple[tuple[str, OpTime], ...]] = field(default_factory=dict)
+    report: Report | None = None  # with `report`: the report of the optimization, with the times of the nodes
 
     @property
     def passed(self) -> bool:
@@ -128,6 +131,7 @@ class BenchSettings:
     ops: bool = True  # also time each operator alone
     tune: TunePolicy = "cached"  # decides between kernels and ONNX functions: see InferenceSession
     trace: bool = False  # also time each operator of the original alone, for a trace
+    report: bool = False  # also do that for a report, and verify the fused model, which must not be fused already
 
 
 def bench(
@@ -138,7 +142,8 @@ def bench(
     If the model is not fused, it is fused here.  If it is fused already, the original is the same model with its fused
     nodes run as ONNX functions.
 
-    Raises UsageError for a shape that the model does not accept, VerificationError if the original does not run or has
+    Raises UsageError for a shape that the model does not accept, and for a fused model if settings.report is true,
+    VerificationError if the original does not run or has
     outputs that cannot be compared.
     """
     path = Path(model)
@@ -146,7 +151,7 @@ def bench(
     original, folder = _load(path, settings.inputs)
     others = [(name, *load(other)) for name, other in _named(settings.against).items()]
     choices = list(feeds_to_try(original, settings.shapes, settings.inputs))
-    fused, counts = _fused(path, original, settings.patterns, progress)
+    fused, counts, report = _fused(path, original, settings, progress)
     provider, tune = settings.provider, settings.tune
     cuda_graph = settings.cuda_graph and provider == "cuda"
     runner = _Runner(provider, progress, cuda_graph, "cached" if tune == "now" else tune)
@@ -158,13 +163,24 @@ def bench(
     contenders, bound = _timed(runner, models, feeds, first, settings.runs)
     session = bound.get(("fused", PLAIN))
     how = explain_session(session.session) if session else ()
-    rows, why = _op_times(timed, runner, how) if settings.ops and counts else ([], "")
+    both = settings.trace or settings.report
+    rows, why = _op_times(timed, runner, how) if settings.ops and (counts or both) else ([], "")
     timelines = {}
-    if settings.trace:
+    if both:
         before, why_not = _op_times(replace(timed, model=original), runner, ())
         timelines, why = {models[0][0]: timeline(original, before), "fused": timeline(fused, rows)}, why or why_not
     given, rate = describe_feeds(feeds), copy_rate(provider, LARGE_COPY_BYTES)
-    return Bench(str(path), provider, device(provider), given, counts, contenders, tuple(rows), rate, why, timelines)
+    result = Bench(str(path), provider, device(provider), given, counts, contenders, tuple(rows), rate, why, timelines)
+    return replace(result, report=replace(report, times=_times(result))) if report and settings.report else result
+
+
+def _times(result: Bench) -> Times:
+    """Return the times of the nodes for a report."""
+    before, after = (
+        tuple(NodeTime(name, op.fusion, op.how, op.seconds or 0.0, op.bytes, op.flops) for name, op in nodes)
+        for nodes in result.timelines.values()
+    )
+    return Times(result.device["name"], dict(result.inputs), before, after, result.copy_rate)
 
 
 def _load(path: Path, inputs: Mapping[str, Array]) -> tuple[onnx.ModelProto, Path | None]:
@@ -204,15 +220,17 @@ def _timed(
 
 
 def _fused(
-    path: Path, model: onnx.ModelProto, patterns: Iterable[str | os.PathLike[str]], progress: Progress
-) -> tuple[onnx.ModelProto, dict[str, int]]:
-    """Fuse the model unless it has fused nodes; return it, and the number of fused nodes of each fusion."""
+    path: Path, model: onnx.ModelProto, settings: BenchSettings, progress: Progress
+) -> tuple[onnx.ModelProto, dict[str, int], Report | None]:
+    """Fuse the model unless it has fused nodes; return it, the number of fused nodes of each fusion, and the report."""
     if not any(map(is_fused, nodes(model.graph))):
-        fused, report = optimize(path, patterns=patterns, verify=False, progress=progress)
-        return fused, report.counts
+        fused, report = optimize(path, patterns=settings.patterns, verify=settings.report, progress=progress)
+        return fused, report.counts, report
+    if settings.report:
+        raise UsageError("--report says how a model is fused, but this one is fused already; give the original")
     names = [next((a.s.decode() for a in node.attribute if a.name == "fusion"), node.op_type)
              for node in nodes(model.graph) if is_fused(node)]  # fmt: skip
-    return model, {name: names.count(name) for name in sorted(set(names))}
+    return model, {name: names.count(name) for name in sorted(set(names))}, None
 
 
 # --- running ---------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         "onnxfuse bench model.onnx --against other.onnx --chart times.html",
         "onnxfuse bench model.onnx --provider cpu --no-ops --runs 50",
         "onnxfuse bench model.onnx --trace trace.json",
+        "onnxfuse bench model.onnx --report report.html",
     ),
 )
 @click.argument("model", type=file_path)
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
 @click.option(
     "--trace", "trace_file", type=file_path, help="Write the operators of both models to a file for ui.perfetto.dev."
 )
+@click.option(
+    "--report", "report_file", type=file_path, help="Write a report with times to a .html or .json file; also verifies."
+)
 def bench_command(
     model: Path,
     patterns: tuple[Path, ...],
@@ -64,6 +68,7 @@ def bench_command(
     json_file: Path | None,
     chart_file: Path | None,
     trace_file: Path | None,
+    report_file: Path | None,
 ) -> None:
     """Time MODEL and the same model fused.
 
@@ -72,19 +77,25 @@ def bench_command(
     from onnxfuse.bench import chart
     from onnxfuse.bench.bench import BenchSettings, bench
     from onnxfuse.bench.trace import write_trace
+    from onnxfuse.report.report import check_name
     from onnxfuse.tuning.bound_session import default_provider
 
     if chart_file:
         chart.check_name(chart_file)
-    if trace_file and not ops:
-        raise UsageError("--trace shows the time of each operator, which --no-ops leaves out; give one of them")
-    for file in filter(None, (json_file, chart_file, trace_file)):
+    if report_file:
+        check_name(report_file)
+    for option, given in (("--trace", trace_file), ("--report", report_file)):
+        if given and not ops:
+            raise UsageError(f"{option} shows the time of each operator, which --no-ops leaves out; give one of them")
+    for file in filter(None, (json_file, chart_file, trace_file, report_file)):
         for each in (model, *against):
             checked_target(each, file)
     provider = provider or default_provider()
     use_kernels(kernels, provider)
     inputs = given_inputs(npz, model) or {}
-    settings = BenchSettings(patterns, shapes, inputs, against, runs, provider, cuda_graph, ops, tune, bool(trace_file))
+    settings = BenchSettings(
+        patterns, shapes, inputs, against, runs, provider, cuda_graph, ops, tune, bool(trace_file), bool(report_file)
+    )
     with shown_progress() as progress:
         result = bench(model, settings, progress)
     if json_file:
@@ -93,5 +104,7 @@ def bench_command(
         chart.draw(result, chart_file)
     if trace_file:
         write_trace(result, trace_file)
+    if report_file and result.report:
+        result.report.write(report_file)
     console().print(chart.tables(result))
     sys.exit(0 if result.passed else 1)

@@ -28,6 +28,7 @@ from onnxfuse.report.sections import (
     stayed,
     verdict,
 )
+from onnxfuse.report.times import roofline, timed_graph
 from onnxfuse.rewrite.replace import Fused
 
 ASSETS: Final = files("onnxfuse.report") / "assets"
@@ -115,9 +116,14 @@ def _shown(report: Shown) -> dict[str, Any]:
     """Return the variables for the page's templates."""
     plain, misses = report.to_dict(), miss_groups(report)
     left = stayed(report, plain)
+    timed = timed_graph(report.times, report.facts.graphs[0], report.fused, report.folded) if (
+        report.times and report.facts) else None  # fmt: skip
     return {
         "report": plain,
         "facts": report.facts,
+        "timed": timed,
+        "roofline": roofline(timed.rows, report.times.copy_rate) if timed and report.times else None,
+        "hues": hues_of(one.fusion for one in report.fused),
         "single": sum(len(one.replaces) <= 1 for one in report.fused),
         "sizes": report.verified.sizes,
         "weights": report.weights,

@@ -40,6 +40,7 @@ from onnxfuse.report.lines import (
 from onnxfuse.report.operators import OperatorCount
 from onnxfuse.report.similar import group
 from onnxfuse.report.standard import Standard, standard_lines
+from onnxfuse.report.times import Times
 from onnxfuse.report.traffic import Traffic
 from onnxfuse.rewrite.replace import REGION, Fused, count_replaced
 from onnxfuse.spell_out import Stays
@@ -115,6 +116,7 @@ class Report:
     left_out: tuple[LeftOut, ...] = ()  # steps that were skipped because they raised an exception, with tracebacks
     weights: WeightsResult | None = None  # the result of quantizing weights
     reference: BesideReference | None = None  # the errors relative to a given float model
+    times: Times | None = None  # the times of nodes before and after, which `onnxfuse bench` measures
 
     @property
     def counts(self) -> dict[str, int]:
@@ -136,7 +138,7 @@ class Report:
 
         Its keys are input, output, counts, subgraphs, functions, fused, folded, missed, stays, quantized, dropped,
         layout, regions, estimate, standard, half, weights, reference, operators, unmatched, switched_off, left_out,
-        verified and seconds.
+        verified, times and seconds.
         """
         return {
             "input": dict(self.input),
@@ -186,6 +188,7 @@ class Report:
             "weights": self.weights.to_json() if self.weights else {},
             "reference": self.reference.to_json() if self.reference else {},
             "verified": self.verified.to_json(),
+            "times": self.times.to_json() if self.times else {},
             "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
         }
 

@@ -16,6 +16,7 @@ from onnxfuse.quantize.result import WeightsResult
 from onnxfuse.report.facts import Facts, FusionNote
 from onnxfuse.report.fates import FATES, find_fates
 from onnxfuse.report.similar import group
+from onnxfuse.report.times import Times
 from onnxfuse.rewrite.replace import REGION, Fused, count_replaced
 from onnxfuse.spell_out import Stays
 from onnxfuse.verify.compare import Verification
@@ -67,6 +68,10 @@ class Shown(Protocol):
     @property
     def weights(self) -> WeightsResult | None:
         """The result of quantizing weights."""
+
+    @property
+    def times(self) -> Times | None:
+        """The times of nodes before and after fusing."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data."""

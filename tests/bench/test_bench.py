@@ -176,11 +176,29 @@ def test_a_trace_shows_the_operators_of_both_models(tmp_path: Path, bert: Path) 
     )
 
 
-def test_a_trace_needs_the_times_of_operators(tmp_path: Path, bert: Path) -> None:
-    result = run(bert, "--no-ops", "--trace", tmp_path / "t.json")
-    assert (
-        result.exit_code == 2 and "--trace shows the time of each operator, which --no-ops leaves out" in result.output
-    )
+def test_a_report_has_the_times_of_both_models(tmp_path: Path, bert: Path) -> None:
+    result = run(bert, "--shape", "input_ids:2x8", "--runs", "2", "--report", tmp_path / "r.json")
+    assert result.exit_code == DONE, result.output
+    report = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
+    times = report["times"]
+    assert report["verified"]["passed"] and times["inputs"]["input_ids"].startswith("2x8") and times["copy_rate"] > 0
+    assert {one["node"] for one in report["fused"]} <= {one["node"] for one in times["after"]}
+    assert len(times["before"]) > len(times["after"]) and times["before"][0]["how"] == "onnxruntime"
+    (product, *_) = (one for one in times["after"] if one["op"] == "gemm_bias_activation")
+    assert product["flops"] > product["bytes"] > 0 and product["seconds"] >= 0
+
+
+def test_a_report_needs_the_original(tmp_path: Path, resnet: Path) -> None:
+    onnx.save(optimize(resnet, verify=False)[0], tmp_path / "fused.onnx")
+    result = run(tmp_path / "fused.onnx", "--report", tmp_path / "r.html")
+    assert result.exit_code == USAGE and "this one is fused already; give the original" in result.output
+
+
+@pytest.mark.parametrize("option", ["--trace", "--report"])
+def test_a_trace_and_a_report_need_the_times_of_operators(option: str, tmp_path: Path, bert: Path) -> None:
+    result = run(bert, "--no-ops", option, tmp_path / "t.json")
+    assert result.exit_code == 2
+    assert f"{option} shows the time of each operator, which --no-ops leaves out" in result.output
 
 
 def test_a_fused_model_is_compared_with_its_own_bodies(tmp_path: Path, resnet: Path) -> None:

@@ -6,6 +6,7 @@ import html.parser
 import json
 import math
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from onnxfuse import Report, optimize
 from onnxfuse.quantize.result import OutputError, StayingWeights, WeightsResult
 from onnxfuse.report.page import data, write_page
 from onnxfuse.report.sections import miss_groups, stayed
+from onnxfuse.report.times import HEIGHT, WIDTH, NodeTime, Row, Times, roofline
 
 VOID = {"meta", "link", "input", "br", "path", "circle", "rect"}
 
@@ -153,6 +155,51 @@ def test_quantized_weights_are_told(report: Report) -> None:
     assert "y 0.5 0.25 z infinite infinite a note" in found
     assert "1 Gemm only weights of MatMuls are quantized gate</p>" in found
     assert "Weights that were quantized" not in write_page(report)
+
+
+def timed(report: Report, flops: int | None = 200) -> Report:
+    """Return the report with times: 1 us for each node before fusing, and 2 us, 10 bytes and some FLOPs after."""
+    assert report.facts
+    graph = report.facts.graphs[0]
+    before = tuple(NodeTime(node.label, node.op, "onnxruntime", 1e-6, 10, 0) for node in graph.before.nodes)
+    after = tuple(NodeTime(node.label, node.op, "kernel", 2e-6, 10, flops) for node in graph.after.nodes)
+    return replace(report, times=Times("a GPU", {"x": "2x8 float"}, before, after, 1e8))
+
+
+def test_the_times_of_nodes_are_shown_before_above_after(report: Report) -> None:
+    """Each node after fusing has the time of all nodes that it stands for, and strips are as wide as their sums."""
+    page = write_page(timed(report))
+    text = " ".join(" ".join(checked(page).texts).split())
+    assert "timed alone on a GPU, with x 2x8 float ;" in text and "as fast as a copy, 100 MB a second" in text
+    assert "Before: 13 nodes, 13.0 µs After: 5 nodes, 10.0 µs" in text
+    assert [float(each) for each in re.findall(r'class="strip".*?width:([\d.]+)%', page)] == [100, 76.92]
+    found = re.findall(
+        r'<tr><th scope="row"><button[^>]*data-at="(\d+)">.*?</i>([\d.]+) µs.*?</i>([\d.]+) µs', page, re.S
+    )
+    stands_for = Counter(row[-1] for row in data(report)["graphs"][0]["before"])
+    assert {int(at): (float(before), float(after)) for at, before, after in found} == {
+        at: (count, 2.0) for at, count in stands_for.items()
+    }
+    assert "Where the time goes" not in write_page(report)
+
+
+def test_a_roofline_has_the_nodes_with_flops_and_the_line_of_a_copy(report: Report) -> None:
+    """Nodes of 200 FLOPs and 10 bytes in 2 us are at 20 FLOPs per byte and 100 MFLOP/s, 5 % of the speed of a copy."""
+    rows = [
+        Row(i, f"n{i}", NodeTime(f"n{i}", "Conv", "kernel", 2e-6, 10, flops), 0.0) for i, flops in enumerate((200, 0))
+    ]
+    drawn = roofline([*rows, Row(2, "n2", None, 1.0)], 1e8)
+    assert drawn and [dot.row.node for dot in drawn.dots] == [0]
+    (dot,) = drawn.dots
+    assert dot.share == pytest.approx(0.05)
+    assert [label for _, label in drawn.x_ticks] == ["10", "100"]
+    assert [label for _, label in drawn.y_ticks] == ["100 MFLOP/s", "1 GFLOP/s", "10 GFLOP/s"]
+    assert dot.x == pytest.approx(WIDTH * math.log10(2), abs=0.1) and dot.y == HEIGHT
+    (left, low), (right, high) = drawn.roof or ((0, 0), (0, 0))
+    assert (left, low) == (0, HEIGHT / 2) and (right, high) == (WIDTH, 0)
+    assert roofline(rows[1:], 1e8) is None
+    page = write_page(timed(report, None))
+    assert "Where the time goes" in page and "Roofline" not in page
 
 
 def test_a_body_is_drawn_too() -> None:

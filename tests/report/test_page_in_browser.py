@@ -19,6 +19,7 @@ import onnx
 import pytest
 from exported_models import load_exported
 from large_graphs import transformer_like
+from test_page import timed
 
 from onnxfuse import optimize
 
@@ -272,6 +273,24 @@ def test_a_record_in_the_list_leads_to_the_picture(opened: Callable[..., Any]) -
     sync_api.expect(row).to_contain_text("Replaces")
     row.get_by_role("button", name="Show in the picture").click()
     assert page.locator(".pane[data-side=after] g.node.chosen").count() == 1
+
+
+def test_a_bar_of_a_time_leads_to_the_picture(browser: Any, tmp_path: Path) -> None:
+    report = optimize(MODELS["bert"](), verify=False)[1]
+    timed(report).write(tmp_path / "r.html")
+    page = browser.new_page(viewport={"width": 390, "height": 844})
+    page.goto((tmp_path / "r.html").as_uri())
+    page.wait_for_selector("html[data-ready]")
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    before, after = page.locator(".strip").all()
+    assert before.bounding_box()["width"] > 2 * after.bounding_box()["width"] > 0
+    circle = page.locator(".roofline circle").last
+    circle.click()
+    chosen = page.locator(".pane[data-side=after] g.node.chosen")
+    name = circle.locator("title").text_content()
+    assert chosen.get_attribute("data-node") == circle.get_attribute("data-at")
+    assert str(chosen.get_attribute("aria-label")).split(",")[0] in name
+    page.close()
 
 
 def test_switches_write_a_plan(opened: Callable[..., Any], tmp_path: Path) -> None:

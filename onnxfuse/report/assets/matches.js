@@ -152,6 +152,10 @@ function startMatches() {
     group.addEventListener("toggle", () => { if (group.open && !group.dataset.filled) fillGroup(group, group.found); });
     if (group.open) fillGroup(group, group.found);
   }
+  document.getElementById("times")?.addEventListener("click", ({ target }) => {
+    const node = target.closest("[data-jump]");
+    if (node) showInPicture(GRAPHS[0], node.dataset.jump, Number(node.dataset.at));
+  });
   let waiting;
   search.addEventListener("input", () => { clearTimeout(waiting); waiting = setTimeout(find, 80); });
   const top = document.getElementById("plan-download-top");

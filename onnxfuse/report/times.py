@@ -1,0 +1,162 @@
+"""The times of a model's nodes before and after fusing, as a report holds and draws them."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from onnxfuse.passes.folded import Folded
+from onnxfuse.report.fates import find_fates
+from onnxfuse.report.outline import Rewritten
+from onnxfuse.rewrite.replace import Fused
+
+WIDTH, HEIGHT = 720, 340  # of the roofline, in units of its drawing, without the labels of its axes
+UNITS: Final = {0: "", 3: "K", 6: "M", 9: "G", 12: "T", 15: "P"}  # prefixes of FLOP/s, by powers of 10
+
+
+@dataclass(frozen=True)
+class NodeTime:
+    """A node that was timed alone: its seconds, the bytes that it moves, and its floating-point operations."""
+
+    node: str
+    op: str  # the fusion; for an unfused node, its operator
+    how: str  # kernel or body; onnxruntime for an unfused node
+    seconds: float
+    bytes: int
+    flops: int | None  # None: not known
+
+
+@dataclass(frozen=True)
+class Times:
+    """The nodes of the main graph before and after fusing that were timed, each in the order of the graph.
+
+    `inputs` has the shapes of the inputs.  `copy_rate` is the bytes that a copy reads and writes in a second, or None.
+    """
+
+    device: str
+    inputs: Mapping[str, str]
+    before: tuple[NodeTime, ...]
+    after: tuple[NodeTime, ...]
+    copy_rate: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the times as JSON values; those of nodes are in seconds."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A node after fusing, by its index, with the seconds of the nodes before fusing that it stands for."""
+
+    node: int
+    name: str
+    time: NodeTime | None  # None if the node was not timed
+    before: float
+
+    @property
+    def after(self) -> float:
+        """The seconds of the node; 0 if it was not timed."""
+        return self.time.seconds if self.time else 0.0
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The part of a strip that is a node's: its index and time, and the fusion that gives it its colour, or ""."""
+
+    node: int
+    time: NodeTime
+    fusion: str
+
+
+@dataclass(frozen=True)
+class TimedGraph:
+    """The rows of the nodes after fusing, the longest first, and all timed nodes of both sides in their order."""
+
+    rows: tuple[Row, ...]
+    before: tuple[Segment, ...]
+    after: tuple[Segment, ...]
+
+
+def timed_graph(times: Times, graph: Rewritten, fused: Sequence[Fused], folded: Iterable[Folded]) -> TimedGraph:
+    """Return the times of the main graph's nodes; `fused` and `folded` are the records of a report."""
+    fates = find_fates(graph, [one for one in fused if one.where == graph.where], folded)
+    old, new = ({one.node: one for one in side} for side in (times.before, times.after))
+    fusions = {index: one.fusion for index, one in fates.records.items()}
+    spent: dict[int | None, float] = defaultdict(float)
+    before = []
+    for index, (node, by) in enumerate(zip(graph.before.nodes, fates.stands_for, strict=True)):
+        if one := old.get(node.label):
+            spent[by] += one.seconds
+            before.append(Segment(index, one, fusions.get(by, "") if by is not None else ""))
+    after = [
+        Segment(index, new[node.label], fusions.get(index, ""))
+        for index, node in enumerate(graph.after.nodes)
+        if node.label in new
+    ]
+    rows = [Row(i, node.label, new.get(node.label), spent[i]) for i, node in enumerate(graph.after.nodes)]
+    timed = sorted((row for row in rows if row.time or row.before), key=lambda row: -max(row.before, row.after))
+    return TimedGraph(tuple(timed), tuple(before), tuple(after))
+
+
+@dataclass(frozen=True)
+class Dot:
+    """A node in the roofline: its place, its share of a copy's speed if that was timed, and its row."""
+
+    x: float
+    y: float
+    row: Row
+    share: float | None
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """FLOP/s over FLOPs per byte, both logarithmic; `ticks` has places and labels, and `roof` the line of a copy."""
+
+    dots: tuple[Dot, ...]
+    x_ticks: tuple[tuple[float, str], ...]
+    y_ticks: tuple[tuple[float, str], ...]
+    roof: tuple[tuple[float, float], tuple[float, float]] | None
+
+
+def roofline(rows: Iterable[Row], copy_rate: float | None) -> Roofline | None:
+    """Return the roofline of the nodes with products, convolutions and attentions; None if no such node was timed.
+
+    Nodes on the line of a copy move their bytes as fast as a copy does; `copy_rate` is in bytes a second.
+    """
+    found = [
+        (row, math.log10(row.time.flops / row.time.bytes), math.log10(row.time.flops / row.time.seconds))
+        for row in rows
+        if row.time and row.time.flops and row.time.bytes and row.time.seconds
+    ]
+    if not found:
+        return None
+    rate = math.log10(copy_rate) if copy_rate else None
+    xs, ys = [x for _, x, _ in found], [y for _, _, y in found]
+    left, right = _decades(xs)
+    bottom, top = _decades([*ys, *([rate + max(xs)] if rate else [])])
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        return round(WIDTH * (x - left) / (right - left), 1), round(HEIGHT * (top - y) / (top - bottom), 1)
+
+    roof = (max(left, bottom - rate), min(right, top - rate)) if rate else (0.0, 0.0)
+    dots = [Dot(*place(x, y), row, 10 ** (y - x - rate) if rate else None) for row, x, y in found]
+    return Roofline(
+        tuple(dots),
+        tuple((place(x, bottom)[0], f"{10**x:g}") for x in range(left, right + 1)),
+        tuple((place(left, y)[1], _flops_text(y)) for y in range(bottom, top + 1)),
+        (place(roof[0], roof[0] + rate), place(roof[1], roof[1] + rate)) if rate else None,
+    )  # fmt: skip
+
+
+def _decades(values: Sequence[float]) -> tuple[int, int]:
+    low, high = math.floor(min(values)), math.ceil(max(values))
+    return low, max(high, low + 1)
+
+
+def _flops_text(power: int) -> str:
+    power = max(power, 0)
+    unit = min(power - power % 3, max(UNITS))
+    return f"{10 ** (power - unit):g} {UNITS[unit]}FLOP/s"
