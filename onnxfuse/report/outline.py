@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -16,12 +18,18 @@ from onnxfuse.ir.protos import operator_name
 MAX_ATTRIBUTE_CHARACTERS: Final = 80
 # Attributes of fused nodes that reports do not show.
 BOOKKEEPING: Final = frozenset({"fusion", "operands", "output_types", "attributes", "output_ranks"})
+# The metadata in which torch's exporter by dynamo keeps the modules around a node, and the node's name:
+# "['', 'blocks.2', 'blocks.2.mlp', 'linear_8']".  The names of such nodes have no scopes.
+NAME_SCOPES: Final = "pkg.torch.onnx.name_scopes"
 PROGRAM: Final = "program"  # the attribute that lists the operators of a region or of an epilogue
 
 
 @dataclass(frozen=True)
 class OutlineNode:
-    """A node: its label, its operator, the tensors that it reads and computes, and its attributes as text."""
+    """A node: its label, its operator, the tensors that it reads and computes, and its attributes as text.
+
+    `scope` has the parts of the label before its last "/", or the modules of torch in which the node was.
+    """
 
     label: str
     op: str
@@ -29,6 +37,7 @@ class OutlineNode:
     outputs: tuple[str, ...]
     attributes: Mapping[str, str] = field(default_factory=dict)
     is_fused: bool = False
+    scope: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,7 +80,15 @@ def _outline_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterable[OutlineNode]:
         if fused:
             op = attributes.get("fusion", op)
             attributes = {name: text for name, text in attributes.items() if name not in BOOKKEEPING}
-        yield OutlineNode(label, op, inputs, outputs, attributes, fused)
+        scope = _module_scope(node) or tuple(label.split("/")[:-1])
+        yield OutlineNode(label, op, inputs, outputs, attributes, fused, scope)
+
+
+def _module_scope(node: onnx.NodeProto) -> tuple[str, ...]:
+    """Return the modules of torch around a node, such as ("blocks.2", "mlp"); () if none are recorded."""
+    text = next((each.value for each in node.metadata_props if each.key == NAME_SCOPES), "")
+    modules = re.findall("'([^']*)'", text)[:-1]
+    return tuple(name.removeprefix(f"{outer}.") for outer, name in itertools.pairwise(modules))
 
 
 def _attribute_text(attribute: AttributeProto) -> str:

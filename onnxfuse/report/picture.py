@@ -95,15 +95,11 @@ def _scopes(graph: Rewritten, fates: Fates) -> list[Scope]:
     found = [Counter[Scope]() for _ in graph.after.nodes]
     for node, fate, by in zip(graph.before.nodes, fates.fates, fates.stands_for, strict=True):
         if by is not None and fate in ("fused", "stays"):
-            found[by][_scope(node)] += 1
+            found[by][node.scope] += 1
     return [
-        max(scopes, key=lambda scope: scopes[scope]) if scopes else _scope(node)
+        max(scopes, key=lambda scope: scopes[scope]) if scopes else node.scope
         for node, scopes in zip(graph.after.nodes, found, strict=True)
     ]
-
-
-def _scope(node: OutlineNode) -> Scope:
-    return tuple(node.label.split("/")[:-1])
 
 
 def _item(item: Item) -> int | list[Any]:

@@ -131,10 +131,20 @@ def test_a_repeated_block_has_the_scope_of_its_first_copy() -> None:
     assert (block.copies, block.scope) == (4, ("layers", "0"))
 
 
-def test_a_fused_node_has_the_scope_of_the_nodes_that_it_replaces() -> None:
-    report = optimize(transformer_like(30, tuple(range(9, 39))), verify=False)[1]
+@pytest.mark.parametrize("by_dynamo", [False, True])
+def test_a_fused_node_has_the_scope_of_the_nodes_that_it_replaces(by_dynamo: bool) -> None:
+    """Exports of torch by dynamo have the modules in metadata, and not in the names."""
+    model = transformer_like(30, tuple(range(9, 39)))
+    for i, node in enumerate(model.graph.node if by_dynamo else ()):
+        module, node.name = node.name.split("/")[2], f"node_{i}"
+        node.metadata_props.add(
+            key="pkg.torch.onnx.name_scopes",
+            value=f"['', 'encoder', 'encoder.{module}', 'encoder.{module}.mlp', '{node.name}']",
+        )
+    report = optimize(model, verify=False)[1]
     assert report.facts
     (graph,) = report.facts.graphs
     found = picture(graph, report.fused, report.folded, Table())["items"]
     layers = [part for item in found for part in (item[2] if item[1] > 3 else [item])]
-    assert [part[3] for part in layers] == [f"/encoder/layer.{i}" for i in range(30)]
+    expected = "encoder/layer.{}/mlp" if by_dynamo else "/encoder/layer.{}"
+    assert [part[3] for part in layers] == [expected.format(i) for i in range(30)]
