@@ -174,8 +174,10 @@ def bench(
     return replace(result, report=replace(report, times=_times(result))) if report and settings.report else result
 
 
-def _times(result: Bench) -> Times:
-    """Return the times of the nodes for a report."""
+def _times(result: Bench) -> Times | None:
+    """Return the times of the nodes for a report; None if no node was timed."""
+    if not any(result.timelines.values()):
+        return None
     before, after = (
         tuple(NodeTime(name, op.fusion, op.how, op.seconds or 0.0, op.bytes, op.flops) for name, op in nodes)
         for nodes in result.timelines.values()

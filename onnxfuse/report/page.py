@@ -116,13 +116,13 @@ def _shown(report: Shown) -> dict[str, Any]:
     """Return the variables for the page's templates."""
     plain, misses = report.to_dict(), miss_groups(report)
     left = stayed(report, plain)
-    timed = timed_graph(report.times, report.facts.graphs[0], report.fused, report.folded) if (
-        report.times and report.facts) else None  # fmt: skip
+    times, graph = report.times, next(iter(report.facts.graphs), None) if report.facts else None
+    timed = timed_graph(times, graph, report.fused, report.folded) if times and graph else None
     return {
         "report": plain,
         "facts": report.facts,
         "timed": timed,
-        "roofline": roofline(timed.rows, report.times.copy_rate) if timed and report.times else None,
+        "roofline": roofline(timed.rows, times.copy_rate) if timed and times else None,
         "hues": hues_of(one.fusion for one in report.fused),
         "single": sum(len(one.replaces) <= 1 for one in report.fused),
         "sizes": report.verified.sizes,

@@ -84,6 +84,8 @@ def test_the_page_is_valid_and_complete(report: Report) -> None:
     for each in ("13 nodes became 5; 3 of them are fused, 1 one to one", "Verified", "not made by", "_attention.py:"):
         assert each in text
     assert "_____^" not in text
+    conv, product, scores, context = (4 * 8 * 8) * (3 * 3 * 3), 8 * 6, (2 * 5 * 5) * 4, (2 * 5 * 4) * 5
+    assert f"with {2 * (conv + product + scores + context) / 1e6:.3g} MFLOP in products and convolutions" in text
 
 
 def test_what_is_quoted_cannot_end_the_page() -> None:
