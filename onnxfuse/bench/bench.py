@@ -175,8 +175,8 @@ def bench(
 
 
 def _times(result: Bench) -> Times | None:
-    """Return the times of the nodes for a report; None if no node was timed."""
-    if not any(result.timelines.values()):
+    """Return the times of the nodes for a report; None unless nodes of both models were timed."""
+    if not all(result.timelines.values()):
         return None
     before, after = (
         tuple(NodeTime(name, op.fusion, op.how, op.seconds or 0.0, op.bytes, op.flops) for name, op in nodes)

@@ -177,8 +177,11 @@ def _shape(name: str, weights: Mapping[str, onnx.TensorProto], values: Mapping[s
         return "-"
     dims = _dims(name, weights, values)
     element = weights[name].data_type if name in weights else _type(values[name])[1]
-    dtype = onnx.TensorProto.DataType.Name(element).lower()
-    return f"{'x'.join(map(str, dims)) or '()'} {dtype}"
+    return _described(dims, element)
+
+
+def _described(dims: Sequence[int], element: int) -> str:
+    return f"{'x'.join(map(str, dims)) or '()'} {onnx.TensorProto.DataType.Name(element).lower()}"
 
 
 def _dims(name: str, weights: Mapping[str, onnx.TensorProto], values: Mapping[str, Value]) -> tuple[int, ...]:
@@ -197,15 +200,20 @@ def _untimed(op: _Operator, how: str, why: str) -> OpTime:
     node = op.nodes[0]
     weights = _weights(op.model)
     attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-    plain: dict[str, Attribute] = {
-        name: value.decode() if isinstance(value, bytes) else value if isinstance(value, int | float) else list(value)
-        for name, value in attributes.items()
-        if name not in DESCRIPTIONS
-    }
+    plain = {name: _plain(value) for name, value in attributes.items() if name not in DESCRIPTIONS}
     shapes = tuple(_shape(name, weights, op.values) for name in node.input)
     fusion = attributes["fusion"].decode() if "fusion" in attributes else node.op_type
     names, flops = tuple(map(node_name, op.nodes)), model_flops(_repeated(op, 1)[0], op.whole.folder)
     return OpTime(fusion, names, shapes, plain, how, why, _bytes_moved(op, weights), flops)
+
+
+def _plain(value: Any) -> Any:
+    """Return the value of an attribute as JSON can hold it; of a tensor its shape and dtype."""
+    if isinstance(value, onnx.TensorProto):
+        return _described(value.dims, value.data_type)
+    if isinstance(value, bytes):
+        return value.decode()
+    return value if isinstance(value, int | float) else list(map(_plain, value))
 
 
 def _bytes_moved(op: _Operator, weights: Mapping[str, onnx.TensorProto]) -> int:

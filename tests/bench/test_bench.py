@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx.numpy_helper
+import onnx.parser
 import pytest
 from click.testing import CliRunner, Result
 from exported_models import unpack
@@ -186,6 +187,23 @@ def test_a_report_has_the_times_of_both_models(tmp_path: Path, bert: Path) -> No
     assert len(times["before"]) > len(times["after"]) and times["before"][0]["how"] == "onnxruntime"
     (product, *_) = (one for one in times["after"] if one["op"] == "gemm_bias_activation")
     assert product["flops"] > product["bytes"] > 0 and product["seconds"] >= 0
+
+
+def test_a_trace_has_operators_with_attributes_that_are_tensors(tmp_path: Path) -> None:
+    text = """
+    <ir_version: 8, opset_import: ["" : 17]>
+    filled (float[3,4] x, int64[2] shape) => (float[n,4] y) {
+        twos = ConstantOfShape <value: tensor = float[1] {2.0}>(shape)
+        z = Add(x, twos)
+        y = Relu(z)
+    }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "m.onnx")
+    np.savez(tmp_path / "in.npz", x=np.ones((3, 4), np.float32), shape=np.int64([3, 4]))
+    result = run(tmp_path / "m.onnx", "--input", tmp_path / "in.npz", "--runs", "2", "--trace", tmp_path / "t.json")
+    assert result.exit_code == DONE and "not timed alone" not in result.output, result.output
+    events = json.loads((tmp_path / "t.json").read_text(encoding="utf-8"))["traceEvents"]
+    (filled,) = (each for each in events if each["name"] == "ConstantOfShape" and each["pid"] == 0)
+    assert filled["args"]["bytes"] > 0
 
 
 def test_a_report_needs_the_original(tmp_path: Path, resnet: Path) -> None:
