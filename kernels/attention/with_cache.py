@@ -25,6 +25,7 @@ from onnxfuse.runtime.symint import expect_equal, for_later_plans, is_symbolic, 
 
 ROW_AXIS: Final = {"bhsd": 2, "bshd": 1}  # axis along which a cache grows, by layout
 PASTS: Final = (("past_key", "k"), ("past_value", "v"))  # (operand of a past cache, operand with its new rows)
+SCORE_OPERANDS: Final = ("mask", "bias", "slopes", "positions")
 
 
 def unsupported_cache(node: FusedNode, input_dtypes: Sequence[str]) -> str | None:
@@ -118,7 +119,9 @@ def _attention_over(
     node: FusedNode, caches: tuple[str, str], layouts: Mapping[str, str] | None = None, masks: bool = False
 ) -> FusedNode:
     """Return the node as plain attention; its keys and values are the operands named in `caches`."""
-    names = dict(zip(caches, "kv", strict=True)) | {"q": "q"} | ({"mask": "mask", "bias": "bias"} if masks else {})
+    names = (
+        dict(zip(caches, "kv", strict=True)) | {"q": "q"} | ({name: name for name in SCORE_OPERANDS} if masks else {})
+    )
     operands = tuple(names.get(name, f"other {name}") for name in node.operands)
     attributes = {**node.attributes, **(layouts or {})}
     return replace(node, operands=operands, attributes=attributes, output_dtypes=node.output_dtypes[:1])

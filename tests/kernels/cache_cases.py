@@ -37,7 +37,7 @@ class CachedCase:
         whole = self.case.inputs()
         cut = {name: np.split(whole[name], [self.past], AXES[self.cache_layout]) for name in "kv"}
         new = {name: self._laid_out(cut[name][1], layout) for name, layout in zip("kv", self.layouts, strict=True)}
-        masks = {name: value for name, value in whole.items() if name in ("mask", "bias")}
+        masks = {name: value for name, value in whole.items() if name not in "qkv"}
         return {"q": whole["q"], **new, "past_key": cut["k"][0], "past_value": cut["v"][0], **masks}
 
     def presents(self) -> tuple[np.ndarray, np.ndarray]:

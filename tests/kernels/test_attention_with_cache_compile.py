@@ -42,6 +42,7 @@ def cases(dtype: str) -> Iterator[CachedCase]:
     yield cached(600, 1, heads=2, kv_heads=2, size=33, value_size=17, dtype=dtype)
     yield cached(0, 5, heads=2, kv_heads=1, dtype=dtype, aligned=False)
     yield cached(4000, 1, "bshd", heads=16, kv_heads=8, batch=8, dtype=dtype)
+    yield cached(4000, 1, heads=8, kv_heads=8, dtype=dtype, bias_axes=(1, 0, 0, 1), sloped=True)
 
 
 def launches(each: CachedCase, device: Device) -> list[Launch]:
@@ -166,6 +167,15 @@ def test_a_past_of_other_sizes_is_named() -> None:
         first_plan(each.node(), inputs, H200)
 
 
+def test_kernels_read_every_operand_of_scores() -> None:
+    for given in ({"bias_axes": (0, 0, 0, 1), "sloped": True}, {"mask": "additive"}):
+        each = cached(100, 1, heads=4, **given)
+        problem, _, _ = cached_attention(each.node(), each.specs(), H200)
+        tensors = (problem.mask, problem.bias, problem.slopes)
+        read = {each.node().operands[tensor.pointer.index] for tensor in tensors if tensor}
+        assert read == {*each.node().operands} - {"q", "k", "v", "past_key", "past_value"}
+
+
 # ---- the formula of the GPU tests ----------------------------------------------------------------------------------
 
 
@@ -197,7 +207,7 @@ def test_the_formula_is_what_the_body_computes(past: int, new: int, new_layouts:
     each = cached(past, new, layout, new_layouts, **given)
     inputs, presents = each.inputs(), each.presents()
     found, *grown = ReferenceEvaluator(body(each)).run(None, inputs)
-    whole = {"q": inputs["q"], "k": presents[0], "v": presents[1], "mask": inputs["mask"]}
+    whole = {**inputs, "k": presents[0], "v": presents[1]}
     np.testing.assert_allclose(found, formula(each.case, whole)[0], rtol=1e-4, atol=1e-5, equal_nan=True)
     for cache, right in zip(grown, presents, strict=True):
         np.testing.assert_array_equal(cache, right)

@@ -131,6 +131,7 @@ def test_causal_and_masks_of_every_kind(device: Device) -> None:
         for kind in "boolean", "inverted", "additive":
             check(cached(past, 5, heads=4, kv_heads=2, mask=kind), device)
         check(cached(past, 5, heads=4, kv_heads=2, mask="boolean", bias_axes=(0, 1, 1, 1)), device)
+        check(cached(past, 5, heads=4, kv_heads=2, bias_axes=(1, 0, 0, 1), sloped=True), device)
 
 
 @pytest.mark.parametrize("masked", [-np.inf, -65504.0])
