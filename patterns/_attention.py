@@ -8,18 +8,22 @@ from onnxfuse.dsl import (
     causal,
     choose,
     either,
+    full,
     op,
     packed_slice,
     rearrange,
     require,
     scaled,
     shared,
+    size,
+    stored,
     unrounded,
     when,
 )
 
 SCORES: Final = "batch? heads? queries? keys??"
 SLOPES: Final = "heads 1 1"
+SINKS: Final = "1 heads 1 1"
 POSITIONS: Final = "batch? 1 queries? keys??"
 BIASED: Final = ("slopes", "position")  # the labels of the choice `bias_kind` that add a bias
 INFINITY: Final = float("inf")
@@ -44,6 +48,7 @@ class Scores(NamedTuple):
     is_causal: Term
     softcap: Term
     cap: Term
+    sinks: Term
 
 
 def require_grouped_heads() -> None:
@@ -192,7 +197,8 @@ def attend(queries: Term, columns: Term, keys: Term, values: Term, scores: Score
     The fused node's attributes say which form matched.  If `capped` is "tanh", the scores before bias and mask are
     cap * tanh(scale * queries columns).  If `bias_kind` is "slopes", the bias is slopes * positions: one number per
     head times one number per key, or per query and key.  If `fully_masked` is "zero", NaN probabilities become 0; if it
-    is "cleared", probabilities of masked keys become 0, so that a row in which all keys are masked is 0.
+    is "cleared", probabilities of masked keys become 0, so that a row in which all keys are masked is 0.  If it is
+    "sinks", the sink of a head is one more score of each of its rows, and its probability is left out.
     """
     uncapped = scaled(op.MatMul(queries, columns), scores.scale)
     capped = scores.cap * op.Tanh(uncapped)
@@ -200,7 +206,8 @@ def attend(queries: Term, columns: Term, keys: Term, values: Term, scores: Score
     products = choose("capped", none=uncapped, tanh=capped)
     sloped = products + unrounded(shared(scores.slopes * scores.positions))
     biased = choose("bias_kind", slopes=sloped, position=products + scores.bias, none=products)
-    probabilities = op.Softmax(masked(biased, queries, columns, scores), axis=-1)
+    seen = masked(biased, queries, columns, scores)
+    probabilities = op.Softmax(seen, axis=-1)
     attributes = {"scale": scores.scale, "is_causal": scores.is_causal, "softcap": scores.softcap}
     diagonal = shared(causal_mask(axis_size(queries, 2), axis_size(keys, 2), scores.mask))
     cleared = either(
@@ -212,6 +219,7 @@ def attend(queries: Term, columns: Term, keys: Term, values: Term, scores: Score
         "fully_masked",
         zero=op.Where(op.IsNaN(probabilities), 0.0, probabilities),
         cleared=when(cleared, NO_WEIGHT, lambda masked_score: masked_score <= LOWEST_FLOAT16),
+        sinks=_beside_sinks(seen, queries, scores.sinks),
         softmax=probabilities,
     )
     return choose(
@@ -220,6 +228,14 @@ def attend(queries: Term, columns: Term, keys: Term, values: Term, scores: Score
         causal_operator=op.Attention(queries, keys, values, diagonal, **attributes),
         operator=op.Attention(queries, keys, values, scores.mask, **attributes),
     )
+
+
+def _beside_sinks(seen: Term, queries: Term, sinks: Term) -> Term:
+    """Return the probabilities of scores in rows that have one more score, the sink of their head."""
+    sizes = op.Concat(op.Slice(op.Shape(queries), starts=[0], ends=[3], axes=[0]), full(1, "1"), axis=0)
+    column = stored(rearrange(sinks, f"{SINKS} -> batch heads queries 1"), every=op.Expand(sinks, sizes))
+    weights = op.Softmax(op.Concat(seen, column, axis=-1), axis=-1)
+    return either(*(op.Slice(weights, starts=[0], ends=[end], axes=[-1], steps=[1]) for end in (-1, size("keys"))))
 
 
 def _where(kind: str, cleared: Term) -> Term:

@@ -69,7 +69,7 @@ def group_query_attention(
 
 
 def _where_grouped_is_exact(value: Term) -> Term:
-    uncapped = when(value, "no softcap in several operators", lambda capped: capped != "tanh")
+    uncapped = when(without_sinks(value), "no softcap in several operators", lambda capped: capped != "tanh")
     causal = when(uncapped, IS_CAUSAL, _is_causal)
     sized = when(causal, "sizes are known and ones that GroupQueryAttention takes", _has_grouped_sizes)
     return when(
@@ -105,6 +105,11 @@ def _is_causal(
     if is_causal or queries == 1:
         return not is_causal or bool(queries == keys)
     return form == "causal_operator" or (mask_kind == "causal" and has_no_weight(masked_score, dtype))
+
+
+def without_sinks(value: Term) -> Term:
+    """Return `value` for attention without sinks, which the operators of the bodies do not have."""
+    return when(value, "no sinks", lambda fully_masked: fully_masked != "sinks")
 
 
 def has_no_weight(masked_score: float, dtype: str) -> bool:
@@ -153,7 +158,7 @@ def multi_head_attention(queries: Term, keys: Term, values: Term, scores: Scores
         ),
     )
     packed = in_layout(context, PACKED)
-    without_cap = when(packed, "no softcap", lambda softcap, capped: not softcap and capped != "tanh")
+    without_cap = when(without_sinks(packed), "no softcap", lambda softcap, capped: not softcap and capped != "tanh")
     repeated = when(
         without_cap,
         "as many heads of keys, with their repeats, as of queries",

@@ -37,6 +37,7 @@ from onnxfuse.patterns._attention_ort import (
     masks_are_finite,
     of_all_pairs,
     sees_all,
+    without_sinks,
 )
 
 SMALLEST_SCALE: Final = 2.0**-126  # the smallest normal number of float32
@@ -111,7 +112,7 @@ def _attended(
 def _where_exact(value: Term) -> Term:
     # The attribute is scale * cap, in float32, and onnxruntime treats numbers below SMALLEST_SCALE as 0.
     scaled = when(
-        value,
+        without_sinks(value),
         "a scale that is positive",
         lambda scale, cap=None: scale is None or scale * (1.0 if cap is None else cap) >= SMALLEST_SCALE,
     )

@@ -4,6 +4,7 @@ from onnxfuse.dsl import Term, attribute, either, fusion, scalar, stored, tensor
 from onnxfuse.patterns._attention import (
     POSITIONS,
     SCORES,
+    SINKS,
     SLOPES,
     Scores,
     attend,
@@ -34,6 +35,7 @@ def attention(
     bias: Term = tensor(SCORES, optional=True),
     slopes: Term = weight(SLOPES, optional=True),
     positions: Term = tensor(POSITIONS, optional=True),
+    sinks: Term = tensor(SINKS, optional=True),
     scale: Term = scalar(optional=True),
     masked_score: Term = scalar(optional=True),
     cap: Term = scalar(optional=True),
@@ -58,7 +60,7 @@ def attention(
     probabilities of masked keys are 0, so that fully masked rows give 0 as well.
     """
     require_grouped_heads()
-    scores = Scores(mask, bias, slopes, positions, scale, masked_score, is_causal, softcap, cap)
+    scores = Scores(mask, bias, slopes, positions, scale, masked_score, is_causal, softcap, cap, sinks)
     queries = query_rows(q, "batch heads queries size")
     columns = key_rows(k, "batch (kv_heads repeats) size keys")
     keys = key_rows(k, "batch (kv_heads repeats) keys size")

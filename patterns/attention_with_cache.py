@@ -20,6 +20,7 @@ from onnxfuse.dsl import (
 from onnxfuse.patterns._attention import (
     POSITIONS,
     SCORES,
+    SINKS,
     SLOPES,
     Scores,
     attend,
@@ -99,6 +100,7 @@ def attention_with_cache(
     bias: Term = tensor(SCORES, optional=True),
     slopes: Term = weight(SLOPES, optional=True),
     positions: Term = tensor(POSITIONS, optional=True),
+    sinks: Term = tensor(SINKS, optional=True),
     scale: Term = scalar(optional=True),
     masked_score: Term = scalar(optional=True),
     cap: Term = scalar(optional=True),
@@ -117,7 +119,7 @@ def attention_with_cache(
     """
     require_grouped_heads()
     require("{keys} keys are {past} of the past and {new} more", lambda keys, past, new: keys == past + new)
-    scores = Scores(mask, bias, slopes, positions, scale, masked_score, is_causal, softcap, cap)
+    scores = Scores(mask, bias, slopes, positions, scale, masked_score, is_causal, softcap, cap, sinks)
     queries = query_rows(q, "batch heads queries size")
     present_key, present_value = appended(past_key, k, "k", "size"), appended(past_value, v, "v", "value_size")
     columns = cache_rows(present_key, "size", "batch (kv_heads repeats) size keys")

@@ -20,6 +20,7 @@ from onnxfuse.dsl.terms import AttributeValue
 from onnxfuse.patterns._attention import (
     POSITIONS,
     SCORES,
+    SINKS,
     SLOPES,
     Scores,
     attend,
@@ -135,6 +136,7 @@ def attention_with_rotary_embedding(
     bias: Term = tensor(SCORES, optional=True),
     slopes: Term = weight(SLOPES, optional=True),
     positions: Term = tensor(POSITIONS, optional=True),
+    sinks: Term = tensor(SINKS, optional=True),
     scale: Term = scalar(optional=True),
     masked_score: Term = scalar(optional=True),
     cap: Term = scalar(optional=True),
@@ -160,7 +162,7 @@ def attention_with_rotary_embedding(
         "{queries} rows are {kept} that stay and {patches} more",
         lambda queries, kept, patches: is_sum(queries, kept, patches),
     )
-    scores = Scores(mask, bias, slopes, positions, scale, masked_score, is_causal, softcap, cap)
+    scores = Scores(mask, bias, slopes, positions, scale, masked_score, is_causal, softcap, cap, sinks)
     q_heads = normalized_heads("q", q, "queries", "heads", q_scale, epsilon)
     k_heads = normalized_heads("k", k, "keys", "kv_heads", k_scale, epsilon)
     q_rotated = by_rotary(q_heads, cos, sin, Q_AXES, interleaved, num_heads)

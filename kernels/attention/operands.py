@@ -29,7 +29,7 @@ CHOICES: Final = (  # (attribute, known values, default)
     ("out_layout", OUT_LAYOUTS, "packed"),
     ("mask_kind", ("none", "boolean", "inverted", "additive", "causal"), "none"),
     ("bias_kind", ("none", "position", "slopes"), "none"),
-    ("fully_masked", ("zero", "cleared", "softmax"), "softmax"),
+    ("fully_masked", ("zero", "cleared", "sinks", "softmax"), "softmax"),
     ("form", ("softmax", "operator", "causal_operator"), "softmax"),
 )
 
@@ -74,7 +74,7 @@ def _unsupported_dtypes(node: FusedNode, dtypes: dict[str, str]) -> str | None:
             return f"attention: {name} is {dtype}, q is {dtypes['q']}; required one dtype"
     kind = _mask_kind(node, dtypes.get("mask"))
     known = {"mask": ("bool",) if kind in ("boolean", "inverted", "causal") else tuple(STORAGE)}
-    known |= dict.fromkeys(("bias", "slopes", "positions"), tuple(STORAGE))
+    known |= dict.fromkeys(("bias", "slopes", "positions", "sinks"), tuple(STORAGE))
     for name, accepted in known.items():
         if name in dtypes and dtypes[name] not in accepted:
             return f"attention: {name} of kind {kind} is {dtypes[name]}; the kernels take {', '.join(accepted)}"
@@ -123,12 +123,13 @@ def attention_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) 
         mask=score_tensor(node, "mask", mask, full),
         masked_score=masked_score,
         bias=score_tensor(node, bias, operand_spec(node, inputs, bias), full),
-        slopes=_slopes(node, inputs, heads),
+        slopes=_head_numbers(node, inputs, "slopes", (heads, 1, 1)),
+        sinks=_head_numbers(node, inputs, "sinks", (1, heads, 1, 1)),
         causal=_causal(node, kind, q.length, keys),
         add_masked_score=kind == "causal",
         softcap=node.number("softcap", 0.0) if operator else cap,
         # ONNX's Attention gives 0 for rows without a key. If there are no keys at all, every product with v is 0.
-        zero_masked_rows=operator or node.attributes.get("fully_masked") in ("zero", "cleared") or keys == 0,
+        zero_masked_rows=operator or node.attributes.get("fully_masked") in ("zero", "cleared", "sinks") or keys == 0,
         tf32=device.tf32, out_dtype=y.dtype if y.dtype != tensors["q"].dtype else "",
     )  # fmt: skip
     return problem, y
@@ -267,14 +268,16 @@ def score_tensor(
     return ScoreTensor(pointer, tensor.dtype, batch, head, query, key, tensor.aligned)
 
 
-def _slopes(node: FusedNode, inputs: Sequence[TensorSpec], heads: int) -> HeadNumbers | None:
-    """Return the slopes of the heads; None if the node has none."""
-    tensor = operand_spec(node, inputs, "slopes")
+def _head_numbers(
+    node: FusedNode, inputs: Sequence[TensorSpec], name: str, shape: tuple[int, ...]
+) -> HeadNumbers | None:
+    """Return the operand `name`, which has a number for each head; None if the node has none."""
+    tensor = operand_spec(node, inputs, name)
     if tensor is None:
         return None
-    if tensor.shape != (heads, 1, 1):
-        raise ValueError(f"{node.label}: slopes have shape {list(tensor.shape)}; required {[heads, 1, 1]}")
-    return HeadNumbers(required_pointer(node, "slopes"), tensor.dtype)
+    if tensor.shape != shape:
+        raise ValueError(f"{node.label}: {name} have shape {list(tensor.shape)}; required {list(shape)}")
+    return HeadNumbers(required_pointer(node, name), tensor.dtype)
 
 
 def _shapes(tensors: dict[str, TensorSpec]) -> str:

@@ -25,7 +25,7 @@ from onnxfuse.runtime.symint import expect_equal, for_later_plans, is_symbolic, 
 
 ROW_AXIS: Final = {"bhsd": 2, "bshd": 1}  # axis along which a cache grows, by layout
 PASTS: Final = (("past_key", "k"), ("past_value", "v"))  # (operand of a past cache, operand with its new rows)
-SCORE_OPERANDS: Final = ("mask", "bias", "slopes", "positions")
+SCORE_OPERANDS: Final = ("mask", "bias", "slopes", "positions", "sinks")
 
 
 def unsupported_cache(node: FusedNode, input_dtypes: Sequence[str]) -> str | None:

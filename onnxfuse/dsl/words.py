@@ -538,11 +538,12 @@ class Stored(Wrapper):
         return body.value(self.inner)
 
 
-def stored(value: Term, *, ort: Term | None = None, standard: Term | None = None) -> Term:
+def stored(value: Term, *, ort: Term | None = None, standard: Term | None = None, every: Term | None = None) -> Term:
     """Return `value`; functions written for some targets compute an equal term in its place, if they can.
 
     `ort` is for onnxruntime only (`--fallback ort`) and may use com.microsoft operators; `standard` is for
-    `--emit standard` and has ONNX's own operator in place of the several operators of `value`.
+    `--emit standard` and has ONNX's own operator in place of the several operators of `value`.  `every` is for every
+    target, where bodies need a spelling that need not match, such as one that reads dynamic sizes from a shape.
     """
-    others: dict[OperatorSet, Term | None] = {"ort": ort, "standard": standard}
+    others: dict[OperatorSet, Term | None] = {"onnx": every, "ort": ort or every, "standard": standard or every}
     return Stored(inner=value, others={name: term for name, term in others.items() if term is not None}, span=here())

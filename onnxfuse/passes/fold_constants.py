@@ -13,13 +13,13 @@ import onnx
 from onnx.reference import ReferenceEvaluator
 
 from onnxfuse.algebra.operators import ARITHMETIC, COMPARISONS, LOGIC, MATRIX_PRODUCTS, MOVES
-from onnxfuse.analysis.scores import is_factored_bias
+from onnxfuse.analysis.scores import is_factored_bias, softmaxes_after
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import int_attribute
 from onnxfuse.ir.dtypes import INTEGER_RANGES, Array
 from onnxfuse.ir.graph import Graph, array_of, constant_value
 from onnxfuse.ir.graphsurgeon import make_constant, stored_value
-from onnxfuse.ir.node import Node, Tensor, is_constant, op_of
+from onnxfuse.ir.node import Node, Tensor, consumers, is_constant, op_of
 from onnxfuse.ir.serde import node_proto
 from onnxfuse.ir.slices import is_ambiguous_end
 from onnxfuse.passes.folded import STORED, Folded, node_label
@@ -158,10 +158,18 @@ def _of_constants(graph: Graph, shapes: ShapeInfo) -> list[Node]:
             continue
         if op_of(node) in ("Mul", "Cast") and is_factored_bias(shapes, node):
             continue  # a fused attention reads fewer bytes if it reads the bias as two factors: slopes and positions
+        if op_of(node) == "Expand" and _is_sink(node):
+            continue  # a fused attention reads one number per head instead of one per row
         if all(not t.name or id(t) in made or is_constant(t) for t in node.inputs):
             found.append(node)
             made.update(map(id, node.outputs))
     return found
+
+
+def _is_sink(node: Node) -> bool:
+    """Return whether the result of a node is concatenated to scores before their Softmax, as the sinks of gpt-oss."""
+    joined = [each for tensor in node.outputs for each in consumers(tensor) if op_of(each) == "Concat"]
+    return any(softmaxes_after(each.outputs[0]) for each in joined)
 
 
 def _groups(nodes: Sequence[Node]) -> list[list[Node]]:

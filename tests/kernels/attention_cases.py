@@ -53,6 +53,7 @@ class Case:
     bias_axes: tuple[int, ...] | None = None
     sloped: bool = False  # the bias of a head is its slope times positions, without an axis for heads
     zero: bool = True
+    sinks: bool = False  # each row has one more score, its head's sink
     operator: bool = False
     causal: bool = False
     softcap: float = 0.0
@@ -78,7 +79,8 @@ class Case:
         else:
             given |= {"mask_kind": self.mask}
             given["bias_kind"] = "none" if not self.bias_axes else "slopes" if self.sloped else "position"
-            given |= {"form": "softmax", "fully_masked": "zero" if self.zero else "softmax"}
+            full = "sinks" if self.sinks else "zero" if self.zero else "softmax"
+            given |= {"form": "softmax", "fully_masked": full}
             given |= {"capped": "tanh", "cap": self.softcap} if self.softcap else {"capped": "none"}
         if self.mask in ("boolean", "inverted", "causal"):
             given["masked_score"] = self.masked
@@ -119,6 +121,8 @@ class Case:
             made["positions"] = normal(shape(self.bias_axes), self.mask_dtype, 20.0)
         elif self.bias_axes:
             made["bias"] = normal(shape(self.bias_axes), self.mask_dtype)
+        if self.sinks:
+            made["sinks"] = normal((1, self.heads, 1, 1), self.dtype)
         return made
 
     def stored(self, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -220,8 +224,10 @@ def formula(case: Case, inputs: dict[str, np.ndarray]) -> tuple[np.ndarray, np.n
     if case.causal:
         scores = np.where(np.tri(case.queries, case.keys, dtype=bool), scores, INFINITE)
     with np.errstate(invalid="ignore"):
-        powers = np.exp(scores - scores.max(-1, keepdims=True, initial=INFINITE))
-        probabilities = powers / powers.sum(-1, keepdims=True)
+        sink = inputs["sinks"].astype(FLOATS) if case.sinks else np.float64(INFINITE)
+        top = np.maximum(scores.max(-1, keepdims=True, initial=INFINITE), sink)
+        powers = np.exp(scores - top)
+        probabilities = powers / (powers.sum(-1, keepdims=True) + np.exp(sink - top))
     if case.zero or case.operator:
         probabilities = np.nan_to_num(probabilities, nan=0.0)
     tolerance = allowed(case, scores, sizes, probabilities, v)
@@ -272,6 +278,8 @@ def generated(seed: int) -> Case:
         scale=None if operator else choose.choice((1.0, 0.125, -0.2)), tf32=choose.random() < 0.5,
         aligned=choose.random() < 0.8,
     )  # fmt: skip
+    if seed % 5 == 1:
+        found = replace(found, sinks=not operator)
     if seed % 4:
         return found
     own = choose.choice(((), (1, 0, 0, 1), (0, 0, 0, 1), (1, 0, 1, 1), (1, 1, 1, 1), (1, 0, 1, 0))[operator:])

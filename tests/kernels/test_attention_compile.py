@@ -39,7 +39,7 @@ Case = tuple[FusedNode, tuple[TensorSpec, ...]]
 def case(
     batch: int, heads: tuple[int, int], queries: int, keys: int, sizes: tuple[int, int], dtype: str = HALF,
     mask: tuple[str, tuple[int, ...], str] | None = None, bias: tuple[int, ...] | None = None,
-    positions: tuple[int, ...] | None = None, aligned: bool = True, **attributes: object,
+    positions: tuple[int, ...] | None = None, sinks: bool = False, aligned: bool = True, **attributes: object,
 ) -> Case:  # fmt: skip
     """Return a node with packed operands, and its inputs; `mask` is (kind, shape, dtype)."""
     given: dict[str, object] = {"heads": heads[0], "kv_heads": heads[1], "repeats": heads[0] // heads[1]}
@@ -57,6 +57,8 @@ def case(
     if positions:
         tensors["slopes"], given["bias_kind"] = TensorSpec((heads[0], 1, 1), FULL, constant=True), "slopes"
         tensors["positions"] = TensorSpec(positions, FULL, aligned)
+    if sinks:
+        tensors["sinks"], given["fully_masked"] = TensorSpec((1, heads[0], 1, 1), dtype, constant=True), "sinks"
     node = FusedNode("attention", "layer/attention", tuple(tensors), {**given, **attributes}, (dtype,))
     return node, tuple(tensors.values())
 
@@ -82,6 +84,8 @@ def cases() -> Iterator[Case]:
         yield case(4, (16, 16), 300, 300, (size, size), positions=(4, 1, 1, 300), **CAUSAL)
     yield case(1, (32, 8), 1, 4096, (128, 128), positions=(1, 1, 4096))
     yield case(1, (8, 2), 197, 197, (80, 80), positions=(197, 197))
+    for queries, keys in ((300, 300), (1, 4096)):
+        yield case(1, (16, 2), queries, keys, (64, 64), mask=("additive", (1, 1, queries, keys), HALF), sinks=True)
 
 
 def typed(dtype: str) -> Iterator[Case]:

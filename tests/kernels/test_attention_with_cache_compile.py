@@ -42,6 +42,7 @@ def cases(dtype: str) -> Iterator[CachedCase]:
     yield cached(600, 1, heads=2, kv_heads=2, size=33, value_size=17, dtype=dtype)
     yield cached(0, 5, heads=2, kv_heads=1, dtype=dtype, aligned=False)
     yield cached(4000, 1, "bshd", heads=16, kv_heads=8, batch=8, dtype=dtype)
+    yield cached(4000, 1, heads=16, kv_heads=2, dtype=dtype, sinks=True)
     yield cached(4000, 1, heads=8, kv_heads=8, dtype=dtype, bias_axes=(1, 0, 0, 1), sloped=True)
 
 
@@ -168,10 +169,10 @@ def test_a_past_of_other_sizes_is_named() -> None:
 
 
 def test_kernels_read_every_operand_of_scores() -> None:
-    for given in ({"bias_axes": (0, 0, 0, 1), "sloped": True}, {"mask": "additive"}):
+    for given in ({"bias_axes": (0, 0, 0, 1), "sloped": True}, {"mask": "additive", "sinks": True}):
         each = cached(100, 1, heads=4, **given)
         problem, _, _ = cached_attention(each.node(), each.specs(), H200)
-        tensors = (problem.mask, problem.bias, problem.slopes)
+        tensors = (problem.mask, problem.bias, problem.slopes, problem.sinks)
         read = {each.node().operands[tensor.pointer.index] for tensor in tensors if tensor}
         assert read == {*each.node().operands} - {"q", "k", "v", "past_key", "past_value"}
 
@@ -204,7 +205,7 @@ def body(each: CachedCase) -> onnx.ModelProto:
 @pytest.mark.parametrize(("past", "new"), [(5, 1), (3, 4), (0, 2)])
 def test_the_formula_is_what_the_body_computes(past: int, new: int, new_layouts: tuple[str, str], layout: str) -> None:
     given = {"heads": 4, "kv_heads": 2, "size": 6, "value_size": 3, "batch": 2, "mask": "boolean", "dtype": "float32"}
-    each = cached(past, new, layout, new_layouts, **given)
+    each = cached(past, new, layout, new_layouts, sinks=layout == "bshd", **given)
     inputs, presents = each.inputs(), each.presents()
     found, *grown = ReferenceEvaluator(body(each)).run(None, inputs)
     whole = {**inputs, "k": presents[0], "v": presents[1]}

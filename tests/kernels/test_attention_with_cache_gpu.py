@@ -65,7 +65,7 @@ def check(each: CachedCase, device: Device, in_place: bool = False) -> None:
 
 
 def masks(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {name: value for name, value in inputs.items() if name in ("mask", "bias", "slopes", "positions")}
+    return {name: value for name, value in inputs.items() if name in ("mask", "bias", "slopes", "positions", "sinks")}
 
 
 # Lengths around the tiles of 64 keys, the fewest tiles that are split, and clusters of eight; an empty past.
@@ -132,6 +132,7 @@ def test_causal_and_masks_of_every_kind(device: Device) -> None:
             check(cached(past, 5, heads=4, kv_heads=2, mask=kind), device)
         check(cached(past, 5, heads=4, kv_heads=2, mask="boolean", bias_axes=(0, 1, 1, 1)), device)
         check(cached(past, 5, heads=4, kv_heads=2, bias_axes=(1, 0, 0, 1), sloped=True), device)
+        check(cached(past, 5, heads=4, kv_heads=2, mask="additive", sinks=True), device)
 
 
 @pytest.mark.parametrize("masked", [-np.inf, -65504.0])
