@@ -58,6 +58,19 @@ def test_where_the_original_does_not_run_nothing_is_compared() -> None:
     assert compare(even, even).passed is True
 
 
+def test_an_empty_output_is_not_compared_where_the_original_does_not_give_its_own_sizes() -> None:
+    """The last Reshape of TensorFlow's Tensordot copies axes of the rows where batch and length are 0."""
+    head = "(float[b, s, 2] x) => (float[n, m, 3] y) <float[2, 3] w = {1, 2, 3, 4, 5, 6}"
+    ends = "int64[2] flat = {-1, 2}, int64[2] first = {0, 1}, int64[1] columns = {3}"
+    flattened = model(f"""{head}, {ends}> {{
+        rows = Reshape (x, flat)  product = MatMul (rows, w)  sizes = Shape (x)  leading = Gather (sizes, first)
+        target = Concat <axis = 0> (leading, columns)  y = Reshape (product, target)
+    }}""")
+    whole = model(f"{head}> {{ y = MatMul (x, w) }}")
+    assert compare(flattened, whole).passed
+    assert "b=0, s=0" in compare(whole, flattened).reason
+
+
 def test_many_dims_take_few_runs() -> None:
     inputs = ", ".join(f"float[a{i}, b{i}] x{i}" for i in range(12))
     nodes = " ".join(f"y{i} = Neg (x{i})" for i in range(12))
