@@ -33,6 +33,7 @@ def softmax_in_steps(x: Term = tensor(), v: Term = tensor()) -> Rules:
     powers = op.Exp(op.Sub(x, op.ReduceMax(x, axes=[-1], keepdims=1)))
     total = op.ReduceSum(powers, axes=[-1], keepdims=1)
     yield op.Div(powers, total), op.Softmax(x, axis=-1)
+    yield op.Mul(powers, op.Reciprocal(total)), op.Softmax(x, axis=-1)
     yield op.Div(op.MatMul(powers, v), total), op.MatMul(op.Softmax(x, axis=-1), v)
 
 

@@ -28,6 +28,19 @@ def power_of_mean(
     yield op.Pow(positive, -0.5), op.Reciprocal(op.Sqrt(positive))
 
 
+@rewrite(example={"x": (2, 3, 4), "axes": [-1], "keepdims": 1})
+def limited_mean(
+    mean: Term = tensor(),
+    x: Term = tensor(),
+    axes: Term = attribute(),
+    keepdims: Term = attribute(),
+    epsilon: Term = scalar(),
+) -> Rules:
+    """A variance that is limited to 0 or more, as in Equinox, loses the limit, because a mean of squares is no less."""
+    squares = known(mean, op.ReduceMean(x**2, axes=axes, keepdims=keepdims))
+    yield op.Sqrt(op.Max(squares, 0.0) + epsilon), op.Sqrt(squares + epsilon)
+
+
 @rewrite(out="batch rows 1")
 def pooled_mean(x: Term = tensor("batch rows columns")) -> Rules:
     """A GlobalAveragePool of three axes, as tf2onnx writes the mean over the last axis, becomes a ReduceMean."""
@@ -128,7 +141,7 @@ def variance_factor(
 
 
 ROOTS: Final[tuple[Rewrite, ...]] = (
-    *power_of_mean, *pooled_mean, *negated_mean, *row_of_norm, *kept_axis, *kept_axes_of_groups,
+    *power_of_mean, *limited_mean, *pooled_mean, *negated_mean, *row_of_norm, *kept_axis, *kept_axes_of_groups,
     *groups_of_channels_last,
 )  # fmt: skip
 VARIANCES: Final[tuple[Rewrite, ...]] = variance_factor
