@@ -112,6 +112,32 @@ def row_of_an_image(
     yield activation(squeezed, alpha, beta), rearrange(activation(image, alpha, beta), squeeze)
 
 
+CHANNELS_LAST: Final = "batch channels height width -> batch height width channels"
+PIXEL: Final = "batch channels 1 1 -> batch 1 1 channels"
+
+
+@rewrite(out="batch 1 1 channels")
+def pixel_of_an_image(
+    image: Term = tensor("batch channels 1 1"), alpha: Term = scalar(optional=True), beta: Term = scalar(optional=True)
+) -> Rules:
+    """An activation moves before the Transpose of a convolution's result of one pixel, as in squeeze-and-excite."""
+    require("a convolution computes the image", lambda image, is_made_by: is_made_by(image, *CONVOLUTIONS))
+    yield activation(rearrange(image, PIXEL), alpha, beta), rearrange(activation(image, alpha, beta), PIXEL)
+
+
+@rewrite(out="batch 1 1 channels")
+def mean_of_an_image(image: Term = tensor(IMAGE)) -> Rules:
+    """The mean over a channels-last image that a Transpose makes, as in Keras, becomes a mean before the Transpose."""
+    mean = op.ReduceMean(image, axes=[2, 3], keepdims=1)
+    yield op.ReduceMean(rearrange(image, CHANNELS_LAST), axes=[1, 2], keepdims=1), rearrange(mean, PIXEL)
+
+
+@rewrite(out="batch height width channels")
+def gated_image(image: Term = tensor(IMAGE), gate: Term = tensor("batch channels 1 1")) -> Rules:
+    """The product of an image and a number per channel is computed before the Transposes of both."""
+    yield op.Mul(rearrange(image, CHANNELS_LAST), rearrange(gate, PIXEL)), rearrange(op.Mul(image, gate), CHANNELS_LAST)
+
+
 @rewrite(out=IMAGE)
 def scales_of_channels(
     sums: Term = tensor(IMAGE), x_scale: Term = tensor("1?"), w_scale: Term = weight("channels 1 1")
@@ -124,5 +150,11 @@ def scales_of_channels(
     yield numbers * op.Mul(x_scale, w_scale), numbers * rearrange(scales, "channels -> channels 1 1")
 
 
-IMAGES: Final[tuple[Rewrite, ...]] = (*conv_to_matmul, *row_of_an_image)
+IMAGES: Final[tuple[Rewrite, ...]] = (
+    *conv_to_matmul,
+    *row_of_an_image,
+    *pixel_of_an_image,
+    *mean_of_an_image,
+    *gated_image,
+)
 AFFINE: Final[tuple[Rewrite, ...]] = (*scales_of_channels, *spread_affine)
