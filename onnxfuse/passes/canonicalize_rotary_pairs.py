@@ -58,6 +58,8 @@ def _slice_instead(graph: Graph, shapes: ShapeInfo, node: Node, made: Tensor) ->
     if shapes.shape(source) != whole:
         source = write(shapes, "Reshape", [source, integers(graph, f"{stem}_shape", target)], f"{stem}_heads")
     start, end, step = (first, MAX_INT64, 2) if at == -1 else (first * columns, (first + 1) * columns, 1)
+    if at == -1 and pairs[-2] == 1:  # one pair: as a Slice without steps, it can be rewritten again (Flux)
+        end, step = first + 1, 1
     part = sliced(shapes, source, -1, start, end, step, f"{stem}_of_pairs")
     if len(shape) == len(pairs):
         part = write(shapes, "Unsqueeze", [part, integers(graph, f"{stem}_axis", [at])], f"{stem}_part")

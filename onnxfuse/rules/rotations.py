@@ -233,6 +233,50 @@ def _is_rotation(real: str, imaginary: str) -> bool:
     return (real == "back") == (imaginary == "back")
 
 
+def _entries(cos: Term, sin: Term) -> Term:
+    """Return the entries of rotation matrices, by rows, on a new last axis."""
+    return op.Concat(*(op.Unsqueeze(each, axes=[-1]) for each in (cos, -sin, sin, cos)), axis=-1)
+
+
+@rewrite(out=f"{PART} 2")
+def product_of_matrices(
+    a: Term = tensor(f"{PART} 1"),
+    b: Term = tensor(f"{PART} 1"),
+    cos: Term = tensor("tables rows pairs", optional=True),
+    sin: Term = tensor("tables rows pairs", optional=True),
+    cos_1: Term = tensor("tables rows pairs_1", optional=True),
+    sin_1: Term = tensor("tables rows pairs_1", optional=True),
+    cos_2: Term = tensor("tables rows pairs_2", optional=True),
+    sin_2: Term = tensor("tables rows pairs_2", optional=True),
+    cos_3: Term = tensor("tables rows pairs_3", optional=True),
+    sin_3: Term = tensor("tables rows pairs_3", optional=True),
+) -> Rules:
+    """Products of pairs with matrices ((cos, -sin), (sin, cos)), as in Flux, become products of complex numbers.
+
+    In Flux, tokens have three positions, and the matrices of the three are concatenated along the axis of pairs.
+    """
+    require(*AXES_ARE_INPUTS)
+    require(*OF_ONE)
+    require("matrices are 2 x 2, not {to} x {of}", lambda to, of: to == of == 2)
+    require("{tables} tables serve {batch} batch elements", lambda tables, batch: tables in (1, batch))
+    require(
+        "{pairs} pairs are {pairs_1}, {pairs_2} and {pairs_3} pairs",
+        lambda pairs, pairs_1, pairs_2, pairs_3: pairs_1 is None or pairs == pairs_1 + pairs_2 + pairs_3,
+    )
+    whole = rearrange(_entries(cos, sin), "tables rows pairs (to of) -> tables 1 rows pairs to of")
+    thirds = zip((cos_1, cos_2, cos_3), (sin_1, sin_2, sin_3), "123", strict=True)
+    parts = (
+        rearrange(_entries(x, y), f"tables rows pairs_{i} (to of) -> tables rows pairs_{i} to of") for x, y, i in thirds
+    )
+    joined = op.Unsqueeze(op.Concat(*parts, axis=-3), axes=[1])
+    tables = (op.Concat(*each, axis=-1) for each in ((cos_1, cos_2, cos_3), (sin_1, sin_2, sin_3)))
+    for matrices, rows in ((whole, (cos, sin)), (joined, tables)):
+        first, second = (shared(op.Gather(shared(matrices), indices=i, axis=-1)) for i in (0, 1))
+        found = op.Add(op.Mul(first, a), op.Mul(second, b))
+        columns = (op.Squeeze(each, axes=[-1]) for each in (a, b))
+        yield found, _by_columns(*_complex_product(*columns, *(op.Unsqueeze(each, axes=[1]) for each in rows)))
+
+
 @rewrite(out="batch heads rows whole")
 def sum_of_joined(
     a: Term = tensor(PART),
@@ -308,6 +352,6 @@ def complex_in_one_form(
 
 ROTATIONS: Final[tuple[Rewrite, ...]] = (
     *stacked_halves, *signed_table, *negated_table, *negated_half, *negated_column, *cast_before_turned,
-    *table_of_turned, *table_of_x, *tables_of_three_axes, *sum_of_joined, *joined_rotation, *complex_columns,
-    *complex_in_one_form,
+    *table_of_turned, *table_of_x, *tables_of_three_axes, *product_of_matrices, *sum_of_joined, *joined_rotation,
+    *complex_columns, *complex_in_one_form,
 )  # fmt: skip
