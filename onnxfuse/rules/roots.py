@@ -7,7 +7,19 @@ from typing import Final
 
 from onnxfuse.dsl.declaration import Rewrite, Rules, require, rewrite
 from onnxfuse.dsl.terms import Term
-from onnxfuse.dsl.words import attribute, computed, either, known, op, rearrange, scalar, shared, tensor, weight, when
+from onnxfuse.dsl.words import (
+    attribute,
+    computed,
+    either,
+    known,
+    op,
+    rearrange,
+    scalar,
+    shared,
+    tensor,
+    weight,
+    when,
+)
 
 
 @rewrite(example={"x": (2, 3, 4), "axes": [-1], "keepdims": 1})
@@ -70,12 +82,43 @@ def row_of_norm(
     yield op.Sub(row, op.Mul(average, factor)), op.Sub(flat, op.Mul(average, factor))
 
 
+def _fast_variances(x: Term, keepdims: int) -> tuple[Term, Term]:
+    """Return mean(x^2) - mean^2 over the last axis, and this variance limited to 0 or more."""
+    mean, moment = (op.ReduceMean(each, axes=[-1], keepdims=keepdims) for each in (x, x**2))
+    variance = op.Sub(moment, op.Mul(shared(mean), shared(mean)))
+    return variance, op.Max(variance, 0.0)
+
+
 @rewrite(out="... 1")
 def kept_axis(x: Term = tensor("... d")) -> Rules:
     """A reduction that drops the last axis, and a view that adds it back, become a reduction with keepdims=1."""
-    for reduction in (op.ReduceMean, op.ReduceL2):
-        dropped = reduction(x, axes=[-1], keepdims=0)
+    for reduction in (op.ReduceMean, op.ReduceL2, op.ReduceMax, op.ReduceSum):
+        dropped = shared(reduction(x, axes=[-1], keepdims=0))
         yield rearrange(dropped, "... -> ... 1"), reduction(x, axes=[-1], keepdims=1)
+
+
+@rewrite(out="... 1")
+def kept_variance(x: Term = tensor("... d")) -> Rules:
+    """A view that adds the last axis back after mean(x^2) - mean^2 (Flax) gives way to means with keepdims=1."""
+    for dropped, kept in zip(_fast_variances(x, 0), _fast_variances(x, 1), strict=True):
+        yield rearrange(dropped, "... -> ... 1"), kept
+
+
+IS_COUNT: Final = "{number} is the size {d}", lambda number, d: number == d
+
+
+@rewrite(out="... 1", example={"number": "d"})
+def mean_of_sum(x: Term = tensor("... d"), number: Term = scalar()) -> Rules:
+    """A sum over the last axis that is divided by the number of its elements becomes a mean."""
+    require(*IS_COUNT)
+    yield op.Div(op.ReduceSum(x, axes=[-1], keepdims=1), number), op.ReduceMean(x, axes=[-1], keepdims=1)
+
+
+@rewrite(out="...", example={"number": "d"})
+def mean_of_dropped_axis(x: Term = tensor("... d"), number: Term = scalar()) -> Rules:
+    """A sum that drops the last axis, divided by the number of its elements, becomes a mean that drops it."""
+    require(*IS_COUNT)
+    yield op.Div(op.ReduceSum(x, axes=[-1], keepdims=0), number), op.ReduceMean(x, axes=[-1], keepdims=0)
 
 
 @rewrite(out="batch groups 1 1 1")
@@ -141,7 +184,7 @@ def variance_factor(
 
 
 ROOTS: Final[tuple[Rewrite, ...]] = (
-    *power_of_mean, *limited_mean, *pooled_mean, *negated_mean, *row_of_norm, *kept_axis, *kept_axes_of_groups,
-    *groups_of_channels_last,
+    *power_of_mean, *limited_mean, *pooled_mean, *negated_mean, *row_of_norm, *kept_axis, *kept_variance, *mean_of_sum,
+    *mean_of_dropped_axis, *kept_axes_of_groups, *groups_of_channels_last,
 )  # fmt: skip
 VARIANCES: Final[tuple[Rewrite, ...]] = variance_factor

@@ -523,6 +523,8 @@ def _variant(
     runs = {named[operand]: part["width"] // part["pitch"] for operand, part in parts.items() if "pitch" in part}
     dims = {**dims, **{f"{name}_blocks": count for name, count in runs.items()}}
     values = {**_values(spelling), **found_numbers}
+    scalars = {c.name for c in captures(spelling) if c.kind == "scalar"}  # an example can be the name of a dimension
+    values |= {name: float(dims[value]) for name, value in values.items() if name in scalars and value in dims}
     return _VariantOfFiniteWeights(spelling.opset, dtypes, out, rank, values, dims, chosen(spelling))
 
 
