@@ -24,8 +24,9 @@ DEVICES = [
     Device("RTX 5090", 120, 170, 101376),
 ]
 OF_ARCH = {device.arch: device for device in DEVICES}
-# What the sources tell apart: instructions from sm_80 on, and griddepcontrol, which takes no registers, from sm_90 on.
-TOLD_APART = ("__CUDA_ARCH__ >= 800", "__CUDA_ARCH__ >= 900")
+# What the sources tell apart: instructions from sm_80 on, conversions to float8 from sm_89 on, whose test compiles them
+# for every GPU, and griddepcontrol, which takes no registers, from sm_90 on.
+TOLD_APART = ("__CUDA_ARCH__ >= 800", "__CUDA_ARCH__ >= 890", "__CUDA_ARCH__ >= 900")
 
 
 def to_compile(
