@@ -4,9 +4,10 @@
 #pragma once
 #include "types.cuh"
 #include "activations.cuh"
+#include "float8.cuh"
 #include "output_position.cuh"
 
-namespace program {
+namespace program {  // region.cuh's own includes stand above
 
 #include "region.cuh"
 

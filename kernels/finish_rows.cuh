@@ -1,8 +1,8 @@
 // The epilogue "by row" (see epilogue.cuh) for all of a block's part of y, by all its threads.
 //
-// With SELECTED_COLUMNS, the program after the product ends in an ArgMax or ArgMin of each row of y. Its operand is then
-// not stored. Instead, each SELECTED_COLUMNS adjacent columns of a row get an accumulator (program::Selected), which is
-// stored where epilogue.y points; select_index.cu merges the accumulators of a row.
+// With SELECTED_COLUMNS, the program after the product ends in an ArgMax or ArgMin of each row of y. Its operand is
+// then not stored. Instead, each SELECTED_COLUMNS adjacent columns of a row get an accumulator (program::Selected),
+// which is stored where epilogue.y points; select_index.cu merges the accumulators of a row.
 //
 // Macros:
 //   WIDTH              elements per access to y, the residual and the column vectors; divides n
@@ -10,8 +10,8 @@
 #pragma once
 #include "epilogue.cuh"
 
-// Runs the epilogue, by row, for a block's part of y: `rows` rows from `row` on, and COLUMNS columns from `first` on, of
-// which those from `columns` on do not exist. sums_of(i, j, values, ups) computes the accumulators of WIDTH columns,
+// Runs the epilogue, by row, for a block's part of y: `rows` rows from `row` on, and COLUMNS columns from `first` on;
+// columns from `columns` on do not exist. sums_of(i, j, values, ups) computes the accumulators of WIDTH columns,
 // the first one j columns after `first`, of the block's row i. WHOLE: all COLUMNS columns exist.
 template <int COLUMNS, int THREADS, bool WHOLE = false, class SumsOf>
 __device__ __forceinline__ void finish_rows(const Epilogue& epilogue, int row, int rows, int first, int columns,

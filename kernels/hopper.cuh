@@ -234,11 +234,10 @@ __device__ __forceinline__ void load_matrices(u32 from, u32 (&words)[4]) {
 }
 
 // ---- wgmma -------------------------------------------------------------------------------------------------------
-// d (64 x N) += a (64 x 16) b (16 x N), or for TF32 a (64 x 8) b (8 x N), or for 8 bits a (64 x 32) b (32 x N): 32 bytes
-// of k. d is fp32, or int32 for integers.
-// Thread t of the warpgroup holds two rows, 16 (t / 32) + t % 32 / 4 and the row 8 below it. Of every 8 columns it
-// holds columns 2 (t % 4) and 2 (t % 4) + 1: d[4 j] and d[4 j + 1] belong to the upper row, d[4 j + 2] and d[4 j + 3]
-// to the lower row.
+// d (64 x N) += a (64 x 16) b (16 x N), or for TF32 a (64 x 8) b (8 x N), or for 8 bits a (64 x 32) b (32 x N): 32
+// bytes of k. d is fp32, or int32 for integers. Thread t of the warpgroup holds two rows, 16 (t / 32) + t % 32 / 4 and
+// the row 8 below it. Of every 8 columns it holds columns 2 (t % 4) and 2 (t % 4) + 1: d[4 j] and d[4 j + 1] belong to
+// the upper row, d[4 j + 2] and d[4 j + 3] to the lower row.
 
 // Returns the descriptor of an operand in shared memory, in rows of SWIZZLE bytes as TMA writes them; the operand
 // begins at a multiple of 8 rows. `stride` and `leading` are distances in bytes.

@@ -1,5 +1,5 @@
-// Normalizes the rows of x that a block of a product multiplies: y = v / sqrt(mean(v^2) + epsilon) * scale, where v is x
-// or x + added, as in norms/norm.cuh. Each block normalizes its rows once, while its first weights arrive.
+// Normalizes the rows of x that a block of a product multiplies: y = v / sqrt(mean(v^2) + epsilon) * scale, where v is
+// x or x + added, as in norms/norm.cuh. Each block normalizes its rows once, while its first weights arrive.
 //
 // Macros:
 //   NORM_ADDS      1: v is x + added

@@ -165,13 +165,9 @@ class Verifier:
         assert graph.unfused is not None
         progress = functools.partial(self.timer.progress, "verify: run the fused nodes")
         compare = functools.partial(
-            compare_parts,
-            graph.unfused,
-            graph.model,
-            progress=progress,
-            numbers_for_nan=self.is_standard,
+            compare_parts, graph.unfused, graph.model, progress=progress, numbers_for_nan=self.is_standard,
             extent=self.extent,
-        )
+        )  # fmt: skip
         found = compare(self._new_parts(graph), feeds=feeds)
         self.equal_parts |= found.equal
         if is_main or feeds is None or not found.not_compared:

@@ -9,9 +9,9 @@
 // With LENGTHS, each batch element has a past of its own length. With TURNS, new keys and queries are normalized and
 // rotated in shared memory before they are used.
 //
-// With QUANTIZED, tiles are bytes, which the products convert (attention_mma_warp.cuh). New rows lie after the stages in
-// shared memory, as T, until they are turned and quantized into their tile: a row is attended to as the cache holds it.
-// The scale of the keys is part of the scale of the scores. With PER_CHANNEL, the queries are multiplied by each
+// With QUANTIZED, tiles are bytes, which the products convert (attention_mma_warp.cuh). New rows lie after the stages
+// in shared memory, as T, until they are turned and quantized into their tile: a row is attended to as the cache holds
+// it. The scale of the keys is part of the scale of the scores. With PER_CHANNEL, the queries are multiplied by each
 // element's share of the largest scale. The sums of values are multiplied by their scales once.
 //
 // Macros: those of attention_decode.cu; TURNS and, with it, those of attention_turns.cuh; QUANTIZED and, with it,

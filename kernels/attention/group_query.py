@@ -296,18 +296,10 @@ def _append(
         operand_pointer(node, "seqlens_k"),
         Struct(int32(sizes.batch, sizes.new, sizes.past_rows, sizes.rows, new_blocks)), turns.argument,
     )  # fmt: skip
-    return Launch(
-        Kernel(
-            "group_query_append",
-            "group_query_append",
-            {**turned, **own, "ACCESSES": ACCESSES, "THREADS": THREADS}
-            | (problem.quantized.defines if problem.quantized else {}),
-        ),
-        (new_blocks + filling, 1, 1),
-        (THREADS, 1, 1),
-        arguments,
-        pdl=device.has_pdl,
-    )
+    of_numbers = problem.quantized.defines if problem.quantized else {}
+    defines = {**turned, **own, "ACCESSES": ACCESSES, "THREADS": THREADS, **of_numbers}
+    kernel = Kernel("group_query_append", "group_query_append", defines)
+    return Launch(kernel, (new_blocks + filling, 1, 1), (THREADS, 1, 1), arguments, pdl=device.has_pdl)
 
 
 def _turns(node: FusedNode, inputs: Sequence[TensorSpec], sizes: _Sizes) -> Turns:

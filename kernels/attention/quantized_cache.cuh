@@ -9,6 +9,7 @@
 constexpr bool IS_QUANTIZED = false;
 using Cached = T;
 #else
+#include "float8.cuh"
 #include "packed_words.cuh"
 constexpr bool IS_QUANTIZED = true, FLOAT8 = QUANTIZED == 2;
 using Cached = u8;
@@ -63,12 +64,7 @@ __device__ __forceinline__ float inverse(float scale) {
 __device__ __forceinline__ u32 quantized(float x, float scale) {
     x *= inverse(scale);
     if constexpr (!FLOAT8) return u32(int(rintf(fmaxf(-128.0f, fminf(127.0f, x))))) & 0xffu;
-    const float size = fminf(fabsf(x), 448.0f);
-    const u32 bits = __float_as_uint(size);
-    // Numbers below 2^-6 are multiples of 2^-9; others have 3 fraction bits, and float's exponent bias is 120 larger.
-    const u32 rounded = size < 0x1p-6f ? u32(int(rintf(size * 512.0f)))
-                                       : ((bits + 0x7ffffu + (bits >> 20 & 1)) >> 20) - (120 << 3);
-    return rounded | (__float_as_uint(x) >> 24 & 0x80u);
+    return float8_bits(fminf(fabsf(x), 448.0f)) | (__float_as_uint(x) >> 24 & 0x80u);
 }
 
 // Returns the number of the lowest byte. An e4m3fn NaN becomes 480 or -480, so that rows after the end of a sequence,

@@ -119,9 +119,8 @@ def _attention_over(
     node: FusedNode, caches: tuple[str, str], layouts: Mapping[str, str] | None = None, masks: bool = False
 ) -> FusedNode:
     """Return the node as plain attention; its keys and values are the operands named in `caches`."""
-    names = (
-        dict(zip(caches, "kv", strict=True)) | {"q": "q"} | ({name: name for name in SCORE_OPERANDS} if masks else {})
-    )
+    kept = ("q", *(SCORE_OPERANDS if masks else ()))
+    names = {**dict(zip(caches, "kv", strict=True)), **{name: name for name in kept}}
     operands = tuple(names.get(name, f"other {name}") for name in node.operands)
     attributes = {**node.attributes, **(layouts or {})}
     return replace(node, operands=operands, attributes=attributes, output_dtypes=node.output_dtypes[:1])

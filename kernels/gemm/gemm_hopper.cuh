@@ -272,8 +272,8 @@ __device__ __forceinline__ void multiply(Sum (&d)[ATOMS][COLUMNS / 2], Ring<STAG
 }
 
 // The counterpart of `multiply` for e4m3. wgmma truncates the sums of these products to about 14 bits: a sum of equal
-// products would stop growing at 2^13 of them. So each stage, with 128 elements of k, has sums of its own, which are then
-// added in fp32, while the wgmmas of another consumer are in flight.
+// products would stop growing at 2^13 of them. So each stage, with 128 elements of k, has sums of its own, which are
+// then added in fp32, while the wgmmas of another consumer are in flight.
 __device__ __forceinline__ void multiply_in_stages(Sum (&d)[ATOMS][COLUMNS / 2], Ring<STAGES>& ring,
                                                    const Barriers& barriers, u32 shared, int first_row, int steps,
                                                    int consumer, bool pass_on) {

@@ -2,14 +2,15 @@
 //
 //   acc = (sum - x_zero * w_sums[row, column]) * x_scale * w_scale[column]
 //
-// `sum` is the sum of the products of the integers or float8 numbers x and w. An x represents the number (x - x_zero) * x_scale,
-// and a w represents w * w_scale. For a matrix product, w_sums[0, column] is the sum of the column of w. A
-// convolution reads zeros in its padding, so the weights of taps in the padding must not be in these sums. Its w_sums
-// has a row for each possible range of taps inside x (conv_edges.cuh), with the sums of w over these taps.
+// `sum` is the sum of the products of the integers or float8 numbers x and w. An x represents the number
+// (x - x_zero) * x_scale, and a w represents w * w_scale. For a matrix product, w_sums[0, column] is the sum of the
+// column of w. A convolution reads zeros in its padding, so the weights of taps in the padding must not be in these
+// sums. Its w_sums has a row for each possible range of taps inside x (conv_edges.cuh), with the sums of w over these
+// taps.
 //
 // In wgmma's layout, four lanes hold eight columns of a row, two columns each. The lanes exchange the sums of 32
-// columns through shared memory, so that each lane computes eight neighbouring columns of y. If y is stored as
-// integers, which is the usual case, the four lanes then store a whole sector of L2. After the ring, shared memory
+// columns through shared memory, so that each lane computes eight neighbouring columns of y. If y is stored in 8
+// bits, which is the usual case, the four lanes then store a whole sector of L2. After the ring, shared memory
 // holds BARRIER_BYTES of barriers, and then EXCHANGE_BYTES for each warp: 16 rows of 32 sums.
 //
 // Macros, besides those of gemm_hopper.cuh:

@@ -38,9 +38,7 @@ HALF_SHARE: Final = 0.85  # with `half`: share of a multiprocessor's time that o
 # Additional instructions per element in the epilogue of a product of 8-bit values: for the exchange of sums, the
 # scales, and the quantizer of a y that is stored in 8 bits.
 EIGHT_BIT_INSTRUCTIONS: Final = 12
-EXCHANGE_PITCH: Final = (
-    40  # sums per row, with padding, in the memory through which a warp exchanges sums of 8-bit values
-)
+EXCHANGE_PITCH: Final = 40  # sums per row, with padding, where a warp exchanges sums of products of 8-bit values
 START_CYCLES: Final = 2000.0  # from a block's start on a multiprocessor to its first products
 L2_BYTES: Final = 3950  # bytes per cycle that all multiprocessors together read from L2
 ALONE_SHARE: Final = 0.15  # weight of the product's own latency in `shared_cycles`

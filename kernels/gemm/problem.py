@@ -85,7 +85,7 @@ class Gemm:
 
     @property
     def stores_y(self) -> bool:
-        """Whether the kernel stores y; if not, the program stores all outputs, none of which has y's dtype."""
+        """Whether the kernel stores y; if not, the program stores all outputs, whose dtypes differ from y's."""
         return self.program is None or self.program.dtype == self.dtype
 
     @property

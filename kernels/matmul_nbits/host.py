@@ -124,7 +124,7 @@ def implementations(product: Product, device: Device) -> list[Implementation]:
     if not few and not many and product.program is None:
         raise ValueError(f"no kernel multiplies {product.m}x{product.k} {product.dtype} on {device.name}")
     if selects(product) and device.arch == hopper.ARCH and product.m > FASTEST_ROWS:
-        return []  # nbits_hopper.cu is faster, although it stores all of y
+        return []  # nbits_hopper.cu is expected to be faster, although it stores all of y
     if few and tiled and product.m > FASTEST_ROWS:
         few, tiled = tiled, few
     return [*few, *tiled, *many][:MAX_IMPLEMENTATIONS]
@@ -181,7 +181,7 @@ def _fitted(config: MmaConfig, product: Product, device: Device) -> MmaConfig:
 
 def _rounds(config: MmaConfig, product: Product, device: Device) -> int:
     """Return how many tiles a block computes one after the other."""
-    return -(-_tiles(product, config.tile_n) // (config.resident * device.multiprocessors))
+    return -(-product.tiles(config.tile_n) // (config.resident * device.multiprocessors))
 
 
 def _shapes(product: Product, tile_m: int, device: Device) -> list[tuple[int, int, int, int]]:
@@ -194,7 +194,7 @@ def _shapes(product: Product, tile_m: int, device: Device) -> list[tuple[int, in
     already fetch their weights.  Weights of 8 bits take half as many instructions per byte as 4 bits, so copies in
     flight matter more than the number of blocks.  From four rows of x on, tiles of 32 columns read x less often.
     """
-    is_small = _tiles(product, 16) < SMALL_TILES * device.multiprocessors
+    is_small = product.tiles(16) < SMALL_TILES * device.multiprocessors
     if tile_m > STAGED_ROWS:
         few, many = [(32, 8, 2, 1), (16, 8, 2, 2)], [(32, 4, 2, 3), (32, 8, 2, 1)]
         if product.bits == 8 and tile_m == STAGED_ROWS * 2:
@@ -203,7 +203,7 @@ def _shapes(product: Product, tile_m: int, device: Device) -> list[tuple[int, in
     few, many = [(16, 8, 3, 4), (16, 8, 4, 2), (32, 8, 2, 2)], [(32, 4, 2, 4), (16, 8, 2, 4), (16, 4, 2, 6)]
     is_deep = product.k * product.bits >= MAX_WARPS * STAGE_BITS and tile_m < WIDE_ROWS
     # If each multiprocessor gets at most one tile, its block has as many warps as two blocks of other configs.
-    alone = [(16, MAX_WARPS, 2, 2)] if is_deep and _tiles(product, 16) <= device.multiprocessors else []
+    alone = [(16, MAX_WARPS, 2, 2)] if is_deep and product.tiles(16) <= device.multiprocessors else []
     if product.bits == 8:
         return [*alone, few[1], few[0], *many]
     if is_small and tile_m >= WIDE_ROWS:
@@ -217,10 +217,10 @@ def _mma(product: Product, config: MmaConfig, device: Device) -> Implementation:
         "NORM": 0, **product.defines(), "TILE_M": config.tile_m, "TILE_N": config.tile_n, "WARPS": config.warps,
         "DEPTH": config.depth, "STAGED_X": int(staged), "MIN_BLOCKS": config.resident,
         "SHARED_BYTES": config.shared(product),
-        "WIDTH": math.gcd(_width(product, config.tile_n), max(2, config.tile_m // 4)),
+        "WIDTH": math.gcd(product.width(config.tile_n), max(2, config.tile_m // 4)),
     }  # fmt: skip
     kernel, given = with_program(Kernel("nbits_mma", "nbits_mma", defines), product.arguments(), product.program)
-    blocks = -(-_tiles(product, config.tile_n) // _rounds(config, product, device))
+    blocks = -(-product.tiles(config.tile_n) // _rounds(config, product, device))
     grid, threads = (blocks, -(-product.m // config.tile_m), 1), (32 * config.warps, 1, 1)
     launch = Launch(kernel, grid, threads, given, config.shared(product), pdl=device.has_pdl)
     return by_rows(config.name, launch, product, product.weights[0].n, config.tile_n)
@@ -232,10 +232,10 @@ def _dot(product: Product, device: Device) -> Implementation:
     x_vector = math.gcd(word * 8 // product.bits, product.k, VECTOR_BYTES // product.item) if product.aligned else 1
     defines = {
         **product.defines(), "ROWS": rows, "WARPS": DOT_WARPS, "WORD": word, "X_VECTOR": x_vector,
-        "WIDTH": _width(product, DOT_WARPS),
+        "WIDTH": product.width(DOT_WARPS),
     }  # fmt: skip
     kernel, given = with_program(Kernel("nbits_dot", "nbits_dot", defines), product.arguments(), product.program)
-    grid = (_tiles(product, DOT_WARPS), -(-product.m // rows), 1)
+    grid = (product.tiles(DOT_WARPS), -(-product.m // rows), 1)
     launch = Launch(kernel, grid, (32 * DOT_WARPS, 1, 1), given, pdl=device.has_pdl)
     return by_rows(f"nbits_dot_{rows}", launch, product, product.weights[0].n, DOT_WARPS)
 
@@ -246,30 +246,18 @@ def _columns(product: Product, device: Device) -> Implementation:
     word = 4 if is_whole else 1
     each = word * 8 // product.bits
     # Eight lanes read 32 bytes of a row of w, a whole sector.  Four lanes per row give small products more blocks.
-    lanes = 8 if _tiles(product, 8 * each) >= device.multiprocessors else 4
+    lanes = 8 if product.tiles(8 * each) >= device.multiprocessors else 4
     x_vector = math.gcd(8, product.k, VECTOR_BYTES // product.item) if product.aligned else 1
     defines = {
         **product.defines(), "ROWS": rows, "LANES": lanes, "WARPS": DOT_WARPS, "WORD": word, "X_VECTOR": x_vector,
-        "WIDTH": _width(product, lanes * each),
+        "WIDTH": product.width(lanes * each),
     }  # fmt: skip
     kernel, given = with_program(
         Kernel("nbits_columns", "nbits_columns", defines), product.arguments(), product.program
     )
-    grid = (_tiles(product, lanes * each), -(-product.m // rows), 1)
+    grid = (product.tiles(lanes * each), -(-product.m // rows), 1)
     launch = Launch(kernel, grid, (32 * DOT_WARPS, 1, 1), given, pdl=device.has_pdl)
     return by_rows(f"nbits_columns_{rows}x{lanes}", launch, product, product.weights[0].n, lanes * each)
-
-
-def _tiles(product: Product, columns: int) -> int:
-    """Return how many tiles of `columns` columns the products of one launch have together."""
-    results = product.weights[:1] if product.is_gated else product.weights
-    return sum(-(-weight.n // columns) for weight in results)
-
-
-def _width(product: Product, columns: int) -> int:
-    """Return the elements per access to y if a block has `columns` columns."""
-    widest = math.gcd(columns, VECTOR_BYTES // product.item, *(weight.n for weight in product.weights))
-    return widest if product.aligned else 1
 
 
 def _dequantized(product: Product, device: Device) -> list[Implementation]:

@@ -22,6 +22,7 @@
 //   and those of epilogue.cuh
 #pragma once
 #include "epilogue.cuh"
+#include "float8.cuh"
 
 constexpr int N = GEMM_N, K = GEMM_K;
 constexpr int BLOCKS_K = (K + BLOCK_SIZE - 1) / BLOCK_SIZE;
@@ -30,6 +31,9 @@ constexpr int SIGN = SIGNED ? MIDDLE : 0;
 constexpr unsigned SIGNS = 0xffffffffu / QUANT_MASK * SIGN;  // SIGN in every element of a word
 constexpr int WEIGHTS = GATED ? 2 : 1;                       // weights per product
 static_assert(!GATED || PRODUCTS == 1, "a gate has two products of its own");
+
+// The largest power of two up to `limit`, a power of two, that divides `number`.
+constexpr int power_of_two(int limit, int number) { return number % limit ? power_of_two(limit / 2, number) : limit; }
 
 // Loads a part of a weight, through the read-only path if no kernel writes the weight.
 template <class V>
@@ -47,13 +51,8 @@ __device__ __forceinline__ unsigned load_elements(const unsigned char* from) {
 
 // Returns the value of an element. For a signed integer, the returned value is MIDDLE larger.
 __device__ __forceinline__ float number(unsigned element) {
-    if constexpr (!FLOAT8) return static_cast<float>(element);
-    // After the sign, e4m3fn has 4 exponent bits and 3 fraction bits. Its exponent bias is 120 smaller than float's.
-    // A subnormal number is read as a normal one, which is 2^-6 too large; then 2^-6 is subtracted.
-    const unsigned bits = element & 127, bias = bits < 8 ? 121 : 120;
-    float size = __uint_as_float((bits << 20) + (bias << 23)) - (bits < 8 ? 0x1p-6f : 0.0f);
-    if (bits == 127) size = __uint_as_float(0x7fffffffu);  // NaN
-    return __uint_as_float(__float_as_uint(size) | (element & 128) << 24);
+    if constexpr (FLOAT8) return float8_number(element);
+    else return static_cast<float>(element);
 }
 
 struct Quantized {

@@ -5,9 +5,9 @@
 // The weights are wgmma's left operand, which can be in registers: on their way from shared memory they become numbers
 // of type T. x is the right operand, in shared memory. A block computes a tile of TILE_N columns of y, in TILE_M rows.
 //   1. Two threads of the producer warpgroup each keep a ring of buffers filled by TMA. A buffer of weights has 128
-//      bytes of each of the tile's rows of w; a buffer of x has the 64 elements along k of each of the tile's rows of x.
-//   2. Each consumer multiplies 64 * ATOMS rows of w. While wgmma multiplies the weights of one buffer of x, a consumer
-//      converts those of the next one, into other registers. K_GROUPS consumers have the same rows, and take the buffers of
+//      bytes of each of the tile's rows of w; a buffer of x has 64 elements along k of each of the tile's rows of x.
+//   2. Each consumer multiplies 64 * ATOMS rows of w. While wgmma multiplies the weights of one buffer of x, it converts
+//      those of the next one, into other registers. K_GROUPS consumers have the same rows, and take the buffers of
 //      weights in turns, because a single one would often wait for its own instructions.
 //   3. The consumers write their sums to shared memory. If SPLIT_K blocks, a cluster, divide the tile's k among them,
 //      each block then adds up an equal part of the rows. All consumers run the epilogue (epilogue.cuh) by row.
@@ -104,9 +104,6 @@ __device__ __forceinline__ void load_x(u32 shared, const TensorMap& x, int row, 
 
 // ---- from quantized weights to numbers -----------------------------------------------------------------------------
 
-// The largest power of two up to `limit`, a power of two, that divides `number`.
-constexpr int power_of_two(int limit, int number) { return number % limit ? power_of_two(limit / 2, number) : limit; }
-
 // The scales and zero points of the blocks of a row in a stage. A block after the row's end has those of another block.
 struct RowScales {
     static constexpr int EACH = ONE_SCALE ? 1 : power_of_two(BLOCKS, BLOCKS_K);  // scales of an access
@@ -153,7 +150,7 @@ struct RowScales {
 __device__ __forceinline__ u32 numbers(u32 low, u32 high, u32 zero, u32 scale) {
     const u32 lane = threadIdx.x % 4;
     u32 pair;
-    if constexpr (BITS == 4 && HALF) {  // 1024 + q and 1024 + 16 q, the second of which is divided by 16
+    if constexpr (BITS == 4 && HALF) {  // `both` is 1024 + q and 1024 + 16 q; the factors are 1 and 1/16
         const u32 both = masked_or(select(low, low, lane | lane << 8), 0x00f0000fu, LEAD);
         pair = fused_words(T(), both, 0x2c003c00u, 0xd400e400u | zero | zero << 20);
     } else if constexpr (BITS == 4) {
@@ -173,8 +170,11 @@ __device__ __forceinline__ u32 numbers(u32 low, u32 high, u32 zero, u32 scale) {
     return multiply_words(T(), pair, scale);
 }
 
-// wgmma's left operand: ATOMS times 64 rows of w, and 64 elements along k, of which a thread holds two rows.
+// wgmma's left operand: 64 elements along k of 64 * ATOMS rows of w. A thread holds two of every 64 rows.
 using Operand = u32[ATOMS][PART_K / 16][4];
+
+// The first row of the two that a thread holds in the first atom of its consumer; the second one is 8 rows after it.
+__device__ __forceinline__ int own_row() { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4; }
 
 // The words of a part of a stage, of the two rows that a thread holds in each atom.
 struct Words {
@@ -182,7 +182,7 @@ struct Words {
 
     // The consumer's rows of the stage begin at `rows`, a multiple of 1024.
     __device__ __forceinline__ void load(u32 rows, int part) {
-        const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+        const int row = own_row();
 #pragma unroll
         for (int atom = 0; atom < ATOMS; ++atom)
 #pragma unroll
@@ -226,7 +226,7 @@ __device__ __forceinline__ void multiply(Sums& d, u32 shared, const Products& pr
     const OfWeights of_weights{shared};
     const OfX of_x{shared};
     const int group = consumer / ROW_GROUPS, first = range.x + group;
-    const int thread = threadIdx.x % 128, own = consumer % ROW_GROUPS * ATOMS * 64 + thread / 32 * 16 + thread % 32 / 4;
+    const int thread = threadIdx.x % 128, own = consumer % ROW_GROUPS * ATOMS * 64 + own_row();
     RowScales scales[ATOMS][2], ahead[ATOMS][2];
     const auto load = [&](int stage) {
 #pragma unroll
@@ -306,14 +306,13 @@ __device__ __forceinline__ void add_up(u32 address, float (&sums)[W]) {
 }
 
 __device__ __forceinline__ void store_sums(const Sums& d, u32 shared, int consumer) {
-    const int thread = threadIdx.x % 128;
-    const int row = consumer % ROW_GROUPS * ATOMS * 64 + thread / 32 * 16 + thread % 32 / 4;
+    const int row = consumer % ROW_GROUPS * ATOMS * 64 + own_row();
     const u32 to = shared + consumer / ROW_GROUPS * SUMS_BYTES;
 #pragma unroll
     for (int atom = 0; atom < ATOMS; ++atom)
 #pragma unroll
         for (int i = 0; i < TILE_M / 2; ++i) {
-            const int of_x = i / 4 * 8 + thread % 4 * 2 + i % 2, of_w = row + atom * 64 + i % 4 / 2 * 8;
+            const int of_x = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2, of_w = row + atom * 64 + i % 4 / 2 * 8;
             hopper::store_word(to + (of_x * PITCH + of_w) * 4, __float_as_uint(d[atom][i]));
         }
 }

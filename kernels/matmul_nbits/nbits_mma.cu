@@ -80,13 +80,6 @@ static_assert(WARPS * DEPTH * SLOT_BYTES + 2 * sizeof(Partial) + NORM_BYTES == S
 
 // ---- copies to shared memory ---------------------------------------------------------------------------------------
 
-// The largest power of two up to 16 that divides both numbers.
-constexpr int access_bytes(int a, int b) {
-    int bytes = 16;
-    while (a % bytes || b % bytes) bytes /= 2;
-    return bytes;
-}
-
 template <int BYTES>
 __device__ __forceinline__ void store_shared(unsigned to, unsigned bits) {
     if constexpr (BYTES == 2) asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"((unsigned short)bits) : "memory");
@@ -109,7 +102,7 @@ __device__ __forceinline__ unsigned load_shared(unsigned from) {
 // the 16-byte chunks of a row are permuted.
 template <int BYTES, int ROW_PITCH, bool SWIZZLED>
 __device__ __forceinline__ void copy_rows(unsigned to, const void* base, int first, int end, int offset) {
-    constexpr int ACCESS = access_bytes(BYTES, ROW_PITCH), PARTS = BYTES / ACCESS, STEP = 32 / PARTS;
+    constexpr int ACCESS = power_of_two(power_of_two(16, BYTES), ROW_PITCH), PARTS = BYTES / ACCESS, STEP = 32 / PARTS;
     const int lane = threadIdx.x % 32, own = lane / PARTS, part = lane % PARTS, byte = offset + part * ACCESS;
     const bool inside = ROW_PITCH % BYTES == 0 || byte < ROW_PITCH;
     const char* const column = static_cast<const char*>(base) + (inside ? byte : 0);

@@ -17,6 +17,7 @@ from onnxfuse.kernels.tensors import (
     ABSENT,
     ITEM_BYTES,
     STORAGE,
+    VECTOR_BYTES,
     Defines,
     operand_pointer,
     operand_spec,
@@ -90,6 +91,16 @@ class Product:
     def blocks(self) -> int:
         """The number of blocks along k."""
         return -(-self.k // self.block_size)
+
+    def tiles(self, columns: int) -> int:
+        """Return how many tiles of `columns` columns the products of one launch have together."""
+        results = self.weights[:1] if self.is_gated else self.weights
+        return sum(-(-weight.n // columns) for weight in results)
+
+    def width(self, columns: int) -> int:
+        """Return the elements per access to y if a block has `columns` columns."""
+        widest = math.gcd(columns, VECTOR_BYTES // self.item, *(weight.n for weight in self.weights))
+        return widest if self.aligned else 1
 
     @property
     def row_bits(self) -> int:

@@ -1,8 +1,8 @@
 // The largest element of each window of channels-last tensors; windows are defined in pooling.cuh.
 //
 // Padding counts as -inf, and a NaN in a window gives NaN. A window without an element, possible with dilations, gives
-// the lowest finite number of fp32, as in onnxruntime: in 16 bits that is rounded to -inf, and integers get their lowest
-// number.
+// the lowest finite number of fp32, as in onnxruntime: in 16 bits that is rounded to -inf, and integers get their
+// lowest number.
 #include "largest.cuh"
 #include "pooling.cuh"
 

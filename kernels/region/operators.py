@@ -128,7 +128,7 @@ def expression(
     if name == "QuantizeLinear":
         return _quantized(operation, given, target, nearest)
     if name == "DequantizeLinear":
-        number = f"number_of({given[0]})" if of == FLOAT8 else f"float({given[0]} - {given[2]})"
+        number = f"float8_number({given[0]})" if of == FLOAT8 else f"float({given[0]} - {given[2]})"
         return f"product({number}, {given[1]})"
     if name == "BitShift":
         return f"shifted_{operation.attributes['direction'].lower()}({given[0]}, {given[1]})"

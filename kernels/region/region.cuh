@@ -2,6 +2,7 @@
 //
 //   PRECISE  1: some value is fp32, so activations need fp32 accuracy; 0: all floats are stored in 16 bits
 #pragma once
+#include "float8.cuh"
 
 #define INFINITE __uint_as_float(0x7f800000u)
 #define NOT_A_NUMBER __uint_as_float(0x7fffffffu)
@@ -385,22 +386,9 @@ __device__ __forceinline__ e4m3 nearest_e4m3(float x) {
     return e4m3(two);
 #else
     const u32 bits = __float_as_uint(x), sign = bits >> 24 & 0x80u;
-    if ((bits & 0x7fffffffu) > 0x7f800000u) return e4m3(sign | 0x7fu);
-    const float size = fminf(fabsf(x), 448.0f);
-    // The last bits of 2^14 + x, for an x below 2^-6, are the nearest multiple of 2^-9, the smallest number.
-    if (size < 0.015625f) return e4m3(sign | (__float_as_uint(size + 16384.0f) & 0xfu));
-    const u32 kept = __float_as_uint(size) - (120u << 23);  // float's exponent bias is 120 larger
-    return e4m3(sign | (kept + 0x7ffffu + (kept >> 20 & 1u)) >> 20);
+    const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+    return e4m3(sign | (is_nan ? 0x7fu : float8_bits(fminf(fabsf(x), 448.0f))));
 #endif
-}
-
-// The float of a float8 number. A subnormal number is read as a normal one, which is 2^-6 too large; then 2^-6 is
-// subtracted.
-__device__ __forceinline__ float number_of(e4m3 x) {
-    const u32 bits = x & 127u, bias = bits < 8 ? 121 : 120;
-    float size = __uint_as_float((bits << 20) + (bias << 23)) - (bits < 8 ? 0.015625f : 0.0f);
-    if (bits == 127) size = NOT_A_NUMBER;
-    return __uint_as_float(__float_as_uint(size) | (x & 128u) << 24);
 }
 
 // The reciprocal with an error of 1 unit in the last place; 0 for infinity.

@@ -142,9 +142,8 @@ def bench(
     If the model is not fused, it is fused here.  If it is fused already, the original is the same model with its fused
     nodes run as ONNX functions.
 
-    Raises UsageError for a shape that the model does not accept, and for a fused model if settings.report is true,
-    VerificationError if the original does not run or has
-    outputs that cannot be compared.
+    Raises UsageError for a shape that the model does not accept, and for a fused model if settings.report is true;
+    VerificationError if the original does not run, or has outputs that cannot be compared.
     """
     path = Path(model)
     progress("load", 0, 0)

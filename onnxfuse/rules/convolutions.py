@@ -151,10 +151,6 @@ def scales_of_channels(
 
 
 IMAGES: Final[tuple[Rewrite, ...]] = (
-    *conv_to_matmul,
-    *row_of_an_image,
-    *pixel_of_an_image,
-    *mean_of_an_image,
-    *gated_image,
-)
+    *conv_to_matmul, *row_of_an_image, *pixel_of_an_image, *mean_of_an_image, *gated_image,
+)  # fmt: skip
 AFFINE: Final[tuple[Rewrite, ...]] = (*scales_of_channels, *spread_affine)

@@ -48,7 +48,7 @@ def limited_mean(
     keepdims: Term = attribute(),
     epsilon: Term = scalar(),
 ) -> Rules:
-    """A variance that is limited to 0 or more, as in Equinox, loses the limit, because a mean of squares is no less."""
+    """`max(variance, 0)`, as in Equinox, becomes the variance, because a mean of squares is never below 0."""
     squares = known(mean, op.ReduceMean(x**2, axes=axes, keepdims=keepdims))
     yield op.Sqrt(op.Max(squares, 0.0) + epsilon), op.Sqrt(squares + epsilon)
 

@@ -1,6 +1,6 @@
 """Rewrite products of flattened rows, as TensorFlow's Tensordot and Einsum compute them, as products of the rows.
 
-A product of which only one row is read becomes the product of that row.
+If only one row of a product is read, the product becomes that of this row.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _last(value: Term) -> Term:
 def row_of_product(
     x: Term = tensor("batch rows k"), w: Term = weight("k n"), bias: Term = weight("n"), index: Term = weight()
 ) -> Rules:
-    """A product of which a Gather reads one row, as the logits of the last token, becomes the product of that row."""
+    """A Gather of one row of a product, as for the logits of the last token, becomes the product of that row."""
     product, of_row = op.MatMul(x, w), op.MatMul(_gathered(x, index), w)
     yield _gathered(product, index), of_row
     yield _gathered(product + bias, index), of_row + bias
@@ -96,17 +96,12 @@ def row_of_product(
 
 @rewrite(out="batch last n")
 def last_row_of_product(x: Term = tensor("batch rows k"), w: Term = weight("k n"), bias: Term = weight("n")) -> Rules:
-    """A product of which a Slice reads the last row becomes the product of that row."""
+    """A Slice of the last row of a product becomes the product of that row."""
     product, of_row = op.MatMul(x, w), op.MatMul(_last(x), w)
     yield _last(product), of_row
     yield _last(product + bias), of_row + bias
 
 
 ROWS: Final[tuple[Rewrite, ...]] = (
-    *product_of_rows,
-    *product_of_heads,
-    *product_of_context,
-    *bias_of_heads,
-    *row_of_product,
-    *last_row_of_product,
-)
+    *product_of_rows, *product_of_heads, *product_of_context, *bias_of_heads, *row_of_product, *last_row_of_product,
+)  # fmt: skip

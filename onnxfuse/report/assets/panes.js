@@ -94,7 +94,7 @@ function applyScale(side) {
   showMap(side);
 }
 
-/** Show, in the corner of a side of which only a part is visible, all of the side and a frame around this part. */
+/** If only a part of a side is visible, show all of the side in its corner, with a frame around the visible part. */
 function showMap(side) {
   const scroll = panes[side].querySelector(".scroll"), map = panes[side].querySelector(".map"), size = shown[side];
   const { clientWidth, clientHeight, scrollWidth, scrollHeight } = scroll;
@@ -274,7 +274,7 @@ function startPanes() {
   where.addEventListener("change", () => showGraph(Number(where.value)));
   document.getElementById("picture").addEventListener("click", ({ target }) => {
     const { zoom: how, fold } = target.closest("button")?.dataset || {};
-    for (const each of how ? ["before", "after"] : []) how === "fit" ? fit(each) : zoom(each, how === "in" ? 1.25 : 0.8);
+    for (const each of how ? SIDES : []) how === "fit" ? fit(each) : zoom(each, how === "in" ? 1.25 : 0.8);
     if (fold) {
       const { graph } = shown;
       openWithin(graph, fold === "open" ? MAX_DRAWN : 0);

@@ -13,7 +13,7 @@ constexpr const char* kName = "libnvtx3interop.so.1";  // NVTX for programs that
 struct Nvtx {
   int (*push)(const char*) = nullptr;
   int (*pop)() = nullptr;
-  std::string missing;  // why there is no NVTX
+  std::string missing;  // why NVTX cannot be used
 
   Nvtx() {
     const char* profiler = std::getenv("NVTX_INJECTION64_PATH");

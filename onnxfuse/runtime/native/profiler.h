@@ -1,4 +1,4 @@
-// NVTX ranges, which show a profiler such as Nsight Systems what node kernels belong to.
+// NVTX ranges, by which a profiler such as Nsight Systems shows the node of each kernel.
 #pragma once
 
 #include <string>
