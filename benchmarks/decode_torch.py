@@ -5,29 +5,20 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch._inductor.config as inductor
 from torch import Tensor
 from torch.nn import functional
 
+if TYPE_CHECKING:
+    from decode import Llama
+
 BLOCK: Final = 32
 INNER_K_TILES: Final = 8  # of PyTorch's packed int4 weights
 EPSILON: Final = 1e-5
 RUNS: Final = 40
-
-
-class Sizes(Protocol):
-    """The sizes of a model, as decode.Llama has them."""
-
-    layers: int
-    hidden: int
-    inner: int
-    heads: int
-    kv_heads: int
-    size: int
-    vocabulary: int
 
 
 class Linear(torch.nn.Module):
@@ -60,7 +51,7 @@ class Linear(torch.nn.Module):
 class Layer(torch.nn.Module):
     """A layer, which appends one row to its caches in place."""
 
-    def __init__(self, s: Sizes, weights: str, rows: int, dtype: torch.dtype) -> None:
+    def __init__(self, s: Llama, weights: str, rows: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.s = s
         self.qkv = Linear(s.hidden, (s.heads + 2 * s.kv_heads) * s.size, weights)
@@ -91,7 +82,7 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, first * sin + second * cos), -1)
 
 
-def torch_milliseconds(s: Sizes, weights: str, past: int, rows: int) -> float:
+def torch_milliseconds(s: Llama, weights: str, past: int, rows: int) -> float:
     """Return the time of one token in a CUDA graph; `weights` is float16 or int4, which has bfloat16 activations."""
     inductor.coordinate_descent_tuning = True
     torch.manual_seed(0)

@@ -5,10 +5,10 @@
     python benchmarks/tool.py --out DIR --only 'unet*' --runs 1
 
 The models are exported ones of models/exported, and generated ones of tests/large_models.py.  Each tool runs as a
-command, from file to file, so that the start of its process counts.  Told are the least seconds of the clock and of the
-processors (of all threads and processes that the command starts).  The latter depend less on other programs.  A command
-of more than LONG seconds runs once.  So does one that fails, or that takes more than `--limit` seconds, and its error
-is the result.
+command, from file to file, so that the start of its process counts.  The results are the least seconds of the clock and
+of the processors (of all threads and processes that the command starts).  The latter depend less on other programs.  A
+command of more than LONG seconds runs once.  So does one that fails, or that takes more than `--limit` seconds, and its
+error is the result.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="write DIR/tool.json")
     parser.add_argument("--python", default=sys.executable, help="the Python that has the other tools")
     parser.add_argument("--only", default="*", metavar="GLOB", help="time the models of these names")
-    parser.add_argument("--runs", type=int, default=3, help="runs of each command, the least of which counts")
+    parser.add_argument("--runs", type=int, default=3, help="runs of each command; the shortest counts")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds that a command is allowed to take")
     given = parser.parse_args()
     freeze = [given.python, "-m", "pip", "freeze"]

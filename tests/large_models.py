@@ -162,7 +162,7 @@ def readers_of_one(nodes: int) -> onnx.ModelProto:
 
 
 def sum_of_readers(nodes: int) -> onnx.ModelProto:
-    """A Sum of operators that all read one tensor, and half of which are equal."""
+    """A Sum of operators that all read one tensor; half of them are equal."""
     b = Builder()
     x = b.add("Sqrt", "x")
     readers = [b.add("Mul", x, b.weight(HIDDEN)) if i % 2 else b.add("Exp", x) for i in range(nodes - 2)]

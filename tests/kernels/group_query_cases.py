@@ -204,7 +204,7 @@ def _stored(case: Case, inputs: Arrays, rows: np.ndarray, name: str) -> np.ndarr
 
 
 def near(case: Case, present: np.ndarray, rows: np.ndarray) -> bool:
-    """Return whether a quantized cache has the expected numbers `rows`, of which a few may be one step off."""
+    """Return whether a quantized cache has the expected numbers `rows`; a few may be one step off."""
     known = np.isfinite(rows)
     found, right = present.astype(np.float64)[known], rows[known]
     step = 1.0 if case.cache == "int8" else np.maximum(2.0**-9, np.abs(right) / 8)

@@ -112,7 +112,7 @@ def test_a_norm_joins_the_product_that_alone_reads_it(
         "a graph output",
         "read elsewhere",
         "operators of two results follow the product",
-        "operators that follow read what is no weight",
+        "operators that follow read a tensor that is not a weight",
         "another norm",
         "of floats: an output",
         "of floats: read elsewhere",

@@ -424,12 +424,8 @@ def test_an_older_answer_replaces_no_newer_template(
     first = session(model(WITH_RANKS))
     while not compiler.loaded:
         time.sleep(0.001)
-    second, own, made, goes_on = (
-        session(of_unknown_rank()),
-        planner._template_bytes,
-        threading.Event(),
-        threading.Event(),
-    )
+    second, own = session(of_unknown_rank()), planner._template_bytes
+    made, goes_on = threading.Event(), threading.Event()
 
     def slow(*given: Any) -> bytes:
         data = own(*given)
