@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any, Final
@@ -325,6 +326,19 @@ def integers() -> str:
     return grid(head, lines)
 
 
+def float8() -> str:
+    """Return the times of products of float8."""
+    lines = [
+        [_dims(row["shape"]), f"**{three_digits(row['best_float8'])}**",
+         *(_time(row, name) for name in ("float8", "best", "best_float16")),
+         f"{2e-6 * prod(row['shape']) / row['best_float8']:.0f}"]
+        for row in rows("float8-h200")
+    ]  # fmt: skip
+    head = ["microseconds, M x N x K", "float8, tuned", "its first plan", "integers, tuned", "float16, tuned",
+            "TFLOP/s of float8"]  # fmt: skip
+    return grid(head, lines)
+
+
 def decoding() -> str:
     """Return the times of one token."""
     source = dated("decode-h200")[-1]
@@ -505,8 +519,8 @@ TABLES: Final[Mapping[str, Callable[[], str]]] = {
     table.__name__: table
     for table in (
         whole_models, trends, readme_models, engines, new_shapes, starts, load, regions_of_models, generated_kernels,
-        joined, products, quantized_products, integers, decoding, attention, attention_forms, kernels, convolutions,
-        gates, other_gpus, on_the_cpu, memory, optimizers, decisions,
+        joined, products, quantized_products, float8, integers, decoding, attention, attention_forms, kernels,
+        convolutions, gates, other_gpus, on_the_cpu, memory, optimizers, decisions,
     )
 }  # fmt: skip
 
