@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import blas_threads  # noqa: F401
-import emulated_build
 import onnx
 import pytest
 from exported_models import unpack
@@ -20,7 +19,10 @@ from shared_cubins import shared
 
 from onnxfuse.kernels.gemm import cublaslt
 from onnxfuse.runtime import nvrtc
+from onnxfuse.testing import emulated_build
 from onnxfuse.verify import own_process
+
+emulated_build.header_folders.append(Path(__file__).parent / "native")
 
 
 class Case(Protocol):

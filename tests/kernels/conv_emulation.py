@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 from conv_cases import NUMPY, ConvCase
-from emulated_build import load
-from emulated_launches import pointers_to, value_of
 
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.nvrtc import source_text
 from onnxfuse.runtime.plan import Kernel, Launch, Pointer
+from onnxfuse.testing.emulated_build import load
+from onnxfuse.testing.emulated_launches import pointers_to, value_of
 
 # A GPU stops at a misaligned access; so does the emulation: in its stand-ins, and by these flags everywhere else.
 ALIGNMENT = ("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error")

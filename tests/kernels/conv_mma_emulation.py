@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 from conv_cases import NUMPY, ConvCase
 from conv_emulation import STOOD_IN, placed
-from emulated_build import load
-from emulated_launches import pointers_to, value_of
 
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.nvrtc import kernel_text
 from onnxfuse.runtime.plan import Device, Kernel, Launch, Pointer
+from onnxfuse.testing.emulated_build import load
+from onnxfuse.testing.emulated_launches import pointers_to, value_of
 
 ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 # Of sums in fp32, relative to the sum of their terms' magnitudes; with TF32, two operands are rounded.

@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from emulated_build import load
-from emulated_launches import PARTS, pointers_to, value_of
-
 from onnxfuse.runtime.nvrtc import kernel_text
 from onnxfuse.runtime.plan import Argument, Kernel, Launch, Pointer, TensorMap
+from onnxfuse.testing.emulated_build import load
+from onnxfuse.testing.emulated_launches import PARTS, pointers_to, value_of
 
 STOOD_IN = ("types.cuh", "hopper.cuh", "packed_words.cuh", "gemm_multiply.cuh")  # headers that are replaced
 SHARED = re.compile(r"extern __shared__ __align__\(1024\) (?:unsigned )?char (\w+)\[\];")

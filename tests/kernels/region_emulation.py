@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from emulated_build import load
-from emulated_launches import as_c_plus_plus, emulate, launcher
 from region_drafts import RegionProgram
 from region_texts import headers_and_own
 
@@ -18,6 +16,8 @@ from onnxfuse.runtime.expressions import Expressions
 from onnxfuse.runtime.plan import Device, Kernel, Launch, Plan, TensorSpec
 from onnxfuse.runtime.symint import Trace
 from onnxfuse.runtime.template import concrete, with_sizes
+from onnxfuse.testing.emulated_build import load
+from onnxfuse.testing.emulated_launches import as_c_plus_plus, emulate, launcher
 
 
 def plan_of(program: RegionProgram, device: Device, aligned: bool = True) -> Plan:

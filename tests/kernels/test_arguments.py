@@ -5,11 +5,11 @@ from __future__ import annotations
 import ctypes
 
 import pytest
-from emulated_launches import value_of
 
 from onnxfuse.kernels.head_tensor import HeadTensor
 from onnxfuse.kernels.tensors import float32, int32, int64, struct
 from onnxfuse.runtime.plan import Pointer, Struct
+from onnxfuse.testing.emulated_launches import value_of
 
 
 class Member(ctypes.Structure):

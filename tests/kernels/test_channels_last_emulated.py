@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from architectures import H200
 from channels_last_cases import SMALL, Case
-from emulated_launches import emulate
 from kernel_hosts import host_of
 from sampling import by_parts
 from test_pooling_emulated import onnxruntime
+
+from onnxfuse.testing.emulated_launches import emulate
 
 MOVED = ("depth_to_space", "space_to_depth")
 ELEMENTWISE = [case for case in SMALL if case.fusion in ("channel_scale", "batch_norm_activation", *MOVED)]

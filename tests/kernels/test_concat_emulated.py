@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from architectures import H200
 from concat_cases import SMALL, Case, bits, whole
-from emulated_launches import emulate
 from kernel_hosts import host_of
+
+from onnxfuse.testing.emulated_launches import emulate
 
 DEVICE = dataclasses.replace(H200, multiprocessors=1)  # so that small tensors have threads with several vectors
 

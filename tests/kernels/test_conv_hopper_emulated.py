@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 from architectures import H200
 from conv_cases import ConvCase
-from emulated_build import load
 
 from onnxfuse.kernels.conv import hopper
 from onnxfuse.kernels.gemm.hopper import HopperConfig
 from onnxfuse.runtime.nvrtc import source_text
 from onnxfuse.runtime.plan import Launch, TensorMap
+from onnxfuse.testing.emulated_build import load
 
 RECORD = 10  # numbers of a load, as conv_operands_emulated.h has them
 

@@ -10,7 +10,6 @@ import pytest
 from architectures import A100, H200
 from conv_cases import ConvCase
 from conv_mma_emulation import check_emulated
-from emulated_launches import emulate
 from gate_cases import SqueezeCase, gated_convs, squeezes
 from sampling import sampled
 
@@ -18,6 +17,7 @@ from onnxfuse.kernels.conv import matrix
 from onnxfuse.kernels.gemm import mma
 from onnxfuse.kernels.squeeze_excite import host
 from onnxfuse.runtime.plan import Device
+from onnxfuse.testing.emulated_launches import emulate
 
 EVERY = 9  # of the cases, in a plain run of the tests
 ERRORS = {"float32": 2e-6, "float16": 6e-4, "bfloat16": 4.5e-3}  # of gates, relative to 1 plus their size

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from architectures import A100, H200
-from emulated_launches import NUMPY, emulate
 from kernel_hosts import host_of
 from kernel_references import group_norm_nhwc
 from sampling import sampled
 
 from onnxfuse.runtime.plan import Device, FusedNode, TensorSpec
+from onnxfuse.testing.emulated_launches import NUMPY, emulate
 
 # Vectors of one group, of two, and of several; clusters and chunks of unequal parts; one group; one channel a group, in
 # one row of threads, in several, and in as many as there are elements of a vector.

@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 from architectures import A100, H200, T4
 from attention_cases import HALF_ULP, NUMPY
-from emulated_build import load
-from emulated_launches import as_c_plus_plus, launch, launcher
 from group_query_cases import NUMPY as GROUP_QUERY_NUMPY
 from group_query_cases import PASTS, Case, expected, near, unwritten
 from sampling import sampled
@@ -22,6 +20,8 @@ from sampling import sampled
 from onnxfuse.kernels.attention import host
 from onnxfuse.runtime.nvrtc import kernel_text
 from onnxfuse.runtime.plan import Kernel, Launch, Plan, Pointer, Scalar
+from onnxfuse.testing.emulated_build import load
+from onnxfuse.testing.emulated_launches import as_c_plus_plus, launch, launcher
 
 EXACT = dataclasses.replace(A100, tf32=False)
 # The functions in whose place attention_mma_emulated.h stands: their definitions end at the first brace of a line.

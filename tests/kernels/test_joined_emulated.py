@@ -14,7 +14,6 @@ from conv_cases import ConvCase
 from conv_emulation import placed
 from conv_mma_emulation import launch
 from conv_transpose_cases import SAME, ConvTransposeCase, depthwise, shuffled
-from emulated_launches import emulate
 from joined_cases import KINDS, Build, JoinedCase, MadeCase, case, conv_case
 from region_drafts import NUMPY, RegionProgram
 from sampling import sampled
@@ -35,6 +34,7 @@ from onnxfuse.kernels.gemm.operands import gemm_of
 from onnxfuse.kernels.gemm.pad import Copy, padded, padded_columns
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import Device, FusedNode, Launch, Pointer, TensorSpec
+from onnxfuse.testing.emulated_launches import emulate
 
 SMALL = [case(kind, lead=lead, n=n, k=19) for kind in KINDS for lead, n in (((2, 3), 21), ((1,), 8))]
 SMALL += [case(kind, lead=(2, 3), n=24, k=19) for kind in ("modulated", "reshaped")]

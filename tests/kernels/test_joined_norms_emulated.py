@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 from architectures import H200
-from emulated_launches import emulate
 from joined_cases import GroupNormCase, JoinedCase, NormCase, group_norm_case, norm_case
 from sampling import sampled
 
 from onnxfuse.kernels.norms import host
 from onnxfuse.runtime.plan import Launch
+from onnxfuse.testing.emulated_launches import emulate
 
 CASES = [
     norm_case("modulated", NormCase("layer_norm", (2, 3), 40)),

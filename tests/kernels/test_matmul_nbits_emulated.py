@@ -12,7 +12,6 @@ from architectures import H200, T4
 from conv_emulation import placed
 from conv_mma_emulation import launch as launch_mma
 from conv_mma_emulation import text_of
-from emulated_launches import emulate
 from hopper_emulation import run as run_on_hopper
 from nbits_cases import CASES, NORMALIZED, NUMPY, Case, check_within, stored_arrays
 from sampling import sampled
@@ -22,6 +21,7 @@ from onnxfuse.kernels.matmul_nbits.hopper import HopperConfig
 from onnxfuse.kernels.matmul_nbits.host import candidates
 from onnxfuse.kernels.matmul_nbits.problem import products_of
 from onnxfuse.runtime.plan import Kernel, Launch, Plan, Pointer, TensorSpec
+from onnxfuse.testing.emulated_launches import emulate
 
 EVERY = 25  # of the cases, in a plain run of the tests
 # The functions in whose place nbits_mma_emulated.h stands, and an instruction that only tells the compiler something.

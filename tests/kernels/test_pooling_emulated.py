@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from architectures import A100, H200
-from emulated_launches import NUMPY, emulate
 from kernel_hosts import host_of
 from onnx import TensorProto, helper
 from runtimes import open_on_cpu
@@ -17,6 +16,7 @@ from sampling import sampled
 
 from onnxfuse.kernels.pooling.windows import windows
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
+from onnxfuse.testing.emulated_launches import NUMPY, emulate
 
 OPERATORS = {"max_pool": "MaxPool", "average_pool": "AveragePool", "global_average_pool": "GlobalAveragePool"}
 

@@ -9,13 +9,13 @@ import hopper_emulation
 import numpy as np
 import pytest
 from architectures import H200
-from emulated_launches import launch, library
 from quantized_cases import NUMPY, SAME, Case
 from sampling import sampled
 
 from onnxfuse.ir.dtypes import FLOAT8
 from onnxfuse.kernels.quantized.host import candidates
 from onnxfuse.runtime.plan import Launch, Plan, Pointer
+from onnxfuse.testing.emulated_launches import launch, library
 
 OWN = ("quantized_gemm", "quantized_conv")  # kernels that run by the instructions of Hopper
 CASES = [

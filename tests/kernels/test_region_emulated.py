@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from architectures import H200
-from emulated_launches import emulate
 from region_cases import all_cases, edges, maps, models, numbers, one
 from region_drafts import NUMPY, RegionProgram, check, made
 from region_emulation import plan_of, results
@@ -25,6 +24,7 @@ from small_tilings import small_tilings
 from onnxfuse.kernels.region import host
 from onnxfuse.region_operators import REDUCTIONS
 from onnxfuse.runtime.plan import Launch
+from onnxfuse.testing.emulated_launches import emulate
 
 GPU = dataclasses.replace(H200, multiprocessors=2)  # so that few elements are planned for like many
 AT_ONCE = 60  # programs of one compilation

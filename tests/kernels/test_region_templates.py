@@ -77,7 +77,7 @@ def of_sizes(name: str, sizes: Sequence[int]) -> RegionProgram:
 
 
 def test_plans_of_templates_at_other_sizes(tmp_path: Path) -> None:
-    from emulated_launches import emulate
+    from onnxfuse.testing.emulated_launches import emulate
 
     wanted = []
     for name, (dynamic, _) in DYNAMIC.items():

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 from architectures import H200
-from emulated_launches import NUMPY, emulate
 from kernel_hosts import host_of
 from onnx import TensorProto, helper
 from runtimes import open_on_cpu
@@ -16,6 +15,7 @@ from sampling import by_parts
 
 from onnxfuse.kernels.resize.host import COORDINATES, NEAREST
 from onnxfuse.runtime.plan import FusedNode, TensorSpec
+from onnxfuse.testing.emulated_launches import NUMPY, emulate
 
 
 def onnxruntime(x: np.ndarray, sizes: dict[str, list[float]], attributes: dict[str, Any]) -> np.ndarray:

@@ -11,13 +11,13 @@ import pytest
 from architectures import H200, T4
 from conv_emulation import placed
 from conv_mma_emulation import launch as launch_mma
-from emulated_launches import launch, library
 from kernel_hosts import host_of
 from sampling import sampled
 from selection_cases import EMPTY, FLOATS, QUANTIZED, Case
 from test_matmul_nbits_emulated import _with_mma
 
 from onnxfuse.runtime.plan import Device, Launch, Plan, Pointer
+from onnxfuse.testing.emulated_launches import launch, library
 
 pytestmark = pytest.mark.usefixtures("no_cublaslt")
 STREAMED, BY_MMA = "gemm_stream", "nbits_mma"

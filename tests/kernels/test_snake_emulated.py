@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from architectures import H200, T4, check_compiles
-from emulated_launches import emulate
 from kernel_hosts import host_of
 from outside import install_example, site
 from sampling import by_parts, part_of, sampled
@@ -15,6 +14,7 @@ from snake_cases import TOLERANCE, Snake, cases, check
 from template_checks import concrete_plan, template_of
 
 from onnxfuse.runtime.plan import Device, Kernel, Launch, Plan, TensorSpec
+from onnxfuse.testing.emulated_launches import emulate
 
 __all__ = ["site"]
 pytestmark = pytest.mark.usefixtures("example")

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 from architectures import A100, DEVICES, H200, T4, check_compiles, to_compile
-from emulated_launches import NUMPY, emulate
 from sampling import by_parts, sampled
 from template_checks import check_template, concrete_plan, template_of
 from test_pooling_emulated import onnxruntime as pooled
@@ -19,6 +18,7 @@ from test_resize_emulated import onnxruntime as resized
 
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, TensorSpec
 from onnxfuse.runtime.template_words import words_of
+from onnxfuse.testing.emulated_launches import NUMPY, emulate
 
 GPUS = [H200, A100, T4]
 MAX_KERNELS = 4

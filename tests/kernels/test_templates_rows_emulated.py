@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from architectures import A100, H200
-from emulated_launches import emulate
 from kernel_hosts import first_plan
 from row_template_cases import TemplateCase, all_cases, sizes_by_variant
 from sampling import sampled
 from template_checks import concrete_plan
 
 from onnxfuse.runtime.plan import FusedNode, TensorSpec
+from onnxfuse.testing.emulated_launches import emulate
 
 MULTIPROCESSORS = 2  # so that few rows are planned for like many
 ELEMENTS = 1 << 14  # of a tensor, at most

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from architectures import H200
 from documents import ROOT, blocks
-from emulated_launches import NUMPY, emulate
 from kernel_hosts import host_of
 from outside import site
 
 from onnxfuse.runtime.kernel_folders import add_kernels
 from onnxfuse.runtime.plan import FusedNode, TensorSpec
+from onnxfuse.testing.emulated_launches import NUMPY, emulate
 
 __all__ = ["site"]
 # A row shorter than the block, rows as long, and one longer; the tolerance is relative to the largest element.

@@ -1,4 +1,4 @@
-"""Run the kernels of a plan on a CPU: their own sources, compiled as C++ with tests/native/blocks_emulated.h.
+"""Run the kernels of a plan on a CPU: their own sources, compiled as C++ with native/blocks_emulated.h.
 
 It shows wrong indices, and what is read before it is written; it cannot show how fast a kernel is.
 """
@@ -13,10 +13,10 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from emulated_build import load
 
 from onnxfuse.runtime.nvrtc import kernel_text
 from onnxfuse.runtime.plan import Argument, Kernel, Launch, Plan, Pointer, Scalar, Struct, TensorSpec
+from onnxfuse.testing.emulated_build import load
 
 NUMPY = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 REPLACED = ("types.cuh", "packed_words.cuh", "cluster.cuh")  # headers in whose place blocks_emulated.h stands
