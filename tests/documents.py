@@ -39,6 +39,8 @@ NOT_RUN = {  # beginnings of commands, and why no test runs them
     "python docs/site/tables.py": "test_docs.py compares what it writes",
     "python examples/cpp/build_example.py": "test_cpp_example.py builds and runs the program",
     "./run_model": "test_cpp_example.py builds and runs the program",
+    "TRITON_INTERPRET=1 python check.py": "tests/kernels/test_triton_kernels.py does, where Triton is",
+    "onnxfuse compile pairs_fused.onnx": "tests/kernels/test_triton_kernels.py does, where Triton is",
     "python vocoder.py": "test_packages.py does, before the other commands of that page",
     "onnxfuse optimize model.onnx half.onnx": "tests/half does, with models of its own",
     "python benchmarks/ort_kernels.py": "it reads the registry of onnxruntime-gpu",

@@ -18,10 +18,12 @@ DIGEST_BYTES: Final = 32  # size of the SHA-256 that precedes the code in a file
 
 
 def cached_cubin(kernel: Kernel, arch: int) -> bytes:
-    """Return a kernel's machine code for compute capability `arch`; compile it unless the cache has it.
+    """Return a kernel's machine code for compute capability `arch`; compile it unless the kernel or the cache has it.
 
     If the cache folder cannot be written to, nothing is cached.  Raises KernelError if the kernel does not compile.
     """
+    if kernel.code:
+        return kernel.code
     path = _path(kernel, arch)
     if path and (code := _read(path)):
         return code
@@ -32,9 +34,9 @@ def cached_cubin(kernel: Kernel, arch: int) -> bytes:
 
 
 def is_cached(kernel: Kernel, arch: int) -> bool:
-    """Return whether the cache has a kernel's machine code; whether the file is undamaged is not checked."""
-    path = _path(kernel, arch)
-    return path is not None and path.is_file()
+    """Return whether a kernel has machine code, or the cache has it; whether the file is undamaged is not checked."""
+    path = None if kernel.code else _path(kernel, arch)
+    return bool(kernel.code) or (path is not None and path.is_file())
 
 
 def _path(kernel: Kernel, arch: int) -> Path | None:

@@ -39,7 +39,7 @@ class _Module:
         native.load().onnxfuse_unload(self.ordinal, self.handle)
 
 
-KernelKey = tuple[int, str, tuple[str, ...], str]  # GPU, entry, flags and source
+KernelKey = tuple[int, str, tuple[str, ...], str | bytes]  # GPU, entry, flags, and source or machine code
 _loaded: weakref.WeakValueDictionary[KernelKey, LoadedKernel] = weakref.WeakValueDictionary()
 _recent: deque[LoadedKernel] = deque(maxlen=MAX_UNUSED_KERNELS)
 _turns: Final[dict[KernelKey, threading.Lock]] = {}  # locks of kernels that are being compiled
@@ -90,7 +90,7 @@ def is_compiled(kernel: Kernel, ordinal: int) -> bool:
 
 
 def _key(kernel: Kernel, ordinal: int) -> KernelKey:
-    return ordinal, kernel.entry, (arch_name(kernel, 0), *compile_flags(kernel)), kernel_text(kernel)
+    return ordinal, kernel.entry, (arch_name(kernel, 0), *compile_flags(kernel)), kernel.code or kernel_text(kernel)
 
 
 def machine_code(kernel: Kernel, device: Device) -> bytes:

@@ -241,7 +241,7 @@ def load_all(
 def _length(kernel: Kernel) -> int:
     """Return the length of a kernel's source, to which its compile time is roughly proportional."""
     try:
-        return len(kernel_text(kernel))
+        return 0 if kernel.code else len(kernel_text(kernel))
     except KernelError:  # compiling the kernel later raises the same error
         return 0
 

@@ -135,18 +135,19 @@ class FusedNode:
 
 @dataclass(frozen=True)
 class Kernel:
-    """An entry point of a .cu file or of generated CUDA source, with its compile-time constants."""
+    """An entry point of a .cu file, of generated CUDA source or of machine code, with its compile-time constants."""
 
-    source: str  # the stem of the .cu file, or the name that messages use for `text`
+    source: str  # the stem of the .cu file, or the name that messages use for `text` and `code`
     entry: str
     defines: Mapping[str, int | float | str] = field(default_factory=dict)
     arch_specific: bool = False  # needs instructions that only one architecture has, such as sm_90a
     text: str = ""  # generated source, used instead of the .cu file; it may include onnxfuse's headers
+    code: bytes = field(default=b"", repr=False)  # machine code for the device instead of a source: triton_kernels.py
 
     @property
     def key(self) -> str:
         """A text that is equal for equal kernels."""
-        own = (hashlib.sha256(self.text.encode()).hexdigest(),) if self.text else ()
+        own = (hashlib.sha256(self.code or self.text.encode()).hexdigest(),) if self.code or self.text else ()
         return repr((self.source, self.entry, sorted(self.defines.items()), self.arch_specific, *own))
 
 

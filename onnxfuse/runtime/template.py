@@ -78,7 +78,7 @@ class Template:
     @property
     def kernels(self) -> list[Kernel]:
         """The different kernels of all variants (plans for ranges of sizes), in a fixed order."""
-        return list({repr(kernel): kernel for each in self.variants for kernel in each.kernels}.values())
+        return list({kernel.key: kernel for each in self.variants for kernel in each.kernels}.values())
 
     def chosen(self, sizes: Sequence[int]) -> Variant | None:
         """Return the variant (plan) that the native library uses for these sizes; None if none is correct for them."""

@@ -44,7 +44,8 @@ def check_kernels(
     """Run the kernels of a fused model's nodes on the CPU, at their inputs in a run, and compare them with the bodies.
 
     Sources in CUDA are compiled as C++ (which needs g++ or clang++), with emulated blocks, shared memory, barriers and
-    shuffles. Every plan that a host offers runs; outputs are NaN before, and nothing around them may change. Fast
+    shuffles. `@triton.jit` functions run in Triton's interpreter, which needs TRITON_INTERPRET=1 before Triton is
+    imported. Every plan that a host offers runs; outputs are NaN before, and nothing around them may change. Fast
     arithmetic, races and instructions of tensor cores are not emulated, so that a GPU remains the last judge.
 
     feeds    the model's inputs

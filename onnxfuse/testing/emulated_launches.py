@@ -17,6 +17,7 @@ import numpy as np
 from onnxfuse.runtime.nvrtc import kernel_text
 from onnxfuse.runtime.plan import Argument, Kernel, Launch, Plan, Pointer, Scalar, Struct, TensorSpec
 from onnxfuse.testing.emulated_build import load
+from onnxfuse.testing.triton_interpreter import interpret
 
 NUMPY = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 REPLACED = ("types.cuh", "packed_words.cuh", "cluster.cuh")  # headers in whose place blocks_emulated.h stands
@@ -96,6 +97,9 @@ def emulate(
     buffers = {"input": read, "output": written, "scratch": scratch}
     for step in plan.steps:
         assert isinstance(step, Launch)
+        if ":" in step.kernel.source:
+            interpret(step, lambda to: buffers[to.kind][to.index][1])
+            continue
         launch(step, find(step.kernel, folder), lambda to: buffers[to.kind][to.index][1].ctypes.data + to.offset)
     for whole, view in written:
         start = view.ctypes.data - whole.ctypes.data
