@@ -7,12 +7,17 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-import triton
+from onnxfuse.errors import KernelError, MissingPackageError, described
+from onnxfuse.runtime.plan import Device, Kernel, Launch, Pointer, Scalar, TensorSpec
+
+try:
+    import triton
+except ImportError as error:
+    message = f"a kernel in Triton is planned, and Triton is not installed ({error}); pip install triton"
+    raise MissingPackageError(message) from error
+
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-
-from onnxfuse.errors import KernelError, described
-from onnxfuse.runtime.plan import Device, Kernel, Launch, Pointer, Scalar, TensorSpec
 
 WARP: Final = 32
 ALIGNMENT: Final = [["tt.divisibility", 16]]  # lets Triton read and write vectors of 16 bytes

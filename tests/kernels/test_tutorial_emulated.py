@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ from documents import ROOT, blocks
 from kernel_hosts import host_of
 from outside import site
 
+from onnxfuse.errors import MissingPackageError
 from onnxfuse.runtime.kernel_folders import add_kernels
 from onnxfuse.runtime.plan import FusedNode, TensorSpec
 from onnxfuse.testing.emulated_launches import NUMPY, emulate
@@ -47,3 +50,10 @@ def test_the_kernel_computes_what_the_page_says(dtype: str, tmp_path: Path) -> N
     exact = x.astype(np.float64)
     expected = exact / np.maximum(np.sqrt((exact**2).sum(-1, keepdims=True)), EPSILON)
     assert np.abs(y.astype(np.float64).reshape(shape) - expected).max() <= tolerance * np.abs(expected).max()
+
+
+def test_planning_a_triton_kernel_without_triton_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "onnxfuse.runtime.triton_kernels", raising=False)
+    with pytest.raises(MissingPackageError, match="pip install triton"):
+        importlib.import_module("onnxfuse.runtime.triton_kernels")
