@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -68,6 +69,14 @@ def test_a_model_that_is_fused_already() -> None:
     lines = text_of(optimize(fused, verify=False)[1])
     assert "Nothing was fused; 3 nodes are fused already." in lines
     assert not any("Layout" in line for line in lines)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_fused_model_has_one_estimate(name: str) -> None:
+    """The traffic after fusing is the traffic before fusing again, though the sizes of bodies are not recorded."""
+    model, report = optimize(model_of(name), verify=False)
+    del model.graph.value_info[:]
+    assert replace(optimize(model, verify=False)[1].before, flops=0) == replace(report.after, flops=0)
 
 
 # --- near misses ---------------------------------------------------------------------------------------------------

@@ -9,10 +9,13 @@ from onnxfuse.algebra.operators import FREE
 from onnxfuse.algebra.sizes import UNKNOWN, symbol, symbols
 from onnxfuse.analysis.flops import count_flops
 from onnxfuse.analysis.gathered_tables import gathered_tables
+from onnxfuse.analysis.shape_inference import read_and_infer
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.analysis.tensor_bytes import assumed_number, item_bytes, tensor_bytes
 from onnxfuse.ir.attributes import int_attribute
+from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.inline_functions import inline_functions
 from onnxfuse.ir.node import Tensor, op_of
 
 
@@ -34,16 +37,21 @@ class Traffic:
 def estimate_traffic(graph: Graph, shapes: ShapeInfo) -> Traffic:
     """Return the traffic of a graph; dynamic dims get assumed sizes.
 
-    A tensor of unknown rank or dtype counts as 0 bytes.
+    A tensor of unknown rank or dtype counts as 0 bytes.  Outputs of nodes that were fused when the model was read have
+    the shapes that the bodies of the nodes give them, so that a fused model gets the same estimate whenever it is read.
     """
     total, launches, flops = 0, 0, 0
+    inside = _with_bodies(graph)
+    computed = {tensor.name: tensor for node in inside.graph.nodes for tensor in node.outputs} if inside else {}
     sizes: dict[object, int] = {}
     bodies = {f"{f.domain}::{f.name}": f for f in graph.functions}
 
     def size_of(tensor: Tensor, first_axis: int = 0) -> int:
-        key = shapes.shape(tensor), shapes.dtype(tensor), first_axis
+        known = inside if inside and tensor.name in computed else shapes
+        named = computed.get(tensor.name, tensor)
+        key = known.shape(named), known.dtype(named), first_axis
         if key not in sizes:
-            sizes[key] = tensor_bytes(shapes, *key)
+            sizes[key] = tensor_bytes(known, *key)
         return sizes[key]
 
     for node in graph.nodes:
@@ -60,6 +68,16 @@ def estimate_traffic(graph: Graph, shapes: ShapeInfo) -> Traffic:
         total += sum(moved.values())
         flops += assumed_number(shapes, count_flops(shapes, node) or 0)
     return Traffic(total, launches, flops, _assumed_sizes(graph, shapes))
+
+
+def _with_bodies(graph: Graph) -> ShapeInfo | None:
+    """Return the facts about the tensors of the model as it was read, with the bodies of its fused nodes inlined.
+
+    None if the model had no fused nodes.
+    """
+    if not any(function.domain == DOMAIN for function in graph.model.functions):
+        return None
+    return read_and_infer(inline_functions(graph.model, fused=True).model, graph.folder)
 
 
 def _assumed_sizes(graph: Graph, shapes: ShapeInfo) -> dict[str, int]:
