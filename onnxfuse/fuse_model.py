@@ -518,18 +518,17 @@ def form_regions(work: Work) -> None:
             made = assign_regions(work.joining, known)
         known = _standing(graph, known)  # without the fused nodes that became parts of regions
     write_deferred(work.shapes)
-    if work.settings.regions:
-        if work.joining.left:
-            last = [fusion for fusion in work.settings.fusions if fusion.last]
-            rest = fuse(graph, work.shapes, last, work.selection).fused
-            known = (*known, *rest)
-            fusing = replace(fusing, remaining=fusing.remaining.difference(*(one.replaces for one in rest)))
-        after = work.traffic()
+    if work.settings.regions and work.joining.left:
+        last = [fusion for fusion in work.settings.fusions if fusion.last]
+        rest = fuse(graph, work.shapes, last, work.selection).fused
+        known = (*known, *rest)
+        fusing = replace(fusing, remaining=fusing.remaining.difference(*(one.replaces for one in rest)))
     records = {one.node: one for one in (*known, *made.fused)}
     if work.settings.regions:
         with step(REGIONS):
             records |= {one.node: one for one in fuse_prologues(work.joining, records)}
         records = {one.node: one for one in _standing(graph, records.values())}
+        after = work.traffic()
     fusing = replace(fusing, fused=tuple(records.values()))
     left = work.found.left
     if work.settings.operators != "standard":  # other runtimes have no operators of com.microsoft, and no regions

@@ -37,7 +37,7 @@ def show_regions(path: Path, node: str | None, cuda: bool, arch: str) -> Iterato
     """
     calls = [call for call in read_calls(read_model(path)) if call.node.fusion == REGION or is_joined(call.node)]
     if not calls:
-        raise UsageError(f"'{path}' has no regions; `onnxfuse optimize --regions` makes them")
+        raise UsageError(f"'{path}' has no regions; `onnxfuse optimize` makes them of what no pattern names")
     if node is None:
         return map(printable, _summaries(calls))
     call = _named(calls, node)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -10,16 +12,19 @@ from typing import Literal
 import numpy as np
 import onnx
 import pytest
-from exported_models import load_exported
+from exported_models import load_exported, read, read_index
+from sampling import sampled
 from test_choices import TWO_BRANCHES
 from test_cli import run
 from test_optimize import BLOCK, parse
 from test_report import EVERYTHING, GELU_OF_ANOTHER_ROOT, text_of
 
 from onnxfuse import optimize
+from onnxfuse.cli import terminal
 from onnxfuse.half.result import half_lines
 from onnxfuse.inspection.inspect_model import inspect_model
 from onnxfuse.ir.protos import count_nodes, nodes
+from onnxfuse.printing import counted
 from onnxfuse.report.lines import verification_lines
 from onnxfuse.report.sections import fate_counts
 from onnxfuse.verify.accepted import KEY
@@ -214,3 +219,55 @@ def test_verify_accepts_the_tolerance_that_optimize_was_given() -> None:
     assert [each.tolerance for each in (*report.verified.outputs, *found.outputs)] == [0.25, 0.25]
     assert report.verified.outputs[0].set_by == "the given tolerance"
     assert found.outputs[0].set_by == "the tolerance that `optimize` was given"
+
+
+# --- all commands --------------------------------------------------------------------------------------------------
+
+ARCHITECTURES = {name.split("_")[0]: name for name in sorted(read_index(), reverse=True)}  # one model of each
+QUOTED = re.compile(r" *\d* *\|")  # begins a line of code that `explain` shows
+
+
+@pytest.fixture
+def columns() -> Iterator[int]:
+    """Print as a terminal of this many columns would."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "100")
+        terminal.console.cache_clear()
+        yield 100
+    terminal.console.cache_clear()
+
+
+@pytest.mark.parametrize("name", sampled(ARCHITECTURES.values(), 4))
+def test_all_commands_agree_about_a_model(name: str, columns: int, tmp_path: Path, monkeypatch) -> None:
+    """Numbers of nodes, estimates and verdicts are the same everywhere, and no line is wider than the terminal."""
+    monkeypatch.chdir(tmp_path)
+    Path("given.onnx").write_bytes(read(name))
+
+    def printed(command: str, code: int = 0) -> str:
+        done = run(*command.split())
+        lines = done.stdout.splitlines()
+        assert done.exit_code == code, done.output
+        assert [line for line in lines if len(line.rstrip()) > columns and not QUOTED.match(line)] == []
+        return done.stdout
+
+    def row(text: str, what: str) -> list[str]:
+        """Return the cells of the row `what` of the first table, which are two columns apart."""
+        return re.split(r"  +", next(line for line in text.splitlines() if line.startswith(what)).strip())[1:]
+
+    first = printed("optimize given.onnx fused.onnx --all --report report.json")
+    report = json.loads(Path("report.json").read_text())
+    again = printed("optimize fused.onnx again.onnx --verify quick")
+    for what in "nodes", "kernel launches", "memory traffic":
+        assert row(again, what) == [row(first, what)[1]] * 2
+    nodes_before, nodes_after = (int(each.replace(",", "")) for each in row(first, "nodes"))
+    for file, count in ("given", nodes_before), ("fused", nodes_after):
+        assert re.search(rf"^{count:,} operators? of ", printed(f"inspect {file}.onnx --all"), re.MULTILINE)
+    fused = len(report["fused"])
+    assert f"Nothing was fused; {counted(fused, 'node is', 'nodes are')} fused already." in again
+    assert printed("plan given.onnx -o plan.json").startswith(counted(fused, "match", "matches"))
+    assert printed("verify given.onnx fused.onnx").rstrip().endswith("equal")
+    assert printed("unfuse fused.onnx plain.onnx --no-verify").startswith(f"Nodes: {nodes_after:,} -> ")
+    has_regions = any(a.name == "program" for node in nodes(onnx.load("fused.onnx").graph) for a in node.attribute)
+    printed("show region fused.onnx", 0 if has_regions else 2)
+    printed("explain given.onnx")
+    assert "Nearly fused" not in again and "nearly fused" not in printed("inspect fused.onnx")

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from onnxfuse.cli.options import examples, file_path, patterns_option
-from onnxfuse.cli.terminal import console, echo, show_tracebacks, shown_progress
+from onnxfuse.cli.terminal import console, show_text, show_tracebacks, shown_progress
 
 
 @click.command(
@@ -56,14 +56,14 @@ def explain_command(source: Path, fusion: str | None, node: str | None, limit: i
     if node and (sentence := where_fused(result.fused_of_model, node)):
         console().print(escape(sentence))
         for text in why_channels_first(result, node=node):
-            echo(text)
+            show_text(text)
         return
     shown = explanations(result, fusion, node)
     for text in shown[:limit]:
-        echo(text)
+        show_text(text)
     if not shown:
         done = sum(fusion in (None, one.fusion) for one in result.fused)
         count = counted(done, "fused node was made", "fused nodes were made")
-        echo(f"Nothing {'else ' if done else ''}comes near; {count}.")
+        show_text(f"Nothing {'else ' if done else ''}comes near; {count}.")
     elif len(shown) > limit:
-        echo(f"{len(shown) - limit} more; --limit {len(shown)} shows all.")
+        show_text(f"{len(shown) - limit} more; --limit {len(shown)} shows all.")

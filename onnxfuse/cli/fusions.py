@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from onnxfuse.cli.options import examples, file_path, patterns_option
-from onnxfuse.cli.terminal import console, echo
+from onnxfuse.cli.terminal import console, echo, show_text
 from onnxfuse.errors import UsageError
 
 
@@ -100,4 +100,4 @@ def _show_regions(fusion: str, model: Path | None, node: str | None, cuda: bool,
         raise UsageError("give the fused model that has the region, as in `onnxfuse show region fused.onnx`")
     if cuda and node is None:
         raise UsageError("--cuda is of one region; name it with --node")
-    echo("\n".join(show_regions(model, node, cuda, arch)))
+    (show_text if node is None else echo)("\n".join(show_regions(model, node, cuda, arch)))

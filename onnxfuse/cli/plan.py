@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from onnxfuse.cli.options import checked_target, examples, file_path, fusing_options, given_regions
-from onnxfuse.cli.terminal import console, show_tracebacks, shown_progress
+from onnxfuse.cli.terminal import show_text, show_tracebacks, shown_progress
 
 if TYPE_CHECKING:
     from onnxfuse.layout.conversion import Layout
@@ -42,7 +42,7 @@ def plan_command(
     no region and no layout takes them.  For `optimize --emit standard`, give --no-regions --layout nchw here.
     """
     from onnxfuse.optimizer import find_matches
-    from onnxfuse.printing import counted, escape
+    from onnxfuse.printing import counted
 
     checked_target(source, target)
     with shown_progress() as progress:
@@ -53,10 +53,7 @@ def plan_command(
     choices.write(target)
     counts = Counter(one.fusion for one in choices.matches)
     listed = ", ".join(f"{count} {fusion}" for fusion, count in sorted(counts.items()))
-    message = (
-        f"{counted(len(choices.matches), 'match', 'matches')} in '{escape(str(target))}': {escape(listed or 'none')}"
-    )
-    console().print(message, highlight=False, soft_wrap=True)
+    show_text(f"{counted(len(choices.matches), 'match', 'matches')} in '{target}': {listed or 'none'}")
     for one in choices.left_out:
-        console().print(f"Left out: {escape(str(one))}", highlight=False, soft_wrap=True)
+        show_text(f"Left out: {one}")
     show_tracebacks(choices.left_out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 import sys
 import threading
 import time
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 SECONDS_WITHOUT_PROGRESS: Final = 2.0  # a progress bar appears after this many seconds
 SECONDS_BETWEEN_LINES: Final = 10.0  # between lines of progress in a pipe or a file
+SOURCE: Final = re.compile(r" *\d* *\|")  # begins a line of code that an explanation quotes
 UNLIMITED: Final = 100_000  # columns; output into a pipe or a file is not wrapped
 
 
@@ -45,6 +47,18 @@ def console(stderr: bool = False) -> Console:
 def echo(text: str, err: bool = False) -> None:
     """Print lines without markup, on stdout or stderr."""
     click.echo(printable(text, keep="\n"), err=err)
+
+
+def show_text(text: str) -> None:
+    """Print lines without markup; on a terminal, a long one goes on under its first word, unless it is source code."""
+    from onnxfuse.printing import Line, escape
+
+    for line in text.splitlines():
+        words = line.lstrip()
+        if SOURCE.match(line):
+            echo(line)
+        else:
+            console().print(Line(escape(words), line[: len(line) - len(words)]))
 
 
 def make_safe() -> None:

@@ -119,7 +119,7 @@ def test_show_prints_the_kernels_of_a_region(fused: Path) -> None:
         (["region", "MODEL", "--cuda"], "--cuda is of one region; name it with --node"),
         (["region", "MODEL", "--node", "z", "--cuda", "--arch", "90"], "'90' is no compute capability"),
         (["softmax", "MODEL"], "only the regions of a model are shown, not its nodes of 'softmax'"),
-        (["region", "PLAIN"], "has no regions; `onnxfuse optimize --regions` makes them"),
+        (["region", "PLAIN"], "has no regions; `onnxfuse optimize` makes them of what no pattern names"),
     ],
 )  # fmt: skip
 def test_show_says_what_is_wrong(arguments: list[str], sentence: str, fused: Path, model: Path) -> None:
