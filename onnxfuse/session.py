@@ -389,8 +389,8 @@ class _Nodes:
             dispatches.append(NodeDispatch(call.node.name, call.node.fusion, how, why or f"{where}{file}{measured}"))
         level = logging.WARNING if isinstance(target, NoTarget) and target.asked else logging.INFO
         for (fusion, how, why), count in Counter((each.fusion, each.how, each.why) for each in dispatches).items():
-            what = "kernels" if how == "kernel" else "their body"
-            log.log(level, "%s: %d nodes run as %s (%s)", fusion, count, what, why)
+            what = "kernels" if how == "kernel" else "bodies"
+            log.log(level, "%s: %s run %d node%s (%s)", fusion, what, count, "s" * (count > 1), why)
         return tuple(dispatches)
 
 

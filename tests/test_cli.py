@@ -344,7 +344,8 @@ def test_explain_shows_the_source_and_the_node(tmp_path: Path) -> None:
 
 def test_explain_says_where_a_node_went(block: Path) -> None:
     result = run("explain", block, "--node", "biased")
-    assert result.stdout == "'biased' is part of the gemm_bias_activation node 'active/gemm_bias_activation'\n"
+    words = ["'biased'", "is", "part", "of", "the", "gemm_bias_activation", "node", "'active/gemm_bias_activation'"]
+    assert result.stdout.split() == words  # broken into lines at 80 columns
 
 
 POOLED = """g (float[n,8,h,w] x) => (float[n,8,h,w] y, float[n,8,p,q] z)
@@ -921,3 +922,45 @@ def test_a_report_replaces_no_model(block: Path, tmp_path: Path) -> None:
 def test_nan_is_no_number_above_0(option: str, tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["optimize", str(tmp_path / "m.onnx"), "--dry-run", option, "nan"])
     assert result.exit_code == 2
+
+
+# --- JSON, -q and -v ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keys"),
+    [
+        ("inspect BLOCK", {"name", "inputs", "operators", "findings", "misfits"}),
+        ("verify BLOCK BLOCK", {"status", "outputs", "reason"}),
+        ("explain BLOCK", {"explanations"}),
+        ("explain BLOCK --node y", {"explanations"}),
+        ("list", {"layer_norm", "region"}),
+        ("list --rules", {"masks", "roots"}),
+        ("env", {"onnxfuse", "GPU", "misfits"}),
+    ],
+)
+def test_json_says_what_the_text_says(arguments: str, keys: set[str], block: Path) -> None:
+    """With --quiet nothing else is printed."""
+    words = [str(block) if word == "BLOCK" else word for word in arguments.split()]
+    plain, quiet = run(*words, "--json"), run("-q", *words, "--json")
+    assert keys <= json.loads(plain.stdout).keys()
+    assert (plain.exit_code, quiet.stdout, quiet.stderr) == (run(*words).exit_code, plain.stdout, "")
+
+
+@pytest.mark.parametrize(
+    "line", ["-q optimize BLOCK OUT", "optimize BLOCK OUT -q", "verify BLOCK BLOCK --quiet", "list -q"]
+)
+def test_quiet_commands_print_errors_alone(line: str, block: Path, tmp_path: Path) -> None:
+    names = {"BLOCK": str(block), "OUT": str(tmp_path / "out.onnx")}
+    done = run(*(names.get(word, word) for word in line.split()))
+    assert (done.exit_code, done.stdout, done.stderr) == (DONE, "", "")
+    assert "no.onnx" in error_line(run("-q", "verify", "no.onnx", block))
+    assert run("list").stdout
+
+
+def test_verbose_commands_print_the_log(block: Path, tmp_path: Path) -> None:
+    run("optimize", block, tmp_path / "fused.onnx")
+    arguments = ["bench", tmp_path / "fused.onnx", "--no-ops", "--runs", "2"]
+    assert "layer_norm: bodies run 1 node (the session does not use" in run("-v", *arguments).stderr
+    assert "bodies run" not in run(*arguments).stderr
+    assert "Fused nodes ran as their bodies" in run("bench", block, "--runs", "2").stdout

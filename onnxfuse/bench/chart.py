@@ -67,6 +67,9 @@ def draw(result: Bench, path: Path) -> None:
         _picture(result, path)
 
 
+BODIES_RAN: Final = "Fused nodes ran as their bodies, in onnxruntime's operators, as they do without a GPU."
+
+
 # --- the terminal ----------------------------------------------------------------------------------------------------
 
 
@@ -78,6 +81,7 @@ def tables(result: Bench) -> Group:
               for each in result.contenders if each.reason]  # fmt: skip
     parts += [Line(f"Operators were not timed alone: {escape(result.ops_error)}")] if result.ops_error else []
     fused = [op for op in result.ops if op.how != UNFUSED]
+    parts += [] if on_gpu else [Line(BODIES_RAN)]
     others = [op for op in result.ops if op.how == UNFUSED]
     return Group(*parts, *(_ops(fused, on_gpu) if fused else []), *(_others(fused, others) if others else []))
 
@@ -134,7 +138,7 @@ def _others(fused: Sequence[OpTime], others: Sequence[OpTime]) -> list[Renderabl
         known = any(op.seconds is not None for op in each)
         table.add_row(cell(kind), str(sum(len(op.nodes) for op in each)), _us(totals[kind]) if known else "not alone")
     sums = 1e6 * total_of(fused), 1e6 * total_of(others)
-    return ["", table, "Together, each alone: fused {:.0f} us, others {:.0f} us".format(*sums)]
+    return ["", table, "Together, each alone: fused {:.1f} us, others {:.1f} us".format(*sums)]
 
 
 def total_of(ops: Sequence[OpTime]) -> float:

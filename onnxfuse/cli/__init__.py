@@ -23,7 +23,7 @@ from onnxfuse.cli.fusions import list_command, show_command
 from onnxfuse.cli.inspect import inspect_command
 from onnxfuse.cli.optimize import optimize_command
 from onnxfuse.cli.plan import plan_command
-from onnxfuse.cli.terminal import console, debug_option, echo, is_debugging, was_printing
+from onnxfuse.cli.terminal import console, echo, is_debugging, shared_options, was_printing
 from onnxfuse.cli.tune import tune_command
 from onnxfuse.cli.unfuse import unfuse_command
 from onnxfuse.cli.verify import verify_command
@@ -82,7 +82,7 @@ def main() -> None:
     """Fuse the subgraphs of an ONNX model that one kernel could run."""
 
 
-main.params.append(debug_option)
+main.params.extend(shared_options)
 
 for command in (
     bench_command,
@@ -99,5 +99,5 @@ for command in (
     unfuse_command,
     verify_command,
 ):
-    command.params.append(debug_option)
+    command.params.extend(shared_options)
     main.add_command(command)

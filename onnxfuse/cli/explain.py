@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from onnxfuse.cli.options import examples, file_path, patterns_option
-from onnxfuse.cli.terminal import console, show_text, show_tracebacks, shown_progress
+from onnxfuse.cli.terminal import json_option, print_json, show_text, show_tracebacks, shown_progress
 
 
 @click.command(
@@ -23,7 +24,10 @@ from onnxfuse.cli.terminal import console, show_text, show_tracebacks, shown_pro
 @click.option("--node", help="Show only what was tried around this node.")
 @click.option("--limit", type=click.IntRange(0), default=5, show_default=True, help="How many misses to show.")
 @patterns_option
-def explain_command(source: Path, fusion: str | None, node: str | None, limit: int, patterns: tuple[Path, ...]) -> None:
+@json_option
+def explain_command(
+    source: Path, fusion: str | None, node: str | None, limit: int, patterns: tuple[Path, ...], as_json: bool
+) -> None:
     """Show where SOURCE nearly matches a fusion or a rule.
 
     Each miss names the node that differs, what was found and what the fusion requires.  For the fusion region, and for
@@ -35,7 +39,7 @@ def explain_command(source: Path, fusion: str | None, node: str | None, limit: i
     from onnxfuse.ir.inline_functions import inline_functions
     from onnxfuse.ir.load import load
     from onnxfuse.layout.fusions import LAYOUT_FUSIONS
-    from onnxfuse.printing import counted, escape
+    from onnxfuse.printing import counted
     from onnxfuse.rewrite.replace import REGION
     from onnxfuse.rules import RULES
 
@@ -46,7 +50,7 @@ def explain_command(source: Path, fusion: str | None, node: str | None, limit: i
     model, folder = load(source)
     inlined = inline_functions(model)
     if node and (sentence := where_inside(model, inlined, node)):
-        console().print(escape(sentence))
+        _show([sentence], as_json)
         return
     if node:
         require_node(node, inlined.model)
@@ -54,16 +58,24 @@ def explain_command(source: Path, fusion: str | None, node: str | None, limit: i
         result = fuse_model(model, folder, Settings(fusions, regions=True, rules=RULES), StageTimer(progress))
     show_tracebacks(result.left_out)
     if node and (sentence := where_fused(result.fused_of_model, node)):
-        console().print(escape(sentence))
-        for text in why_channels_first(result, node=node):
-            show_text(text)
+        _show([sentence, *why_channels_first(result, node=node)], as_json)
         return
     shown = explanations(result, fusion, node)
-    for text in shown[:limit]:
-        show_text(text)
+    _show(shown if as_json else shown[:limit], as_json)
+    if as_json:
+        return
     if not shown:
         done = sum(fusion in (None, one.fusion) for one in result.fused)
         count = counted(done, "fused node was made", "fused nodes were made")
         show_text(f"Nothing {'else ' if done else ''}comes near; {count}.")
     elif len(shown) > limit:
         show_text(f"{len(shown) - limit} more; --limit {len(shown)} shows all.")
+
+
+def _show(texts: Sequence[str], as_json: bool) -> None:
+    """Print explanations; as JSON, an object with the list of them."""
+    if as_json:
+        print_json({"explanations": texts})
+        return
+    for text in texts:
+        show_text(text)

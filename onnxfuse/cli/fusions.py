@@ -7,14 +7,15 @@ from pathlib import Path
 import click
 
 from onnxfuse.cli.options import examples, file_path, patterns_option
-from onnxfuse.cli.terminal import console, echo, show_text
+from onnxfuse.cli.terminal import console, echo, json_option, print_json, show_text
 from onnxfuse.errors import UsageError
 
 
 @click.command("list", epilog=examples("onnxfuse list", "onnxfuse list --patterns my_fusions"))
 @click.option("--rules", is_flag=True, help="List the rules that bring models into one form, by subject.")
 @patterns_option
-def list_command(rules: bool, patterns: tuple[Path, ...]) -> None:
+@json_option
+def list_command(rules: bool, patterns: tuple[Path, ...], as_json: bool) -> None:
     """List all fusions with their formulas."""
     from onnxfuse.dsl import catalogue
     from onnxfuse.dsl.documentation import summary
@@ -25,14 +26,23 @@ def list_command(rules: bool, patterns: tuple[Path, ...]) -> None:
     from onnxfuse.rules import SUBJECTS
 
     if rules:
-        for subject, table in SUBJECTS.items():
+        subjects = {
+            subject: {rule.left.name: summary(rule.left) for rule in table} for subject, table in SUBJECTS.items()
+        }
+        if as_json:
+            print_json(subjects)
+            return
+        for subject, texts in subjects.items():
             console().print(f"[bold]{subject}[/]", highlight=False)
-            for name, text in {rule.left.name: summary(rule.left) for rule in table}.items():
+            for name, text in texts.items():
                 console().print(f"  [bold]{name}[/]", highlight=False)
                 console().print(Line(escape(text), "    "))
         return
     rows = {fusion.name: summary(fusion) for fusion in catalogue.with_folders(patterns)} | {REGION: SUMMARY}
     rows |= {name: each.summary for name, each in LAYOUT_FUSIONS.items()}
+    if as_json:
+        print_json(dict(sorted(rows.items())))
+        return
     for name, text in sorted(rows.items()):
         console().print(f"[bold]{name}[/]", highlight=False)
         console().print(Line(escape(text), "    "))

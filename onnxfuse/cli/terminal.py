@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import re
 import sys
@@ -10,8 +11,10 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Final
@@ -45,8 +48,15 @@ def console(stderr: bool = False) -> Console:
 
 
 def echo(text: str, err: bool = False) -> None:
-    """Print lines without markup, on stdout or stderr."""
-    click.echo(printable(text, keep="\n"), err=err)
+    """Print lines without markup, on stdout or stderr; with --quiet on stderr alone."""
+    if err or not is_quiet():
+        click.echo(printable(text, keep="\n"), err=err)
+
+
+def is_quiet() -> bool:
+    """Return whether the running command has --quiet."""
+    context = click.get_current_context(silent=True)
+    return context is not None and bool(context.meta.get(QUIET))
 
 
 def show_text(text: str) -> None:
@@ -59,6 +69,23 @@ def show_text(text: str) -> None:
             echo(line)
         else:
             console().print(Line(escape(words), line[: len(line) - len(words)]))
+
+
+json_option: Final = click.option("--json", "as_json", is_flag=True, help="Print JSON, on stdout.")
+
+
+def print_json(value: object) -> None:
+    """Print a value of dataclasses, mappings and sequences as JSON; a number that JSON lacks becomes null."""
+    from onnxfuse.printing import finite
+
+    def plain(part: object) -> object:
+        if is_dataclass(part) and not isinstance(part, type):
+            return {each.name: plain(getattr(part, each.name)) for each in fields(part)}
+        if isinstance(part, Mapping):
+            return {str(key): plain(each) for key, each in part.items()}
+        return [plain(each) for each in part] if isinstance(part, list | tuple) else finite(part)
+
+    click.echo(json.dumps(plain(value), indent=2))
 
 
 def make_safe() -> None:
@@ -97,6 +124,40 @@ debug_option = click.Option(
 )
 
 
+QUIET: Final = "onnxfuse.quiet"
+
+
+def _remember_quiet(context: click.Context, option: click.Parameter, value: bool) -> None:
+    context.meta[QUIET] = value or bool(context.meta.get(QUIET))
+    if context.meta[QUIET] or console.cache_info().currsize:  # making a console takes long, which --help does not need
+        console().quiet = context.meta[QUIET]
+
+
+def _show_log(context: click.Context, option: click.Parameter, value: bool) -> None:
+    """Print what the library logs on stderr until the command ends."""
+    log = logging.getLogger("onnxfuse")
+    if value and not any(isinstance(each.formatter, _PrintableFormatter) for each in log.handlers):
+        handler, level = logging.StreamHandler(), log.level
+        handler.setFormatter(_PrintableFormatter())
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+        context.call_on_close(partial(log.removeHandler, handler))
+        context.call_on_close(partial(log.setLevel, level))
+
+
+shared_options: Final = (
+    click.Option(
+        ["-q", "--quiet"], is_flag=True, expose_value=False, callback=_remember_quiet,
+        help="Print errors, JSON and nothing else.",
+    ),
+    click.Option(
+        ["-v", "--verbose"], is_flag=True, expose_value=False, callback=_show_log,
+        help="Print what the logger `onnxfuse` says, on stderr: how nodes run, and why.",
+    ),
+    debug_option,
+)  # fmt: skip
+
+
 def is_debugging(context: click.Context) -> bool:
     """Return whether --debug was given."""
     return bool(context.meta.get(DEBUG))
@@ -111,7 +172,8 @@ def show_tracebacks(left_out: Iterable[LeftOut]) -> None:
 @contextmanager
 def shown_progress() -> Iterator[Progress]:
     """Show progress on stderr: a bar on a terminal; in a pipe or file, a line every SECONDS_BETWEEN_LINES seconds."""
-    with _bar() if console(stderr=True).is_terminal else _lines() as show:
+    shows = nullcontext(_nothing) if is_quiet() else _bar() if console(stderr=True).is_terminal else _lines()
+    with shows as show:
 
         def shown(stage: str, done: int, of: int) -> None:
             if interrupts.seen():  # Ctrl-C was pressed, but some code swallowed the KeyboardInterrupt
@@ -119,6 +181,10 @@ def shown_progress() -> Iterator[Progress]:
             show(stage, done, of)
 
         yield shown
+
+
+def _nothing(stage: str, done: int, of: int) -> None:
+    """Show no progress."""
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from onnxfuse.cli.options import EXIT_CODES, examples, file_path, given_inputs, verify_options
-from onnxfuse.cli.terminal import console, shown_progress
+from onnxfuse.cli.terminal import console, json_option, print_json, shown_progress
 
 
 @click.command(
@@ -21,6 +21,7 @@ from onnxfuse.cli.terminal import console, shown_progress
 @click.argument("original", type=file_path)
 @click.argument("optimized", type=file_path)
 @verify_options
+@json_option
 def verify_command(
     original: Path,
     optimized: Path,
@@ -28,6 +29,7 @@ def verify_command(
     tolerance: float | None,
     shapes: tuple[str, ...],
     timeout: float,
+    as_json: bool,
 ) -> None:
     """Compare two models in onnxruntime.
 
@@ -46,6 +48,9 @@ def verify_command(
             original, optimized, inputs=inputs, shapes=shapes, tolerance=tolerance,
             progress=lambda step: progress(step, 0, 0),
         )  # fmt: skip
+    if as_json:
+        print_json(result.to_json())
+        sys.exit(EXIT_CODES[result.status])
     table = columns("output", "largest error", "relative", "tolerance")
     for one in result.outputs:
         table.add_row(cell(one.name), f"{one.max_abs:.3g}", f"{one.max_rel:.3g}", f"{one.tolerance:.3g}")

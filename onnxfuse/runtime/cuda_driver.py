@@ -35,6 +35,13 @@ def gpu_count() -> int:
     return count.value
 
 
+def cuda_version() -> tuple[int, int]:
+    """Return the newest version of CUDA whose code the driver runs.  Raises DriverError."""
+    number = ctypes.c_int()
+    _check("cuDriverGetVersion", _driver(libcuda()).cuDriverGetVersion(ctypes.byref(number)))
+    return number.value // 1000, number.value % 1000 // 10
+
+
 def gpu(ordinal: int) -> Device:
     """Return the properties of the GPU with that number.  Raises DriverError."""
     return _gpu(libcuda(), ordinal)

@@ -131,7 +131,7 @@ def test_a_session_that_was_meant_for_the_gpu_warns(gpu: Stage, caplog: pytest.L
     BACKENDS[CPU] = dataclasses.replace(BACKENDS[CPU], unavailable=lambda: "CuPy is not here")
     run = session(model(SHIFT))
     assert [(r.levelname, r.getMessage()) for r in caplog.records if "not here" in r.getMessage()] == [
-        ("WARNING", "shift: 1 nodes run as their body (CuPy is not here)")
+        ("WARNING", "shift: bodies run 1 node (CuPy is not here)")
     ]
     assert explain_session(run)[0].why == "CuPy is not here"
 
