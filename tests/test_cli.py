@@ -964,3 +964,40 @@ def test_verbose_commands_print_the_log(block: Path, tmp_path: Path) -> None:
     assert "layer_norm: bodies run 1 node (the session does not use" in run("-v", *arguments).stderr
     assert "bodies run" not in run(*arguments).stderr
     assert "Fused nodes ran as their bodies" in run("bench", block, "--runs", "2").stdout
+
+
+# --- pyproject.toml ---------------------------------------------------------------------------------------------------
+
+
+def with_table(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write a pyproject.toml, and go to a folder below its own."""
+    (folder / "pyproject.toml").write_text(text, encoding="utf-8")
+    (folder / "below").mkdir()
+    monkeypatch.chdir(folder / "below")
+
+
+def test_defaults_come_from_the_nearest_pyproject(block: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_table('[tool.onnxfuse.optimize]\ndtype = "float16"\nskip = ["layer_norm"]\n', tmp_path, monkeypatch)
+    shown = run("optimize", block, "out.onnx").stdout
+    assert "Half precision" in shown and "layer_norm" not in shown
+    assert "Half precision: " not in run("optimize", block, "out.onnx", "--dtype", "bfloat16", "-q").stdout
+    assert "layer_norm" in run("optimize", block, "out.onnx", "--skip", "softmax").stdout
+    (tmp_path / "below" / "pyproject.toml").write_text("# tool.onnxfuse is not here\n")
+    assert "Half precision" not in run("optimize", block, "out.onnx").stdout
+
+
+@pytest.mark.parametrize(
+    ("table", "sentence"),
+    [
+        ("[tool.onnxfuse.optimise]", "is not a table of options of a command. Did you mean 'optimize'?"),
+        ("[tool.onnxfuse.optimize]\ndtpe = 1", "[tool.onnxfuse.optimize] has no option 'dtpe'. Did you mean 'dtype'?"),
+        ("[tool.onnxfuse.optimize]\npatterns = ['x']", "patterns chooses files, which no file may do; give"),
+        ("[tool.onnxfuse.bench]\nreport = 'x.html'", "report chooses files, which no file may do; give --report on"),
+        ("[tool.onnxfuse.optimize]\noverwrite = true", "overwrite chooses files, which no file may do; give"),
+        ("[tool.onnxfuse.optimize", "cannot be read: "),
+    ],
+)
+def test_wrong_tables(table: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_table(table, tmp_path, monkeypatch)
+    result = run("list")
+    assert result.exit_code == USAGE and sentence in error_line(result)

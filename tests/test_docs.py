@@ -195,7 +195,8 @@ def test_the_readme_shows_what_explain_prints(tmp_path: Path) -> None:
     (tmp_path / "mobilenet.onnx").write_bytes(read_exported("mobilenetv3_ts13_bn_fp32.onnx"))
     (shown,) = re.findall(r"^```\n(conv_bias_activation: not at .*?)^```", README, re.DOTALL | re.MULTILINE)
     printed = CliRunner().invoke(main, ["explain", str(tmp_path / "mobilenet.onnx")]).output
-    assert printed.startswith(shown)
+    words = shown.split()  # the page has the lines of a pipe, the tests' terminal 80 columns
+    assert printed.split()[: len(words)] == words
 
 
 CLAIMS = (  # words of claims that were wrong, and the claim that was run

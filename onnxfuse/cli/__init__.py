@@ -16,6 +16,7 @@ import click
 import onnxfuse.interrupts as interrupts  # `from onnxfuse import` would import the pattern language
 from onnxfuse.cli.bench import bench_command
 from onnxfuse.cli.compile import compile_command
+from onnxfuse.cli.defaults import read_defaults
 from onnxfuse.cli.env import env_command
 from onnxfuse.cli.explain import explain_command
 from onnxfuse.cli.export_triton import export_triton_command
@@ -40,8 +41,9 @@ class Commands(click.Group):
             return super().make_context(*arguments, **options)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command."""
+        """Run a command, with the defaults of pyproject.toml."""
         with _told_in_one_line(ctx):
+            ctx.default_map = read_defaults(self.commands)
             return super().invoke(ctx)
 
 
