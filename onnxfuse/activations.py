@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -107,3 +107,35 @@ ACTIVATIONS: Final[Mapping[str, Activation]] = {activation.name: activation for 
 # ONNX PRelu: leaky_relu with one alpha per channel.  PRelu is not in ACTIVATIONS, because its alpha is a tensor: an
 # operand of the fused node.  Fusions of convolutions and matrix products support it in addition to ACTIVATIONS.
 PRELU: Final = "prelu"
+
+
+@dataclass(frozen=True)
+class Activated:
+    """An activation with the numbers that it has in a node."""
+
+    name: str
+    alpha: float
+    beta: float
+
+
+def activations_of_recurrence(
+    names: Sequence[str], alpha: Sequence[float], beta: Sequence[float]
+) -> tuple[Activated, ...] | None:
+    """Return the activations that the attributes of an LSTM, GRU or RNN name; None if one is not in ACTIVATIONS.
+
+    As in onnxruntime, the lists alpha and beta have numbers for the activations with these parameters only, in order;
+    where a list ends early, the remaining activations have their defaults.
+    """
+    known = {name.replace("_", ""): activation for name, activation in ACTIVATIONS.items() if name != "none"}
+    alphas, betas, found = iter(alpha), iter(beta), []
+    for name in names:
+        activation = known.get(name.lower())
+        if activation is None:
+            return None
+        has_alpha, has_beta = ("alpha" in activation.parameters), ("beta" in activation.parameters)
+        numbers = (
+            next(alphas, activation.alpha) if has_alpha else activation.alpha,
+            next(betas, activation.beta) if has_beta else activation.beta,
+        )
+        found.append(Activated(activation.name, *numbers))
+    return tuple(found)

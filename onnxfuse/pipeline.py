@@ -12,6 +12,7 @@ from onnxfuse.passes.fold_constants import fold_constants
 from onnxfuse.passes.fold_pads import fold_pads
 from onnxfuse.passes.fold_quantized_weights import fold_quantized_weights
 from onnxfuse.passes.fold_shapes import fold_shapes
+from onnxfuse.passes.name_results import name_results
 from onnxfuse.passes.normalize import normalize
 from onnxfuse.passes.normalize_backward_slices import normalize_backward_slices
 from onnxfuse.passes.normalize_slices import normalize_slices
@@ -32,6 +33,7 @@ from onnxfuse.rules.rows import ROWS
 PIPELINE: tuple[Pass, ...] = (
     fold_constants,  # first, because the other passes check which inputs are constant
     fold_quantized_weights,
+    name_results,
     pool_integers,
     fold_shapes,  # views can be composed when their targets are constant
     normalize_backward_slices,

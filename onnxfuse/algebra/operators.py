@@ -58,6 +58,7 @@ MATRIX_PRODUCTS: Final = frozenset({"Gemm", "MatMul"})
 CONVOLUTIONS: Final = frozenset({"Conv", "ConvTranspose"})
 LINEAR: Final = MATRIX_PRODUCTS | CONVOLUTIONS  # linear in the first input; the second input holds the weights
 PRODUCTS: Final = LINEAR | {"Einsum"}
+RECURRENCES: Final = frozenset({"GRU", "LSTM", "RNN"})
 
 # --- sets for the analysis of results ------------------------------------------------------------------------------
 

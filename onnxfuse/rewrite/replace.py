@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import onnx
 from onnx import TensorProto
@@ -271,12 +271,20 @@ def _is_in_float32(shapes: ShapeInfo, match: Match, out: int, dtypes: Set[int]) 
 def _attributes(
     shapes: ShapeInfo, match: Match, variant: Variant, outputs: Sequence[Tensor]
 ) -> dict[str, AttributeValue]:
-    """Return the attributes of a fused node, which give its kernel everything except the tensors."""
+    """Return the attributes of a fused node, which give its kernel everything except the tensors.
+
+    A list of texts becomes one text, because onnxruntime's interface for operators of libraries reads no such lists.
+    """
     dims = {name: size for name, size in match.dims.items() if is_static(size)}
-    values = {name: value for name, value in match.values.items() if value is not None}
+    values = {name: _plain(value) for name, value in match.values.items() if value is not None}
     columns = {name: str(value) for name, value in variant.values.items() if name.endswith(COLUMNS)}
     own = {**dims, **values, **match.choices, **columns}
     return attributes_of(shapes, match.fusion.name, variant.dtypes, outputs, own)
+
+
+def _plain(value: Any) -> Any:
+    is_texts = isinstance(value, list) and value and isinstance(value[0], str)
+    return " ".join(value) if is_texts else value
 
 
 def _miss(match: Match, reason: str) -> Miss:

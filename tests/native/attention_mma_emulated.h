@@ -59,7 +59,7 @@ static void load_matrices(u32 (&to)[4], u32 from) {
         }
 }
 
-// Products of fp16 and bf16, m16n8k16.
+// Products of fp16 and bf16, m16n8k16, and of fp32, m16n8k8.
 template <class T>
 static void mma(T type, float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     const u32 own[6] = {a[0], a[1], a[2], a[3], b0, b1}, lane = emulated::lane();
@@ -70,7 +70,7 @@ static void mma(T type, float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     }
     for (u32 i = 0; i < 4; ++i)
         for (u32 word = 0; word < 8; ++word) {
-            float left[2], right[2];
+            float left[2] = {}, right[2] = {};
             widen(type, words[i / 2 + word / 4 * 2][lane / 4 * 4 + word % 4], left);
             widen(type, words[4 + word / 4][(lane % 4 * 2 + i % 2) * 4 + word % 4], right);
             c[i] += left[0] * right[0] + left[1] * right[1];

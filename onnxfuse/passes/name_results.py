@@ -1,0 +1,30 @@
+"""Name all results of recurrent layers, because patterns find a layer by its first result, which nothing may read."""
+
+from __future__ import annotations
+
+from onnxfuse.algebra.operators import RECURRENCES
+from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.ir.attributes import schema
+from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.node import Node, op_of
+from onnxfuse.passes.graph_pass import graph_pass
+
+
+@graph_pass()
+def name_results(graph: Graph, shapes: ShapeInfo) -> int:
+    """Name the results that the model leaves out; return in how many nodes."""
+    return sum(_name_results(graph, node) for node in graph.nodes if op_of(node) in RECURRENCES)
+
+
+def _name_results(graph: Graph, node: Node) -> bool:
+    found = schema(op_of(node), graph.opset)
+    count = len(found.outputs) if found else 0
+    stem = next(tensor.name for tensor in node.outputs if tensor.name)
+    missing = [i for i in range(count) if not any(tensor.name for tensor in node.outputs[i : i + 1])]
+    for i in missing:
+        tensor = graph.variable(f"{stem}_{i}")
+        if i < len(node.outputs):
+            node.outputs[i] = tensor
+        else:
+            node.outputs.append(tensor)
+    return bool(missing)

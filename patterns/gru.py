@@ -1,0 +1,39 @@
+"""Gated recurrent units, as ONNX has them."""
+
+from onnxfuse.dsl import Term, attribute, fusion, op, results, tensor, weight
+from onnxfuse.patterns._recurrent import require_recurrent_layer
+
+
+@fusion(
+    out=("steps directions batch hidden", "directions batch hidden"),
+    example={"x": (5, 2, 8), "w": (1, 18, 8), "r": (1, 18, 6), "bias": (1, 36), "hidden_size": 6},
+)
+def gru(
+    x: Term = tensor("steps batch inputs"),
+    w: Term = weight("directions gates inputs"),
+    r: Term = weight("directions gates hidden"),
+    bias: Term = weight("directions biases", optional=True),
+    sequence_lens: Term = tensor("batch", optional=True),
+    initial_h: Term = tensor("directions batch hidden", optional=True),
+    hidden_size: Term = attribute(),
+    direction: Term = attribute(),
+    activations: Term = attribute(),
+    activation_alpha: Term = attribute(),
+    activation_beta: Term = attribute(),
+    clip: Term = attribute(),
+    linear_before_reset: Term = attribute(),
+) -> tuple[Term, ...]:
+    """ONNX GRU: z, r = sigma(x W^T + h R^T + b); n = tanh(x Wn^T + (r h) Rn^T + bn); h = (1 - z) n + z h
+
+    W, R and b have the gates z, r, n in this order.  If linear_before_reset is not 0, r multiplies h Rn^T and its bias
+    instead of h.  The results are h of all steps, and the last h.
+
+    The body is the operator itself.  A layer whose activations no kernel has stays as it is.
+    """
+    require_recurrent_layer(2)
+    node = op.GRU(
+        x, w, r, bias, sequence_lens, initial_h,
+        hidden_size=hidden_size, direction=direction, activations=activations, activation_alpha=activation_alpha,
+        activation_beta=activation_beta, clip=clip, linear_before_reset=linear_before_reset,
+    )  # fmt: skip
+    return results(node, 2)
