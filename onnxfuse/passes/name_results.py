@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from onnxfuse.algebra.operators import RECURRENCES
+from onnxfuse.analysis.shape_inference import infer_node
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import schema
 from onnxfuse.ir.graph import Graph
@@ -13,10 +14,11 @@ from onnxfuse.passes.graph_pass import graph_pass
 @graph_pass()
 def name_results(graph: Graph, shapes: ShapeInfo) -> int:
     """Name the results that the model leaves out; return in how many nodes."""
-    return sum(_name_results(graph, node) for node in graph.nodes if op_of(node) in RECURRENCES)
+    return sum(_name_results(shapes, node) for node in graph.nodes if op_of(node) in RECURRENCES)
 
 
-def _name_results(graph: Graph, node: Node) -> bool:
+def _name_results(shapes: ShapeInfo, node: Node) -> bool:
+    graph = shapes.graph
     found = schema(op_of(node), graph.opset)
     count = len(found.outputs) if found else 0
     stem = next(tensor.name for tensor in node.outputs if tensor.name)
@@ -27,4 +29,6 @@ def _name_results(graph: Graph, node: Node) -> bool:
             node.outputs[i] = tensor
         else:
             node.outputs.append(tensor)
+    if missing:
+        infer_node(shapes, node)
     return bool(missing)
