@@ -4,10 +4,7 @@ from onnxfuse.dsl import Term, attribute, fusion, op, results, tensor, weight
 from onnxfuse.patterns._recurrent import require_recurrent_layer
 
 
-@fusion(
-    out=("steps directions batch hidden", "directions batch hidden"),
-    example={"x": (5, 2, 8), "w": (1, 6, 8), "r": (1, 6, 6), "bias": (1, 12), "hidden_size": 6},
-)
+@fusion(out=("steps directions batch hidden", "directions batch hidden"))
 def rnn(
     x: Term = tensor("steps batch inputs"),
     w: Term = weight("directions gates inputs"),

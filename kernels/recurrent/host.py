@@ -259,11 +259,11 @@ def _activations(node: FusedNode) -> Defines:
     usual = USUAL[node.fusion]
     names = node.text("activations", " ".join(usual)).split()
     alpha, beta = (_numbers(node, f"activation_{each}") for each in ("alpha", "beta"))
-    found = activations_of_recurrence(names, alpha, beta)
-    if found is None or len(found) % len(usual):
-        raise ValueError(f"{node.label}: activations are {names}; required {len(usual)} for each direction")
+    found = activations_of_recurrence(names[: len(usual)], alpha, beta)
+    if found is None:
+        raise ValueError(f"{node.label}: activations are {names}; no kernel has one of them")
     macros: Defines = {}
-    of_direction = [*found[: len(usual)], *(Activated("none", 0, 0) for _ in range(3 - len(usual)))]
+    of_direction = [*found, *(Activated("none", 0, 0) for _ in range(3 - len(usual)))]
     for i, each in enumerate(of_direction, 1):
         macros |= {
             f"ACTIVATION_{i}": each.name,

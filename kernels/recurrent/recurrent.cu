@@ -289,7 +289,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS
     const int cluster = int(blockIdx.x) / CLUSTER, direction = cluster / slices;
     const int first_unit = int(cluster_rank()) * UNITS, first_row = cluster % slices * BATCH;
     const bool reversed = direction != REVERSED;
-    cluster_arrive();
 
     const T* r = operands.r + direction * (GATES * HIDDEN * HIDDEN);
     Weights held[HELD > 0 ? HELD : 1][TILES];
@@ -340,6 +339,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS
         }
     }
 
+    cluster_arrive();  // other blocks may send states once the memory for them is filled
+
     Unit units[ITEMS];
     const auto time_of = [&](const Unit& at, int step) {
         return reversed && step < at.length ? at.length - 1 - step : step;
@@ -368,8 +369,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS
         if constexpr (HAS_C) at.c = element(operands.c + state);
         load_x(at, 0);
     }
-    cluster_wait();  // all blocks have started, so that their shared memory exists, and this one has its states
-    if constexpr (CLUSTER > 1) __syncthreads();
+    cluster_wait();
 
 #pragma unroll 1
     for (int s = 0; s < steps; ++s) {

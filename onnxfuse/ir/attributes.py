@@ -131,4 +131,6 @@ def attribute_default(op: str, name: str, opset: int) -> AttributeValue | None:
     if formal is None or not formal.default_value.name:
         return None
     value = onnx.helper.get_attribute_value(formal.default_value)
+    if formal.default_value.type == onnx.AttributeProto.STRINGS:
+        return [text.decode() for text in value]
     return value.decode() if isinstance(value, bytes) else value

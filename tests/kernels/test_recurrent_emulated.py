@@ -28,16 +28,20 @@ static u32 nearest_tf32(u32 bits) { return (bits + 0x1000u) & 0xffffe000u; }
 """
 
 
-def library(kernel: Kernel, folder: Path) -> Any:
+def library(kernel: Kernel, folder: Path, late: bool) -> Any:
     whole = kernel_text(kernel)
     parts = zip(["", *PARTS.findall(whole)], PARTS.split(whole)[::2], strict=True)
     text = as_c_plus_plus("".join(f'#line 1 "{n}"\n{part}' for n, part in parts if n not in ("", "gemm_multiply.cuh")))
-    source = f"{PRODUCTS}{text}\n{launcher(kernel.entry, 'launch')}"
+    mode = "#define LATE_AFTER_ARRIVAL\n" if late else ""
+    source = f"{mode}{PRODUCTS}{text}\n{launcher(kernel.entry, 'launch')}"
     return load(source, kernel.defines, ["-ffp-contract=off"], folder / "recurrent.cc").launch
 
 
-def run(case: Case, config: host.Config, device: Device, folder: Path) -> list[np.ndarray]:
-    """Return the outputs of the launch of all steps; NumPy multiplies the inputs."""
+def run(case: Case, config: host.Config, device: Device, folder: Path, late: bool) -> list[np.ndarray]:
+    """Return the outputs of the launch of all steps; NumPy multiplies the inputs.
+
+    late  blocks are as late as possible after they arrive at the cluster's barrier
+    """
     node, specs, arrays = case.node(), case.specs(), case.arrays()
     layer = host.layer_of(node, specs)
     step = host.steps_of(node, specs, layer, config, device)
@@ -51,14 +55,16 @@ def run(case: Case, config: host.Config, device: Device, folder: Path) -> list[n
         found = given[pointer.index] if pointer.kind == "input" else written[pointer.index][1]
         return int(found.ctypes.data)
 
-    launch(step, library(step.kernel, folder), address)
+    launch(step, library(step.kernel, folder, late), address)
     for each in written:
         assert np.isnan(each[::2].astype(np.float32)).all(), "written outside of the results"
     return [each[1] for each in written]
 
 
 def check(case: Case, config: host.Config, device: Device, folder: Path) -> None:
-    case.check(run(case, config, device, folder), case.expect(), config.mma)
+    right = case.expect()
+    for late in (False, True) if config.cluster > 1 else (False,):
+        case.check(run(case, config, device, folder, late), right, config.mma)
 
 
 def smallest_and_largest(case: Case, device: Device) -> list[host.Config]:

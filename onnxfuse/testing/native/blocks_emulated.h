@@ -97,11 +97,22 @@ static T __shfl_xor_sync(unsigned, T value, int mask) {
 // ---- cluster.cuh -------------------------------------------------------------------------------------------------
 
 static unsigned cluster_rank() { return emulated::rank(); }
+// One extreme: what a block does between arriving and waiting happens before any block passes the barrier. With
+// LATE_AFTER_ARRIVAL, the other one: it happens after other blocks have passed the barrier.
+#ifdef LATE_AFTER_ARRIVAL
+static void cluster_arrive() {
+    if (CLUSTER > 1) emulated::wait(emulated::Wait::Cluster);
+}
+static void cluster_wait() {
+    if (CLUSTER == 1) __syncthreads();
+}
+#else
 static void cluster_arrive() {}
 static void cluster_wait() {
     if (CLUSTER > 1) emulated::wait(emulated::Wait::Cluster);
     else __syncthreads();
 }
+#endif
 static void store_peer(float* address, unsigned rank, float value) {
     memcpy(emulated::memory(rank) + (reinterpret_cast<char*>(address) - emulated::memory()), &value, 4);
 }
