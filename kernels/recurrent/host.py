@@ -236,7 +236,7 @@ def steps_of(node: FusedNode, inputs: Sequence[TensorSpec], layer: Layer, config
         "REVERSED": int(node.text("direction", "forward") == "reverse"), "CLUSTER": config.cluster,
         "UNITS": config.units, "BATCH": config.columns, "WARPS": config.warps, "SPLIT": config.split,
         "TILES": config.tiles, "STEPS": config.steps, "HELD": config.held, "WIDTH": vector_width([r], layer.hidden),
-        "R_CONSTANT": int(r.constant), "BY_MMA": int(config.mma), "RESET_FIRST": int(layer.reset_first),
+        "WEIGHTS_CONSTANT": int(r.constant), "BY_MMA": int(config.mma), "RESET_FIRST": int(layer.reset_first),
         "COUPLED": int(node.integer("input_forget", 0) != 0), "CLIP": int("clip" in node.attributes),
         "HAS_BIAS": int("bias" in names), "HAS_PEEPHOLES": int("peepholes" in names),
         "HAS_LENGTHS": int("sequence_lens" in names), "HAS_H": int("initial_h" in names),

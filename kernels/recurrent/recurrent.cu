@@ -10,7 +10,7 @@
 //   WARPS, SPLIT, TILES, STEPS       warp w multiplies TILES tiles of 16 rows with STEPS parts, 64 bytes each, of the
 //                                    states; SPLIT warps share the tiles, and each has its own parts
 //   HELD       parts of R that a thread holds in registers; the others are in shared memory
-//   WIDTH      elements in a vector access to R            R_CONSTANT   1: no kernel writes R
+//   WIDTH      elements in a vector access to R            WEIGHTS_CONSTANT   1: no kernel writes R
 //   BY_MMA        1: products by mma (of f32 as TF32); 0: products of f32 by FMA
 //   RESET_FIRST  1: GRU multiplies states with the reset gate before R (linear_before_reset is 0)
 //   COUPLED    1: the forget gate is 1 minus the input gate
@@ -65,13 +65,13 @@ __device__ __forceinline__ Pack<T, CHUNK> weights_of_row(const T* r, int row, in
     const int gate = row / UNITS, unit = first_unit + row % UNITS;
     if (gate >= GATES || unit >= HIDDEN || k >= HIDDEN) return found;
     const T* from = r + (gate * HIDDEN + unit) * HIDDEN + k;
-    if constexpr (WIDTH == CHUNK) return load_cached<CHUNK, R_CONSTANT>(from);
+    if constexpr (WIDTH == CHUNK) return load_cached<CHUNK, WEIGHTS_CONSTANT>(from);
     float values[CHUNK] = {};
 #pragma unroll
     for (int i = 0; i < CHUNK; ++i)
         if (k + i < HIDDEN) {
             float one[1];
-            unpack(load_cached<1, R_CONSTANT>(from + i), one);
+            unpack(load_cached<1, WEIGHTS_CONSTANT>(from + i), one);
             values[i] = one[0];
         }
     return pack<T, CHUNK>(values);
@@ -292,7 +292,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS
 
     const T* r = operands.r + direction * (GATES * HIDDEN * HIDDEN);
     Weights held[HELD > 0 ? HELD : 1][TILES];
-    if constexpr (!R_CONSTANT) wait_for_predecessor();
+    if constexpr (!WEIGHTS_CONSTANT) wait_for_predecessor();
 #pragma unroll
     for (int step = 0; step < HELD; ++step)
 #pragma unroll
@@ -306,7 +306,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS
             to[0] = {weights.words[0], weights.words[1], weights.words[2], weights.words[3]};
             to[32] = {weights.words[4], weights.words[5], weights.words[6], weights.words[7]};
         }
-    if constexpr (R_CONSTANT) wait_for_predecessor();
+    if constexpr (WEIGHTS_CONSTANT) wait_for_predecessor();
 
     for (int at = threadIdx.x; at < STATES * BATCH * PITCH / 4; at += THREADS)
         reinterpret_cast<u32*>(memory.states)[at] = 0;

@@ -13,7 +13,7 @@ from onnxfuse.ir.domain import PROLOGUE
 from onnxfuse.runtime.plan import FusedNode, TensorSpec
 
 D = 768
-WEIGHTS = {"frequencies", "w", "w_2", "w_3", "up", "scale", "bias", "bias_2", "mean", "var", "table", "table_2",
+WEIGHTS = {"frequencies", "w", "w_2", "w_3", "r", "up", "scale", "bias", "bias_2", "mean", "var", "table", "table_2",
            "scales", "up_scales", "scales_2", "norm_scale"}  # fmt: skip
 X, W, SQUARE = (300, D), (D,), (D, D)
 NORMALIZED = {"x": (3, D), "norm_residual": (3, D), "norm_scale": W}
@@ -133,6 +133,13 @@ NODES: dict[str, tuple[str, dict[str, tuple[int, ...]], dict[str, Any], int]] = 
         {"x": (4, D), "w": (D, 24, 16), "scales": (D, 24), "w_2": (64, 24, 16), "scales_2": (64, 24)},
         {"k": D, "n": D, "n_2": 64, "block_size": 32}, 2,
     ),
+    **{
+        f"recurrent layer, {fusion}": (
+            fusion, {"x": (20, 3, 64), "w": (1, gates * 128, 64), "r": (1, gates * 128, 128), "bias": (1, gates * 256)},
+            {"hidden": 128, "directions": 1}, outputs,
+        )
+        for fusion, gates, outputs in (("lstm", 4, 3), ("gru", 3, 2))
+    },
     "parallel_gemm": ("parallel_gemm", {"x": X, "w": SQUARE, "bias": W, "w_2": SQUARE, "w_3": SQUARE}, {}, 3),
 }  # fmt: skip
 ATTENTION: dict[str, Case | CachedCase | GroupQueryCase] = {
