@@ -35,8 +35,9 @@ LARGE_CLUSTER_BYTES: Final = 200 << 10  # GPUs whose blocks have as much shared 
 CLUSTERS_AT_ONCE: Final = {1: 132, 2: 66, 4: 30, 8: 15, 16: 7}
 PART_BYTES: Final = 64  # bytes of a row of weights in one part, as in recurrent.cu
 TILE: Final = 16  # rows of a tile
-REGISTERS: Final = {512: 128, 256: 232}  # of a thread, by the threads of a block; fewer than 255, so that all fit
-OTHER_REGISTERS: Final = 46  # of a thread besides weights, sums and what its units need, without spills
+REGISTERS: Final = {512: 128, 256: 240}  # of a thread, by the threads of a block
+# Registers of a thread besides weights, products and its units, by the way to multiply, so that none is spilled.
+OTHER_REGISTERS: Final = {True: 36, False: 46}
 COLUMNS: Final = {True: (8, 16, 32), False: (1, 2, 4, 8)}  # sequences of a cluster, by mma and by FMA
 MAX_PLANS: Final = 4
 # Estimated clocks.
@@ -161,7 +162,7 @@ def _resets_first(node: FusedNode) -> bool:
 def configs(layer: Layer, device: Device) -> list[Config]:
     """Return all ways to run a layer on a device, whatever the batch is."""
     is_float32 = layer.dtype == "float32"
-    kinds = [True, False] if is_float32 and device.tf32 and device.arch >= MMA_ARCH else [not is_float32]
+    kinds = [False, True] if is_float32 and device.tf32 and device.arch >= MMA_ARCH else [not is_float32]
     large = device.shared_per_block > LARGE_CLUSTER_BYTES
     clusters = (1, 2, 4, 8, *((16,) if large else ())) if device.arch >= CLUSTER_ARCH else (1,)
     found = [
@@ -184,9 +185,10 @@ def _config(layer: Layer, cluster: int, columns: int, threads: int, mma: bool, d
     splits = [split for split in (1, 2, 4, 8, 16) if split <= min(warps, layer.parts)]
     split = min(splits, key=lambda each: (math.prod(of(each)), each))
     tiles, steps = of(split)
-    of_sums = tiles * columns // 2 if mma else 2 * tiles * columns
-    taken = OTHER_REGISTERS + -(-units * columns // threads) * (layer.gates + 8) + of_sums * 3 // 2
-    held = min(steps, max(0, REGISTERS[threads] - taken) // (8 * tiles))
+    of_products = (tiles + 1) * columns // 2 if mma else 4 * tiles * columns
+    taken = OTHER_REGISTERS[mma] + -(-units * columns // threads) * (layer.gates + 3) + of_products
+    fitting = max(0, REGISTERS[threads] - taken) // (8 * tiles)
+    held = steps if fitting >= steps else max(0, fitting - 1)  # one part is on its way from shared memory
     row = PART_BYTES * split * steps
     pitch = row + (0 if row % 128 else PART_BYTES)
     biases = 4 if layer.gates == 3 else layer.gates

@@ -96,6 +96,13 @@ __device__ __forceinline__ Weights load_weights(const T* r, int first_unit, int 
     return found;
 }
 
+// Whether tile number `tile` of this warp is one of the block's tiles [FIRST, END).
+template <int FIRST, int END>
+__device__ __forceinline__ bool is_within(int tile) {
+    const int found = int(threadIdx.x) / 32 / SPLIT + tile * TILE_PITCH;
+    return found >= FIRST && found < END;
+}
+
 #if BY_MMA
 
 constexpr int COLUMN_TILES = BATCH / 8;
@@ -103,6 +110,7 @@ constexpr int COLUMN_TILES = BATCH / 8;
 struct Sums { float of[TILES][COLUMN_TILES][4]; };
 
 // Adds the products of a part of R and a part of the states.
+template <int FIRST, int END>
 __device__ __forceinline__ void multiply_part(Sums& sums, const Weights (&weights)[TILES], const char* states) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -110,6 +118,7 @@ __device__ __forceinline__ void multiply_part(Sums& sums, const Weights (&weight
         const uint4 h = *reinterpret_cast<const uint4*>(states + (column * 8 + lane / 4) * PITCH + lane % 4 * 16);
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
+            if (RESET_FIRST && !is_within<FIRST, END>(tile)) continue;
             const u32(&w)[8] = weights[tile].words;
             const u32 first[4] = {w[0], w[4], w[1], w[5]}, second[4] = {w[2], w[6], w[3], w[7]};
             multiply(T(), sums.of[tile][column], first, h.x, h.y);
@@ -131,12 +140,14 @@ __device__ __forceinline__ void store_tile(Sums& sums, int tile, bool wanted, fl
 
 struct Sums { float of[TILES][2][BATCH]; };
 
+template <int FIRST, int END>
 __device__ __forceinline__ void multiply_part(Sums& sums, const Weights (&weights)[TILES], const char* states) {
 #pragma unroll
     for (int n = 0; n < BATCH; ++n) {
         const float4 h = *reinterpret_cast<const float4*>(states + n * PITCH + threadIdx.x % 4 * 16);
 #pragma unroll
         for (int i = 0; i < 2 * TILES; ++i) {
+            if (RESET_FIRST && !is_within<FIRST, END>(i / 2)) continue;
             const u32* w = weights[i / 2].words + i % 2 * 4;
             float& sum = sums.of[i / 2][i % 2][n];
             sum = fmaf(__uint_as_float(w[0]), h.x, sum);
@@ -170,7 +181,7 @@ __device__ __forceinline__ void multiply_states(Memory& memory, const char* stat
     const char* from = states + warp % SPLIT * STEPS * 64;
     Sums sums = {};
 #pragma unroll
-    for (int step = 0; step < HELD; ++step) multiply_part(sums, held[step], from + step * 64);
+    for (int step = 0; step < HELD; ++step) multiply_part<FIRST, END>(sums, held[step], from + step * 64);
 #pragma unroll 2
     for (int step = 0; step < STORED; ++step) {
         Weights weights[TILES];
@@ -182,13 +193,13 @@ __device__ __forceinline__ void multiply_states(Memory& memory, const char* stat
                 u32* words = weights[tile].words + 4 * half;
                 words[0] = part.x, words[1] = part.y, words[2] = part.z, words[3] = part.w;
             }
-        multiply_part(sums, weights, from + (HELD + step) * 64);
+        multiply_part<FIRST, END>(sums, weights, from + (HELD + step) * 64);
     }
 #pragma unroll
     for (int i = 0; i < TILES; ++i) {
         const int tile = warp / SPLIT + i * TILE_PITCH, row = tile * 16 + lane / 4;
         float (*to)[SUMS_PITCH] = reinterpret_cast<float (*)[SUMS_PITCH]>(&memory.sums[warp % SPLIT][0][row]);
-        store_tile(sums, i, tile >= FIRST && tile < END, to);
+        store_tile(sums, i, is_within<FIRST, END>(i), to);
     }
     __syncthreads();
 }
