@@ -290,20 +290,36 @@ __device__ __forceinline__ void advance(const Step& step, float update, float& h
     }
 }
 
-// x is (steps, batch, DIRECTIONS, GATES, HIDDEN), y is (steps, DIRECTIONS, batch, HIDDEN), and states are (DIRECTIONS,
-// batch, HIDDEN). `slices` clusters run the sequences of a direction.
-extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS
-    recurrent(Operands operands, Results results, int steps, int batch, int slices, float limit) {
-    Memory& memory = *reinterpret_cast<Memory*>(recurrent_memory);
-    uint4* stored = recurrent_memory + MEMORY_BYTES / 16;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int cluster = int(blockIdx.x) / CLUSTER, direction = cluster / slices;
-    const int first_unit = int(cluster_rank()) * UNITS, first_row = cluster % slices * BATCH;
-    const bool reversed = direction != REVERSED;
+// What a block computes: units of some sequences in one direction. x is (steps, batch, DIRECTIONS, GATES, HIDDEN), y is
+// (steps, DIRECTIONS, batch, HIDDEN), and states are (DIRECTIONS, batch, HIDDEN).
+struct Share {
+    int direction, first_unit, first_row, steps, batch;
 
-    const T* r = operands.r + direction * (GATES * HIDDEN * HIDDEN);
-    Weights held[HELD > 0 ? HELD : 1][TILES];
-    if constexpr (!WEIGHTS_CONSTANT) wait_for_predecessor();
+    // Returns the position in x and y of a step of a sequence; what lies beyond the sequence is not reversed.
+    __device__ __forceinline__ u64 position(const Unit& at, int step) const {
+        return direction != REVERSED && step < at.length ? at.length - 1 - step : step;
+    }
+    __device__ __forceinline__ u64 state(const Unit& at) const {
+        return u64(direction * batch + at.row) * HIDDEN + first_unit + at.u;
+    }
+    __device__ __forceinline__ void load_x(const T* x, Unit& at, int step) const {
+        if (!at.there || step >= at.length) return;
+        const u64 row = position(at, step) * batch + at.row;
+        const T* from = x + (row * DIRECTIONS + direction) * (GATES * HIDDEN) + first_unit + at.u;
+#pragma unroll
+        for (int gate = 0; gate < GATES; ++gate) at.x[gate] = load_cached<1>(from + gate * HIDDEN).words[0];
+    }
+    __device__ __forceinline__ void store_y(T* y, const Unit& at, int step) const {
+        const float value[1] = {step < at.length ? at.h : 0.0f};
+        const u64 row = (position(at, step) * DIRECTIONS + direction) * batch + at.row;
+        if (at.there) store<false>(y + row * HIDDEN + first_unit + at.u, value);
+    }
+};
+
+// Loads this thread's parts of R to registers and to shared memory.
+__device__ __forceinline__ void keep_weights(const T* r, int first_unit, Weights (&held)[HELD > 0 ? HELD : 1][TILES],
+                                             uint4* stored) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
     for (int step = 0; step < HELD; ++step)
 #pragma unroll
@@ -317,69 +333,70 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS
             to[0] = {weights.words[0], weights.words[1], weights.words[2], weights.words[3]};
             to[32] = {weights.words[4], weights.words[5], weights.words[6], weights.words[7]};
         }
-    if constexpr (WEIGHTS_CONSTANT) wait_for_predecessor();
+}
 
+// Fills the memory of the states with the first ones, and that of the biases and peepholes.
+__device__ __forceinline__ void fill_memory(Memory& memory, const Operands& operands, const Share& share) {
     for (int at = threadIdx.x; at < STATES * BATCH * PITCH / 4; at += THREADS)
         reinterpret_cast<u32*>(memory.states)[at] = 0;
     for (int u = threadIdx.x; u < UNITS; u += THREADS) {
-        const int unit = first_unit + u;
+        const int unit = share.first_unit + u;
 #pragma unroll
         for (int gate = 0; gate < BIASES; ++gate) {
             float sum = 0.0f;
             if (HAS_BIAS && unit < HIDDEN) {
-                const T* bias = operands.bias + (direction * 2 * GATES + min(gate, GATES - 1)) * HIDDEN + unit;
+                const T* bias = operands.bias + (share.direction * 2 * GATES + min(gate, GATES - 1)) * HIDDEN + unit;
                 const bool of_w = gate < GATES, of_r = GATES != 3 || gate != 2;
                 sum = (of_w ? element(bias) : 0.0f) + (of_r ? element(bias + GATES * HIDDEN) : 0.0f);
             }
             memory.biases[gate][u] = sum;
         }
-        if constexpr (HAS_PEEPHOLES)
 #pragma unroll
-            for (int gate = 0; gate < 3; ++gate)
-                memory.peepholes[gate][u] =
-                    unit < HIDDEN ? element(operands.peepholes + (direction * 3 + gate) * HIDDEN + unit) : 0.0f;
+        for (int gate = 0; gate < 3; ++gate)
+            if (HAS_PEEPHOLES && unit < HIDDEN)
+                memory.peepholes[gate][u] = element(operands.peepholes + (share.direction * 3 + gate) * HIDDEN + unit);
     }
     __syncthreads();
-    if constexpr (HAS_H) {
-        for (int at = threadIdx.x; at < BATCH * HIDDEN; at += THREADS) {
-            const int n = at / HIDDEN, unit = at % HIDDEN;
-            if (first_row + n < batch) {
-                const T* from = operands.h + u64(direction * batch + first_row + n) * HIDDEN + unit;
-                reinterpret_cast<T*>(memory.states[0] + n * PITCH)[unit].bits = rounded(load_cached<1>(from).words[0]);
-            }
-        }
+    for (int at = threadIdx.x; HAS_H && at < BATCH * HIDDEN; at += THREADS) {
+        const int n = at / HIDDEN, unit = at % HIDDEN;
+        if (share.first_row + n >= share.batch) continue;
+        const T* from = operands.h + u64(share.direction * share.batch + share.first_row + n) * HIDDEN + unit;
+        reinterpret_cast<T*>(memory.states[0] + n * PITCH)[unit].bits = rounded(load_cached<1>(from).words[0]);
     }
+}
 
+// Returns unit number `item` of the block before the first step.
+__device__ __forceinline__ Unit first_state(const Operands& operands, const Share& share, int item) {
+    Unit at = {};
+    at.n = item / UNITS, at.u = item % UNITS, at.row = share.first_row + at.n;
+    at.in_block = item < UNITS * BATCH;
+    at.there = at.in_block && share.first_unit + at.u < HIDDEN && at.row < share.batch;
+    at.length = share.steps;
+    if (!at.there) return at;
+    if constexpr (HAS_LENGTHS) at.length = max(0, min(operands.lengths[at.row], share.steps));
+    if constexpr (HAS_H) at.h = element(operands.h + share.state(at));
+    if constexpr (HAS_C) at.c = element(operands.c + share.state(at));
+    share.load_x(operands.x, at, 0);
+    return at;
+}
+
+// `slices` clusters run the sequences of a direction.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS
+    recurrent(Operands operands, Results results, int steps, int batch, int slices, float limit) {
+    Memory& memory = *reinterpret_cast<Memory*>(recurrent_memory);
+    uint4* stored = recurrent_memory + MEMORY_BYTES / 16;
+    const int cluster = int(blockIdx.x) / CLUSTER, direction = cluster / slices;
+    const Share share = {direction, int(cluster_rank()) * UNITS, cluster % slices * BATCH, steps, batch};
+
+    Weights held[HELD > 0 ? HELD : 1][TILES];
+    if constexpr (!WEIGHTS_CONSTANT) wait_for_predecessor();
+    keep_weights(operands.r + direction * (GATES * HIDDEN * HIDDEN), share.first_unit, held, stored);
+    if constexpr (WEIGHTS_CONSTANT) wait_for_predecessor();
+    fill_memory(memory, operands, share);
     cluster_arrive();  // other blocks may send states once the memory for them is filled
-
     Unit units[ITEMS];
-    const auto time_of = [&](const Unit& at, int step) {
-        return reversed && step < at.length ? at.length - 1 - step : step;
-    };
-    const auto load_x = [&](Unit& at, int step) {
-        if (!at.there || step >= at.length) return;
-        const u64 row = u64(time_of(at, step)) * batch + at.row;
-        const T* from = operands.x + (row * DIRECTIONS + direction) * (GATES * HIDDEN) + first_unit + at.u;
 #pragma unroll
-        for (int gate = 0; gate < GATES; ++gate) at.x[gate] = load_cached<1>(from + gate * HIDDEN).words[0];
-    };
-#pragma unroll
-    for (int i = 0; i < ITEMS; ++i) {
-        Unit& at = units[i];
-        const int item = threadIdx.x + i * THREADS;
-        at.n = item / UNITS, at.u = item % UNITS, at.row = first_row + at.n;
-        at.in_block = item < UNITS * BATCH;
-        at.there = at.in_block && first_unit + at.u < HIDDEN && at.row < batch;
-        at.length = steps, at.h = 0.0f, at.c = 0.0f;
-#pragma unroll
-        for (int gate = 0; gate < GATES; ++gate) at.x[gate] = 0;
-        if (!at.there) continue;
-        if constexpr (HAS_LENGTHS) at.length = max(0, min(operands.lengths[at.row], steps));
-        const u64 state = u64(direction * batch + at.row) * HIDDEN + first_unit + at.u;
-        if constexpr (HAS_H) at.h = element(operands.h + state);
-        if constexpr (HAS_C) at.c = element(operands.c + state);
-        load_x(at, 0);
-    }
+    for (int i = 0; i < ITEMS; ++i) units[i] = first_state(operands, share, threadIdx.x + i * THREADS);
     cluster_wait();
 
 #pragma unroll 1
@@ -388,37 +405,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS
         float update[ITEMS] = {};
         if constexpr (RESET_FIRST) {
             multiply_states<0, RESET_TILES>(memory, states, held, stored);
+            states = memory.states[STATES - 1];
 #pragma unroll
             for (int i = 0; i < ITEMS; ++i) {
                 const Unit& at = units[i];
-                float sent = 0.0f;
-                if (at.there) {
-                    const Step step = {memory, at, limit};
-                    update[i] = step.f(step.argument(0));
-                    sent = step.f(step.argument(1)) * at.h;
-                }
-                send(memory.states[STATES - 1], at.n, first_unit + at.u, at.in_block, sent);
+                const Step step = {memory, at, limit};
+                if (at.there) update[i] = step.f(step.argument(0));
+                const float reset = at.there ? step.f(step.argument(1)) * at.h : 0.0f;
+                send(memory.states[STATES - 1], at.n, share.first_unit + at.u, at.in_block, reset);
             }
             cluster_arrive();
             cluster_wait();
-            multiply_states<RESET_TILES, ROWS / 16>(memory, memory.states[STATES - 1], held, stored);
-        } else {
-            multiply_states<0, ROWS / 16>(memory, states, held, stored);
         }
+        multiply_states<RESET_FIRST ? RESET_TILES : 0, ROWS / 16>(memory, states, held, stored);
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             Unit& at = units[i];
             if (at.there && s < at.length) advance({memory, at, limit}, update[i], at.h, at.c);
-            send(memory.states[(s + 1) % 2], at.n, first_unit + at.u, at.in_block, at.h);
+            send(memory.states[(s + 1) % 2], at.n, share.first_unit + at.u, at.in_block, at.h);
         }
         cluster_arrive();
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
-            Unit& at = units[i];
-            const float y[1] = {s < at.length ? at.h : 0.0f};
-            const u64 row = (u64(time_of(at, s)) * DIRECTIONS + direction) * batch + at.row;
-            if (at.there) store<false>(results.y + row * HIDDEN + first_unit + at.u, y);
-            load_x(at, s + 1);
+            share.store_y(results.y, units[i], s);
+            share.load_x(operands.x, units[i], s + 1);
         }
         cluster_wait();
     }
@@ -427,8 +437,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS
     for (int i = 0; i < ITEMS; ++i) {
         const Unit& at = units[i];
         const float h[1] = {at.length ? at.h : 0.0f}, c[1] = {at.length ? at.c : 0.0f};  // as onnxruntime
-        const u64 state = u64(direction * batch + at.row) * HIDDEN + first_unit + at.u;
-        if (at.there && results.h) store<false>(results.h + state, h);
-        if (GATES == 4 && at.there && results.c) store<false>(results.c + state, c);
+        if (at.there && results.h) store<false>(results.h + share.state(at), h);
+        if (GATES == 4 && at.there && results.c) store<false>(results.c + share.state(at), c);
     }
 }

@@ -11,13 +11,13 @@ import onnxruntime
 import pytest
 from architectures import H200
 from attention_cases import NUMPY
-from emulated_build import load
-from emulated_launches import PARTS, as_c_plus_plus, launch, launcher
 from recurrent_cases import CASES, Case
 
 from onnxfuse.kernels.recurrent import host
 from onnxfuse.runtime.nvrtc import kernel_text
 from onnxfuse.runtime.plan import Device, Kernel, Pointer
+from onnxfuse.testing.emulated_build import load
+from onnxfuse.testing.emulated_launches import PARTS, as_c_plus_plus, launch, launcher
 
 EXACT = dataclasses.replace(H200, tf32=False)
 # What stands in place of gemm_multiply.cuh.
