@@ -129,8 +129,9 @@ def _value(value: onnx.ValueInfoProto) -> Value:
         return Value(value.name, (kind or "unknown").removesuffix("_type"), None)
     tensor = value.type.tensor_type
     dims = tuple(
-        dim.dim_param or (str(dim.dim_value) if dim.HasField("dim_value") else "?") for dim in tensor.shape.dim
-    )
+        dim.dim_param or (str(dim.dim_value) if dim.HasField("dim_value") and dim.dim_value >= 0 else "?")
+        for dim in tensor.shape.dim
+    )  # Paddle writes -1 for a size that is not known
     return Value(value.name, dtype_name(tensor.elem_type), dims if tensor.HasField("shape") else None)
 
 

@@ -156,6 +156,17 @@ def test_layers_are_named_once(tmp_path: Path) -> None:
     assert (copies, length) == (6, 8)
 
 
+def test_sizes_that_are_not_known(tmp_path: Path) -> None:
+    """Paddle writes -1 where others write nothing."""
+    model = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[1,2] x) => (float y) { y = Relu (x) }'
+    )
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = -1
+    model.graph.input[0].type.tensor_type.shape.dim[1].Clear()
+    onnx.save(model, tmp_path / "m.onnx")
+    assert inspect_model(tmp_path / "m.onnx").inputs[0].dims == ("?", "?")
+
+
 def test_a_model_without_trouble(tmp_path: Path) -> None:
     onnx.save(parse("g (float[2] x) => (float[2] y) { y = Relu (x) }"), tmp_path / "m.onnx")
     output = CliRunner().invoke(main, ["inspect", str(tmp_path / "m.onnx")]).output
