@@ -509,8 +509,8 @@ def find_left_over(work: Work) -> None:
 
 def form_regions(work: Work) -> None:
     """Make regions of the remaining operators, then apply the patterns to the nodes in no region."""
-    graph, fusing, made, after = work.graph, work.found.fusing, RegionResult(), work.traffic()
-    work.found = replace(work.found, without_regions=after)
+    graph, fusing, made, without = work.graph, work.found.fusing, RegionResult(), work.traffic()
+    after = without
     # The layout stage replaced some fused nodes; `_standing` drops their records.
     known = _standing(graph, (*fusing.fused, *work.found.layout.fused))
     if work.settings.regions and not work.found.left:
@@ -525,15 +525,24 @@ def form_regions(work: Work) -> None:
         fusing = replace(fusing, remaining=fusing.remaining.difference(*(one.replaces for one in rest)))
     records = {one.node: one for one in (*known, *made.fused)}
     if work.settings.regions:
-        with step(REGIONS):
-            records |= {one.node: one for one in fuse_prologues(work.joining, records)}
-        records = {one.node: one for one in _standing(graph, records.values())}
         after = work.traffic()
+        with step(REGIONS):
+            joined = {one.node: one for one in fuse_prologues(work.joining, records)}
+        if joined:
+            of_regions, after = after, work.traffic()
+            without = _without_gain(without, of_regions, after)  # of norms, which is not one of regions
+        records = {one.node: one for one in _standing(graph, (records | joined).values())}
     fusing = replace(fusing, fused=tuple(records.values()))
     left = work.found.left
     if work.settings.operators != "standard":  # other runtimes have no operators of com.microsoft, and no regions
         left = left or left_by_regions(graph, work.found.spelling, made.reasons)
-    work.found = replace(work.found, fusing=fusing, regions=made, after=after, left=left)
+    work.found = replace(work.found, fusing=fusing, regions=made, without_regions=without, after=after, left=left)
+
+
+def _without_gain(traffic: Traffic, before: Traffic, after: Traffic) -> Traffic:
+    """Return the traffic less what a step saved, which is the difference of `before` and `after`."""
+    saved, launches = before.bytes - after.bytes, before.launches - after.launches
+    return replace(traffic, bytes=traffic.bytes - saved, launches=traffic.launches - launches)
 
 
 def _standing(graph: Graph, fused: Collection[Fused]) -> tuple[Fused, ...]:

@@ -71,6 +71,7 @@ Emit: TypeAlias = Literal["functions", "standard"]  # the form of a fusion in th
 LONG_VERIFICATION = 10.0  # seconds, after which the report names the quick verification
 MAX_ROUNDS_OF_PARTS = 3  # a fusion whose nodes were undone in this many rounds is left out as a whole
 CONSTANT_FOLDING = "constant"  # the name in the report when the folding of a constant is undone
+TWICE = 2.0  # the tolerance that is stored with a quantized model, relative to the errors that were measured
 BODIES = "subgraphs"  # the name in the report when all that was done inside If, Loop and Scan is undone
 
 
@@ -161,6 +162,9 @@ def optimize(
                 told = with_errors(told, (original, folder), made, compared, sizes, tell)
             if samples and told.errors:
                 told = replace(told, note=OPTIMISTIC)
+            allowed = {each.name: TWICE * each.max_rel for each in told.errors if 0 < each.max_rel < math.inf}
+            if allowed:
+                state_accepted(made, original, Accepted(allowed, "twice the error that quantizing was reported with"))
         return made, replace(report, weights=told)
 
 

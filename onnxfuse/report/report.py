@@ -339,9 +339,10 @@ def _region_lines(regions: RegionGain) -> Iterator[Line]:
     """Yield a line with the savings of regions and epilogues, if there are any."""
     if not regions.nodes + regions.joined:
         return
-    joined = f", {counted(regions.joined, 'node')} in epilogues" if regions.joined else ""
+    parts = [f"{counted(regions.nodes, 'node')} in place of {regions.replaced}"] if regions.nodes else []
+    parts += [f"{counted(regions.joined, 'node')} in epilogues"] if regions.joined else []
     saved = f"{bytes_text(regions.bytes_saved)} and {counted(regions.launches_saved, 'launch', 'launches')} saved"
-    yield Line(f"Regions: {counted(regions.nodes, 'node')} in place of {regions.replaced}{joined}, {saved}")
+    yield Line(f"Regions: {', '.join([*parts, saved])}")
 
 
 def _dropped_lines(dropped: Sequence[Dropped]) -> Iterator[Line]:

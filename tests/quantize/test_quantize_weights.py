@@ -19,6 +19,7 @@ from onnx import numpy_helper
 import onnxfuse
 from onnxfuse.cli import main
 from onnxfuse.errors import MissingPackageError, UsageError
+from onnxfuse.verify.compare import compare
 
 K, N = 80, 48  # blocks of 32 do not divide K
 
@@ -63,6 +64,9 @@ class TestWithTheQuantizer:
         (told,) = found.errors
         assert 0 < np.abs(old - new).max() <= error * np.abs(old).max() and 0 < told.max_rel <= error
         assert told.max_abs / told.max_rel == pytest.approx(np.abs(old).max(), rel=0.5)
+        accepted = compare(source, made)
+        assert accepted.status == "verified" and accepted.outputs[0].tolerance == 2 * told.max_rel
+        assert accepted.outputs[0].set_by == "twice the error that quantizing was reported with"
 
     def test_a_turned_weight_is_quantized_once(self) -> None:
         body = "t = Transpose<perm = [1, 0]>(w)  a = MatMul(x, t)  b = Exp(x)  c = MatMul(b, t)  y = Sub(a, c)"

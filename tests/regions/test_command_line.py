@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 from click.testing import CliRunner
@@ -34,6 +35,18 @@ def test_the_report_counts_what_they_save(model: Path) -> None:
     assert "Regions: 1 node in place of 2, 512 B and 1 launch saved" in text
     assert "Regions" not in said("optimize", model, "--dry-run", "--no-verify", "--no-regions")
     assert "Regions" not in said("optimize", model, "--dry-run", "--no-verify", "--skip", "region")
+
+
+def test_epilogues_without_regions_are_told_alone(tmp_path: Path) -> None:
+    nodes = "c = MatMul(x, w) d = Add(c, b) [last] z = Sin(d)"
+    made = parsed(nodes, inputs="float[64, 64] x, float[64, 64] w, float[64] b")
+    for name, shape in ("w", (64, 64)), ("b", (64,)):
+        made.graph.initializer.append(onnx.numpy_helper.from_array(np.full(shape, 0.5, np.float32), name))
+    del made.graph.input[1:]
+    onnx.save(made, tmp_path / "m.onnx")
+    assert "Regions: 1 node in epilogues, 32.8 KB and 1 launch saved" in said(
+        "optimize", tmp_path / "m.onnx", "--dry-run"
+    )
 
 
 def test_explain_says_why_nodes_are_in_none(model: Path) -> None:
