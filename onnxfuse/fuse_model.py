@@ -114,7 +114,7 @@ class Settings:
     nodes that no fusion, region or layout is allowed to take.  `keep_unfused` keeps a copy of the graph before fusing,
     with which fused nodes are compared.  `left_out` names layout fusions that are not made, and `without_passes` names
     passes that are not applied.  `rules` are the rewrite rules whose misses are recorded in addition to the misses of
-    fusions.
+    fusions.  `sizes` are the shapes of inputs for which traffic is estimated, by name.
     """
 
     fusions: Sequence[Fusion]
@@ -130,6 +130,7 @@ class Settings:
     left_out: Collection[str] = frozenset()
     without_passes: Collection[str] = frozenset()
     rules: Sequence[Rewrite] = ()
+    sizes: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -386,7 +387,8 @@ class Work:
 
     def traffic(self) -> Traffic:
         """Return the estimated traffic; NO_TRAFFIC if the estimate raised."""
-        return self.learned.run(ESTIMATE, lambda: estimate_traffic(self.graph, self.shapes), NO_TRAFFIC)
+        sizes = self.settings.sizes
+        return self.learned.run(ESTIMATE, lambda: estimate_traffic(self.graph, self.shapes, sizes), NO_TRAFFIC)
 
 
 @dataclass(frozen=True)

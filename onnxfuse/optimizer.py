@@ -62,9 +62,10 @@ from onnxfuse.verify.check_bodies import faults_of_bodies
 from onnxfuse.verify.compare import NOT_VERIFIED, Verification
 from onnxfuse.verify.compare_parts import PartFinding, PartsVerification
 from onnxfuse.verify.extent import FULL, LEFT_OUT_BY_QUICK, Extent, Level, extent_of
-from onnxfuse.verify.inputs import load_samples
+from onnxfuse.verify.inputs import load_samples, model_inputs
 from onnxfuse.verify.observed import NotCompared
 from onnxfuse.verify.own_process import DEFAULT_TIMEOUT, own_process
+from onnxfuse.verify.requested_shapes import parse_shapes, with_known_ranks
 
 Emit: TypeAlias = Literal["functions", "standard"]  # the form of a fusion in the optimized model
 
@@ -107,7 +108,7 @@ def optimize(
               differ.  True is "full", False is "off".  "quick" compares at one combination of sizes, and the report
               says what it leaves out
     inputs    arrays to verify with, by input name; others are generated
-    shapes    sizes to verify with, as "input:8x512"; others are chosen
+    shapes    sizes to verify and to estimate traffic with, as "input:8x512"; others are chosen
     timeout   seconds that opening a model in onnxruntime, or one run of it, may take in a process of its own; None runs
               models in this process, without a limit, and not at sizes of 0, at which onnxruntime can crash
     tolerance the largest relative error of an output; by default it depends on the dtype and the original's noise
@@ -144,6 +145,8 @@ def optimize(
     with own_process(timeout, at_once=extent is not None):
         with timer.stage("load"):
             original, folder = load(model)
+        wanted = model_inputs(with_known_ranks(original, shapes, inputs)) if shapes else []
+        settings = replace(settings, sizes=parse_shapes(shapes, wanted))
         choices = None if plan is None else read_choices(Path(plan), original)
         job = _Job(
             original, folder, settings, timer, only, choices, extent, inputs, shapes, tolerance, half,

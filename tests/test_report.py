@@ -179,6 +179,17 @@ def test_the_estimate_is_for_one_image() -> None:
     assert report.before.bytes == 2 * 4 * (3 * 128 * 8 + 128 * 8)
 
 
+def test_the_estimate_is_for_the_sizes_that_are_asked_for() -> None:
+    """Also of a model that is fused already, of dims without names, and of sizes that are computed from them."""
+    text = "g (float[n,8] x) => (float y) { a = Add (x, x) b = Exp (a) c = Abs (b) y = ReduceSum (c) }"
+    given = parse(text)
+    given.graph.input[0].type.tensor_type.shape.dim[0].Clear()
+    model, report = optimize(given, verify=False, shapes=["x:5x8"])
+    again = optimize(model, verify=False, shapes=["x:5x8"])[1]
+    assert report.before.assumed == again.before.assumed == {"x[0]": 5}
+    assert report.before.bytes == 4 * (7 * 5 * 8 + 1) and again.before.bytes == report.after.bytes
+
+
 def test_the_estimate_of_fused_nodes() -> None:
     """Values between fused nodes are neither written nor read."""
     batch, k, n = 1, 8, 6

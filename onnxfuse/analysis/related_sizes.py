@@ -6,6 +6,8 @@ size before the Pad, although the Pad could make the axis of any size.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 from onnxfuse.algebra.bounds import maximum
@@ -26,6 +28,22 @@ def relate_batch(shapes: ShapeInfo, tensor: Tensor) -> None:
     name = name_of(shape[0]) if shape is not None and len(shape) >= MIN_IMAGE_RANK else None
     if name is not None:
         shapes.related.setdefault(name, 1)
+
+
+@contextmanager
+def at_sizes(shapes: ShapeInfo, requested: Mapping[str, Sequence[int]]) -> Iterator[None]:
+    """In the block, estimate for these sizes of the graph's inputs, by name, in place of assumed ones."""
+    assumed = shapes.related
+    pairs = (
+        pair
+        for tensor in shapes.graph.linked.inputs
+        for pair in zip(shapes.shape(tensor) or (), requested.get(tensor.name, ()), strict=False)
+    )
+    shapes.related = assumed | {name: number for size, number in pairs if (name := name_of(size)) is not None}
+    try:
+        yield
+    finally:
+        shapes.related = assumed
 
 
 def relate_sizes(shapes: ShapeInfo, node: Node) -> None:

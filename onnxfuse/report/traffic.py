@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final
 
 from onnxfuse.algebra.operators import FREE
 from onnxfuse.algebra.sizes import UNKNOWN, symbol, symbols
 from onnxfuse.analysis.flops import count_flops
 from onnxfuse.analysis.gathered_tables import gathered_tables
+from onnxfuse.analysis.related_sizes import at_sizes
 from onnxfuse.analysis.shape_inference import read_and_infer
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.analysis.tensor_bytes import assumed_number, item_bytes, tensor_bytes
@@ -17,6 +21,8 @@ from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.inline_functions import inline_functions
 from onnxfuse.ir.node import Tensor, op_of
+
+NO_SIZES: Final[Mapping[str, Sequence[int]]] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -34,22 +40,29 @@ class Traffic:
     assumed: Mapping[str, int] = field(default_factory=dict)
 
 
-def estimate_traffic(graph: Graph, shapes: ShapeInfo) -> Traffic:
-    """Return the traffic of a graph; dynamic dims get assumed sizes.
+def estimate_traffic(graph: Graph, shapes: ShapeInfo, requested: Mapping[str, Sequence[int]] = NO_SIZES) -> Traffic:
+    """Return the traffic of a graph for the sizes of inputs in `requested`; other dynamic dims get assumed sizes.
 
     A tensor of unknown rank or dtype counts as 0 bytes.  Outputs of nodes that were fused when the model was read have
     the shapes that the bodies of the nodes give them, so that a fused model gets the same estimate whenever it is read.
     """
-    total, launches, flops = 0, 0, 0
     inside = _with_bodies(graph)
+    with at_sizes(shapes, requested), at_sizes(inside, requested) if inside else nullcontext():
+        return _estimate(graph, shapes, inside)
+
+
+def _estimate(graph: Graph, shapes: ShapeInfo, inside: ShapeInfo | None) -> Traffic:
+    """Return the traffic of a graph; `inside` has the shapes of the model as it was read, if it had fused nodes."""
+    total, launches, flops = 0, 0, 0
     computed = {tensor.name: tensor for node in inside.graph.nodes for tensor in node.outputs} if inside else {}
     sizes: dict[object, int] = {}
     bodies = {f"{f.domain}::{f.name}": f for f in graph.functions}
 
     def size_of(tensor: Tensor, first_axis: int = 0) -> int:
-        known = inside if inside and tensor.name in computed else shapes
-        named = computed.get(tensor.name, tensor)
-        key = known.shape(named), known.dtype(named), first_axis
+        known = shapes
+        if inside and tensor.name in computed:
+            known, tensor = inside, computed[tensor.name]
+        key = known.shape(tensor), known.dtype(tensor), first_axis
         if key not in sizes:
             sizes[key] = tensor_bytes(known, *key)
         return sizes[key]
