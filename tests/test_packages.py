@@ -145,7 +145,8 @@ def test_the_commands_of_its_pages_work_as_written(page: Path, example: dict[str
         environment = {**example, "PYTHONPATH": str(ROOT)} if "--patterns" in words else example
         command = [sys.executable, "-m", "onnxfuse", *words]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-        assert (done.returncode, done.stderr.strip()) == (0, ""), done.stdout + done.stderr
+        errors = [line for line in done.stderr.splitlines() if not re.match(r"\d+ s: ", line)]  # of progress, if slow
+        assert (done.returncode, errors) == (0, []), done.stdout + done.stderr
         assert "snake" in done.stdout
 
 

@@ -10,6 +10,7 @@ import onnxfuse
 from onnxfuse.runtime.hosts import find_host
 from onnxfuse.runtime.nvrtc import compile_cubin
 from onnxfuse.runtime.plan import Device, FusedNode, TensorSpec
+from onnxfuse.testing import check_kernels
 
 CUDA = "CUDAExecutionProvider"
 DEVICES = [
@@ -51,6 +52,15 @@ def test_the_kernel_compiles(dtype: str, device: Device) -> None:
         (plan,) = host.candidates(node, inputs, device)
         compiled = compile_cubin(plan.steps[0].kernel, device.arch)
         assert compiled.spill_stores + compiled.spill_loads == 0 and "warning" not in compiled.log
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_90"])
+def test_the_kernel_computes_what_the_body_does_on_a_cpu(arch: str) -> None:
+    """No GPU is needed, but a C++ compiler, as which the kernel is compiled."""
+    model, _ = onnxfuse.optimize(vocoder())
+    feeds = {"mel": np.random.default_rng(1).standard_normal((2, 20, 33), dtype=np.float32)}
+    checks = check_kernels(model, feeds, arch=arch)
+    assert [each.fusion for each in checks] == ["snake", "snake"] and max(each.error for each in checks) < 1e-6
 
 
 @pytest.mark.skipif(CUDA not in ort.get_available_providers(), reason="needs onnxruntime-gpu, CuPy and a GPU")
