@@ -995,6 +995,7 @@ def test_defaults_come_from_the_nearest_pyproject(block: Path, tmp_path: Path, m
         ("[tool.onnxfuse.bench]\nreport = 'x.html'", "report chooses files, which no file may do; give --report on"),
         ("[tool.onnxfuse.optimize]\noverwrite = true", "overwrite chooses files, which no file may do; give"),
         ("[tool.onnxfuse.optimize", "cannot be read: "),
+        ("tool.onnxfuse = 3", "tool.onnxfuse is not a table of commands"),
     ],
 )
 def test_wrong_tables(table: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,12 +27,14 @@ def read_defaults(commands: Mapping[str, click.Command]) -> dict[str, dict[str, 
     here = Path.cwd()
     path = next((found for each in (here, *here.parents) if (found := each / FILE).is_file()), None)
     try:
-        text = path.read_text(encoding="utf-8") if path else ""
-        table = tomllib.loads(text)["tool"]["onnxfuse"] if path and TABLE in text else {}
-    except KeyError:  # the words are in a comment
+        text = path.read_text(encoding="utf-8", errors="replace") if path else ""
+        table = tomllib.loads(text)["tool"]["onnxfuse"] if TABLE in text else {}
+    except (KeyError, TypeError):  # the words are in a comment or a text
         return {}
     except (OSError, ValueError) as error:
         raise UsageError(f"'{path}' cannot be read: {error}") from error
+    if not isinstance(table, dict):
+        raise UsageError(f"'{path}': {TABLE} is not a table of commands")
     return {name: _of_command(f"'{path}': [{TABLE}.{name}]", name, given, commands) for name, given in table.items()}
 
 

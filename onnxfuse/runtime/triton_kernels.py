@@ -65,7 +65,8 @@ def triton_launch(
     tensors = {"input": inputs, "output": outputs}
     kinds = {name: _type(each, tensors) for name, each in zip(names, arguments, strict=True)}
     aligned = all(each.aligned for each in (*inputs, *outputs))
-    pointers = tuple(name for name, each in zip(names, arguments, strict=True) if isinstance(each, Pointer))
+    pairs = zip(names, arguments, strict=True)
+    pointers = tuple(name for name, each in pairs if isinstance(each, Pointer) and each.offset % 16 == 0)
     source, name = f"{function.fn.__module__}:{function.fn.__name__}", function.fn.__name__
     if not isinstance(function, triton.JITFunction):  # TRITON_INTERPRET=1
         return Launch(Kernel(source, name, values), grid, (WARP * warps, 1, 1), tuple(arguments))
