@@ -504,7 +504,7 @@ def test_every_opset(opset: int) -> None:
 def test_an_opset_out_of_range(opset: int) -> None:
     model = parse(BLOCK)
     model.opset_import[0].version = opset
-    with pytest.raises(ModelError, match=f"has opset {opset}; supported are 7 to 24"):
+    with pytest.raises(ModelError, match=f"has opset {opset}; supported are 7 to 27"):
         optimize(model)
 
 

@@ -31,7 +31,7 @@ from onnxfuse.ir.protos import (
 )
 from onnxfuse.ir.validate import label, validate
 
-SUPPORTED_OPSETS = range(7, 25)
+SUPPORTED_OPSETS = range(7, 28)
 SUPPORTED_TEXT = f"{SUPPORTED_OPSETS[0]} to {SUPPORTED_OPSETS[-1]}"
 PROTOBUF_LIMIT = 2**31 - 1
 # Bytes; smaller tensors stay inside the model file, because each tensor in a data file starts a new page.

@@ -42,6 +42,7 @@ from onnxfuse.rewrite.variant import Variant
 
 BFLOAT16, FLOAT = "tensor(bfloat16)", "tensor(float)"  # the names in operator schemas
 REFUSED: Final = "onnxfuse.refused"
+LAST_OPSETS: Final = {"Swish": 24}  # the newest opset in which onnxruntime 1.32 runs an operator
 
 
 SelectOption: TypeAlias = Callable[[Alternatives, Sequence[Term]], Term]  # selects among options that can be written
@@ -243,7 +244,8 @@ class BodyBuilder:
         Few operators of older opsets accept bfloat16.
         """
         found = schema(term.op, self.opset)
-        if found is None or self._lacks_steps(term) or self._lacks_attribute(term, found):
+        is_newer = self.opset > LAST_OPSETS.get(term.op, self.opset)
+        if found is None or is_newer or self._lacks_steps(term) or self._lacks_attribute(term, found):
             return False
         narrow = any(operand.dtype == TensorProto.BFLOAT16 for operand in self._operands.values())
         return not narrow or all(
@@ -352,7 +354,7 @@ class BodyBuilder:
             return with_sizes(wanted, self.variant.dims)
         return [self._attribute(item) for item in wanted] if isinstance(wanted, list) else wanted
 
-    def write_output(self, operator: Apply, index: int, count: int) -> Value:
+    def write_output(self, operator: Term, index: int, count: int) -> Value:
         """Return the output `index` of an operator; all `count` outputs are named, because onnxruntime requires it."""
         first = self.value(operator)
         made = next(node for node in reversed(self.nodes) if node.output[0] == first.name)

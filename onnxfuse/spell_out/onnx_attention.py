@@ -22,6 +22,8 @@ NEEDLESS = {"q_num_heads", "kv_num_heads", "softmax_precision"}
 
 @RULES.rule("Attention")
 def _attention(call: Call) -> dict[int, Term] | None:
+    windows = [call.attribute(f"{side}_window_size", -1) for side in ("left", "right")]
+    stay_if(windows != [-1, -1], "each of its queries sees a window of keys")
     _name_sizes(call)
     extra = any(map(call.has, (PAST_KEY, PAST_VALUE, LENGTHS))) or not NEEDLESS.isdisjoint(call.node.attrs)
     if call.rank(Q) == 4 and call.dims["repeats"] == 1 and not extra:
