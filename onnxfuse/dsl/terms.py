@@ -102,7 +102,7 @@ class Matching(Protocol[TensorT, StateT]):
         """Match an operator with its inputs and attributes."""
         ...
 
-    def match_output(self, operator: Apply, index: int, tensor: TensorT, state: StateT) -> Iterator[StateT]:
+    def match_output(self, operator: Term, index: int, tensor: TensorT, state: StateT) -> Iterator[StateT]:
         """Match the output `index` of an operator."""
         ...
 
@@ -208,7 +208,7 @@ class Writing(Protocol):
         """Add the node of an operator, and return its value."""
         ...
 
-    def write_output(self, operator: Apply, index: int, count: int) -> Value:
+    def write_output(self, operator: Term, index: int, count: int) -> Value:
         """Return the output `index` of the `count` outputs of an operator."""
         ...
 

@@ -159,9 +159,9 @@ contrib = _Operators("com.microsoft")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Output(Term):
-    """The output `index` of the `count` outputs of an operator; all have the dtype of the first."""
+    """The output `index` of the `count` outputs of an operator or of the one that `choose` found."""
 
-    inner: Apply
+    inner: Term
     index: int
     count: int
 
@@ -177,13 +177,14 @@ class Output(Term):
 
 
 def results(node: Term, count: int) -> tuple[Output, ...]:
-    """Return the `count` outputs of one operator, which all have the same dtype.
+    """Return the `count` outputs of one operator, or of the operator that `choose` finds.
 
     Use the outputs in one of two ways: return all of them, in order, as the outputs of a fusion, or use them inside the
     `ort` or `standard` term of stored().
     """
-    if not isinstance(node, Apply):
-        raise PatternError(f"{here()}: results() needs an operator as its first argument")
+    choices = node.options if isinstance(node, Choose) else (node,)
+    if not all(isinstance(choice, Apply) for choice in choices):
+        raise PatternError(f"{here()}: results() needs an operator, or a choice of operators, as its first argument")
     return tuple(Output(inner=node, index=index, count=count, span=here()) for index in range(count))
 
 

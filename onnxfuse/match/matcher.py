@@ -183,7 +183,7 @@ class Matcher(MatchContext):
         """Match an operator with the node that computes the tensor."""
         return match_operator(self, term, tensor, state)
 
-    def match_output(self, operator: Apply, index: int, tensor: Tensor, state: State) -> Iterator[State]:
+    def match_output(self, operator: Term, index: int, tensor: Tensor, state: State) -> Iterator[State]:
         """Match the output `index` of an operator."""
         return match_output(self, operator, index, tensor, state)
 

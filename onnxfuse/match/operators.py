@@ -12,7 +12,7 @@ from onnxfuse.algebra.operators import COMMUTATIVE
 from onnxfuse.algebra.sizes import Dim, name_of, symbols
 from onnxfuse.analysis.shape_info import CannotInfer
 from onnxfuse.analysis.slice_ranges import slice_ranges
-from onnxfuse.dsl.terms import Apply, Capture, sizes_in
+from onnxfuse.dsl.terms import Apply, Capture, Term, sizes_in
 from onnxfuse.ir.attributes import AtRunTime, attribute_default, attribute_or_input, schema
 from onnxfuse.ir.node import Node, Tensor, is_tensor, op_of, producer
 from onnxfuse.match.context import MatchContext
@@ -52,11 +52,11 @@ def match_operator(m: MatchContext, term: Apply, tensor: Tensor, state: State) -
             yield from _attributes(m, term, node, after._replace(factor=after.factor if term.op in LINEAR else factor))
 
 
-def match_output(m: MatchContext, term: Apply, index: int, tensor: Tensor, state: State) -> Iterator[State]:
+def match_output(m: MatchContext, term: Term, index: int, tensor: Tensor, state: State) -> Iterator[State]:
     """Yield the state after each way to match a tensor with the output `index` of an operator."""
     node = producer(tensor)
     if node is None or not any(made is tensor for made in node.outputs[index : index + 1]):
-        m.fail(term, state, lambda: f"'{tensor.name}' is not output {index} of {term.op}")
+        m.fail(term, state, lambda: f"'{tensor.name}' is not output {index} of {m.wanted(term)}")
         return iter(())
     return m.match(term, node.outputs[0], state)
 

@@ -690,7 +690,7 @@ def two_images() -> Fusion:
         (not_optional, "or_zeros() needs an optional parameter as its first argument"),
         (no_axis, "has '(h'; required names of axes, numbers or '...'. Leave the text out where a rearrange() of"),
         (no_score, "causal() needs a scalar parameter as its third argument"),
-        (no_node, "results() needs an operator as its first argument"),
+        (no_node, "results() needs an operator, or a choice of operators, as its first argument"),
         (not_stored, "'wrong' has results() outside another value of stored()"),
         (no_parameter, "example= names 'z', which is no parameter"),
         (no_image, "channels_last= names 'w', which is no parameter declared with tensor()"),
