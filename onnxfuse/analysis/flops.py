@@ -111,6 +111,12 @@ def _multi_head_attention(shapes: ShapeInfo, node: Node) -> Size:
     return 2 * query[0] * query[1] * keys * (query[2] + required(shapes.shape(node.outputs[0]))[2])
 
 
+@RULES.rule("LinearAttention", "com.microsoft::LinearAttention")
+def _linear_attention(shapes: ShapeInfo, node: Node) -> Size:
+    """Return the count for three products of each token with the state: retrieval, update and result."""
+    return 3 * 2 * input_shape(shapes, node, 1, 3)[1] * _elements(required(shapes.shape(node.outputs[1])))
+
+
 @RULES.rule("GRU", "LSTM", "RNN")
 def _recurrence(shapes: ShapeInfo, node: Node) -> Size:
     """Return the count for the products of each step, with the weights of the input and of the state."""

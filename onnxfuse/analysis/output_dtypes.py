@@ -24,8 +24,8 @@ _ONNXRUNTIME_SOURCES = {  # operator -> inputs; the first that is present gives 
     "com.microsoft::QLinearConcat": (1,), "com.microsoft::QLinearWhere": (1,),
 }  # fmt: skip
 
-# Operator -> inputs that give output 0 its dtype, although newer schemas give the two different type parameters.
-_SOURCES = {"DequantizeLinear": (1,)}
+# Operator -> inputs that give outputs their dtype, if no input is present that has the same type parameter.
+_SOURCES = {"DequantizeLinear": (1,), "LinearAttention": (0,)}
 
 _CACHES: dict[int, tuple[int, ...]] = {1: (0,), 2: (0,)}  # outputs 1 and 2 are keys and values; input 0 gives the dtype
 _FURTHER_OUTPUTS: dict[str, dict[int, tuple[int, ...]]] = {  # operator -> output -> inputs that give it its dtype
@@ -34,6 +34,7 @@ _FURTHER_OUTPUTS: dict[str, dict[int, tuple[int, ...]]] = {  # operator -> outpu
     "com.microsoft::Attention": {1: (0,)}, "com.microsoft::MultiHeadAttention": _CACHES,
     "com.microsoft::DecoderMaskedMultiHeadAttention": _CACHES, "com.microsoft::SparseAttention": _CACHES,
     "com.microsoft::GroupQueryAttention": {1: (3, 0), 2: (4, 0)},  # the past, which can be quantized, or query
+    "com.microsoft::LinearAttention": {1: (3, 0)}, "com.microsoft::CausalConvWithState": {1: (0,)},
 }  # fmt: skip
 
 
@@ -85,4 +86,4 @@ def _dtype_source(op: str, opset: int, index: int) -> _Source:
     if len(allowed) == 1:
         return _Source(fixed=_DTYPES.get(next(iter(allowed)), 0))
     alike = tuple(i for i, formal in enumerate(found.inputs) if formal.type_str == kind)
-    return _Source(alike or _SOURCES.get(op, ()))
+    return _Source(alike + _SOURCES.get(op, ()))

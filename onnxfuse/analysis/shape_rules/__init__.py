@@ -6,6 +6,7 @@ from onnxfuse.analysis.shape_rules import (
     elementwise,
     fills,
     products,
+    recurrences,
     reductions,
     slices,
     views,
@@ -21,4 +22,5 @@ SHAPE_RULES: dict[str, ShapeRule] = {
     **slices.RULES,
     **windows.RULES,
     **attention.RULES,
+    **recurrences.RULES,
 }

@@ -1,0 +1,35 @@
+"""Shape rules of linear attention and of the causal convolutions before it."""
+
+from __future__ import annotations
+
+from onnxfuse.analysis.rules import RuleTable, ShapeRule, input_shape, required
+from onnxfuse.analysis.shape_info import CannotInfer, PartialShape, ShapeInfo
+from onnxfuse.ir.attributes import int_attribute
+from onnxfuse.ir.node import Node
+
+RULES = RuleTable[ShapeRule]()
+
+
+@RULES.rule("LinearAttention", "com.microsoft::LinearAttention")
+def _linear_attention(shapes: ShapeInfo, node: Node) -> list[PartialShape | None]:
+    query, value = input_shape(shapes, node, 0, 3), input_shape(shapes, node, 2, 3)
+    heads, kv_heads = (required(int_attribute(node, name)) for name in ("q_num_heads", "kv_num_heads"))
+    if min(heads, kv_heads) <= 0 or int_attribute(node, "state_window", 0):
+        raise CannotInfer
+    size = value[2] // kv_heads
+    return [(*query[:2], max(heads, kv_heads) * size), (query[0], kv_heads, query[2] // heads, size)]
+
+
+@RULES.rule("CausalConvWithState", "com.microsoft::CausalConvWithState")
+def _causal_conv_with_state(shapes: ShapeInfo, node: Node) -> list[PartialShape | None]:
+    if any(int_attribute(node, name, usual) != usual for name, usual in ONE_AXIS.items()):
+        raise CannotInfer
+    x, weight = input_shape(shapes, node, 0, 3), input_shape(shapes, node, 1, 3)
+    return [x, (*x[:2], weight[2] - 1)]
+
+
+# Attributes of com.microsoft's operator, with the values of the form that ONNX's operator has.
+ONE_AXIS = {
+    "ndim": 1, "dilation": 1, "channels_last": 0, "state_window": 0, "state_length": 0, "state_channels_last": -1,
+    "input_channel_offset": 0, "input_channels": 0, "state_update_capacity": 0,
+}  # fmt: skip
