@@ -8,6 +8,8 @@ from typing import Any
 from attention_cases import Case
 from cache_cases import CachedCase, cached
 from group_query_cases import Case as GroupQueryCase
+from linear_attention_cases import Case as LinearCase
+from linear_attention_cases import Conv
 
 from onnxfuse.ir.domain import PROLOGUE
 from onnxfuse.runtime.plan import FusedNode, TensorSpec
@@ -142,7 +144,7 @@ NODES: dict[str, tuple[str, dict[str, tuple[int, ...]], dict[str, Any], int]] = 
     },
     "parallel_gemm": ("parallel_gemm", {"x": X, "w": SQUARE, "bias": W, "w_2": SQUARE, "w_3": SQUARE}, {}, 3),
 }  # fmt: skip
-ATTENTION: dict[str, Case | CachedCase | GroupQueryCase] = {
+ATTENTION: dict[str, Case | CachedCase | GroupQueryCase | LinearCase | Conv] = {
     "attention": Case(2, 4, 4, 160, 160, mask="additive"),
     "causal attention": Case(1, 4, 2, 128, 128, operator=True, causal=True),
     "attention of one query": Case(2, 4, 4, 1, 500),
@@ -153,12 +155,15 @@ ATTENTION: dict[str, Case | CachedCase | GroupQueryCase] = {
     "a prompt of group_query_attention": GroupQueryCase((170, 20), new=170, past=400),
     "one token of quantized caches": GroupQueryCase((300, 20), past=400, cache="int8"),
     "a prompt of quantized caches": GroupQueryCase((170, 20), new=170, past=400, cache="int8", per_channel=True),
+    "one token of linear_attention": LinearCase(1, dtype="float16"),
+    "chunks of linear_attention": LinearCase(150, dtype="float16", size=32, value_size=32),
+    "a causal convolution": Conv(40, dtype="float16"),
 }
 
 
-def specs_of(case: Case | CachedCase | GroupQueryCase) -> list[TensorSpec]:
+def specs_of(case: Case | CachedCase | GroupQueryCase | LinearCase | Conv) -> list[TensorSpec]:
     """Return the inputs of a case as a plan has them."""
-    if isinstance(case, GroupQueryCase):
+    if isinstance(case, GroupQueryCase | LinearCase | Conv):
         return [*case.specs()]
     return [TensorSpec(array.shape, array.dtype.name) for array in case.inputs().values()]
 

@@ -1,0 +1,5 @@
+"""Linear attention with and without decays and the delta rule, and the causal convolutions before it."""
+
+from typing import Final
+
+FUSIONS: Final = ("linear_attention", "causal_conv_with_state")

@@ -1,0 +1,159 @@
+"""The plans of linear attention, and of causal convolutions: see linear_attention.cuh and causal_conv_with_state.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from onnxfuse.kernels.linear_attention import causal_conv
+from onnxfuse.kernels.linear_attention.problem import LinearAttention, problem_of, unsupported
+from onnxfuse.kernels.multiprocessor import MMA_ARCH
+from onnxfuse.kernels.tensors import ITEM_BYTES, VECTOR_BYTES, Defines, float32, int32
+from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, NoAlias, Plan, Pointer, Struct, TensorSpec
+from onnxfuse.runtime.symint import for_later_plans
+
+CHUNK: Final = 64  # tokens
+MIN_CHUNKED: Final = 24  # tokens from which chunks are used
+MAX_CHUNKED_SIZE: Final = 128  # largest number of rows of a state that a warp keeps in registers with its products
+MAX_SIZE: Final = 2048
+MAX_VALUES: Final = 64  # elements of a state that a thread keeps, if possible
+STAGED_FLOATS: Final = 8192  # maximum floats of tokens in shared memory, unless one token has more
+MAX_TOKENS: Final = 16
+TOKEN_WARPS: Final = 2
+CHUNK_THREADS: Final = 128
+COPYING: Final = 128  # threads of linear_attention_sequence.cu that copy
+MIN_STAGES: Final = 2  # of shared memory; a third one hides more of the time of copies
+MAX_WARPS: Final = 4  # warps per block of linear_attention_sequence.cu
+
+
+def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
+    """Return why no kernel runs this node on this device; None if one does."""
+    if node.fusion == "causal_conv_with_state":
+        return causal_conv.unsupported(node, input_dtypes)
+    refusal = unsupported(node, input_dtypes)
+    if refusal is None and (size := node.integer("width") // node.integer("q_num_heads")) > MAX_SIZE:
+        refusal = f"{node.fusion}: states have {size} rows; the kernels take up to {MAX_SIZE}"
+    return refusal
+
+
+def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
+    """Return the plans for these shapes, the expected fastest first.  Raises ValueError if shapes do not fit."""
+    if node.fusion == "causal_conv_with_state":
+        return causal_conv.candidates(node, inputs, device)
+    problem = problem_of(node, inputs)
+    if 0 in problem.present.shape:
+        return [Plan((problem.y, problem.present), ())]
+    tokens = _by_tokens(problem, device)
+    if not _is_chunkable(problem, device) or problem.length < MIN_CHUNKED:
+        return [tokens]
+    widths = _widths(problem, device)
+    with for_later_plans(problem.batch, problem.length):
+        return [*(_by_chunks(problem, warps, device) for warps in widths), tokens]
+
+
+def _plan(problem: LinearAttention, steps: tuple[Launch, ...], scratch: tuple[int, ...], same_start: bool) -> Plan:
+    past = problem.node.input_index("past_state")
+    aliases = () if past is None else (NoAlias(past, 1, same_start=same_start),)
+    return Plan((problem.y, problem.present), steps, scratch, aliases)
+
+
+# --- token after token -----------------------------------------------------------------------------------------------
+
+
+def _by_tokens(problem: LinearAttention, device: Device) -> Plan:
+    lanes, columns = next(
+        (lanes, columns)
+        for lanes, columns in ((8, 4), (16, 4), (32, 4), (32, 2), (32, 1))
+        if -(-problem.size // lanes) * columns <= MAX_VALUES or columns == 1
+    )
+    widest = VECTOR_BYTES // max(ITEM_BYTES[problem.dtype], ITEM_BYTES[problem.state_dtype])
+    width = min(columns, widest) if problem.aligned else 1
+    while problem.value_size % width:
+        width //= 2
+    tile = 32 // lanes * columns * TOKEN_WARPS
+    floats = problem.size * (1 + problem.heads // problem.state_heads) + tile + 1
+    floats += problem.size if problem.decay == 2 else 1
+    tokens = max(1, min(MAX_TOKENS, STAGED_FLOATS // floats))
+    defines: Defines = {
+        **problem.defines,
+        "LANES": lanes, "COLUMNS": columns, "WIDTH": width, "WARPS": TOKEN_WARPS, "TOKENS": tokens,
+    }  # fmt: skip
+    operands = Struct((*problem.operands, *problem.states.fields))
+    blocks = problem.batch * problem.state_heads * -(-problem.value_size // tile)
+    launch = Launch(
+        Kernel("linear_attention_tokens", "linear_attention_tokens", defines), (blocks, 1, 1),
+        (32 * TOKEN_WARPS, 1, 1), (operands, *int32(problem.length), *float32(problem.scale)), 4 * tokens * floats,
+        pdl=device.has_pdl,
+    )  # fmt: skip
+    return _plan(problem, (launch,), (), same_start=True)
+
+
+# --- chunks ----------------------------------------------------------------------------------------------------------
+
+
+def _is_chunkable(problem: LinearAttention, device: Device) -> bool:
+    return (
+        device.arch >= MMA_ARCH
+        and problem.dtype != "float32"
+        and problem.aligned
+        and problem.decay < 2
+        and problem.size % 16 == problem.value_size % 16 == 0
+        and problem.size <= MAX_CHUNKED_SIZE
+        and max(_chunk_bytes(problem), _sequence_bytes(problem, 1, MIN_STAGES)) <= device.shared_per_block
+    )
+
+
+def _widths(problem: LinearAttention, device: Device) -> list[int]:
+    """Return the numbers of warps per block of the sequential pass, the expected fastest first.
+
+    A block with more warps reads the chunks of a head for more columns of its state at once.
+    """
+    fitting = [
+        warps
+        for warps in (1, 2, MAX_WARPS)
+        if problem.value_size % (16 * warps) == 0
+        and _sequence_bytes(problem, warps, MIN_STAGES) <= device.shared_per_block
+    ]
+    blocks = problem.batch * problem.heads * problem.value_size // 16
+    wide = [warps for warps in fitting[1:] if blocks // warps >= device.multiprocessors * 3 // 4]
+    best = wide[-1] if wide else fitting[0]
+    return [best, *(warps for warps in fitting if warps != best)]
+
+
+def _chunk_bytes(problem: LinearAttention) -> int:
+    pitch, token_pitch = 2 * problem.size + 16, 2 * CHUNK + 16
+    system = CHUNK * (68 * 4 + 2 * token_pitch) if problem.beta else 0
+    return CHUNK * (2 * pitch + 2 * problem.value_size + 16 + 12) + system
+
+
+def _sequence_bytes(problem: LinearAttention, warps: int, stages: int) -> int:
+    pitch, token_pitch = 2 * problem.size + 16, 2 * CHUNK + 16
+    stage = CHUNK * ((3 if problem.beta else 2) * pitch + token_pitch + 16) + 16 * warps * token_pitch
+    return stages * stage + 2 * warps * 32 * (problem.size + CHUNK)
+
+
+def _by_chunks(problem: LinearAttention, warps: int, device: Device) -> Plan:
+    chunks = -(-problem.length // CHUNK)
+    stages = MIN_STAGES + (_sequence_bytes(problem, warps, MIN_STAGES + 1) <= device.shared_per_block)
+    states, results = problem.batch * problem.state_heads * chunks, problem.batch * problem.heads * chunks
+    item = ITEM_BYTES[problem.dtype]
+    weights = states * CHUNK * problem.size * item if problem.beta else 16
+    scratch = (
+        states * CHUNK * problem.value_size * item, weights, results * CHUNK * CHUNK * item, states * CHUNK * 8,
+    )  # fmt: skip
+    between = Struct(tuple(Pointer("scratch", i) for i in range(4)))
+    operands = Struct(problem.operands)
+    first = Launch(
+        Kernel("linear_attention_chunks", "linear_attention_chunks", problem.defines), (results, 1, 1),
+        (CHUNK_THREADS, 1, 1), (operands, between, *int32(problem.length, chunks)), _chunk_bytes(problem),
+        pdl=device.has_pdl,
+    )  # fmt: skip
+    defines: Defines = {**problem.defines, "WARPS": warps, "STAGES": stages}
+    blocks = problem.batch * problem.heads * (problem.value_size // (16 * warps))
+    second = Launch(
+        Kernel("linear_attention_sequence", "linear_attention_sequence", defines), (blocks, 1, 1),
+        (COPYING + 64 * warps, 1, 1),
+        (operands, between, problem.states, *int32(problem.length, chunks), *float32(problem.scale)),
+        _sequence_bytes(problem, warps, stages), pdl=device.has_pdl,
+    )  # fmt: skip
+    return _plan(problem, (first, second), scratch, same_start=problem.heads == problem.state_heads)

@@ -1,0 +1,265 @@
+// Linear attention by chunks of 64 tokens in order: see linear_attention.cuh. linear_attention_chunks.cu runs before.
+//
+// One warp keeps 16 columns of the state of a head in fp32 registers, transposed, so that operands of its products need
+// no exchange with other lanes, and passes these operands to another warp, which computes the results of the chunk one
+// step later. Further warps meanwhile copy later chunks to shared memory.
+//
+// Macros: those of linear_attention.cuh; STATE_T; PAST; WARPS, that have states; STAGES of shared memory, 2 or more.
+#include "linear_attention.cuh"
+
+constexpr int COPYING = 128;  // threads that copy
+constexpr int TILES = VALUE_SIZE / (16 * WARPS);
+// Offsets in a stage, which has what the next state needs of one chunk, and the results of the chunk before.
+constexpr int K_TILE = 0, WEIGHTS = CHUNK * PITCH, ROWS = WEIGHTS + (BETA ? CHUNK * PITCH : 0);
+constexpr int FACTORS = ROWS + WARPS * 16 * TOKEN_PITCH, Q_TILE = FACTORS + CHUNK * 8, SCORES = Q_TILE + CHUNK * PITCH;
+constexpr int Q_FACTORS = SCORES + CHUNK * TOKEN_PITCH, STAGE = Q_FACTORS + CHUNK * 8;
+// The operands that a warp passes on: of the state and of u. Two buffers follow the stages.
+constexpr int STATE_WORDS = SIZE / 16, PASSED = (STATE_WORDS + CHUNK / 16) * 32 * 16;
+
+struct States {
+    const STATE_T* past;
+    STATE_T* present;
+    T* y;
+};
+
+// The words of four neighbouring operands, along k, from sums in fp32.
+template <int N>
+__device__ __forceinline__ void round_sums(u32 (&to)[N / 2][4], const float (&sums)[N][4]) {
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) to[n / 2][n % 2 * 2 + half] = narrow(T(), sums[n] + 2 * half);
+}
+
+struct Block {
+    Operands p;
+    Scratch from;
+    int length, chunks, batch, head, state_head, column;  // `column`: the block's first one
+
+    __device__ __forceinline__ void copy_factors(u32 to, i64 own) const {
+        const f32* const factors = from.factors + own * CHUNK * 2;
+        for (int i = threadIdx.x; i < CHUNK / 2; i += COPYING)
+            copy_async<16>(to + i * 16, reinterpret_cast<const char*>(factors + i * 4), 16);
+    }
+
+    // Starts the copies for a step: what the state needs of the chunk `step`, and what results need of the one before.
+    __device__ __forceinline__ void copy(int step) const {
+        const u32 stage = shared_address(shared_memory()) + step % STAGES * STAGE;
+        const i64 state = ((i64)batch * STATE_HEADS + state_head) * chunks;
+        if (step < chunks) {
+            const i64 own = state + step;
+            if (BETA) copy_rows<SIZE, PITCH, COPYING>(stage + WEIGHTS, from.weights + own * CHUNK * SIZE, SIZE, CHUNK);
+            const T* const rows = from.rows + (own * VALUE_SIZE + column) * CHUNK;
+            for (int i = threadIdx.x; i < WARPS * 16 * 8; i += COPYING)
+                copy_async<16>(stage + ROWS + i / 8 * TOKEN_PITCH + i % 8 * 16,
+                               reinterpret_cast<const char*>(rows + i * 8), 16);
+            copy_factors(stage + FACTORS, own);
+            const i64 first = (i64)batch * length + step * CHUNK;
+            const T* const k = p.key + (first * K_HEADS + state_head / (STATE_HEADS / K_HEADS)) * SIZE;
+            copy_rows<SIZE, PITCH, COPYING>(stage + K_TILE, k, K_HEADS * SIZE, min(CHUNK, length - step * CHUNK));
+        }
+        if (step > 0 && step <= chunks) {
+            const int chunk = step - 1;
+            copy_factors(stage + Q_FACTORS, state + chunk);
+            const i64 first = (i64)batch * length + chunk * CHUNK;
+            const T* const q = p.query + (first * Q_HEADS + head / (HEADS / Q_HEADS)) * SIZE;
+            copy_rows<SIZE, PITCH, COPYING>(stage + Q_TILE, q, Q_HEADS * SIZE, min(CHUNK, length - chunk * CHUNK));
+            const T* const scores = from.scores + (((i64)batch * HEADS + head) * chunks + chunk) * CHUNK * CHUNK;
+            copy_rows<CHUNK, TOKEN_PITCH, COPYING>(stage + SCORES, scores, CHUNK, CHUNK);
+        }
+        commit_copies();
+    }
+
+    __device__ __forceinline__ void copy_all() const {
+        for (int step = 0; step < STAGES - 1; ++step) copy(step);
+        for (int step = 0; step <= chunks; ++step) {
+            wait_for_groups<STAGES - 2>();
+            __syncthreads();
+            copy(step + STAGES - 1);
+        }
+    }
+
+    // Returns where a warp passes its operands on in a step: 16 bytes for each lane, and so on.
+    __device__ __forceinline__ char* passed(int warp, int step) const {
+        return shared_memory() + STAGES * STAGE + (step % 2 * WARPS + warp) * PASSED + threadIdx.x % 32 * 16;
+    }
+};
+
+template <int N>
+__device__ __forceinline__ void pass(char* to, const u32 (&words)[N][4]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+        *reinterpret_cast<uint4*>(to + i * 512) = {words[i][0], words[i][1], words[i][2], words[i][3]};
+}
+template <int N>
+__device__ __forceinline__ void take(u32 (&words)[N][4], const char* from) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        const uint4 own = *reinterpret_cast<const uint4*>(from + i * 512);
+        words[i][0] = own.x, words[i][1] = own.y, words[i][2] = own.z, words[i][3] = own.w;
+    }
+}
+
+// Adds S^T times the transposed weights to u.
+__device__ __forceinline__ void retrieve(float (&u)[CHUNK / 8][4], const u32 (&state)[SIZE / 16][4], u32 weights) {
+#pragma unroll
+    for (int step = 0; step < SIZE / 16; ++step)
+#pragma unroll
+        for (int n = 0; n < CHUNK / 8; n += 2) {
+            u32 b[4];
+            load_columns(b, weights, PITCH, n * 8, step);
+            multiply(T(), u[n], state[step], b[0], b[1]);
+            multiply(T(), u[n + 1], state[step], b[2], b[3]);
+        }
+}
+
+// Writes the results of `count` tokens: scale (diag(exp(b)) Q S + P u).
+__device__ __forceinline__ void write_results(T* y, const u32 (&state)[SIZE / 16][4], const u32 (&u)[CHUNK / 16][4],
+                                              const char* stage, int count, float scale) {
+    const int lane = threadIdx.x % 32;
+    const u32 address = shared_address(stage);
+    const float* const factors = reinterpret_cast<const float*>(stage + Q_FACTORS);
+    float sums[CHUNK / 16][2][4] = {};
+    u32 a[4];
+#pragma unroll
+    for (int step = 0; step < SIZE / 16; ++step)
+#pragma unroll
+        for (int tile = 0; tile < CHUNK / 16; ++tile) {
+            load_left(a, address + Q_TILE, PITCH, tile * 16, step);
+            multiply(T(), sums[tile][0], a, state[step][0], state[step][2]);
+            multiply(T(), sums[tile][1], a, state[step][1], state[step][3]);
+        }
+#pragma unroll
+    for (int tile = 0; tile < CHUNK / 16; ++tile)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float decayed = factors[(tile * 16 + lane / 4 + i / 2 * 8) * 2];
+            sums[tile][0][i] *= decayed, sums[tile][1][i] *= decayed;
+        }
+#pragma unroll
+    for (int step = 0; step < CHUNK / 16; ++step)
+#pragma unroll
+        for (int tile = step; tile < CHUNK / 16; ++tile) {
+            load_left(a, address + SCORES, TOKEN_PITCH, tile * 16, step);
+            multiply(T(), sums[tile][0], a, u[step][0], u[step][2]);
+            multiply(T(), sums[tile][1], a, u[step][1], u[step][3]);
+        }
+#pragma unroll
+    for (int tile = 0; tile < CHUNK / 16; ++tile)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int t = tile * 16 + lane / 4 + half * 8;
+#pragma unroll
+            for (int n = 0; n < 2; ++n) {
+                const float own[2] = {sums[tile][n][2 * half] * scale, sums[tile][n][2 * half + 1] * scale};
+                if (t < count) store<false>(y + (i64)t * HEADS * VALUE_SIZE + n * 8 + lane % 4 * 2, own);
+            }
+        }
+}
+
+// Multiplies the state by the decays of the chunk, and each token of u by the decays after it.
+__device__ __forceinline__ void decay(float (&s)[SIZE / 8][4], float (&u)[CHUNK / 8][4], const float* factors) {
+    const int lane = threadIdx.x % 32;
+    const float whole = factors[2 * (CHUNK - 1)];
+#pragma unroll
+    for (int n = 0; n < SIZE / 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[n][i] *= whole;
+#pragma unroll
+    for (int n = 0; n < CHUNK / 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) u[n][i] *= factors[(8 * n + lane % 4 * 2 + i % 2) * 2 + 1];
+}
+
+// Adds u^T K to the state.
+__device__ __forceinline__ void update(float (&s)[SIZE / 8][4], const u32 (&u)[CHUNK / 16][4], u32 keys) {
+#pragma unroll
+    for (int step = 0; step < CHUNK / 16; ++step)
+#pragma unroll
+        for (int n = 0; n < SIZE / 8; n += 2) {
+            u32 b[4];
+            load_rows_of(b, keys, PITCH, step, n * 8);
+            multiply(T(), s[n], u[step], b[0], b[1]);
+            multiply(T(), s[n + 1], u[step], b[2], b[3]);
+        }
+}
+
+// Computes the results of all chunks, from operands that the warp of the state passes on.
+__device__ __forceinline__ void all_results(const Block& block, T* y, int warp, float scale) {
+    for (int step = 0; step <= block.chunks; ++step) {
+        __syncthreads();
+        if (step == 0) continue;
+        u32 state[SIZE / 16][4], u[CHUNK / 16][4];
+        const char* const from = block.passed(warp, step - 1);
+        take(state, from), take(u, from + STATE_WORDS * 512);
+        const i64 first = (i64)block.batch * block.length + (step - 1) * CHUNK;
+        T* const to = y + (first * HEADS + block.head) * VALUE_SIZE + block.column + warp * 16;
+        write_results(to, state, u, shared_memory() + step % STAGES * STAGE,
+                      min(CHUNK, block.length - (step - 1) * CHUNK), scale);
+    }
+}
+
+// Computes the state `s` after all chunks.
+__device__ __forceinline__ void all_states(const Block& block, float (&s)[SIZE / 8][4], int warp) {
+    const int lane = threadIdx.x % 32;
+    for (int chunk = 0; chunk < block.chunks; ++chunk) {
+        __syncthreads();
+        const char* const stage = shared_memory() + chunk % STAGES * STAGE;
+        char* const to = block.passed(warp, chunk);
+        u32 state[SIZE / 16][4];
+        round_sums(state, s);
+        pass(to, state);
+        float u[CHUNK / 8][4];
+#pragma unroll
+        for (int n = 0; n < CHUNK / 8; ++n)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int row = warp * 16 + lane / 4 + half * 8;
+                const char* const at = stage + ROWS + row * TOKEN_PITCH + (8 * n + lane % 4 * 2) * 2;
+                widen(T(), *reinterpret_cast<const u32*>(at), u[n] + 2 * half);
+            }
+        if (BETA) retrieve(u, state, shared_address(stage) + WEIGHTS);
+        u32 added[CHUNK / 16][4];
+        round_sums(added, u);
+        pass(to + STATE_WORDS * 512, added);
+        if (DECAY) decay(s, u, reinterpret_cast<const float*>(stage + FACTORS));
+        if (DECAY) round_sums(added, u);
+        update(s, added, shared_address(stage) + K_TILE);
+    }
+    __syncthreads();  // the last results follow
+}
+
+extern "C" __global__ void __launch_bounds__(COPYING + WARPS * 64, 1)
+    linear_attention_sequence(const __grid_constant__ Operands p, const __grid_constant__ Scratch from,
+                              const __grid_constant__ States to, int length, int chunks, float scale) {
+    release_successor();
+    wait_for_predecessor();
+    const int lane = threadIdx.x % 32, warp = (int(threadIdx.x) - COPYING) / 32, result = blockIdx.x / TILES;
+    const int head = result % HEADS, batch = result / HEADS, state_head = head / GROUP;
+    const Block block{p, from, length, chunks, batch, head, state_head, int(blockIdx.x % TILES) * WARPS * 16};
+    if (threadIdx.x < COPYING) return block.copy_all();
+    if (warp >= WARPS) return all_results(block, to.y, warp - WARPS, scale);
+    const i64 matrix = ((i64)batch * STATE_HEADS + state_head) * SIZE * VALUE_SIZE + block.column + warp * 16;
+    float s[SIZE / 8][4] = {};
+    if (PAST) {
+#pragma unroll
+        for (int n = 0; n < SIZE / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int row = 8 * n + lane % 4 * 2 + i % 2;
+                float value[1];
+                unpack(load_once<1>(to.past + matrix + row * VALUE_SIZE + lane / 4 + i / 2 * 8), value);
+                s[n][i] = value[0];
+            }
+    }
+    all_states(block, s, warp);
+    if (head % GROUP) return;
+#pragma unroll
+    for (int n = 0; n < SIZE / 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float value[1] = {s[n][i]};
+            const int row = 8 * n + lane % 4 * 2 + i % 2;
+            store<false>(to.present + matrix + row * VALUE_SIZE + lane / 4 + i / 2 * 8, value);
+        }
+}

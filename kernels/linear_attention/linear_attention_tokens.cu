@@ -1,0 +1,192 @@
+// Linear attention, token after token: for one token after a state, and for all that linear_attention_sequence.cu does
+// not take.
+//
+//     S = exp(decay) S;  w = beta (v - S^T k);  S = S + k w^T;  y = scale S^T q
+//
+// A block has some columns of the state of one head, in fp32 registers. A thread has COLUMNS neighbouring columns and
+// every LANES-th row of them; LANES lanes of a warp share the columns. The operands of TOKENS tokens are copied to
+// shared memory at once. A state may be written where it was read.
+//
+// Macros:
+//   T, STATE_T             storage types of the operands and of the state
+//   SIZE, VALUE_SIZE       rows and columns of a state
+//   STATE_HEADS, Q_HEADS, K_HEADS, HEADS   heads of states, of queries, of keys, and of results: the largest of these
+//   DECAY                  0: none, 1: one for each head, 2: one for each row of the state
+//   BETA                   0: none, and w = v; 1: one for each head, 2: one for all heads
+//   PAST                   1: there is a past state
+//   LANES, COLUMNS, WIDTH  WIDTH: elements of an access to states, values and results
+//   WARPS, TOKENS
+#include "types.cuh"
+
+using i64 = long long;
+
+constexpr int ROWS = (SIZE + LANES - 1) / LANES;
+constexpr int TILE = 32 / LANES * COLUMNS * WARPS;  // columns of a block
+constexpr int TILES = (VALUE_SIZE + TILE - 1) / TILE;
+constexpr int GROUP = HEADS / STATE_HEADS;  // heads of results that read one state
+constexpr int ROW_DECAYS = DECAY == 2 ? SIZE : 1;
+constexpr int TOKEN_FLOATS = SIZE * (1 + GROUP) + TILE + ROW_DECAYS + 1;
+
+extern __shared__ float staged[];
+
+// The operands, as an argument of the kernel; host.py writes the fields in this order.
+struct Operands {
+    const T *query, *key, *value, *decay, *beta;
+    const STATE_T* past;
+    STATE_T* present;
+    T* y;
+};
+
+__device__ __forceinline__ float element(const T* from) {
+    float value[1];
+    unpack(load_cached<1>(from), value);
+    return value[0];
+}
+
+// Adds the values of the lanes that share columns.
+__device__ __forceinline__ void add_lanes(float (&x)[COLUMNS]) {
+#pragma unroll
+    for (int mask = 32 / LANES; mask < 32; mask *= 2)
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c) x[c] += __shfl_xor_sync(0xffffffffu, x[c], mask);
+}
+
+// Copies `count` tokens from token `first` of the sequence on to shared memory.
+__device__ __forceinline__ void stage(const Operands& p, i64 first, int count, int state_head, int column) {
+    const int key_head = state_head / (STATE_HEADS / K_HEADS);
+    for (int i = threadIdx.x; i < count * TOKEN_FLOATS; i += WARPS * 32) {
+        const i64 token = first + i / TOKEN_FLOATS;
+        int j = i % TOKEN_FLOATS;
+        float value = 1.0f;
+        if (j < SIZE) {
+            value = element(p.key + (token * K_HEADS + key_head) * SIZE + j);
+        } else if ((j -= SIZE) < GROUP * SIZE) {
+            const int head = (state_head * GROUP + j / SIZE) / (HEADS / Q_HEADS);
+            value = element(p.query + (token * Q_HEADS + head) * SIZE + j % SIZE);
+        } else if ((j -= GROUP * SIZE) < TILE) {
+            const bool inside = column + j < VALUE_SIZE;
+            value = inside ? element(p.value + (token * STATE_HEADS + state_head) * VALUE_SIZE + column + j) : 0.0f;
+        } else if ((j -= TILE) < ROW_DECAYS) {
+            if (DECAY)
+                value = exp2_fast(element(p.decay + (token * STATE_HEADS + state_head) * ROW_DECAYS + j) * LOG2_E);
+        } else if (BETA) {
+            value = element(p.beta + (BETA == 1 ? token * STATE_HEADS + state_head : token));
+        }
+        staged[i] = value;
+    }
+}
+
+struct State {
+    float s[ROWS][COLUMNS];
+    int lane;  // rows of this thread: lane, lane + LANES, ...
+
+    __device__ __forceinline__ void multiply(const float (&k)[ROWS], float (&sums)[COLUMNS]) const {
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c) sums[c] = 0.0f;
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+            for (int c = 0; c < COLUMNS; ++c) sums[c] = fmaf(s[r][c], k[r], sums[c]);
+        add_lanes(sums);
+    }
+
+    __device__ __forceinline__ void rows_of(const float* from, float (&to)[ROWS]) const {
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) to[r] = r * LANES + lane < SIZE ? from[r * LANES + lane] : 0.0f;
+    }
+
+    // Adds a token. `token` is its part of shared memory, and `w` are the thread's columns of its values.
+    __device__ __forceinline__ void add(const float* token, float (&w)[COLUMNS]) {
+        const float* const decays = token + SIZE * (1 + GROUP) + TILE;
+        if constexpr (DECAY == 1) {
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+                for (int c = 0; c < COLUMNS; ++c) s[r][c] *= decays[0];
+        } else if constexpr (DECAY == 2) {
+            float own[ROWS];
+            rows_of(decays, own);
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+                for (int c = 0; c < COLUMNS; ++c) s[r][c] *= own[r];
+        }
+        float k[ROWS];
+        rows_of(token, k);
+        if constexpr (BETA) {
+            float found[COLUMNS];
+            multiply(k, found);
+#pragma unroll
+            for (int c = 0; c < COLUMNS; ++c) w[c] = decays[ROW_DECAYS] * (w[c] - found[c]);
+        }
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+            for (int c = 0; c < COLUMNS; ++c) s[r][c] = fmaf(k[r], w[c], s[r][c]);
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32)
+    linear_attention_tokens(const __grid_constant__ Operands p, int length, float scale) {
+    release_successor();
+    wait_for_predecessor();
+    const int state_head = blockIdx.x / TILES % STATE_HEADS, batch = blockIdx.x / TILES / STATE_HEADS;
+    const int first = blockIdx.x % TILES * TILE;
+    const int within = (threadIdx.x / 32 * (32 / LANES) + threadIdx.x % 32 % (32 / LANES)) * COLUMNS;
+    const int column = first + within;
+    State state;
+    state.lane = threadIdx.x % 32 / (32 / LANES);
+    const i64 matrix = (i64)(batch * STATE_HEADS + state_head) * SIZE * VALUE_SIZE;
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c += WIDTH) {
+            const int row = r * LANES + state.lane;
+            Pack<STATE_T, WIDTH> read = {};
+            if (PAST && row < SIZE && column + c < VALUE_SIZE)
+                read = load_once<WIDTH>(p.past + matrix + row * VALUE_SIZE + column + c);
+            float values[WIDTH];
+            unpack(read, values);
+#pragma unroll
+            for (int i = 0; i < WIDTH; ++i) state.s[r][c + i] = values[i];
+        }
+    for (int t = 0; t < length; t += TOKENS) {
+        const int count = min(TOKENS, length - t);
+        const i64 start = (i64)batch * length + t;
+        __syncthreads();
+        stage(p, start, count, state_head, first);
+        __syncthreads();
+        for (int i = 0; i < count; ++i) {
+            const float* const token = staged + i * TOKEN_FLOATS;
+            float w[COLUMNS];
+#pragma unroll
+            for (int c = 0; c < COLUMNS; ++c) w[c] = token[SIZE * (1 + GROUP) + within + c];
+            state.add(token, w);
+#pragma unroll 1
+            for (int g = 0; g < GROUP; ++g) {
+                float q[ROWS], y[COLUMNS];
+                state.rows_of(token + SIZE * (1 + g), q);
+                state.multiply(q, y);
+                T* const to = p.y + ((start + i) * HEADS + state_head * GROUP + g) * VALUE_SIZE + column;
+#pragma unroll
+                for (int c = 0; c < COLUMNS; c += WIDTH) {
+                    float values[WIDTH];
+#pragma unroll
+                    for (int j = 0; j < WIDTH; ++j) values[j] = y[c + j] * scale;
+                    if (state.lane == 0 && column + c < VALUE_SIZE) store<false>(to + c, values);
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c += WIDTH) {
+            const int row = r * LANES + state.lane;
+            float values[WIDTH];
+#pragma unroll
+            for (int i = 0; i < WIDTH; ++i) values[i] = state.s[r][c + i];
+            if (row < SIZE && column + c < VALUE_SIZE)
+                store<false>(p.present + matrix + row * VALUE_SIZE + column + c, values);
+        }
+}

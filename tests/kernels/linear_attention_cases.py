@@ -1,0 +1,215 @@
+"""Nodes of linear attention and of causal convolutions: their operands, and the results in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from onnxfuse.runtime.plan import FusedNode, TensorSpec
+
+NUMPY = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A linear attention; `k_heads` None: as many as of queries or, if they are fewer, of states."""
+
+    length: int
+    batch: int = 1
+    heads: int = 2  # of queries
+    state_heads: int = 2
+    k_heads: int | None = None
+    size: int = 16
+    value_size: int = 16
+    rule: str = "gated_delta"
+    dtype: str = "float32"
+    state_dtype: str = ""  # "": as the others
+    past: bool = True
+    row_decays: bool = False
+    one_beta: bool = False
+    scale: float = 0.0
+    aligned: bool = True
+    lowest: float = 0.3  # decays are at least minus this; below -100, some are minus infinity
+
+    @property
+    def key_heads(self) -> int:
+        return min(self.heads, self.state_heads) if self.k_heads is None else self.k_heads
+
+    def inputs(self, seed: int = 0) -> Arrays:
+        rng = np.random.default_rng(seed)
+        rows, kind = (self.batch, self.length), NUMPY[self.dtype]
+
+        def normal(*shape: int) -> np.ndarray:
+            return rng.standard_normal((*rows, *shape))
+
+        keys = normal(self.key_heads, self.size)
+        keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
+        found = {
+            "query": normal(self.heads * self.size),
+            "key": keys.reshape(*rows, self.key_heads * self.size),
+            "value": normal(self.state_heads * self.value_size),
+        }
+        if self.past:
+            shape = self.batch, self.state_heads, self.size, self.value_size
+            found["past_state"] = rng.standard_normal(shape).astype(NUMPY[self.state_dtype or self.dtype])
+        if "gated" in self.rule:
+            decays = self.state_heads * (self.size if self.row_decays else 1)
+            found["decay"] = -self.lowest * rng.random((*rows, decays)) ** 2
+            if self.lowest > 100:
+                found["decay"][rng.random((*rows, decays)) < 0.2] = -np.inf
+        if "delta" in self.rule:
+            found["beta"] = rng.random((*rows, 1 if self.one_beta else self.state_heads))
+        return {name: x if name == "past_state" else x.astype(kind) for name, x in found.items()}
+
+    def attributes(self) -> dict[str, Any]:
+        return {
+            "q_num_heads": self.heads, "kv_num_heads": self.state_heads, "update_rule": self.rule, "scale": self.scale,
+        }  # fmt: skip
+
+    def node(self) -> FusedNode:
+        inputs = self.inputs()
+        attributes = self.attributes() | {
+            "width": self.heads * self.size, "key_width": self.key_heads * self.size,
+            "value_width": self.state_heads * self.value_size,
+        }  # fmt: skip
+        for operand, name in ("decay", "decays"), ("beta", "rates"):
+            if operand in inputs:
+                attributes[name] = inputs[operand].shape[2]
+        dtypes = self.dtype, self.state_dtype or self.dtype
+        return FusedNode("linear_attention", "node", tuple(inputs), attributes, dtypes)
+
+    def specs(self) -> list[TensorSpec]:
+        return [TensorSpec(x.shape, x.dtype.name, self.aligned) for x in self.inputs().values()]
+
+
+def expected(case: Case, inputs: Arrays) -> tuple[np.ndarray, np.ndarray]:
+    """Return the results and the state after the last token, computed token after token in float64."""
+    wide = {name: x.astype(np.float64) for name, x in inputs.items()}
+    rows, heads = (case.batch, case.length), max(case.heads, case.state_heads)
+    q = wide["query"].reshape(*rows, case.heads, case.size).repeat(heads // case.heads, axis=2)
+    k = wide["key"].reshape(*rows, case.key_heads, case.size).repeat(case.state_heads // case.key_heads, axis=2)
+    v = wide["value"].reshape(*rows, case.state_heads, case.value_size)
+    state = wide.get("past_state", np.zeros((case.batch, case.state_heads, case.size, case.value_size))).copy()
+    y = np.zeros((*rows, heads, case.value_size))
+    for t in range(case.length):
+        if "decay" in wide:
+            state *= np.exp(wide["decay"][:, t]).reshape(case.batch, case.state_heads, -1, 1)
+        added = v[:, t]
+        if "beta" in wide:
+            added = wide["beta"][:, t, :, None] * (added - np.einsum("bhkv,bhk->bhv", state, k[:, t]))
+        state += k[:, t, ..., None] * added[:, :, None, :]
+        y[:, t] = np.einsum("bhkv,bhk->bhv", state.repeat(heads // case.state_heads, axis=1), q[:, t])
+    return (y * (case.scale or case.size**-0.5)).reshape(*rows, heads * case.value_size), state
+
+
+# Relative to the largest result of a case. Chunks round the operands of products, also computed ones.
+SLACK = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 2.5e-2}
+
+
+def check(case: Case, inputs: Arrays, y: np.ndarray, state: np.ndarray) -> None:
+    """Compare results with float64."""
+    for found, right, dtype in zip((y, state), expected(case, inputs), (case.dtype, case.dtype), strict=True):
+        assert found.shape == right.shape
+        assert np.isfinite(found.astype(np.float64)).all()
+        if found.size:
+            error = np.abs(found.astype(np.float64) - right).max() / max(1e-30, np.abs(right).max())
+            assert error <= SLACK[dtype], f"{case}: {error}"
+
+
+TOKENS = {
+    "one_token": Case(1, batch=2),
+    "one_token_of_half_precision": Case(1, batch=2, dtype="float16", size=32, value_size=40),
+    "several_tokens": Case(37, size=24, value_size=20),
+    "no_past": Case(5, past=False, size=20, value_size=3),
+    "no_tokens": Case(0, batch=2),
+    "linear": Case(7, rule="linear", size=10, value_size=6, scale=0.7),
+    "gated": Case(7, rule="gated"),
+    "gated_by_rows": Case(7, rule="gated", row_decays=True, size=24, state_dtype="float32", dtype="bfloat16"),
+    "delta": Case(7, rule="delta", one_beta=True),
+    "gated_delta_by_rows": Case(21, row_decays=True, one_beta=True, size=12),
+    "groups": Case(9, heads=6, state_heads=2),
+    "fewer_queries": Case(9, heads=2, state_heads=6, batch=3),
+    "one_key": Case(9, heads=4, state_heads=4, k_heads=1, value_size=18, dtype="float16"),
+    "wide": Case(3, size=200, value_size=70),
+    "very_wide": Case(2, size=600, value_size=5, heads=1, state_heads=1),
+    "misaligned": Case(4, aligned=False, dtype="float16"),
+    "underflow": Case(40, lowest=3000.0),
+}
+
+CHUNKS = {
+    "one_chunk": Case(64),
+    "part_of_a_chunk": Case(33, size=32, value_size=48),
+    "two_chunks": Case(127, size=48, value_size=32, batch=2),
+    "three_chunks": Case(150, heads=1, state_heads=1, size=64),
+    "linear": Case(70, rule="linear", scale=0.7, size=32),
+    "gated": Case(130, rule="gated", past=False, state_dtype="float32"),
+    "delta": Case(70, rule="delta", one_beta=True),
+    "groups": Case(70, heads=4, state_heads=2),
+    "fewer_queries": Case(70, heads=1, state_heads=3, batch=2),
+    "fewer_keys": Case(65, heads=4, state_heads=4, k_heads=2, value_size=64),
+    "underflow": Case(140, lowest=3000.0),
+    "strong_decays": Case(140, lowest=60.0),
+    "large": Case(100, size=128, value_size=128, heads=1, state_heads=1, state_dtype="float32"),
+}
+
+
+@dataclass(frozen=True)
+class Conv:
+    """A causal convolution."""
+
+    length: int
+    size: int = 4
+    batch: int = 2
+    channels: int = 5
+    dtype: str = "float32"
+    bias: bool = True
+    past: bool = True
+    activation: str = "silu"
+    aligned: bool = True
+
+    def inputs(self, seed: int = 0) -> Arrays:
+        rng = np.random.default_rng(seed)
+        shapes: dict[str, tuple[int, ...]] = {
+            "x": (self.batch, self.channels, self.length), "weight": (self.channels, 1, self.size),
+        }  # fmt: skip
+        if self.bias:
+            shapes["bias"] = (self.channels,)
+        if self.past:
+            shapes["past_state"] = (self.batch, self.channels, self.size - 1)
+        return {name: rng.standard_normal(shape).astype(NUMPY[self.dtype]) for name, shape in shapes.items()}
+
+    def node(self) -> FusedNode:
+        attributes = {"size": self.size, "activation": self.activation}
+        return FusedNode("causal_conv_with_state", "node", tuple(self.inputs()), attributes, (self.dtype,) * 2)
+
+    def specs(self) -> list[TensorSpec]:
+        return [TensorSpec(x.shape, x.dtype.name, self.aligned) for x in self.inputs().values()]
+
+
+def check_conv(case: Conv, inputs: Arrays, y: np.ndarray, state: np.ndarray) -> None:
+    """Compare results with float64; states are copies."""
+    before = inputs.get("past_state", np.zeros((case.batch, case.channels, case.size - 1), NUMPY[case.dtype]))
+    z = np.concatenate([before, inputs["x"]], axis=2)
+    wide, weight = z.astype(np.float64), inputs["weight"].astype(np.float64)
+    right = sum(weight[:, 0, i, None] * wide[:, :, i : i + case.length] for i in range(case.size))
+    right = right + (inputs["bias"].astype(np.float64)[:, None] if case.bias else 0)
+    if case.activation != "none":
+        right = right / (1 + np.exp(-right))
+    np.testing.assert_allclose(y.astype(np.float64), right, rtol=2 * SLACK[case.dtype], atol=1e-5)
+    np.testing.assert_array_equal(state, z[:, :, z.shape[2] - case.size + 1 :])
+
+
+CONVS = {
+    "one_column": Conv(1),
+    "no_columns": Conv(0),
+    "fewer_columns_than_the_state": Conv(2, bias=False),
+    "odd": Conv(37, activation="none", dtype="float16"),
+    "no_past": Conv(24, past=False, dtype="bfloat16"),
+    "long_filter": Conv(40, size=12),
+    "filter_of_one": Conv(9, size=1),
+    "misaligned": Conv(16, aligned=False, dtype="float16", activation="swish"),
+}

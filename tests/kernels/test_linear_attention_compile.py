@@ -1,0 +1,85 @@
+"""Linear attention and causal convolutions: all plans compile and fit, and hosts say what they do not take."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+from architectures import DEVICES, H200, check_compiles, to_compile
+from linear_attention_cases import CHUNKS, CONVS, NUMPY, TOKENS, Case, Conv
+from sampling import sampled
+
+from onnxfuse.kernels.linear_attention import host
+from onnxfuse.runtime.plan import Device, Kernel, Launch, Plan, TensorSpec
+
+LARGE = Case(1000, heads=16, state_heads=16, size=128, value_size=128, state_dtype="float32")
+
+
+def plans(case: Case | Conv, device: Device) -> list[Plan]:
+    node, specs = case.node(), case.specs()
+    assert host.supports(node, [spec.dtype for spec in specs], device) is None
+    found = host.candidates(node, specs, device)
+    for step in (step for plan in found for step in plan.steps):
+        assert isinstance(step, Launch) and step.shared <= device.shared_per_block
+    return found
+
+
+@functools.cache
+def kernels(dtype: str, device: Device) -> list[Kernel]:
+    cases = [*TOKENS.values(), *CHUNKS.values(), *CONVS.values(), LARGE, replace(LARGE, length=1, batch=8)]
+    steps = [step for each in cases for plan in plans(replace(each, dtype=dtype), device) for step in plan.steps]
+    return [step.kernel for step in steps if isinstance(step, Launch)]
+
+
+@pytest.mark.parametrize("dtype", sampled(NUMPY, 2))
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
+def test_compiles(device: Device, dtype: str) -> None:
+    for kernel in to_compile(device, functools.partial(kernels, dtype)):
+        check_compiles(kernel, device, spills=32)  # addresses, which are used once
+
+
+def test_sequences_take_chunks_where_products_are_on_tensor_cores() -> None:
+    for device in DEVICES:
+        for case, chunked in (
+            (replace(LARGE, dtype="float16"), device.arch >= 80 and device.shared_per_block > 130000),
+            (replace(LARGE, dtype="bfloat16", size=64), device.arch >= 80),
+            (LARGE, False),
+            (replace(LARGE, dtype="float16", size=256), False),
+            (replace(LARGE, dtype="float16", row_decays=True), False),
+            (replace(LARGE, dtype="float16", length=8), False),
+        ):
+            sources = [step.kernel.source for step in plans(case, device)[0].steps if isinstance(step, Launch)]
+            by_chunks = ["linear_attention_chunks", "linear_attention_sequence"]
+            assert sources == (by_chunks if chunked else ["linear_attention_tokens"]), (device, case)
+
+
+def test_a_state_may_be_written_where_it_was_read() -> None:
+    """Several heads of results that read one state in chunks do not wait for each other."""
+    sequence = replace(LARGE, dtype="float16")
+    for case, same in (replace(sequence, length=1), True), (sequence, True), (replace(sequence, heads=32), False):
+        (alias,) = plans(case, H200)[0].no_alias
+        assert (alias.input, alias.output, bool(alias.same_start)) == (3, 1, same)
+    (alias,) = plans(Conv(40), H200)[0].no_alias
+    assert (alias.input, alias.output, alias.same_start) == (3, 1, True)
+
+
+def test_refusals_say_what_is_required_and_found() -> None:
+    case = replace(LARGE, heads=4, state_heads=4)
+    node, dtypes = case.node(), [spec.dtype for spec in case.specs()]
+    told = "linear_attention: decay is float16; required one dtype of float32, float16, bfloat16"
+    assert host.supports(node, [*dtypes[:4], "float16", *dtypes[5:]], H200) == told
+    dynamic = replace(node, attributes={k: v for k, v in node.attributes.items() if k != "key_width"})
+    assert host.supports(dynamic, dtypes, H200) == "linear_attention: the key_width is dynamic; required a number"
+    odd = replace(node, attributes={**node.attributes, "key_width": 384})
+    told = "rows of 512, 384 and 512 elements are not whole heads, 4 of queries and 4 of values"
+    assert host.supports(odd, dtypes, H200) == f"linear_attention: {told}"
+    wide = replace(case, size=2049).node()
+    told = "linear_attention: states have 2049 rows; the kernels take up to 2048"
+    assert host.supports(wide, dtypes, H200) == told
+    specs = [TensorSpec((1, 1000, 5), "float32") if i == 4 else spec for i, spec in enumerate(case.specs())]
+    with pytest.raises(ValueError, match=r"decay has shape \[1, 1000, 5\]; required \[1, 1000, 4\]"):
+        host.candidates(node, specs, H200)
+    long = Conv(9, size=40)
+    told = "causal_conv_with_state: filters have 40 elements; the kernel takes 1 to 32"
+    assert host.supports(long.node(), ["float32"] * 4, H200) == told

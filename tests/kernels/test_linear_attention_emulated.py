@@ -1,0 +1,109 @@
+"""Linear attention and causal convolutions on a CPU: the launches of their plans against float64, and onnxruntime."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import conv_mma_emulation
+import numpy as np
+import onnxruntime
+import pytest
+from architectures import A100, T4
+from conv_emulation import placed
+from emulated_launches import emulate
+from linear_attention_cases import CHUNKS, CONVS, TOKENS, Case, Conv, check, check_conv
+from onnx import TensorProto, helper
+from sampling import sampled
+
+from onnxfuse.kernels.linear_attention import host
+from onnxfuse.runtime.plan import Launch, Plan, Pointer
+
+
+def sources(plan: Plan) -> list[str]:
+    return [step.kernel.source for step in plan.steps if isinstance(step, Launch)]
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_tokens(name: str, tmp_path: Path) -> None:
+    case = TOKENS[name]
+    plan = host.candidates(case.node(), case.specs(), T4)[-1]
+    assert sources(plan) == ["linear_attention_tokens"]
+    inputs = case.inputs()
+    check(case, inputs, *emulate(plan, list(inputs.values()), tmp_path, case.aligned))
+
+
+@pytest.mark.parametrize(("name", "dtype"), sampled(itertools.product(CHUNKS, ("float16", "bfloat16")), 2))
+def test_chunks(name: str, dtype: str, tmp_path: Path) -> None:
+    case = dataclasses.replace(CHUNKS[name], dtype=dtype)
+    plans = host.candidates(case.node(), case.specs(), A100)
+    assert [sources(plan) for plan in plans[:-1]] == [["linear_attention_chunks", "linear_attention_sequence"]] * (
+        len(plans) - 1
+    )
+    inputs = case.inputs()
+    for plan in plans[:-1][-1:]:
+        arrays = {Pointer("input", i): placed(x, True) for i, x in enumerate(inputs.values())}
+        arrays |= {
+            Pointer("scratch", i): placed(np.full(size, 0xFF, np.uint8), True) for i, size in enumerate(plan.scratch)
+        }
+        for i, spec in enumerate(plan.outputs):
+            kind = inputs["query"].dtype if i == 0 else inputs.get("past_state", inputs["query"]).dtype
+            kind = np.dtype(spec.dtype) if spec.dtype != kind.name else kind
+            arrays[Pointer("output", i)] = placed(np.full(spec.shape, np.nan, kind), True)
+        for step in plan.steps:
+            assert isinstance(step, Launch)
+            conv_mma_emulation.launch(step, arrays, A100, False, tmp_path)
+        check(case, inputs, arrays[Pointer("output", 0)], arrays[Pointer("output", 1)])
+
+
+@pytest.mark.parametrize("name", CONVS)
+def test_causal_conv(name: str, tmp_path: Path) -> None:
+    case = CONVS[name]
+    (plan,) = host.candidates(case.node(), case.specs(), T4)
+    inputs = case.inputs()
+    check_conv(case, inputs, *emulate(plan, list(inputs.values()), tmp_path, case.aligned))
+
+
+def by_the_operator(case: Case | Conv, inputs: dict[str, np.ndarray], domain: str) -> list[np.ndarray]:
+    """Return what onnxruntime computes on the CPU."""
+    names = ["query", "key", "value", "past_state", "decay", "beta"] if isinstance(case, Case) else list(inputs)
+    operator = "LinearAttention" if isinstance(case, Case) else "CausalConvWithState"
+    attributes = case.attributes() if isinstance(case, Case) else {"activation": case.activation}
+    call = helper.make_node(
+        operator, [name if name in inputs else "" for name in names], ["y", "state"], domain=domain, **attributes
+    )
+    infos = [helper.make_tensor_value_info(name, TensorProto.FLOAT, x.shape) for name, x in inputs.items()]
+    results = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("y", "state")]
+    opsets = [helper.make_opsetid("", 27), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(helper.make_graph([call], "g", infos, results), opset_imports=opsets, ir_version=11)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    found: list[np.ndarray] = session.run(None, inputs)
+    return found
+
+
+FORMS = {
+    name: case for name, case in TOKENS.items() if case.dtype == "float32" and case.length and case.k_heads is None
+}
+
+
+@pytest.mark.parametrize("domain", ["", "com.microsoft"])
+@pytest.mark.parametrize("name", FORMS)
+def test_the_formula_is_what_the_operator_computes(name: str, domain: str) -> None:
+    case = FORMS[name]
+    if not domain and case.heads < case.state_heads:
+        pytest.skip("onnx's operator has no more heads of states than of queries")
+    inputs = case.inputs()
+    check(case, inputs, *by_the_operator(case, inputs, domain))
+
+
+@pytest.mark.parametrize("domain", ["", "com.microsoft"])
+@pytest.mark.parametrize("name", ["one_column", "fewer_columns_than_the_state", "long_filter"])
+def test_the_formula_is_the_convolution(name: str, domain: str) -> None:
+    inputs = CONVS[name].inputs()
+    if "bias" not in inputs:
+        inputs = {**inputs, "bias": np.zeros(5, np.float32)}
+        inputs = {name: inputs[name] for name in ("x", "weight", "bias", "past_state")}
+    check_conv(CONVS[name], CONVS[name].inputs(), *by_the_operator(CONVS[name], inputs, domain))
