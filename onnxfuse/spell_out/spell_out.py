@@ -30,6 +30,7 @@ from onnxfuse.spell_out import (
     activations,
     attention,
     group_query_attention,
+    linear_attention,
     losses,
     norms,
     onnx_attention,
@@ -43,7 +44,8 @@ CONTRIB: Final = "com.microsoft::"
 SPELLED_DTYPES: Final = FUSIBLE_FLOATS | {TensorProto.INT8, TensorProto.UINT8}
 RULES: Final = RuleTable[Rule]()
 for _family in (
-    activations, attention, group_query_attention, losses, norms, onnx_attention, products, quantized, rotary
+    activations, attention, group_query_attention, linear_attention, losses, norms, onnx_attention, products,
+    quantized, rotary,
 ):  # fmt: skip
     RULES.update(_family.RULES)
 
