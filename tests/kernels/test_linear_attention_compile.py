@@ -9,6 +9,7 @@ import pytest
 from architectures import DEVICES, H200, check_compiles, to_compile
 from linear_attention_cases import CHUNKS, CONVS, NUMPY, TOKENS, Case, Conv
 from sampling import sampled
+from template_checks import check_template, with_dynamic_dims
 
 from onnxfuse.kernels.linear_attention import host
 from onnxfuse.runtime.plan import Device, Kernel, Launch, Plan, TensorSpec
@@ -52,6 +53,12 @@ def test_sequences_take_chunks_where_products_are_on_tensor_cores() -> None:
             sources = [step.kernel.source for step in plans(case, device)[0].steps if isinstance(step, Launch)]
             by_chunks = ["linear_attention_chunks", "linear_attention_sequence"]
             assert sources == (by_chunks if chunked else ["linear_attention_tokens"]), (device, case)
+
+
+@pytest.mark.parametrize("device", [H200, T4], ids=lambda device: f"sm_{device.arch}")
+@pytest.mark.parametrize("case", [Case(137, batch=3, dtype="float16", heads=8), Conv(137, batch=3)], ids=["", "conv"])
+def test_a_template_says_what_its_host_says(case: Case | Conv, device: Device) -> None:
+    check_template(case.node(), with_dynamic_dims(case.specs(), 3, 137), device, max_kernels=12)
 
 
 def test_a_state_may_be_written_where_it_was_read() -> None:

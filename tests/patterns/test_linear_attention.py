@@ -37,3 +37,11 @@ def test_every_rule(rule: str, domain: str, dtype: str) -> None:
     _, report = optimize(model(rule, domain, dtype))
     assert report.counts == {"linear_attention": 1, "region": 1}
     assert report.verified.passed and not report.dropped
+
+
+@pytest.mark.parametrize("domain", ["", "com.microsoft."])
+def test_half_precision(domain: str) -> None:
+    made, report = optimize(model("gated_delta", domain, "float"), dtype="float16")
+    (node,) = [each for each in made.graph.node if each.op_type == "linear_attention"]
+    (dtypes,) = [each.ints for each in node.attribute if each.name == "output_types"]
+    assert list(dtypes) == [onnx.TensorProto.FLOAT16] * 2 and report.verified.passed
