@@ -300,6 +300,13 @@ SHAPES = [
      "o = com.microsoft.GroupQueryAttention <num_heads = 4, kv_num_heads = 2, kv_cache_bit_width = 4> "
      "(x, , , k, v, n, t) y = Identity(v)", "b h p d"),
     (21, "int4[n,32] x, float16[n,2] z", "y = DequantizeLinear <axis = -1, block_size = 16> (x, z)", "n 32"),
+    (27, "float[b,t,8] q, float[b,t,4] k, float[b,t,6] v",
+     'y, s = LinearAttention <q_num_heads = 4, kv_num_heads = 2, update_rule = "linear"> (q, k, v)', "b t 12"),
+    (21, "float[b,t,4] q, float[b,t,4] k, float[b,t,12] v",
+     'o, s = com.microsoft.LinearAttention <q_num_heads = 2, kv_num_heads = 4, update_rule = "linear"> (q, k, v) '
+     "y = Neg(s)", "b 4 2 3"),
+    (27, "float[b,6,t] x, float[6,1,4] w", "o, y = CausalConvWithState (x, w)", "b 6 3"),
+    (21, "float[b,6,t] x, float[6,1,4] w", "y, s = com.microsoft.CausalConvWithState (x, w)", "b 6 t"),
     (17, "float[seq,batch,8] x, float[1,16,8] w, float[1,16,4] r", "y = LSTM <hidden_size = 4> (x, w, r)",
      "seq 1 batch 4"),
 ]  # fmt: skip
@@ -398,6 +405,14 @@ DTYPES = [
     (21, "float16[b,s,128] x, int8[b,2,p,16] k, int8[b,2,p,16] v, int32[b] n, int32 t",
      "o, y = com.microsoft.GroupQueryAttention <num_heads = 4, kv_num_heads = 2> (x, , , k, v, n, t)",
      TensorProto.INT8),
+    (27, "float16[b,t,4] q, float[b,2,2,2] p",
+     'o, y = LinearAttention <q_num_heads = 2, kv_num_heads = 2, update_rule = "linear"> (q, q, q, p)',
+     TensorProto.FLOAT),
+    (27, "float16[b,t,4] q",
+     'o, y = LinearAttention <q_num_heads = 2, kv_num_heads = 2, update_rule = "linear"> (q, q, q)',
+     TensorProto.FLOAT16),
+    (21, "bfloat16[b,6,t] x, bfloat16[6,1,4] w", "o, y = com.microsoft.CausalConvWithState (x, w)",
+     TensorProto.BFLOAT16),
     (17, "uint8[n,4] x, uint8[4,4] w, float z", "y = com.microsoft.MatMulIntegerToFloat(x, w, z, z)",
      TensorProto.FLOAT),
     (17, "uint8[n,4] x, uint8[4] w, float z", "y = com.microsoft.QLinearAdd(x, z, , w, z, , z)", TensorProto.UINT8),
