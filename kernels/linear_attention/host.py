@@ -13,7 +13,7 @@ from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, NoAlias, Pl
 from onnxfuse.runtime.symint import for_later_plans
 
 CHUNK: Final = 64  # tokens
-MIN_CHUNKED: Final = 24  # tokens from which chunks are used
+MIN_CHUNKED: Final = 16  # tokens from which chunks are used
 MAX_CHUNKED_SIZE: Final = 128  # largest number of rows of a state that a warp keeps in registers with its products
 MAX_SIZE: Final = 2048
 MAX_VALUES: Final = 64  # elements of a state that a thread keeps, if possible
@@ -74,6 +74,11 @@ def _by_tokens(problem: LinearAttention, device: Device) -> Plan:
     floats = problem.size * (1 + problem.heads // problem.state_heads) + tile + 1
     floats += problem.size if problem.decay == 2 else 1
     tokens = max(1, min(MAX_TOKENS, STAGED_FLOATS // floats))
+    if 4 * floats > device.shared_per_block:
+        raise ValueError(
+            f"{problem.node.label}: a token takes {4 * floats} bytes of shared memory; {device.name} has "
+            f"{device.shared_per_block}"
+        )
     defines: Defines = {
         **problem.defines,
         "LANES": lanes, "COLUMNS": columns, "WIDTH": width, "WARPS": TOKEN_WARPS, "TOKENS": tokens,

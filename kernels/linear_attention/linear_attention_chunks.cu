@@ -185,7 +185,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (t < CHUNK) {
         const bool inside = t < count;
         const i64 number = (first + t) * STATE_HEADS + state_head;
-        decays[t] = DECAY && inside ? max(element(p.decay + number), LOWEST_DECAY) : 0.0f;
+        const float logarithm = DECAY && inside ? element(p.decay + number) : 0.0f;
+        decays[t] = logarithm < LOWEST_DECAY ? LOWEST_DECAY : logarithm;  // keeps NaN
         rates[t] = BETA && inside ? element(p.beta + (BETA == 1 ? number : first + t)) : 0.0f;
     }
     __syncthreads();

@@ -6,7 +6,7 @@ import functools
 from dataclasses import replace
 
 import pytest
-from architectures import DEVICES, H200, check_compiles, to_compile
+from architectures import DEVICES, H200, T4, check_compiles, to_compile
 from linear_attention_cases import CHUNKS, CONVS, NUMPY, TOKENS, Case, Conv
 from sampling import sampled
 from template_checks import check_template, with_dynamic_dims
@@ -87,6 +87,9 @@ def test_refusals_say_what_is_required_and_found() -> None:
     specs = [TensorSpec((1, 1000, 5), "float32") if i == 4 else spec for i, spec in enumerate(case.specs())]
     with pytest.raises(ValueError, match=r"decay has shape \[1, 1000, 5\]; required \[1, 1000, 4\]"):
         host.candidates(node, specs, H200)
+    groups = replace(case, heads=64, state_heads=1, size=512)
+    with pytest.raises(ValueError, match="a token takes 133160 bytes of shared memory; T4 has 65536"):
+        host.candidates(groups.node(), groups.specs(), T4)
     long = Conv(9, size=40)
     told = "causal_conv_with_state: filters have 40 elements; the kernel takes 1 to 32"
     assert host.supports(long.node(), ["float32"] * 4, H200) == told
