@@ -13,7 +13,7 @@ import pytest
 from architectures import A100, T4
 from conv_emulation import placed
 from emulated_launches import emulate
-from linear_attention_cases import CHUNKS, CONVS, TOKENS, Case, Conv, check, check_conv
+from linear_attention_cases import CHUNKS, CONVS, NUMPY, TOKENS, Arrays, Case, Conv, check, check_conv
 from onnx import TensorProto, helper
 from sampling import sampled
 
@@ -34,27 +34,34 @@ def test_tokens(name: str, tmp_path: Path) -> None:
     check(case, inputs, *emulate(plan, list(inputs.values()), tmp_path, case.aligned))
 
 
+def by_chunks(case: Case, inputs: Arrays, folder: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Return the results and states of the last plan that takes chunks."""
+    *plans, _ = host.candidates(case.node(), case.specs(), A100)
+    assert {*map(tuple, map(sources, plans))} == {("linear_attention_chunks", "linear_attention_sequence")}
+    arrays = {Pointer("input", i): placed(x, True) for i, x in enumerate(inputs.values())}
+    for i, size in enumerate(plans[-1].scratch):
+        arrays[Pointer("scratch", i)] = placed(np.full(size, 0xFF, np.uint8), True)
+    for i, spec in enumerate(plans[-1].outputs):
+        arrays[Pointer("output", i)] = placed(np.full(spec.shape, np.nan, NUMPY[spec.dtype]), True)
+    for step in plans[-1].steps:
+        assert isinstance(step, Launch)
+        conv_mma_emulation.launch(step, arrays, A100, False, folder)
+    return arrays[Pointer("output", 0)], arrays[Pointer("output", 1)]
+
+
 @pytest.mark.parametrize(("name", "dtype"), sampled(itertools.product(CHUNKS, ("float16", "bfloat16")), 2))
 def test_chunks(name: str, dtype: str, tmp_path: Path) -> None:
     case = dataclasses.replace(CHUNKS[name], dtype=dtype)
-    plans = host.candidates(case.node(), case.specs(), A100)
-    assert [sources(plan) for plan in plans[:-1]] == [["linear_attention_chunks", "linear_attention_sequence"]] * (
-        len(plans) - 1
-    )
     inputs = case.inputs()
-    for plan in plans[:-1][-1:]:
-        arrays = {Pointer("input", i): placed(x, True) for i, x in enumerate(inputs.values())}
-        arrays |= {
-            Pointer("scratch", i): placed(np.full(size, 0xFF, np.uint8), True) for i, size in enumerate(plan.scratch)
-        }
-        for i, spec in enumerate(plan.outputs):
-            kind = inputs["query"].dtype if i == 0 else inputs.get("past_state", inputs["query"]).dtype
-            kind = np.dtype(spec.dtype) if spec.dtype != kind.name else kind
-            arrays[Pointer("output", i)] = placed(np.full(spec.shape, np.nan, kind), True)
-        for step in plan.steps:
-            assert isinstance(step, Launch)
-            conv_mma_emulation.launch(step, arrays, A100, False, tmp_path)
-        check(case, inputs, arrays[Pointer("output", 0)], arrays[Pointer("output", 1)])
+    check(case, inputs, *by_chunks(case, inputs, tmp_path))
+
+
+def test_a_decay_that_is_nan_reaches_all_later_tokens(tmp_path: Path) -> None:
+    case = dataclasses.replace(CHUNKS["two_chunks"], dtype="float16", batch=1)
+    inputs = case.inputs()
+    inputs["decay"][0, 70] = np.nan
+    y, state = by_chunks(case, inputs, tmp_path)
+    assert np.isfinite(y[:, :64]).all() and np.isnan(y[:, 70:]).all() and np.isnan(state).all()
 
 
 @pytest.mark.parametrize("name", CONVS)
