@@ -97,7 +97,8 @@ def expected(case: Case, inputs: Arrays) -> tuple[np.ndarray, np.ndarray]:
     y = np.zeros((*rows, heads, case.value_size))
     for t in range(case.length):
         if "decay" in wide:
-            state *= np.exp(wide["decay"][:, t]).reshape(case.batch, case.state_heads, -1, 1)
+            decays = np.exp(wide["decay"][:, t])
+            state *= decays.reshape(case.batch, case.state_heads, case.size if case.row_decays else 1, 1)
         added = v[:, t]
         if "beta" in wide:
             added = wide["beta"][:, t, :, None] * (added - np.einsum("bhkv,bhk->bhv", state, k[:, t]))
@@ -126,6 +127,7 @@ TOKENS = {
     "several_tokens": Case(37, size=24, value_size=20),
     "no_past": Case(5, past=False, size=20, value_size=3),
     "no_tokens": Case(0, batch=2),
+    "no_sequences": Case(70, batch=0),
     "linear": Case(7, rule="linear", size=10, value_size=6, scale=0.7),
     "gated": Case(7, rule="gated"),
     "gated_by_rows": Case(7, rule="gated", row_decays=True, size=24, state_dtype="float32", dtype="bfloat16"),
@@ -206,6 +208,7 @@ def check_conv(case: Conv, inputs: Arrays, y: np.ndarray, state: np.ndarray) -> 
 CONVS = {
     "one_column": Conv(1),
     "no_columns": Conv(0),
+    "no_sequences": Conv(9, batch=0),
     "fewer_columns_than_the_state": Conv(2, bias=False),
     "odd": Conv(37, activation="none", dtype="float16"),
     "no_past": Conv(24, past=False, dtype="bfloat16"),
