@@ -12,11 +12,11 @@ from onnxfuse.passes.fold_constants import fold_constants
 from onnxfuse.passes.fold_pads import fold_pads
 from onnxfuse.passes.fold_quantized_weights import fold_quantized_weights
 from onnxfuse.passes.fold_shapes import fold_shapes
+from onnxfuse.passes.move_integers import move_integers
 from onnxfuse.passes.name_results import name_results
 from onnxfuse.passes.normalize import normalize
 from onnxfuse.passes.normalize_backward_slices import normalize_backward_slices
 from onnxfuse.passes.normalize_slices import normalize_slices
-from onnxfuse.passes.pool_integers import pool_integers
 from onnxfuse.passes.scatter_to_concat import scatter_to_concat
 from onnxfuse.passes.sizes_of_operands import sizes_of_operands
 from onnxfuse.rewrite.apply_rules import rules_pass
@@ -34,7 +34,7 @@ PIPELINE: tuple[Pass, ...] = (
     fold_constants,  # first, because the other passes check which inputs are constant
     fold_quantized_weights,
     name_results,
-    pool_integers,
+    move_integers,
     fold_shapes,  # views can be composed when their targets are constant
     normalize_backward_slices,
     normalize_slices,

@@ -9,6 +9,7 @@ from typing import Final
 import numpy as np
 
 from onnxfuse.kernels.tensors import (
+    INTEGERS,
     ITEM_BYTES,
     STORAGE,
     STREAMED_FROM_BYTES,
@@ -42,8 +43,9 @@ MAX_ROW_BLOCKS: Final = 65535  # largest number of blocks along y of a grid
 
 def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
     """Return why no kernel runs this node on this device; None if one does."""
+    moved = INTEGERS if node.text("mode", "nearest") == "nearest" else ()
     refusal = (
-        unsupported_dtype(node, input_dtypes)
+        unsupported_dtype(node, input_dtypes, (*STORAGE, *moved))
         or unsupported_choice(node, "layout", ("nhwc",), "nchw")
         or unsupported_choice(node, "mode", MODES, "nearest")
         or unsupported_choice(node, "coordinate_transformation_mode", COORDINATES, "half_pixel")
@@ -94,8 +96,8 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
     linear = node.text("mode", "nearest") == "linear"
     few_blocks, block_bytes = 2 * device.multiprocessors, 2 * threads * width * ITEM_BYTES[x.dtype]
     defines: Defines = {
-        "T": STORAGE[x.dtype], "CHANNELS": channels, "WIDTH": width, "THREADS": threads, "LINEAR": int(linear),
-        "HAS_DEPTH": int(len(x.shape) == 5),
+        "T": {**STORAGE, **INTEGERS}[x.dtype], "CHANNELS": channels, "WIDTH": width, "THREADS": threads,
+        "LINEAR": int(linear), "HAS_DEPTH": int(len(x.shape) == 5),
         "COORDINATE": node.text("coordinate_transformation_mode", "half_pixel"),
         "NEAREST": node.text("nearest_mode", "round_prefer_floor"),
         "STREAMED": is_streamed([x, y], f"{BLOCKS} > {STREAMED_FROM_BYTES // block_bytes}"),

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 import onnx
 import onnx.numpy_helper
-from onnx import helper
+from onnx import TensorProto, helper
 
 from onnxfuse.algebra.index_maps import transposed
 from onnxfuse.algebra.sizes import Shape, Size, divide
@@ -35,6 +35,7 @@ MODES: Final = ("nearest", "linear")
 COORDINATES: Final = ("half_pixel", "asymmetric", "pytorch_half_pixel", "align_corners")
 SYMMETRIC: Final = "half_pixel_symmetric"  # equal to half_pixel if no size is rounded
 NO_SCALES: Final = "its scales are computed, or not one for each axis"
+MOVED_INTEGERS: Final = frozenset({int(TensorProto.INT8), int(TensorProto.UINT8)})  # also of max_pool's kernels
 BEFORE_COORDINATES: Final = 11  # before this opset, coordinates are always asymmetric
 
 
@@ -51,7 +52,9 @@ class _Target:
 def resize(model: Model, node: Node) -> Conversion | str:
     """Return the conversion of a Resize that keeps batch and channels; scales must be constant, sizes need not be."""
     x = node.inputs[0]
-    if not image_rank(model.shapes, x) or model.shapes.dtype(x) not in FUSIBLE_FLOATS:
+    is_nearest = str_attribute(node, "mode", "nearest") == "nearest"
+    dtypes = FUSIBLE_FLOATS | MOVED_INTEGERS if is_nearest else FUSIBLE_FLOATS
+    if not image_rank(model.shapes, x) or model.shapes.dtype(x) not in dtypes:
         return NOT_AN_IMAGE
     if reason := _unsupported(model, node):
         return reason

@@ -30,12 +30,11 @@ from onnxfuse.layout.conversion import (
 from onnxfuse.layout.convolutions import convolution, fused_convolution
 from onnxfuse.layout.fusions import CONVOLUTIONS, GATE
 from onnxfuse.layout.neutral_rules import NEUTRAL_RULES, integers, second_is_read
-from onnxfuse.layout.resize_rules import resize
+from onnxfuse.layout.resize_rules import MOVED_INTEGERS, resize
 from onnxfuse.layout.writer import ImageCall, image_rank
 
 BFLOAT16_OPSET: Final = 13  # the first opset whose Transpose takes bfloat16
 MAX_BLOCK: Final = 8  # largest block side, in pixels, for which DepthToSpace and SpaceToDepth have a kernel
-POOLED_INTEGERS: Final = frozenset({int(TensorProto.INT8), int(TensorProto.UINT8)})  # dtypes of max_pool's kernels
 NORM: Final = "group_norm"  # a fusion whose kernel can compute the operators that follow, as an epilogue
 # Elementwise fusions: unless they read slices, their functions work unchanged in either layout.
 NEUTRAL_FUSIONS: Final = frozenset({"activation", "gated_activation"})
@@ -95,7 +94,7 @@ def _of_image(
     """Return the conversion of an operator that reads one image to this fusion, unless `why_not` returns a reason."""
     if reason := why_not(model, node):
         return reason
-    dtypes = FUSIBLE_FLOATS | POOLED_INTEGERS if op_of(node) == "MaxPool" else FUSIBLE_FLOATS
+    dtypes = FUSIBLE_FLOATS | MOVED_INTEGERS if op_of(node) == "MaxPool" else FUSIBLE_FLOATS
     if not image_rank(model.shapes, node.inputs[0]) or model.shapes.dtype(node.inputs[0]) not in dtypes:
         return NOT_AN_IMAGE
     return _fused(model, node, fusion, {"x": node.inputs[0]}, node.attrs)

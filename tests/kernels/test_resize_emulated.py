@@ -71,6 +71,16 @@ def test_the_nearest_elements_are_those_of_onnxruntime(
         np.testing.assert_array_equal(run(x, sizes, attributes, tmp_path), expected)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+def test_the_nearest_elements_of_integers(dtype: str, tmp_path: Path) -> None:
+    attributes = {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
+    for shape, sizes in SIZES:
+        x = np.random.default_rng(1).integers(0, 256, shape).astype(dtype)
+        np.testing.assert_array_equal(run(x, sizes, attributes, tmp_path), onnxruntime(x, sizes, attributes))
+    linear = FusedNode("resize", "n", ("x",), {"layout": "nhwc", **SIZES[0][1], "mode": "linear"}, (dtype,))
+    assert "x is" in (host_of("resize").supports(linear, [dtype], H200) or "")
+
+
 @by_parts(3)
 @pytest.mark.parametrize("coordinate", COORDINATES)
 def test_linear_interpolation(coordinate: str, part: int, tmp_path: Path) -> None:

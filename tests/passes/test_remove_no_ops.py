@@ -126,6 +126,9 @@ def test_no_ops(nodes: str, rest: str) -> None:
         check(nodes, rest)
 
 
+MOVES = ("Shape Expand", "Shape Slice")  # they move the integers of a pair that has one scale, which leaves no pair
+
+
 @pytest.mark.parametrize(
     ("between", "stays"),
     [
@@ -149,7 +152,9 @@ def test_no_ops_keep_quantizers_of_two_scales_apart(between: str, stays: str, sc
     model = parse(text, 20, **scales, i000=np.zeros(3, np.int64), three=np.array(3), on=np.array(True))
     after, _ = optimize(model, verify=False, regions=False)
     middle = f"{stays} " if scale == "0.059" and stays else ""
-    assert ops(after) == f"QuantizeLinear DequantizeLinear {middle}QuantizeLinear DequantizeLinear Abs"
+    is_moved = scale == "0.041" and stays in MOVES and "Identity" not in between
+    pairs = ["QuantizeLinear DequantizeLinear"] * (1 if is_moved else 2)
+    assert ops(after) == f"{f' {middle}'.join(pairs)} Abs"
     feeds = {"x": random(3, 5, 8)}
     for each in (after, optimize(model, verify=False)[0]):
         same = [np.array_equal(*run(model, feeds), *open_on_cpu(one).run(None, feeds)) for one in (model, each)]

@@ -127,14 +127,13 @@ def kinds(model: onnx.ModelProto) -> Counter[str]:
 
 
 # What is left of a quantized model: products and convolutions read integers, and operators after them have joined them.
-LEFT = {BLOCK: {"quantized_conv": 2, "quantized_gemm": 1, "region": 2, "global_average_pool": 1},
+LEFT = {BLOCK: {"quantized_conv": 2, "quantized_gemm": 1, "region": 1, "global_average_pool": 1, "QuantizeLinear": 1,
+                "Reshape": 1},
         LAYER: {"quantized_gemm": 5, "MatMul": 2, "region": 4, "QuantizeLinear": 1}}  # fmt: skip
 DYNAMIC = {BLOCK: {"quantized_conv": 2, "quantized_gemm": 1, "region": 3, "global_average_pool": 1},
            LAYER: {"quantized_gemm": 5, "attention": 1, "add_layer_norm": 2, "region": 3}}  # fmt: skip
-# No pair of quantizers stands before the Reshape.
-OPERATORS = {**LEFT, BLOCK: {"quantized_conv": 2, "quantized_gemm": 1, "region": 1, "global_average_pool": 1,
-                             "QuantizeLinear": 1, "Reshape": 1}}  # fmt: skip
-OTHERS = {"dynamic": DYNAMIC, "operators": OPERATORS}
+INT8 = {**LEFT, BLOCK: {"quantized_conv": 2, "quantized_gemm": 1, "region": 2, "global_average_pool": 1}}
+OTHERS = {"dynamic": DYNAMIC, "int8": INT8}
 
 
 def in_integers(operators: Counter[str]) -> dict[str, int]:
