@@ -2,4 +2,4 @@
 
 from typing import Final
 
-FUSIONS: Final = ("quantized_conv", "quantized_gemm")
+FUSIONS: Final = ("quantized_conv", "quantized_gemm", "quantized_matmul")

@@ -19,7 +19,7 @@ from onnxfuse.kernels.gemm.implementations import implementations_if_any
 from onnxfuse.kernels.gemm.operands import gemm_of
 from onnxfuse.kernels.gemm.problem import EightBits, Gemm
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.quantized import columns, hopper
+from onnxfuse.kernels.quantized import batched, columns, hopper
 from onnxfuse.kernels.region import host as region
 from onnxfuse.kernels.tensors import (
     EIGHT_BITS,
@@ -36,6 +36,7 @@ from onnxfuse.runtime.plan import Device, FusedNode, Plan, Pointer, Step, Tensor
 from onnxfuse.runtime.symint import for_later_plans
 
 CONV: Final = "quantized_conv"
+MATMUL: Final = "quantized_matmul"
 MAX_IMPLEMENTATIONS: Final = 6
 
 
@@ -50,6 +51,8 @@ class Numbers:
 @also_joined
 def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
     """Return why no kernel runs this node on this device; None if one does."""
+    if node.fusion == MATMUL:
+        return batched.unsupported(node, input_dtypes, device)
     given, dtype = dict(zip(node.operands, input_dtypes, strict=True)), node.output_dtypes[0]
     if dtype not in STORAGE:
         return f"{node.fusion}: the output is {dtype}; the kernel takes {', '.join(STORAGE)}"
@@ -75,6 +78,8 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
 
 def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
     """Return the plans for these shapes, the expected fastest first.  Raises ValueError if shapes do not fit."""
+    if node.fusion == MATMUL:
+        return batched.candidates(node, inputs, device)
     numbers = _numbers(node, inputs, "x", device), _numbers(node, inputs, "w", device)
 
     def ways(problem: Gemm | Conv, device: Device) -> list[Implementation]:

@@ -29,6 +29,7 @@ class FusionTerms:
     fusion_root_ops: frozenset[str]  # operators of the first output, and Cast if the fusion absorbs Casts
     side_outputs: tuple[SideOutput, ...]
     views_of_operands: Set[int]  # terms that are an operand, or only views of one
+    quantizes: bool  # whether the result can be quantized, and then has 8 bits
 
 
 @functools.lru_cache(maxsize=MAX_FUSIONS)
@@ -54,6 +55,7 @@ def fusion_terms(fusion: Fusion) -> FusionTerms:
         ends | {"Cast"} if fusion.casts else ends,
         side_outputs(fusion),
         {id(term) for term in terms if _is_view_of_operand(term)},
+        any("QuantizeLinear" in (term.own_ops or ()) for term in terms),
     )
 
 

@@ -23,7 +23,7 @@ from onnxfuse.dsl.terms import (
     Term,
     Wrapper,
 )
-from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
+from onnxfuse.ir.dtypes import FUSIBLE_FLOATS, INTEGER_RANGES
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Tensor
 from onnxfuse.match.accept import accept, guard_holds
@@ -52,7 +52,7 @@ class Matcher(MatchContext):
         super().__init__(graph, shapes, fusion, joined)
         known = fusion_terms(fusion)
         self._visible, self._repeated, self._side_outputs = known.visible, known.repeated, known.side_outputs
-        self._views_of_operands = known.views_of_operands
+        self._views_of_operands, self._quantizes = known.views_of_operands, known.quantizes
         self._associative: dict[int, AssociativeMatcher] = {}
         self._decompositions = Decompositions(self)
         self._view_sources = ViewSources(self)
@@ -72,7 +72,7 @@ class Matcher(MatchContext):
         self._decompositions.forget()
         self._view_sources.forget()
         dtype = self.shapes.dtype(tensor)
-        if dtype not in FUSIBLE_FLOATS:
+        if dtype not in FUSIBLE_FLOATS and not (self._quantizes and dtype in INTEGER_RANGES):
             name = TensorProto.DataType.Name(dtype).lower() if dtype else "of unknown dtype"
             hint = "convert the model to float32 or float16" if dtype == TensorProto.DOUBLE else ""
             sentence = f"'{tensor.name}' is {name}; required float32, float16 or bfloat16"

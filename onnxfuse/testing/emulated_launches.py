@@ -35,10 +35,10 @@ def library(kernel: Kernel, folder: Path) -> Any:
     return load(text, kernel.defines, ["-ffp-contract=off"], folder / f"{stem}.cc").launch
 
 
-def as_c_plus_plus(whole: str) -> str:
-    """Return a kernel's text for the CPU, without the headers in whose place blocks_emulated.h stands."""
+def as_c_plus_plus(whole: str, replaced: Sequence[str] = REPLACED) -> str:
+    """Return a kernel's text for the CPU, without the headers in whose place blocks_emulated.h or others stand."""
     parts = zip(["", *PARTS.findall(whole)], PARTS.split(whole)[::2], strict=True)
-    text = "".join(part for name, part in parts if name not in REPLACED)
+    text = "".join(part for name, part in parts if name not in replaced)
     text = ARCHITECTURE.sub("0", re.sub(r"(?m)^#pragma.*$", "", text))
     dynamic = SHARED.findall(text)
     text = SHARED.sub("", text).replace("__shared__", "static")

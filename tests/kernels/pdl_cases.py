@@ -142,6 +142,13 @@ NODES: dict[str, tuple[str, dict[str, tuple[int, ...]], dict[str, Any], int]] = 
         )
         for fusion, gates, outputs in (("lstm", 4, 3), ("gru", 3, 2))
     },
+    **{
+        f"product of integers for each head, {order}": (
+            "quantized_matmul", {"x": (2, 160, 4, 64), "x_scale": (), "w": shape, "w_scale": ()},
+            {"w_order": order, "result": "numbers"}, 1,
+        )
+        for order, shape in (("nk", (2, 100, 4, 64)), ("kn", (2, 64, 4, 48)))
+    },
     "parallel_gemm": ("parallel_gemm", {"x": X, "w": SQUARE, "bias": W, "w_2": SQUARE, "w_3": SQUARE}, {}, 3),
 }  # fmt: skip
 ATTENTION: dict[str, Case | CachedCase | GroupQueryCase | LinearCase | Conv] = {
@@ -174,6 +181,7 @@ def node_of(name: str, constants: bool) -> tuple[FusedNode, list[TensorSpec]]:
     kept = WEIGHTS if constants and fusion != "gated_activation" else set()
     dtypes = {"ids": "int64", "ids_2": "int64", "positions": "int64"}
     dtypes |= dict.fromkeys(("w", "w_2", "up"), "uint8") if "nbits" in fusion else {}
+    dtypes |= dict.fromkeys(("x", "w"), "int8") if fusion == "quantized_matmul" else {}
     inputs = [TensorSpec(s, dtypes.get(operand, "float16"), constant=operand in kept) for operand, s in shapes.items()]
     dtype = "int64" if "ArgMax" in attributes.get("program", "") else "float16"
     return FusedNode(fusion, "n", tuple(shapes), attributes, (dtype,) * outputs), inputs

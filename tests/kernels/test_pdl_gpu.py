@@ -176,8 +176,8 @@ def test_attention_waits_for_what_is_in_front(device: Device, name: str) -> None
 def values(spec: TensorSpec, seed: int) -> np.ndarray:
     """Normal values, ids, or bytes of weights."""
     ids = np.random.default_rng(seed).integers(0, 20, spec.shape)
-    if spec.dtype == "uint8":
-        return ids.astype(np.uint8)
+    if spec.dtype in ("uint8", "int8"):
+        return ids.astype(spec.dtype)
     return ids if spec.dtype == "int64" else normal(spec.shape, "float16", seed, 0.2)
 
 

@@ -47,7 +47,7 @@ GENERATED = tuple(
 LEADING = {"batch": 3, "seq": 2, "extra": 4}  # sizes of the axes that "..." stands for; fewer axes take the first ones
 MAX_TRIES = 20_000  # of sizes for the dimensions of a spelling; random choices of variants may contradict each other
 PACKED_INPUTS = {
-    "DequantizeLinear": (0, 2), "MatMulInteger": (0, 1, 2, 3), "ConvInteger": (0, 1, 2, 3),
+    "DequantizeLinear": (0, 2), "QuantizeLinear": (2,), "MatMulInteger": (0, 1, 2, 3), "ConvInteger": (0, 1, 2, 3),
     "com.microsoft::MatMulNBits": (1, 3),
 }  # fmt: skip
 POOL = (4, 5, 6, 7, 8, 9, 10, 3, 2, 12, 11, 14, 20, 1)  # sizes that are tried for a named dimension
@@ -242,7 +242,9 @@ def _dtype(spelling: Spelling, operand: Capture) -> int:
 
 
 def _output_dtype(spelling: Spelling, output: Term) -> int:
-    """Return the variant's dtype, or the dtype that the output is cast to."""
+    """Return the variant's dtype, or the dtype that the output is cast to, or uint8 if it is quantized."""
+    if any(isinstance(term, Apply) and term.op == "QuantizeLinear" for term in reached(spelling, output)):
+        return TensorProto.UINT8
     is_cast = isinstance(output, Apply) and output.op == "Cast"
     return output.attributes["to"] if is_cast else spelling.dtype
 
@@ -627,6 +629,9 @@ def _model(
     arrays = {name: _random(rng, concrete[name], dtype) for name, dtype in variant.dtypes.items()}
     masks = [guard.names for guard in _guards(spelling.fusion) if "holds_zero_or_one" in guard.relations]
     arrays |= {name: (arrays[name] > 0).astype(arrays[name].dtype) for (name,) in masks}
+    # Quantizers have positive scales, with which most of their results do not saturate.
+    scales = {node.input[1] for node in nodes if node.op_type == "QuantizeLinear"}
+    arrays |= {name: (300 * np.abs(arrays[name]) + 100).astype(arrays[name].dtype) for name in scales & arrays.keys()}
     for i, node in enumerate(nodes):
         node.name = f"{node.op_type.lower()}_{i}"
         if spelling.swapped and node.op_type in ("Add", "Mul"):

@@ -1,0 +1,58 @@
+"""A product of two computed tensors of 8-bit integers for each head, as attention has them."""
+
+from onnxfuse.dsl import Term, choose, fusion, op, rearrange, require, tensor
+from onnxfuse.patterns._dequantized import dequantized, require_eight_bits
+
+
+def _by_layout(name: str, x: Term, scale: Term, zero_point: Term, rows: str, columns: str, heads: str, to: str) -> Term:
+    """Return a dequantized operand, rearranged to the axes `to`; the choice `<name>_layout` says how it is stored."""
+    stored = {"bshd": f"batch {rows} {heads} {columns}", "bhsd": f"batch {heads} {rows} {columns}"}
+    return choose(
+        f"{name}_layout",
+        **{label: dequantized(rearrange(x, f"{axes} -> {to}"), scale, zero_point) for label, axes in stored.items()},
+    )
+
+
+def _in_layout(product: Term) -> Term:
+    return choose(
+        "out_layout",
+        packed=rearrange(product, "batch heads m n -> batch m (heads n)"),
+        bshd=rearrange(product, "batch heads m n -> batch m heads n"),
+        bhsd=rearrange(product, "batch heads m n -> batch heads m n"),
+    )
+
+
+@fusion(out="batch m (heads n)", epilogue=True)
+def quantized_matmul(
+    x: Term = tensor(),
+    x_scale: Term = tensor("1?"),
+    x_zero_point: Term = tensor("1?", optional=True),
+    w: Term = tensor(),
+    w_scale: Term = tensor("1?"),
+    w_zero_point: Term = tensor("1?", optional=True),
+    y_scale: Term = tensor("1?", optional=True),
+    y_zero_point: Term = tensor("1?", optional=True),
+) -> Term:
+    """y = (x - x_zero_point) x_scale (w - w_zero_point) w_scale, for each element of the batch and each head
+
+    Each head of w serves `repeats` heads of x.  With `w_order` nk, the sums are along the last axes of both operands,
+    as for queries and keys.  With `result` integers, y is quantized before its axes are rearranged.
+    """
+    require_eight_bits()
+    require(
+        "{heads} heads of x are {w_heads} heads of w times {repeats}",
+        lambda heads, w_heads, repeats: heads == w_heads * repeats,
+    )
+    of_w, axes = (w, w_scale, w_zero_point), "batch (w_heads repeats) k n"
+    columns = choose(
+        "w_order",
+        nk=_by_layout("w", *of_w, "n", "k", "w_heads", axes),
+        kn=_by_layout("w", *of_w, "k", "n", "w_heads", axes),
+    )
+    rows = _by_layout("x", x, x_scale, x_zero_point, "m", "k", "heads", "batch heads m k")
+    product = op.MatMul(rows, columns)
+    return choose(
+        "result",
+        integers=_in_layout(op.QuantizeLinear(product, y_scale, y_zero_point)),
+        numbers=_in_layout(product),
+    )
