@@ -3,7 +3,9 @@
     python benchmarks/eight_bits.py --out results/eight_bits.json [--only conv]
 
 A time is the cost of one more node in a CUDA graph, in microseconds: with bias, Relu and, for 8 bits, a quantizer.
-`zeros` is the time if x has a zero point, which is multiplied by sums of the weights.
+`zeros` is the time if x has a zero point, which is multiplied by sums of the weights.  Rows of attention have a shape
+of batch, heads, queries, keys and size: two products of integers, with zero points and quantizers, and the softmax of
+integers between them, beside an attention of float16.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import argparse
 import functools
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +26,11 @@ from rows import Rows
 
 from onnxfuse.algebra.filter_edges import most_taps_beyond, row_count
 from onnxfuse.ir.dtypes import FLOAT8
+from onnxfuse.kernels.attention.host import candidates as attention_candidates
 from onnxfuse.kernels.conv.host import candidates as conv_candidates
 from onnxfuse.kernels.gemm.host import candidates as gemm_candidates
 from onnxfuse.kernels.quantized.host import candidates
+from onnxfuse.kernels.region.host import candidates as region_candidates
 from onnxfuse.runtime.cuda_driver import gpu
 from onnxfuse.runtime.loaded_templates import ready_plan
 from onnxfuse.runtime.plan import FusedNode, Launch, Plan, TensorSpec
@@ -40,6 +45,8 @@ CONVS = [(n, *one) for n in (32, 128) for one in (
     (64, 256, 56, 1, 1), (256, 64, 56, 1, 1), (512, 128, 28, 1, 1), (1024, 256, 14, 1, 1), (256, 1024, 14, 1, 1),
     (2048, 512, 7, 1, 1), (512, 2048, 7, 1, 1),
 )]  # fmt: skip
+# batch, heads, queries, keys, size
+ATTENTIONS = [(8, 12, 512, 512, 64), (1, 12, 128, 128, 64), (32, 12, 197, 197, 64), (1, 16, 2048, 2048, 64)]
 
 
 def problem(
@@ -133,6 +140,71 @@ def plans(shape: tuple[int, ...], most: int) -> dict[str, tuple[Plan, list[Tenso
     return found
 
 
+def attention_plans(shape: tuple[int, ...]) -> dict[str, tuple[Plan, list[TensorSpec]]]:
+    """Return the plans of the parts of an attention of integers, and of an attention of float16, by name."""
+    batch, heads, queries, keys, size = shape
+    scalar, zero = TensorSpec((), "float32", constant=True), TensorSpec((), "uint8", constant=True)
+    rows = [TensorSpec((batch, count, heads, size), "uint8") for count in (queries, keys)]
+    scores = TensorSpec((batch, heads, queries, keys), "uint8")
+    constants = [["Constant", [], ["v0"], {"value": 0.02}], ["Constant", [], ["v1"], {"value": 128}]]
+    quantizer = {
+        "ops": [*constants, ["QuantizeLinear", ["x0", "v0", "v1"], ["v2"], {"precision": "float32"}]],
+        "outputs": ["v2"], "dtypes": {"x0": "float32", "v0": "float32", "v1": "uint8", "v2": "uint8"},
+    }  # fmt: skip
+    of_w = ["w", "w_scale", "w_zero_point"]
+    common = {"x_layout": "bshd", "w_layout": "bshd", "program": json.dumps(quantizer)}
+    products = {
+        "scores": (["x", "x_scale", "x_zero_point", *of_w], {"w_order": "nk", "out_layout": "bhsd"},
+                   [rows[0], scalar, zero, rows[1], scalar, zero]),
+        "values": (["x", "x_scale", *of_w], {"w_order": "kn", "x_layout": "bhsd", "out_layout": "packed"},
+                   [scores, scalar, rows[1], scalar, zero]),
+    }  # fmt: skip
+    device, found = gpu(0), dict[str, tuple[Plan, list[TensorSpec]]]()
+    for name, (operands, attributes, specs) in products.items():
+        node = FusedNode("quantized_matmul", "y", tuple(operands), {**common, **attributes}, ("uint8",))
+        found[name] = candidates(node, specs, device)[0], specs
+    softmax = {
+        "ops": [*constants, ["DequantizeLinear", ["x0", "v0", "v1"], ["v2"], {}],
+                ["Softmax", ["v2"], ["v3"], {"axis": 3}], ["Constant", [], ["v4"], {"value": 0}],
+                ["Constant", [], ["v5"], {"value": 1 / 255}],
+                ["QuantizeLinear", ["v3", "v5", "v4"], ["v6"], {"precision": "float32"}]],
+        "outputs": ["v6"], "dtypes": dict.fromkeys(("v0", "v5", "v2", "v3"), "float32")
+        | dict.fromkeys(("x0", "v1", "v4", "v6"), "uint8"),
+    }  # fmt: skip
+    region = FusedNode("region", "y", ("x0",), {"program": json.dumps(softmax)}, ("uint8",))
+    found["softmax"] = region_candidates(region, [scores], device)[0], [scores]
+    halves = [TensorSpec((batch, count, heads, size), "float16") for count in (queries, keys, keys)]
+    layouts = dict.fromkeys(("q_layout", "k_layout", "v_layout"), "bshd")
+    given = {**layouts, "heads": heads, "kv_heads": heads, "repeats": 1, "size": size, "value_size": size}
+    plain = FusedNode("attention", "y", ("q", "k", "v"), {**given, "scale": 0.125}, ("float16",))
+    found["float16"] = attention_candidates(plain, halves, device)[0], halves
+    return found
+
+
+def time_attentions(out: Path) -> None:
+    """Time the attentions, and write a row for each."""
+    every = {shape: attention_plans(shape) for shape in ATTENTIONS}
+    compile_plans(every)
+    rows = Rows(out.with_stem(f"{out.stem}_attention"), ["shape"])
+    for shape, found in every.items():
+        times = in_turns({name: captured(calls(plan, specs)) for name, (plan, specs) in found.items()})
+        row = {"shape": list(shape), **times, "ratio": (sum(times.values()) / times["float16"]) - 1}
+        rows.put(row)
+        print(line_of(row), flush=True)
+
+
+def compile_plans(every: Mapping[Any, Mapping[str, tuple[Plan, list[TensorSpec]]]]) -> None:
+    """Compile all kernels, side by side."""
+    compile_all(
+        step.kernel for found in every.values() for plan, _ in found.values() for step in plan.steps
+        if isinstance(step, Launch)
+    )  # fmt: skip
+
+
+def line_of(row: Mapping[str, Any]) -> str:
+    return " ".join(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values())
+
+
 def name_of(plan: Plan) -> str:
     """Return the last kernel of a plan and its tile."""
     step = plan.steps[-1]
@@ -148,15 +220,14 @@ def main() -> None:
     """Measure, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", choices=("gemm", "conv"))
+    parser.add_argument("--only", choices=("gemm", "conv", "attention"))
     parser.add_argument("--most", type=int, default=4, help="plans of each kind to time")
     given = parser.parse_args()
+    if given.only in (None, "attention"):
+        time_attentions(given.out)
     shapes = [shape for shape in (*PRODUCTS, *CONVS) if given.only in (None, "gemm" if len(shape) == 3 else "conv")]
     every = {shape: plans(shape, given.most) for shape in shapes}
-    compile_all(
-        step.kernel for found in every.values() for plan, _ in found.values() for step in plan.steps
-        if isinstance(step, Launch)
-    )  # fmt: skip
+    compile_plans(every)
     rows = Rows(given.out, ["shape"])
     for shape, found in every.items():
         times = in_turns({name: captured(calls(plan, specs)) for name, (plan, specs) in found.items()})
@@ -176,9 +247,7 @@ def main() -> None:
                 "best_float8_plan": name_of(found[best["float8"]][0]),
             }
         rows.put(row)
-        print(
-            " ".join(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()), flush=True
-        )
+        print(line_of(row), flush=True)
 
 
 if __name__ == "__main__":

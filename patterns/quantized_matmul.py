@@ -1,7 +1,11 @@
 """A product of two computed tensors of 8-bit integers for each head, as attention has them."""
 
+from typing import Final
+
 from onnxfuse.dsl import Term, choose, fusion, op, rearrange, require, tensor
 from onnxfuse.patterns._dequantized import dequantized, require_eight_bits
+
+AXES: Final = "batch heads m n"  # of a product
 
 
 def _by_layout(name: str, x: Term, scale: Term, zero_point: Term, rows: str, columns: str, heads: str, to: str) -> Term:
@@ -10,15 +14,6 @@ def _by_layout(name: str, x: Term, scale: Term, zero_point: Term, rows: str, col
     return choose(
         f"{name}_layout",
         **{label: dequantized(rearrange(x, f"{axes} -> {to}"), scale, zero_point) for label, axes in stored.items()},
-    )
-
-
-def _in_layout(product: Term) -> Term:
-    return choose(
-        "out_layout",
-        packed=rearrange(product, "batch heads m n -> batch m (heads n)"),
-        bshd=rearrange(product, "batch heads m n -> batch m heads n"),
-        bhsd=rearrange(product, "batch heads m n -> batch heads m n"),
     )
 
 
@@ -36,7 +31,8 @@ def quantized_matmul(
     """y = (x - x_zero_point) x_scale (w - w_zero_point) w_scale, for each element of the batch and each head
 
     Each head of w serves `repeats` heads of x.  With `w_order` nk, the sums are along the last axes of both operands,
-    as for queries and keys.  With `result` integers, y is quantized before its axes are rearranged.
+    as for queries and keys.  With `out_layout` integers_packed and integers_bshd, y is quantized before its axes are
+    rearranged.  Elsewhere, a quantizer of y joins like any operator.
     """
     require_eight_bits()
     require(
@@ -51,8 +47,13 @@ def quantized_matmul(
     )
     rows = _by_layout("x", x, x_scale, x_zero_point, "m", "k", "heads", "batch heads m k")
     product = op.MatMul(rows, columns)
+    packed, by_heads = f"{AXES} -> batch m (heads n)", f"{AXES} -> batch m heads n"
+    quantized = op.QuantizeLinear(product, y_scale, y_zero_point)
     return choose(
-        "result",
-        integers=_in_layout(op.QuantizeLinear(product, y_scale, y_zero_point)),
-        numbers=_in_layout(product),
+        "out_layout",
+        packed=rearrange(product, packed),
+        bshd=rearrange(product, by_heads),
+        bhsd=rearrange(product, f"{AXES} -> {AXES}"),
+        integers_packed=rearrange(quantized, packed),
+        integers_bshd=rearrange(quantized, by_heads),
     )

@@ -30,7 +30,8 @@ STAGES: Final = {128: 2, 64: 3}  # stages of the ring by columns of a tile: they
 MAX_GRID_Y: Final = 65535  # largest batch times heads
 MAX_LENGTH: Final = 2**31 // 255**2  # maximum number of products of integers whose sum always fits int32
 LAYOUTS: Final = ("bshd", "bhsd")
-OUT_LAYOUTS: Final = ("packed", *LAYOUTS)
+INTEGERS_FIRST: Final = "integers_"  # before layouts of results that are quantized before their axes are rearranged
+OUT_LAYOUTS: Final = ("packed", *LAYOUTS, f"{INTEGERS_FIRST}packed", f"{INTEGERS_FIRST}bshd")
 QUANTIZER: Final = ("y_scale", "y_zero_point")
 
 
@@ -68,7 +69,7 @@ def unsupported(node: FusedNode, dtypes: Sequence[str], device: Device) -> str |
         if dtype not in wanted[name]:
             return f"{node.fusion}: {name} is {dtype}; required {' or '.join(wanted[name])}"
     choices = (("x_layout", LAYOUTS, "bshd"), ("w_layout", LAYOUTS, "bshd"), ("out_layout", OUT_LAYOUTS, "packed"),
-               ("w_order", ("nk", "kn"), "nk"), ("result", ("integers", "numbers"), "integers"))  # fmt: skip
+               ("w_order", ("nk", "kn"), "nk"))  # fmt: skip
     return next((why for choice in choices if (why := unsupported_choice(node, *choice))), None)
 
 
@@ -77,10 +78,10 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
     if is_joined(node):
         both = joined(node)
         product = both.product
-        if product.text("result", "integers") == "integers":
+        if _is_quantized(product):
             return in_two_steps(both, inputs, device, candidates)
     else:
-        if node.text("result", "integers") == "integers":
+        if _is_quantized(node):
             return candidates(_with_quantizer(node, inputs), inputs, device)
         product = node
     problem, y = problem_of(product, inputs)
@@ -95,6 +96,10 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
     return [Plan(outputs, _steps(problem, product, inputs, device, program)), *others]
 
 
+def _is_quantized(node: FusedNode) -> bool:
+    return node.text("out_layout", "packed").startswith(INTEGERS_FIRST)
+
+
 def _with_quantizer(node: FusedNode, inputs: Sequence[TensorSpec]) -> FusedNode:
     """Return the node with the quantizer of its result as a program."""
     stored, scale = node.output_dtypes[0], required_spec(node, inputs, "y_scale").dtype
@@ -104,7 +109,8 @@ def _with_quantizer(node: FusedNode, inputs: Sequence[TensorSpec]) -> FusedNode:
     ops.append(["QuantizeLinear", ["x0", others["y_scale"], zero], ["v1"], {"precision": "float32"}])
     dtypes = {"x0": scale, others["y_scale"]: scale, zero: stored, "v1": stored}
     text = json.dumps({"ops": ops, "outputs": ["v1"], "dtypes": dtypes}, separators=(",", ":"))
-    return replace(node, attributes={**node.attributes, "result": "numbers", "program": text})
+    layout = node.text("out_layout").removeprefix(INTEGERS_FIRST)
+    return replace(node, attributes={**node.attributes, "out_layout": layout, "program": text})
 
 
 def problem_of(node: FusedNode, inputs: Sequence[TensorSpec]) -> tuple[Product, TensorSpec]:

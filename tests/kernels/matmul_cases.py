@@ -65,7 +65,8 @@ class Case:
     def node(self) -> FusedNode:
         names = ("x_layout", "w_layout", "w_order", "out_layout")
         attributes: dict[str, Any] = {name: getattr(self, name) for name in names}
-        attributes["result"] = "integers" if self.after == "integers" else "numbers"
+        if self.after == "integers":
+            attributes["out_layout"] = f"integers_{self.out_layout}"
         if self.after == "mask":
             ops = [["Add", ["x0", "x1"], ["v0"], {}],
                    ["QuantizeLinear", ["v0", "x2", "x3"], ["v1"], {"precision": "float32"}]]  # fmt: skip
@@ -105,12 +106,12 @@ class Case:
 
 
 CASES = [
-    Case(130, 144, 64, x_zero=130, w_zero=121, batch=2, after="integers"),
+    Case(130, 144, 64, x_zero=130, w_zero=121, batch=2, out_layout="bshd", after="integers"),
     Case(70, 64, 144, x_layout="bhsd", w_order="kn", w_zero=125, out_layout="packed", after="integers"),
     Case(129, 200, 48, x_dtype="int8", w_dtype="int8", x_zero=-5, after="mask"),
     Case(64, 40, 272, x_dtype="int8", w_order="kn", w_layout="bhsd", x_zero=-128, out_layout="bshd"),
     Case(40, 72, 64, heads=4, w_heads=2, w_zero=3, w_dtype="int8", after="mask", dtype="float16"),
-    Case(33, 35, 27, x_zero=9, w_zero=200, after="integers"),  # bytes one by one
+    Case(33, 35, 27, x_zero=9, w_zero=200, out_layout="packed", after="integers"),  # bytes one by one
     Case(33, 35, 27, w_order="kn", x_zero=9, w_zero=200, out_layout="packed"),
     Case(5, 9, 0, x_zero=9, w_zero=1), Case(1, 16, 128, batch=3, heads=1), Case(0, 16, 16),
 ]  # fmt: skip
