@@ -2,8 +2,9 @@
 
 Weights of convolutions are dequantized only where nothing but weights is quantized: a model with quantized activations
 runs in integers, and onnxruntime finds its integer operators by the DequantizeLinears of the weights.  Weights that
-such a model quantizes when it runs, as models for TensorRT do, are stored as integers.  Weights of norms are always
-dequantized, because no norm runs in integers.  Biases are dequantized too, because onnxruntime quantizes them again.
+such a model quantizes when it runs, as models for TensorRT do, are stored as integers.  Weights of norms and of
+ConvTransposes are always dequantized, because these do not run in integers.  Biases are dequantized too, because
+onnxruntime quantizes them again.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ FIRST_WITH_FLOAT_BIASES: Final = 11  # the first opset with Round, which onnxrun
 SAME_SCALE: Final = 1e-6  # the largest relative difference of two scales that count as equal
 FIRST_WITH_PRECISION: Final = 23  # the opset in which QuantizeLinear has an attribute `precision`
 NORMS: Final = frozenset(f"{kind}Normalization" for kind in ("Batch", "Group", "Instance", "Layer", "RMS"))
+OF_FLOATS: Final = NORMS | CONVOLUTIONS - {"Conv"}  # operators that onnxruntime never runs in integers
 # Operators through which quantized weights can pass on their way to a Conv.
 VIEWS: Final = frozenset({"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Identity", "Cast"})
 
@@ -47,7 +49,7 @@ def fold_quantized_weights(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
     folded = [each for node in filter(_is_of_constants, found) for each in _folded(graph, node, _quantized)]
     found = [node for node in found if node.outputs]
     in_integers = any(op_of(node).startswith(IN_INTEGERS) for node in graph.nodes) or _has_fused_quantizers(graph)
-    readers = NORMS if in_integers or not all(map(_is_of_constants, found)) else NORMS | CONVOLUTIONS
+    readers = OF_FLOATS if in_integers or not all(map(_is_of_constants, found)) else OF_FLOATS | CONVOLUTIONS
     for node in filter(_is_of_constants, found):
         if _is_bias(graph, node) or _are_weights(graph, node.outputs[0], readers):
             folded += _folded(graph, node, _dequantized)

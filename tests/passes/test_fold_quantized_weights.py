@@ -60,6 +60,18 @@ def test_weights_of_norms_beside_quantized_activations() -> None:
     assert_same(before, after, (2, 3, 7, 5))
 
 
+def test_weights_of_transposed_convolutions_beside_quantized_activations() -> None:
+    """onnxruntime has no ConvTranspose of integers."""
+    text = (
+        "(float[N,3,h,w] x) => (y) { i = QuantizeLinear(x, s) j = DequantizeLinear(i, s) "
+        "w = DequantizeLinear<axis = 1>(q, t) y = ConvTranspose(j, w) }"
+    )
+    before = parse(text, 13, q=INTEGERS["int8"].astype(np.int8)[:3], s=np.float32(0.1), t=SCALES[:3])
+    after, (folded,) = apply(before, fold_quantized_weights)
+    assert [one.into for one in folded] == ["w"]
+    assert_same(before, after, (2, 3, 7, 5))
+
+
 def test_weights_beside_quantized_activations_are_stored_as_integers() -> None:
     """Kernels multiply the integers; onnxruntime finds its integer operators by the DequantizeLinear."""
     text = (
