@@ -1,8 +1,8 @@
-"""A product of two computed tensors of 8-bit integers for each head, as attention has them."""
+"""A product of two computed tensors of 8 bits for each head, as attention has them: of integers or float8."""
 
 from typing import Final
 
-from onnxfuse.dsl import Term, choose, fusion, op, rearrange, require, tensor
+from onnxfuse.dsl import Term, choose, either, fusion, op, rearrange, require, tensor
 from onnxfuse.patterns._dequantized import dequantized, require_eight_bits
 
 AXES: Final = "batch heads m n"  # of a product
@@ -11,10 +11,11 @@ AXES: Final = "batch heads m n"  # of a product
 def _by_layout(name: str, x: Term, scale: Term, zero_point: Term, rows: str, columns: str, heads: str, to: str) -> Term:
     """Return a dequantized operand, rearranged to the axes `to`; the choice `<name>_layout` says how it is stored."""
     stored = {"bshd": f"batch {rows} {heads} {columns}", "bhsd": f"batch {heads} {rows} {columns}"}
-    return choose(
-        f"{name}_layout",
-        **{label: dequantized(rearrange(x, f"{axes} -> {to}"), scale, zero_point) for label, axes in stored.items()},
-    )
+    options = {}
+    for label, axes in stored.items():
+        moved = dequantized(rearrange(x, f"{axes} -> {to}"), scale, zero_point)
+        options[label] = either(moved, rearrange(dequantized(x, scale, zero_point), f"{axes} -> {to}"))
+    return choose(f"{name}_layout", **options)
 
 
 @fusion(out="batch m (heads n)", epilogue=True)
@@ -30,11 +31,11 @@ def quantized_matmul(
 ) -> Term:
     """y = (x - x_zero_point) x_scale (w - w_zero_point) w_scale, for each element of the batch and each head
 
-    Each head of w serves `repeats` heads of x.  With `w_order` nk, the sums are along the last axes of both operands,
-    as for queries and keys.  With `out_layout` integers_packed and integers_bshd, y is quantized before its axes are
-    rearranged.  Elsewhere, a quantizer of y joins like any operator.
+    Float8 numbers (e4m3fn) have no zero points.  Each head of w serves `repeats` heads of x.  With `w_order` nk, sums
+    are along the last axes of both operands, as for queries and keys.  With `out_layout` integers_packed and
+    integers_bshd, y is quantized before its axes are rearranged.  Elsewhere, a quantizer of y joins like any operator.
     """
-    require_eight_bits()
+    require_eight_bits(or_float8=True)
     require(
         "{heads} heads of x are {w_heads} heads of w times {repeats}",
         lambda heads, w_heads, repeats: heads == w_heads * repeats,

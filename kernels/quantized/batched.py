@@ -1,4 +1,4 @@
-"""The host side of quantized_matmul.cu: products of two computed tensors of integers, for each head."""
+"""The host side of quantized_matmul.cu: products of two computed tensors of 8 bits, for each head."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from onnxfuse.ir.dtypes import FLOAT8
 from onnxfuse.kernels.epilogue_node import in_two_steps, is_joined, joined
 from onnxfuse.kernels.epilogue_program import EpilogueProgram, epilogue_program, with_program
 from onnxfuse.kernels.head_tensor import HeadTensor
 from onnxfuse.kernels.tensors import (
+    EIGHT_BITS,
     INTEGERS,
     STORAGE,
     Defines,
@@ -64,10 +66,13 @@ def unsupported(node: FusedNode, dtypes: Sequence[str], device: Device) -> str |
     given, scale = dict(zip(node.operands, dtypes, strict=True)), dtypes[node.operands.index("x_scale")]
     wanted: dict[str, tuple[str, ...]] = {"x_scale": tuple(STORAGE), "w_scale": (scale,), "y_scale": ("float32",)}
     wanted |= {name: (given[name[0]],) for name in ("x_zero_point", "w_zero_point")}
-    wanted |= dict.fromkeys(("x", "w", "y_zero_point"), tuple(INTEGERS))
+    wanted |= dict.fromkeys(("x", "w"), tuple(INTEGERS) if given["x"] != FLOAT8 else (FLOAT8,))
+    wanted["y_zero_point"] = tuple(EIGHT_BITS)
     for name, dtype in given.items():
         if dtype not in wanted[name]:
             return f"{node.fusion}: {name} is {dtype}; required {' or '.join(wanted[name])}"
+    if given["x"] == FLOAT8 and {"x_zero_point", "w_zero_point"} & given.keys():
+        return f"{node.fusion}: {FLOAT8} has zero points; the kernel takes none"
     choices = (("x_layout", LAYOUTS, "bshd"), ("w_layout", LAYOUTS, "bshd"), ("out_layout", OUT_LAYOUTS, "packed"),
                ("w_order", ("nk", "kn"), "nk"))  # fmt: skip
     return next((why for choice in choices if (why := unsupported_choice(node, *choice))), None)
@@ -104,10 +109,12 @@ def _with_quantizer(node: FusedNode, inputs: Sequence[TensorSpec]) -> FusedNode:
     """Return the node with the quantizer of its result as a program."""
     stored, scale = node.output_dtypes[0], required_spec(node, inputs, "y_scale").dtype
     others = {name: f"x{i}" for i, name in enumerate(node.operands[-2:], 1) if name in QUANTIZER}
-    zero = others.get("y_zero_point", "v0")
-    ops: list[list[Any]] = [] if "y_zero_point" in others else [["Constant", [], ["v0"], {"value": 0}]]
+    has_zero = "y_zero_point" in others and stored != FLOAT8
+    zero = others["y_zero_point"] if has_zero else "v0"
+    ops: list[list[Any]] = [] if has_zero else [["Constant", [], ["v0"], {"value": 0}]]
     ops.append(["QuantizeLinear", ["x0", others["y_scale"], zero], ["v1"], {"precision": "float32"}])
-    dtypes = {"x0": scale, others["y_scale"]: scale, zero: stored, "v1": stored}
+    dtypes = {"x0": scale, **dict.fromkeys(others.values(), stored), others["y_scale"]: scale, zero: stored}
+    dtypes["v1"] = stored
     text = json.dumps({"ops": ops, "outputs": ["v1"], "dtypes": dtypes}, separators=(",", ":"))
     layout = node.text("out_layout").removeprefix(INTEGERS_FIRST)
     return replace(node, attributes={**node.attributes, "out_layout": layout, "program": text})
@@ -159,7 +166,8 @@ def _steps(
     zeros = {name: operand_pointer(node, name) for name in ("x_zero_point", "w_zero_point")}
     dtype = required_spec(node, inputs, "x_scale").dtype
     defines: Defines = {
-        "T": STORAGE[dtype], "PRECISE": int(dtype == "float32"), "X_T": INTEGERS[x.dtype], "W_T": INTEGERS[w.dtype],
+        "T": STORAGE[dtype], "PRECISE": int(dtype == "float32"), "X_T": EIGHT_BITS[x.dtype], "W_T": EIGHT_BITS[w.dtype],
+        "FLOAT8": int(x.dtype == FLOAT8),
         "TILE_N": tile_n, "STAGES": STAGES[tile_n], "ORDER_NK": int(node.text("w_order", "nk") == "nk"),
         "X_ZERO": int("x_zero_point" in node.operands), "W_ZERO": int("w_zero_point" in node.operands),
         "ALL_ALIGNED": int(all(each.aligned for each in inputs)),

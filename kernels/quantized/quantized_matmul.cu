@@ -1,4 +1,5 @@
-// Products of two computed tensors of 8-bit integers, for each element of a batch and each head, by mma.sync m16n8k32.
+// Products of two computed tensors of 8 bits, for each element of a batch and each head. Integers are multiplied by
+// mma.sync m16n8k32; float8 numbers (e4m3) become pairs of fp16, which is exact, and are multiplied by m16n8k16.
 //
 //   y[m, n] = sum over k of (x[m, k] - x_zero) * (w[k, n] - w_zero), times x_scale * w_scale
 //
@@ -14,7 +15,7 @@
 // bytes (4 for a w of (k, n)); otherwise bytes are loaded one by one.
 //
 // Macros:
-//   T            type of the scales and of y    X_T, W_T    s8 or u8
+//   T            type of the scales and of y    X_T, W_T    s8 or u8, or both e4m3      FLOAT8    1: they are e4m3
 //   TILE_N       128 or 64                      STAGES      stages of the ring
 //   ORDER_NK     1: w is (n, k); 0: (k, n)      X_ZERO, W_ZERO    1: x (w) has a zero point
 //   ALL_ALIGNED  1: y and the operands of the program begin at multiples of 16 bytes
@@ -47,6 +48,41 @@ struct Scales {
     const W_T* w_zero;
 };
 
+#if FLOAT8
+using Sum = float;
+// What pair_of divides numbers by.
+#if __CUDA_ARCH__ >= 890
+constexpr float UNIT = 1.0f;
+#else
+constexpr float UNIT = 256.0f;
+#endif
+
+// Returns the float8 numbers of bytes FIRST and FIRST + 1 of a word, divided by UNIT, as a pair of fp16.
+template <int FIRST>
+__device__ __forceinline__ u32 pair_of(u32 bytes) {
+#if __CUDA_ARCH__ >= 890
+    u32 pair;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"((unsigned short)(bytes >> 8 * FIRST)));
+    return pair;
+#else
+    // The bits of a number are those of an fp16 whose exponent bias is 8 larger. NaN has 1 in all bits but the sign.
+    const u32 high = __byte_perm(bytes, 0, FIRST ? 0x3424 : 0x1404);
+    const u32 nan = ((high & 0x7f007f00u) + 0x01000100u) & 0x80008000u;
+    return (high >> 1 & 0x3f803f80u) | (high & 0x80008000u) | (nan - (nan >> 6));
+#endif
+}
+
+// The order of elements along k is free: those of a word that a lane holds are its pairs of both halves of an mma.
+__device__ __forceinline__ void multiply_bytes(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    const u32 first[4] = {pair_of<0>(a[0]), pair_of<0>(a[1]), pair_of<2>(a[0]), pair_of<2>(a[1])};
+    const u32 second[4] = {pair_of<0>(a[2]), pair_of<0>(a[3]), pair_of<2>(a[2]), pair_of<2>(a[3])};
+    multiply(f16(), c, first, pair_of<0>(b0), pair_of<2>(b0));
+    multiply(f16(), c, second, pair_of<0>(b1), pair_of<2>(b1));
+}
+#else
+using Sum = int;
+constexpr float UNIT = 1.0f;
+
 __device__ __forceinline__ void multiply_bytes(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 #if __CUDA_ARCH__ >= 800
     asm volatile("mma.sync.aligned.m16n8k32.row.col.s32." TEXT(X_T) "." TEXT(W_T) ".s32 {%0, %1, %2, %3}, "
@@ -55,6 +91,7 @@ __device__ __forceinline__ void multiply_bytes(int (&c)[4], const u32 (&a)[4], u
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 #endif
 }
+#endif
 
 // Returns whether all strides, the size of an access's axis and the address are multiples of `bytes`.
 template <class E>
@@ -165,7 +202,7 @@ __device__ __forceinline__ int sum_of_row(const char* row) {
 }
 
 struct Accumulators {
-    int at[MMA_M][GROUPS][4][4];
+    Sum at[MMA_M][GROUPS][4][4];
 
     // Adds the products of a stage.
     __device__ __forceinline__ void add(u32 stage) {
@@ -265,7 +302,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     float scale[2][1];
     unpack(load_cached<1>(scales.x), scale[0]);
     unpack(load_cached<1>(scales.w), scale[1]);
-    const float factor = scale[0][0] * scale[1][0];
+    const float factor = scale[0][0] * scale[1][0] * (UNIT * UNIT);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, zeros = of.k * x_zero * w_zero;
     const int first_row = warp / WARPS_N * MMA_M * 16 + lane / 4;
     const int first_column = warp % WARPS_N * GROUPS * 32 + lane % 4 * 8;
@@ -287,8 +324,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             float values[8];
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
-                const int sum = sums.at[i / 2][group][j / 2][i % 2 * 2 + j % 2] + of_this_row;
-                values[j] = float(sum - (X_ZERO ? of_rows[TILE_M + within + j] : 0)) * factor;
+                Sum sum = sums.at[i / 2][group][j / 2][i % 2 * 2 + j % 2];
+                if constexpr (X_ZERO || W_ZERO) sum += of_this_row - (X_ZERO ? of_rows[TILE_M + within + j] : 0);
+                values[j] = float(sum) * factor;
             }
             if (aligned) finish<true>(program, row_operands, located, to, column + within, values, 8);
             else finish<false>(program, row_operands, located, to, column + within, values, min(left, 8));

@@ -23,7 +23,7 @@ from onnxfuse.dsl.terms import (
     Term,
     Wrapper,
 )
-from onnxfuse.ir.dtypes import FUSIBLE_FLOATS, INTEGER_RANGES
+from onnxfuse.ir.dtypes import FUSIBLE_FLOATS, dtype_name
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Tensor
 from onnxfuse.match.accept import accept, guard_holds
@@ -38,6 +38,7 @@ from onnxfuse.match.side_outputs import computed_from
 from onnxfuse.match.state import Match, Miss, State
 from onnxfuse.match.sums_and_products import AssociativeMatcher, Decompositions
 from onnxfuse.match.views import ViewSources, match_rearrange
+from onnxfuse.region_operators import QUANTIZED
 from onnxfuse.steps import raise_of
 
 MAX_SIDE_OUTPUT_COMBINATIONS = 8  # maximum combinations of side outputs that are tried for one State
@@ -72,7 +73,7 @@ class Matcher(MatchContext):
         self._decompositions.forget()
         self._view_sources.forget()
         dtype = self.shapes.dtype(tensor)
-        if dtype not in FUSIBLE_FLOATS and not (self._quantizes and dtype in INTEGER_RANGES):
+        if dtype not in FUSIBLE_FLOATS and not (self._quantizes and dtype_name(dtype) in QUANTIZED):
             name = TensorProto.DataType.Name(dtype).lower() if dtype else "of unknown dtype"
             hint = "convert the model to float32 or float16" if dtype == TensorProto.DOUBLE else ""
             sentence = f"'{tensor.name}' is {name}; required float32, float16 or bfloat16"

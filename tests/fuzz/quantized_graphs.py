@@ -33,7 +33,8 @@ class Quantized(Writer):
         quantized = [self.pair, self.quantized_product, self.dynamic_product, self.linear_product, self.integer_product,
                      self.quantized_conv, self.integer_conv, self.linear_conv, self.dequantized_weight,
                      self.packed_weight, self.blocked_weight, self.quantized_sum, self.integer_operator,
-                     self.integer_operator, self.integer_pool, self.quantized_gemm, self.integer_gemm]  # fmt: skip
+                     self.integer_operator, self.integer_pool, self.quantized_gemm, self.integer_gemm,
+                     self.heads_product, self.moved]  # fmt: skip
         return [*quantized, *quantized, self.unary, self.binary, self.view, self.softmax, self.norm, self.where,
                 self.reduce, self.concat, self.split, self.expand]  # fmt: skip
 
@@ -98,8 +99,7 @@ class Quantized(Writer):
             scale = self.scale()
             name = self.draft.node("QuantizeLinear", [x.name, scale], output_dtype=INT8)
             return self.draft.node("DequantizeLinear", [name, scale])
-        name, _, how = self.quantized(x)
-        return self.draft.node("DequantizeLinear", [name, *how], domain=self.domain())
+        return self.restored(x)
 
     def pair(self) -> None:
         x = self.rows(1)
@@ -132,6 +132,51 @@ class Quantized(Writer):
         else:
             weight = self.weight((x.shape[-1], columns), 1)
         self._end(self.draft.node("MatMul", [self.through(x), weight]), (*x.shape[:-1], columns))
+
+    def restored(self, x: Value) -> str:
+        """Write a quantizer and its inverse."""
+        name, _, how = self.quantized(x)
+        return self.draft.node("DequantizeLinear", [name, *how], domain=self.domain())
+
+    def heads_product(self) -> None:
+        """Write a product of two computed tensors, as attention has it; axes are exchanged before it and after it.
+
+        Both are quantized: onnxruntime 1.32 crashes at opening models of some products of which the first one alone is.
+        """
+        x = self.image()
+        alike = [v for v in self.values if len(v.shape) == 4 and v.dtype == FLOAT and v.shape[:2] == x.shape[:2]]
+        fitting = [v for v in alike if x.shape[3] in v.shape[2:] and 0 not in v.shape[1:]]
+        if not fitting:
+            raise Unavailable
+        w = self.random.choice(fitting)
+        first, columns = self.restored(x), self.restored(w)
+        columns_size = w.shape[3]
+        if w.shape[2] != x.shape[3]:
+            columns, columns_size = self.draft.node("Transpose", [columns], perm=[0, 1, 3, 2]), w.shape[2]
+        name = self.draft.node("MatMul", [first, columns])
+        value = Value(name, FLOAT, (*x.shape[:3], columns_size))
+        name = self.through(value)
+        if self.random.random() < 0.5:
+            name = self.draft.node("Transpose", [name], perm=[0, 2, 1, 3])
+            value = Value(name, FLOAT, (x.shape[0], x.shape[2], x.shape[1], columns_size))
+        self.add(self.through(Value(name, FLOAT, value.shape)), FLOAT, value.shape)
+
+    def moved(self) -> None:
+        """Write an operator that moves elements between two pairs of quantizers, which often have one scale."""
+        x = self.rows(1)
+        name, dtype, how = self.quantized(x)
+        last = len(x.shape) - 1
+        given = self.draft.node("DequantizeLinear", [name, *how])
+        shape = (*x.shape[:-1], 2 * x.shape[-1])
+        if self.random.random() < 0.5 and last:
+            order = [last, *range(last)]
+            result, shape = self.draft.node("Transpose", [given], perm=order), tuple(x.shape[i] for i in order)
+        else:
+            result = self.draft.node("Concat", [given, given], axis=last)
+        if self.random.random() < 0.2:
+            how = [self.scale(), self.zero(dtype)]
+        name = self.draft.node("QuantizeLinear", [result, *how])
+        self.add(self.draft.node("DequantizeLinear", [name, *how]), FLOAT, shape)
 
     def quantized_sum(self) -> None:
         x = self.rows(1)

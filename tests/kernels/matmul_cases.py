@@ -6,11 +6,14 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
+from onnxfuse.ir.dtypes import FLOAT8
 from onnxfuse.runtime.plan import FusedNode, TensorSpec
 
-NUMPY = {"float32": np.float32, "float16": np.float16, "uint8": np.uint8, "int8": np.int8}
+NUMPY = {"float32": np.float32, "float16": np.float16, "uint8": np.uint8, "int8": np.int8,
+         FLOAT8: ml_dtypes.float8_e4m3fn}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,18 @@ class Case:
     dtype: str = "float32"
     after: str = ""  # "": numbers; "integers": a quantizer of the node; "mask": a sum and a quantizer as a program
 
+    @property
+    def y_dtype(self) -> str:
+        """The dtype of the result."""
+        return (
+            (FLOAT8 if self.x_dtype == FLOAT8 and self.after == "integers" else "uint8") if self.after else self.dtype
+        )
+
+    @property
+    def y_zero(self) -> int:
+        """The zero point of the result."""
+        return 0 if self.y_dtype == FLOAT8 else 117
+
     def __str__(self) -> str:
         sizes = f"{self.batch}x{self.heads}x{self.m}x{self.n}x{self.k}"
         zeros = "".join(name for name, zero in (("x", self.x_zero), ("w", self.w_zero)) if zero is not None)
@@ -49,14 +64,17 @@ class Case:
             ("w", w_heads, rows, self.w_layout, self.w_dtype, self.w_zero),
         ):
             shape = (self.batch, first, heads, second) if layout == "bshd" else (self.batch, heads, first, second)
-            limits = np.iinfo(dtype)
-            found[name] = random.integers(limits.min, limits.max, shape, endpoint=True).astype(dtype)
+            if dtype == FLOAT8:
+                found[name] = (random.standard_normal(shape) * 20).astype(NUMPY[FLOAT8])
+            else:
+                limits = np.iinfo(dtype)
+                found[name] = random.integers(limits.min, limits.max, shape, endpoint=True).astype(dtype)
             found[f"{name}_scale"] = np.array(0.01 if name == "x" else 0.03, NUMPY[self.dtype])
             if zero is not None:
                 found[f"{name}_zero_point"] = np.array(zero, dtype)
         step = 0.02 * np.sqrt(max(1, self.k))
         if self.after == "integers":
-            found |= {"y_scale": np.float32(step), "y_zero_point": np.uint8(117)}
+            found |= {"y_scale": np.float32(step), "y_zero_point": np.array(self.y_zero, NUMPY[self.y_dtype])}
         if self.after == "mask":
             mask = random.standard_normal((self.batch, 1, 1, self.n)).astype(NUMPY[self.dtype])
             found |= {"x1": mask, "x2": np.array(step, NUMPY[self.dtype]), "x3": np.uint8(117)}
@@ -73,31 +91,36 @@ class Case:
             dtypes = dict.fromkeys(("x0", "x1", "x2", "v0"), self.dtype) | {"x3": "uint8", "v1": "uint8"}
             attributes["program"] = json.dumps({"ops": ops, "outputs": ["v1"], "dtypes": dtypes})
         return FusedNode("quantized_matmul", "y", tuple(self.arrays()), attributes,
-                         ("uint8" if self.after else self.dtype,))  # fmt: skip
+                         (self.y_dtype,))  # fmt: skip
 
     def specs(self, aligned: bool = True) -> list[TensorSpec]:
         return [TensorSpec(each.shape, each.dtype.name, aligned) for each in self.arrays().values()]
 
     def check(self, arrays: dict[str, np.ndarray], y: np.ndarray) -> None:
         """Compare y, in its layout, with the exact sums: within a rounding, or the step next to a tie."""
-        x, w = (arrays[name].astype(np.int64) - int(arrays.get(f"{name}_zero_point", 0)) for name in "xw")
+        x, w = (arrays[name].astype(np.float64) - int(arrays.get(f"{name}_zero_point", 0)) for name in "xw")
         x, w = (
             each if layout == "bhsd" else each.transpose(0, 2, 1, 3)
             for each, layout in ((x, self.x_layout), (w, self.w_layout))
         )
         w = np.repeat(w, self.heads // w.shape[1], axis=1)
-        sums = x @ (w.swapaxes(2, 3) if self.w_order == "nk" else w)
-        expected = sums * float(arrays["x_scale"]) * float(arrays["w_scale"])
+        w = w.swapaxes(2, 3) if self.w_order == "nk" else w
+        factor = float(arrays["x_scale"]) * float(arrays["w_scale"])
+        expected, terms = x @ w * factor, np.abs(x) @ np.abs(w) * factor
         ulp = {"float32": 2.0**-22, "float16": 2.0**-10}[self.dtype]
-        allowed = ulp * np.abs(expected)
+        allowed = ulp * np.abs(expected) + (2.0**-18 * terms if self.x_dtype == FLOAT8 else 0)
         if self.after:
             if self.after == "mask":
                 expected = expected + arrays["x1"].astype(np.float64)
                 allowed = 2 * ulp * (np.abs(expected) + np.abs(arrays["x1"])) + ulp
             scale, zero = (float(arrays[name]) for name in
                            (("x2", "x3") if self.after == "mask" else ("y_scale", "y_zero_point")))  # fmt: skip
-            allowed = allowed / scale + 0.5 + 2.0**-18
-            expected = np.clip(expected / scale + zero, 0, 255)
+            expected, allowed = expected / scale + zero, allowed / scale
+            if self.y_dtype == FLOAT8:  # half of the distance of two numbers
+                expected = np.clip(expected, -448, 448)
+                allowed += np.exp2(np.floor(np.log2(np.maximum(np.abs(expected) + allowed, 2.0**-6))) - 4)
+            else:
+                expected, allowed = np.clip(expected, 0, 255), allowed + 0.5 + 2.0**-18
         if self.out_layout != "bhsd":
             expected, allowed = (each.transpose(0, 2, 1, 3).reshape(y.shape) for each in (expected, allowed))
         assert y.shape == expected.shape, f"{y.shape}, not {expected.shape}"
@@ -113,5 +136,8 @@ CASES = [
     Case(40, 72, 64, heads=4, w_heads=2, w_zero=3, w_dtype="int8", after="mask", dtype="float16"),
     Case(33, 35, 27, x_zero=9, w_zero=200, out_layout="packed", after="integers"),  # bytes one by one
     Case(33, 35, 27, w_order="kn", x_zero=9, w_zero=200, out_layout="packed"),
+    Case(130, 72, 144, x_dtype=FLOAT8, w_dtype=FLOAT8, out_layout="packed", after="integers"),
+    Case(40, 64, 272, x_dtype=FLOAT8, w_dtype=FLOAT8, w_order="kn", x_layout="bhsd"),
+    Case(33, 35, 27, x_dtype=FLOAT8, w_dtype=FLOAT8, dtype="float16", after="mask"),
     Case(5, 9, 0, x_zero=9, w_zero=1), Case(1, 16, 128, batch=3, heads=1), Case(0, 16, 16),
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from onnxfuse.kernels.quantized.host import candidates, supports
 from onnxfuse.runtime.nvrtc import kernel_text
 from onnxfuse.runtime.plan import Kernel
 
-MULTIPLY = re.compile(r"(?m)^__device__ __forceinline__ void multiply_bytes\(.*\n(.*\n)*?}\n")
+MULTIPLY = re.compile(r"(?m)^__device__ __forceinline__ void multiply_bytes\(int .*\n(.*\n)*?}\n")
 HEADERS = ("blocks_emulated.h", "attention_mma_emulated.h", "quantized_matmul_emulated.h")
 
 
@@ -32,7 +32,8 @@ def test_matches_exact_sums(case: Case, aligned: bool, tmp_path: Path) -> None:
 
 
 def library(kernel: Kernel, folder: Path) -> Any:
-    text = MULTIPLY.sub("", as_c_plus_plus(kernel_text(kernel), (*REPLACED, "gemm_multiply.cuh")))
+    text = as_c_plus_plus(kernel_text(kernel), (*REPLACED, "gemm_multiply.cuh"))
+    text = text if kernel.defines["FLOAT8"] else MULTIPLY.sub("", text)
     included = "".join(f'#include "{name}"\n' for name in HEADERS)
     whole = f"{included}{text}\n{launcher(kernel.entry, 'launch')}"
     return load(whole, kernel.defines, ["-ffp-contract=off"], folder / f"{abs(hash(repr(kernel)))}.cc").launch

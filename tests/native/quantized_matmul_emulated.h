@@ -17,6 +17,9 @@ template <int PENDING>
 static void wait_for_groups() {}
 static void store_chunk(u32 to, const u32 (&words)[4]) { store_shared<16>(to, words); }
 
+static void multiply(f16 type, float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma(type, c, a, b0, b1); }
+
+#if !FLOAT8
 // Products of bytes, m16n8k32.
 static void multiply_bytes(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     const u32 own[6] = {a[0], a[1], a[2], a[3], b0, b1}, lane = emulated::lane();
@@ -32,3 +35,4 @@ static void multiply_bytes(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
             for (int byte = 0; byte < 32; byte += 8) c[i] += int(X_T(left >> byte)) * int(W_T(right >> byte));
         }
 }
+#endif
