@@ -18,6 +18,12 @@ def _by_layout(name: str, x: Term, scale: Term, zero_point: Term, rows: str, col
     return choose(f"{name}_layout", **options)
 
 
+def _turned(w: Term, scale: Term, zero_point: Term, axes: str) -> Term:
+    arrangement = f"batch {axes} -> batch k n"
+    moved = dequantized(rearrange(w, arrangement), scale, zero_point)
+    return either(moved, rearrange(dequantized(w, scale, zero_point), arrangement))
+
+
 @fusion(out="batch m (heads n)", epilogue=True)
 def quantized_matmul(
     x: Term = tensor(),
@@ -34,11 +40,12 @@ def quantized_matmul(
     Float8 numbers (e4m3fn) have no zero points.  Each head of w serves `repeats` heads of x.  With `w_order` nk, sums
     are along the last axes of both operands, as for queries and keys.  With `out_layout` integers_packed and
     integers_bshd, y is quantized before its axes are rearranged.  Elsewhere, a quantizer of y joins like any operator.
+    With `out_layout` alone, the operands have three axes and no heads.
     """
     require_eight_bits(or_float8=True)
     require(
         "{heads} heads of x are {w_heads} heads of w times {repeats}",
-        lambda heads, w_heads, repeats: heads == w_heads * repeats,
+        lambda heads, w_heads, repeats: heads is None or heads == w_heads * repeats,
     )
     of_w, axes = (w, w_scale, w_zero_point), "batch (w_heads repeats) k n"
     columns = choose(
@@ -48,6 +55,10 @@ def quantized_matmul(
     )
     rows = _by_layout("x", x, x_scale, x_zero_point, "m", "k", "heads", "batch heads m k")
     product = op.MatMul(rows, columns)
+    without_heads = op.MatMul(
+        dequantized(rearrange(x, "batch m k -> batch m k"), x_scale, x_zero_point),
+        choose("w_order", **{order: _turned(*of_w, axes) for order, axes in (("nk", "n k"), ("kn", "k n"))}),
+    )
     packed, by_heads = f"{AXES} -> batch m (heads n)", f"{AXES} -> batch m heads n"
     quantized = op.QuantizeLinear(product, y_scale, y_zero_point)
     return choose(
@@ -55,6 +66,7 @@ def quantized_matmul(
         packed=rearrange(product, packed),
         bshd=rearrange(product, by_heads),
         bhsd=rearrange(product, f"{AXES} -> {AXES}"),
+        alone=rearrange(without_heads, "batch m n -> batch m n"),
         integers_packed=rearrange(quantized, packed),
         integers_bshd=rearrange(quantized, by_heads),
     )

@@ -33,7 +33,8 @@ MAX_GRID_Y: Final = 65535  # largest batch times heads
 MAX_LENGTH: Final = 2**31 // 255**2  # maximum number of products of integers whose sum always fits int32
 LAYOUTS: Final = ("bshd", "bhsd")
 INTEGERS_FIRST: Final = "integers_"  # before layouts of results that are quantized before their axes are rearranged
-OUT_LAYOUTS: Final = ("packed", *LAYOUTS, f"{INTEGERS_FIRST}packed", f"{INTEGERS_FIRST}bshd")
+ALONE: Final = "alone"  # the layout of a result without heads
+OUT_LAYOUTS: Final = ("packed", *LAYOUTS, ALONE, f"{INTEGERS_FIRST}packed", f"{INTEGERS_FIRST}bshd")
 QUANTIZER: Final = ("y_scale", "y_zero_point")
 
 
@@ -131,7 +132,8 @@ def problem_of(node: FusedNode, inputs: Sequence[TensorSpec]) -> tuple[Product, 
     if not fits or k > MAX_LENGTH or batch * heads > MAX_GRID_Y:
         raise ValueError(f"{node.label}: x has shape {list(x.shape)} and w {list(w.shape)}, in this order and layout")
     layout = node.text("out_layout", "packed")
-    shape = {"packed": (batch, m, heads * n), "bshd": (batch, m, heads, n), "bhsd": (batch, heads, m, n)}[layout]
+    shapes = {"packed": (batch, m, heads * n), "bshd": (batch, m, heads, n), ALONE: (batch, m, n)}
+    shape = shapes.get(layout, (batch, heads, m, n))
     strides = (heads * m * n, m * n, n) if layout == "bhsd" else (m * heads * n, n, heads * n)
     problem = Product(
         batch, heads, repeats, m, n, k, HeadTensor(required_pointer(node, "x"), *x_strides),
@@ -142,8 +144,12 @@ def problem_of(node: FusedNode, inputs: Sequence[TensorSpec]) -> tuple[Product, 
 
 def _by_heads(node: FusedNode, spec: TensorSpec, name: str) -> tuple[tuple[int, int, int, int], tuple[int, int, int]]:
     """Return the shape (batch, heads, rows, columns) of x or w, and the strides of batch, head and row."""
-    if len(spec.shape) != 4:
-        raise ValueError(f"{node.label}: {name} has shape {list(spec.shape)}; required 4 axes")
+    is_alone = node.text("out_layout", "packed") == ALONE
+    if len(spec.shape) != (3 if is_alone else 4):
+        raise ValueError(f"{node.label}: {name} has shape {list(spec.shape)}; required {3 if is_alone else 4} axes")
+    if is_alone:
+        batch, rows, columns = spec.shape
+        return (batch, 1, rows, columns), (rows * columns, 0, columns)
     if node.text(f"{name}_layout", "bshd") == "bhsd":
         batch, heads, rows, columns = spec.shape
         return (batch, heads, rows, columns), (heads * rows * columns, rows * columns, columns)

@@ -113,7 +113,7 @@ def _is_multiplied(shapes: ShapeInfo, node: Node) -> bool:
     if op_of(node) in ("MatMulInteger", "ConvInteger"):
         return is_constant(node.inputs[1]) and [op_of(reader) for reader in consumers(node.outputs[0])] == ["Cast"]
     if op_of(node) in OF_INTEGERS:
-        return is_constant(node.inputs[3])
+        return is_constant(node.inputs[3]) or shapes.rank(node.inputs[0]) == shapes.rank(node.inputs[3]) in (3, 4)
     if _name(node) != "DequantizeLinear" or not is_constant(node.inputs[0]) or int_attribute(node, "block_size", 0):
         return False
     is_float8 = _is_float8(shapes, node)

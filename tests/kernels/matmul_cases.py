@@ -63,7 +63,11 @@ class Case:
             ("x", self.heads, (self.m, self.k), self.x_layout, self.x_dtype, self.x_zero),
             ("w", w_heads, rows, self.w_layout, self.w_dtype, self.w_zero),
         ):
-            shape = (self.batch, first, heads, second) if layout == "bshd" else (self.batch, heads, first, second)
+            shape: tuple[int, ...] = (
+                (self.batch, first, heads, second) if layout == "bshd" else (self.batch, heads, first, second)
+            )
+            if self.out_layout == "alone":
+                shape = (self.batch, first, second)
             if dtype == FLOAT8:
                 found[name] = (random.standard_normal(shape) * 20).astype(NUMPY[FLOAT8])
             else:
@@ -76,7 +80,8 @@ class Case:
         if self.after == "integers":
             found |= {"y_scale": np.float32(step), "y_zero_point": np.array(self.y_zero, NUMPY[self.y_dtype])}
         if self.after == "mask":
-            mask = random.standard_normal((self.batch, 1, 1, self.n)).astype(NUMPY[self.dtype])
+            ones = (1,) * (1 if self.out_layout == "alone" else 2)
+            mask = random.standard_normal((self.batch, *ones, self.n)).astype(NUMPY[self.dtype])
             found |= {"x1": mask, "x2": np.array(step, NUMPY[self.dtype]), "x3": np.uint8(117)}
         return {name: np.asarray(each) for name, each in found.items()}
 
@@ -99,6 +104,8 @@ class Case:
     def check(self, arrays: dict[str, np.ndarray], y: np.ndarray) -> None:
         """Compare y, in its layout, with the exact sums: within a rounding, or the step next to a tie."""
         x, w = (arrays[name].astype(np.float64) - int(arrays.get(f"{name}_zero_point", 0)) for name in "xw")
+        if self.out_layout == "alone":
+            x, w = x[:, None], w[:, None]
         x, w = (
             each if layout == "bhsd" else each.transpose(0, 2, 1, 3)
             for each, layout in ((x, self.x_layout), (w, self.w_layout))
@@ -111,8 +118,9 @@ class Case:
         allowed = ulp * np.abs(expected) + (2.0**-18 * terms if self.x_dtype == FLOAT8 else 0)
         if self.after:
             if self.after == "mask":
-                expected = expected + arrays["x1"].astype(np.float64)
-                allowed = 2 * ulp * (np.abs(expected) + np.abs(arrays["x1"])) + ulp
+                mask = arrays["x1"].astype(np.float64).reshape(self.batch, 1, 1, self.n)
+                expected = expected + mask
+                allowed = 2 * ulp * (np.abs(expected) + np.abs(mask)) + ulp
             scale, zero = (float(arrays[name]) for name in
                            (("x2", "x3") if self.after == "mask" else ("y_scale", "y_zero_point")))  # fmt: skip
             expected, allowed = expected / scale + zero, allowed / scale
@@ -121,7 +129,9 @@ class Case:
                 allowed += np.exp2(np.floor(np.log2(np.maximum(np.abs(expected) + allowed, 2.0**-6))) - 4)
             else:
                 expected, allowed = np.clip(expected, 0, 255), allowed + 0.5 + 2.0**-18
-        if self.out_layout != "bhsd":
+        if self.out_layout == "alone":
+            expected, allowed = expected[:, 0], np.broadcast_to(allowed, expected.shape)[:, 0]
+        elif self.out_layout != "bhsd":
             expected, allowed = (each.transpose(0, 2, 1, 3).reshape(y.shape) for each in (expected, allowed))
         assert y.shape == expected.shape, f"{y.shape}, not {expected.shape}"
         wrong = np.abs(y.astype(np.float64) - expected) > allowed
@@ -139,5 +149,7 @@ CASES = [
     Case(130, 72, 144, x_dtype=FLOAT8, w_dtype=FLOAT8, out_layout="packed", after="integers"),
     Case(40, 64, 272, x_dtype=FLOAT8, w_dtype=FLOAT8, w_order="kn", x_layout="bhsd"),
     Case(33, 35, 27, x_dtype=FLOAT8, w_dtype=FLOAT8, dtype="float16", after="mask"),
+    Case(70, 48, 80, batch=3, heads=1, x_layout="bhsd", w_layout="bhsd", out_layout="alone", x_zero=4, after="mask"),
+    Case(70, 48, 80, batch=3, heads=1, x_layout="bhsd", w_layout="bhsd", out_layout="alone", w_order="kn", w_zero=4),
     Case(5, 9, 0, x_zero=9, w_zero=1), Case(1, 16, 128, batch=3, heads=1), Case(0, 16, 16),
 ]  # fmt: skip

@@ -129,10 +129,11 @@ def kinds(model: onnx.ModelProto) -> Counter[str]:
 # What is left of a quantized model: products and convolutions read integers, and operators after them have joined them.
 LEFT = {BLOCK: {"quantized_conv": 2, "quantized_gemm": 1, "region": 1, "global_average_pool": 1, "QuantizeLinear": 1,
                 "Reshape": 1},
-        LAYER: {"quantized_gemm": 5, "MatMul": 2, "region": 4, "QuantizeLinear": 1}}  # fmt: skip
+        LAYER: {"quantized_gemm": 5, "quantized_matmul": 2, "region": 3, "QuantizeLinear": 1}}  # fmt: skip
 DYNAMIC = {BLOCK: {"quantized_conv": 2, "quantized_gemm": 1, "region": 3, "global_average_pool": 1},
            LAYER: {"quantized_gemm": 5, "attention": 1, "add_layer_norm": 2, "region": 3}}  # fmt: skip
-INT8 = {**LEFT, BLOCK: {"quantized_conv": 2, "quantized_gemm": 1, "region": 2, "global_average_pool": 1}}
+INT8 = {BLOCK: {"quantized_conv": 2, "quantized_gemm": 1, "region": 2, "global_average_pool": 1},
+        LAYER: {**LEFT[LAYER], "region": 4}}  # fmt: skip
 OTHERS = {"dynamic": DYNAMIC, "int8": INT8}
 
 
@@ -167,14 +168,14 @@ def test_layers_of_float8_have_kernels(tmp_path: Path) -> None:
     """Nodes are those of a model whose products alone are quantized to int8, and products read and write float8."""
     model, feeds = quantized(LAYER, tmp_path, "float8")
     fused, _ = optimized(model)
-    assert kinds(fused) == {"quantized_gemm": 5, "MatMul": 2, "region": 5, "DequantizeLinear": 1}
+    assert kinds(fused) == {"quantized_gemm": 5, "quantized_matmul": 2, "region": 5, "DequantizeLinear": 1}
     assert assert_programs_agree(fused, feeds) == len(regions(fused))
     calls = read_calls(fused)
     for call in calls:
         require_support(host_of(call.node.fusion), call.node, call.dtypes, H200)
     products = [call for call in calls if call.node.fusion == "quantized_gemm"]
     assert all(call.dtypes[0] == call.dtypes[2] == FLOAT8 for call in products)
-    assert sum(call.node.output_dtypes == (FLOAT8,) for call in products) == 3
+    assert sum(call.node.output_dtypes == (FLOAT8,) for call in products) == 5
 
 
 @pytest.mark.parametrize("name", ["block, per tensor", "layer, dynamic"])
