@@ -1,4 +1,4 @@
-// Conversions of float8 numbers (e4m3 in types.cuh).
+// Conversions of float8 numbers (e4m3 and e5m2 in types.cuh).
 #pragma once
 #include "types.cuh"
 
@@ -9,6 +9,12 @@ __device__ __forceinline__ float float8_number(u32 byte) {
     float size = __uint_as_float((bits << 20) + (bias << 23)) - (bits < 8 ? 0x1p-6f : 0.0f);
     if (bits == 127) size = __uint_as_float(0x7fffffffu);  // NaN
     return __uint_as_float(__float_as_uint(size) | (byte & 128) << 24);
+}
+
+__device__ __forceinline__ float float8_number(e5m2 number) {
+    float halves[2];
+    widen(f16(), u32(number) << 8, halves);
+    return halves[0];
 }
 
 // Returns the bits of the float8 number nearest to a size from 0 to 448; ties are rounded to even.

@@ -13,6 +13,8 @@ using s8 = signed char;
 using u8 = unsigned char;
 // A float8 number: a sign, 4 exponent bits, 3 fraction bits, and NaN but no infinities (e4m3fn in ONNX).
 enum e4m3 : unsigned char {};
+// One with 5 exponent bits and 2 fraction bits: the upper byte of an fp16 number (e5m2 in ONNX).
+enum e5m2 : unsigned char {};
 using u32 = unsigned;
 using u64 = unsigned long long;
 

@@ -21,9 +21,10 @@ HALVES: Final = ("float16", "bfloat16")
 FLOATS: Final = (*HALVES, "float32", "float64")
 PRODUCTS: Final = (*HALVES, "float32")  # dtypes of products whose kernels can run the consumers, too
 FLOAT8: Final = "float8_e4m3fn"
+FLOAT8_E5M2: Final = "float8_e5m2"
 INTEGERS: Final = ("int8", "uint8", "int32", "int64")
 COMPUTED: Final = (*FLOATS, *INTEGERS, "bool")
-DTYPES: Final = (*COMPUTED, FLOAT8)  # float8 is quantized to, moved and dequantized
+DTYPES: Final = (*COMPUTED, FLOAT8, FLOAT8_E5M2)  # float8 is quantized to, moved and dequantized
 
 SHIFTS: Final = ("BitShift",)
 ACTIVATION_OF: Final = {  # operators that are computed by a function of onnxfuse/activations.py
@@ -35,7 +36,7 @@ OF_FLOATS: Final = (
     "IsNaN", "IsInf",
 )  # fmt: skip
 OF_ALL: Final = ("Relu", "Neg", "Abs", "Sign", "Where", "Cast", "Identity")
-QUANTIZED: Final = ("int8", "uint8", FLOAT8)  # dtypes of QuantizeLinear's result
+QUANTIZED: Final = ("int8", "uint8", FLOAT8, FLOAT8_E5M2)  # dtypes of QuantizeLinear's result
 QUANTIZERS: Final = {  # operator -> the dtypes of its first input
     "QuantizeLinear": (*HALVES, "float32"), "DequantizeLinear": (*QUANTIZED, "int32"),
 }  # fmt: skip

@@ -11,18 +11,19 @@ import ml_dtypes
 import numpy as np
 
 from onnxfuse.activations import ACTIVATIONS
-from onnxfuse.ir.dtypes import FLOAT8
+from onnxfuse.ir.dtypes import FLOAT8, FLOAT8_E5M2, LARGEST_FLOAT8
 from onnxfuse.kernels.region.program import Operation
 from onnxfuse.region_operators import ACTIVATION_OF, FLOATS, HALVES
 
 NUMBER: Final = {  # the C++ types in which values are computed, by dtype
     "float16": "float", "bfloat16": "float", "float32": "float", "float64": "double", "bool": "bool",
     "int8": "signed char", "uint8": "unsigned char", "int32": "int", "int64": "long long", FLOAT8: "e4m3",
+    FLOAT8_E5M2: "e5m2",
 }  # fmt: skip
 STORED: Final = {**NUMBER, "float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 BYTES: Final = {
     "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1, "int8": 1, "uint8": 1,
-    "int32": 4, "int64": 8, FLOAT8: 1,
+    "int32": 4, "int64": 8, FLOAT8: 1, FLOAT8_E5M2: 1,
 }  # fmt: skip
 INFIX: Final = {
     "Add": "+", "Sub": "-", "Mul": "*", "Div": "/", "Equal": "==", "Less": "<", "LessOrEqual": "<=", "Greater": ">",
@@ -54,8 +55,8 @@ def literal(value: Any, dtype: str) -> str:
     """Return a constant of a dtype in C++; infinities and NaN can be given as strings."""
     if dtype == "bool":
         return "true" if value else "false"
-    if dtype == FLOAT8:
-        return f"e4m3({np.asarray(value, ml_dtypes.float8_e4m3fn).view(np.uint8)})"
+    if dtype in LARGEST_FLOAT8:
+        return f"{NUMBER[dtype]}({np.asarray(value, getattr(ml_dtypes, dtype)).view(np.uint8)})"
     if dtype not in FLOATS:
         number = int(value)
         if dtype == "int64":
@@ -128,7 +129,7 @@ def expression(
     if name == "QuantizeLinear":
         return _quantized(operation, given, target, nearest)
     if name == "DequantizeLinear":
-        number = f"float8_number({given[0]})" if of == FLOAT8 else f"float({given[0]} - {given[2]})"
+        number = f"float8_number({given[0]})" if of in LARGEST_FLOAT8 else f"float({given[0]} - {given[2]})"
         return f"product({number}, {given[1]})"
     if name == "BitShift":
         return f"shifted_{operation.attributes['direction'].lower()}({given[0]}, {given[1]})"
@@ -139,7 +140,7 @@ def expression(
 
 def _quantized(operation: Operation, given: Sequence[str], target: str, nearest: bool) -> str:
     """Return the result of a QuantizeLinear; the zero point of float8 is 0."""
-    precision, is_float8 = operation.attributes.get("precision"), target == FLOAT8
+    precision, is_float8 = operation.attributes.get("precision"), target in LARGEST_FLOAT8
     if precision in HALVES:
         quotient = f"rounded<{STORED[precision]}>(exact_quotient({given[0]}, {given[1]}))"
     elif is_float8:
@@ -147,7 +148,9 @@ def _quantized(operation: Operation, given: Sequence[str], target: str, nearest:
     else:
         exact = "true" if nearest else "false"
         return f"quantized<{NUMBER[target]}, {exact}>({given[0]}, {given[1]}, {given[2]})"
-    return f"nearest_e4m3({quotient})" if is_float8 else f"quantized<{NUMBER[target]}>({quotient}, {given[2]})"
+    return (
+        f"nearest_{NUMBER[target]}({quotient})" if is_float8 else f"quantized<{NUMBER[target]}>({quotient}, {given[2]})"
+    )
 
 
 def number_in(text: str, dtype: str) -> float:

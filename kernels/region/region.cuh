@@ -391,6 +391,23 @@ __device__ __forceinline__ e4m3 nearest_e4m3(float x) {
 #endif
 }
 
+// The same for e5m2, whose largest finite number is 57344.
+__device__ __forceinline__ e5m2 nearest_e5m2(float x) {
+#if __CUDA_ARCH__ >= 890
+    unsigned short two;
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(two) : "f"(0.0f), "f"(x));
+    return e5m2(two);
+#else
+    const u32 sign = __float_as_uint(x) >> 24 & 0x80u;
+    if (x != x) return e5m2(sign | 0x7fu);
+    const float size = fminf(fabsf(x), 57344.0f);
+    // The last bits of 2^7 + size, for a size below 2^-14, are the nearest multiple of 2^-16, the smallest number.
+    if (size < 0x1p-14f) return e5m2(sign | (__float_as_uint(size + 128.0f) & 7u));
+    const u32 kept = __float_as_uint(size) - (112u << 23);
+    return e5m2(sign | (kept + 0xfffffu + (kept >> 21 & 1u)) >> 21);
+#endif
+}
+
 // The reciprocal with an error of 1 unit in the last place; 0 for infinity.
 __device__ __forceinline__ float approximate_inverse(float x) {
 #if __CUDA_ARCH__ >= 750

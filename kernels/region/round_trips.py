@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from onnxfuse.ir.dtypes import FLOAT8
+from onnxfuse.ir.dtypes import LARGEST_FLOAT8
 from onnxfuse.kernels.region.program import Operation, Program
 
 MOVES: Final = ("Identity", "Reshape", "Transpose", "Unsqueeze", "Squeeze", "Expand", "Slice")
@@ -60,7 +60,7 @@ def _moves_before(program: Program, operation: Operation) -> list[Operation] | N
     is_known = scale is not None and scale.name == "Constant" and isinstance(scale.attributes["value"], int | float)
     has_dtype = program.dtypes[source.inputs[0]] == program.dtypes[operation.outputs[0]]
     largest = MAX_SCALES.get(program.dtypes[source.inputs[1]], 0.0)
-    if program.dtypes[source.inputs[0]] == FLOAT8 and program.dtypes[source.inputs[1]] != "float32":
+    if program.dtypes[source.inputs[0]] in LARGEST_FLOAT8 and program.dtypes[source.inputs[1]] != "float32":
         return None  # the smallest numbers of float8 would lose digits
     is_exact = operation.attributes.get("precision") in MAX_SCALES
     if not (is_known and has_dtype and is_exact and scale and 1e-30 < abs(scale.attributes["value"]) < largest):

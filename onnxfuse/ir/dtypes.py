@@ -18,6 +18,8 @@ DTYPE_NAMES: Final = {
 DTYPE_NUMBERS: Final = {name: number for number, name in DTYPE_NAMES.items()}
 
 FLOAT8: Final = DTYPE_NAMES[TensorProto.FLOAT8E4M3FN]
+FLOAT8_E5M2: Final = DTYPE_NAMES[TensorProto.FLOAT8E5M2]
+LARGEST_FLOAT8: Final = {FLOAT8: 448.0, FLOAT8_E5M2: 57344.0}  # the largest finite number, by dtype
 HALF_PRECISION: Final[dict[int, str]] = {TensorProto.FLOAT16: "float16", TensorProto.BFLOAT16: "bfloat16"}
 FLOATS: Final = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.FLOAT, TensorProto.DOUBLE})
 FLOAT_NAMES: Final = frozenset(DTYPE_NAMES[number] for number in FLOATS)

@@ -17,7 +17,7 @@ import numpy as np
 from onnxfuse.algebra.operators import CONVOLUTIONS
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import attribute_default, int_attribute
-from onnxfuse.ir.dtypes import FLOAT8, Array
+from onnxfuse.ir.dtypes import LARGEST_FLOAT8, Array
 from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.graphsurgeon import make_constant
 from onnxfuse.ir.node import Node, Tensor, consumers, is_constant, op_of, producer
@@ -27,9 +27,8 @@ from onnxfuse.passes.graph_pass import graph_pass
 
 IN_INTEGERS: Final = ("DynamicQuantize", "QLinear", "ConvInteger", "MatMulInteger", "com.microsoft::")
 INTEGERS: Final = ("int8", "uint8", "int32")
-QUANTIZED: Final = ("int8", "uint8", FLOAT8)
+QUANTIZED: Final = ("int8", "uint8", *LARGEST_FLOAT8)
 FLOATS: Final = ("float32", "float16")
-LARGEST_FLOAT8: Final = 448.0
 FIRST_WITH_FLOAT_BIASES: Final = 11  # the first opset with Round, which onnxruntime uses to quantize biases
 SAME_SCALE: Final = 1e-6  # the largest relative difference of two scales that count as equal
 FIRST_WITH_PRECISION: Final = 23  # the opset in which QuantizeLinear has an attribute `precision`
@@ -140,7 +139,7 @@ def _dequantized(graph: Graph, node: Node) -> Array | None:
 def _quantized(graph: Graph, node: Node) -> Array | None:
     """Return onnxruntime's result for a QuantizeLinear of constants to 8 bits; None for other nodes.
 
-    The 8 bits are an integer, or a float8 number (e4m3fn), for which numbers beyond its range become its limits.
+    The 8 bits are an integer, or a float8 number, for which numbers beyond its range become its limits.
     From opset 23 on, QuantizeLinear has an attribute for the precision, and the quotient of float16 numbers is rounded
     to float16.
     """
@@ -157,8 +156,8 @@ def _quantized(graph: Graph, node: Node) -> Array | None:
         values, scale = values.astype(np.float32), scale.astype(np.float32)
     with np.errstate(over="ignore"):
         quotient = values / scale
-    if dtype.name == FLOAT8:
-        saturated: Array = np.clip(quotient.astype(np.float32), -LARGEST_FLOAT8, LARGEST_FLOAT8).astype(dtype)
+    if largest := LARGEST_FLOAT8.get(dtype.name):
+        saturated: Array = np.clip(quotient.astype(np.float32), -largest, largest).astype(dtype)
         return saturated
     limits = np.iinfo(dtype)
     rounded: Array = np.clip(np.rint(quotient.astype(np.float64)) + zero, limits.min, limits.max).astype(dtype)

@@ -13,7 +13,7 @@ from onnxfuse.analysis.rules import RuleTable, has_input
 from onnxfuse.analysis.shape_info import CannotInfer, ShapeInfo
 from onnxfuse.analysis.slice_ranges import slice_ranges
 from onnxfuse.ir.attributes import attribute_or_input, int_attribute, number_parameter
-from onnxfuse.ir.dtypes import Array, is_exact_cast
+from onnxfuse.ir.dtypes import LARGEST_FLOAT8, Array, dtype_name, is_exact_cast
 from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
 from onnxfuse.passes.graph_pass import graph_pass
@@ -291,7 +291,7 @@ def _write_max(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     onnxruntime's optimizations remove such a Relu, as if 0 were the lowest float8 number.
     """
     given, (result,) = node.inputs[0], node.outputs
-    relu = producer(given) if shapes.dtype(result) == TensorProto.FLOAT8E4M3FN else None
+    relu = producer(given) if dtype_name(shapes.dtype(result)) in LARGEST_FLOAT8 else None
     if relu is None or op_of(relu) != "Relu" or not graph.sole_consumer(given) or not shapes.dtype(given):
         return False
     dtype = helper.tensor_dtype_to_np_dtype(shapes.dtype(given))
@@ -321,7 +321,7 @@ def _write_zero_point(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 @RULES.rule("DequantizeLinear")
 def _remove_zero_points(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     """Remove the zero points of float8 numbers, which are all 0."""
-    if shapes.dtype(node.inputs[0]) != TensorProto.FLOAT8E4M3FN or not has_input(node, 2):
+    if dtype_name(shapes.dtype(node.inputs[0])) not in LARGEST_FLOAT8 or not has_input(node, 2):
         return False
     zero_points = node.inputs[2]
     if not is_constant(zero_points) or constant_value(graph, zero_points).any():
@@ -350,7 +350,7 @@ def _adds_sums(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
         maker = producer(tensor)
         if maker is None or op_of(maker) != "DequantizeLinear" or not is_constant(scale := maker.inputs[1]):
             return True
-        if shapes.dtype(maker.inputs[0]) == TensorProto.FLOAT8E4M3FN:
+        if dtype_name(shapes.dtype(maker.inputs[0])) in LARGEST_FLOAT8:
             return True
         factor = constant_value(graph, scale)
         if max(step.ndim, factor.ndim) > 1 or not _fit(step.shape, factor.shape):

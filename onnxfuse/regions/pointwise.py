@@ -9,7 +9,7 @@ from typing import Final
 import ml_dtypes
 from onnx import TensorProto, helper
 
-from onnxfuse.ir.dtypes import FLOAT8, FLOATS, INTEGER_RANGES, dtype_name
+from onnxfuse.ir.dtypes import FLOATS, INTEGER_RANGES, LARGEST_FLOAT8, dtype_name
 from onnxfuse.ir.node import is_constant
 from onnxfuse.region_operators import QUANTIZED
 from onnxfuse.regions.steps import StaysOut, Steps, Writer, axis_of
@@ -77,8 +77,8 @@ def _clip(s: Steps) -> None:
 
 
 def _cast(s: Steps) -> None:
-    if dtype_name(s.out_dtype) == FLOAT8:
-        raise StaysOut(f"it gives {FLOAT8}; required is a QuantizeLinear")
+    if dtype_name(s.out_dtype) in LARGEST_FLOAT8:
+        raise StaysOut(f"it gives {dtype_name(s.out_dtype)}; required is a QuantizeLinear")
     s.end("Cast", s.elementwise([0]), to=dtype_name(s.out_dtype))
 
 
@@ -129,9 +129,9 @@ def _quantizing(s: Steps, integers: int, **attributes: str) -> None:
     """Write a QuantizeLinear or DequantizeLinear with a zero point of dtype `integers`."""
     if size := s.integer("block_size", 0):
         raise StaysOut(f"its scales are given per block of {size}; required is one for all, or one per channel")
-    is_float8 = dtype_name(integers) == FLOAT8
+    is_float8 = dtype_name(integers) in LARGEST_FLOAT8
     if is_float8 and s.has(2) and s.constant(s.node.inputs[2]).any():
-        raise StaysOut(f"its zero point '{s.node.inputs[2].name}' is not 0, which it has to be in {FLOAT8}")
+        raise StaysOut(f"its zero point '{s.node.inputs[2].name}' is not 0, which it has to be in float8")
     zero = _per_channel(s, 2) if s.has(2) and not is_float8 else s.number(0, integers)
     s.end(s.node.op, [s.data(0), _per_channel(s, 1), zero], **attributes)
 
@@ -144,8 +144,8 @@ def _quantize(s: Steps) -> None:
     """
     if dtype_name(s.out_dtype) not in QUANTIZED:
         raise StaysOut(f"it gives {dtype_name(s.out_dtype)}; kernels quantize to {', '.join(QUANTIZED)}")
-    if not s.integer("saturate", 1) and dtype_name(s.out_dtype) == FLOAT8:
-        raise StaysOut(f"it does not saturate numbers beyond the range of {FLOAT8}")
+    if not s.integer("saturate", 1) and dtype_name(s.out_dtype) in LARGEST_FLOAT8:
+        raise StaysOut(f"it does not saturate numbers beyond the range of {dtype_name(s.out_dtype)}")
     precision = s.integer("precision", 0) or s.dtype(1) if s.shapes.graph.opset >= 23 else TensorProto.FLOAT
     _quantizing(s, s.out_dtype, precision=dtype_name(precision))
 

@@ -19,7 +19,7 @@ import onnx
 
 from onnxfuse.errors import VerificationError, first_line
 from onnxfuse.ir.domain import DOMAIN
-from onnxfuse.ir.dtypes import FLOAT8, FLOAT_NAMES, HALF_PRECISION, Array, dtype_name
+from onnxfuse.ir.dtypes import DTYPE_NUMBERS, FLOAT_NAMES, HALF_PRECISION, LARGEST_FLOAT8, Array, dtype_name
 from onnxfuse.ir.extract import ancestors, extract
 from onnxfuse.ir.protos import copy_without
 from onnxfuse.verify.cpu_session import input_of, open_session, run
@@ -340,7 +340,7 @@ def _open_both(unfused: UnfusedGraph, optimized: onnx.ModelProto, part: Part, gi
 def _movable(node: onnx.NodeProto, given: Mapping[str, Array]) -> list[onnx.NodeProto]:
     """Return a node or, for a Transpose of float8, which it lacks before opset 21, nodes that move float32."""
     value = given.get(node.input[0]) if node.op_type == "Transpose" else None
-    if value is None or value.dtype.name != FLOAT8:
+    if value is None or value.dtype.name not in LARGEST_FLOAT8:
         return [node]
     (source,), (result,), copy = node.input, node.output, onnx.NodeProto()
     copy.CopyFrom(node)
@@ -349,14 +349,14 @@ def _movable(node: onnx.NodeProto, given: Mapping[str, Array]) -> list[onnx.Node
     return [
         cast("Cast", [source], copy.input, to=onnx.TensorProto.FLOAT),
         copy,
-        cast("Cast", copy.output, [result], to=onnx.TensorProto.FLOAT8E4M3FN),
+        cast("Cast", copy.output, [result], to=DTYPE_NUMBERS[value.dtype.name]),
     ]
 
 
 def _is_packed(value: Array) -> bool:
-    """Return whether onnxruntime takes no inputs of the dtype: of less than 8 bits, or of 8-bit floats but e4m3fn."""
+    """Return whether onnxruntime takes no inputs of the dtype: of less than 8 bits, or rare floats of 8 bits."""
     name = value.dtype.name
-    return name != FLOAT8 and name.startswith(("int4", "uint4", "int2", "uint2", "float4", "float8"))
+    return name not in LARGEST_FLOAT8 and name.startswith(("int4", "uint4", "int2", "uint2", "float4", "float8"))
 
 
 def _open(model: onnx.ModelProto, folder: Path | None) -> Session:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 WITHOUT_NUMPY: Final[dict[str, tuple[np.dtype[Any], np.dtype[Any], int]]] = {
     "tensor(bfloat16)": (np.dtype(ml_dtypes.bfloat16), np.dtype(np.uint16), 16),
     "tensor(float8e4m3fn)": (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(np.uint8), 17),
+    "tensor(float8e5m2)": (np.dtype(ml_dtypes.float8_e5m2), np.dtype(np.uint8), 19),
 }
 # onnxruntime's optimizations replace DequantizeLinear and MatMul by MatMulNBits if no other node reads the dequantized
 # weight.  The CPU kernel of MatMulNBits, unlike GPU kernels, rounds the activations to 8 bits; this option prevents it.

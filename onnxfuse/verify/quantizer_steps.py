@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 
 from onnxfuse.algebra.operators import REGROUPING
-from onnxfuse.ir.dtypes import FLOAT8, Array
+from onnxfuse.ir.dtypes import LARGEST_FLOAT8, Array
 from onnxfuse.verify.difference import unequal
 from onnxfuse.verify.ties import source_of
 
@@ -68,7 +68,7 @@ class Quantizer:
 
 def _place(values: Array) -> Array:
     """Return numbers in the order of the quantized values, in which neighbours are 1 apart."""
-    if values.dtype.name != FLOAT8:
+    if values.dtype.name not in LARGEST_FLOAT8:
         return values.astype(np.float64)
     codes = values.view(np.uint8).astype(np.float64)
     return np.where(codes < 128, codes, 128 - codes)

@@ -22,7 +22,7 @@ from region_speed_cases import (
 )
 
 from onnxfuse.algebra.operators import COMPARISONS
-from onnxfuse.ir.dtypes import FLOAT8
+from onnxfuse.ir.dtypes import LARGEST_FLOAT8
 from onnxfuse.region_operators import QUANTIZED, SUMS
 
 UNARY = (
@@ -123,7 +123,7 @@ def quantizers() -> Iterator[Made]:
     for dtype in FLOATS:
         for target in QUANTIZED:
             values = np.arange(256, dtype=np.uint8).view(NUMPY[target]).reshape(1, -1)
-            zero = np.array([[0], [3], [100], [127], [7]]) * (target != FLOAT8)
+            zero = np.array([[0], [3], [100], [127], [7]]) * (target not in LARGEST_FLOAT8)
             with np.errstate(over="ignore"):
                 operands = x.astype(NUMPY[dtype]), scales.astype(NUMPY[dtype]), zero.astype(NUMPY[target])
             name = f"QuantizeLinear of {dtype} to {target}"

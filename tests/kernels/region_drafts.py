@@ -15,7 +15,7 @@ import onnxruntime as ort
 from onnx import helper
 
 from onnxfuse.algebra.operators import COMPARISONS
-from onnxfuse.ir.dtypes import DTYPE_NUMBERS, FLOAT8
+from onnxfuse.ir.dtypes import DTYPE_NUMBERS, LARGEST_FLOAT8
 from onnxfuse.kernels.region.program import Operation
 from onnxfuse.kernels.region.shapes import sizes_of
 from onnxfuse.kernels.region.sizes import Sizes
@@ -24,7 +24,7 @@ from onnxfuse.runtime.plan import FusedNode, TensorSpec
 
 NUMPY = {
     name: np.dtype(name) for name in ("float16", "float32", "float64", "int8", "uint8", "int32", "int64", "bool")
-} | {"bfloat16": np.dtype(ml_dtypes.bfloat16), FLOAT8: np.dtype(ml_dtypes.float8_e4m3fn)}
+} | {"bfloat16": np.dtype(ml_dtypes.bfloat16), **{dtype: np.dtype(dtype) for dtype in LARGEST_FLOAT8}}
 LISTS = {"Reshape": ("shape",), "Expand": ("shape",), "Unsqueeze": ("axes",), "Squeeze": ("axes",),
          "Slice": ("starts", "ends", "axes", "steps"), "Split": ("sizes",), "Tile": ("repeats",),
          "Pad": ("pads",), **dict.fromkeys(SUMS, ("axes",))}  # fmt: skip
@@ -182,13 +182,13 @@ def _quantizer(operation: Operation, x: np.ndarray, scale: np.ndarray, zero: np.
     As in onnxruntime, NaN gives the lowest integer or, for float8, NaN.
     """
     with np.errstate(all="ignore"):
-        if x.dtype.name == FLOAT8:
+        if x.dtype.name in LARGEST_FLOAT8:
             return np.asarray(x.astype(np.float32) * scale)
         if operation.name == "DequantizeLinear":
             return np.asarray((x.astype(np.int64) - zero).astype(np.float32) * scale)
         quotient = _as(operation.attributes["precision"], x / scale)
-    if target == FLOAT8:
-        return np.asarray(np.clip(quotient, -448, 448).astype(NUMPY[target]))
+    if largest := LARGEST_FLOAT8.get(target):
+        return np.asarray(np.clip(quotient, -largest, largest).astype(NUMPY[target]))
     limits = np.iinfo(target)
     shifted = np.clip(np.rint(quotient), limits.min - float(limits.max), limits.max - float(limits.min)) + zero
     return np.asarray(np.clip(np.nan_to_num(shifted, nan=limits.min), limits.min, limits.max).astype(target))
@@ -236,7 +236,7 @@ def check(program: RegionProgram, found: Sequence[np.ndarray], expected: Sequenc
     """Compare results with those of onnxruntime."""
     for own, other, dtype in zip(found, expected, program.output_dtypes(), strict=True):
         assert own.shape == other.shape, f"{own.shape}, required {other.shape}: {program.node()}"
-        if dtype == FLOAT8:  # GPUs drop the sign of NaN
+        if dtype in LARGEST_FLOAT8:  # GPUs drop the sign of NaN
             own, other = own.astype(np.float32), other.astype(np.float32)
         if dtype not in RELATIVE:
             np.testing.assert_array_equal(own, other, err_msg=describe(program))

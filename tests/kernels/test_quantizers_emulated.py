@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import onnx
 import pytest
@@ -23,7 +23,7 @@ sys.path.append(str(Path(__file__).parents[1] / "regions"))
 from region_models import drafted, regions, run
 
 from onnxfuse import optimize
-from onnxfuse.ir.dtypes import DTYPE_NUMBERS, Array
+from onnxfuse.ir.dtypes import DTYPE_NUMBERS, LARGEST_FLOAT8, Array
 from onnxfuse.runtime.plan import Device
 
 # Ties, numbers beside what 8 bits hold, and numbers that no integer is near.
@@ -80,39 +80,51 @@ def dequantizers(opset: int, real: str) -> Iterator[tuple[onnx.ModelProto, np.nd
         yield model("DequantizeLinear", opset, x, scales_and_zeros(axis, real, integer, has_zero, i), axis), x
 
 
-# Ties and the limits of float8 numbers, e4m3fn, and all these numbers with some numbers between them.
-FLOAT8 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
+FLOAT8 = {dtype: np.arange(256, dtype=np.uint8).view(dtype) for dtype in LARGEST_FLOAT8}
 BETWEEN = np.arange(-1800, 1800).astype(np.float32) / 2**11
-OF_FLOAT8 = np.resize([*SPECIAL, 448, 463, 464, 465, 480, -1e9, 2**-10, 1.001 * 2**-10, *BETWEEN, *BETWEEN * 512,
-                       *FLOAT8.astype(np.float32)], (4, 43, 44)).astype(np.float32)  # fmt: skip
+# Ties and the limits of float8 numbers, and all these numbers with some numbers between them.
+EDGES = {
+    "float8_e4m3fn": [448, 463, 464, 465, 480, -1e9, 2**-10, 1.001 * 2**-10, *BETWEEN * 512],
+    "float8_e5m2": [57344, 61439, 61440, -61441, 65504, 2**-17, 1.001 * 2**-17, *BETWEEN * 2**16, *BETWEEN / 2**5],
+}
 
 
-def quantizers_to_float8(opset: int, real: str) -> Iterator[tuple[onnx.ModelProto, np.ndarray]]:
+def of_float8(dtype: str) -> np.ndarray:
+    numbers = [*SPECIAL, *EDGES[dtype], *BETWEEN, *FLOAT8[dtype].astype(np.float32)]
+    return np.resize(numbers, (4, 53, 52)).astype(np.float32)
+
+
+def quantizers_to_float8(dtype: str, opset: int, real: str) -> Iterator[tuple[onnx.ModelProto, np.ndarray]]:
     with np.errstate(over="ignore"):
-        x = OF_FLOAT8.astype(real)
+        x = of_float8(dtype).astype(real)
     for scale in (*SCALES, *np.array([1e-40, 1e30, 0.0], np.float32)[: 3 if real == "float32" else 0]):
-        parts = [np.array(scale, real), np.zeros((), FLOAT8.dtype)]
+        parts = [np.array(scale, real), np.zeros((), dtype)]
         yield model("QuantizeLinear", opset, x, parts, None), x
     for axis in AXES[1:]:
-        scales = np.resize(SCALES, OF_FLOAT8.shape[axis]).astype(real)
-        yield model("QuantizeLinear", opset, x, [scales, np.zeros(scales.shape, FLOAT8.dtype)], axis), x
+        scales = np.resize(SCALES, x.shape[axis]).astype(real)
+        yield model("QuantizeLinear", opset, x, [scales, np.zeros(scales.shape, dtype)], axis), x
 
 
-def dequantizers_of_float8(opset: int, real: str) -> Iterator[tuple[onnx.ModelProto, np.ndarray]]:
-    x = np.resize(FLOAT8, (4, 8, 16))
+def dequantizers_of_float8(dtype: str, opset: int, real: str) -> Iterator[tuple[onnx.ModelProto, np.ndarray]]:
+    x = np.resize(FLOAT8[dtype], (4, 8, 16))
     for has_zero, axis in itertools.product((True, False), AXES):
         scales = np.resize(SCALES, () if axis is None else x.shape[axis]).astype(real)
-        parts = [scales, np.zeros(scales.shape, FLOAT8.dtype)][: 1 + has_zero]
+        parts = [scales, np.zeros(scales.shape, dtype)][: 1 + has_zero]
         yield model("DequantizeLinear", opset, x, parts, axis), x
 
 
-@pytest.mark.parametrize("models", [quantizers, dequantizers, quantizers_to_float8, dequantizers_of_float8])
+OF_FLOAT8 = {f"{of.__name__} {dtype}": functools.partial(of, dtype) for dtype in LARGEST_FLOAT8
+             for of in (quantizers_to_float8, dequantizers_of_float8)}  # fmt: skip
+MODELS: dict[str, Models] = {"quantizers": quantizers, "dequantizers": dequantizers, **OF_FLOAT8}
+
+
+@pytest.mark.parametrize("models", MODELS)
 @pytest.mark.parametrize(("opset", "real"), DTYPES_OF_OPSETS)
-def test_kernels_equal_onnxruntime(models: Models, opset: int, real: str, tmp_path: Path) -> None:
-    if opset < 19 and models in (quantizers_to_float8, dequantizers_of_float8):
+def test_kernels_equal_onnxruntime(models: str, opset: int, real: str, tmp_path: Path) -> None:
+    if opset < 19 and models in OF_FLOAT8:
         pytest.skip("ONNX has float8 quantizers from opset 19 on")
     expected, programs = [], []
-    for original, x in models(opset, real):
+    for original, x in MODELS[models](opset, real):
         fused, _ = optimize(original, only=["region"], verify=False)
         (region,) = regions(fused)
         constants = {each.name: numpy_helper.to_array(each) for each in fused.graph.initializer}
@@ -120,7 +132,7 @@ def test_kernels_equal_onnxruntime(models: Models, opset: int, real: str, tmp_pa
         expected.append(run(original, {"x": x})["y"])
     assert len(programs) >= 10
     for program, own, wanted in zip(programs, results(programs, H200, tmp_path), expected, strict=True):
-        bits = np.uint8 if wanted.dtype == FLOAT8.dtype else wanted.dtype  # NaN has a sign
+        bits = np.uint8 if wanted.dtype.name in LARGEST_FLOAT8 else wanted.dtype  # NaN has a sign
         np.testing.assert_array_equal(own[0].view(bits), wanted.view(bits), err_msg=str(program.node()))
 
 

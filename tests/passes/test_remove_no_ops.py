@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-import ml_dtypes
 import numpy as np
 import onnx
 import pytest
@@ -36,11 +35,12 @@ def check(nodes: str, rest: str, opset: int = 20, header: str = "(float[N,5,8] x
     return after
 
 
-def test_a_relu_before_a_quantizer_to_float8_is_a_maximum() -> None:
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_a_relu_before_a_quantizer_to_float8_is_a_maximum(dtype: str) -> None:
     text = """(float[N,8] x) => (y, z) {
         a = Relu(x)  q = QuantizeLinear(a, half, zero)  y = DequantizeLinear(q, half)
         b = Relu(x)  p = QuantizeLinear(b, half, least)  z = DequantizeLinear(p, half) }"""
-    constants = {"half": np.float32(0.5), "zero": np.zeros((), ml_dtypes.float8_e4m3fn), "least": np.uint8(0)}
+    constants = {"half": np.float32(0.5), "zero": np.zeros((), dtype), "least": np.uint8(0)}
     model = parse(text, 19, **constants)
     after, _ = apply(model, normalize)
     assert ops(after).split().count("Max") == ops(after).split().count("Relu") == 1

@@ -188,7 +188,7 @@ REFUSED = {
     ),
     "16 bits": (
         21, "s := float {0.5} t := int16 {0} a = Neg(x) z = QuantizeLinear(a, s, t)",
-        "it gives int16; kernels quantize to int8, uint8, float8_e4m3fn"
+        "it gives int16; kernels quantize to int8, uint8, float8_e4m3fn, float8_e5m2"
     ),
     "beyond the range": (
         19, "s := float {0.5} t := float8e4m3fn {0} a = Neg(x) z = QuantizeLinear <saturate = 0> (a, s, t)",

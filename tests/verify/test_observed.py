@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import onnx
 import onnx.numpy_helper
@@ -14,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from onnxfuse.cli import main
-from onnxfuse.ir.dtypes import FLOAT8
+from onnxfuse.ir.dtypes import DTYPE_NUMBERS, LARGEST_FLOAT8
 from onnxfuse.verify import observed
 from onnxfuse.verify.compare import Verification, compare
 from onnxfuse.verify.judge import NOISE_FACTOR
@@ -243,9 +242,9 @@ def quantized(factor: float, zero: int = 3, dtype: str = "int8") -> onnx.ModelPr
     model = parse("(float[b, 2] x) => (int8[b, 3] y)", body)
     weights = np.array([[1, 0.5, 0.25], [0, 1, 2]], np.float32) * np.float32(factor)
     constants = {"w": weights, "s": np.array([0.5, 0.5, 0.25], np.float32), "z": np.array([0, zero, -7], np.int8)}
-    if dtype == FLOAT8:
-        constants["z"] = np.zeros(3, ml_dtypes.float8_e4m3fn)
-        model.graph.output[0].type.tensor_type.elem_type = onnx.TensorProto.FLOAT8E4M3FN
+    if dtype in LARGEST_FLOAT8:
+        constants["z"] = np.zeros(3, dtype)
+        model.graph.output[0].type.tensor_type.elem_type = DTYPE_NUMBERS[dtype]
         model.opset_import[0].version = 19
     model.graph.initializer.extend(onnx.numpy_helper.from_array(value, name) for name, value in constants.items())
     return model
@@ -265,14 +264,15 @@ def test_steps_of_a_quantizer_at_ties_are_told() -> None:
         assert distinct.status == "failed" and "int8 has to be equal" in distinct.reason
 
 
-def test_steps_of_a_quantizer_to_float8_at_ties_are_told() -> None:
-    """Float8 numbers from 1 to 2 are 1/8 apart: 1.0625 is a tie.  NaN equals NaN, and 0 equals -0."""
+@pytest.mark.parametrize(("dtype", "tie"), [("float8_e4m3fn", 0.53125), ("float8_e5m2", 0.5625)])
+def test_steps_of_a_quantizer_to_float8_at_ties_are_told(dtype: str, tie: float) -> None:
+    """Float8 numbers from 1 to 2 are 1/8 or 1/4 apart: 1.0625 or 1.125 is a tie.  NaN equals NaN, and 0 equals -0."""
     x = np.random.default_rng(0).standard_normal((50, 2)).astype(np.float32)
-    x[:3] = [0.53125, 0], [np.nan, 0], [-0.0, 0]
-    found = compare(quantized(1, dtype=FLOAT8), quantized(1 + 3e-7, dtype=FLOAT8), inputs={"x": x})
+    x[:3] = [tie, 0], [np.nan, 0], [-0.0, 0]
+    found = compare(quantized(1, dtype=dtype), quantized(1 + 3e-7, dtype=dtype), inputs={"x": x})
     assert found.status == "verified" and "are one step of the quantizer off" in found.notes[0]
-    wrong = compare(quantized(1, dtype=FLOAT8), quantized(1.5, dtype=FLOAT8), inputs={"x": x})
-    assert wrong.status == "failed" and "float8_e4m3fn has to be equal" in wrong.reason
+    wrong = compare(quantized(1, dtype=dtype), quantized(1.5, dtype=dtype), inputs={"x": x})
+    assert wrong.status == "failed" and f"{dtype} has to be equal" in wrong.reason
 
 
 # Flags

@@ -7,6 +7,7 @@
 using s8 = signed char;
 using u8 = unsigned char;
 enum e4m3 : unsigned char {};
+enum e5m2 : unsigned char {};
 using u32 = unsigned;
 using u64 = unsigned long long;
 
