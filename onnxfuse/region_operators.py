@@ -24,7 +24,9 @@ FLOAT8: Final = "float8_e4m3fn"
 FLOAT8_E5M2: Final = "float8_e5m2"
 INTEGERS: Final = ("int8", "uint8", "int32", "int64")
 COMPUTED: Final = (*FLOATS, *INTEGERS, "bool")
-DTYPES: Final = (*COMPUTED, FLOAT8, FLOAT8_E5M2)  # float8 is quantized to, moved and dequantized
+SIXTEEN_BITS: Final = ("int16", "uint16")
+# Float8 and integers of 16 bits are quantized to, moved and dequantized.
+DTYPES: Final = (*COMPUTED, FLOAT8, FLOAT8_E5M2, *SIXTEEN_BITS)
 
 SHIFTS: Final = ("BitShift",)
 ACTIVATION_OF: Final = {  # operators that are computed by a function of onnxfuse/activations.py
@@ -36,9 +38,9 @@ OF_FLOATS: Final = (
     "IsNaN", "IsInf",
 )  # fmt: skip
 OF_ALL: Final = ("Relu", "Neg", "Abs", "Sign", "Where", "Cast", "Identity")
-QUANTIZED: Final = ("int8", "uint8", FLOAT8, FLOAT8_E5M2)  # dtypes of QuantizeLinear's result
+QUANTIZED: Final = ("int8", "uint8", FLOAT8, FLOAT8_E5M2)  # dtypes of 8 bits of QuantizeLinear's result
 QUANTIZERS: Final = {  # operator -> the dtypes of its first input
-    "QuantizeLinear": (*HALVES, "float32"), "DequantizeLinear": (*QUANTIZED, "int32"),
+    "QuantizeLinear": (*HALVES, "float32"), "DequantizeLinear": (*QUANTIZED, *SIXTEEN_BITS, "int32"),
 }  # fmt: skip
 ELEMENTWISE: Final = frozenset(
     (*ARITHMETIC, *COMPARISONS, *LOGIC, *BITWISE, *SHIFTS, *ACTIVATION_OF, *OF_FLOATS, *OF_ALL, *QUANTIZERS)

@@ -18,12 +18,12 @@ from onnxfuse.region_operators import ACTIVATION_OF, FLOATS, HALVES
 NUMBER: Final = {  # the C++ types in which values are computed, by dtype
     "float16": "float", "bfloat16": "float", "float32": "float", "float64": "double", "bool": "bool",
     "int8": "signed char", "uint8": "unsigned char", "int32": "int", "int64": "long long", FLOAT8: "e4m3",
-    FLOAT8_E5M2: "e5m2",
+    FLOAT8_E5M2: "e5m2", "int16": "short", "uint16": "unsigned short",
 }  # fmt: skip
 STORED: Final = {**NUMBER, "float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 BYTES: Final = {
     "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1, "int8": 1, "uint8": 1,
-    "int32": 4, "int64": 8, FLOAT8: 1, FLOAT8_E5M2: 1,
+    "int32": 4, "int64": 8, FLOAT8: 1, FLOAT8_E5M2: 1, "int16": 2, "uint16": 2,
 }  # fmt: skip
 INFIX: Final = {
     "Add": "+", "Sub": "-", "Mul": "*", "Div": "/", "Equal": "==", "Less": "<", "LessOrEqual": "<=", "Greater": ">",

@@ -364,18 +364,20 @@ __device__ __forceinline__ T integer_in(float sum_with_rounder, int zero) {
     return T(int(__float_as_uint(sum_with_rounder)) + zero);
 }
 
-// The lowest number of an 8-bit integer type.
+// The lowest number of an integer type of 8 or 16 bits, and the number of steps to its highest number.
+template <class T>
+constexpr int STEPS_OF = sizeof(T) == 1 ? 255 : 65535;
 template <class T>
 __device__ __forceinline__ constexpr int lowest() {
-    return T(-1) < T(0) ? -128 : 0;
+    return T(-1) < T(0) ? -(STEPS_OF<T> + 1) / 2 : 0;
 }
 
-// Quantizes x: returns the 8-bit integer that is nearest to x + zero. As for QuantizeLinear, ties of x are rounded to
+// Quantizes x: returns the integer that is nearest to x + zero. As for QuantizeLinear, ties of x are rounded to
 // even; as on onnxruntime's CPU provider, NaN becomes the lowest integer.
 template <class T>
 __device__ __forceinline__ T quantized(float x, int zero) {
     const int low = lowest<T>() - zero;
-    return integer_in<T>(fminf(fmaxf(x, float(low)), float(low + 255)) + ROUNDER, zero);
+    return integer_in<T>(fminf(fmaxf(x, float(low)), float(low + STEPS_OF<T>)) + ROUNDER, zero);
 }
 
 // The nearest float8 number; ties are rounded to even, and numbers beyond 448 become 448. NaN stays NaN.
@@ -433,7 +435,7 @@ __device__ __forceinline__ T quantized(float a, float scale, int zero) {
     const float b = has_quotients ? full_product(size, moved) : 1.0f;
     // Quotients are clamped to a quarter beyond the range's ends, and later rounded to these ends.
     const int lowest_quotient = lowest<T>() - zero;
-    const float low = (float(lowest_quotient) - 0.25f) * b, high = (float(lowest_quotient + 255) + 0.25f) * b;
+    const float low = (float(lowest_quotient) - 0.25f) * b, high = (float(lowest_quotient + STEPS_OF<T>) + 0.25f) * b;
     a = fminf(fmaxf(full_product(a, factor), low), high);
     const float inverse = approximate_inverse(b);
     if constexpr (!CORRECT) return integer_in<T>(fmaf(a, inverse, ROUNDER), zero);

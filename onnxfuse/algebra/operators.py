@@ -43,6 +43,7 @@ BROADCASTING: Final = frozenset({
     "Add", "And", "Div", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max", "Mean", "Min",
     "Mod", "Mul", "Or", "PRelu", "Pow", "Sub", "Sum", "Where", "Xor",
 })  # fmt: skip
+LIMITS: Final = frozenset({"Clip", "Relu"})  # operators that only limit numbers to a range
 # Operators whose results are never negative.
 NONNEGATIVE: Final = frozenset({"Abs", "Exp", "HardSigmoid", "Relu", "Sigmoid", "Softplus"})
 

@@ -14,22 +14,24 @@ from typing import Final
 
 import numpy as np
 
-from onnxfuse.algebra.operators import CONVOLUTIONS
+from onnxfuse.algebra.operators import CONVOLUTIONS, LIMITS
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import attribute_default, int_attribute
-from onnxfuse.ir.dtypes import LARGEST_FLOAT8, Array
+from onnxfuse.ir.dtypes import LARGEST_FLOAT8, Array, dtype_name
 from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.graphsurgeon import make_constant
 from onnxfuse.ir.node import Node, Tensor, consumers, is_constant, op_of, producer
 from onnxfuse.ir.quantizers import QUANTIZERS
 from onnxfuse.passes.folded import Folded, node_label
 from onnxfuse.passes.graph_pass import graph_pass
+from onnxfuse.region_operators import SIXTEEN_BITS
 
 IN_INTEGERS: Final = ("DynamicQuantize", "QLinear", "ConvInteger", "MatMulInteger", "com.microsoft::")
-INTEGERS: Final = ("int8", "uint8", "int32")
+INTEGERS: Final = ("int8", "uint8", "int16", "uint16", "int32")
 QUANTIZED: Final = ("int8", "uint8", *LARGEST_FLOAT8)
 FLOATS: Final = ("float32", "float16")
 FIRST_WITH_FLOAT_BIASES: Final = 11  # the first opset with Round, which onnxruntime uses to quantize biases
+MAX_INT8: Final = 127
 SAME_SCALE: Final = 1e-6  # the largest relative difference of two scales that count as equal
 FIRST_WITH_PRECISION: Final = 23  # the opset in which QuantizeLinear has an attribute `precision`
 NORMS: Final = frozenset(f"{kind}Normalization" for kind in ("Batch", "Group", "Instance", "Layer", "RMS"))
@@ -50,7 +52,9 @@ def fold_quantized_weights(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
     in_integers = any(op_of(node).startswith(IN_INTEGERS) for node in graph.nodes) or _has_fused_quantizers(graph)
     readers = OF_FLOATS if in_integers or not all(map(_is_of_constants, found)) else OF_FLOATS | CONVOLUTIONS
     for node in filter(_is_of_constants, found):
-        if _is_bias(graph, node) or _are_weights(graph, node.outputs[0], readers):
+        (result,) = node.outputs
+        are_floats = _are_weights(graph, result, readers) and not _would_be_quantized(graph, node)
+        if are_floats or _are_beside_sixteen_bits(graph, shapes, result) or _is_bias(graph, node):
             folded += _folded(graph, node, _dequantized)
     return folded
 
@@ -117,6 +121,37 @@ def _are_weights(graph: Graph, tensor: Tensor, readers: Set[str]) -> bool:
         elif op_of(node) not in readers or node.inputs[0] is tensor:
             return False
     return True
+
+
+def _would_be_quantized(graph: Graph, node: Node) -> bool:
+    """Return whether onnxruntime's optimizations would quantize the result of `node` again, with other numbers.
+
+    They quantize float weights of convolutions between quantizers to int8, with one scale for which the largest is 127.
+    """
+    values, scale, zero = (_constant(graph, node, index) for index in range(3))
+    is_same = scale is not None and scale.size == 1 and (zero is None or not zero.any())
+    if is_same and values is not None and values.dtype == np.int8 and np.abs(values.astype(np.int64)).max() == MAX_INT8:
+        return False
+    for reader in consumers(node.outputs[0]):
+        maker, after = producer(reader.inputs[0]), graph.sole_consumer(reader.outputs[0])
+        while after is not None and op_of(after) in LIMITS:
+            after = graph.sole_consumer(after.outputs[0])
+        found = [op_of(each) for each in (maker, after) if each is not None]
+        if op_of(reader) in CONVOLUTIONS and found == ["DequantizeLinear", "QuantizeLinear"]:
+            return True
+    return False
+
+
+def _are_beside_sixteen_bits(graph: Graph, shapes: ShapeInfo, weights: Tensor) -> bool:
+    """Return whether MatMuls alone read the weights, beside integers of 16 bits.
+
+    These multiply floats, also in onnxruntime, whose optimizations would quantize weights of a Conv or a Gemm again.
+    """
+    readers = consumers(weights)
+    makers = [producer(each.inputs[0]) for each in readers if op_of(each) == "MatMul" and each.inputs[1] is weights]
+    found = [each for each in makers if each is not None and op_of(each) == "DequantizeLinear"]
+    wide = all(dtype_name(shapes.dtype(each.inputs[0])) in SIXTEEN_BITS for each in found)
+    return bool(found) and len(found) == len(readers) and wide and not graph.is_kept(weights)
 
 
 def _dequantized(graph: Graph, node: Node) -> Array | None:

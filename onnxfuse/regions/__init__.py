@@ -18,4 +18,5 @@ A norm that reads the result of a region, or whose rows a region moves, becomes 
 All reductions of a region are over the same axes of one shape, and what follows them stays where it is in the rows.
 A region computes sizes that follow from dims by itself.  Operators with shapes that are computed from anything else,
 shape arithmetic, control flow, and dtypes other than float16, bfloat16, float32, float64, int64, int32, int8, uint8,
-bool and, between quantizers, float8 stay out.  `onnxfuse explain MODEL region` says why nodes are in none."""
+bool and, between quantizers, float8, int16 and uint16 stay out.  `onnxfuse explain MODEL region` says why nodes are in
+none."""

@@ -10,8 +10,10 @@ from functools import partial
 
 from onnxfuse.algebra.operators import FREE
 from onnxfuse.analysis.shape_info import ShapeInfo
-from onnxfuse.ir.node import Node, consumers, op_of, producer
+from onnxfuse.ir.node import Node, consumers, is_constant, op_of, producer
+from onnxfuse.ir.quantizers import QUANTIZERS
 from onnxfuse.passes.folded import node_label
+from onnxfuse.region_operators import SIXTEEN_BITS
 from onnxfuse.regions.borders import settle_borders
 from onnxfuse.regions.cluster import NOTHING_BESIDE, Cluster, Clusters
 from onnxfuse.regions.dequantizers import dequantize_at_readers
@@ -63,7 +65,13 @@ def form_regions(shapes: ShapeInfo, keep: Set[str] = frozenset()) -> tuple[Clust
 def is_worth_it(cluster: Cluster) -> bool:
     """Return whether a cluster has two operators that take time, or one for which onnxruntime has no CUDA kernel."""
     operators = [op_of(node) for node in cluster.nodes if op_of(node) not in FREE]
-    return len(operators) > 1 or DYNAMIC in operators
+    return len(operators) > 1 or DYNAMIC in operators or any(map(_has_sixteen_bits, cluster.nodes))
+
+
+def _has_sixteen_bits(node: Node) -> bool:
+    """Return whether a node is a quantizer of 16 bits, by the dtype of its constant zero point."""
+    zero = node.inputs[2:3]
+    return op_of(node) in QUANTIZERS and bool(zero) and is_constant(zero[0]) and str(zero[0].dtype) in SIXTEEN_BITS
 
 
 def _merge_all(clusters: Clusters) -> None:

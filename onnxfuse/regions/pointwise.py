@@ -11,7 +11,7 @@ from onnx import TensorProto, helper
 
 from onnxfuse.ir.dtypes import FLOATS, INTEGER_RANGES, LARGEST_FLOAT8, dtype_name
 from onnxfuse.ir.node import is_constant
-from onnxfuse.region_operators import QUANTIZED
+from onnxfuse.region_operators import QUANTIZED, SIXTEEN_BITS
 from onnxfuse.regions.steps import StaysOut, Steps, Writer, axis_of
 
 SAME: Final = (
@@ -142,8 +142,8 @@ def _quantize(s: Steps) -> None:
     Before opset 23, onnxruntime rounds the quotient to float32.  From opset 23 on, it follows ONNX, and rounds the
     quotient to the dtype that the node's attribute `precision` names, by default to the dtype of the scale.
     """
-    if dtype_name(s.out_dtype) not in QUANTIZED:
-        raise StaysOut(f"it gives {dtype_name(s.out_dtype)}; kernels quantize to {', '.join(QUANTIZED)}")
+    if dtype_name(s.out_dtype) not in (taken := (*QUANTIZED, *SIXTEEN_BITS)):
+        raise StaysOut(f"it gives {dtype_name(s.out_dtype)}; kernels quantize to {', '.join(taken)}")
     if not s.integer("saturate", 1) and dtype_name(s.out_dtype) in LARGEST_FLOAT8:
         raise StaysOut(f"it does not saturate numbers beyond the range of {dtype_name(s.out_dtype)}")
     precision = s.integer("precision", 0) or s.dtype(1) if s.shapes.graph.opset >= 23 else TensorProto.FLOAT

@@ -215,7 +215,8 @@ QUANTIZED = {
         "1x QuantizeLinear, 4 B of constants: a launch of its own, because no float operator is joined with it on "
         "CUDA; onnxfuse fuses it with the elementwise operators and norms beside it",
     "c = QuantizeLinear<output_dtype = 5>(x, one)  d = DequantizeLinear(c, one)  y = Neg(d)":
-        "1x QuantizeLinear, 4 B of constants: a launch of its own, because no float operator is joined with it on CUDA",
+        "1x QuantizeLinear, 4 B of constants: a launch of its own, because no float operator is joined with it on "
+        "CUDA; onnxfuse fuses it with the elementwise operators and norms beside it",
     "c = com.microsoft.QuantizeLinear(x, one, i8)  d = com.microsoft.DequantizeLinear(c, one, i8)  y = Neg(d)":
         "1x QuantizeLinear, 5 B of constants: on the CPU, for want of a CUDA kernel; onnxfuse fuses it with",
     "c = com.microsoft.QuantizeLinear(x, one, i16)  d = com.microsoft.DequantizeLinear(c, one, i16)  y = Neg(d)":

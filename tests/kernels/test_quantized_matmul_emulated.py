@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from architectures import H200
-from emulated_build import load
-from emulated_launches import REPLACED, as_c_plus_plus, emulate, launcher
 from matmul_cases import CASES, Case
 
 from onnxfuse.kernels.quantized.host import candidates, supports
 from onnxfuse.runtime.nvrtc import kernel_text
 from onnxfuse.runtime.plan import Kernel
+from onnxfuse.testing.emulated_build import load
+from onnxfuse.testing.emulated_launches import REPLACED, as_c_plus_plus, emulate, launcher
 
 MULTIPLY = re.compile(r"(?m)^__device__ __forceinline__ void multiply_bytes\(int .*\n(.*\n)*?}\n")
 HEADERS = ("blocks_emulated.h", "attention_mma_emulated.h", "quantized_matmul_emulated.h")

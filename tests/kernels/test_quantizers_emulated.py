@@ -74,6 +74,18 @@ def quantizers(opset: int, real: str) -> Iterator[tuple[onnx.ModelProto, np.ndar
                 yield model("QuantizeLinear", opset, x, parts, axis), x[:, :0]
 
 
+def quantizers_of_16_bits(opset: int, real: str) -> Iterator[tuple[onnx.ModelProto, np.ndarray]]:
+    """Yield models whose results have 16 bits, and models that dequantize these."""
+    edges = [32767.5, 32768.5, -32768.5, 65535.5, 65536, -1, *np.linspace(-70000, 70000, 200)]
+    with np.errstate(over="ignore"):
+        x = np.resize([*edges, *REALS.ravel()], REALS.shape).astype(real)
+    for i, (axis, integer) in enumerate(itertools.product(AXES, ("int16", "uint16"))):
+        parts = scales_and_zeros(axis, real, integer, True, i)
+        yield model("QuantizeLinear", opset, x, parts, axis), x
+        integers = np.resize(np.arange(0, 65536, 31).astype(integer), x.shape)
+        yield model("DequantizeLinear", opset, integers, parts, axis), integers
+
+
 def dequantizers(opset: int, real: str) -> Iterator[tuple[onnx.ModelProto, np.ndarray]]:
     for i, (axis, integer, has_zero) in enumerate(itertools.product(AXES, ("int8", "uint8", "int32"), (True, False))):
         x = INTEGERS.astype(integer)
@@ -115,14 +127,16 @@ def dequantizers_of_float8(dtype: str, opset: int, real: str) -> Iterator[tuple[
 
 OF_FLOAT8 = {f"{of.__name__} {dtype}": functools.partial(of, dtype) for dtype in LARGEST_FLOAT8
              for of in (quantizers_to_float8, dequantizers_of_float8)}  # fmt: skip
-MODELS: dict[str, Models] = {"quantizers": quantizers, "dequantizers": dequantizers, **OF_FLOAT8}
+MODELS: dict[str, Models] = {"quantizers": quantizers, "dequantizers": dequantizers,
+                             "quantizers of 16 bits": quantizers_of_16_bits, **OF_FLOAT8}  # fmt: skip
+FIRST = {"quantizers of 16 bits": 21, **dict.fromkeys(OF_FLOAT8, 19)}  # the first opsets that have them
 
 
 @pytest.mark.parametrize("models", MODELS)
 @pytest.mark.parametrize(("opset", "real"), DTYPES_OF_OPSETS)
 def test_kernels_equal_onnxruntime(models: str, opset: int, real: str, tmp_path: Path) -> None:
-    if opset < 19 and models in OF_FLOAT8:
-        pytest.skip("ONNX has float8 quantizers from opset 19 on")
+    if opset < FIRST.get(models, 0):
+        pytest.skip(f"ONNX has {models} from opset {FIRST[models]} on")
     expected, programs = [], []
     for original, x in MODELS[models](opset, real):
         fused, _ = optimize(original, only=["region"], verify=False)

@@ -72,6 +72,41 @@ def test_weights_of_transposed_convolutions_beside_quantized_activations() -> No
     assert_same(before, after, (2, 3, 7, 5))
 
 
+BETWEEN = (
+    "(float[N,3,h,w] x) => (y) { i = QuantizeLinear(x, s) j = DequantizeLinear(i, s) w = DequantizeLinear(q, t) "
+    "c = ConvTranspose(j, w) r = Relu(c) o = QuantizeLinear(r, s) y = DequantizeLinear(o, s) }"
+)
+
+
+@pytest.mark.parametrize(
+    ("largest", "axis", "is_folded"), [(127, "", True), (126, "", False), (127, "<axis = 1>", False)]
+)
+def test_weights_that_onnxruntime_would_quantize_again_stay(largest: int, axis: str, is_folded: bool) -> None:
+    """It quantizes float weights of a ConvTranspose between quantizers with one scale, for which the largest is 127."""
+    weights = np.clip(INTEGERS["int8"][:3], -126, 126).astype(np.int8)
+    weights[0, 0, 0, 0] = largest
+    scale = SCALES[:3] if axis else SCALES[0]
+    text = BETWEEN.replace("DequantizeLinear(q", f"DequantizeLinear{axis}(q")
+    before = parse(text, 13, q=weights, s=np.float32(0.1), t=scale)
+    after, (folded,) = apply(before, fold_quantized_weights)
+    assert [one.into for one in folded] == (["w"] if is_folded else [])
+    assert_same(before, after, (2, 3, 7, 5))
+
+
+@pytest.mark.parametrize("dtype", ["int16", "uint16", "uint8"])
+def test_weights_beside_16_bits(dtype: str) -> None:
+    """No operator multiplies integers of 16 bits, so that weights of MatMuls are floats."""
+    text = (
+        "(float[N,6,3] x) => (y) { i = QuantizeLinear(x, s, z) j = DequantizeLinear(i, s, z) "
+        "w = DequantizeLinear(q, s) y = MatMul(j, w) }"
+    )
+    constants = {"q": np.ones((3, 5), np.int8), "s": np.float32(0.01), "z": np.array(7, dtype)}
+    before = parse(text, 21, **constants)
+    after, (folded,) = apply(before, fold_quantized_weights)
+    assert [one.into for one in folded] == (["w"] if "16" in dtype else [])
+    assert_same(before, after, (2, 6, 3))
+
+
 def test_weights_beside_quantized_activations_are_stored_as_integers() -> None:
     """Kernels multiply the integers; onnxruntime finds its integer operators by the DequantizeLinear."""
     text = (

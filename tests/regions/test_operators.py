@@ -186,9 +186,9 @@ REFUSED = {
         "z = QuantizeLinear <axis = 2, block_size = 2> (a, s)",
         "its scales are given per block of 2; required is one for all, or one per channel"
     ),
-    "16 bits": (
-        21, "s := float {0.5} t := int16 {0} a = Neg(x) z = QuantizeLinear(a, s, t)",
-        "it gives int16; kernels quantize to int8, uint8, float8_e4m3fn, float8_e5m2"
+    "4 bits": (
+        21, "s := float {0.5} t := int4 {0} a = Neg(x) z = QuantizeLinear(a, s, t)",
+        "it gives int4; kernels quantize to int8, uint8, float8_e4m3fn, float8_e5m2, int16, uint16"
     ),
     "beyond the range": (
         19, "s := float {0.5} t := float8e4m3fn {0} a = Neg(x) z = QuantizeLinear <saturate = 0> (a, s, t)",
