@@ -255,6 +255,41 @@ __device__ __forceinline__ void finish(const Program& program, const Program::Of
     }
 }
 
+// Converts a thread's sums to numbers and stores them. `of_rows` has, for each row of x and then of w in the tile, its sum
+// times the zero point of the other operand; `zeros` is the product of both zero points, times k.
+__device__ __forceinline__ void store_results(const Accumulators& sums, const int* of_rows, int zeros, float factor,
+                                              const HeadTensor<T>& y, const Program& program, int batch, int head,
+                                              int row, int column, const Sizes& of) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int first_row = warp / WARPS_N * MMA_M * 16 + lane / 4;
+    const int first_column = warp % WARPS_N * GROUPS * 32 + lane % 4 * 8;
+    const bool aligned = ALL_ALIGNED && (y.batch | y.head | y.row | of.n) % 8 == 0;
+#pragma unroll
+    for (int i = 0; i < 2 * MMA_M; ++i) {
+        const int at = first_row + i * 8;
+        if (row + at >= of.m) continue;
+        const auto located = program.locate(batch, head, row + at);
+        Program::OfRow row_operands;
+        program.load(row_operands, located.row, true);
+        T* to = y.at(batch, head) + (row + at) * y.row;
+        const int of_this_row = zeros - (W_ZERO ? of_rows[at] : 0);
+#pragma unroll
+        for (int group = 0; group < GROUPS; ++group) {
+            const int within = first_column + group * 32, left = of.n - column - within;
+            if (left <= 0) continue;
+            float values[8];
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                Sum sum = sums.at[i / 2][group][j / 2][i % 2 * 2 + j % 2];
+                if constexpr (X_ZERO || W_ZERO) sum += of_this_row - (X_ZERO ? of_rows[TILE_M + within + j] : 0);
+                values[j] = float(sum) * factor;
+            }
+            if (aligned) finish<true>(program, row_operands, located, to, column + within, values, 8);
+            else finish<false>(program, row_operands, located, to, column + within, values, min(left, 8));
+        }
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     quantized_matmul(const __grid_constant__ HeadTensor<const X_T> x, const __grid_constant__ HeadTensor<const W_T> w,
                      const __grid_constant__ HeadTensor<T> y, const __grid_constant__ Scales scales,
@@ -303,33 +338,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     unpack(load_cached<1>(scales.x), scale[0]);
     unpack(load_cached<1>(scales.w), scale[1]);
     const float factor = scale[0][0] * scale[1][0] * (UNIT * UNIT);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, zeros = of.k * x_zero * w_zero;
-    const int first_row = warp / WARPS_N * MMA_M * 16 + lane / 4;
-    const int first_column = warp % WARPS_N * GROUPS * 32 + lane % 4 * 8;
-    const bool aligned = ALL_ALIGNED && (y.batch | y.head | y.row | of.n) % 8 == 0;
-    const Program program{PROGRAM_ARGUMENTS};
-#pragma unroll
-    for (int i = 0; i < 2 * MMA_M; ++i) {
-        const int at = first_row + i * 8;
-        if (row + at >= of.m) continue;
-        const auto located = program.locate(batch, head, row + at);
-        Program::OfRow row_operands;
-        program.load(row_operands, located.row, true);
-        T* to = y.at(batch, head) + (row + at) * y.row;
-        const int of_this_row = zeros - (W_ZERO ? of_rows[at] : 0);
-#pragma unroll
-        for (int group = 0; group < GROUPS; ++group) {
-            const int within = first_column + group * 32, left = of.n - column - within;
-            if (left <= 0) continue;
-            float values[8];
-#pragma unroll
-            for (int j = 0; j < 8; ++j) {
-                Sum sum = sums.at[i / 2][group][j / 2][i % 2 * 2 + j % 2];
-                if constexpr (X_ZERO || W_ZERO) sum += of_this_row - (X_ZERO ? of_rows[TILE_M + within + j] : 0);
-                values[j] = float(sum) * factor;
-            }
-            if (aligned) finish<true>(program, row_operands, located, to, column + within, values, 8);
-            else finish<false>(program, row_operands, located, to, column + within, values, min(left, 8));
-        }
-    }
+    const int zeros = of.k * x_zero * w_zero;
+    store_results(sums, of_rows, zeros, factor, y, {PROGRAM_ARGUMENTS}, batch, head, row, column, of);
 }
