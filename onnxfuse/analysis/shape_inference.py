@@ -101,7 +101,9 @@ def correct_records(shapes: ShapeInfo, nodes: Iterable[Node]) -> None:
     inputs = ((tensor, False) for tensor in shapes.graph.linked.inputs)
     computed = ((tensor, _is_foreign(shapes, node)) for node in nodes for tensor in node.outputs)
     for tensor, foreign in (*inputs, *computed):
-        if shapes.contradicts_record(tensor.name, zeros_count=True) or shapes.is_settled(tensor.name):
+        # Of the output of a fused node, inference may know less than what was recorded when the node was written.
+        is_settled = shapes.is_settled(tensor.name) and not (is_optimized and foreign)
+        if shapes.contradicts_record(tensor.name, zeros_count=True) or is_settled:
             shapes.graph.correct_type(tensor, shapes.dtype(tensor), shapes.shape(tensor))
         elif not is_optimized and (proven := shapes.without_unproven_names(tensor.name, foreign)) is not None:
             shapes.graph.record_type(tensor, shapes.recorded_dtype(tensor), proven)
