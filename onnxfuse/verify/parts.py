@@ -21,7 +21,7 @@ from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.dtypes import HALF_PRECISION, Array
 from onnxfuse.ir.execution_order import reads
 from onnxfuse.ir.graph import Graph, constant_value
-from onnxfuse.ir.graphsurgeon import stored_value
+from onnxfuse.ir.graphsurgeon import constant_of, stored_value
 from onnxfuse.ir.node import Constant, Tensor, is_constant, op_of, producer
 from onnxfuse.ir.protos import copy_without, subgraphs
 from onnxfuse.ir.serde import constant_proto, node_proto
@@ -93,6 +93,9 @@ class UnfusedGraph:
 def unfused_graph(graph: Graph, shapes: ShapeInfo) -> UnfusedGraph:
     """Return a copy of a sorted graph, to keep the nodes that fused nodes are about to replace."""
     tensors: dict[str, Tensor] = {**graph.outer_constants, **graph.folded_for_subgraphs}
+    # Some inputs and initializers are read by bodies of Loops alone.
+    tensors |= {t.name: constant_of(t) for t in graph.model.graph.initializer if t.name in graph.captured}
+    tensors |= {t.name: t for t in graph.linked.inputs}
     tensors |= {t.name: t for node in graph.nodes for t in (*node.inputs, *node.outputs) if t.name}
     constants = {name: tensor for name, tensor in tensors.items() if is_constant(tensor)}
     types = {name: (shapes.dtype(t), shapes.shape(t)) for name, t in tensors.items()}
@@ -141,7 +144,7 @@ class Part:
     @property
     def outputs(self) -> list[str]:
         """The tensors of the original that the fused node computes."""
-        return [_original(self.originals, name) for name in self.fused.output if name]
+        return list(dict.fromkeys(_original(self.originals, name) for name in self.fused.output if name))
 
     @property
     def is_transposed(self) -> bool:
@@ -158,6 +161,7 @@ class Part:
             for name in self.fused.output
             if name in self.originals
             for original, perm in [self.originals[name]]
+            if original not in self.fused.output  # which the node gives in both layouts
         ]
         return [*before, self.fused, *after]
 
