@@ -17,6 +17,7 @@ from onnxfuse.ir.protos import is_control_flow, nodes, subgraphs
 from onnxfuse.layout.fusions import LAYOUT_FUSIONS
 from onnxfuse.match import Miss
 from onnxfuse.printing import counted
+from onnxfuse.recurrences import SCAN
 from onnxfuse.report.similar import group
 from onnxfuse.rewrite.replace import REGION, Fused
 from onnxfuse.spell_out import Stays
@@ -37,12 +38,15 @@ def explanations(result: FusedModel, fusion: str | None = None, node: str | None
     found = [f"Left out: {one}\n" for one in result.left_out]
     if fusion == REGION or (node and not fusion):
         found += why_in_no_region(result.fused, result.no_region, node)
+    if fusion == SCAN or (node and not fusion):
+        found += [printable(f"scan: not at '{name}': {why}") + "\n" for name, why in result.no_scan.items()
+                  if node in (None, name)]  # fmt: skip
     if node or fusion in CONVOLUTIONS or fusion in LAYOUT_FUSIONS:
         found += why_channels_first(result, fusion, node)
     if fusion is None:
         found += explain_stays(result.stays, node)
     found += where_rewritten(result, fusion)
-    if fusion != REGION:
+    if fusion not in (REGION, SCAN):
         misses = nearest(result.missed if fusion or node else result.near(with_regions=True), fusion, node)
         alike = group(misses, lambda miss: miss.reason, lambda miss: (miss.fusion.name, miss.span))
         found += [explain(*each.items) + "\n" for each in sorted(alike, key=lambda each: misses.index(each.items[0]))]

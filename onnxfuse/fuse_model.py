@@ -41,6 +41,7 @@ from onnxfuse.match import Miss
 from onnxfuse.passes import Folded, Pass
 from onnxfuse.passes.folded import STORED, node_label
 from onnxfuse.pipeline import LATE_PASSES, PIPELINE
+from onnxfuse.recurrences.assign import ScanResult, assign_scans
 from onnxfuse.regions.assign import RegionResult, assign_regions
 from onnxfuse.regions.joining import Joining
 from onnxfuse.regions.prologue_fusion import fuse_prologues
@@ -56,6 +57,7 @@ from onnxfuse.steps import (
     INLINING,
     LAYOUTS,
     REGIONS,
+    SCANS,
     SPELLING,
     LeftOut,
     Progress,
@@ -107,6 +109,7 @@ class Settings:
     """How `fuse_model` fuses a model.
 
     `operators` says which operators the bodies of fused nodes consist of.  `layout` and `regions` are as in `optimize`.
+    `scans` says whether recurrences are fused.
     `bodies` says whether bodies of If, Loop and Scan are fused; images in these stay channels-first.  `spelling` says
     whether composite operators are decomposed.  `exclude` holds matches that stay unfused, as pairs of the fusion's
     name and the first output, and nodes that stay channels-first, as pairs of LAYOUT and the first output.
@@ -121,6 +124,7 @@ class Settings:
     operators: OperatorSet = "onnx"
     layout: Layout = "auto"
     regions: Regions = False
+    scans: bool = False
     bodies: bool = True
     spelling: bool = True
     exclude: Collection[tuple[str, str]] = frozenset()
@@ -149,6 +153,7 @@ class Learned:
             fusions=[fusion for fusion in settings.fusions if fusion.step not in self.raised],
             rules=[rule for rule in settings.rules if rule.left.step not in self.raised],
             regions=REGIONS not in self.raised and settings.regions,
+            scans=SCANS not in self.raised and settings.scans,
             bodies=CONTROL_FLOW not in self.raised and settings.bodies,
             without_passes={*settings.without_passes, *self.raised},
         )
@@ -182,6 +187,7 @@ class FusedModel:
     layout: LayoutResult = field(default_factory=LayoutResult)
     without_regions: Traffic = NO_TRAFFIC  # the traffic if no regions were made
     regions: RegionResult = field(default_factory=RegionResult)
+    scans: ScanResult = field(default_factory=ScanResult)
     unfused: UnfusedGraph | None = None  # the graph before fusing, with which fused nodes are compared
     spelling: SpelledOut = field(default_factory=SpelledOut)  # operators of other tools that were decomposed
     left: Mapping[str, Stays] = field(default_factory=dict)  # by first output: operators decomposed, but not fused
@@ -250,6 +256,11 @@ class FusedModel:
     def no_region(self) -> dict[str, str]:
         """The reasons why nodes, including those in control-flow bodies, are in no region, by the nodes' names."""
         return {name: why for _, each in self.everywhere() for name, why in each.regions.reasons.items()}
+
+    @property
+    def no_scan(self) -> dict[str, str]:
+        """The reasons why Loops, Scans and unrolled traces are no scans, by the nodes' names."""
+        return {name: why for _, each in self.everywhere() for name, why in each.scans.reasons.items()}
 
     @property
     def missed(self) -> tuple[Miss, ...]:
@@ -442,8 +453,19 @@ def normalize(work: Work) -> None:
     work.found = replace(work.found, folded=(*work.found.folded, *folded), unfused=unfused)
 
 
+def fuse_recurrences(work: Work) -> None:
+    """Replace recurrences over a sequence by fused nodes, before the bodies of Loops and Scans are fused."""
+    graph, settings = work.graph, work.settings
+    if settings.scans and settings.bodies and not graph.is_subgraph:
+        functions = LocalFunctions(graph, settings.operators)
+        fold = functools.partial(simplify, without=settings.without_passes)
+        scans = assign_scans(work.shapes, functions, fold, settings.exclude, work.keep)
+        work.found = replace(work.found, scans=scans)
+
+
 def fuse_bodies(work: Work) -> None:
-    """Fuse the bodies of If, Loop and Scan, and replace the nodes' bodies by the results."""
+    """Fuse recurrences, then the bodies of the If, Loop and Scan that are left; replace these by the results."""
+    work.learned.run(SCANS, lambda: fuse_recurrences(work), None)
     bodies = tuple(_fuse_bodies(work)) if work.settings.bodies else ()
     work.found = replace(work.found, bodies=bodies)
     if bodies:  # fused bodies can read fewer tensors of this graph than before
@@ -514,7 +536,7 @@ def form_regions(work: Work) -> None:
     graph, fusing, made, without = work.graph, work.found.fusing, RegionResult(), work.traffic()
     after = without
     # The layout stage replaced some fused nodes; `_standing` drops their records.
-    known = _standing(graph, (*fusing.fused, *work.found.layout.fused))
+    known = _standing(graph, (*work.found.scans.fused, *fusing.fused, *work.found.layout.fused))
     if work.settings.regions and not work.found.left:
         with step(REGIONS):
             made = assign_regions(work.joining, known)

@@ -48,11 +48,12 @@ from onnxfuse.quantize.quantize_static import MAX_SAMPLES_COMPARED, OPTIMISTIC, 
 from onnxfuse.quantize.quantize_weights import BITS, quantize_weights
 from onnxfuse.quantize.result import QuantizedModel
 from onnxfuse.quantize.with_errors import Stored, beside_reference, with_errors
+from onnxfuse.recurrences import SCAN
 from onnxfuse.report.facts import gather_facts
 from onnxfuse.report.operators import count_operators
 from onnxfuse.report.outline import Rewritten, outline
 from onnxfuse.report.report import Dropped, Report, Subgraph, quantized_operators
-from onnxfuse.report.unmatched import why_no_region, why_not_made, why_unmatched
+from onnxfuse.report.unmatched import why_no_region, why_no_scan, why_not_made, why_unmatched
 from onnxfuse.rewrite.replace import REGION, Fused
 from onnxfuse.steps import REPORT, SPELLING, LeftOut, Progress, attempt
 from onnxfuse.unfuse_model import has_fused_nodes, in_operators
@@ -282,13 +283,14 @@ def _settings(
     """
     if layout not in get_args(Layout):
         raise UsageError(f"layout is 'auto', 'nchw' or 'nhwc', not '{layout}'")
-    fusions = catalogue.select(catalogue.with_folders(patterns), only, skip, also=[REGION, *LAYOUT_FUSIONS])
+    fusions = catalogue.select(catalogue.with_folders(patterns), only, skip, also=[REGION, SCAN, *LAYOUT_FUSIONS])
     left_out = frozenset(name for name in LAYOUT_FUSIONS if name in skip or (only and name not in only))
+    scans = SCAN in only or (regions is not False and SCAN not in skip and not only)
     if REGION in skip or (only and REGION not in only):
         regions = False
     elif REGION in only:
         regions = regions or True
-    return Settings(fusions, layout=layout, regions=regions, left_out=left_out)
+    return Settings(fusions, layout=layout, regions=regions, scans=scans, left_out=left_out)
 
 
 def _with_operators(
@@ -306,7 +308,7 @@ def _with_operators(
     }  # fmt: skip
     if wrong := next((name for name, given in options.items() if given), None):
         raise UsageError(f"emit standard writes no functions, so that {wrong} has no effect; leave one of the two out")
-    return replace(settings, operators="standard", layout="nchw", regions=False)
+    return replace(settings, operators="standard", layout="nchw", regions=False, scans=False)
 
 
 @dataclass(frozen=True)
@@ -505,6 +507,8 @@ def _unmatched(
     found = why_unmatched(lacking, result.missed, present)
     others = [name for name in only if name in LAYOUT_FUSIONS and name not in made]
     found |= {name: why_not_made(LAYOUT_FUSIONS[name], fusions, result.layout, result.model.graph) for name in others}
+    if SCAN in only and SCAN not in made:
+        found[SCAN] = why_no_scan(result.no_scan)
     return found | ({REGION: why_no_region()} if REGION in only and REGION not in made else {})
 
 
@@ -565,6 +569,7 @@ class TakenBack:
             fusions=[fusion for fusion in settings.fusions if fusion.name not in self.names],
             layout="nchw" if LAYOUT in self.names else settings.layout,
             regions=REGION not in self.names and settings.regions,
+            scans=SCAN not in self.names and settings.scans,
             exclude=frozenset(self.matches),
             keep_names=frozenset(self.constants),
             bodies=BODIES not in self.names,

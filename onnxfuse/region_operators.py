@@ -57,6 +57,12 @@ SUMS: Final = (
     "ReduceLogSumExp",
 )  # fmt: skip
 REDUCTIONS: Final = frozenset((*SUMS, *EXTREMES, *SOFTMAXES))
+# The program of a scan names axes: the steps, the one that reductions of a step are over, and from FIRST_FREE on those
+# whose elements are independent of each other.  An axis of one element is BROADCAST.
+BROADCAST, STEPS, REDUCED, FIRST_FREE = -1, 0, 1, 2
+SUMS_OF_STEPS: Final = ("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin")  # reductions in a step of a scan
+MAX_REDUCED: Final = 256  # elements of the axis REDUCED, which the threads of a group keep in registers
+MAX_STEP_OPERATIONS: Final = 100  # operators of a step: longer code takes too long to compile
 # Operators whose results are exact if their inputs are: each result is an input, its negative, or an integer.
 EXACT: Final = frozenset(
     (*DISCONTINUOUS, "Max", "Min", "Neg", "Abs", "Where", "Identity", "Relu", "Cast", "ReduceMax", "ReduceMin", *MAPS)

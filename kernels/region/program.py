@@ -133,10 +133,11 @@ def refusal(program: Program, dtypes: Sequence[str], output_dtypes: Sequence[str
     for name, dtype in program.dtypes.items():
         if dtype not in DTYPES:
             return f"region: {name} is {dtype}; kernels are generated for {', '.join(DTYPES)}"
-    return next(filter(None, (_operator_refusal(program, each) for each in program.operations)), None)
+    return next(filter(None, (operator_refusal(program, each) for each in program.operations)), None)
 
 
-def _operator_refusal(program: Program, operation: Operation) -> str | None:
+def operator_refusal(program: Program, operation: Operation) -> str | None:
+    """Return why no kernel can be generated for an operator of a program; None if one can."""
     name = operation.name
     if name == "Constant":
         return None

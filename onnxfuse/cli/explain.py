@@ -40,13 +40,14 @@ def explain_command(
     from onnxfuse.ir.load import load
     from onnxfuse.layout.fusions import LAYOUT_FUSIONS
     from onnxfuse.printing import counted
+    from onnxfuse.recurrences import SCAN
     from onnxfuse.rewrite.replace import REGION
     from onnxfuse.rules import RULES
 
     fusions = catalogue.with_folders(patterns)
     if fusion:
         known = [*fusions, *(rule.left for rule in RULES)]
-        catalogue.require_known(fusion, [*(each.name for each in known), REGION, *LAYOUT_FUSIONS])
+        catalogue.require_known(fusion, [*(each.name for each in known), REGION, SCAN, *LAYOUT_FUSIONS])
     model, folder = load(source)
     inlined = inline_functions(model)
     if node and (sentence := where_inside(model, inlined, node)):
@@ -55,7 +56,9 @@ def explain_command(
     if node:
         require_node(node, inlined.model)
     with shown_progress() as progress:
-        result = fuse_model(model, folder, Settings(fusions, regions=True, rules=RULES), StageTimer(progress))
+        result = fuse_model(
+            model, folder, Settings(fusions, regions=True, scans=True, rules=RULES), StageTimer(progress)
+        )
     show_tracebacks(result.left_out)
     if node and (sentence := where_fused(result.fused_of_model, node)):
         _show([sentence, *why_channels_first(result, node=node)], as_json)

@@ -21,6 +21,8 @@ def list_command(rules: bool, patterns: tuple[Path, ...], as_json: bool) -> None
     from onnxfuse.dsl.documentation import summary
     from onnxfuse.layout.fusions import LAYOUT_FUSIONS
     from onnxfuse.printing import Line, escape
+    from onnxfuse.recurrences import SCAN
+    from onnxfuse.recurrences import SUMMARY as SUMMARY_OF_SCAN
     from onnxfuse.regions import SUMMARY
     from onnxfuse.rewrite.replace import REGION
     from onnxfuse.rules import SUBJECTS
@@ -39,7 +41,7 @@ def list_command(rules: bool, patterns: tuple[Path, ...], as_json: bool) -> None
                 console().print(Line(escape(text), "    "))
         return
     rows = {fusion.name: summary(fusion) for fusion in catalogue.with_folders(patterns)} | {REGION: SUMMARY}
-    rows |= {name: each.summary for name, each in LAYOUT_FUSIONS.items()}
+    rows |= {name: each.summary for name, each in LAYOUT_FUSIONS.items()} | {SCAN: SUMMARY_OF_SCAN}
     if as_json:
         print_json(dict(sorted(rows.items())))
         return
@@ -73,23 +75,28 @@ def show_command(
     """
     from rich.syntax import Syntax
 
+    from onnxfuse import recurrences, regions
     from onnxfuse.dsl import catalogue
     from onnxfuse.dsl.documentation import signature
     from onnxfuse.layout.fusions import DESCRIPTION as MADE_BY_LAYOUTS
     from onnxfuse.layout.fusions import LAYOUT_FUSIONS
     from onnxfuse.printing import escape
-    from onnxfuse.regions import DESCRIPTION, SUMMARY
     from onnxfuse.rewrite.replace import REGION
     from onnxfuse.rules import RULES
 
     fusions = {f.name: f for f in (*(rule.left for rule in RULES), *catalogue.with_folders(patterns))}
-    catalogue.require_known(fusion, [*fusions, REGION, *LAYOUT_FUSIONS])
+    catalogue.require_known(fusion, [*fusions, REGION, recurrences.SCAN, *LAYOUT_FUSIONS])
     if model is not None or node is not None or cuda:
         _show_regions(fusion, model, node, cuda, arch)
         return
-    if fusion == REGION or fusion not in fusions:
-        texts = (SUMMARY, DESCRIPTION) if fusion == REGION else (LAYOUT_FUSIONS[fusion].summary, MADE_BY_LAYOUTS)
-        console().print("\n\n".join([f"[bold]{fusion}[/]", *map(escape, texts)]), highlight=False)
+    if fusion not in fusions:
+        summary, more = {
+            REGION: (regions.SUMMARY, regions.DESCRIPTION),
+            recurrences.SCAN: (recurrences.SUMMARY, recurrences.DESCRIPTION),
+            **{name: (made.summary, MADE_BY_LAYOUTS) for name, made in LAYOUT_FUSIONS.items()},
+        }[fusion]
+        lines = [f"[bold]{fusion}[/]", "", escape(summary), "", *map(escape, more.splitlines())]
+        console().print("\n".join(lines), highlight=False)
         return
     found = fusions[fusion]
     doc = "\n".join(map(escape, found.doc.splitlines()))

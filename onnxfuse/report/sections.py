@@ -13,6 +13,8 @@ from onnxfuse.match import Miss
 from onnxfuse.passes.folded import Folded
 from onnxfuse.printing import counted
 from onnxfuse.quantize.result import WeightsResult
+from onnxfuse.recurrences import SCAN
+from onnxfuse.recurrences import SUMMARY as SCAN_SUMMARY
 from onnxfuse.report.facts import Facts, FusionNote
 from onnxfuse.report.fates import FATES, find_fates
 from onnxfuse.report.similar import group
@@ -27,7 +29,7 @@ NO_REASON: Final = "no fusion has this operator in this place"
 HUES: Final = (
     ("attention", 295), ("gemm", 255), ("conv", 155), ("norm", 75), (REGION, 25), ("embedding", 340), ("rotary", 320),
     ("softmax", 110), ("concat", 205), ("resize", 225), ("pool", 185), ("channel_scale", 130), ("squeeze", 120),
-    ("activation", 50),
+    ("activation", 50), (SCAN, 275),
 )  # fmt: skip
 OTHER_HUE, HUE_STEP = 0, 12
 ON_HOST: Final = "runs on the host"  # a part of the reason why shape arithmetic is in no region
@@ -149,7 +151,7 @@ def groups(report: Shown) -> list[Group]:
     counts = Counter(one.fusion for one in report.fused)
     replaced = {name: count_replaced(one for one in report.fused if one.fusion == name) for name in counts}
     hues = hues_of(replaced)
-    known = {REGION: FusionNote(REGION_FORMULA, "")} | dict(notes)
+    known = {REGION: FusionNote(REGION_FORMULA, ""), SCAN: FusionNote(SCAN_SUMMARY, "")} | dict(notes)
     found = [
         Group(name, counts[name], count, known.get(name, FusionNote("", "")), hues[name])
         for name, count in replaced.items()

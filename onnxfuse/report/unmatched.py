@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 
 import onnx
 
@@ -27,6 +27,12 @@ def why_unmatched(fusions: Iterable[Fusion], missed: Iterable[Miss], present: Se
 def why_no_region() -> str:
     """Return a sentence for a run in which `--only region` made no region."""
     return f"no two operators side by side are worth a kernel; `onnxfuse explain MODEL {REGION}` says why for each"
+
+
+def why_no_scan(reasons: Mapping[str, str]) -> str:
+    """Return a sentence for a run in which `--only scan` made no scan; `reasons` has a sentence for each Loop."""
+    first = next((f"'{node}' is none: {reason}" for node, reason in reasons.items()), None)
+    return first or "the model has no Loop, no Scan and no unrolled steps of a recurrence"
 
 
 def why_not_made(fusion: LayoutFusion, fusions: Iterable[Fusion], layout: LayoutResult, graph: onnx.GraphProto) -> str:

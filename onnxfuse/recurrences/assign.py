@@ -1,0 +1,100 @@
+"""Finds the recurrences of a graph, and replaces those that kernels run by fused nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Set
+from dataclasses import dataclass, field
+from typing import Final
+
+from onnxfuse.analysis.shape_inference import infer_behind
+from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.control_flow.body import read_bodies
+from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.node import Node, consumers
+from onnxfuse.passes.folded import node_label
+from onnxfuse.recurrences import SCAN
+from onnxfuse.recurrences.form import NoScan, Recurrence
+from onnxfuse.recurrences.joining import Joined, joined
+from onnxfuse.recurrences.loops import read_loop
+from onnxfuse.recurrences.program import Program, program_of
+from onnxfuse.recurrences.unrolled import unrolled
+from onnxfuse.recurrences.write import write_scan
+from onnxfuse.rewrite.replace import Fused, LocalFunctions
+
+LOOPS: Final = ("Loop", "Scan")
+
+
+@dataclass
+class ScanResult:
+    """The records of the fused nodes, and by the label of a Loop or Scan the reason why it is no scan."""
+
+    fused: tuple[Fused, ...] = ()
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+def assign_scans(
+    shapes: ShapeInfo,
+    functions: LocalFunctions,
+    simplify: Callable[[Graph, ShapeInfo], object],
+    exclude: Collection[tuple[str, str]] = (),
+    keep: Set[str] = frozenset(),
+) -> ScanResult:
+    """Replace the recurrences of a sorted graph.
+
+    simplify  folds the constants of a body
+    exclude   matches that stay as they are: pairs of SCAN and the first output
+    keep      labels of nodes that stay as they are
+    """
+    graph, result = shapes.graph, ScanResult()
+
+    def replace(recurrence: Recurrence) -> None:
+        program = program_of(recurrence, shapes, Joined())
+        program.text()  # raises for a recurrence that kernels do not run
+        _record_shapes(shapes, program)
+        program, joins = _with_joined(shapes, recurrence, joined(shapes, recurrence, keep))
+        names = {node_label(node) for node in recurrence.replaced}
+        if any((SCAN, tensor.name) in exclude for _, _, tensor in program.outputs) or names & keep:
+            raise NoScan("it belongs to a match that is switched off")
+        result.fused += (write_scan(shapes, functions, recurrence, joins, program),)
+
+    has_loops = not graph.operators.isdisjoint(LOOPS)
+    for body in list(read_bodies(graph, shapes, LOOPS)) if has_loops else ():
+        try:
+            simplify(body.graph, body.shapes)
+            replace(read_loop(shapes, body))
+        except NoScan as error:
+            result.reasons[node_label(body.node)] = str(error)
+    for recurrence in unrolled(shapes):
+        try:
+            replace(recurrence)
+        except NoScan as error:
+            result.reasons[node_label(recurrence.replaced[-1])] = str(error)
+    if result.fused:
+        graph.update_captured()
+        graph.remove_dead()
+        graph.sort()
+    return result
+
+
+def _with_joined(shapes: ShapeInfo, recurrence: Recurrence, found: Joined) -> tuple[Program, Joined]:
+    """Return the program with all nodes that can join, or else those before the steps, or none; and these nodes."""
+    for joins in (found, Joined(found.before)):
+        try:
+            program = program_of(recurrence, shapes, joins)
+            program.text()
+            return program, joins
+        except NoScan:
+            continue
+    return program_of(recurrence, shapes, Joined()), Joined()
+
+
+def _record_shapes(shapes: ShapeInfo, program: Program) -> None:
+    """Record the shapes of a recurrence's outputs, which have the length of what it slices."""
+    behind = set[Node]()
+    for _, axes, tensor in program.outputs:
+        found = tuple(map(program.size, axes))
+        if shapes.shape(tensor) != found:
+            shapes.record(tensor, found, shapes.dtype(tensor))
+            behind.update(consumers(tensor))
+    if behind:
+        infer_behind(shapes, behind)

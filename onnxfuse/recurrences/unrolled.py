@@ -1,0 +1,199 @@
+"""Reads steps that an exporter unrolled as a recurrence.
+
+The steps' results meet in a Concat.  From its inputs, all steps are followed back at once: a bundle holds the tensors
+that are the same to their steps.  A bundle is one tensor that all steps read, the slices of one tensor, the results of
+equal nodes, or the values that another bundle had one step earlier, which are a state.  Each bundle is compared once,
+so that the time grows with the number of nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
+
+import numpy as np
+
+from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.ir.attributes import int_attribute
+from onnxfuse.ir.graph import constant_value
+from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
+from onnxfuse.ir.serde import node_proto
+from onnxfuse.recurrences.form import Recurrence, Sliced, State, needed
+
+MIN_STEPS: Final = 4  # fewer steps are few nodes, and more often no recurrence
+SLICES: Final = ("Gather", "Slice", "Split")
+Bundle: TypeAlias = list[Tensor]  # a tensor of each step
+
+
+def unrolled(shapes: ShapeInfo) -> Iterator[Recurrence]:
+    """Yield the recurrences of a sorted graph whose steps are unrolled; the caller may replace each before the next."""
+    for node in [node for node in shapes.graph.nodes if node.op == "Concat" and len(node.inputs) >= MIN_STEPS]:
+        if op_of(node) == "Concat" and node.outputs and node.outputs[0].inputs:
+            begin = _Trace(shapes, node)  # of the first steps, which differ in most models
+            is_recurrence = begin.follow(list(node.inputs[:MIN_STEPS])) and begin.states
+            found = _Trace(shapes, node).recurrence() if is_recurrence else None
+            if found is not None:
+                yield found
+
+
+@dataclass
+class _Trace:
+    """The steps whose results a Concat joins."""
+
+    shapes: ShapeInfo
+    concat: Node
+    bundles: dict[int, Bundle] = field(default_factory=dict)  # results of equal nodes, by id of the first step's tensor
+    inputs: list[tuple[Bundle, Tensor, int, bool]] = field(default_factory=list)  # slices: tensor, axis, keeps_axis
+    states: list[tuple[Bundle, Bundle]] = field(default_factory=list)  # present and next values
+    shared: list[Tensor] = field(default_factory=list)  # read by all steps
+
+    def recurrence(self) -> Recurrence | None:
+        """Return the recurrence, or None if the steps differ."""
+        shape = self.shapes.shape(self.concat.outputs[0])
+        results: Bundle = list(self.concat.inputs)
+        if not shape or not self.follow(results) or not self.states or not self.inputs:
+            return None
+        axis = int_attribute(self.concat, "axis", 0) % len(shape)
+        return self._made(results, axis)
+
+    def follow(self, results: Bundle) -> bool:
+        """Find the bundles that the results depend on; return whether every step is like the others."""
+        work, seen = [results], set[tuple[int, int]]()
+        while work:
+            bundle = work.pop()
+            key = id(bundle[0]), id(bundle[1])
+            if key in seen:
+                continue
+            seen.add(key)
+            if self._is_shared(bundle) or self._is_sliced(bundle):
+                continue
+            before = self._earlier(bundle)
+            if before is not None:
+                self.states.append((bundle, before))
+                continue
+            if not self._is_of_equal_nodes(bundle):
+                return False
+            self.bundles[id(bundle[0])] = bundle
+            makers = [tensor.inputs[0] for tensor in bundle]
+            work += [list(column) for column in zip(*(node.inputs for node in makers), strict=True)]
+        return True
+
+    def _is_shared(self, bundle: Bundle) -> bool:
+        """Return whether all steps read one tensor, or constants of one value."""
+        first = bundle[0]
+        if all(tensor is first for tensor in bundle):
+            self.shared.append(first)
+            return True
+        if not all(is_constant(tensor) for tensor in bundle) or len({str(tensor.shape) for tensor in bundle}) > 1:
+            return False
+        values = [constant_value(self.shapes.graph, tensor) for tensor in bundle if is_constant(tensor)]
+        return all(value.dtype == values[0].dtype and np.array_equal(value, values[0]) for value in values)
+
+    def _is_sliced(self, bundle: Bundle) -> bool:
+        """Return whether the bundle has, in order, all slices of one element along an axis of a tensor."""
+        first = _slice(self.shapes, producer(bundle[0]), bundle[0])
+        if first is None:
+            return False
+        data, axis, _, keeps_axis = first
+        places = enumerate(bundle)
+        if not all(_slice(self.shapes, producer(t), t) == (data, axis, i, keeps_axis) for i, t in places):
+            return False
+        shape = self.shapes.shape(data)
+        if shape is None or shape[axis] != len(self.concat.inputs):
+            return False
+        self.inputs.append((bundle, data, axis, keeps_axis))
+        return True
+
+    def _earlier(self, bundle: Bundle) -> Bundle | None:
+        """Return the bundle whose values this one has a step later; None if there is none."""
+        found = self.bundles.get(id(bundle[1]))
+        is_later = found is not None and all(a is b for a, b in zip(bundle[1:], found[:-1], strict=True))
+        return found if is_later and bundle[0] is not bundle[1] else None
+
+    def _is_of_equal_nodes(self, bundle: Bundle) -> bool:
+        """Return whether different nodes compute the bundle that are equal but for the tensors they read."""
+        makers = [producer(tensor) for tensor in bundle]
+        nodes = [node for node in makers if node is not None]
+        if len({id(node) for node in nodes}) < len(bundle) or any(len(node.outputs) != 1 for node in nodes):
+            return False
+        first = self._form(nodes[0])
+        return all(node.op == nodes[0].op and self._form(node) == first for node in nodes)
+
+    def _form(self, node: Node) -> tuple[object, ...]:
+        attributes = sorted(node_proto(self.shapes.graph, node).attribute, key=lambda each: each.name)
+        texts = tuple(each.SerializeToString(deterministic=True) for each in attributes)
+        return op_of(node), len(node.inputs), texts
+
+    def _made(self, results: Bundle, axis: int) -> Recurrence | None:
+        """Return the recurrence, whose body is the second step: its states differ from what the first one begins with.
+
+        Returns None if nodes outside read what steps compute, other than the last state.
+        """
+        step = 1
+        nodes = {id(node): node for bundle in self.bundles.values() for node in (t.inputs[0] for t in bundle)}
+        slices = {id(t.inputs[0]): t.inputs[0] for bundle, *_ in self.inputs for t in bundle}
+        inside = {*nodes, id(self.concat)}
+        given = [*self.shared, *(data for _, data, *_ in self.inputs), *(now[0] for now, _ in self.states)]
+        if any(id(node) in inside for tensor in given for node in tensor.inputs):
+            return None  # what all steps read is what one of them computes
+        states, graph = list[State](), self.shapes.graph
+        for now, later in self.states:
+            is_read = graph.is_kept(later[-1]) or any(id(node) not in inside for node in later[-1].outputs)
+            states.append(State(now[0], later[0], now[step].name, later[step].name, later[-1] if is_read else None))
+        finals = {each.final.name for each in states if each.final is not None}
+        for tensor in (tensor for node in nodes.values() for tensor in node.outputs):
+            stays = graph.is_kept(tensor) or any(id(node) not in inside for node in tensor.outputs)
+            if stays and tensor.name not in finals:
+                return None
+        inputs = [Sliced(data, along, bundle[step].name, kept) for bundle, data, along, kept in self.inputs]
+        outputs = [Sliced(self.concat.outputs[0], axis, results[step].name, keeps_axis=True)]
+        ends = [*(each.end for each in states), results[step].name]
+        known = [*(each.begin for each in states), *(each.name for each in inputs)]
+        body = needed(_in_order(self.shapes, [bundle[step].inputs[0] for bundle in self.bundles.values()]), ends, known)
+        gone = [node for node in slices.values() if all(id(each) in nodes for t in node.outputs for each in t.outputs)]
+        return Recurrence([*gone, *nodes.values(), self.concat], self.shapes, body, states, inputs, outputs)
+
+
+def _in_order(shapes: ShapeInfo, nodes: Sequence[Node]) -> list[Node]:
+    return sorted(dict.fromkeys(nodes), key=shapes.graph.position.__getitem__)
+
+
+def _slice(shapes: ShapeInfo, node: Node | None, tensor: Tensor) -> tuple[Tensor, int, int, bool] | None:
+    """Return (tensor, axis, index, keeps_axis) if a node takes one element along an axis; else None."""
+    if node is None or op_of(node) not in SLICES:
+        return None
+    data, shape = node.inputs[0], shapes.shape(node.inputs[0])
+    if not shape:
+        return None
+    if op_of(node) == "Gather":
+        index = shapes.value(node.inputs[1])
+        if index is None or index.size != 1 or index.ndim > 1 or not isinstance(index.reshape(-1)[0], int | np.integer):
+            return None
+        axis = int_attribute(node, "axis", 0) % len(shape)
+        place = int(index.reshape(-1)[0])
+        size = shape[axis]
+        place = place + size if place < 0 and isinstance(size, int) else place
+        return data, axis, place, index.ndim == 1
+    result = shapes.shape(tensor)
+    if op_of(node) == "Split":
+        axis = int_attribute(node, "axis", 0) % len(shape)
+        outputs = [shapes.shape(each) for each in node.outputs]
+        is_single = all(each is not None and each[axis] == 1 for each in outputs)
+        place = next(i for i, each in enumerate(node.outputs) if each is tensor)
+        return (data, axis, place, True) if is_single else None
+    return _sliced_once(shapes, node, data, result)
+
+
+def _sliced_once(
+    shapes: ShapeInfo, node: Node, data: Tensor, result: Sequence[object] | None
+) -> tuple[Tensor, int, int, bool] | None:
+    """Return what `_slice` does for a Slice of one element."""
+    given = [shapes.value(tensor) for tensor in node.inputs[1:4]]
+    if result is None or len(given) < 3 or any(each is None or each.size != 1 for each in given):
+        return None
+    start, _, axis = (each.reshape(-1)[0] for each in given if each is not None)
+    axis = int(axis) % len(result)
+    if result[axis] != 1 or not isinstance(start, int | np.integer) or start < 0:
+        return None
+    return data, axis, int(start), True

@@ -1,0 +1,142 @@
+"""Steps that an exporter unrolled become a scan; steps that differ, or that others read, stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import onnx
+import pytest
+from counted_calls import counted_calls
+from onnx import TensorProto, helper, numpy_helper
+
+from onnxfuse import optimize
+
+Change = Callable[[int, dict[str, str]], None]
+
+
+def trace(
+    steps: int = 6, spelling: str = "gather", change: Change = lambda i, names: None, kept: str = ""
+) -> onnx.ModelProto:
+    """Return a selective scan of (2, 6) channels with 8 states, as torch's exporters write transformers' Mamba.
+
+    `change` may rename the tensors that a step reads.
+    """
+    nodes, constants = list[onnx.NodeProto](), {"far": np.array([-1]), "first": np.zeros((2, 6, 8), np.float32)}
+
+    def put(op: str, inputs: list[str], output: str, **attributes: object) -> str:
+        nodes.append(helper.make_node(op, inputs, [output], name=f"n_{output}", **attributes))
+        return output
+
+    def number(value: object, name: str) -> str:
+        constants[name] = np.array(value)
+        return name
+
+    def taken(of: str, i: int, axis: int) -> str:
+        name = f"{of}_{i}"
+        if spelling == "gather":
+            return put("Gather", [of, number(i, f"at_{i}")], name, axis=axis)
+        if spelling == "slice":
+            bounds = [number([i], f"from_{i}"), number([i + 1], f"to_{i}"), number([axis], f"axis_{axis}")]
+            return put("Squeeze", [put("Slice", [of, *bounds], f"{name}_kept"), f"axis_{axis}"], name)
+        return put("Squeeze", [f"{of}_part_{i}", number([axis], f"axis_{axis}")], name)
+
+    if spelling == "split":
+        for of, axis in (("a", 2), ("x", 2), ("c", 1)):
+            nodes.append(helper.make_node("Split", [of], [f"{of}_part_{i}" for i in range(steps)], axis=axis))
+    state, results = "first", []
+    for i in range(steps):
+        names = {"a": taken("a", i, 2), "x": taken("x", i, 2), "c": taken("c", i, 1), "state": state}
+        change(i, names)
+        state = put("Add", [put("Mul", [names["a"], names["state"]], f"kept_{i}"), names["x"]], f"state_{i}")
+        column = put("Unsqueeze", [names["c"], "far"], f"column_{i}")
+        results.append(put("MatMul", [state, column], f"result_{i}"))
+    put("Concat", results, "y", axis=2)
+    inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
+              for name, shape in (("a", [2, 6, steps, 8]), ("x", [2, 6, steps, 8]), ("c", [2, steps, 8]))]  # fmt: skip
+    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("y", kept) if name]
+    stored = [numpy_helper.from_array(value, name) for name, value in constants.items()]
+    graph = helper.make_graph(nodes, "g", inputs, outputs, stored)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+@pytest.mark.parametrize("spelling", ["gather", "slice", "split"])
+def test_a_trace_is_one_node(spelling: str) -> None:
+    model, report = optimize(trace(spelling=spelling))
+    assert report.counts == {"scan": 1} and report.verified.status == "verified"
+    assert [node.domain for node in model.graph.node] == ["onnxfuse"]
+
+
+def test_a_trace_that_begins_with_a_number() -> None:
+    """The passes of onnxfuse write an Expand of a constant as that constant, which is broadcast."""
+    model = trace()
+    (first,) = (each for each in model.graph.initializer if each.name == "first")
+    first.CopyFrom(numpy_helper.from_array(np.float32(0.25), "first"))
+    for value in model.graph.input:
+        value.type.tensor_type.shape.dim[0].dim_param = "batch"
+    _, report = optimize(model)
+    assert report.counts == {"scan": 1} and report.verified.status == "verified"
+
+
+def test_the_last_state_is_an_output() -> None:
+    model, report = optimize(trace(kept="state_5"))
+    assert report.counts == {"scan": 1} and report.verified.status == "verified"
+    assert set(model.graph.node[0].output) == {"state_5", "y"}
+
+
+def _reads_the_first(i: int, names: dict[str, str]) -> None:
+    if i == 3:
+        names["state"] = "state_0"
+
+
+def _swaps(i: int, names: dict[str, str]) -> None:
+    if i == 2:
+        names["a"], names["x"] = names["x"], names["a"]
+
+
+def _skips(i: int, names: dict[str, str]) -> None:
+    names["x"] = "x_0" if i == 4 else names["x"]
+
+
+def _reads_the_column_of_the_first(i: int, names: dict[str, str]) -> None:
+    names["x"] = "kept_0" if i else "first"
+
+
+@pytest.mark.parametrize("change", [_reads_the_first, _swaps, _skips, _reads_the_column_of_the_first])
+def test_steps_that_differ(change: Change) -> None:
+    assert "scan" not in optimize(trace(change=change), verify=False)[1].counts
+
+
+def test_a_state_that_others_read() -> None:
+    assert "scan" not in optimize(trace(kept="state_2"), verify=False)[1].counts
+
+
+def test_three_steps_are_none() -> None:
+    assert "scan" not in optimize(trace(steps=3), verify=False)[1].counts
+
+
+def test_steps_without_a_state() -> None:
+    """Results of steps that do not depend on each other are no recurrence."""
+
+    def change(i: int, names: dict[str, str]) -> None:
+        names["state"] = "first"
+
+    assert "scan" not in optimize(trace(change=change), verify=False)[1].counts
+
+
+def test_time_grows_with_the_number_of_nodes() -> None:
+    few, many = (counted_calls(lambda steps=steps: optimize(trace(steps), verify=False)) for steps in (64, 256))
+    assert many < 4.4 * few
+
+
+def test_what_one_step_computes_for_all() -> None:
+    """It is read by all steps, as a tensor of the graph would be, but would vanish with the steps."""
+    model = trace()
+    nodes = model.graph.node
+    for i in range(6):
+        (column,) = (node for node in nodes if node.name == f"n_column_{i}")
+        column.output[0] = f"plain_{i}"
+        at = list(nodes).index(column) + 1
+        nodes.insert(at, helper.make_node("Add", [f"plain_{i}", "plain_0"], [f"column_{i}"]))
+    model, report = optimize(model)
+    assert "scan" not in report.counts and report.verified.status == "verified"
