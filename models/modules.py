@@ -22,6 +22,7 @@ GPT2_NAMES = NAMES | {
 T5_NAMES = NAMES | {
     "layers": "num_layers", "heads": "num_heads", "hidden": "d_model", "intermediate": "d_ff", "head_dim": "d_kv",
 }  # fmt: skip
+MAMBA_NAMES = NAMES | {"states": "state_size", "rank": "time_step_rank", "steps": ""}
 SWIN_NAMES = NAMES | {"stem": "embed_dim", "stage_heads": "num_heads", "window": "window_size"}
 
 
@@ -29,7 +30,7 @@ def from_transformers(model: str, config: str, names: Mapping[str, str] = NAMES,
     """A builder for a class of transformers; `names` translates our config keys, `fixed` is passed on as it is."""
 
     def build(numbers: Config, attention: str) -> nn.Module:
-        translated = {names[key]: value for key, value in numbers.items()}
+        translated = {names[key]: value for key, value in numbers.items() if names[key]}
         if attention:
             translated["attn_implementation"] = attention
         options = {"use_cache": False} | translated | fixed

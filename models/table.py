@@ -8,6 +8,7 @@ from architecture import Architecture, Config, Input, Variant
 from convolutional import densenet, detector, efficientnet, mobilenet_v3, mobilenet_v3_large, unet, vae_decoder
 from modules import (
     GPT2_NAMES,
+    MAMBA_NAMES,
     SWIN_NAMES,
     T5_NAMES,
     from_transformers,
@@ -37,6 +38,11 @@ def text_with_cache(config: Config) -> tuple[Input, ...]:
             for part in ("key", "value")
         ),
     )
+
+
+def steps(config: Config) -> tuple[Input, ...]:
+    """Token ids; exporters unroll loops over them, so that their number is fixed."""
+    return (Input("input_ids", ("batch", config["steps"]), values=(0, config["vocab"] - 1)),)
 
 
 def image(config: Config) -> tuple[Input, ...]:
@@ -187,6 +193,15 @@ mobilenetv3 = Architecture(
     gain=1.5,
     full={"width_percent": 100, "classes": 1000, "image": 224},
 )
+mamba = Architecture(
+    "mamba",
+    from_transformers("MambaModel", "MambaConfig", MAMBA_NAMES),
+    steps,
+    (("last_hidden_state", ("batch",)),),
+    {"layers": 2, "hidden": 16, "states": 4, "rank": 2, "vocab": 48, "steps": 12},
+    (DYNAMO_PLAIN, TS_PLAIN),
+    IMAGE,
+)
 llama_kvcache = Architecture(
     "llama_kvcache",
     llama_with_cache,
@@ -334,6 +349,7 @@ ARCHITECTURES = [
     mobilenetv3,
     llama_kvcache,
     llama_decode,
+    mamba,
     # Further spellings of the same graphs, smaller still.
     dataclasses.replace(
         bert,

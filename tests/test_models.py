@@ -99,6 +99,12 @@ FUSED: Mapping[str, Formulas] = {
         "conv_bias_activation": lambda c: 2 + 10 + 11 + 2 * 9 + 6,
         "gemm_bias_activation": lambda c: 2,
     },
+    "mamba": {
+        "rms_norm": lambda c: c["layers"] + 1,
+        "conv_bias_activation": lambda c: c["layers"],
+        "scan": lambda c: c["layers"],
+        "gemm_bias_activation": lambda c: c["layers"],  # a residual
+    },
     "llama_kvcache": {name: n for name, n in LLAMA.items() if name != "attention_with_rotary_embedding"} | CACHED,
     "gemma": LLAMA,
     "phi3": DECODER | {"gated_gemm": lambda c: c["layers"]},  # of the halves of one weight
@@ -185,6 +191,7 @@ PLAIN: Mapping[str, Formulas] = {
     "llama": {"MatMul": lambda c: 1},  # logits
     "resnet50": {"Conv": lambda c: len(c["depths"])},  # the shortcuts
     "mobilenetv3": {"Conv": lambda c: 11 - 6},  # projections without a residual
+    "mamba": {"MatMul": lambda c: 3 * c["layers"]},  # into a layer, and of what selects
     "t5_encoder": {},
     "gpt_neox": {"MatMul": lambda c: 1},  # logits
     "clip_text": {},
@@ -258,7 +265,7 @@ LESS_FUSED: Mapping[str, Collection[str]] = {
 }
 
 EMBEDDINGS = {
-    *("bert", "deberta", "gpt2", "llama", "llama_kvcache", "gemma", "phi3", "qwen3"),
+    *("mamba", "bert", "deberta", "gpt2", "llama", "llama_kvcache", "gemma", "phi3", "qwen3"),
     *("t5_encoder", "gpt_neox", "clip_text"),
 }
 # Norms of float16 that have joined the product that alone reads their result, which may have been a bare MatMul.
