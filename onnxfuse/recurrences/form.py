@@ -54,6 +54,7 @@ class Recurrence:
     states: Sequence[State]
     inputs: Sequence[Sliced]
     outputs: Sequence[Sliced]
+    begins: Sequence[Node] = ()  # nodes of empty sequences, which others may read
 
 
 def needed(nodes: Sequence[Node], names: Sequence[str], known: Sequence[str]) -> list[Node]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from onnx import TensorProto
@@ -47,13 +47,16 @@ def _results(body: Body) -> list[str]:
     return [value.name for value in body.graph.model.graph.output]
 
 
-def _recurrence(body: Body, states: Sequence[State], inputs: Sequence[Sliced], outputs: Sequence[Sliced]) -> Recurrence:
+def _recurrence(
+    body: Body, states: Sequence[State], inputs: Sequence[Sliced], outputs: Sequence[Sliced], after: Sequence[Node] = ()
+) -> Recurrence:
+    """Return the recurrence of a node, and of nodes `after` it that join what its steps give."""
     known = [*(each.begin for each in states), *(each.name for each in inputs)]
     ends = [*(each.end for each in states), *(each.name for each in outputs)]
     if not states or not inputs:
         what = "carries no value from step to step" if not states else "reads no sequence step by step"
         raise NoScan(f"it {what}")
-    return Recurrence([body.node], body.shapes, needed(body.graph.nodes, ends, known), states, inputs, outputs)
+    return Recurrence([body.node, *after], body.shapes, needed(body.graph.nodes, ends, known), states, inputs, outputs)
 
 
 def _of_scan(outer: ShapeInfo, body: Body) -> Recurrence:
@@ -91,6 +94,8 @@ class _Loop:
     outer: ShapeInfo
     body: Body
     inputs: list[Sliced] = field(default_factory=list)
+    joins: list[Node] = field(default_factory=list)  # nodes that concatenate the sequences that the Loop carries
+    empty: list[Node] = field(default_factory=list)  # nodes of the sequences with which it begins
 
     def recurrence(self) -> Recurrence:
         node, results = self.body.node, _results(self.body)
@@ -111,17 +116,17 @@ class _Loop:
         for (begin, initial), end, final in zip(
             begun.items(), ends, _finals(node, len(begun), self.outer), strict=False
         ):
-            appended = self._appended(begin, initial, end, final)
+            appended = self._inserted(begin, initial, end, final) or self._appended(begin, initial, end, final)
             if appended is None:
                 states.append(State(initial, initial, begin, end, final))
             elif final is not None:
                 outputs.append(appended)
         made = zip(node.outputs[len(begun) :], ends[len(begun) :], strict=False)
         outputs += [Sliced(tensor, 0, name) for tensor, name in made if tensor.name]
-        found = _recurrence(self.body, states, self.inputs, outputs)
+        found = _recurrence(self.body, states, self.inputs, outputs, self.joins)
         if any(tensor.name in (self.number, self.condition) for each in found.body for tensor in each.inputs):
             raise NoScan("a step computes with its number")
-        return found
+        return replace(found, begins=self.empty)
 
     def _require_fixed_count(self, condition: str) -> None:
         """Raise NoScan unless the Loop runs as often as its trip count says."""
@@ -186,6 +191,22 @@ class _Loop:
             if count is None or count.size != 1 or count.reshape(-1)[0] != length:
                 found = "computed" if count is None else count.reshape(-1)[0]
                 raise NoScan(f"its trip count is {found}, and '{each.tensor.name}' has {length} steps")
+
+    def _inserted(self, begin: str, initial: Tensor, end: str, final: Tensor | None) -> Sliced | None:
+        """Return what the steps insert into an empty sequence whose elements one node joins; None for another state."""
+        now, made, begun = self.tensors.get(begin), producer(self.tensors[end]), producer(initial)
+        if now is None or made is None or begun is None or op_of(begun) != "SequenceEmpty":
+            return None
+        join = self.outer.graph.sole_consumer(final) if final is not None else None
+        added = self.body.shapes.shape(made.inputs[1]) if op_of(made) == "SequenceInsert" else None
+        is_last = len(made.inputs) == 2 and made.inputs[0] is now and consumers(now) == [made]
+        if not is_last or added is None or join is None or op_of(join) != "ConcatFromSequence":
+            raise NoScan(f"it carries the sequence '{initial.name}', of which no ConcatFromSequence makes a tensor")
+        self.joins.append(join)
+        self.empty.append(begun)
+        keeps_axis = not int_attribute(join, "new_axis", 0)
+        axis = int_attribute(join, "axis", 0) % (len(added) + (not keeps_axis))
+        return Sliced(join.outputs[0], axis, made.inputs[1].name, keeps_axis)
 
     def _appended(self, begin: str, initial: Tensor, end: str, final: Tensor | None) -> Sliced | None:
         """Return what the steps append to an empty tensor that the Loop carries; None if it is another state."""

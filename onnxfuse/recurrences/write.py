@@ -88,7 +88,7 @@ def write_scan(
     name = shapes.graph.unique_name(f"{node_name(outputs[0])}/{SCAN}")
     call = FunctionCall(functions.add(body), name, list(operands.values()), outputs, attributes)
     replaced = [*joined.before, *recurrence.replaced, *joined.after]
-    labels = tuple(map(node_label, replaced))
+    labels = tuple(map(node_label, (*replaced, *recurrence.begins)))
     put_call(shapes, replaced, call)
     return Fused(SCAN, name, labels, {}, outputs[0].name)
 

@@ -42,6 +42,14 @@ SPELLINGS = {
         .replace("(length, yes, s)", "(length, yes, s, none)")
         .replace("int64 one", "float[2,6,0] none = {}, int64 one"),
 }  # fmt: skip
+LIST = (
+    LOOP.replace("float[t,b,6] y", "float[b,6,t] y")
+    .replace("float[b,6,8] now)", "float[b,6,8] now, seq(float[b,6]) list)")
+    .replace("float[b,6] out", "seq(float[b,6]) longer")
+    .replace("last, y = Loop", "none = SequenceEmpty ()  last, all = Loop")
+    .replace("out = Squeeze (product, far)", "out = Squeeze (product, far)  longer = SequenceInsert (list, out)")
+    .replace("(length, yes, s) }", "(length, yes, s, none)  y = ConcatFromSequence <axis = -1, new_axis = 1> (all) }")
+)  # fmt: skip
 SCAN = """(float[b,6,t,8] a, float[b,6,t,8] x, float[b,t,8] c, float[b,6,8] s) => (float[b,6,8] last, float[b,6,t] y)
     <int64[1] far = {-1}> {
     last, y = Scan <num_scan_inputs = 3, scan_input_axes = [2, -2, 1], scan_output_axes = [2], body = step
@@ -63,6 +71,21 @@ def test_spellings_of_loops(name: str) -> None:
 def test_a_scan() -> None:
     model, report = optimize(parsed(SCAN), verify=False)
     assert report.counts == {"scan": 1} and len(model.graph.node) == 1
+
+
+def test_results_in_a_sequence() -> None:
+    """As torch.jit.script writes a list of tensors that torch.stack or torch.cat joins."""
+    _, report = optimize(parsed(LIST))
+    assert report.counts == {"scan": 1} and report.verified.status == "verified"
+    joined = LIST.replace("axis = -1, new_axis = 1", "axis = 2").replace(
+        "out = Squeeze (product, far)", "out = Identity (product)"
+    )
+    _, report = optimize(parsed(joined.replace("seq(float[b,6])", "seq(float[b,6,1])")))
+    assert report.counts == {"scan": 1} and report.verified.status == "verified"
+    two = LIST.replace("(all) }", "(all)  n = SequenceLength (all) }").replace(
+        "float[b,6,t] y)", "float[b,6,t] y, int64 n)"
+    )
+    assert "scan" not in optimize(parsed(two), verify=False)[1].counts
 
 
 def test_what_a_step_reads_of_the_graph_is_an_operand() -> None:
