@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -11,10 +10,9 @@ import onnx
 import onnx.numpy_helper
 from onnx import TensorProto, helper
 
-from onnxfuse.algebra.sizes import Shape
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.domain import DOMAIN
-from onnxfuse.ir.dtypes import Array
+from onnxfuse.ir.dtypes import DTYPE_NUMBERS, Array
 from onnxfuse.ir.graph import constant_value
 from onnxfuse.ir.graphsurgeon import constant_of, copy_of
 from onnxfuse.ir.node import Node, Tensor, is_constant
@@ -26,6 +24,7 @@ from onnxfuse.recurrences.form import Recurrence, State
 from onnxfuse.recurrences.joining import Joined
 from onnxfuse.recurrences.loops import outer_tensor
 from onnxfuse.recurrences.program import Program
+from onnxfuse.region_operators import FLOATS, HALVES
 from onnxfuse.rewrite.replace import FunctionCall, Fused, LocalFunctions, attributes_of, put_call
 
 DOC: Final = "A recurrence that one kernel runs."
@@ -34,11 +33,15 @@ FIRST_AXES_AS_INPUT: Final = 13  # from this opset on, the axes of Squeeze and U
 
 @dataclass
 class _Written:
-    """Nodes that are being written; `names` maps tensors to names in the function."""
+    """Nodes that are being written; `names` maps tensors to names in the function.
+
+    Where the model has tensors of the dtype `half`, the function has float32, if `half` is not 0.
+    """
 
     shapes: ShapeInfo
     names: dict[str, str]
     stem: str
+    half: int
     nodes: list[onnx.NodeProto] = field(default_factory=list)
 
     def put(self, op: str, *inputs: str, target: str = "", **attributes: Any) -> str:
@@ -55,7 +58,17 @@ class _Written:
 
     def constant(self, value: Array) -> str:
         """Add a constant, and return its name."""
-        return self.put("Constant", value=onnx.numpy_helper.from_array(value))
+        stored = onnx.numpy_helper.from_array(value)
+        if stored.data_type == self.half:
+            stored = onnx.numpy_helper.from_array(value.astype(np.float32))
+        return self.put("Constant", value=stored)
+
+    def value(self, name: str, tensor: Tensor, without: int | None = None) -> onnx.ValueInfoProto:
+        """Return the type of a value of the body: that of a tensor, or of its slice along the axis `without`."""
+        shape, dtype = self.shapes.shape(tensor), self.shapes.dtype(tensor)
+        sizes = None if shape is None else [size for i, size in enumerate(shape) if i != without]
+        dims = None if sizes is None else [size if isinstance(size, int) else None for size in sizes]
+        return helper.make_tensor_value_info(name, TensorProto.FLOAT if dtype == self.half else dtype, dims)
 
     def add(self, node: Node) -> None:
         """Add a node of the graph, and the constants that it reads and that have no name yet."""
@@ -111,12 +124,15 @@ def _function(
     It is no Scan, because onnxruntime 1.31 ends the process (SIGFPE) for an empty tensor that a Scan transposes.
     """
     names, states, first = list(program.operands), recurrence.states, recurrence.inputs[0]
-    written = _Written(shapes, {tensor.name: name for name, tensor in program.operands.items()}, "f")
+    written = _Written(shapes, {tensor.name: name for name, tensor in program.operands.items()}, "f", _half(program))
+    for name, tensor in program.operands.items():
+        if written.half == shapes.dtype(tensor):
+            written.names[tensor.name] = written.put("Cast", name, to=TensorProto.FLOAT)
     for node in joined.before:
         written.add(node)
     length = written.put("Shape", written.names[first.tensor.name])
     count = written.put("Gather", length, written.constant(np.array(first.axis)))
-    body = _body(shapes, recurrence, written.names)
+    body = _body(recurrence, written)
     finals = [f"y{i}" for i in range(len(states))]
     made = [f"y{len(states) + i}" for i in range(len(recurrence.outputs))]
     firsts = [_first(shapes, written, program, i, state) for i, state in enumerate(states)]
@@ -130,7 +146,10 @@ def _function(
             written.names[state.final.name] = name
     for node in joined.after:
         written.add(node)
-    outputs = [written.names[tensor.name] for _, _, tensor in program.outputs]
+    outputs = []
+    for _, _, tensor in program.outputs:
+        name, is_half = written.names[tensor.name], written.half == shapes.dtype(tensor)
+        outputs.append(written.put("Cast", name, to=written.half) if is_half else name)
     opsets = [helper.make_opsetid("", shapes.graph.opset)]
     return helper.make_function(DOMAIN, SCAN, names, outputs, written.nodes, opsets, attributes, doc_string=DOC)
 
@@ -152,32 +171,35 @@ def _first(shapes: ShapeInfo, written: _Written, program: Program, place: int, s
     return written.put("Expand", operand, written.put("Concat", *sizes, axis=0))
 
 
-def _body(shapes: ShapeInfo, recurrence: Recurrence, outer: Mapping[str, str]) -> onnx.GraphProto:
-    """Return the body of a Loop: one step.  `outer` has the names of the graph's tensors in the function."""
+def _half(program: Program) -> int:
+    """Return the half precision that all floats of a program have, if it has no Cast to it; else 0.
+
+    The function of such a program computes in float32, as its kernel does: states that are rounded in each step would
+    overflow earlier than where onnxruntime computes a trace in float32, which its CPU provider does.
+    """
+    floats = {dtype for dtype in program.dtypes.values() if dtype in FLOATS}
+    is_cast = any(op == "Cast" and program.dtypes[made[0]] in floats for op, _, made, _ in program.ops)
+    return DTYPE_NUMBERS[floats.pop()] if len(floats) == 1 and floats <= {*HALVES} and not is_cast else 0
+
+
+def _body(recurrence: Recurrence, outer: _Written) -> onnx.GraphProto:
+    """Return the body of a Loop: one step of a recurrence, of the function that is being written."""
     states = recurrence.states
     begins = {state.begin: f"s{i}" for i, state in enumerate(states)}
-    written = _Written(recurrence.shapes, {**outer, **begins}, "t")
+    written = _Written(recurrence.shapes, {**outer.names, **begins}, "t", outer.half)
     values = [helper.make_tensor_value_info("number", TensorProto.INT64, [])]
     values += [helper.make_tensor_value_info("going", TensorProto.BOOL, [])]
-    values += [_value(f"s{i}", shapes, state.like) for i, state in enumerate(states)]
+    values += [outer.value(f"s{i}", state.like) for i, state in enumerate(states)]
     results = [helper.make_tensor_value_info(written.put("Identity", "going"), TensorProto.BOOL, [])]
     for each in recurrence.inputs:
         index = written.axes("Unsqueeze", "number", 0) if each.keeps_axis else "number"
-        written.names[each.name] = written.put("Gather", outer[each.tensor.name], index, axis=each.axis)
+        written.names[each.name] = written.put("Gather", outer.names[each.tensor.name], index, axis=each.axis)
     for node in recurrence.body:
         written.add(node)
     ends = [written.put("Identity", written.names[state.end]) for state in states]
-    results += [_value(name, shapes, state.like) for name, state in zip(ends, states, strict=True)]
+    results += [outer.value(name, state.like) for name, state in zip(ends, states, strict=True)]
     for each in recurrence.outputs:
         source = written.names[each.name]
         source = written.axes("Squeeze", source, each.axis) if each.keeps_axis else source
-        results.append(_value(written.put("Identity", source), shapes, each.tensor, each.axis))
+        results.append(outer.value(written.put("Identity", source), each.tensor, each.axis))
     return helper.make_graph(written.nodes, "step", values, results)
-
-
-def _value(name: str, shapes: ShapeInfo, tensor: Tensor, without: int | None = None) -> onnx.ValueInfoProto:
-    """Return the type of a value of the body: that of a tensor, or of its slice along the axis `without`."""
-    shape: Shape | None = shapes.shape(tensor)
-    sizes = None if shape is None else [size for i, size in enumerate(shape) if i != without]
-    dims = None if sizes is None else [size if isinstance(size, int) else None for size in sizes]
-    return helper.make_tensor_value_info(name, shapes.dtype(tensor), dims)
