@@ -352,6 +352,16 @@ def decoding() -> str:
     return grid(head, lines, text=(0, 5))
 
 
+def linear_attention() -> str:
+    """Return the times of linear attention: of sequences, and of one token after a state."""
+    lines = [
+        [f"{row['batch']} x {row['tokens']} tokens, {row['heads']} heads", f"**{three_digits(row['onnxfuse_us'])}**",
+         *(_time(row, name) for name in ("onnxruntime_us", "triton_us", "copy_us"))]
+        for row in rows("linear_attention-h200")
+    ]  # fmt: skip
+    return grid(["microseconds", "onnxfuse", "onnxruntime", "Triton", "a copy of the states"], lines)
+
+
 def attention() -> str:
     """Return the times of attention in float16."""
     lines = [
@@ -519,8 +529,8 @@ TABLES: Final[Mapping[str, Callable[[], str]]] = {
     table.__name__: table
     for table in (
         whole_models, trends, readme_models, engines, new_shapes, starts, load, regions_of_models, generated_kernels,
-        joined, products, quantized_products, float8, integers, decoding, attention, attention_forms, kernels,
-        convolutions, gates, other_gpus, on_the_cpu, memory, optimizers, decisions,
+        joined, products, quantized_products, float8, integers, decoding, attention, attention_forms, linear_attention,
+        kernels, convolutions, gates, other_gpus, on_the_cpu, memory, optimizers, decisions,
     )
 }  # fmt: skip
 
