@@ -30,7 +30,10 @@ from onnxfuse.runtime.symint import estimate
 GATES: Final = {"lstm": 4, "gru": 3, "rnn": 1}
 USUAL: Final = {"lstm": ("Sigmoid", "Tanh", "Tanh"), "gru": ("Sigmoid", "Tanh"), "rnn": ("Tanh",)}
 CLUSTER_ARCH: Final = 90  # the lowest compute capability with thread block clusters
-LARGE_CLUSTER_BYTES: Final = 200 << 10  # GPUs whose blocks have as much shared memory run clusters of 16 blocks
+# GPUs that run clusters of 16 blocks have as much shared memory in a block, and as many multiprocessors, so that one of
+# their eight GPCs, which a cluster does not leave, has 16.  On others, such as an H20 with 78, launches can fail.
+LARGE_CLUSTER_BYTES: Final = 200 << 10
+LARGE_CLUSTER_MULTIPROCESSORS: Final = 8 * 14 + 1  # GPCs have even numbers of them
 # Clusters that an H200 runs at once, by their blocks, with one block a multiprocessor.
 CLUSTERS_AT_ONCE: Final = {1: 132, 2: 66, 4: 30, 8: 15, 16: 7}
 PART_BYTES: Final = 64  # bytes of a row of weights in one part, as in recurrent.cu
@@ -163,7 +166,7 @@ def configs(layer: Layer, device: Device) -> list[Config]:
     """Return all ways to run a layer on a device, whatever the batch is."""
     is_float32 = layer.dtype == "float32"
     kinds = [False, True] if is_float32 and device.tf32 and device.arch >= MMA_ARCH else [not is_float32]
-    large = device.shared_per_block > LARGE_CLUSTER_BYTES
+    large = device.shared_per_block > LARGE_CLUSTER_BYTES and device.multiprocessors >= LARGE_CLUSTER_MULTIPROCESSORS
     clusters = (1, 2, 4, 8, *((16,) if large else ())) if device.arch >= CLUSTER_ARCH else (1,)
     found = [
         _config(layer, cluster, columns, threads, mma, device)

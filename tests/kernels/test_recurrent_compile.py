@@ -53,6 +53,16 @@ def test_every_launch_fits_the_device(device: Device) -> None:
         assert step.pdl == (device.arch >= 90)
 
 
+def test_few_multiprocessors_run_no_cluster_of_16_blocks() -> None:
+    def largest(multiprocessors: int) -> int:
+        device = dataclasses.replace(H200, multiprocessors=multiprocessors)
+        layer = host.layer_of(case.node(), case.specs())
+        return max(config.cluster for config in host.configs(layer, device))
+
+    case = Case(hidden=256, dtype="float16")
+    assert [largest(count) for count in (20, 64, 78, 114, 132, 148)] == [8, 8, 8, 16, 16, 16]
+
+
 def test_what_does_not_fit_on_chip_is_refused() -> None:
     def refused(hidden: int, dtype: str, device: Device) -> str | None:
         case = Case(hidden=hidden, dtype=dtype)
