@@ -52,13 +52,14 @@ def infer_shapes(graph: Graph, strict: bool = False, scope: OuterScope | None = 
     With `strict`, an error of a rule is raised; otherwise the outputs of the node with the error stay unknown.  `scope`
     holds the facts about a subgraph's inputs.
     """
+    scope = scope or OuterScope()  # one for all rounds, so that no round gives a name that an earlier one has given
     shapes = _inferred(ShapeInfo(graph, strict, scope=scope))
     for _ in range(MAX_ROUNDS - 1):
         if shapes.learned() == shapes.known:
             break
         shapes = _inferred(ShapeInfo(graph, strict, scope=scope, learned=shapes.learned()))
     correct_records(shapes, graph.nodes)
-    if scope is not None and scope.is_repeated:
+    if scope.is_repeated:
         return shapes
     is_stale = any(shapes.contradicts_record(tensor.name) for node in graph.nodes for tensor in node.outputs)
     if is_stale or shapes.infos.has_ambiguous_slices or not any(_needs_records(shapes, node) for node in graph.nodes):

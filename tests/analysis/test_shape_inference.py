@@ -826,3 +826,11 @@ def test_a_slice_along_an_axis_of_negative_size_does_not_end_the_process(case: s
     model.graph.output[0].type.tensor_type.ClearField("shape")
     _, report = optimize(model, verify=False)
     assert report.to_json()["input"]["nodes"] == 3
+
+
+def test_an_unknown_size_of_a_later_round_differs_from_those_of_earlier_rounds() -> None:
+    """The MatMul tells how many elements are not zero, so that the Add broadcasts other sizes in the second round."""
+    body = "i = NonZero(x) a = Constant <value_ints = [0]> () s = Squeeze(i, a) c = Cast <to = 1> (s) d = MatMul(c, y)"
+    graph, shapes = parsed("bool[n] x, float[k] y, float[m] z", f"{body} u = Add(c, z)")
+    assert shapes.shape(named(graph, "c")) == shapes.shape(named(graph, "y"))
+    assert shapes.shape(named(graph, "u")) != shapes.shape(named(graph, "y"))
