@@ -7,6 +7,7 @@ other pass changes anything.  `analysis/scores.py` finds the nodes between a Sof
 from __future__ import annotations
 
 from onnxfuse.attention.canonicalize_scores import canonicalize_scores
+from onnxfuse.attention.expand_batches import expand_batches
 from onnxfuse.attention.extract_alibi import extract_alibi
 from onnxfuse.attention.four_axes import add_heads_axis, merge_window_axes
 from onnxfuse.attention.heads_first import heads_first
@@ -24,6 +25,7 @@ ATTENTION: tuple[Pass, ...] = (
     regroup_addends,  # makes scores keep one shape up to the Softmax
     split_merged_heads,  # writes views, which are composed with adjacent views
     merge_value_products,  # needs attention of four axes, as the passes above write it
+    expand_batches,  # needs attention of four axes
     canonicalize_scores,  # needs attention of four axes
     extract_alibi,  # needs biases that are added separately, as `canonicalize_scores` writes them
     unbroadcast_masks,  # recognizes masks by their index arithmetic, which it follows through constants and views
