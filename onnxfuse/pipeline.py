@@ -40,8 +40,9 @@ PIPELINE: tuple[Pass, ...] = (
     normalize_slices,
     scatter_to_concat,
     einsum_to_matmul,  # before normalize composes its Transposes with others
+    # before normalize composes views after these products, and before sizes are read of the views
+    rules_pass("write_products_of_rows", ROWS),
     sizes_of_operands,
-    rules_pass("write_products_of_rows", ROWS),  # before normalize composes views after these products
     rules_pass("write_roots", ROOTS),  # before normalize, which then merges equal means
     rules_pass("write_one_form", NO_OPS),
     normalize,  # so that the passes below, and patterns, find each computation in one form

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby
 from typing import Final, TypeAlias
 
 import numpy as np
 
 from onnxfuse.algebra.operators import REGROUPING, VIEWS
-from onnxfuse.algebra.sizes import Size
+from onnxfuse.algebra.sizes import Size, name_of
 from onnxfuse.analysis.scores import is_computed_from_product
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.analysis.shape_rules import SHAPE_RULES
@@ -73,17 +74,41 @@ def _read_elsewhere(graph: Graph, shapes: ShapeInfo, origins: Origins, shape: No
     axes = [*range(len(sizes))][int_attribute(shape, "start", 0) : int_attribute(shape, "end", len(sizes))]
     found = [origins.of(tensor, axis) for axis in axes]
     of_scores = len(sizes) >= MIN_RANK and is_computed_from_product(tensor, BROADCASTING | SAME_SHAPE)
-    readers = [(reader, _picked(graph, reader, len(axes))) for reader in consumers(whole)]
+    readers = [*_readers(graph, whole, len(axes))]
     count = 0
-    for reader, picked in readers:
-        if picked is not None:
-            indices, rank = picked
-            made = _written(shapes, tensor, [found[i] for i in indices], reader.outputs[0], rank, of_scores)
+    for reader, picked, cast in readers:
+        origins_of = [found[i] for i in picked[0]] if picked is not None else []
+        if picked is not None and (cast is None or all(map(_is_of_input, origins_of))):
+            made = _written(shapes, tensor, origins_of, reader.outputs[0], picked[1], of_scores)
+            if made is not None and cast is not None:
+                made = write(shapes, "Cast", [made], f"{reader.outputs[0].name}_cast", cast.attrs)
             count += made is not None and graph.replace(reader.outputs[0], made)
-    if graph.is_kept(whole) or any(picked is None for _, picked in readers):
+    if graph.is_kept(whole) or any(picked is None for _, picked, _ in readers):
         made = _written(shapes, tensor, found, whole, 1, of_scores)
         count += made is not None and graph.replace(whole, made)
     return count
+
+
+def _is_of_input(origin: Origin) -> bool:
+    """Return whether a size is a number, or that of a graph input."""
+    return isinstance(origin, int) or producer(origin[0]) is None
+
+
+def _readers(
+    graph: Graph, whole: Tensor, count: int
+) -> Iterator[tuple[Node, tuple[list[int], int] | None, Node | None]]:
+    """Yield each consumer of a Shape, what it takes of the sizes, and the Cast of all sizes that it reads, if any.
+
+    TensorFlow casts each Shape to int32.  Such a Cast is followed where each of its consumers takes some of the sizes.
+    The caller reads these sizes from graph inputs, and others where they are read now.
+    """
+    for reader in consumers(whole):
+        is_followed = op_of(reader) == "Cast" and not graph.is_kept(reader.outputs[0])
+        behind = [(each, _picked(graph, each, count)) for each in consumers(reader.outputs[0])] if is_followed else []
+        if behind and all(picked is not None for _, picked in behind):
+            yield from ((each, picked, reader) for each, picked in behind)
+        else:
+            yield reader, _picked(graph, reader, count), None
 
 
 def _picked(graph: Graph, reader: Node, count: int) -> tuple[list[int], int] | None:
@@ -173,7 +198,10 @@ class Origins:
     _known: dict[tuple[int, int], Origin] = field(default_factory=dict)  # by the tensor's id and axis
 
     def of(self, tensor: Tensor, axis: int) -> Origin:
-        """Return the tensor nearest to the graph's inputs that gives a size, and its axis; or a constant size."""
+        """Return the tensor nearest to the graph's inputs that gives a size, and its axis; or a constant size.
+
+        If that is no input of the graph, but an input has the same named size, the input is returned.
+        """
         path: list[tuple[int, int]] = []
         while True:
             key = id(tensor), axis
@@ -185,8 +213,20 @@ class Origins:
                 break
             tensor, axis = found
         end = known or (size if isinstance(size, int) else (tensor, axis))
+        if not isinstance(end, int) and producer(end[0]) is not None:
+            end = self._of_inputs.get(name_of(size) or "", end)
         self._known.update(dict.fromkeys(path, end))
         return end
+
+    @cached_property
+    def _of_inputs(self) -> dict[str, tuple[Tensor, int]]:
+        """The named sizes of the graph's inputs, each with an input and its axis."""
+        found: dict[str, tuple[Tensor, int]] = {}
+        for tensor in self.shapes.graph.linked.inputs:
+            for axis, size in enumerate(self.shapes.shape(tensor) or ()):
+                if not isinstance(size, int) and (name := name_of(size)) is not None:
+                    found.setdefault(name, (tensor, axis))
+        return found
 
     def _step(self, tensor: Tensor, axis: int, size: Size) -> tuple[Tensor, int] | None:
         """Return the operand, and its axis, that gives an axis of a computed tensor its size; None if none does."""

@@ -18,7 +18,7 @@ def sources(nodes: str, opset: int = 20) -> list[str]:
 
     The nodes compute integers y of queries q, keys k and a row m.
     """
-    constants = {"zero": [0], "two": [2], "last": [3], "both": [2, 3], "far": [9], "all": [-1]}
+    constants = {"zero": [0], "two": [2], "last": [3], "both": [2, 3], "far": [9], "all": [-1], "flat": [-1, 8]}
     weights = {name: np.array(value, np.int64) for name, value in constants.items() if name in nodes}
     if "scalar" in nodes:
         weights["scalar"] = np.array(3, np.int64)
@@ -34,6 +34,7 @@ def sources(nodes: str, opset: int = 20) -> list[str]:
     return [node.input[0] for node in after.graph.node if node.op_type == "Shape"]
 
 
+SPLIT = "f = Reshape(q, flat) h = Shape(q) r = Reshape(f, h)"
 SWAPPED = "x = Transpose<perm=[1,0,2,3]>(q)"
 
 
@@ -52,6 +53,9 @@ SWAPPED = "x = Transpose<perm=[1,0,2,3]>(q)"
         ("x = Transpose<perm=[2,0,1,3]>(q) z = Tanh(x) n = Shape(z) y = Gather(n, zero)", ["q"]),
         ("x = Concat<axis=3>(q, q) n = Shape(x) y = Gather(n, two)", ["q"]),
         ("x = Gather<axis=2>(q, two) z = Tanh(x) n = Shape(z) y = Gather(n, zero)", ["q"]),
+        ("x = Tanh(q) n = Shape(x) c = Cast<to=6>(n) d = Slice(c, two, last) y = Cast<to=7>(d)", ["q"]),
+        ("x = Tanh(q) n = Shape(x) c = Cast<to=6>(n) y = Cast<to=7>(c)", ["q"]),
+        (f"{SPLIT} x = Tanh(r) n = Shape(x) c = Gather(n, two) i = Cast<to=7>(x) y = Add(i, c)", ["q", "q"]),
         (f"{SWAPPED} n = Shape<start=2, end=3>(x) t = Concat<axis=0>(all, n, two) y = Reshape(x, t)", ["q"]),
         (f"{SWAPPED} n = Shape<start=2, end=3>(x) t = Concat<axis=0>(all, n, two) y = Reshape(q, t)", ["x"]),
     ],
