@@ -233,6 +233,10 @@ def distinct_parts(
         own |= {name: (again[own[name][0]][0], own[name][1])
                 for name in node.output if name in own and own[name][0] in again}  # fmt: skip
         nodes += tuple(onnx.helper.make_node("Identity", [name], [copy]) for name, (copy, _) in again.items())
+        copies = _in_several_layouts(part.output, own)
+        own |= {name: (copy, own[name][1]) for name, (_, copy) in copies.items()}
+        as_original.output[:] = [_original(own, name) for name in part.output]
+        nodes += tuple(onnx.helper.make_node("Identity", [name], [copy]) for name, copy in copies.values())
         perms = [own[name][1] if name in own else () for name in (*read, *node.output)]
         made = [_without_names(derived[name][1]) if name in derived else () for name in node.input]
         key = _key(unfused, as_original, nodes, f"{functions.get(node.op_type, '')} {perms} {made}")
@@ -241,6 +245,17 @@ def distinct_parts(
         else:
             parts[key] = Part(part, nodes, leaves, key, own, derived)
     return list(parts.values())
+
+
+def _in_several_layouts(outputs: Iterable[str], originals: Mapping[str, Original]) -> dict[str, tuple[str, str]]:
+    """Return the outputs whose original another output computes, too: the original's name, and one of a copy."""
+    known, copies = {name for name in outputs if name not in originals}, dict[str, tuple[str, str]]()
+    for name in (each for each in outputs if each in originals):
+        original = originals[name][0]
+        if original in known:
+            copies[name] = original, f"{original}/{name}"
+        known.add(original)
+    return copies
 
 
 class _Derivations:

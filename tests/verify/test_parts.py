@@ -402,6 +402,18 @@ def test_a_tensor_that_a_part_reads_and_computes_again_in_another_layout() -> No
     assert not found.wrong and not found.not_compared and len(found.equal) == 1
 
 
+@pytest.mark.parametrize(("operator", "is_wrong"), [("Neg", False), ("Abs", True)])
+def test_a_tensor_that_a_part_computes_in_two_layouts(operator: str, is_wrong: bool) -> None:
+    found = by_hand(
+        "g (float[2, 4] x) => (float[2, 4] y, float[2, 4] z) { a = Neg (x)  y = Abs (a)  z = Exp (a) }",
+        f'[n] "a/nhwc", a = {DOMAIN}.both (x)  b = Transpose <perm = [1, 0]> ("a/nhwc")  y = Abs (b)  z = Exp (a)',
+        f"""<domain: "{DOMAIN}", opset_import: ["" : 17]> both (p) => (r, q)
+        {{ q = Neg (p)  s = {operator} (p)  r = Transpose <perm = [1, 0]> (s) }}""",
+        ["a"],
+    )
+    assert not found.not_compared and (len(found.wrong), len(found.equal)) == (is_wrong, not is_wrong)
+
+
 def test_an_operand_that_a_replaced_node_computes_too() -> None:
     """The Split is needed for its second result; the first one is an operand."""
     found = by_hand(
