@@ -311,6 +311,7 @@ SHAPES = [
      "seq 1 batch 4"),
 ]  # fmt: skip
 AXES = "int64[1] a0 = {0}, int64[1] a1 = {1}, int64[1] a2 = {2}, int64[1] a3 = {3}"
+LIMITS = "float low = {-1e9}, float high = {1e9}, float half = {0.5}"
 
 
 @pytest.mark.parametrize(("opset", "inputs", "body", "expected"), SHAPES)
@@ -321,6 +322,7 @@ def test_shape_of(opset: int, inputs: str, body: str, expected: str) -> None:
 
 SEQ = "s = Shape(x) i = Constant <value_int = 1> () d = Gather(s, i) two = Constant <value_int = 2> () "
 NUMBERS = "zero = Constant <value_int = 0> () m = Constant <value_int = -1> () "
+LIMIT = "f = Cast <to = 1> (d) "
 
 VALUES = [
     (17, X3, "y = Shape(x)", "[batch, seq, 64]"),
@@ -343,6 +345,12 @@ VALUES = [
                    "y = Cast <to = 7> (h)", "2*seq"),
     (17, X3, SEQ + "f = Cast <to = 1> (d) t = Constant <value_float = 0.5> () g = Mul(f, t) y = Cast <to = 7> (g)",
      "unknown"),
+    (17, X3, SEQ + LIMIT + "g = Max(f, low) y = Cast <to = 7> (g)", "seq"),
+    (17, X3, SEQ + LIMIT + "g = Min(f, high) y = Cast <to = 7> (g)", "Min(1000000000, seq)"),
+    (17, X3, SEQ + LIMIT + "g = Max(f, half) y = Cast <to = 7> (g)", "unknown"),
+    (17, X3, SEQ + NUMBERS + "e = Equal(d, two) l = Less(d, zero) y = And(e, l)", "False"),
+    (17, X3, SEQ + NUMBERS + "e = Equal(d, two) l = Greater(d, m) y = Or(e, l)", "True"),
+    (17, X3, SEQ + NUMBERS + "e = Equal(d, two) l = Greater(d, m) y = And(e, l)", "unknown"),
     (17, X3, "s = Shape(x) y = ReduceProd <keepdims = 0> (s)", "64*batch*seq"),
     (13, X3, "s = Shape(x) y = ReduceSum(s)", "[batch + seq + 64]"),
     (13, X3, "s = Shape(x) y = ReduceSum <keepdims = 2> (s)", "batch + seq + 64"),
@@ -371,7 +379,7 @@ VALUES = [
 
 @pytest.mark.parametrize(("opset", "inputs", "body", "expected"), VALUES)
 def test_value_of(opset: int, inputs: str, body: str, expected: str) -> None:
-    graph, shapes = parsed(inputs, body, opset, AXES)
+    graph, shapes = parsed(inputs, body, opset, f"{AXES}, {LIMITS}")
     tensor = named(graph, "y")
     value = shapes.value(tensor)
     if expected == "not an integer":

@@ -25,7 +25,8 @@ from onnxfuse.analysis.shape_info import MAX_VALUE_ELEMENTS, CannotInfer, ShapeI
 from onnxfuse.analysis.value_rules.views import object_array, static_shape
 from onnxfuse.ir.attributes import flag_attribute, int_attribute
 from onnxfuse.ir.dtypes import EXACT_INTEGERS, INTEGER_RANGES, Array
-from onnxfuse.ir.node import Node, op_of
+from onnxfuse.ir.graph import constant_value
+from onnxfuse.ir.node import Node, is_constant, op_of, producer
 
 RULES = RuleTable[ValueRule]()
 # Dtypes in which shape arithmetic is followed.  Sizes in float32 are assumed to be below 2**24.
@@ -108,6 +109,8 @@ def _elementwise(shapes: ShapeInfo, node: Node) -> Array:
     function = _ELEMENTWISE[op]
     if op == "Where":
         return _where(shapes, node)
+    if op in _DECIDED_BY and (decided := _decided(shapes, node)) is not None:
+        return decided
     if op == "Mod" and int_attribute(node, "fmod", 0):
         raise CannotInfer
     if op == "Div" and shapes.dtype(node.outputs[0]) not in INTEGER_RANGES:
@@ -116,6 +119,18 @@ def _elementwise(shapes: ShapeInfo, node: Node) -> Array:
     if op == "Sum":
         _require_exact_in_any_order(shapes, node, sum(_map(abs, _numbers(value)) for value in values))
     return _map(function, *values)
+
+
+_DECIDED_BY = {"And": False, "Or": True}
+
+
+def _decided(shapes: ShapeInfo, node: Node) -> Array | None:
+    """Return the value of an And with an operand that is false everywhere, or of an Or with one that is true."""
+    number, shape = _DECIDED_BY[op_of(node)], shapes.shape(node.outputs[0])
+    values = [shapes.value(each) for each in node.inputs]
+    if shape is None or not any(value is not None and value.size and np.all(value == number) for value in values):
+        return None
+    return object_array(np.full(static_shape(object_array(list(shape))), number))
 
 
 def _numbers(value: Array) -> Array:
@@ -154,15 +169,35 @@ def _where(shapes: ShapeInfo, node: Node) -> Array:
 
 @RULES.rule("Cast", "CastLike")
 def _cast(shapes: ShapeInfo, node: Node) -> Array:
-    value = input_value(shapes, node)
     to = int_attribute(node, "to")
     if to is None:
         to = shapes.dtype(node.inputs[1])
+    value = _limited(shapes, node) if to in INTEGER_RANGES else None
+    if value is None:
+        value = input_value(shapes, node)
     if to == TensorProto.BOOL:
         return _map(lambda size: not _is_equal(size, 0), value)
     if to not in SHAPE_DTYPES:
         raise CannotInfer
     return _map(lambda size: int(size) if isinstance(size, int) else size, value)
+
+
+def _limited(shapes: ShapeInfo, cast: Node) -> Array | None:
+    """Return the value of `Cast(Max(Cast(sizes), limits))` with limits in float32, as tf2onnx writes ends of Slices.
+
+    The limits are whole numbers such as 1e9, which float32 holds, but beyond which it cannot count.
+    """
+    node = producer(cast.inputs[0])
+    if node is None or op_of(node) not in ("Max", "Min") or len(node.inputs) != 2:
+        return None
+    made, limits = producer(node.inputs[0]), node.inputs[1]
+    if made is None or op_of(made) != "Cast" or not is_constant(limits):
+        return None
+    numbers, sizes = constant_value(shapes.graph, limits), shapes.value(made.inputs[0])
+    is_whole = numbers.size <= MAX_VALUE_ELEMENTS and bool(np.all(np.abs(numbers) < 2**31) and np.all(numbers % 1 == 0))
+    if sizes is None or not is_whole:
+        return None
+    return _map(_ELEMENTWISE[op_of(node)], sizes, numbers.astype(np.int64).astype(object))
 
 
 _REDUCTIONS: dict[str, Callable[..., object]] = {
