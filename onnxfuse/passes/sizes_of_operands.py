@@ -16,7 +16,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from onnxfuse.algebra.operators import REGROUPING, VIEWS
+from onnxfuse.algebra.operators import REGROUPING, SLICING, VIEWS
 from onnxfuse.algebra.sizes import Size, name_of
 from onnxfuse.analysis.scores import is_computed_from_product
 from onnxfuse.analysis.shape_info import ShapeInfo
@@ -41,13 +41,13 @@ def sizes_of_operands(graph: Graph, shapes: ShapeInfo) -> int:
     """Replace the Shape of a product or elementwise result by the Shape of the tensor that its sizes come from.
 
     The Shape of a view stays: otherwise the view could be composed with others into a view whose target is computed.
-    But if a Reshape or an Expand of the view has its target from that Shape, the target is computed anyway.
+    But if a Reshape or an Expand of the view has its target from that Shape, the target is computed anyway.  Some sizes
+    are also read from graph inputs in place of slices, and in place of any result whose Shape TensorFlow casts.
     Returns the number of sizes, or groups of sizes, that are now read from another tensor.
     """
     origins = Origins(shapes)
     found = [node for node in graph.nodes if op_of(node) == "Shape"]
-    nodes = [node for node in found if _is_inside(producer(node.inputs[0])) or _is_target_of_own(node)]
-    return sum(_read_elsewhere(graph, shapes, origins, node) for node in nodes)
+    return sum(_read_elsewhere(graph, shapes, origins, node) for node in found if producer(node.inputs[0]) is not None)
 
 
 def _is_inside(node: Node | None) -> bool:
@@ -74,16 +74,19 @@ def _read_elsewhere(graph: Graph, shapes: ShapeInfo, origins: Origins, shape: No
     axes = [*range(len(sizes))][int_attribute(shape, "start", 0) : int_attribute(shape, "end", len(sizes))]
     found = [origins.of(tensor, axis) for axis in axes]
     of_scores = len(sizes) >= MIN_RANK and is_computed_from_product(tensor, BROADCASTING | SAME_SHAPE)
+    maker = producer(tensor)
+    is_inside, is_slice = _is_inside(maker) or _is_target_of_own(shape), maker is not None and op_of(maker) in SLICING
     readers = [*_readers(graph, whole, len(axes))]
     count = 0
     for reader, picked, cast in readers:
-        origins_of = [found[i] for i in picked[0]] if picked is not None else []
-        if picked is not None and (cast is None or all(map(_is_of_input, origins_of))):
-            made = _written(shapes, tensor, origins_of, reader.outputs[0], picked[1], of_scores)
+        sources = [found[i] for i in picked[0]] if picked is not None else []
+        are_of_inputs = all(map(_is_of_input, sources)) and (cast is not None or is_slice)
+        if picked is not None and (are_of_inputs or (is_inside and cast is None)):
+            made = _written(shapes, tensor, sources, reader.outputs[0], picked[1], of_scores)
             if made is not None and cast is not None:
                 made = write(shapes, "Cast", [made], f"{reader.outputs[0].name}_cast", cast.attrs)
             count += made is not None and graph.replace(reader.outputs[0], made)
-    if graph.is_kept(whole) or any(picked is None for _, picked, _ in readers):
+    if is_inside and (graph.is_kept(whole) or any(picked is None for _, picked, _ in readers)):
         made = _written(shapes, tensor, found, whole, 1, of_scores)
         count += made is not None and graph.replace(whole, made)
     return count
