@@ -15,11 +15,13 @@ from onnxfuse.attention.merge_value_products import merge_value_products
 from onnxfuse.attention.orient_products import orient_products
 from onnxfuse.attention.regroup_addends import regroup_addends
 from onnxfuse.attention.split_merged_heads import split_merged_heads
+from onnxfuse.attention.split_merged_rows import split_merged_rows
 from onnxfuse.attention.unbroadcast_masks import unbroadcast_masks
 from onnxfuse.passes import Pass
 
 ATTENTION: tuple[Pass, ...] = (
     orient_products,  # writes Transposes, which are composed with adjacent views in the next round
+    split_merged_rows,  # before `merge_window_axes`, which merges key heads and groups again
     heads_first,  # before `merge_window_axes`, which would merge batch and queries
     merge_window_axes,
     regroup_addends,  # makes scores keep one shape up to the Softmax
