@@ -20,7 +20,7 @@ from onnxfuse.passes.normalize_slices import normalize_slices
 from onnxfuse.passes.scatter_to_concat import scatter_to_concat
 from onnxfuse.passes.sizes_of_operands import sizes_of_operands
 from onnxfuse.rewrite.apply_rules import rules_pass
-from onnxfuse.rules.activations import ACTIVATIONS
+from onnxfuse.rules.activations import ACTIVATIONS, LIMITS
 from onnxfuse.rules.convolutions import AFFINE, IMAGES
 from onnxfuse.rules.masks import MASKED_SUMS, MASKS
 from onnxfuse.rules.no_ops import NO_OPS
@@ -63,7 +63,7 @@ PIPELINE: tuple[Pass, ...] = (
     rules_pass("split_packed_gate", GATES),  # last, after scales and biases of packed products are folded
 )
 # The passes that are applied once no other pass changes anything, because they rewrite only the remaining nodes.
-LATE_PASSES: tuple[Pass, ...] = (add_heads_axis,)
+LATE_PASSES: tuple[Pass, ...] = (add_heads_axis, rules_pass("write_limits", LIMITS))
 PASS_NAMES: tuple[str, ...] = tuple(each.__name__ for each in (*PIPELINE, *LATE_PASSES))
 # The names of the passes that change the values of weights.
 WEIGHT_PASSES = frozenset({"fold_batch_norm", "fold_variance_factor", "split_packed_gate"})

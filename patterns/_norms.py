@@ -18,7 +18,7 @@ def layer_normalized(x: Term, scale: Term, bias: Term, epsilon: Term) -> Term:
     mean = op.ReduceMean(x32, axes=[-1])
     centred = x32 - mean
     fast = op.Sub(op.ReduceMean(x32**2, axes=[-1]), mean**2)
-    variance = either(op.ReduceMean(centred**2, axes=[-1]), op.Max(fast, 0.0), fast)
+    variance = either(op.ReduceMean(centred**2, axes=[-1]), op.Max(fast, 0.0), op.Relu(fast), fast)
     deviation = op.Sqrt(variance + epsilon)
     scaled = _divided(centred, deviation, scale)
     slope = 1 / deviation * scale

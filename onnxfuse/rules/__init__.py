@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from onnxfuse.dsl.declaration import Rewrite
-from onnxfuse.rules.activations import ACTIVATIONS
+from onnxfuse.rules.activations import ACTIVATIONS, LIMITS
 from onnxfuse.rules.convolutions import AFFINE, IMAGES
 from onnxfuse.rules.masks import MASKED_SUMS, MASKS
 from onnxfuse.rules.no_ops import NO_OPS
@@ -16,7 +16,7 @@ from onnxfuse.rules.rotations import ROTATIONS
 from onnxfuse.rules.rows import ROWS
 
 SUBJECTS: Final[Mapping[str, tuple[Rewrite, ...]]] = {
-    "activations": ACTIVATIONS,
+    "activations": (*ACTIVATIONS, *LIMITS),
     "convolutions": (*IMAGES, *AFFINE),
     "masks": (*MASKED_SUMS, *MASKS),
     "operators in one form": NO_OPS,

@@ -7,7 +7,7 @@ from typing import Final
 
 from onnxfuse.dsl.declaration import Rewrite, Rules, require, rewrite
 from onnxfuse.dsl.terms import Term
-from onnxfuse.dsl.words import choose, computed, either, op, scalar, tensor, weight, when
+from onnxfuse.dsl.words import choose, computed, either, op, scalar, shared, tensor, weight, when
 
 # Producers that a HardSigmoid is fused with.  After other producers no HardSigmoid is written, because not every CUDA
 # provider has a kernel for a HardSigmoid alone.
@@ -78,6 +78,44 @@ def scaled_hard_sigmoid(
     yield clipped * other * inverse, other * gate
 
 
+IS_FLOAT: Final = "x holds floats", lambda dtype: dtype in UNIT_ROUNDING
+
+
+@rewrite(example={"x": IMAGE, "low": -1.0, "high": 6.0})
+def limits(x: Term = tensor(), low: Term = scalar(), high: Term = scalar()) -> Rules:
+    """`max(x, 0)`, as in JAX, becomes a Relu, and a Max and a Min of numbers become a Clip.
+
+    Both sides differ only in the sign of zeros.
+    """
+    require(*IS_FLOAT)
+    require("low is below high", lambda low, high: low is None or high is None or low < high)
+    yield op.Min(op.Max(x, low), high), op.Clip(x, min=low, max=high)
+    yield op.Max(op.Min(x, high), low), op.Clip(x, min=low, max=high)
+    yield op.Max(x, 0.0), op.Relu(x)
+
+
+@rewrite(example={"x": IMAGE, "alpha": 0.25})
+def selected_slopes(x: Term = tensor(), alpha: Term = scalar()) -> Rules:
+    """A Where of x above 0 and `alpha x` elsewhere, as in JAX, becomes a LeakyRelu; both differ only for -0."""
+    require(*IS_FLOAT)
+    require("the opset has GreaterOrEqual", lambda opset: opset >= 12)
+    require("the slope is finite", lambda alpha: math.isfinite(alpha))
+    for is_above in (op.GreaterOrEqual(x, 0.0), op.Greater(x, 0.0)):
+        yield op.Where(is_above, x, x * alpha), op.LeakyRelu(x, alpha=alpha)
+    yield op.Where(op.Less(x, 0.0), x * alpha, x), op.LeakyRelu(x, alpha=alpha)
+
+
+@rewrite(example={"x": IMAGE, "alpha": 0.5})
+def selected_exponential(x: Term = tensor(), alpha: Term = scalar()) -> Rules:
+    """A Where of x above 0 and `alpha (exp(min(x, 0)) - 1)` elsewhere, as in JAX, becomes an Elu."""
+    require(*IS_FLOAT)
+    require("alpha is finite", lambda alpha: alpha is None or math.isfinite(alpha))
+    is_above = shared(op.Greater(x, 0.0))
+    powers = op.Sub(op.Exp(op.Where(is_above, 0.0, x)), 1.0)
+    yield op.Where(is_above, x, powers * alpha), op.Elu(x, alpha=alpha)
+    yield op.Where(is_above, x, powers), op.Elu(x, alpha=1.0)
+
+
 @rewrite(example={"x": IMAGE})
 def leaky_relu(x: Term = tensor(), alpha: Term = scalar()) -> Rules:
     """A PRelu with one slope for all elements becomes a LeakyRelu."""
@@ -115,5 +153,7 @@ def complement_of_erf(x: Term = tensor(), factor: Term = scalar()) -> Rules:
 
 
 ACTIVATIONS: Final[tuple[Rewrite, ...]] = (
-    *hard_sigmoid, *scaled_hard_sigmoid, *leaky_relu, *prelu_of_channels, *prelu, *complement_of_erf,
+    *selected_slopes, *selected_exponential, *hard_sigmoid, *scaled_hard_sigmoid, *leaky_relu, *prelu_of_channels,
+    *prelu, *complement_of_erf,
 )  # fmt: skip
+LIMITS: Final[tuple[Rewrite, ...]] = limits
