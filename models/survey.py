@@ -5,6 +5,7 @@ Needs torch, transformers, timm, torchvision, diffusers, onnxscript and onnxfuse
     python models/survey.py --cache /data/survey                    # everything; writes docs/coverage.md
     python models/survey.py --cache /data/survey 'transformers/gpt*'  # some of it; prints, and writes nothing
     python models/survey.py --cache /data/survey-4.40.2 --older       # with an older transformers; writes its section
+    python models/survey.py --cache /data/packages --packages         # x-transformers and vit-pytorch; their section
 
 Exports and the counts of torch are made once and kept in the cache; delete a file there to make it again.
 """
@@ -20,6 +21,7 @@ import sys
 import time
 import traceback
 import warnings
+from importlib import metadata
 from pathlib import Path
 
 import click
@@ -32,8 +34,9 @@ from architecture import Architecture, Variant
 from exporters import SEED, Job, build_model, export_graph, strip_traces
 from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_errors
 from survey_counts import count_structures
-from survey_fused import measure, merged, stored
-from survey_page import OLDER, older_section, page, sections, with_section
+from survey_fused import measure, merged, stored, told
+from survey_package_subjects import PACKAGES
+from survey_page import FRAMEWORK_SECTIONS, OLDER, framework_section, older_section, page, sections, with_section
 from survey_subjects import SUBJECTS, declare_torchvision_operators
 
 import onnxfuse
@@ -125,18 +128,22 @@ def survey(architecture: Architecture, variant: Variant, cache: Path, verify: bo
         return entry | {"error": f"onnxfuse: {type(error).__name__}: {error}"[:300]}
 
 
-def write(result: dict, device: str, older: bool) -> None:
-    """Write the page, or its section of an older release, and the results.
+def write(result: dict, device: str, kind: str) -> None:
+    """Write the page, or its section of this kind, and the results; the kind is "", "older" or "packages".
 
     Results have a line for all exports of an architecture that are equal.
     """
-    release = f"transformers-{transformers.__version__}-" if older else ""
-    path = RESULTS / f"coverage-{release}{device}-{time.strftime('%Y-%m-%d')}.json"
+    infix = {"older": f"transformers-{transformers.__version__}-", "packages": "packages-"}.get(kind, "")
+    path = RESULTS / f"coverage-{infix}{device}-{time.strftime('%Y-%m-%d')}.json"
     exports = merged(stored(entry) for entry in result["exports"])
     path.write_text(result_text({**result, "exports": exports}), encoding="utf-8")
     before = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
-    text = with_section(before, OLDER, older_section(result, path.name)) if older else page(result, path.name)
-    if not older:
+    if kind == "packages":
+        text = with_section(before, FRAMEWORK_SECTIONS[kind][0], framework_section(kind, result, path.name))
+    elif kind:
+        text = with_section(before, OLDER, older_section(result, path.name))
+    else:
+        text = page(result, path.name)
         for heading, section in sections(before).items():
             text = with_section(text, heading, section)
     PAGE.write_text(text, encoding="utf-8")
@@ -156,20 +163,13 @@ def is_in_release(architecture: Architecture) -> bool:
     return True
 
 
-def versions() -> dict[str, str]:
+def versions(packages: bool) -> dict[str, str]:
     """Return the versions that the exports depend on."""
+    if packages:
+        found = {name: metadata.version(name) for name in ("torch", "onnxscript", "x-transformers", "vit-pytorch")}
+        return found | {"onnxfuse": onnxfuse.__version__}
     names = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
     return names | {"onnxscript": onnxscript.__version__, "onnx": onnx.__version__, "onnxfuse": onnxfuse.__version__}
-
-
-def told(entry: dict) -> str:
-    """Return an entry in one line."""
-    head = f"{entry['architecture']} {entry['exporter']} {entry['attention']}"
-    if "error" in entry:
-        return f"{head}: {entry['error']}"
-    cells = [f"{name} {row['fused']}/{row['count']}" for name, row in entry["structures"].items() if row["count"]]
-    lines = [f"    {why}" for row in entry["structures"].values() for why in row.get("why", ())]
-    return "\n".join([f"{head}: {', '.join(cells)} {entry['verified'] or ''}", *lines, *entry["dropped"]])
 
 
 @click.command(help=__doc__)
@@ -177,22 +177,26 @@ def told(entry: dict) -> str:
 @click.option("--cache", type=click.Path(path_type=Path), required=True, help="The folder of exports.")
 @click.option("--device", default="cpu", help="What the machine is called in the name of the results.")
 @click.option("--older", is_flag=True, help="Survey what an older transformers has of it, and write that section.")
-def main(names: tuple[str, ...], cache: Path, device: str, older: bool) -> None:
+@click.option("--packages", is_flag=True, help="Survey x-transformers and vit-pytorch, and write their section.")
+def main(names: tuple[str, ...], cache: Path, device: str, older: bool, packages: bool) -> None:
     """Survey the selected architectures."""
     warnings.filterwarnings("ignore")  # tracing warns about each constant shape
     for logger in ("torch.onnx", "onnxscript", "onnx_ir", "transformers", "diffusers", "timm"):
         logging.getLogger(logger).setLevel(logging.ERROR)
     declare_torchvision_operators()
     cache.mkdir(parents=True, exist_ok=True)
-    chosen = [each for each in SUBJECTS if not names or any(fnmatch.fnmatch(each.name, name) for name in names)]
+    subjects = PACKAGES if packages else SUBJECTS
+    chosen = [each for each in subjects if not names or any(fnmatch.fnmatch(each.name, name) for name in names)]
     chosen = [each for each in chosen if not older or is_in_release(each)]
     jobs = [(architecture, variant) for architecture in chosen for variant in architecture.variants]
     entries = []
     for number, (architecture, variant) in enumerate(jobs):
-        entries.append(survey(architecture, variant, cache, verify=number % VERIFIED_EVERY == 0))
+        entries.append(survey(architecture, variant, cache, verify=packages or number % VERIFIED_EVERY == 0))
         click.echo(told(entries[-1]))
     if not names:
-        write({"made_with": versions(), "exports": entries}, device, older)
+        write(
+            {"made_with": versions(packages), "exports": entries}, device, "older" if older else "packages" * packages
+        )
 
 
 if __name__ == "__main__":

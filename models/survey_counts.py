@@ -24,9 +24,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-NORM = re.compile(r"(Layer|RMS|Group)_?Norm")
+NORM = re.compile(r"(Layer|RMS|Group|Scale)_?Norm")
 ROTARY_FUNCTION = re.compile(r"apply_\w*rot\w*emb|apply_rotary|apply_rope")
-LIBRARIES = ("transformers.", "timm.", "diffusers.", "torchvision.")
+LIBRARIES = ("transformers.", "timm.", "diffusers.", "torchvision.", "x_transformers.", "vit_pytorch.")
 ACTIVATION_FUNCTIONS = frozenset(
     {F.relu, F.gelu, F.silu, F.hardswish, F.mish, F.leaky_relu, F.elu, F.relu6, torch.relu, torch.Tensor.relu}
 )

@@ -53,7 +53,8 @@ def fused_structures(model: onnx.ModelProto) -> Counter[str]:
         counts["attention"] += fusion.startswith("attention")
         counts["rotary"] += (fusion == "rotary_embedding") + 2 * with_rotary
         counts["norms"] += fusion.endswith("_norm") + 2 * (with_rotary and attributes.get("norm") == b"rms")
-        counts["activations"] += attributes.get("activation", b"none") != b"none"
+        labels = [attributes[name] for name in ("activation", "activation_2") if name in attributes]
+        counts["activations"] += sum(label != b"none" for label in labels)
         operands = set(attributes["operands"].decode().split())
         counts["biased products"] += len(operands.intersection(BIASES.get(fusion, ())))
         counts += in_program(json.loads(attributes.get("program", b'{"ops": []}')))
@@ -64,7 +65,8 @@ def in_program(program: dict) -> Counter[str]:
     """Return how many norms and activations are in the program of a region, or of what follows a product."""
     operators = Counter(operator for operator, *_ in program["ops"])
     activations = sum(operators[name] for name in ACTIVATIONS)
-    return Counter(norms=min(operators["ReduceMean"], operators["Sqrt"]), activations=activations)
+    norms = min(operators["ReduceMean"], operators["Sqrt"]) + operators["ReduceL2"]
+    return Counter(norms=norms, activations=activations)
 
 
 def reasons(report: onnxfuse.Report, structure: str) -> list[str]:
@@ -102,3 +104,13 @@ def way(entry: Mapping) -> str:
     """Return how an export was made."""
     eager = " eager" if entry["attention"] == "eager" else ""
     return f"{entry['exporter']}{eager}"
+
+
+def told(entry: dict) -> str:
+    """Return an entry in one line."""
+    head = f"{entry['architecture']} {entry['exporter']} {entry['attention']}"
+    if "error" in entry:
+        return f"{head}: {entry['error']}"
+    cells = [f"{name} {row['fused']}/{row['count']}" for name, row in entry["structures"].items() if row["count"]]
+    lines = [f"    {why}" for row in entry["structures"].values() for why in row.get("why", ())]
+    return "\n".join([f"{head}: {', '.join(cells)} {entry['verified'] or ''}", *lines, *entry["dropped"]])

@@ -1,4 +1,7 @@
-"""Models of Keras' layers for the survey: one or two layers each, with as many heads and inputs as spellings need."""
+"""Models of Keras' layers for the survey: one or two layers each, with as many heads and inputs as spellings need.
+
+Needs keras with a backend and its exporter: tensorflow and tf2onnx, or torch and onnxscript.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Any, Final
 
 import keras
 from keras import layers
+from survey_keras_counts import export
 
 WIDTH, HEADS, SIZE, WORDS = 32, 4, 8, 50
 Model = Any  # keras.Model or a symbolic tensor
@@ -114,8 +118,19 @@ def causal_grouped_queries() -> Model:
     return grouped_queries(causal=True)
 
 
-SUBJECTS: Final[tuple[Callable[[], Model], ...]] = (
+def exporter() -> str:
+    """Return the name of the exports' kind: the backend."""
+    return keras.backend.backend()
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that the exports depend on."""
+    return {"keras": keras.__version__}
+
+
+SUBJECTS: Final[dict[str, Callable[[], Model]]] = {build.__name__: build for build in (
     encoder, encoder_of_two_inputs, decoder, cross_attention, mask_of_zeros, rms_norm, grouped_queries,
     causal_grouped_queries, dot_attention, group_norm, layer_norm_of_images, vision_transformer, separable_convolution,
     squeeze_and_excite, convolution_of_rows,
-)  # fmt: skip
+)}  # fmt: skip
+__all__ = ["SUBJECTS", "export", "exporter", "versions"]

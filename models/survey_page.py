@@ -63,7 +63,26 @@ the exporter's error.
 """
 
 
-OLDER, KERAS = "## An older release of transformers", "## Keras"
+OLDER = "## An older release of transformers"
+FRAMEWORK_SECTIONS: Mapping[str, tuple[str, str]] = {  # by framework: the heading, and what was exported
+    "packages": ("## Packages of PyTorch", """\
+`models/survey.py --packages` exports {count} configurations of x-transformers and models of vit-pytorch, as the
+architectures above. A norm counts as fused in a region, too: x-transformers divides by L2 norms."""),
+    "keras": ("## Keras", """\
+`models/survey_frameworks.py` writes {count} models of Keras' layers by `model.export(format="onnx")`, which tf2onnx
+does for the backend TensorFlow, and PyTorch's exporters for torch. Each model has one or two of the layers that it is
+named after; structures are counted by the layers of the model."""),
+    "keras_hub": ("## KerasHub", """\
+`models/survey_frameworks.py` writes {count} backbones of KerasHub by Keras and tf2onnx, with random weights in tiny
+sizes. Structures are counted while the model runs, by the layers and functions that it calls."""),
+    "jax": ("## JAX", """\
+`models/survey_frameworks.py` writes {count} models of flax.nnx, flax.linen and Equinox, and attentions that are written
+by hand, by jax2onnx. Structures are counted by the layers of the model."""),
+    "paddle": ("## Paddle", """\
+`models/survey_frameworks.py` writes {count} models of Paddle by paddle2onnx: its transformers, its vision models, and
+decoders that are written by hand. Structures are counted by the layers that a run calls."""),
+}  # fmt: skip
+HEADINGS = (OLDER, *(heading for heading, _ in FRAMEWORK_SECTIONS.values()))
 OLDER_HEAD = """{heading}
 
 The same with the {count} of these architectures that transformers {transformers} has, where attention is mostly written
@@ -75,14 +94,12 @@ All numbers: [results](../benchmarks/results/{name}).
 
 {tables}"""
 
-KERAS_HEAD = """{heading}
+COMPARED = "Outputs of {verified} of the {exports} exports were also compared in onnxruntime: {statuses}."
+FRAMEWORK_HEAD = """{heading}
 
-`models/survey_keras.py` writes {count} models of Keras' layers by `model.export(format="onnx")`, which tf2onnx does for
-the backend TensorFlow, and PyTorch's exporters for torch. Each model has one or two of the layers that it is named
-after; structures are counted by the layers of the model. Outputs of the {verified} exports were also compared in
-onnxruntime: {statuses}.
+{intro}
 
-Made with {versions}.
+{made}
 All numbers: [results](../benchmarks/results/{name}).
 
 {tables}"""
@@ -103,14 +120,23 @@ def older_section(result: Mapping, name: str) -> str:
     )
 
 
-def keras_section(result: Mapping, name: str) -> str:
-    """Return the section of Keras' own exports, whose results are stored as the file `name`."""
-    return KERAS_HEAD.format(**facts(result, name), heading=KERAS, tables=tables(result["exports"], "###"))
+def framework_section(framework: str, result: Mapping, name: str) -> str:
+    """Return the section of a framework's exports, whose results are stored as the file `name`."""
+    (heading, intro), known = FRAMEWORK_SECTIONS[framework], facts(result, name)
+    intro = f"{intro.format(**known)} {COMPARED.format(**known)}"
+    intro, made = (_filled(each) for each in (intro, "Made with {versions}.".format(**known)))
+    return FRAMEWORK_HEAD.format(
+        **known, heading=heading, intro=intro, made=made, tables=tables(result["exports"], "###")
+    )
+
+
+def _filled(text: str) -> str:
+    return textwrap.fill(" ".join(text.split()), 119, break_on_hyphens=False)
 
 
 def sections(text: str) -> dict[str, str]:
     """Return the sections of the page that other surveys have written, by their headings."""
-    starts = sorted((at, heading) for heading in (OLDER, KERAS) if (at := text.find(heading)) >= 0)
+    starts = sorted((at, heading) for heading in HEADINGS if (at := text.find(f"{heading}\n")) >= 0)
     ends = [*(at for at, _ in starts[1:]), len(text)]
     return {heading: text[at:end].rstrip("\n") + "\n" for (at, heading), end in zip(starts, ends, strict=True)}
 
@@ -118,7 +144,7 @@ def sections(text: str) -> dict[str, str]:
 def with_section(text: str, heading: str, section: str) -> str:
     """Return the page with a section in place of the one with its heading, or after all others."""
     found = {**sections(text), heading: section.rstrip("\n") + "\n"}
-    main = text[: min((at for each in found if (at := text.find(each)) >= 0), default=len(text))].rstrip("\n")
+    main = text[: min((at for each in found if (at := text.find(f"{each}\n")) >= 0), default=len(text))].rstrip("\n")
     return "\n".join([f"{main}\n", *found.values()])
 
 

@@ -56,7 +56,7 @@ NOT_RUN = {  # beginnings of commands, and why no test runs them
     "python examples/genai_tokens.py": "tests/genai/test_generation.py does",
     "onnxfuse optimize model.onnx quantized.onnx": "tests/quantize does, with models of its own",
     "python models/survey.py": "it needs PyTorch and hours",
-    "python models/survey_keras.py": "it needs exports of Keras, which need TensorFlow",
+    "python models/survey_frameworks.py": "it needs exports of Keras, JAX or Paddle",
     "cd ": "the tests start in the folder",
     ".ci/wheels": "it takes minutes; the workflow of wheels runs it",
     "towncrier build": "tests/test_changelog.py does, in a folder of its own",
