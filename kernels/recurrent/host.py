@@ -113,6 +113,11 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
     return None
 
 
+def lengths(node: FusedNode, outputs: Sequence[TensorSpec]) -> dict[str, int]:
+    """Return the largest values of operands that hold lengths, by name; `outputs` are the outputs of a plan."""
+    return {"sequence_lens": outputs[0].shape[0]} if "sequence_lens" in node.operands else {}
+
+
 def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
     """Return the plans for these shapes, the expected fastest first.  Raises ValueError if shapes do not fit."""
     layer = layer_of(node, inputs)

@@ -35,7 +35,7 @@ def numbers_of(node: FusedNode) -> tuple[int, ...]:
 
 
 def lengths_of(node: FusedNode, outputs: Sequence[TensorSpec]) -> Mapping[str, int]:
-    """Return the names of the operands that hold sequence lengths, each with its largest value: the cache's length.
+    """Return the names of the operands that hold sequence lengths, each with its largest value.
 
     The function `lengths` of the fusion's host (the module that makes plans) returns them; most hosts have none.
     """

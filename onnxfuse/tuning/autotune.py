@@ -107,7 +107,7 @@ def inputs_of_trial(node: FusedNode, inputs: Sequence[TensorSpec], outputs: Sequ
     """Return the inputs with past key-value caches marked as constants, and with lengths that fill these caches.
 
     In a trial, each run reads constants that are not in the L2 cache.  In a model, the key-value cache of a layer is
-    not in the L2 cache either.  With lengths of 0, plans would be timed without a past.
+    not in the L2 cache either.  With lengths of 0, plans would be timed without a past, or without steps.
     """
     lengths = lengths_of(node, outputs)
     return [

@@ -363,3 +363,12 @@ def test_lengths_fill_the_cache(past: int, new: int, rows: int) -> None:
     found = dict(zip(node.operands, autotune.inputs_of_trial(node, inputs, outputs), strict=True))
     assert found["seqlens_k"].drawn == rows - 1
     assert {spec.drawn for name, spec in found.items() if name != "seqlens_k"} == {0}
+
+
+def test_sequences_of_recurrent_layers_have_all_steps() -> None:
+    operands = ("x", "w", "r", "sequence_lens")
+    node = FusedNode("rnn", "n", operands, {"hidden": 16, "directions": 1}, ("float16",))
+    shapes = zip(((9, 2, 8), (1, 16, 8), (1, 16, 16), (2,)), ("float16",) * 3 + ("int32",), strict=True)
+    inputs = [TensorSpec(shape, dtype) for shape, dtype in shapes]
+    outputs = find_host(node.fusion).candidates(node, inputs, H200)[0].outputs  # type: ignore[union-attr]
+    assert [spec.drawn for spec in autotune.inputs_of_trial(node, inputs, outputs)] == [0, 0, 0, 9]
