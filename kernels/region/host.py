@@ -11,7 +11,7 @@ from onnxfuse.kernels.region.launches import plan_of
 from onnxfuse.kernels.region.program import parse, refusal
 from onnxfuse.kernels.region.region import Region
 from onnxfuse.kernels.region.round_trips import without_round_trips
-from onnxfuse.kernels.region.shapes import infer
+from onnxfuse.kernels.region.shapes import infer, require_elements
 from onnxfuse.kernels.region.sizes import Sizes
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
 from onnxfuse.runtime.symint import maximum, without_soft_guards
@@ -50,6 +50,7 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
             groups.setdefault(shapes.of[name], []).append(name)
     if not groups:
         return [Plan(outputs, ())]
+    require_elements(program, shapes)
     largest = maximum(*(sizes.value(count) for count in dict.fromkeys(map(product, shapes.of.values()))))
     region = Region(program, shapes, aligned, device, is_wide=not largest < WORD - MAX_BEYOND)
     # A template holds the plans of a node for all sizes.  Tensors with more than 2^31 elements are rare: for them, the

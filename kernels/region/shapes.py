@@ -36,6 +36,15 @@ def infer(program: Program, operands: Mapping[str, Shape], sizes: Sizes) -> Shap
     return Shapes(sizes, found)
 
 
+def require_elements(program: Program, shapes: Shapes) -> None:
+    """Raise ValueError if a reduction that has no result for no elements has none to reduce."""
+    for operation in program.operations:
+        if operation.name in OF_SOME and not operation.attributes.get("may_be_empty", 0):
+            x = shapes.of[operation.inputs[0]]
+            if any(x[axis] == 0 for axis in reduced_axes(operation)):
+                raise ValueError(f"region: {operation.name} reduces no elements; required is at least one")
+
+
 def _output(operation: Operation, shapes: list[Shape], sizes: Sizes, output: int) -> Shape:
     """Return the shape of one of an operation's outputs."""
     name = operation.name
@@ -66,9 +75,6 @@ def _output(operation: Operation, shapes: list[Shape], sizes: Sizes, output: int
         return tuple(dim * repeat for dim, repeat in zip(x, sizes_of(operation, "repeats", shapes, sizes), strict=True))
     if name in SUMS or name in EXTREMES:
         axes, keeps = reduced_axes(operation), operation.attributes.get("keepdims", 1)
-        may_be_empty = name not in OF_SOME or operation.attributes.get("may_be_empty", 0)
-        if not may_be_empty and any(x[axis] == 0 for axis in axes):
-            raise ValueError(f"region: {name} reduces no elements; required is at least one")
         return tuple(1 if i in axes else dim for i, dim in enumerate(x) if keeps or i not in axes)
     return x  # Softmax and LogSoftmax
 
