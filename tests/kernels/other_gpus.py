@@ -17,6 +17,7 @@ OTHER_GPUS = (
     Device("L40S", 89, 142, 101376),
     Device("RTX 5090", 120, 170, 101376),
 )
+FIRST_ARCH = {"quantized_matmul": 80}  # fusions that older GPUs run as bodies
 HOPPER_ONLY = {"attention_hopper", "gemm_hopper", "gemm_hopper_split"}  # wgmma: sm_90a alone has it
 
 Node = tuple[FusedNode, Sequence[TensorSpec]]
@@ -31,10 +32,13 @@ def nodes() -> Iterator[tuple[str, Node]]:
 
 
 def plans(node: Node, device: Device) -> list[Plan]:
-    """Return every plan that a host offers for a node on a device, which it must support."""
+    """Return every plan that a host offers for a node on a device: none if the device is too old for the fusion."""
     fused, inputs = node
     host = host_of(fused.fusion)
     why = host.supports(fused, [spec.dtype for spec in inputs], device)
+    if device.arch < FIRST_ARCH.get(fused.fusion, 0):
+        assert why and "compute capability" in why
+        return []
     assert why is None, why
     return host.candidates(fused, inputs, device)
 

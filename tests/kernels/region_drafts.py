@@ -23,7 +23,8 @@ from onnxfuse.region_operators import HALVES, QUANTIZERS, SUMS
 from onnxfuse.runtime.plan import FusedNode, TensorSpec
 
 NUMPY = {
-    name: np.dtype(name) for name in ("float16", "float32", "float64", "int8", "uint8", "int32", "int64", "bool")
+    name: np.dtype(name)
+    for name in ("float16", "float32", "float64", "int8", "uint8", "int16", "uint16", "int32", "int64", "bool")
 } | {"bfloat16": np.dtype(ml_dtypes.bfloat16), **{dtype: np.dtype(dtype) for dtype in LARGEST_FLOAT8}}
 LISTS = {"Reshape": ("shape",), "Expand": ("shape",), "Unsqueeze": ("axes",), "Squeeze": ("axes",),
          "Slice": ("starts", "ends", "axes", "steps"), "Split": ("sizes",), "Tile": ("repeats",),
