@@ -59,10 +59,10 @@ class _Trace:
 
     def follow(self, results: Bundle) -> bool:
         """Find the bundles that the results depend on; return whether every step is like the others."""
-        work, seen = [results], set[tuple[int, int]]()
+        work, seen = [results], set[tuple[int, ...]]()
         while work:
             bundle = work.pop()
-            key = id(bundle[0]), id(bundle[1])
+            key = tuple(map(id, bundle))
             if key in seen:
                 continue
             seen.add(key)
@@ -72,7 +72,7 @@ class _Trace:
             if before is not None:
                 self.states.append((bundle, before))
                 continue
-            if not self._is_of_equal_nodes(bundle):
+            if id(bundle[0]) in self.bundles or not self._is_of_equal_nodes(bundle):
                 return False
             self.bundles[id(bundle[0])] = bundle
             makers = [tensor.inputs[0] for tensor in bundle]

@@ -102,7 +102,14 @@ def _reads_the_column_of_the_first(i: int, names: dict[str, str]) -> None:
     names["x"] = "kept_0" if i else "first"
 
 
-@pytest.mark.parametrize("change", [_reads_the_first, _swaps, _skips, _reads_the_column_of_the_first])
+def _reads_the_first_in_one_place(i: int, names: dict[str, str]) -> None:
+    names["a"] = names["x"] if i != 3 else "x_0"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_reads_the_first, _swaps, _skips, _reads_the_column_of_the_first, _reads_the_first_in_one_place],
+)
 def test_steps_that_differ(change: Change) -> None:
     assert "scan" not in optimize(trace(change=change), verify=False)[1].counts
 
