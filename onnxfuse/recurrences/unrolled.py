@@ -141,6 +141,8 @@ class _Trace:
         for now, later in self.states:
             is_read = graph.is_kept(later[-1]) or any(id(node) not in inside for node in later[-1].outputs)
             states.append(State(now[0], later[0], now[step].name, later[step].name, later[-1] if is_read else None))
+        if len({each.begin for each in states}) < len(states):
+            return None  # the first step reads different tensors where the others read one state
         finals = {each.final.name for each in states if each.final is not None}
         for tensor in (tensor for node in nodes.values() for tensor in node.outputs):
             stays = graph.is_kept(tensor) or any(id(node) not in inside for node in tensor.outputs)

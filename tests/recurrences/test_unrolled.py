@@ -106,9 +106,13 @@ def _reads_the_first_in_one_place(i: int, names: dict[str, str]) -> None:
     names["a"] = names["x"] if i != 3 else "x_0"
 
 
+def _begins_with_two(i: int, names: dict[str, str]) -> None:
+    names["x"] = names["state"] if i else "x_0"
+
+
 @pytest.mark.parametrize(
     "change",
-    [_reads_the_first, _swaps, _skips, _reads_the_column_of_the_first, _reads_the_first_in_one_place],
+    [_begins_with_two, _reads_the_first, _swaps, _skips, _reads_the_column_of_the_first, _reads_the_first_in_one_place],
 )
 def test_steps_that_differ(change: Change) -> None:
     assert "scan" not in optimize(trace(change=change), verify=False)[1].counts
