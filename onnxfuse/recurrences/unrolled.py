@@ -135,8 +135,8 @@ class _Trace:
         slices = {id(t.inputs[0]): t.inputs[0] for bundle, *_ in self.inputs for t in bundle}
         inside = {*nodes, id(self.concat)}
         given = [*self.shared, *(data for _, data, *_ in self.inputs), *(now[0] for now, _ in self.states)]
-        if any(id(node) in inside for tensor in given for node in tensor.inputs):
-            return None  # what all steps read is what one of them computes
+        if any(id(node) in inside or id(node) in slices for tensor in given for node in tensor.inputs):
+            return None  # what all steps read, or what a state begins with, is what one of them computes or slices
         states, graph = list[State](), self.shapes.graph
         for now, later in self.states:
             is_read = graph.is_kept(later[-1]) or any(id(node) not in inside for node in later[-1].outputs)
@@ -153,7 +153,11 @@ class _Trace:
         ends = [*(each.end for each in states), results[step].name]
         known = [*(each.begin for each in states), *(each.name for each in inputs)]
         body = needed(_in_order(self.shapes, [bundle[step].inputs[0] for bundle in self.bundles.values()]), ends, known)
-        gone = [node for node in slices.values() if all(id(each) in nodes for t in node.outputs for each in t.outputs)]
+
+        def is_gone(tensor: Tensor) -> bool:
+            return not graph.is_kept(tensor) and all(id(each) in nodes for each in tensor.outputs)
+
+        gone = [node for node in slices.values() if all(map(is_gone, node.outputs))]
         return Recurrence([*gone, *nodes.values(), self.concat], self.shapes, body, states, inputs, outputs)
 
 

@@ -122,6 +122,30 @@ def test_a_state_that_others_read() -> None:
     assert "scan" not in optimize(trace(kept="state_2"), verify=False)[1].counts
 
 
+def test_a_trace_that_begins_with_a_slice() -> None:
+    """A verification draws the slice and the tensor apart, so that they would not agree."""
+
+    def change(i: int, names: dict[str, str]) -> None:
+        names["state"] = names["state"] if i else "x_0"
+
+    assert "scan" not in optimize(trace(change=change), verify=False)[1].counts
+
+
+def test_slices_that_others_read() -> None:
+    """One slice is an output of the graph, and a branch reads another one."""
+    model = trace(kept="x_2")
+    graph = model.graph
+    branches = [
+        helper.make_graph([helper.make_node(op, ["a_3"], [op])], op, [], [helper.make_empty_tensor_value_info(op)])
+        for op in ("Neg", "Exp")
+    ]
+    graph.node.append(helper.make_node("If", ["p"], ["z"], then_branch=branches[0], else_branch=branches[1]))
+    graph.input.append(helper.make_tensor_value_info("p", TensorProto.BOOL, []))
+    graph.output.append(helper.make_tensor_value_info("z", TensorProto.FLOAT, None))
+    _, report = optimize(model)
+    assert report.counts["scan"] == 1 and report.verified.status == "verified"
+
+
 def test_three_steps_are_none() -> None:
     assert "scan" not in optimize(trace(steps=3), verify=False)[1].counts
 
