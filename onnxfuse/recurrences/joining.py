@@ -53,10 +53,11 @@ class _Joining:
     keep: Set[str]
 
     def __post_init__(self) -> None:
-        """Find the tensors that the steps, or bodies of other nodes, read as a whole."""
+        """Find the tensors that the steps, or bodies of other nodes, read as a whole, or that states begin with."""
         graph, replaced = self.shapes.graph, set(self.recurrence.replaced)
         self.fixed = {*graph.outputs, *graph.fixed_names}
         self.fixed |= {t.name for node in self.recurrence.body for t in node.inputs}
+        self.fixed |= {state.initial.name for state in self.recurrence.states}
         others = (node for node in graph.nodes if has_subgraph(node) and node not in replaced)
         self.fixed |= {name for node in others for name in graph.captured_by(node)}
 

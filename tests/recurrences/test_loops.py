@@ -160,6 +160,15 @@ def test_a_sum_of_equal_elements() -> None:
     assert "its steps reduce an axis along which all elements are equal" in explanations(result, "scan")[0]
 
 
+def test_a_state_that_begins_with_the_sequence() -> None:
+    """What computes the sequence stays before the scan, though it makes a larger tensor."""
+    text = """(float[t,1] x, float[1,4] a) => (float[t,4] last) {
+        h = Mul (x, a)  last = Scan <num_scan_inputs = 1, body = step (float[t,4] now, float[4] ht) => (float[t,4] next)
+        { sum = Add (now, ht)  next = Tanh (sum) }> (h, h) }"""
+    _, report = optimize(parsed(text))
+    assert report.counts["scan"] == 1 and report.verified.status == "verified"
+
+
 def test_backwards() -> None:
     model = parsed(SCAN)
     model.graph.node[0].attribute.append(helper.make_attribute("scan_input_directions", [0, 1, 0]))
