@@ -70,7 +70,8 @@ class _Joining:
             return False
         if op_of(node) not in JOINING_VIEWS and op_of(node) not in POINTWISE:
             return False
-        return not isinstance(normal_form(self.shapes, node), str)
+        form = normal_form(self.shapes, node)
+        return not isinstance(form, str) and not any(step.measured or step.computed for step in form)
 
     def producers(self, tensors: Sequence[Tensor], readers: Set[Node]) -> set[Node]:
         """Return the elementwise nodes that compute tensors for `readers` alone, and what these nodes read."""

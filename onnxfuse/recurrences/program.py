@@ -143,6 +143,8 @@ class Program:
         names |= {tensor.name: inner[tensor.name] for tensor in node.outputs if tensor.name}
 
     def _step(self, shapes: ShapeInfo, node: Node, step: Step, names: Mapping[str, str]) -> list[str]:
+        if any(name not in names for name in step.inputs):  # it reads the dims of a tensor that the node does not read
+            raise NoScan(f"a step has '{node_label(node)}', a {op_of(node)} to a computed shape")
         given, dtype = [names[name] for name in step.inputs], dtype_name(step.dtype)
         axes = [self.axes[each] for each in given]
         if step.op == "Constant":

@@ -169,6 +169,16 @@ def test_a_state_that_begins_with_the_sequence() -> None:
     assert report.counts["scan"] == 1 and report.verified.status == "verified"
 
 
+def test_what_computes_a_shape_does_not_join() -> None:
+    """The dims are those of a tensor that the operator does not read."""
+    text = """(float[t] x, float[1,4] a, float[t,4] b, float[4] s) => (float[4] last) <int64[1] four = {4}> {
+        shape = Shape (x)  full = Concat <axis = 0> (shape, four)  h = Expand (a, full)
+        last = Scan <num_scan_inputs = 2, body = step (float[4] now, float[4] ht, float[4] bt) => (float[4] next)
+        { sum = Add (now, ht)  far = Mul (sum, bt)  next = Tanh (far) }> (s, h, b) }"""
+    _, report = optimize(parsed(text))
+    assert report.counts["scan"] == 1 and not report.left_out and report.verified.status == "verified"
+
+
 def test_backwards() -> None:
     model = parsed(SCAN)
     model.graph.node[0].attribute.append(helper.make_attribute("scan_input_directions", [0, 1, 0]))
