@@ -178,6 +178,8 @@ class Program:
                 return axes if is_whole else None
             case "Expand" if shape is not None:
                 padded = (BROADCAST,) * (len(shape) - len(axes)) + axes
+                if any(axis != BROADCAST and self.size(axis) != size for axis, size in zip(padded, shape, strict=True)):
+                    return None  # an axis of unknown size that may be 1
                 return tuple(self.axis(size) if axis == BROADCAST else axis
                              for axis, size in zip(padded, shape, strict=True))  # fmt: skip
             case "Reshape":

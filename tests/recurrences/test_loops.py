@@ -179,6 +179,13 @@ def test_what_computes_a_shape_does_not_join() -> None:
     assert report.counts["scan"] == 1 and not report.left_out and report.verified.status == "verified"
 
 
+def test_an_expand_of_an_axis_that_may_have_one_element() -> None:
+    text = """(float[t,4] x, float[t,k] u, float[4] s) => (float[4] last, float[t,4] y) <int64[1] four = {4}> {
+        last, y = Scan <num_scan_inputs = 2, body = step (float[4] now, float[4] xt, float[k] ut)
+            => (float[4] next, float[4] out) { next = Add (now, xt)  out = Expand (ut, four) }> (s, x, u) }"""
+    assert "scan" not in optimize(parsed(text), verify=False)[1].counts
+
+
 def test_backwards() -> None:
     model = parsed(SCAN)
     model.graph.node[0].attribute.append(helper.make_attribute("scan_input_directions", [0, 1, 0]))
