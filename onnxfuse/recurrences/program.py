@@ -233,6 +233,8 @@ class Program:
         numbers = self._numbers()
         axes = {name: [self._number(numbers, axis) for axis in self.axes[name]] for name in self.operands}
         outputs = [[self.source(name), [self._number(numbers, axis) for axis in of]] for name, of, _ in self.outputs]
+        if not any(STEPS in of for of in axes.values()):
+            raise NoScan("it slices only what is equal in all steps")
         if len(self.ops) > MAX_STEP_OPERATIONS:
             raise NoScan(f"a step has {len(self.ops)} operators; a kernel is generated for {MAX_STEP_OPERATIONS}")
         content = {"axes": axes, "states": self.states, "ops": self.ops, "outputs": outputs, "dtypes": self.dtypes}

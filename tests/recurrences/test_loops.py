@@ -186,6 +186,16 @@ def test_an_expand_of_an_axis_that_may_have_one_element() -> None:
     assert "scan" not in optimize(parsed(text), verify=False)[1].counts
 
 
+def test_what_is_equal_in_all_steps_does_not_join() -> None:
+    """Kernels read the number of steps from an operand, and an Expand would leave none that has it."""
+    text = """(float[1,4] w, float[4] s) => (float[4] last) <int64[2] shape = {6, 4}> { h = Expand (w, shape)
+        last = Scan <num_scan_inputs = 1, body = step (float[4] now, float[4] ht) => (float[4] next)
+        { sum = Add (now, ht)  next = Tanh (sum) }> (s, h) }"""
+    model, report = optimize(parsed(text))
+    assert report.counts == {"scan": 1} and report.verified.status == "verified"
+    assert [node.op_type for node in model.graph.node] == ["Expand", "scan"]
+
+
 def test_backwards() -> None:
     model = parsed(SCAN)
     model.graph.node[0].attribute.append(helper.make_attribute("scan_input_directions", [0, 1, 0]))
