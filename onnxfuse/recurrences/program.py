@@ -235,6 +235,9 @@ class Program:
         outputs = [[self.source(name), [self._number(numbers, axis) for axis in of]] for name, of, _ in self.outputs]
         if not any(STEPS in of for of in axes.values()):
             raise NoScan("it slices only what is equal in all steps")
+        parallel = {axis for axis, number in numbers.items() if number >= FIRST_FREE}
+        if not any(parallel <= set(map(self.find, of)) for of in self.axes.values()):
+            raise NoScan("it computes values that have no axis in common, which are several recurrences")
         if len(self.ops) > MAX_STEP_OPERATIONS:
             raise NoScan(f"a step has {len(self.ops)} operators; a kernel is generated for {MAX_STEP_OPERATIONS}")
         content = {"axes": axes, "states": self.states, "ops": self.ops, "outputs": outputs, "dtypes": self.dtypes}

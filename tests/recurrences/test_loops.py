@@ -186,6 +186,15 @@ def test_an_expand_of_an_axis_that_may_have_one_element() -> None:
     assert "scan" not in optimize(parsed(text), verify=False)[1].counts
 
 
+def test_states_that_have_no_axis_in_common() -> None:
+    """One kernel would compute each state for all elements of the other."""
+    text = """(float[t,400] x, float[t,300] u, float[400] p, float[300] q) => (float[400] last_p, float[300] last_q) {
+        last_p, last_q = Scan <num_scan_inputs = 2, body = step (float[400] p0, float[300] q0, float[400] xt,
+            float[300] ut) => (float[400] p1, float[300] q1) { p1 = Add (p0, xt)  q1 = Mul (q0, ut) }> (p, q, x, u) }"""
+    result = fuse_model(parsed(text), None, Settings(list(builtin()), regions=True, scans=True))
+    assert "have no axis in common, which are several recurrences" in explanations(result, "scan")[0]
+
+
 def test_what_is_equal_in_all_steps_does_not_join() -> None:
     """Kernels read the number of steps from an operand, and an Expand would leave none that has it."""
     text = """(float[1,4] w, float[4] s) => (float[4] last) <int64[2] shape = {6, 4}> { h = Expand (w, shape)
