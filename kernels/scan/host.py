@@ -51,9 +51,9 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
         return [Plan(outputs, ())]
     shapes = [_shape(of, axes) for of in (*program.axes.values(), *(of for _, of in program.outputs))]
     counts = [sizes.value(count) for count in dict.fromkeys(map(product, shapes))]
-    is_wide = not maximum(*counts) < WORD - MAX_BEYOND
     groups = sizes.value(product(tuple(free)))
     lanes = _lanes(int(str(axes.get(REDUCED, 1))))
+    is_wide = not maximum(*counts, groups * lanes[0]) < WORD - MAX_BEYOND  # there may be more lanes than elements
     if is_wide:  # tensors with more than 2^31 elements are rare: for them, there is one plan
         lanes = lanes[:1]
     return [_plan(program, axes, sizes, is_wide, count, groups, outputs, device) for count in lanes]

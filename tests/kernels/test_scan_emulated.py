@@ -172,6 +172,18 @@ def test_operands_that_do_not_fit_are_refused(shape: tuple[int, ...]) -> None:
         candidates(node, [specs[0], TensorSpec(shape, "float32"), *specs[2:]], H200)
 
 
+def test_more_lanes_than_32_bits_hold() -> None:
+    """32 lanes share the 17 elements of a state, of which there are less than 2^31 in all."""
+    sizes, batch = {**SIZES, "n": 17, "t": 1}, 12_000_000
+    call = fused(SELECTIVE.model({"n": 17}))
+    specs = [
+        TensorSpec((batch, *spec.shape[1:]), spec.dtype) for spec in specs_of(call, SELECTIVE.arrays({**sizes, "b": 1}))
+    ]
+    (plan,) = candidates(call.node, specs, H200)
+    (step,) = plan.steps
+    assert isinstance(step, Launch) and "const long long own" in step.kernel.text
+
+
 @pytest.mark.parametrize(("states", "lanes"), [(1, [1]), (2, [2, 1]), (5, [8, 4]), (16, [16, 8]), (256, [32, 16])])
 def test_lanes_that_share_a_state(states: int, lanes: list[int]) -> None:
     sizes = {**SIZES, "n": states}
