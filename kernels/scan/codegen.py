@@ -194,6 +194,7 @@ class ScanText:
         """The operands with a number for each step that only `late` operations read."""
         early = [each for each in self.program.step.operations if each not in self.late]
         read = {name for each in early for name in each.inputs} | {*self.program.states.values()}
+        read |= {name for name, axes in self.program.outputs if REDUCED in axes}  # which all lanes store in each step
         return [name for name in self._stepped() if name not in read and name not in self.program.vectors and self.late]
 
     def _stepped(self) -> list[str]:

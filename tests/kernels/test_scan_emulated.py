@@ -154,6 +154,22 @@ def test_programs_of_strangers_are_refused(old: str, new: str, message: str) -> 
     assert message in (supports(node, [spec.dtype for spec in specs], H200) or "")
 
 
+def test_a_number_of_a_step_that_is_stored_for_all_elements(tmp_path: Path) -> None:
+    """Only an operator that one lane computes reads x1, but all lanes store it."""
+    program = (
+        '{"axes":{"x0":[2,1],"x1":[0,2],"x2":[0,2]},"states":[["x0","v0"]],"ops":[["Add",["x0","x2"],["v0"],{}],'
+        '["Exp",["x1"],["v1"],{}]],"outputs":[["x1",[0,2,1]],["v1",[0,2]]],'
+        '"dtypes":{"x0":"float32","x1":"float32","x2":"float32","v0":"float32","v1":"float32"}}'
+    )
+    node = FusedNode("scan", "n", ("x0", "x1", "x2"), {"program": program}, ("float32", "float32"))
+    drawn = np.random.default_rng(0).standard_normal((2, 11, 3), np.float32)
+    inputs = [np.zeros((3, 16), np.float32), drawn[0], drawn[1]]
+    for plan in candidates(node, [TensorSpec(each.shape, "float32") for each in inputs], H200):
+        wide, exponentials = emulate(plan, inputs, tmp_path)
+        np.testing.assert_array_equal(wide, np.broadcast_to(drawn[0][..., None], (11, 3, 16)))
+        np.testing.assert_allclose(exponentials, np.exp(drawn[0]), 1e-6)
+
+
 def test_a_first_state_that_is_broadcast(tmp_path: Path) -> None:
     """As where a trace begins with a number."""
     node, specs = scanned(**{'"x0":[2,3,1]': '"x0":[]'})
