@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,19 +72,24 @@ class Case:
         }  # fmt: skip
 
     def node(self) -> FusedNode:
-        inputs = self.inputs()
+        inputs = _described(self)
         attributes = self.attributes() | {
             "width": self.heads * self.size, "key_width": self.key_heads * self.size,
             "value_width": self.state_heads * self.value_size,
         }  # fmt: skip
         for operand, name in ("decay", "decays"), ("beta", "rates"):
             if operand in inputs:
-                attributes[name] = inputs[operand].shape[2]
+                attributes[name] = inputs[operand][0][2]
         dtypes = self.dtype, self.state_dtype or self.dtype
         return FusedNode("linear_attention", "node", tuple(inputs), attributes, dtypes)
 
     def specs(self) -> list[TensorSpec]:
-        return [TensorSpec(x.shape, x.dtype.name, self.aligned) for x in self.inputs().values()]
+        return [TensorSpec(*each, self.aligned) for each in _described(self).values()]
+
+
+@functools.cache  # plans need no numbers, which take longer to draw than plans to make
+def _described(case: Case) -> dict[str, tuple[tuple[int, ...], str]]:
+    return {name: (x.shape, x.dtype.name) for name, x in case.inputs().items()}
 
 
 def expected(case: Case, inputs: Arrays) -> tuple[np.ndarray, np.ndarray]:

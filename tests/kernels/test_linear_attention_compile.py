@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 from architectures import DEVICES, H200, T4, check_compiles, to_compile
 from linear_attention_cases import CHUNKS, CONVS, NUMPY, TOKENS, Case, Conv
-from sampling import sampled
+from sampling import by_parts, sampled
 from template_checks import check_template, with_dynamic_dims
 
 from onnxfuse.kernels.linear_attention import host
 from onnxfuse.runtime.plan import Device, Kernel, Launch, Plan, TensorSpec
 
+PARTS = 3  # of the kernels, of which one is compiled in a plain run
 LARGE = Case(1000, heads=16, state_heads=16, size=128, value_size=128, state_dtype="float32")
 
 
@@ -33,10 +34,11 @@ def kernels(dtype: str, device: Device) -> list[Kernel]:
     return [step.kernel for step in steps if isinstance(step, Launch)]
 
 
+@by_parts(PARTS)
 @pytest.mark.parametrize("dtype", sampled(NUMPY, 2))
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
-def test_compiles(device: Device, dtype: str) -> None:
-    for kernel in to_compile(device, functools.partial(kernels, dtype)):
+def test_compiles(device: Device, dtype: str, part: int) -> None:
+    for kernel in to_compile(device, functools.partial(kernels, dtype), part, PARTS):
         check_compiles(kernel, device, spills=32)  # addresses, which are used once
 
 
