@@ -41,8 +41,8 @@ def sizes_of_operands(graph: Graph, shapes: ShapeInfo) -> int:
     """Replace the Shape of a product or elementwise result by the Shape of the tensor that its sizes come from.
 
     The Shape of a view stays: otherwise the view could be composed with others into a view whose target is computed.
-    But if a Reshape or an Expand of the view has its target from that Shape, the target is computed anyway.  Some sizes
-    are also read from graph inputs in place of slices, and in place of any result whose Shape TensorFlow casts.
+    But if a Reshape or an Expand of the view has its target from that Shape, the target is computed anyway.  Sizes
+    of slices, and of tensors whose Shape is cast, as TensorFlow does, are also read from graph inputs.
     Returns the number of sizes, or groups of sizes, that are now read from another tensor.
     """
     origins = Origins(shapes)
@@ -107,9 +107,9 @@ def _readers(
     """
     for reader in consumers(whole):
         is_followed = op_of(reader) == "Cast" and not graph.is_kept(reader.outputs[0])
-        behind = [(each, _picked(graph, each, count)) for each in consumers(reader.outputs[0])] if is_followed else []
-        if behind and all(picked is not None for _, picked in behind):
-            yield from ((each, picked, reader) for each, picked in behind)
+        taken = [(each, _picked(graph, each, count)) for each in consumers(reader.outputs[0])] if is_followed else []
+        if taken and all(picked is not None for _, picked in taken):
+            yield from ((each, picked, reader) for each, picked in taken)
         else:
             yield reader, _picked(graph, reader, count), None
 
@@ -203,7 +203,7 @@ class Origins:
     def of(self, tensor: Tensor, axis: int) -> Origin:
         """Return the tensor nearest to the graph's inputs that gives a size, and its axis; or a constant size.
 
-        If that is no input of the graph, but an input has the same named size, the input is returned.
+        If an input of the graph has a size of the same name, it is returned in place of any other tensor.
         """
         path: list[tuple[int, int]] = []
         while True:

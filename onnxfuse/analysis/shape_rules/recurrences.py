@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from onnxfuse.analysis.rules import RuleTable, ShapeRule, input_shape, required
 from onnxfuse.analysis.shape_info import CannotInfer, PartialShape, ShapeInfo
 from onnxfuse.ir.attributes import int_attribute
 from onnxfuse.ir.node import Node
+
+# Attributes of com.microsoft's CausalConvWithState, with their values where it computes what ONNX's operator does.
+AS_IN_ONNX: Final = {
+    "ndim": 1, "dilation": 1, "channels_last": 0, "state_window": 0, "state_length": 0, "state_channels_last": -1,
+    "input_channel_offset": 0, "input_channels": 0, "state_update_capacity": 0,
+}  # fmt: skip
 
 RULES = RuleTable[ShapeRule]()
 
@@ -22,14 +30,7 @@ def _linear_attention(shapes: ShapeInfo, node: Node) -> list[PartialShape | None
 
 @RULES.rule("CausalConvWithState", "com.microsoft::CausalConvWithState")
 def _causal_conv_with_state(shapes: ShapeInfo, node: Node) -> list[PartialShape | None]:
-    if any(int_attribute(node, name, usual) != usual for name, usual in ONE_AXIS.items()):
+    if any(int_attribute(node, name, usual) != usual for name, usual in AS_IN_ONNX.items()):
         raise CannotInfer
     x, weight = input_shape(shapes, node, 0, 3), input_shape(shapes, node, 1, 3)
     return [x, (*x[:2], weight[2] - 1)]
-
-
-# Attributes of com.microsoft's operator, with the values of the form that ONNX's operator has.
-ONE_AXIS = {
-    "ndim": 1, "dilation": 1, "channels_last": 0, "state_window": 0, "state_length": 0, "state_channels_last": -1,
-    "input_channel_offset": 0, "input_channels": 0, "state_update_capacity": 0,
-}  # fmt: skip

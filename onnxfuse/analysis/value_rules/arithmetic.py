@@ -31,6 +31,7 @@ from onnxfuse.ir.node import Node, is_constant, op_of, producer
 RULES = RuleTable[ValueRule]()
 # Dtypes in which shape arithmetic is followed.  Sizes in float32 are assumed to be below 2**24.
 SHAPE_DTYPES = frozenset({TensorProto.INT64, TensorProto.INT32, TensorProto.FLOAT, TensorProto.DOUBLE})
+_DECIDED_BY = {"And": False, "Or": True}  # operator -> the operand that decides its result
 
 
 def _divide_toward_zero(a: Size, b: Size) -> Size:
@@ -121,9 +122,6 @@ def _elementwise(shapes: ShapeInfo, node: Node) -> Array:
     return _map(function, *values)
 
 
-_DECIDED_BY = {"And": False, "Or": True}
-
-
 def _decided(shapes: ShapeInfo, node: Node) -> Array | None:
     """Return the value of an And with an operand that is false everywhere, or of an Or with one that is true."""
     number, shape = _DECIDED_BY[op_of(node)], shapes.shape(node.outputs[0])
@@ -185,7 +183,7 @@ def _cast(shapes: ShapeInfo, node: Node) -> Array:
 def _limited(shapes: ShapeInfo, cast: Node) -> Array | None:
     """Return the value of `Cast(Max(Cast(sizes), limits))` with limits in float32, as tf2onnx writes ends of Slices.
 
-    The limits are whole numbers such as 1e9, which float32 holds, but beyond which it cannot count.
+    The limits are whole numbers such as 1e9, and the sizes are assumed to be below 2**24, as all sizes in float32.
     """
     node = producer(cast.inputs[0])
     if node is None or op_of(node) not in ("Max", "Min") or len(node.inputs) != 2:
