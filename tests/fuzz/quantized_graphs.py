@@ -141,7 +141,7 @@ class Quantized(Writer):
     def heads_product(self) -> None:
         """Write a product of two computed tensors, as attention has it; axes are exchanged before it and after it.
 
-        Both are quantized: onnxruntime 1.32 crashes at opening models of some products of which the first one alone is.
+        Both operands are quantized: onnxruntime 1.32 crashes when it opens some models that quantize only the first.
         """
         x = self.image()
         alike = [v for v in self.values if len(v.shape) == 4 and v.dtype == FLOAT and v.shape[:2] == x.shape[:2]]

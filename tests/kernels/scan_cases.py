@@ -33,8 +33,8 @@ class ScanCase:
     body: str
     outputs: str = "y"
     dtype: str = "float"
-    scale: float = 1.0  # of what is drawn
-    before: str = ""  # operators that compute what is sliced
+    scale: float = 1.0  # of the numbers that are drawn
+    before: str = ""  # operators that compute the sliced tensors
     after: str = ""  # operators that compute z of the output y, which is then the only output
 
     def model(self, sizes: Mapping[str, int] | None = None, dtype: str = "") -> onnx.ModelProto:
@@ -99,7 +99,7 @@ GATED_DELTA = ScanCase(
 CASES: Mapping[str, ScanCase] = {
     "selective": SELECTIVE,
     "gated delta": GATED_DELTA,
-    "selective with what is around it": ScanCase(
+    "selective with operators around it": ScanCase(
         "s:b,6,n adt:b,6,t a:6,1,n c:b,t,n e:b,t,n u:b,6,t gate:b,6,t skip:6,1", {"s0": "s"},
         {"at": ("decay", 2), "xt": ("input", 2), "ct": ("e", 1)}, SELECTIVE.body,
         before="""end = Constant <value = int64[1] {3}> ()  mid = Constant <value = int64[1] {1}> ()

@@ -97,7 +97,9 @@ def test_decays_that_underflow(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("dtype", "rounding"), [("float16", 2e-3), ("double", 1e-14)])
 def test_dtypes(dtype: str, rounding: float, tmp_path: Path) -> None:
     """Of 16 bits, states are float32 between the steps."""
-    first = "selective" if dtype == "double" else "selective with what is around it"  # Sigmoid has no kernel for double
+    first = (
+        "selective" if dtype == "double" else "selective with operators around it"
+    )  # Sigmoid has no kernel for double
     for case in (CASES[name] for name in (first, "gated delta", "elementwise")):
         given = replace(case, dtype=dtype)
         check(given, SIZES, tmp_path, rounding=rounding)
@@ -189,7 +191,7 @@ def test_operands_that_do_not_fit_are_refused(shape: tuple[int, ...]) -> None:
 
 
 def test_more_lanes_than_32_bits_hold() -> None:
-    """32 lanes share the 17 elements of a state, of which there are less than 2^31 in all."""
+    """All states have fewer than 2^31 elements, but 32 lanes share 17 of them, so that there are more lanes."""
     sizes, batch = {**SIZES, "n": 17, "t": 1}, 12_000_000
     call = fused(SELECTIVE.model({"n": 17}))
     specs = [

@@ -55,7 +55,9 @@ def test_states_that_are_matrices(states: int) -> None:
 
 @pytest.mark.parametrize(("dtype", "rounding"), [("float16", 2e-3), ("double", 1e-13)])
 def test_dtypes(dtype: str, rounding: float) -> None:
-    first = "selective" if dtype == "double" else "selective with what is around it"  # Sigmoid has no kernel for double
+    first = (
+        "selective" if dtype == "double" else "selective with operators around it"
+    )  # Sigmoid has no kernel for double
     for case in (CASES[name] for name in (first, "gated delta", "elementwise")):
         given = replace(case, dtype=dtype)
         check(given, {**SIZES, "n": 16}, rounding)

@@ -18,7 +18,7 @@ DYNAMIC = ("b", "t")
 
 
 def specs(name: str) -> tuple[TensorSpec, ...]:
-    """Return the specs of a case's operands, of which batch and length are dynamic."""
+    """Return the specs of a case's operands with a dynamic batch and length."""
     case = CASES[name]
     call = fused(case.model(STATIC))
     dims = {each.split(":")[0]: each.split(":")[1].split(",") for each in case.inputs.split()}
@@ -30,12 +30,12 @@ def specs(name: str) -> tuple[TensorSpec, ...]:
     )
 
 
-@pytest.mark.parametrize("name", ["selective", "gated delta", "selective with what is around it"])
+@pytest.mark.parametrize("name", ["selective", "gated delta", "selective with operators around it"])
 def test_few_kernels_take_all_sizes(name: str) -> None:
     check_template(fused(CASES[name].model(STATIC)).node, specs(name), H200, max_kernels=3, tries=20, own_tilings=True)
 
 
-@pytest.mark.parametrize("name", ["selective", "selective with what is around it"])
+@pytest.mark.parametrize("name", ["selective", "selective with operators around it"])
 def test_plans_of_templates_at_all_sizes(name: str, tmp_path: Path) -> None:
     case, call = CASES[name], fused(CASES[name].model(STATIC))
     template = template_of(call.node, specs(name), H200)
