@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,7 +23,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import torch
-from decode_torch import torch_milliseconds
+from decode_torch import fastest_round, torch_milliseconds
 from onnx import TensorProto, helper
 from rows import Rows
 
@@ -35,9 +33,6 @@ from onnxfuse.session import InferenceSession, explain_session
 
 BLOCK: Final = 32
 SPARE_ROWS: Final = 128  # of a cache after the past
-RUNS: Final = 40  # of a round; the fastest of the rounds' medians counts
-ROUNDS: Final = 5
-PAUSE_SECONDS: Final = 0.5  # before a round, so that threads that began with the session have ended
 CACHE_SCALE: Final = 0.03  # of caches of int8
 MICROSOFT: Final = "com.microsoft"
 
@@ -214,21 +209,13 @@ def milliseconds(path: Path, of: Builder, past: int, rows: int, is_fused: bool) 
     torch.cuda.synchronize()
     for _ in range(4):
         session.run_with_iobinding(binding)
-    rounds = []
-    for _ in range(ROUNDS):
-        time.sleep(PAUSE_SECONDS)
-        times = []
-        for _ in range(RUNS):
-            start = time.perf_counter()
-            session.run_with_iobinding(binding)
-            times.append(1e3 * (time.perf_counter() - start))
-        rounds.append(statistics.median(times))
+    fastest = fastest_round(lambda: session.run_with_iobinding(binding))
     torch.cuda.synchronize()
     ways = ""
     if is_fused:
         found = [f"{each.fusion} {each.how}" for each in explain_session(session)]
         ways = ", ".join(f"{found.count(way)} {way}" for way in dict.fromkeys(found))
-    return min(rounds), result.double().cpu().numpy(), ways
+    return fastest, result.double().cpu().numpy(), ways
 
 
 @click.command()
