@@ -8,6 +8,7 @@ The layers are those of transformers' slow path in the sizes of mamba-130m, with
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -136,11 +137,11 @@ def milliseconds(run: Callable[[], object]) -> float:
         begin = time.perf_counter()
         run()
         times.append(time.perf_counter() - begin)
-    return 1e3 * sorted(times)[len(times) // 2]
+    return 1e3 * statistics.median(times)
 
 
 def bound(session: Any, feeds: Mapping[str, np.ndarray]) -> tuple[Callable[[], object], Callable[[], np.ndarray]]:
-    """Return what runs a session with its tensors on the GPU, and what then returns its output."""
+    """Return a function that runs a session with tensors on the GPU, and one that then returns its output."""
     binding = session.io_binding()
     for name, value in feeds.items():
         binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(value, "cuda", 0))
@@ -190,7 +191,7 @@ def main(only: tuple[str, ...], batch: tuple[int, ...], steps: tuple[int, ...], 
                 click.echo(", ".join(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
                                      for name, value in rows[-1].items()))  # fmt: skip
     if out:
-        found = {"device": device("CUDAExecutionProvider"), "versions": versions(), "rows": rows}
+        found = {"device": device("cuda"), "versions": versions(), "rows": rows}
         out.write_text(result_text(found), encoding="utf-8")
 
 

@@ -66,7 +66,7 @@ class ScanText:
         self._line(f"const int lane = threadIdx.x % {self.lanes};")
         self._line(f"const {index} own = ({index}(blockIdx.x) * {self.threads} + threadIdx.x) / {self.lanes};")
         self._line(f"const bool is_inside = own < {groups};")
-        # Lanes of a warp exchange values, so that all of them run along, and those beyond the last group store nothing.
+        # All lanes of a warp run, because they exchange values; those beyond the last group store nothing.
         self._line(f"const {index} group = is_inside ? own : {groups} - 1;")
         self._coordinates()
         for name, axes in program.axes.items():
@@ -184,10 +184,15 @@ class ScanText:
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
+    @property
+    def stores_together(self) -> bool:
+        """Whether there is a lane for each step that is loaded together, which stores the results of this step."""
+        return 1 < self.ahead <= self.lanes
+
     @cached_property
     def late(self) -> Sequence[Operation]:
         """The operations that one lane of a group computes for each step, after all steps that are loaded together."""
-        return self.program.late if 1 < self.ahead <= self.lanes else ()
+        return self.program.late if self.stores_together else ()
 
     @cached_property
     def late_operands(self) -> list[str]:
@@ -201,22 +206,18 @@ class ScanText:
         return [name for name, axes in self.program.axes.items() if STEPS in axes]
 
     def _kept(self, outputs: Sequence[tuple[int, str, Sequence[int]]]) -> list[str]:
-        """Return the numbers that the lane of a step's number keeps for the time after the steps.
+        """Return the numbers that each lane keeps from the step of its number until all steps loaded together are done.
 
         These are the outputs that the steps compute themselves, and what `late` operations read.
         """
-        if not 1 < self.ahead <= self.lanes:
+        if not self.stores_together:
             return []
         made = {name for each in self.late for name in each.outputs}
         read = [name for each in self.late for name in each.inputs]
         read += [name for _, name, axes in outputs if REDUCED not in axes]
         constants = {name for name, each in self.program.step.producers.items() if each.name == "Constant"}
-        known = {
-            *made,
-            *self.late_operands,
-            *constants,
-            *(set(self.program.axes) - {*self._stepped()} - {*self.program.states}),
-        }
+        equal = set(self.program.axes) - {*self._stepped(), *self.program.states}  # operands that all steps share
+        known = {*made, *self.late_operands, *constants, *equal}
         return [name for name in dict.fromkeys(read) if name not in known]
 
     def _steps(
@@ -228,7 +229,6 @@ class ScanText:
         together.
         """
         program, kept = self.program, self._kept(outputs)
-        together = 1 < self.ahead <= self.lanes
         is_here = f"lane < {self.ahead}" + (f" && first + lane < {steps}" if steps else "")
         self._line("{")
         for name in kept:
@@ -246,7 +246,7 @@ class ScanText:
         for name in kept:
             self._line(f"if (lane == u) kept_{name} = value_{name};")
         for i, name, axes in outputs:
-            if REDUCED in axes or not together:
+            if REDUCED in axes or not self.stores_together:
                 self._store(i, name, axes, "first + u")
         self._advance()
         self._line("}")
@@ -255,7 +255,7 @@ class ScanText:
         for operation in self.late:
             self._operation(operation)
         for i, name, axes in outputs:
-            if REDUCED not in axes and together:
+            if REDUCED not in axes and self.stores_together:
                 stored = f"put_one(false, to_{i} + {self._along(axes, 'first + lane')}, {self._given(name)});"
                 self._line(f"if (is_inside && {is_here}) {stored}")
         self._line("}")

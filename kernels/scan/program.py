@@ -106,7 +106,7 @@ def parse(node: FusedNode) -> ScanProgram:
     if absent := sorted(named - known) or sorted(known - set(program.step.dtypes)):
         raise ValueError(f"scan: nothing gives {absent[0]}, or its dtype is unknown")
     if stray := set(program.states) - set(program.axes):
-        raise ValueError(f"scan: the state {min(stray)} is no operand")
+        raise ValueError(f"scan: the state {min(stray)} is not an operand")
     return program
 
 
@@ -139,7 +139,7 @@ def _output_refusal(program: ScanProgram, name: str, axes: tuple[int, ...]) -> s
     if len(set(axes) - {BROADCAST}) < len(axes) - axes.count(BROADCAST):
         return f"scan: the output {name} has an axis twice"
     if STEPS not in axes and name not in program.states:
-        return f"scan: the output {name} is of no step, and no state"
+        return f"scan: the output {name} is neither a value of each step nor a state"
     return None
 
 

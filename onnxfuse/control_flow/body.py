@@ -43,9 +43,14 @@ class Body:
     begins: Mapping[str, tuple[str, int | None]]
 
     @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of the body, including its inputs, by name."""
+        return {tensor.name: tensor for tensor in self.graph.linked.inputs} | self.graph.linked.tensors()
+
+    @property
     def result_shapes(self) -> list[Shape | None]:
         """The shapes of the body's results; None for each that is not known."""
-        tensors = {tensor.name: tensor for tensor in self.graph.linked.inputs} | self.graph.linked.tensors()
+        tensors = self.tensors
         names = [value.name for value in self.graph.model.graph.output]
         return [self.shapes.shape(tensors[name]) if name in tensors else None for name in names]
 

@@ -26,10 +26,10 @@ LOOPS: Final = ("Loop", "Scan")
 
 @dataclass
 class ScanResult:
-    """The records of the fused nodes, and by the label of a Loop or Scan the reason why it is no scan."""
+    """The records of the fused nodes, and the reasons why other recurrences do not become scans."""
 
     fused: tuple[Fused, ...] = ()
-    reasons: dict[str, str] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)  # by label of the Loop, the Scan, or the Concat of a trace
 
 
 def assign_scans(
@@ -77,7 +77,7 @@ def assign_scans(
 
 
 def _with_joined(shapes: ShapeInfo, recurrence: Recurrence, found: Joined) -> tuple[Program, Joined]:
-    """Return the program with all nodes that can join, or else those before the steps, or none; and these nodes."""
+    """Return the program with the nodes `found`, or else those before the steps, or none; and the nodes that joined."""
     for joins in (found, Joined(found.before)):
         try:
             program = program_of(recurrence, shapes, joins)
@@ -90,11 +90,11 @@ def _with_joined(shapes: ShapeInfo, recurrence: Recurrence, found: Joined) -> tu
 
 def _record_shapes(shapes: ShapeInfo, program: Program) -> None:
     """Record the shapes of a recurrence's outputs, which have the length of what it slices."""
-    behind = set[Node]()
+    readers = set[Node]()
     for _, axes, tensor in program.outputs:
         found = tuple(map(program.size, axes))
         if shapes.shape(tensor) != found:
             shapes.record(tensor, found, shapes.dtype(tensor))
-            behind.update(consumers(tensor))
-    if behind:
-        infer_behind(shapes, behind)
+            readers.update(consumers(tensor))
+    if readers:
+        infer_behind(shapes, readers)

@@ -87,7 +87,7 @@ class _Joining:
         return found
 
     def drop_small(self, nodes: set[Node]) -> None:
-        """Take those nodes away that only read what is as large as their results: they are as good before the scan."""
+        """Discard nodes whose results are not larger than what they read: these can as well run before the scan."""
         for node in self.in_order(nodes):
             read = [t for t in node.inputs if not is_constant(t)]
             if op_of(node) in FREE or any(made not in (None, node) and made in nodes and op_of(made) not in FREE
@@ -110,7 +110,7 @@ class _Joining:
         found, size = set[Node](), self._elements(tensor)
         while len(readers := consumers(tensor)) == 1 and tensor.name not in self.fixed:
             (node,) = readers
-            if not self._can_join(node) or self._elements(node.outputs[0]) != size or has_subgraph(node):
+            if not self._can_join(node) or self._elements(node.outputs[0]) != size:
                 break
             found.add(node)
             tensor = node.outputs[0]

@@ -1,4 +1,4 @@
-"""Reads a Loop or Scan as a recurrence over a sequence, or says why it is none."""
+"""Reads a Loop or Scan as a recurrence over a sequence, or says why it cannot become a scan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAME_NUMBER: Final = ("Identity", "Unsqueeze", "Squeeze", "Reshape", "Cast")  # 
 
 
 def read_loop(outer: ShapeInfo, body: Body) -> Recurrence:
-    """Return a Loop or Scan as a recurrence.  Raises NoScan if it is none.
+    """Return a Loop or Scan as a recurrence.  Raises NoScan if it cannot become a scan.
 
     The body is the node's, after constants in it were folded.
     """
@@ -89,7 +89,7 @@ def _shape(shapes: ShapeInfo, tensor: Tensor) -> tuple[object, ...]:
 
 @dataclass
 class _Loop:
-    """A Loop that may go along a sequence: the number of its step is the place of a slice."""
+    """A Loop that may go along a sequence: the number of the step is the place of each slice."""
 
     outer: ShapeInfo
     body: Body
@@ -99,8 +99,7 @@ class _Loop:
 
     def recurrence(self) -> Recurrence:
         node, results = self.body.node, _results(self.body)
-        self.tensors = {tensor.name: tensor for tensor in self.body.graph.linked.inputs}
-        self.tensors |= self.body.graph.linked.tensors()
+        self.tensors = self.body.tensors
         names = [value.name for value in self.body.graph.model.graph.input]
         self.number, self.condition = names[:2]
         self._require_fixed_count(results[0])
@@ -163,7 +162,7 @@ class _Loop:
         """Add an input if the node takes a tensor's slice at the number of the step."""
         if op_of(node) not in ("Gather", "Slice") or producer(node.inputs[0]) or node.inputs[0].name in self.begun:
             return
-        shape, data = self.body.shapes.shape(node.inputs[0]), self._outside(node.inputs[0])
+        shape, data = self.body.shapes.shape(node.inputs[0]), outer_tensor(self.outer, node.inputs[0])
         if not shape or data is None:
             return
         if op_of(node) == "Gather" and self._is_number(node.inputs[1]):
@@ -178,10 +177,6 @@ class _Loop:
             if axes is not None and axes.size == 1 and is_next and not has_steps:
                 axis = int(axes.reshape(-1)[0]) % len(shape)
                 self.inputs.append(Sliced(data, axis, node.outputs[0].name, keeps_axis=True))
-
-    def _outside(self, tensor: Tensor) -> Tensor | None:
-        """Return the tensor of the graph around the Loop that the body knows by this name."""
-        return outer_tensor(self.outer, tensor)
 
     def _require_length(self) -> None:
         """Raise NoScan unless the trip count is the length of what the Loop slices."""
@@ -201,7 +196,7 @@ class _Loop:
         added = self.body.shapes.shape(made.inputs[1]) if op_of(made) == "SequenceInsert" else None
         is_last = len(made.inputs) == 2 and made.inputs[0] is now and consumers(now) == [made]
         if not is_last or added is None or join is None or op_of(join) != "ConcatFromSequence":
-            raise NoScan(f"it carries the sequence '{initial.name}', of which no ConcatFromSequence makes a tensor")
+            raise NoScan(f"it carries the sequence '{initial.name}', whose elements no ConcatFromSequence joins")
         self.joins.append(join)
         self.empty.append(begun)
         keeps_axis = not int_attribute(join, "new_axis", 0)
@@ -219,7 +214,7 @@ class _Loop:
         axis = int_attribute(made, "axis", 0) % len(shape)
         if shape[axis] != 0 or len(added) != len(shape) or added[axis] != 1:
             return None
-        # A Loop that runs no step gives unknown sizes of a result the size 0, but a tensor that it carries as it is.
+        # If no step runs, unknown sizes of a Loop's result become 0, but a tensor that it carries stays as it is.
         length = _shape(self.outer, self.inputs[0].tensor)[self.inputs[0].axis]
         if not all(isinstance(size, int) for size in shape) and (not isinstance(length, int) or not length):
             raise NoScan(f"'{initial.name}', to which it appends, is of unknown size, and there may be no step")

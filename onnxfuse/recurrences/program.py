@@ -98,14 +98,14 @@ class Program:
 
     # --- values -------------------------------------------------------------------------------------------------------
 
-    def operand(self, shapes: ShapeInfo, tensor: Tensor, axes: Axes | None = None) -> str:
-        """Return the value of an operand, a tensor of the graph; it is new, with new axes unless they are given."""
+    def operand(self, shapes: ShapeInfo, tensor: Tensor) -> str:
+        """Add a tensor of the graph as an operand with new axes, and return its value."""
         shape, dtype = shapes.shape(tensor), dtype_name(shapes.dtype(tensor))
         if shape is None or dtype not in COMPUTED:
             raise NoScan(f"'{tensor.name}' is {dtype if shape is not None else 'of unknown rank'}")
         name = f"x{len(self.operands)}"
         self.operands[name], self.dtypes[name] = tensor, dtype
-        self.axes[name] = axes if axes is not None else tuple(map(self.axis, shape))
+        self.axes[name] = tuple(map(self.axis, shape))
         return name
 
     def emit(self, op: str, inputs: Sequence[str], axes: Axes, dtype: str, **attributes: object) -> str:
@@ -116,13 +116,13 @@ class Program:
         return name
 
     def view(self, value: str, axes: Axes) -> str:
-        """Return a value under other axes, as a view of it has them."""
+        """Add a view of a value, which has other axes, and return it."""
         name = f"w{len(self.axes)}"
         self._sources[name], self.axes[name] = self.source(value), axes
         return name
 
     def source(self, value: str) -> str:
-        """Return the value that an operator computes, or an operand, of which `value` is a view."""
+        """Return the operand or the operator's result that `value` is a view of; `value` if it is not a view."""
         return self._sources.get(value, value)
 
     def dtype(self, value: str) -> str:

@@ -145,7 +145,7 @@ def scanned(**changes: object) -> tuple[FusedNode, list[TensorSpec]]:
         ('"ops"', '"op"', "its program cannot be read: KeyError"),
         ('["v3",[0,2,3]]', '["v2",[0,2,3]]', "the output v2 lacks an axis of its value"),
         ('["v3",[0,2,3]]', '["v3",[0,2,2]]', "the output v3 has an axis twice"),
-        ('["v3",[0,2,3]]', '["v3",[2,3]]', "the output v3 is of no step, and no state"),
+        ('["v3",[0,2,3]]', '["v3",[2,3]]', "the output v3 is neither a value of each step nor a state"),
         ('"x0":[2,3,1]', '"x0":[2,0,1]', "the state x0 has the axis of the steps"),
         ('"Mul",["x1","x0"],["v0"],{}', '"BitShift",["x1","x0"],["v0"],{"direction":"x();"}', "BitShift is of float32"),
         ('"Mul",["x1","x0"],["v0"],{}', '"Mul",[],["v0"],{}', "Mul reads nothing"),
