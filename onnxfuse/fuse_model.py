@@ -259,7 +259,7 @@ class FusedModel:
 
     @property
     def no_scan(self) -> dict[str, str]:
-        """The reasons why Loops, Scans and unrolled traces are no scans, by the nodes' names."""
+        """The reasons why Loops, Scans and unrolled steps do not become scans, by the nodes' names."""
         return {name: why for _, each in self.everywhere() for name, why in each.scans.reasons.items()}
 
     @property
@@ -464,7 +464,7 @@ def fuse_recurrences(work: Work) -> None:
 
 
 def fuse_bodies(work: Work) -> None:
-    """Fuse recurrences, then the bodies of the If, Loop and Scan that are left; replace these by the results."""
+    """Fuse recurrences, then replace the bodies of the remaining Ifs, Loops and Scans by fused ones."""
     work.learned.run(SCANS, lambda: fuse_recurrences(work), None)
     bodies = tuple(_fuse_bodies(work)) if work.settings.bodies else ()
     work.found = replace(work.found, bodies=bodies)
@@ -554,7 +554,7 @@ def form_regions(work: Work) -> None:
             joined = {one.node: one for one in fuse_prologues(work.joining, records)}
         if joined:
             of_regions, after = after, work.traffic()
-            without = _without_gain(without, of_regions, after)  # of norms, which is not one of regions
+            without = _without_gain(without, of_regions, after)  # what norms in prologues save is not a gain of regions
         records = {one.node: one for one in _standing(graph, (records | joined).values())}
     fusing = replace(fusing, fused=tuple(records.values()))
     left = work.found.left
@@ -564,7 +564,7 @@ def form_regions(work: Work) -> None:
 
 
 def _without_gain(traffic: Traffic, before: Traffic, after: Traffic) -> Traffic:
-    """Return the traffic less what a step saved, which is the difference of `before` and `after`."""
+    """Return the traffic less what a step saved, which had the traffic `before` and left `after`."""
     saved, launches = before.bytes - after.bytes, before.launches - after.launches
     return replace(traffic, bytes=traffic.bytes - saved, launches=traffic.launches - launches)
 

@@ -57,8 +57,8 @@ SUMS: Final = (
     "ReduceLogSumExp",
 )  # fmt: skip
 REDUCTIONS: Final = frozenset((*SUMS, *EXTREMES, *SOFTMAXES))
-# The program of a scan names axes: the steps, the one that reductions of a step are over, and from FIRST_FREE on those
-# whose elements are independent of each other.  An axis of one element is BROADCAST.
+# Axes in the program of a scan: STEPS is the sequence, and reductions of a step are over REDUCED.  Along the axes from
+# FIRST_FREE on, elements are independent of each other.  An axis of one element is BROADCAST.
 BROADCAST, STEPS, REDUCED, FIRST_FREE = -1, 0, 1, 2
 SUMS_OF_STEPS: Final = ("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin")  # reductions in a step of a scan
 MAX_REDUCED: Final = 256  # elements of the axis REDUCED, which the threads of a group keep in registers

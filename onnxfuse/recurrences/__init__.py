@@ -1,4 +1,4 @@
-"""Recurrences over a sequence, as Loops, Scans and unrolled traces have them, which become one fused node each."""
+"""Replaces each recurrence over a sequence, which is a Loop, a Scan or unrolled steps, by one fused node."""
 
 from typing import Final
 
@@ -11,4 +11,4 @@ attribute `program` says what a step computes: `axes` of the operands, `states`,
 
 A step consists of elementwise operators, views that move no elements, and sums of products over one axis of at most 256
 elements, such as the product of a state with a vector.  Every other axis is computed in parallel.
-`onnxfuse explain MODEL scan` says why a Loop or Scan is none."""
+`onnxfuse explain MODEL scan` says why a Loop or Scan does not become such a node."""

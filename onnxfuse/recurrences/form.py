@@ -1,4 +1,4 @@
-"""A recurrence: what a step reads, computes and hands on, however the model writes it."""
+"""The one form in which Loops, Scans and unrolled steps are described: what a step reads, computes and hands on."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from onnxfuse.ir.node import Node, Tensor
 
 
 class NoScan(Exception):
-    """A Loop, a Scan or a trace is no recurrence that becomes a scan; the message says why, as a sentence."""
+    """A Loop, a Scan or unrolled steps cannot become a scan; the message says why, as a sentence."""
 
 
 @dataclass(frozen=True)
 class State:
     """A value that each step computes for the next one.
 
-    Its shape is that of `like`, with which `initial` may be broadcast.
+    It has the shape of `like`; `initial` may be smaller, and is then broadcast to this shape.
     """
 
     initial: Tensor  # of the graph
@@ -43,9 +43,9 @@ class Sliced:
 
 @dataclass(frozen=True)
 class Recurrence:
-    """A recurrence in a graph.  What else a step reads are constants and tensors of the graph, which keep their names.
+    """A recurrence in a graph.  A step may also read constants and tensors of the graph, by their names there.
 
-    `replaced` are nodes of the graph, and `body` the nodes of one step, in execution order, of the graph of `shapes`.
+    `replaced` are nodes of the graph.  `body` are the nodes of one step in execution order, in the graph of `shapes`.
     """
 
     replaced: Sequence[Node]

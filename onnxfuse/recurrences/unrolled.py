@@ -1,9 +1,9 @@
 """Reads steps that an exporter unrolled as a recurrence.
 
 The steps' results meet in a Concat.  From its inputs, all steps are followed back at once: a bundle holds the tensors
-that are the same to their steps.  A bundle is one tensor that all steps read, the slices of one tensor, the results of
-equal nodes, or the values that another bundle had one step earlier, which are a state.  Each bundle is compared once,
-so that the time grows with the number of nodes.
+that have the same role in their steps.  A bundle is one tensor that all steps read, the slices of one tensor, the
+results of equal nodes, or the values that another bundle had one step earlier, which are a state.  Each bundle is
+compared once, so that the time grows with the number of nodes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
 from onnxfuse.ir.serde import node_proto
 from onnxfuse.recurrences.form import Recurrence, Sliced, State, needed
 
-MIN_STEPS: Final = 4  # fewer steps are few nodes, and more often no recurrence
+MIN_STEPS: Final = 4  # fewer steps are few nodes, and often something else
 SLICES: Final = ("Gather", "Slice", "Split")
 Bundle: TypeAlias = list[Tensor]  # a tensor of each step
 
@@ -30,7 +30,7 @@ def unrolled(shapes: ShapeInfo) -> Iterator[Recurrence]:
     """Yield the recurrences of a sorted graph whose steps are unrolled; the caller may replace each before the next."""
     for node in [node for node in shapes.graph.nodes if node.op == "Concat" and len(node.inputs) >= MIN_STEPS]:
         if op_of(node) == "Concat" and node.outputs and node.outputs[0].inputs:
-            begin = _Trace(shapes, node)  # of the first steps, which differ in most models
+            begin = _Trace(shapes, node)  # in most Concats, the first steps differ already
             is_recurrence = begin.follow(list(node.inputs[:MIN_STEPS])) and begin.states
             found = _Trace(shapes, node).recurrence() if is_recurrence else None
             if found is not None:
@@ -136,7 +136,7 @@ class _Trace:
         inside = {*nodes, id(self.concat)}
         given = [*self.shared, *(data for _, data, *_ in self.inputs), *(now[0] for now, _ in self.states)]
         if any(id(node) in inside or id(node) in slices for tensor in given for node in tensor.inputs):
-            return None  # what all steps read, or what a state begins with, is what one of them computes or slices
+            return None  # a step computes or slices what all steps read, or what a state begins with
         states, graph = list[State](), self.shapes.graph
         for now, later in self.states:
             is_read = graph.is_kept(later[-1]) or any(id(node) not in inside for node in later[-1].outputs)
@@ -194,7 +194,7 @@ def _slice(shapes: ShapeInfo, node: Node | None, tensor: Tensor) -> tuple[Tensor
 def _sliced_once(
     shapes: ShapeInfo, node: Node, data: Tensor, result: Sequence[object] | None
 ) -> tuple[Tensor, int, int, bool] | None:
-    """Return what `_slice` does for a Slice of one element."""
+    """Return what `_slice` returns, for a node that is a Slice."""
     given = [shapes.value(tensor) for tensor in node.inputs[1:4]]
     if result is None or len(given) < 3 or any(each is None or each.size != 1 for each in given):
         return None

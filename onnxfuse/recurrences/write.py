@@ -35,7 +35,7 @@ FIRST_AXES_AS_INPUT: Final = 13  # from this opset on, the axes of Squeeze and U
 class _Written:
     """Nodes that are being written; `names` maps tensors to names in the function.
 
-    Where the model has tensors of the dtype `half`, the function has float32, if `half` is not 0.
+    Tensors that have the dtype `half` in the model are float32 in the function; if `half` is 0, none are changed.
     """
 
     shapes: ShapeInfo
@@ -64,7 +64,7 @@ class _Written:
         return self.put("Constant", value=stored)
 
     def value(self, name: str, tensor: Tensor, without: int | None = None) -> onnx.ValueInfoProto:
-        """Return the type of a value of the body: that of a tensor, or of its slice along the axis `without`."""
+        """Return the type of a value of the body: a tensor or, if `without` is given, its slice along this axis."""
         shape, dtype = self.shapes.shape(tensor), self.shapes.dtype(tensor)
         sizes = None if shape is None else [size for i, size in enumerate(shape) if i != without]
         dims = None if sizes is None else [size if isinstance(size, int) else None for size in sizes]
@@ -121,7 +121,7 @@ def _function(
 ) -> onnx.FunctionProto:
     """Return the function of a recurrence: a Loop, which takes slices at the number of its step, and what joined it.
 
-    It is no Scan, because onnxruntime 1.31 ends the process (SIGFPE) for an empty tensor that a Scan transposes.
+    A Scan would not do: onnxruntime 1.31 ends the process (SIGFPE) where a Scan transposes an empty tensor.
     """
     names, states, first = list(program.operands), recurrence.states, recurrence.inputs[0]
     written = _Written(shapes, {tensor.name: name for name, tensor in program.operands.items()}, "f", _half(program))
@@ -174,8 +174,8 @@ def _first(shapes: ShapeInfo, written: _Written, program: Program, place: int, s
 def _half(program: Program) -> int:
     """Return the half precision that all floats of a program have, if it has no Cast to it; else 0.
 
-    The function of such a program computes in float32, as its kernel does: states that are rounded in each step would
-    overflow earlier than where onnxruntime computes a trace in float32, which its CPU provider does.
+    The function of such a program computes in float32, as its kernel does.  onnxruntime's CPU provider computes a trace
+    in float32, too; states that are rounded in each step would overflow earlier.
     """
     floats = {dtype for dtype in program.dtypes.values() if dtype in FLOATS}
     is_cast = any(op == "Cast" and program.dtypes[made[0]] in floats for op, _, made, _ in program.ops)
@@ -183,7 +183,7 @@ def _half(program: Program) -> int:
 
 
 def _body(recurrence: Recurrence, outer: _Written) -> onnx.GraphProto:
-    """Return the body of a Loop: one step of a recurrence, of the function that is being written."""
+    """Return the body of the Loop in the function `outer`, which is one step of the recurrence."""
     states = recurrence.states
     begins = {state.begin: f"s{i}" for i, state in enumerate(states)}
     written = _Written(recurrence.shapes, {**outer.names, **begins}, "t", outer.half)

@@ -30,8 +30,8 @@ def why_no_region() -> str:
 
 
 def why_no_scan(reasons: Mapping[str, str]) -> str:
-    """Return a sentence for a run in which `--only scan` made no scan; `reasons` has a sentence for each Loop."""
-    first = next((f"'{node}' is none: {reason}" for node, reason in reasons.items()), None)
+    """Return a sentence for a run in which `--only scan` made no scan; `reasons` has a sentence for each candidate."""
+    first = next((f"'{node}' does not become a scan: {reason}" for node, reason in reasons.items()), None)
     return first or "the model has no Loop, no Scan and no unrolled steps of a recurrence"
 
 

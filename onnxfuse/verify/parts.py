@@ -93,7 +93,7 @@ class UnfusedGraph:
 def unfused_graph(graph: Graph, shapes: ShapeInfo) -> UnfusedGraph:
     """Return a copy of a sorted graph, to keep the nodes that fused nodes are about to replace."""
     tensors: dict[str, Tensor] = {**graph.outer_constants, **graph.folded_for_subgraphs}
-    # Some inputs and initializers are read by bodies of Loops alone.
+    # Only bodies of Loops read some inputs and initializers.
     tensors |= {t.name: constant_of(t) for t in graph.model.graph.initializer if t.name in graph.captured}
     tensors |= {t.name: t for t in graph.linked.inputs}
     tensors |= {t.name: t for node in graph.nodes for t in (*node.inputs, *node.outputs) if t.name}
@@ -248,7 +248,7 @@ def distinct_parts(
 
 
 def _in_several_layouts(outputs: Iterable[str], originals: Mapping[str, Original]) -> dict[str, tuple[str, str]]:
-    """Return the outputs whose original another output computes, too: the original's name, and one of a copy."""
+    """Return, for each output whose original another output computes too, the names of the original and of a copy."""
     known, copies = {name for name in outputs if name not in originals}, dict[str, tuple[str, str]]()
     for name in (each for each in outputs if each in originals):
         original = originals[name][0]

@@ -151,7 +151,7 @@ def test_three_steps_are_none() -> None:
 
 
 def test_steps_without_a_state() -> None:
-    """Results of steps that do not depend on each other are no recurrence."""
+    """Steps that do not depend on each other are not a recurrence."""
 
     def change(i: int, names: dict[str, str]) -> None:
         names["state"] = "first"
