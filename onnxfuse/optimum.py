@@ -71,7 +71,7 @@ def from_pretrained(
     kernels: Mapping[str, Any] | None = None,
     **arguments: Any,
 ) -> ORTModel:
-    """Open fused models by a class of Optimum; their fused nodes run as kernels where `provider` has a GPU.
+    """Open fused models by a class of Optimum; their fused nodes run as kernels if `provider` runs on a GPU.
 
     folder     the folder, which `optimize_folder` wrote
     kernels    arguments of `onnxfuse.InferenceSession`, such as wait=True

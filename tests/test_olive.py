@@ -1,4 +1,4 @@
-"""The pass for Olive: its page, in a folder of its own, and a model that differs."""
+"""The pass for Olive: its page, in a folder of its own, and an option that is refused."""
 
 from __future__ import annotations
 

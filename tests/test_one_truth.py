@@ -233,7 +233,6 @@ def test_verify_accepts_the_tolerance_that_optimize_was_given() -> None:
 
 TESTS = Path(__file__).parent
 ARCHITECTURES = {name.split("_")[0]: name for name in sorted(read_index(), reverse=True)}  # one model of each
-QUOTED = re.compile(r" *\d* *\|")  # begins a line of code that `explain` shows
 
 
 @pytest.fixture
@@ -256,7 +255,7 @@ def test_all_commands_agree_about_a_model(name: str, columns: int, tmp_path: Pat
         done = run(*command.split())
         lines = done.stdout.splitlines()
         assert done.exit_code == code, done.output
-        assert [line for line in lines if len(line.rstrip()) > columns and not QUOTED.match(line)] == []
+        assert [line for line in lines if len(line.rstrip()) > columns and not terminal.SOURCE.match(line)] == []
         return done.stdout
 
     def row(text: str, what: str) -> list[str]:

@@ -16,7 +16,7 @@ FIRST_DRIVERS: Final = {12: 525, 13: 580}  # the first Linux driver of each majo
 
 
 def cuda_versions() -> dict[str, str]:
-    """Return what is found of GPU, driver, compiler and libraries; "" for what is missing."""
+    """Return the versions of driver, compiler and libraries, and the names of GPUs; "" for each that is missing."""
     driver, name = _driver_cuda(), ""
     if not cuda_driver.unavailable():
         name = ", ".join(cuda_driver.gpu(i).name for i in range(cuda_driver.gpu_count()))
@@ -61,9 +61,9 @@ def _misfits() -> Iterator[str]:
 
 
 def falls_back() -> str | None:
-    """Return why onnxruntime's sessions run on the CPU although there is a GPU; None if they do not, or without a GPU.
+    """Return why onnxruntime's sessions run on the CPU although there is a GPU; None if they do not.
 
-    This opens a session on the GPU, which takes seconds.
+    Without a GPU it returns None, too.  With one, it opens a session there, which takes seconds.
     """
     if cuda_driver.unavailable():
         return None

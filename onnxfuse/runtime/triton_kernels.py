@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 
 WARP: Final = 32
 ALIGNMENT: Final = [["tt.divisibility", 16]]  # lets Triton read and write vectors of 16 bytes
-NO_SCRATCH: Final = Scalar(0, "int64")  # the pointers to memory of Triton's own, which such kernels do not use
+NO_SCRATCH: Final = Scalar(0, "int64")  # a null pointer for Triton's own memory, which these kernels do not use
 # Triton's names of dtypes.
 TYPES: Final = {
     "float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64", "bool": "i1", "int8": "i8",
@@ -45,10 +45,10 @@ def triton_launch(
 
     function   a function of a module, so that `onnxfuse.testing` finds it by its name
     grid       blocks along x, y and z; dynamic dims may occur in them
-    arguments  pointers to inputs and outputs, and numbers, in the order of the parameters that are no constants
+    arguments  pointers to inputs and outputs, and numbers, in the order of the parameters that are not constants
     constants  the values of all `tl.constexpr` parameters; a dynamic dim among them makes a plan for its value alone
-    inputs     the node's inputs, which give pointers their dtypes; `outputs` are those of the plan
-    warps      `num_warps`, and `stages` is `num_stages`, of Triton
+    inputs     the node's inputs; `outputs` are the plan's outputs; pointers have the dtypes of these tensors
+    warps      Triton's `num_warps`; `stages` is its `num_stages`
 
     With TRITON_INTERPRET=1 nothing is compiled, and the launch can only be checked by `onnxfuse.testing`.
 

@@ -1,4 +1,4 @@
-"""Check kernels of one's own on a CPU: see `check_kernels`."""
+"""Check your own kernels on a CPU: see `check_kernels`."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from onnxfuse.verify.difference import compare_output
 
 @dataclass(frozen=True)
 class KernelCheck:
-    """A fused node whose kernels equal its body on a CPU; `error` is the largest one, relative to the largest value."""
+    """A fused node whose kernels equal its body on a CPU; `error` is the largest, relative to the largest value."""
 
     node: str
     fusion: str
@@ -45,15 +45,16 @@ def check_kernels(
 
     Sources in CUDA are compiled as C++ (which needs g++ or clang++), with emulated blocks, shared memory, barriers and
     shuffles. `@triton.jit` functions run in Triton's interpreter, which needs TRITON_INTERPRET=1 before Triton is
-    imported. Every plan that a host offers runs; outputs are NaN before, and nothing around them may change. Fast
-    arithmetic, races and instructions of tensor cores are not emulated, so that a GPU remains the last judge.
+    imported. Every plan that a host offers runs. Float outputs are NaN before a plan runs, and memory around outputs
+    must not change. Fast arithmetic, races and instructions of tensor cores are not emulated, so test on a GPU as well.
 
     feeds    the model's inputs
     fusions  the fusions whose nodes are checked; by default, those with kernels of other packages and added folders
     arch     the compute capability that hosts plan for
 
-    Raises KernelError for a kernel that differs, does not compile or has steps that are no launches; UsageError if
-    there is no such node, or its host refuses all of them; VerificationError if the model does not run.
+    Raises KernelError for a kernel that differs or does not compile, and for a plan that calls a library of NVIDIA;
+    AssertionError for a kernel that writes around an output; UsageError if there is no such node, or all of them are
+    refused; VerificationError if the model does not run.
     """
     families = [family for each in kernel_folders() if each.origin is OWN for family in each.families]
     own = {name for family in families for name in family.fusions}

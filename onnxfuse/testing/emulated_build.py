@@ -1,7 +1,7 @@
 """Compile kernels as C++ for the CPU: each text is compiled once, and so is the code that many texts share.
 
-That is the headers of the standard library, which are compiled to one header, and the .cc file next to a header of
-`header_folders`: a text that includes the header is linked to its object file.
+The shared code is the headers of the standard library, which are compiled to one header, and the .cc files next to
+headers in `header_folders`: a text that includes such a header is linked to the object file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from onnxfuse.errors import KernelError
 from onnxfuse.runtime.build_native import compiler
 
 header_folders = [Path(__file__).parent / "native"]  # in the order in which headers are looked up
-# Fortified, longjmp would refuse to go to the stack of another coroutine.
+# The fortified longjmp would refuse to jump to another coroutine's stack.
 FLAGS = ("-std=c++17", "-O1", "-w", "-fPIC", "-U_FORTIFY_SOURCE")
 STANDARD = re.compile(r"(?m)^#include <.*$")
 DRAFT = "draft-"  # before the name of a file that is being built
@@ -31,10 +31,10 @@ _numbers = itertools.count()
 
 
 def load(text: str, defines: Mapping[str, object], flags: Sequence[str], source: Path) -> ctypes.CDLL:
-    """Compile the text, which is written to `source`, behind the definitions; load the library, which lies beside it.
+    """Write the definitions and then the text to `source`, compile it to a library next to it, and load the library.
 
-    The definitions are not flags, because a compiled header is not used where a flag defines a word that it has.  A
-    text that was compiled before is not compiled again, but copied, as each library has static variables of its own.
+    The definitions are not flags, because compilers skip a compiled header if a flag defines a word that occurs in it.
+    A library of a text that was compiled before is copied, because each copy has static variables of its own.
 
     Raises KernelError if there is no C++ compiler, or if it refuses the text.
     """
@@ -106,7 +106,7 @@ def _own_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def _made_once(key: object, suffix: str, build: Callable[[Path], object]) -> Path:
-    """Return the file of a key, which the process that wants it first builds."""
+    """Return the file of a key; the first process that needs the file builds it."""
     path = (folder or Path(_own_folder().name)) / f"{hashlib.sha256(repr(key).encode()).hexdigest()}{suffix}"
     with path.with_suffix(".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # which closing the file releases

@@ -1,6 +1,6 @@
 """Run the kernels of a plan on a CPU: their own sources, compiled as C++ with native/blocks_emulated.h.
 
-It shows wrong indices, and what is read before it is written; it cannot show how fast a kernel is.
+It shows wrong indices, and reads of memory that was not written; it cannot show how fast a kernel is.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from onnxfuse.testing.emulated_build import load
 from onnxfuse.testing.triton_interpreter import interpret
 
 NUMPY = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-REPLACED = ("types.cuh", "packed_words.cuh", "cluster.cuh")  # headers in whose place blocks_emulated.h stands
+REPLACED = ("types.cuh", "packed_words.cuh", "cluster.cuh")  # headers that blocks_emulated.h replaces
 C_TYPES: Mapping[str, Any] = {"int32": ctypes.c_int, "int64": ctypes.c_longlong, "float32": ctypes.c_float}
 PARTS = re.compile(r'(?m)^#line \d+ "([^"]+)"\n')
 SHARED = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];")
-ARCHITECTURE = re.compile(r"__CUDA_ARCH__ >= \d+")  # the CPU takes what the oldest architecture does
+ARCHITECTURE = re.compile(r"__CUDA_ARCH__ >= \d+")  # the CPU compiles the code for the oldest architecture
 
 
 def library(kernel: Kernel, folder: Path) -> Any:
@@ -36,7 +36,7 @@ def library(kernel: Kernel, folder: Path) -> Any:
 
 
 def as_c_plus_plus(whole: str, replaced: Sequence[str] = REPLACED) -> str:
-    """Return a kernel's text for the CPU, without the headers in whose place blocks_emulated.h or others stand."""
+    """Return a kernel's text for the CPU, without the headers `replaced`, which other headers emulate."""
     parts = zip(["", *PARTS.findall(whole)], PARTS.split(whole)[::2], strict=True)
     text = "".join(part for name, part in parts if name not in replaced)
     text = ARCHITECTURE.sub("0", re.sub(r"(?m)^#pragma.*$", "", text))
@@ -87,9 +87,10 @@ def emulate(
     aligned: bool = True,
     find: Callable[[Kernel, Path], Any] = library,
 ) -> list[np.ndarray]:
-    """Run a plan; return its outputs, of which all that is not written is NaN, and around which nothing is written.
+    """Run a plan; return its outputs.  Elements that no kernel writes are NaN, or 1 in dtypes of 8 bits and integers.
 
-    `find` returns what launches a kernel.
+    `find` returns the function that `launch` calls for a kernel.  Raises AssertionError if memory around an output is
+    written.
     """
     read = [_placed(each, aligned) for each in inputs]
     written = [_placed(_unwritten(spec), aligned) for spec in plan.outputs]

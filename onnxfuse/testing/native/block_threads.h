@@ -13,14 +13,14 @@ enum class Wait { None, Warp, Block, Cluster, Done };
 // Lets other threads run until all threads of the warp, block or cluster wait for the same.
 void wait(Wait kind);
 
-// Waits until each lane of the warp has passed a word, and returns those of the 32 lanes, which may be read until the
-// next wait for the warp.
+// Waits until each lane of the warp has passed a word, and returns the words of the 32 lanes. They can be read until
+// the next wait for the warp.
 const u32* exchange(u32 word);
 u32 lane();
 
 u32 rank();                // of the block in its cluster
 char* memory();            // the shared memory of the block
-char* memory(u32 rank);    // that of another block of the cluster
+char* memory(u32 rank);    // the shared memory of that block of the cluster
 size_t memory_bytes();
 
 // Runs all blocks of a grid in clusters of `cluster` blocks; each thread calls `kernel` with the arguments.

@@ -1,6 +1,7 @@
 // A function that runs on a stack of its own, on one thread of the CPU, until it lets the scheduler go on.
 //
-// Later switches use _setjmp and _longjmp, which make no system call, as swapcontext does.
+// Only the first switch uses setcontext. Later ones use _setjmp and _longjmp, which, unlike swapcontext, make no system
+// call.
 #pragma once
 #include <setjmp.h>
 #include <ucontext.h>

@@ -18,7 +18,7 @@ struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 static float2 make_float2(float x, float y) { return {x, y}; }
 
-// The standard library has its own in headers that take long to read.
+// The headers of the standard library that declare min and max take long to compile.
 template <class A, class B>
 constexpr auto min(A a, B b) { return b < a ? b : a; }
 template <class A, class B>
