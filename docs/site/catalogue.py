@@ -28,7 +28,7 @@ def catalogue_page(fusions: Iterable[Fusion]) -> str:
     """Return docs/fusions.md: a section for each fusion."""
     measured = gains()
     return HEAD + "".join(
-        _section(fusion, gain_table(measured[fusion.name]) if fusion.name in measured else "Not timed alone.")
+        _section(fusion, gain_table(measured[fusion.name]) if fusion.name in measured else "This page has no times of this fusion.")
         for fusion in fusions
     )
 
