@@ -1,4 +1,4 @@
-"""Time linear attention by the gated delta rule: sequences beside onnxruntime and Triton, one token beside a copy.
+"""Time linear attention by the gated delta rule: sequences next to onnxruntime and Triton, one token next to a copy.
 
     python benchmarks/linear_attention.py --out FILE [--dtypes float16,bfloat16]
 
@@ -20,20 +20,21 @@ import onnx
 import onnxruntime as ort
 import torch
 from linear_attention_triton import GatedDelta
-from onnx import TensorProto, helper
+from onnx import helper
 from rows import Rows
 
 import onnxfuse
+from onnxfuse.ir.dtypes import DTYPE_NUMBERS
 from onnxfuse.session import InferenceSession, explain_session
 
 SIZE: Final = 128
 SAMPLES: Final = 15
-KINDS: Final = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
+DTYPES: Final = ("float16", "bfloat16")
 
 
 def model(tokens: int, heads: int, batch: int, dtype: str, nodes: int) -> onnx.ModelProto:
-    """Return nodes with the same operands, of which each has a state of its own."""
-    kind, shape = KINDS[dtype], [batch, heads, SIZE, SIZE]
+    """Return a model of `nodes` nodes with the same operands, where each node has a state of its own."""
+    kind, shape = DTYPE_NUMBERS[dtype], [batch, heads, SIZE, SIZE]
     widths = {"q": heads * SIZE, "k": heads * SIZE, "v": heads * SIZE, "g": heads, "b": heads}
     inputs = [helper.make_tensor_value_info(name, kind, [batch, tokens, width]) for name, width in widths.items()]
     inputs += [helper.make_tensor_value_info(f"s{i}", kind, shape) for i in range(nodes)]
@@ -196,7 +197,7 @@ def one_token(rows: Rows, heads: int, batch: int, dtype: str) -> None:
 
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="The JSON file to write.")
-@click.option("--dtypes", default=",".join(KINDS), help="The dtypes of sequences.")
+@click.option("--dtypes", default=",".join(DTYPES), help="The dtypes of sequences.")
 def main(out: Path, dtypes: str) -> None:
     """Measure sequences of 1024 and 8192 tokens, and one token of 1, 8 and 64 sequences."""
     ort.preload_dlls()

@@ -52,11 +52,6 @@ class Product:
     w: HeadTensor
     y: HeadTensor
 
-    @property
-    def strides(self) -> tuple[int, int, int]:
-        """The strides of y's batch, head and row, in elements."""
-        return self.y.strides
-
 
 def unsupported(node: FusedNode, dtypes: Sequence[str], device: Device) -> str | None:
     """Return why no kernel runs this product on this device; None if one does."""
@@ -93,7 +88,7 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
     problem, y = problem_of(product, inputs)
     if not is_joined(node):
         return [Plan((y,), _steps(problem, product, inputs, device))]
-    made = epilogue_program(both, y, inputs, False, strides=problem.strides)
+    made = epilogue_program(both, y, inputs, False, strides=problem.y.strides)
     with for_later_plans(problem.m if made else 0):
         others = in_two_steps(both, inputs, device, candidates)
     if made is None:

@@ -30,8 +30,8 @@ from onnxfuse.runtime.symint import estimate
 GATES: Final = {"lstm": 4, "gru": 3, "rnn": 1}
 USUAL: Final = {"lstm": ("Sigmoid", "Tanh", "Tanh"), "gru": ("Sigmoid", "Tanh"), "rnn": ("Tanh",)}
 CLUSTER_ARCH: Final = 90  # the lowest compute capability with thread block clusters
-# GPUs that run clusters of 16 blocks have as much shared memory in a block, and as many multiprocessors, so that one of
-# their eight GPCs, which a cluster does not leave, has 16.  On others, such as an H20 with 78, launches can fail.
+# Only GPUs with more shared memory in a block than this run clusters of 16 blocks.  A cluster runs within one of eight
+# GPCs.  From this many multiprocessors on, one GPC has 16.  On others, such as an H20 with 78, launches can fail.
 LARGE_CLUSTER_BYTES: Final = 200 << 10
 LARGE_CLUSTER_MULTIPROCESSORS: Final = 8 * 14 + 1  # GPCs have even numbers of them
 # Clusters that an H200 runs at once, by their blocks, with one block a multiprocessor.
@@ -39,7 +39,7 @@ CLUSTERS_AT_ONCE: Final = {1: 132, 2: 66, 4: 30, 8: 15, 16: 7}
 PART_BYTES: Final = 64  # bytes of a row of weights in one part, as in recurrent.cu
 TILE: Final = 16  # rows of a tile
 REGISTERS: Final = {512: 128, 256: 240}  # of a thread, by the threads of a block
-# Registers of a thread besides weights, products and its units, by the way to multiply, so that none is spilled.
+# Registers of a thread for all but weights, products and units, by mma (True) and by FMA: enough to spill none.
 OTHER_REGISTERS: Final = {True: 36, False: 46}
 COLUMNS: Final = {True: (8, 16, 32), False: (1, 2, 4, 8)}  # sequences of a cluster, by mma and by FMA
 MAX_PLANS: Final = 4
@@ -214,7 +214,8 @@ def ranked(layer: Layer, device: Device) -> list[Config]:
 
     def clocks(config: Config) -> float:
         """Return the estimated clocks of a step, times how often clusters fill the device."""
-        at_once = max(1, CLUSTERS_AT_ONCE[config.cluster] * device.multiprocessors // (132 * layer.directions))
+        share = CLUSTERS_AT_ONCE[1] * layer.directions
+        at_once = max(1, CLUSTERS_AT_ONCE[config.cluster] * device.multiprocessors // share)
         full = config.columns * at_once
         return config.clocks * (1 if batch <= full else batch / full)
 
@@ -222,11 +223,7 @@ def ranked(layer: Layer, device: Device) -> list[Config]:
         kind = config.cluster, config.mma
         if kind not in best or clocks(config) < clocks(best[kind]):
             best[kind] = config
-    order: list[Config] = []
-    for config in best.values():
-        at = next((i for i, each in enumerate(order) if clocks(config) < clocks(each)), len(order))
-        order.insert(at, config)
-    return order[:MAX_PLANS]
+    return sorted(best.values(), key=clocks)[:MAX_PLANS]
 
 
 # ---- the launch ----------------------------------------------------------------------------------------------------

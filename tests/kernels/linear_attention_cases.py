@@ -87,7 +87,7 @@ class Case:
         return [TensorSpec(*each, self.aligned) for each in _described(self).values()]
 
 
-@functools.cache  # plans need no numbers, which take longer to draw than plans to make
+@functools.cache  # drawing operands takes longer than making plans
 def _described(case: Case) -> dict[str, tuple[tuple[int, ...], str]]:
     return {name: (x.shape, x.dtype.name) for name, x in case.inputs().items()}
 
@@ -113,18 +113,18 @@ def expected(case: Case, inputs: Arrays) -> tuple[np.ndarray, np.ndarray]:
     return (y * (case.scale or case.size**-0.5)).reshape(*rows, heads * case.value_size), state
 
 
-# Relative to the largest result of a case. Chunks round the operands of products, also computed ones.
+# Relative to the largest result of a case. In chunks, computed operands of products are rounded too.
 SLACK = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 2.5e-2}
 
 
 def check(case: Case, inputs: Arrays, y: np.ndarray, state: np.ndarray) -> None:
     """Compare results with float64."""
-    for found, right, dtype in zip((y, state), expected(case, inputs), (case.dtype, case.dtype), strict=True):
+    for found, right in zip((y, state), expected(case, inputs), strict=True):
         assert found.shape == right.shape
         assert np.isfinite(found.astype(np.float64)).all()
         if found.size:
             error = np.abs(found.astype(np.float64) - right).max() / max(1e-30, np.abs(right).max())
-            assert error <= SLACK[dtype], f"{case}: {error}"
+            assert error <= SLACK[case.dtype], f"{case}: {error}"
 
 
 TOKENS = {
