@@ -5,7 +5,7 @@
 A time is the cost of one more node in a CUDA graph, in microseconds: with bias, Relu and, for 8 bits, a quantizer.
 `zeros` is the time if x has a zero point, which is multiplied by sums of the weights.  Rows of attention have a shape
 of batch, heads, queries, keys and size: two products of integers, with zero points and quantizers, and the softmax of
-integers between them, beside an attention of float16.
+integers between them, next to an attention of float16.
 """
 
 from __future__ import annotations

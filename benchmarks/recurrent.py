@@ -1,4 +1,4 @@
-"""Time LSTM and GRU layers beside onnxruntime's and PyTorch's, which cuDNN runs.
+"""Time LSTM and GRU layers next to those of onnxruntime and PyTorch, which run cuDNN.
 
     python benchmarks/recurrent.py --out FILE [--only lstm,gru] [--dtypes float16,float32] [--quick]
 

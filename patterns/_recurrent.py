@@ -31,6 +31,6 @@ def require_recurrent_layer(count: int) -> None:
 def _are_known(
     names: Sequence[str], alpha: Sequence[float] | None, beta: Sequence[float] | None, count: int, directions: int
 ) -> bool:
-    """Return whether kernels have the activations; onnxruntime ignores more than it needs, as ONNX's default has."""
+    """Return whether kernels have the activations.  Names beyond those needed are ignored, as in onnxruntime."""
     found = activations_of_recurrence(names[: count * directions], alpha or (), beta or ())
     return found is not None and len(found) == count * directions and found[:count] == found[-count:]

@@ -14,7 +14,7 @@ def causal_conv_with_state(
     past_state: Term = tensor("batch channels before", optional=True),
     activation: Term = attribute(),
 ) -> tuple[Term, ...]:
-    """y[t] = activation(sum(weight[i] * z[t + i]) + bias), where z is past_state and then x; the last rows of z
+    """y[t] = activation(sum(weight[i] * z[t + i]) + bias), where z is past_state and then x; the last columns of z
 
     past_state holds the size - 1 columns before x, zeros if it is absent, and the second output holds the last size - 1
     columns of z.  The activation is silu, or none.  The body is the operator itself, ONNX's or com.microsoft's, which

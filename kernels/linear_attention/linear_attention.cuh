@@ -1,4 +1,4 @@
-// What both kernels of linear attention by chunks of tokens share: their sizes, their scratch memory, and fragments.
+// Sizes, scratch memory and fragments of both kernels of linear attention by chunks of tokens.
 //
 // Within a chunk, b is the sum of the logarithms of decays up to a token. The new rows u of a chunk after a state S are
 //
@@ -7,7 +7,7 @@
 // or u = v without beta, so that y = scale (diag(exp(b)) Q S + P u), where P[t][j] = exp(b[t] - b[j]) q[t] k[j] for
 // j <= t, and S becomes exp(b[last]) S + K^T diag(exp(b[last] - b)) u (Yang et al. 2024, arXiv:2412.06464).
 //
-// linear_attention_chunks.cu computes for all chunks at once what does not depend on S:
+// linear_attention_chunks.cu computes for all chunks at once the tensors that do not depend on S:
 //   rows      (states, chunks, VALUE_SIZE, CHUNK) of T: (T diag(beta) v)^T, or v^T
 //   weights   (states, chunks, CHUNK, SIZE) of T: -T diag(beta exp(b)) K
 //   scores    (results, chunks, CHUNK, CHUNK) of T: P

@@ -19,7 +19,7 @@ __device__ __forceinline__ float element(const T* from) {
 }
 __device__ __forceinline__ float exponential(float x) { return exp2_fast(x * LOG2_E); }
 
-// Sums of products of 16 rows with the 16 x `rights` rows of another tile: sums[n] are columns 8 n to 8 n + 7.
+// Multiplies 16 rows of a tile by the rows of another tile up to the last of them: sums[n] are columns 8 n to 8 n + 7.
 __device__ __forceinline__ void multiply_rows(float (&sums)[CHUNK / 8][4], u32 left, u32 right, int row) {
 #pragma unroll
     for (int n = 0; n < CHUNK / 8; ++n) sums[n][0] = sums[n][1] = sums[n][2] = sums[n][3] = 0.0f;
@@ -73,7 +73,7 @@ __device__ __forceinline__ void write_system(float* system, const float* sums_of
         }
 }
 
-// Solves (I + A) x = e for one column of the identity, by forward substitution, and writes both roundings of it.
+// Solves (I + A) x = e for one column of the identity, by forward substitution, and writes x times both factors.
 __device__ __forceinline__ void invert(const float* system, float decayed, float rate, int column) {
     float x[CHUNK];
 #pragma unroll

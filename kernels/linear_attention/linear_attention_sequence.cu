@@ -4,12 +4,12 @@
 // no exchange with other lanes, and passes these operands to another warp, which computes the results of the chunk one
 // step later. Further warps meanwhile copy later chunks to shared memory.
 //
-// Macros: those of linear_attention.cuh; STATE_T; PAST; WARPS, that have states; STAGES of shared memory, 2 or more.
+// Macros: those of linear_attention.cuh; STATE_T; PAST; WARPS that have states; STAGES of shared memory, 2 or more.
 #include "linear_attention.cuh"
 
 constexpr int COPYING = 128;  // threads that copy
 constexpr int TILES = VALUE_SIZE / (16 * WARPS);
-// Offsets in a stage, which has what the next state needs of one chunk, and the results of the chunk before.
+// Offsets in a stage. It has the data of one chunk for the next state, and of the chunk before for the results.
 constexpr int K_TILE = 0, WEIGHTS = CHUNK * PITCH, ROWS = WEIGHTS + (BETA ? CHUNK * PITCH : 0);
 constexpr int FACTORS = ROWS + WARPS * 16 * TOKEN_PITCH, Q_TILE = FACTORS + CHUNK * 8, SCORES = Q_TILE + CHUNK * PITCH;
 constexpr int Q_FACTORS = SCORES + CHUNK * TOKEN_PITCH, STAGE = Q_FACTORS + CHUNK * 8;
@@ -22,7 +22,7 @@ struct States {
     T* y;
 };
 
-// The words of four neighbouring operands, along k, from sums in fp32.
+// Rounds fp32 sums to operands of the next products.
 template <int N>
 __device__ __forceinline__ void round_sums(u32 (&to)[N / 2][4], const float (&sums)[N][4]) {
 #pragma unroll
@@ -42,7 +42,7 @@ struct Block {
             copy_async<16>(to + i * 16, reinterpret_cast<const char*>(factors + i * 4), 16);
     }
 
-    // Starts the copies for a step: what the state needs of the chunk `step`, and what results need of the one before.
+    // Starts the copies for a step: the data of chunk `step` for the state, and of the chunk before for the results.
     __device__ __forceinline__ void copy(int step) const {
         const u32 stage = shared_address(shared_memory()) + step % STAGES * STAGE;
         const i64 state = ((i64)batch * STATE_HEADS + state_head) * chunks;
@@ -79,7 +79,7 @@ struct Block {
         }
     }
 
-    // Returns where a warp passes its operands on in a step: 16 bytes for each lane, and so on.
+    // Returns the address at which a warp passes its operands on in a step; each operand has 16 bytes for each lane.
     __device__ __forceinline__ char* passed(int warp, int step) const {
         return shared_memory() + STAGES * STAGE + (step % 2 * WARPS + warp) * PASSED + threadIdx.x % 32 * 16;
     }

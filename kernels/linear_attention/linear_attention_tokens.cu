@@ -1,5 +1,5 @@
-// Linear attention, token after token: for one token after a state, and for all that linear_attention_sequence.cu does
-// not take.
+// Linear attention, token after token: for one token after a state, and for all nodes that the kernels of
+// chunks do not take.
 //
 //     S = exp(decay) S;  w = beta (v - S^T k);  S = S + k w^T;  y = scale S^T q
 //

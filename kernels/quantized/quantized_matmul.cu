@@ -8,7 +8,7 @@
 // of 4 x 4 bytes, which are transposed on their way to shared memory. If there are zero points, a thread adds up a row
 // of a stage, so that the sums of x and w, which the zero points multiply, cost no further reads of memory.
 //
-// Which columns of y the rows of w's fragments stand for is free: a lane gets eight neighbouring columns of y from four
+// The rows of w's fragments can have any order of y's columns: a lane gets eight neighbouring columns of y from four
 // mmas, so that it stores eight bytes, and four lanes a sector of L2.
 //
 // Sizes and strides are arguments. Where all of them are multiples of an access, and the addresses too, copies have 16
@@ -50,7 +50,7 @@ struct Scales {
 
 #if FLOAT8
 using Sum = float;
-// What pair_of divides numbers by.
+// pair_of divides numbers by this.
 #if __CUDA_ARCH__ >= 890
 constexpr float UNIT = 1.0f;
 #else
@@ -72,7 +72,7 @@ __device__ __forceinline__ u32 pair_of(u32 bytes) {
 #endif
 }
 
-// The order of elements along k is free: those of a word that a lane holds are its pairs of both halves of an mma.
+// Elements along k can have any order. The four of a lane's word are its two pairs along the k of one mma.
 __device__ __forceinline__ void multiply_bytes(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     const u32 first[4] = {pair_of<0>(a[0]), pair_of<0>(a[1]), pair_of<2>(a[0]), pair_of<2>(a[1])};
     const u32 second[4] = {pair_of<0>(a[2]), pair_of<0>(a[3]), pair_of<2>(a[2]), pair_of<2>(a[3])};

@@ -25,16 +25,16 @@
 constexpr int THREADS = 32 * WARPS;
 constexpr int EACH = 4 / int(sizeof(T));    // elements of a word
 constexpr int CHUNK = 16 / int(sizeof(T));  // elements of 16 bytes
-constexpr int PART = 4 * CHUNK;             // elements of a part: 64 bytes, of which each of four lanes has 16
+constexpr int PART = 4 * CHUNK;             // elements of a part: 64 bytes, 16 for each of four lanes
 constexpr int ROWS = (GATES * UNITS + 15) / 16 * 16;
 constexpr int TILE_PITCH = WARPS / SPLIT;  // between the tiles of a warp
 constexpr int STORED = STEPS - HELD;
 constexpr int PARTS_BYTES = 64 * SPLIT * STEPS;
 constexpr int PITCH = PARTS_BYTES + (PARTS_BYTES % 128 ? 0 : 64);  // bytes of a row of states: no bank conflicts
 constexpr int SUMS_PITCH = ROWS + 4;                               // no bank conflicts between columns
-constexpr int ITEMS = (UNITS * BATCH + THREADS - 1) / THREADS;     // units of sequences of a thread
+constexpr int ITEMS = (UNITS * BATCH + THREADS - 1) / THREADS;     // units of all sequences, for each thread
 constexpr int STATES = RESET_FIRST ? 3 : 2;
-constexpr int BIASES = GATES == 3 ? 4 : GATES;  // of each gate, and that of R for the candidate of a GRU
+constexpr int BIASES = GATES == 3 ? 4 : GATES;  // one for each gate; a GRU keeps two for its candidate, of W and of R
 constexpr int RESET_TILES = 2 * UNITS / 16;     // tiles of the gates before the candidate
 
 static_assert(UNITS % 2 == 0 && WARPS % SPLIT == 0 && TILES * TILE_PITCH * 16 >= ROWS);
@@ -59,7 +59,7 @@ struct Weights {
     u32 words[8];  // four of row lane / 4 of a tile, and four of the row 8 below it
 };
 
-// Returns 16 bytes of a row of R, which has HIDDEN elements; `row` is a row of this block.
+// Returns 16 bytes of a row of R, which has HIDDEN elements; `row` counts the rows of this block.
 __device__ __forceinline__ Pack<T, CHUNK> weights_of_row(const T* r, int row, int first_unit, int k) {
     Pack<T, CHUNK> found = {};
     const int gate = row / UNITS, unit = first_unit + row % UNITS;
@@ -83,7 +83,7 @@ __device__ __forceinline__ u32 rounded(u32 word) {
     return word;
 }
 
-// Returns what this thread multiplies of a part of R.
+// Returns this thread's elements of a part of R.
 __device__ __forceinline__ Weights load_weights(const T* r, int first_unit, int tile, int step) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int row = (warp / SPLIT + tile * TILE_PITCH) * 16 + lane / 4;
@@ -242,7 +242,7 @@ struct Step {
     const Unit& at;
     float limit;
 
-    // Returns the argument of a gate: the sum of both products and the biases; without those of R if `of_x`.
+    // Returns the argument of a gate: the sum of its biases, of the product of x and, unless `of_x`, of the states.
     __device__ __forceinline__ float argument(int gate, bool of_x = false) const {
         float value[1];
         Pack<T, 1> x = {};
@@ -267,7 +267,7 @@ struct Step {
     }
 };
 
-// Changes h and c of a unit to those after a step. `update` is the update gate of a GRU with RESET_FIRST.
+// Replaces h and c of a unit by their values after a step. `update` is the update gate of a GRU with RESET_FIRST.
 __device__ __forceinline__ void advance(const Step& step, float update, float& h, float& c) {
     if constexpr (GATES == 4) {
         const float in = step.f(step.argument(0) + step.peephole(0, c));
@@ -295,7 +295,7 @@ __device__ __forceinline__ void advance(const Step& step, float update, float& h
 struct Share {
     int direction, first_unit, first_row, steps, batch;
 
-    // Returns the position in x and y of a step of a sequence; what lies beyond the sequence is not reversed.
+    // Returns the position in x and y of a step of a sequence; steps after its end are not reversed.
     __device__ __forceinline__ u64 position(const Unit& at, int step) const {
         return direction != REVERSED && step < at.length ? at.length - 1 - step : step;
     }
@@ -335,7 +335,7 @@ __device__ __forceinline__ void keep_weights(const T* r, int first_unit, Weights
         }
 }
 
-// Fills the memory of the states with the first ones, and that of the biases and peepholes.
+// Writes the initial states, or zeros, and the biases and peepholes to shared memory.
 __device__ __forceinline__ void fill_memory(Memory& memory, const Operands& operands, const Share& share) {
     for (int at = threadIdx.x; at < STATES * BATCH * PITCH / 4; at += THREADS)
         reinterpret_cast<u32*>(memory.states)[at] = 0;
@@ -436,7 +436,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
         const Unit& at = units[i];
-        const float h[1] = {at.length ? at.h : 0.0f}, c[1] = {at.length ? at.c : 0.0f};  // as onnxruntime
+        const float h[1] = {at.length ? at.h : 0.0f}, c[1] = {at.length ? at.c : 0.0f};  // like onnxruntime
         if (at.there && results.h) store<false>(results.h + share.state(at), h);
         if (GATES == 4 && at.there && results.c) store<false>(results.c + share.state(at), c);
     }

@@ -37,7 +37,7 @@ def infer(program: Program, operands: Mapping[str, Shape], sizes: Sizes) -> Shap
 
 
 def require_elements(program: Program, shapes: Shapes) -> None:
-    """Raise ValueError if a reduction that has no result for no elements has none to reduce."""
+    """Raise ValueError if a reduction that needs at least one element has none."""
     for operation in program.operations:
         if operation.name in OF_SOME and not operation.attributes.get("may_be_empty", 0):
             x = shapes.of[operation.inputs[0]]

@@ -1,4 +1,4 @@
-"""Move the integers where an operator that moves elements stands between a DequantizeLinear and its QuantizeLinear.
+"""Move integers instead of floats, where an operator moves dequantized elements that are then quantized again.
 
 The results are equal, because the QuantizeLinear undoes the DequantizeLinear for each element.  A MaxPool selects the
 integer whose dequantized value is the largest, which is the largest integer, because the scale is positive.

@@ -1,4 +1,4 @@
-"""Name all results of recurrent layers, because patterns find a layer by its first result, which nothing may read."""
+"""Name all results of recurrent layers: patterns find a layer by its first result, which a model can leave out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onnxfuse.passes.graph_pass import graph_pass
 
 @graph_pass()
 def name_results(graph: Graph, shapes: ShapeInfo) -> int:
-    """Name the results that the model leaves out; return in how many nodes."""
+    """Name the results that the model leaves out, and return the number of changed nodes."""
     return sum(_name_results(shapes, node) for node in graph.nodes if op_of(node) in RECURRENCES)
 
 

@@ -14,7 +14,7 @@ from template_checks import check_template, with_dynamic_dims
 from onnxfuse.kernels.linear_attention import host
 from onnxfuse.runtime.plan import Device, Kernel, Launch, Plan, TensorSpec
 
-PARTS = 3  # of the kernels, of which one is compiled in a plain run
+PARTS = 3  # of the kernels; a plain run compiles one part
 LARGE = Case(1000, heads=16, state_heads=16, size=128, value_size=128, state_dtype="float32")
 
 

@@ -13,7 +13,7 @@ from sampling import by_parts
 from onnxfuse.kernels.recurrent import host
 from onnxfuse.runtime.plan import Device, Kernel, Launch
 
-PARTS = 12  # of the kernels, of which one is compiled in a plain run
+PARTS = 12  # of the kernels; a plain run compiles one part
 SIZES = (
     (32, 1), (128, 1), (128, 40), (300, 3), (512, 1), (512, 32), (512, 200),
 )  # fmt: skip

@@ -20,7 +20,7 @@ from onnxfuse.testing.emulated_build import load
 from onnxfuse.testing.emulated_launches import PARTS, as_c_plus_plus, launch, launcher
 
 EXACT = dataclasses.replace(H200, tf32=False)
-# What stands in place of gemm_multiply.cuh.
+# The text that replaces gemm_multiply.cuh.
 PRODUCTS = """#include "blocks_emulated.h"
 #include "attention_mma_emulated.h"
 #define multiply mma
@@ -107,7 +107,7 @@ def test_weights_in_shared_memory(held: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.steps])
 def test_the_formula_is_what_the_operator_computes(name: str) -> None:
-    """Without steps, the last states of onnxruntime's operators are what is in memory."""
+    """Leave out cases without steps: onnxruntime does not write their last states."""
     case = CASES[name]
     options = onnxruntime.SessionOptions()
     session = onnxruntime.InferenceSession(
