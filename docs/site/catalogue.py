@@ -27,8 +27,9 @@ one with bias, residual and ReLU. [Performance](performance.md) has the conditio
 def catalogue_page(fusions: Iterable[Fusion]) -> str:
     """Return docs/fusions.md: a section for each fusion."""
     measured = gains()
+    unknown = "This page has no times of this fusion."
     return HEAD + "".join(
-        _section(fusion, gain_table(measured[fusion.name]) if fusion.name in measured else "This page has no times of this fusion.")
+        _section(fusion, gain_table(measured[fusion.name]) if fusion.name in measured else unknown)
         for fusion in fusions
     )
 
