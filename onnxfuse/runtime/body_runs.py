@@ -23,6 +23,7 @@ from onnx import helper
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.dtypes import DTYPE_NUMBERS
 from onnxfuse.ir.protos import subgraphs
+from onnxfuse.runtime.cuda_driver import SideStream, is_capturing
 from onnxfuse.runtime.hosts import numbers_of
 from onnxfuse.runtime.kernel_failures import Place, place_of
 from onnxfuse.runtime.native_library import BodyRequest
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     import onnxruntime as ort
 
 DEVICE_TYPES: Final = {"CPUExecutionProvider": "cpu"}  # type of memory by provider; other providers use GPU memory
+# One run in so many is waited for.  onnxruntime frees the host memory from which operators such as LSTM copy to the GPU
+# only at the end of a run that is waited for.
+RUNS_UNTIL_WAIT: Final = 64
 
 
 @dataclass(frozen=True)
@@ -44,10 +48,37 @@ class Body:
     ir_version: int
 
 
+@dataclass
+class BodySession:
+    """A session that runs a body (a node's ONNX function), and on a GPU the stream that it uses."""
+
+    session: ort.InferenceSession
+    stream: SideStream | None
+    runs: int = 0
+    captured: bool = False  # whether a CUDA graph holds a run, which reads host memory that onnxruntime must not free
+
+    def run(self, binding: ort.IOBinding, stream: int) -> None:
+        """Run the body on bound inputs, after the earlier and before the later work of `stream`."""
+        if self.stream is None:
+            self.session.run_with_iobinding(binding, _run_options())
+            return
+        self.runs += 1
+        self.captured = self.captured or is_capturing(stream)
+        waits = not self.captured and self.runs % RUNS_UNTIL_WAIT == 0
+        with self.stream.in_place_of(stream):
+            self.session.run_with_iobinding(binding, _run_options(waits))
+
+    def close(self) -> None:
+        """Destroy the session, which uses the stream, and the stream afterwards."""
+        del self.session
+        if self.stream is not None:
+            self.stream.close()
+
+
 _bodies: Final[dict[Place, Body]] = {}
-SessionKey = tuple[int, bool, tuple[int, ...]]  # stream, whether TF32 is allowed, ranks of the inputs
+SessionKey = tuple[int, bool, tuple[int, ...]]  # the node's stream, whether TF32 is allowed, ranks of the inputs
 # The sessions that run bodies (ONNX functions of nodes), for all nodes with one place.
-_sessions: Final[dict[Place, dict[SessionKey, ort.InferenceSession]]] = {}
+_sessions: Final[dict[Place, dict[SessionKey, BodySession]]] = {}
 
 
 @dataclass(frozen=True)
@@ -97,7 +128,7 @@ def has_body(node: FusedNode, device: Device) -> bool:
 
 
 def run_body(request: BodyRequest, read_node: Callable[[], tuple[FusedNode, Device]]) -> None:
-    """Start the body (ONNX function) of a node on the node's stream, and copy its outputs to the node's outputs.
+    """Start the body (ONNX function) of a node, and copy its outputs to the node's outputs on the node's stream.
 
     read_node  returns the node and its GPU; it is called at the node's first run alone
 
@@ -106,34 +137,35 @@ def run_body(request: BodyRequest, read_node: Callable[[], tuple[FusedNode, Devi
     if (known := _known.get(request.kernel)) is None:
         node, device = read_node()
         known = _known[request.kernel] = _Known(place_of(node, device), numbers_of(node))
-    session, kind = _session(request, known), DEVICE_TYPES.get(request.provider, "cuda")
-    binding = session.io_binding()
+    body, kind = _session(request, known), DEVICE_TYPES.get(request.provider, "cuda")
+    binding = body.session.io_binding()
     for i, (spec, address) in enumerate(zip(request.inputs, request.addresses, strict=True)):
         if i in known.numbers:
             binding.bind_cpu_input(f"i{i}", np.array(spec.shape, np.int32))
             continue
         binding.bind_input(f"i{i}", kind, request.device, DTYPE_NUMBERS[spec.dtype], spec.shape, address)
-    for each in session.get_outputs():
+    for each in body.session.get_outputs():
         binding.bind_output(each.name, kind, request.device)
-    session.run_with_iobinding(binding, _run_options())
+    body.run(binding, request.stream)
     for i, value in enumerate(binding.get_outputs()):
         shape = value.shape()
         request.put(i, shape, value.data_ptr() if math.prod(shape) else 0)
 
 
 def forget_node(kernel: int) -> None:
-    """Drop the sessions that ran the body (the ONNX function) of a node, except those that other nodes use."""
+    """Close the sessions that ran the body (the ONNX function) of a node, except those that other nodes use."""
     if known := _known.pop(kernel, None):
         others = [each.sessions for each in list(_known.values()) if each.place == known.place]
         of_place = _sessions.get(known.place, {})
         for key in known.sessions.difference(*others):
-            of_place.pop(key, None)
+            if body := of_place.pop(key, None):
+                body.close()
         if not of_place:
             _sessions.pop(known.place, None)
 
 
-def _session(request: BodyRequest, known: _Known) -> ort.InferenceSession:
-    """Return the session that runs a body (a node's ONNX function) on a stream, for inputs of these ranks."""
+def _session(request: BodyRequest, known: _Known) -> BodySession:
+    """Return the session that runs a body (a node's ONNX function) for a stream, and for inputs of these ranks."""
     key = request.stream, request.tf32, tuple(len(spec.shape) for spec in request.inputs)
     with _lock:
         known.sessions.add(key)
@@ -144,8 +176,9 @@ def _session(request: BodyRequest, known: _Known) -> ort.InferenceSession:
             # With memory patterns, the second run allocates memory, maybe while a CUDA graph is captured.
             options.enable_mem_pattern = False
             model = model_of(_bodies[known.place], request.inputs).SerializeToString()
-            provider = request.provider, _options(request)
-            of_place[key] = _onnxruntime().InferenceSession(model, options, [provider])
+            stream = None if request.provider in DEVICE_TYPES else SideStream()
+            provider = request.provider, _options(request, stream)
+            of_place[key] = BodySession(_onnxruntime().InferenceSession(model, options, [provider]), stream)
         return of_place[key]
 
 
@@ -155,21 +188,20 @@ def _onnxruntime() -> Any:
 
 
 @functools.cache
-def _run_options() -> Any:
-    """Return options for runs that are not waited for, and that onnxruntime captures in no CUDA graph of its own."""
+def _run_options(waits: bool = False) -> Any:
+    """Return options for runs that are waited for or not, and that onnxruntime captures in no CUDA graph of its own."""
     options = _onnxruntime().RunOptions()
-    options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+    options.add_run_config_entry("disable_synchronize_execution_providers", str(int(not waits)))
     options.add_run_config_entry("gpu_graph_id", "-1")  # onnxruntime's Python code takes 40 us to see that it is absent
     return options
 
 
-def _options(request: BodyRequest) -> dict[str, Any]:
+def _options(request: BodyRequest, stream: SideStream | None) -> dict[str, Any]:
     """Return the options of the provider: the user's options that change results, and the stream to run on."""
-    if request.provider in DEVICE_TYPES:
+    if stream is None:
         return {}
     device = {"device_id": str(request.device)} if request.device else {}  # onnxruntime logs a warning about device 0
-    stream = {"user_compute_stream": str(request.stream)} if request.stream else {}
-    return {"use_tf32": str(int(request.tf32)), **device, **stream}
+    return {"use_tf32": str(int(request.tf32)), **device, "user_compute_stream": str(stream.handle)}
 
 
 def model_of(body: Body, inputs: Sequence[TensorSpec]) -> onnx.ModelProto:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import onnx
@@ -562,6 +563,21 @@ def test_sessions_of_bodies_end_with_their_streams(
     gc.collect()
     (of_place,) = body_runs._sessions.values()
     assert [key[0] for key in of_place] == [1]
+
+
+def test_some_runs_of_bodies_are_waited_for_until_a_graph_holds_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    session, stream, captures = MagicMock(), MagicMock(), False
+    monkeypatch.setattr(body_runs, "_run_options", lambda waits: waits)
+    monkeypatch.setattr(body_runs, "is_capturing", lambda _: captures)
+    body = body_runs.BodySession(session, stream)
+    for captures in (False, True, False):  # noqa: B007
+        for _ in range(2 * body_runs.RUNS_UNTIL_WAIT):
+            body.run(MagicMock(), 7)
+    waits = [call.args[1] for call in session.run_with_iobinding.call_args_list]
+    assert [i + 1 for i, waited in enumerate(waits) if waited] == [64, 128]
+    assert stream.in_place_of.call_count == len(waits)
+    body.close()
+    assert stream.close.call_count == 1
 
 
 @pytest.mark.usefixtures("no_wait")

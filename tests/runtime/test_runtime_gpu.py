@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -21,6 +22,7 @@ from onnxfuse.errors import KernelError
 from onnxfuse.runtime import cupy_backend, kernel_failures
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime.backends import BACKENDS
+from onnxfuse.runtime.body_runs import RUNS_UNTIL_WAIT
 from onnxfuse.runtime.loaded_plans import load_plans
 from onnxfuse.runtime.loaded_templates import PreparedTemplate
 from onnxfuse.runtime.plan import Kernel
@@ -52,7 +54,9 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     ort.preload_dlls()
 
 
-def model(*, nodes: int = 1, steps: int = 1, op: str = "", dtype: str = "float", d: int | str = D) -> bytes:
+def model(
+    *, nodes: int = 1, steps: int = 1, op: str = "", dtype: str = "float", d: int | str = D, body: str = BODY
+) -> bytes:
     """Return a chain of fused nodes, or of nodes of an ONNX operator with the same inputs.
 
     `d` is the size of a row, or a name: the kernel has it as a constant, so that a template then has dozens of kernels.
@@ -64,7 +68,7 @@ def model(*, nodes: int = 1, steps: int = 1, op: str = "", dtype: str = "float",
     chain = "\n".join(f"{after} = {op or call} ({before}, scale)" for before, after in pairwise(names))
     text = (
         f'<ir_version: 8, opset_import: ["" : 17, "onnxfuse" : 1]>\n'
-        f"g ({dtype}[n, {d}] x, {dtype}[{d}] scale) => ({dtype}[n, {d}] y) {{ {chain} }}\n{'' if op else BODY}"
+        f"g ({dtype}[n, {d}] x, {dtype}[{d}] scale) => ({dtype}[n, {d}] y) {{ {chain} }}\n{'' if op else body}"
     )
     return bytes(onnx.parser.parse_model(text).SerializeToString())
 
@@ -116,6 +120,27 @@ def test_the_body_runs_for_another_dtype() -> None:
     run = session(model(dtype="float16"), how="body")
     given = {name: value.astype(np.float16) for name, value in feed(8).items()}
     np.testing.assert_allclose(run.run(None, given)[0], expected(given), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("graph", ["0", "1"])
+def test_a_body_outlives_the_streams_of_its_session(graph: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """A Concat of 40 inputs copies their addresses from host memory, which onnxruntime frees on the body's stream."""
+    many = f"many = Concat<axis = -1>({', '.join(['x'] * 40)})\n  mean = ReduceMean<axes = [-1]>(many)"
+    source = model(nodes=2, dtype="float16", body=BODY.replace("mean = ReduceMean<axes = [-1]>(x)", many))
+    given = {name: value.astype(np.float16) for name, value in feed(8).items()}
+    first = expected(given).astype(np.float16)
+    wanted = expected({"x": first, "scale": given["scale"]})
+    for _ in range(3):
+        run = session(source, how="body", enable_cuda_graph=graph)
+        binding, inputs, _ = bound(run, given)
+        output = ort.OrtValue.ortvalue_from_shape_and_type(given["x"].shape, np.float16, "cuda", 0)
+        binding.bind_ortvalue_output("y", output)
+        for _ in range(RUNS_UNTIL_WAIT + 7):
+            run.run_with_iobinding(binding)
+        np.testing.assert_allclose(output.numpy(), wanted, rtol=0.02, atol=0.05)
+        del run, binding, inputs
+        gc.collect()
+    assert "CUDA failure" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("steps", [1, 2])
