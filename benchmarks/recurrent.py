@@ -153,7 +153,7 @@ def main(out: Path, only: str, dtypes: str, quick: bool) -> None:
         x = torch.randn((steps, batch, hidden), device="cuda", dtype=getattr(torch, dtype))
         plain = model(fusion, hidden, dtype)
         fused, _ = onnxfuse.optimize(plain, verify=False)
-        own = InferenceSession(fused.SerializeToString(), providers=["CUDAExecutionProvider"])
+        own = InferenceSession(fused.SerializeToString(), providers=["CUDAExecutionProvider"], wait=True)
         other = ort.InferenceSession(plain.SerializeToString(), providers=["CUDAExecutionProvider"])
         (run, y), (run_other, right) = (in_session(each, x, hidden) for each in (own, other))
         times = [microseconds(each) for each in (run, run_other, in_torch(fusion, hidden, x))]

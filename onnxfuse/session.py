@@ -41,7 +41,15 @@ from onnxfuse.runtime.plan import Aim
 from onnxfuse.runtime.plan_file import PLANS_SUFFIX
 from onnxfuse.runtime.prepare_session import given_for, preparation
 from onnxfuse.runtime.support import make_alike, require_bodies, why_no_kernel, why_not_as_kernel
-from onnxfuse.runtime.target import NoTarget, PlanChoice, ProviderOptions, Providers, Target, find_target
+from onnxfuse.runtime.target import (
+    NoTarget,
+    PlanChoice,
+    ProviderOptions,
+    Providers,
+    Target,
+    default_providers,
+    find_target,
+)
 from onnxfuse.tuning import cache
 from onnxfuse.tuning.autotune import MeasuredVerdicts
 from onnxfuse.tuning.background import background
@@ -110,6 +118,9 @@ def InferenceSession(
 
     If a node's kernel does not compile, now or at sizes that occur later, its body runs instead; a warning says so.
 
+    Without `providers`, the session uses CUDA where onnxruntime has it, and the CPU for other nodes; onnxruntime's own
+    default is the CPU alone.
+
     Other arguments are passed to onnxruntime.InferenceSession. Several threads can call this function with the same
     `sess_options`, but onnxruntime.InferenceSession must not use them at the same time. If nodes run as kernels,
     `enable_fallback` is 0 unless it is given, and `set_providers` with other providers fails, because these have no
@@ -120,6 +131,7 @@ def InferenceSession(
     "throughput".
     """
     settings = _settings(path_or_bytes, tune, plans, aim, wait)
+    providers = providers or default_providers(sess_options)
     if tune == "now":
         _tune_now(path_or_bytes, sess_options, providers, provider_options, shapes or {})
     return open_session(path_or_bytes, sess_options, providers, provider_options, settings=settings, **arguments)

@@ -29,6 +29,7 @@ ProviderOptions = Mapping[str, object]
 # are counted, so that plans can be measured between them.
 PlanChoice = Literal["first", "known", "measured", "observed"]
 Providers = Sequence[str | tuple[str, ProviderOptions]]
+CPU: Final = "CPUExecutionProvider"
 _working_providers: Final[set[tuple[str, int]]] = set()
 
 
@@ -76,6 +77,12 @@ class NoTarget:
     asked: bool = True  # whether the session asked for a provider with kernels
 
 
+def default_providers(options: ort.SessionOptions | None) -> Providers | None:
+    """Return the providers of a session for which none are named; None to leave them to the options or onnxruntime."""
+    given = options is not None and options.has_providers()
+    return [CUDA, CPU] if CUDA in ort.get_available_providers() and not given else None
+
+
 def find_target(
     options: ort.SessionOptions,
     providers: Providers | None,
@@ -89,7 +96,9 @@ def find_target(
     if not providers and options.has_providers():
         return NoTarget("the providers were added to the session options; name them in `providers`")
     available = ort.get_available_providers()
-    chosen = providers or available  # onnxruntime, too, treats an empty list as all providers
+    if not providers and CUDA in available:
+        return NoTarget(f"onnxruntime uses the CPU alone where no providers are named; name {CUDA} in `providers`")
+    chosen = providers or (CPU,)
     extra = provider_options or [{}] * len(chosen)
     for item, more in zip(chosen, extra, strict=False):
         name, given = (item, more) if isinstance(item, str) else item

@@ -28,7 +28,7 @@ from onnxfuse.runtime.loaded_templates import PreparedTemplate
 from onnxfuse.runtime.plan import Kernel
 from onnxfuse.runtime.planner import Planner, planner
 from onnxfuse.runtime.saved_plans import save_plans
-from onnxfuse.session import InferenceSession, explain_session
+from onnxfuse.session import InferenceSession, explain_session, register
 
 CUDA = "CUDAExecutionProvider"
 pytestmark = [
@@ -114,6 +114,20 @@ def test_a_kernel_gives_what_the_body_gives(steps: int) -> None:
     for rows, d in [(1, D), (7, D), (64, D), (64, 1023), (7, D), (0, D)]:
         given = feed(rows, d)
         close(run.run(None, given)[0], given)
+
+
+def test_kernels_run_where_no_providers_are_named() -> None:
+    run = InferenceSession(model())
+    assert run.get_providers() == [CUDA, "CPUExecutionProvider"]
+    assert [each.how for each in explain_session(run)] == ["kernel"]
+    close(run.run(None, feed(8))[0], feed(8))
+
+
+def test_registered_options_run_bodies_where_no_providers_are_named() -> None:
+    options = ort.SessionOptions()
+    (dispatch,) = register(options, model())
+    assert (dispatch.how, "name CUDAExecutionProvider in `providers`" in dispatch.why) == ("body", True)
+    close(ort.InferenceSession(model(), options).run(None, feed(8))[0], feed(8))
 
 
 def test_the_body_runs_for_another_dtype() -> None:

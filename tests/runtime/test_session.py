@@ -30,6 +30,7 @@ from onnxfuse.runtime import custom_ops as operators
 from onnxfuse.runtime.backends import BACKENDS
 from onnxfuse.runtime.fused_calls import Call
 from onnxfuse.runtime.plan import Kernel
+from onnxfuse.runtime.target import CUDA, NoTarget, default_providers, find_target
 from onnxfuse.session import InferenceSession, NodeDispatch, explain_session, open_session, register
 from onnxfuse.tuning.dispatch import Preference, SessionSettings
 
@@ -63,6 +64,19 @@ def test_the_body_runs_where_the_provider_has_no_kernels() -> None:
     given = feed(2, 3)
     np.testing.assert_array_equal(run.run(None, given)[0], given["x"] + given["b"])
     assert explain_session(run)[0].why == "the session does not use CUDAExecutionProvider"
+
+
+def test_sessions_use_cuda_where_no_providers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Since version 1.10, onnxruntime uses the CPU alone where no providers are named."""
+    assert default_providers(None) is None
+    monkeypatch.setattr(ort, "get_available_providers", lambda: ["TensorrtExecutionProvider", CUDA, CPU])
+    options = ort.SessionOptions()
+    assert default_providers(None) == default_providers(options) == [CUDA, CPU]
+    found = find_target(options, None, None)
+    assert isinstance(found, NoTarget)
+    assert "name CUDAExecutionProvider in `providers`" in found.why
+    monkeypatch.setattr(ort.SessionOptions, "has_providers", lambda _: True)
+    assert default_providers(options) is None
 
 
 def mixed() -> bytes:
