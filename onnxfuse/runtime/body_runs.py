@@ -8,6 +8,7 @@ session's memory.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
 import math
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
     import onnxruntime as ort
 
 DEVICE_TYPES: Final = {"CPUExecutionProvider": "cpu"}  # type of memory by provider; other providers use GPU memory
-# One run in so many is waited for.  onnxruntime frees the host memory from which operators such as LSTM copy to the GPU
-# only at the end of a run that is waited for.
-RUNS_UNTIL_WAIT: Final = 64
 
 
 @dataclass(frozen=True)
@@ -54,25 +52,37 @@ class BodySession:
 
     session: ort.InferenceSession
     stream: SideStream | None
-    runs: int = 0
-    captured: bool = False  # whether a CUDA graph holds a run, which reads host memory that onnxruntime must not free
+    captured: bool = False  # whether a CUDA graph holds a run
+    holds_memory: bool = False  # whether host memory of a run is not freed
 
     def run(self, binding: ort.IOBinding, stream: int) -> None:
         """Run the body on bound inputs, after the earlier and before the later work of `stream`."""
         if self.stream is None:
-            self.session.run_with_iobinding(binding, _run_options())
+            self.session.run_with_iobinding(binding, _run_options(waits=False))
             return
-        self.runs += 1
-        self.captured = self.captured or is_capturing(stream)
-        waits = not self.captured and self.runs % RUNS_UNTIL_WAIT == 0
+        if not self.captured and is_capturing(stream):
+            self.captured = True
+            self._keep()
+        self.holds_memory = True
         with self.stream.in_place_of(stream):
-            self.session.run_with_iobinding(binding, _run_options(waits))
+            self.session.run_with_iobinding(binding, _run_options(waits=not self.captured))
+        self.holds_memory = self.captured
 
     def close(self) -> None:
-        """Destroy the session, which uses the stream, and the stream afterwards."""
+        """Destroy the session, and its stream afterwards."""
+        if self.holds_memory:
+            self._keep()
+            return
         del self.session
         if self.stream is not None:
             self.stream.close()
+
+    def _keep(self) -> None:
+        """Keep the session until the process ends, because it holds host memory.
+
+        onnxruntime would free the memory in a callback of the stream, where CUDA refuses it, and end the process.
+        """
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.session))
 
 
 _bodies: Final[dict[Place, Body]] = {}
@@ -188,7 +198,7 @@ def _onnxruntime() -> Any:
 
 
 @functools.cache
-def _run_options(waits: bool = False) -> Any:
+def _run_options(waits: bool) -> Any:
     """Return options for runs that are waited for or not, and that onnxruntime captures in no CUDA graph of its own."""
     options = _onnxruntime().RunOptions()
     options.add_run_config_entry("disable_synchronize_execution_providers", str(int(not waits)))

@@ -565,19 +565,35 @@ def test_sessions_of_bodies_end_with_their_streams(
     assert [key[0] for key in of_place] == [1]
 
 
-def test_some_runs_of_bodies_are_waited_for_until_a_graph_holds_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    session, stream, captures = MagicMock(), MagicMock(), False
+def test_runs_of_bodies_are_waited_for_until_a_graph_holds_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    session, stream, capturing = MagicMock(), MagicMock(), False
     monkeypatch.setattr(body_runs, "_run_options", lambda waits: waits)
-    monkeypatch.setattr(body_runs, "is_capturing", lambda _: captures)
+    monkeypatch.setattr(body_runs, "is_capturing", lambda _: capturing)
     body = body_runs.BodySession(session, stream)
-    for captures in (False, True, False):  # noqa: B007
-        for _ in range(2 * body_runs.RUNS_UNTIL_WAIT):
-            body.run(MagicMock(), 7)
-    waits = [call.args[1] for call in session.run_with_iobinding.call_args_list]
-    assert [i + 1 for i, waited in enumerate(waits) if waited] == [64, 128]
-    assert stream.in_place_of.call_count == len(waits)
+    for capturing in (False, True, False):  # noqa: B007
+        body.run(MagicMock(), 7)
+        assert body.holds_memory == body.captured
+    assert [call.args[1] for call in session.run_with_iobinding.call_args_list] == [True, False, False]
+    assert stream.in_place_of.call_count == 3
     body.close()
-    assert stream.close.call_count == 1
+    stream.close.assert_not_called()
+
+
+def test_a_body_that_fails_keeps_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the end of a run frees the host memory that the run used."""
+    session, stream = MagicMock(), MagicMock()
+    monkeypatch.setattr(body_runs, "is_capturing", lambda _: False)
+    body = body_runs.BodySession(session, stream)
+    session.run_with_iobinding.side_effect = RuntimeError("no memory")
+    stream.in_place_of.return_value.__exit__.return_value = False
+    with pytest.raises(RuntimeError, match="no memory"):
+        body.run(MagicMock(), 7)
+    body.close()
+    stream.close.assert_not_called()
+    session.run_with_iobinding.side_effect = None
+    body.run(MagicMock(), 7)
+    body.close()
+    stream.close.assert_called_once()
 
 
 @pytest.mark.usefixtures("no_wait")
