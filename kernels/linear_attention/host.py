@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -66,13 +67,12 @@ def _by_tokens(problem: LinearAttention, device: Device) -> Plan:
         for lanes, columns in ((8, 4), (16, 4), (32, 4), (32, 2), (32, 1))
         if -(-problem.size // lanes) * columns <= MAX_VALUES or columns == 1
     )
-    widest = VECTOR_BYTES // max(ITEM_BYTES[problem.dtype], ITEM_BYTES[problem.state_dtype])
-    width = min(columns, widest) if problem.aligned else 1
-    while problem.value_size % width:
-        width //= 2
     tile = 32 // lanes * columns * TOKEN_WARPS
-    floats = problem.size * (1 + problem.heads // problem.state_heads) + tile + 1
-    floats += problem.size if problem.decay == 2 else 1
+    items = ITEM_BYTES[problem.dtype], ITEM_BYTES[problem.state_dtype]
+    width = _width(problem, VECTOR_BYTES // max(items), problem.value_size, columns)
+    step = _width(problem, VECTOR_BYTES // items[0], problem.size, problem.value_size, tile)
+    floats = problem.size * (1 + problem.heads // problem.state_heads + (problem.decay == 2)) + tile + 2
+    floats = -(-floats // 4) * 4
     tokens = max(1, min(MAX_TOKENS, STAGED_FLOATS // floats))
     if 4 * floats > device.shared_per_block:
         raise ValueError(
@@ -81,7 +81,7 @@ def _by_tokens(problem: LinearAttention, device: Device) -> Plan:
         )
     defines: Defines = {
         **problem.defines,
-        "LANES": lanes, "COLUMNS": columns, "WIDTH": width, "WARPS": TOKEN_WARPS, "TOKENS": tokens,
+        "LANES": lanes, "COLUMNS": columns, "WIDTH": width, "STEP": step, "WARPS": TOKEN_WARPS, "TOKENS": tokens,
     }  # fmt: skip
     operands = Struct((*problem.operands, *problem.states.fields))
     blocks = problem.batch * problem.state_heads * -(-problem.value_size // tile)
@@ -91,6 +91,11 @@ def _by_tokens(problem: LinearAttention, device: Device) -> Plan:
         pdl=device.has_pdl,
     )  # fmt: skip
     return _plan(problem, (launch,), (), same_start=True)
+
+
+def _width(problem: LinearAttention, widest: int, *extents: int) -> int:
+    """Return the most elements of an aligned access, a power of two that divides all extents."""
+    return math.gcd(widest, *extents) if problem.aligned else 1
 
 
 # --- chunks ----------------------------------------------------------------------------------------------------------

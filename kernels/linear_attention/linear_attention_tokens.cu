@@ -14,7 +14,8 @@
 //   DECAY                  0: none, 1: one for each head, 2: one for each row of the state
 //   BETA                   0: none, and w = v; 1: one for each head, 2: one for all heads
 //   PAST                   1: there is a past state
-//   LANES, COLUMNS, WIDTH  WIDTH: elements of an access to states, values and results
+//   LANES, COLUMNS, WIDTH  WIDTH: elements of an access to states and results
+//   STEP                   elements of an access to the other operands
 //   WARPS, TOKENS
 #include "types.cuh"
 
@@ -24,10 +25,11 @@ constexpr int ROWS = (SIZE + LANES - 1) / LANES;
 constexpr int TILE = 32 / LANES * COLUMNS * WARPS;  // columns of a block
 constexpr int TILES = (VALUE_SIZE + TILE - 1) / TILE;
 constexpr int GROUP = HEADS / STATE_HEADS;  // heads of results that read one state
-constexpr int ROW_DECAYS = DECAY == 2 ? SIZE : 1;
-constexpr int TOKEN_FLOATS = SIZE * (1 + GROUP) + TILE + ROW_DECAYS + 1;
+// Floats of a token in shared memory: a key, queries, values, and decays of rows; a decay and a rate; none.
+constexpr int VALUES = SIZE * (1 + GROUP), DECAYS = VALUES + TILE, NUMBERS = DECAYS + (DECAY == 2 ? SIZE : 0);
+constexpr int TOKEN_FLOATS = (NUMBERS + 2 + 3) / 4 * 4;
 
-extern __shared__ float staged[];
+extern __shared__ __align__(16) float staged[];
 
 // The operands, as an argument of the kernel; host.py writes the fields in this order.
 struct Operands {
@@ -51,28 +53,43 @@ __device__ __forceinline__ void add_lanes(float (&x)[COLUMNS]) {
         for (int c = 0; c < COLUMNS; ++c) x[c] += __shfl_xor_sync(0xffffffffu, x[c], mask);
 }
 
+__device__ __forceinline__ float exponential(float x) { return exp2_fast(x * LOG2_E); }
+
 // Copies `count` tokens from token `first` of the sequence on to shared memory.
 __device__ __forceinline__ void stage(const Operands& p, i64 first, int count, int state_head, int column) {
-    const int key_head = state_head / (STATE_HEADS / K_HEADS);
-    for (int i = threadIdx.x; i < count * TOKEN_FLOATS; i += WARPS * 32) {
-        const i64 token = first + i / TOKEN_FLOATS;
-        int j = i % TOKEN_FLOATS;
-        float value = 1.0f;
-        if (j < SIZE) {
-            value = element(p.key + (token * K_HEADS + key_head) * SIZE + j);
-        } else if ((j -= SIZE) < GROUP * SIZE) {
-            const int head = (state_head * GROUP + j / SIZE) / (HEADS / Q_HEADS);
-            value = element(p.query + (token * Q_HEADS + head) * SIZE + j % SIZE);
-        } else if ((j -= GROUP * SIZE) < TILE) {
-            const bool inside = column + j < VALUE_SIZE;
-            value = inside ? element(p.value + (token * STATE_HEADS + state_head) * VALUE_SIZE + column + j) : 0.0f;
-        } else if ((j -= TILE) < ROW_DECAYS) {
-            if (DECAY)
-                value = exp2_fast(element(p.decay + (token * STATE_HEADS + state_head) * ROW_DECAYS + j) * LOG2_E);
-        } else if (BETA) {
-            value = element(p.beta + (BETA == 1 ? token * STATE_HEADS + state_head : token));
+    constexpr int ACCESSES = NUMBERS / STEP + 1;  // the last one is to the numbers
+    for (int i = threadIdx.x; i < count * ACCESSES; i += WARPS * 32) {
+        const i64 token = first + i / ACCESSES, number = token * STATE_HEADS + state_head;
+        const int at = i % ACCESSES * STEP;
+        float* const to = staged + i / ACCESSES * TOKEN_FLOATS;
+        if (at == NUMBERS / STEP * STEP) {
+            if (DECAY == 1) to[NUMBERS] = exponential(element(p.decay + number));
+            if (BETA) to[NUMBERS + 1] = element(p.beta + (BETA == 1 ? number : token));
+            continue;
         }
-        staged[i] = value;
+        const T* from = p.key + (token * K_HEADS + state_head / (STATE_HEADS / K_HEADS)) * SIZE + at;
+        if (at >= DECAYS) {
+            from = p.decay + number * SIZE + at - DECAYS;
+        } else if (at >= VALUES) {
+            from = p.value + number * VALUE_SIZE + column + at - VALUES;
+        } else if (at >= SIZE) {
+            const int head = (state_head * GROUP + at / SIZE - 1) / (HEADS / Q_HEADS);
+            from = p.query + (token * Q_HEADS + head) * SIZE + at % SIZE;
+        }
+        Pack<T, STEP> read = {};
+        if (at < VALUES || at >= DECAYS || column + at - VALUES < VALUE_SIZE) read = load_cached<STEP>(from);
+        float values[STEP];
+        unpack(read, values);
+#pragma unroll
+        for (int j = 0; j < STEP; ++j) values[j] = DECAY == 2 && at >= DECAYS ? exponential(values[j]) : values[j];
+        if constexpr (STEP % 4 == 0) {
+#pragma unroll
+            for (int j = 0; j < STEP; j += 4)
+                *reinterpret_cast<float4*>(to + at + j) = {values[j], values[j + 1], values[j + 2], values[j + 3]};
+        } else {
+#pragma unroll
+            for (int j = 0; j < STEP; ++j) to[at + j] = values[j];
+        }
     }
 }
 
@@ -97,15 +114,14 @@ struct State {
 
     // Adds a token. `token` is its part of shared memory, and `w` are the thread's columns of its values.
     __device__ __forceinline__ void add(const float* token, float (&w)[COLUMNS]) {
-        const float* const decays = token + SIZE * (1 + GROUP) + TILE;
         if constexpr (DECAY == 1) {
 #pragma unroll
             for (int r = 0; r < ROWS; ++r)
 #pragma unroll
-                for (int c = 0; c < COLUMNS; ++c) s[r][c] *= decays[0];
+                for (int c = 0; c < COLUMNS; ++c) s[r][c] *= token[NUMBERS];
         } else if constexpr (DECAY == 2) {
             float own[ROWS];
-            rows_of(decays, own);
+            rows_of(token + DECAYS, own);
 #pragma unroll
             for (int r = 0; r < ROWS; ++r)
 #pragma unroll
@@ -117,7 +133,7 @@ struct State {
             float found[COLUMNS];
             multiply(k, found);
 #pragma unroll
-            for (int c = 0; c < COLUMNS; ++c) w[c] = decays[ROW_DECAYS] * (w[c] - found[c]);
+            for (int c = 0; c < COLUMNS; ++c) w[c] = token[NUMBERS + 1] * (w[c] - found[c]);
         }
 #pragma unroll
         for (int r = 0; r < ROWS; ++r)
@@ -137,30 +153,40 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     State state;
     state.lane = threadIdx.x % 32 / (32 / LANES);
     const i64 matrix = (i64)(batch * STATE_HEADS + state_head) * SIZE * VALUE_SIZE;
+    Pack<STATE_T, WIDTH> past[ROWS][COLUMNS / WIDTH] = {};
 #pragma unroll
     for (int r = 0; r < ROWS; ++r)
 #pragma unroll
         for (int c = 0; c < COLUMNS; c += WIDTH) {
             const int row = r * LANES + state.lane;
-            Pack<STATE_T, WIDTH> read = {};
             if (PAST && row < SIZE && column + c < VALUE_SIZE)
-                read = load_once<WIDTH>(p.past + matrix + row * VALUE_SIZE + column + c);
+                past[r][c / WIDTH] = load_once<WIDTH>(p.past + matrix + row * VALUE_SIZE + column + c);
+        }
+    // The state arrives while the first tokens are copied.
+    stage(p, (i64)batch * length, min(TOKENS, length), state_head, first);
+    __syncthreads();
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c += WIDTH) {
             float values[WIDTH];
-            unpack(read, values);
+            unpack(past[r][c / WIDTH], values);
 #pragma unroll
             for (int i = 0; i < WIDTH; ++i) state.s[r][c + i] = values[i];
         }
     for (int t = 0; t < length; t += TOKENS) {
         const int count = min(TOKENS, length - t);
         const i64 start = (i64)batch * length + t;
-        __syncthreads();
-        stage(p, start, count, state_head, first);
-        __syncthreads();
+        if (t > 0) {
+            __syncthreads();
+            stage(p, start, count, state_head, first);
+            __syncthreads();
+        }
         for (int i = 0; i < count; ++i) {
             const float* const token = staged + i * TOKEN_FLOATS;
             float w[COLUMNS];
 #pragma unroll
-            for (int c = 0; c < COLUMNS; ++c) w[c] = token[SIZE * (1 + GROUP) + within + c];
+            for (int c = 0; c < COLUMNS; ++c) w[c] = token[VALUES + within + c];
             state.add(token, w);
 #pragma unroll 1
             for (int g = 0; g < GROUP; ++g) {
