@@ -14,6 +14,7 @@ from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, NoAlias, Pl
 from onnxfuse.runtime.symint import for_later_plans
 
 CHUNK: Final = 64  # tokens
+TOKEN_PITCH: Final = 2 * CHUNK + 16  # bytes of rows in shared memory that have an element for each token of a chunk
 MIN_CHUNKED: Final = 16  # tokens from which chunks are used
 MAX_CHUNKED_SIZE: Final = 128  # largest number of rows of a state that a warp keeps in registers with its products
 MAX_SIZE: Final = 2048
@@ -131,15 +132,15 @@ def _widths(problem: LinearAttention, device: Device) -> list[int]:
 
 
 def _chunk_bytes(problem: LinearAttention) -> int:
-    pitch, token_pitch = 2 * problem.size + 16, 2 * CHUNK + 16
-    system = CHUNK * (68 * 4 + 2 * token_pitch) if problem.beta else 0
-    return CHUNK * (2 * pitch + 2 * problem.value_size + 16 + 12) + system
+    tile, inverse = CHUNK * (2 * problem.size + 16), 2 * CHUNK * TOKEN_PITCH
+    both = max(tile, inverse) + CHUNK * 68 * 4 if problem.beta else tile
+    return tile + CHUNK * (2 * problem.value_size + 16) + both + 3 * CHUNK * 4
 
 
 def _sequence_bytes(problem: LinearAttention, warps: int, stages: int) -> int:
-    pitch, token_pitch = 2 * problem.size + 16, 2 * CHUNK + 16
-    stage = CHUNK * ((3 if problem.beta else 2) * pitch + token_pitch + 16) + 16 * warps * token_pitch
-    return stages * stage + 2 * warps * 32 * (problem.size + CHUNK)
+    tiles = 2 * CHUNK * (2 * problem.size + 16) + (CHUNK + 16 * warps) * TOKEN_PITCH + 2 * CHUNK * 8
+    weights = problem.size * TOKEN_PITCH if problem.beta else 0
+    return stages * (tiles + weights) + 2 * warps * 32 * (problem.size + CHUNK)
 
 
 def _by_chunks(problem: LinearAttention, warps: int, device: Device) -> Plan:

@@ -9,7 +9,7 @@
 //
 // linear_attention_chunks.cu computes for all chunks at once the tensors that do not depend on S:
 //   rows      (states, chunks, VALUE_SIZE, CHUNK) of T: (T diag(beta) v)^T, or v^T
-//   weights   (states, chunks, CHUNK, SIZE) of T: -T diag(beta exp(b)) K
+//   weights   (states, chunks, SIZE, CHUNK) of T: (-T diag(beta exp(b)) K)^T
 //   scores    (results, chunks, CHUNK, CHUNK) of T: P
 //   factors   (states, chunks, CHUNK, 2): exp(b), exp(b[last] - b)
 // where `states` counts batches and heads of states, and `results` batches and heads of results.
@@ -47,13 +47,8 @@ __device__ __forceinline__ void copy_rows(u32 to, const T* from, int stride, int
     }
 }
 
-// The words of two 8 x 16 operands B, from 16 rows of 16 elements; a row has a column of B.
-__device__ __forceinline__ void load_columns(u32 (&b)[4], u32 tile, int pitch, int row, int step) {
-    const int lane = threadIdx.x % 32;
-    load_matrices<false>(b, tile + (row + lane / 16 * 8 + lane % 8) * pitch + step * 32 + lane / 8 % 2 * 16);
-}
-// The same, from 16 rows of 16 elements that have a row of B each.
-__device__ __forceinline__ void load_rows_of(u32 (&b)[4], u32 tile, int pitch, int step, int column) {
+// The words of two 16 x 8 operands B, from 16 rows of 16 elements.
+__device__ __forceinline__ void load_right(u32 (&b)[4], u32 tile, int pitch, int step, int column) {
     const int lane = threadIdx.x % 32;
     load_matrices<true>(b, tile + (step * 16 + lane / 8 % 2 * 8 + lane % 8) * pitch + column * 2 + lane / 16 * 16);
 }
@@ -61,4 +56,20 @@ __device__ __forceinline__ void load_rows_of(u32 (&b)[4], u32 tile, int pitch, i
 __device__ __forceinline__ void load_left(u32 (&a)[4], u32 tile, int pitch, int row, int step) {
     const int lane = threadIdx.x % 32;
     load_matrices<false>(a, tile + (row + lane % 16) * pitch + step * 32 + lane / 16 * 16);
+}
+
+// Calls `multiply` with COUNT operands for each step. The next step's operands are loaded before, because a warp's
+// instructions are issued in order, and a load takes as long as several products.
+template <int STEPS, int COUNT, class Load, class Multiply>
+__device__ __forceinline__ void pipeline(Load load, Multiply multiply) {
+    u32 words[2][COUNT][4];
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) load(words[0][i], 0, i);
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i)
+            if (step + 1 < STEPS) load(words[(step + 1) % 2][i], step + 1, i);
+        multiply(words[step % 2], step);
+    }
 }

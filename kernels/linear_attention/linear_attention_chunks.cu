@@ -5,10 +5,12 @@
 constexpr int THREADS = 128;
 constexpr int VALUE_PITCH = 2 * VALUE_SIZE + 16, INVERSE_PITCH = 68;  // the latter in floats
 
-// Offsets in shared memory.
-constexpr int K_TILE = 0, Q_TILE = CHUNK * PITCH, V_TILE = 2 * CHUNK * PITCH;
-constexpr int SYSTEM = V_TILE + CHUNK * VALUE_PITCH, NUMBERS = SYSTEM + (BETA ? CHUNK * INVERSE_PITCH * 4 : 0);
-constexpr int BY_BETA = NUMBERS + 3 * CHUNK * 4, BY_DECAY = BY_BETA + CHUNK * TOKEN_PITCH;
+// Offsets in shared memory. Both roundings of the inverse take the place of Q.
+constexpr int K_TILE = 0, V_TILE = CHUNK * PITCH, Q_TILE = V_TILE + CHUNK * VALUE_PITCH;
+constexpr int BY_BETA = Q_TILE, BY_DECAY = BY_BETA + CHUNK * TOKEN_PITCH;
+constexpr int Q_BYTES = BETA && PITCH < 2 * TOKEN_PITCH ? 2 * CHUNK * TOKEN_PITCH : CHUNK * PITCH;
+constexpr int SYSTEM = Q_TILE + Q_BYTES;
+constexpr int NUMBERS = SYSTEM + (BETA ? CHUNK * INVERSE_PITCH * 4 : 0);
 // A decay by less than exp(-100) leaves nothing of a state. With this limit, sums of decays are finite and precise.
 constexpr float LOWEST_DECAY = -100.0f;
 
@@ -19,58 +21,51 @@ __device__ __forceinline__ float element(const T* from) {
 }
 __device__ __forceinline__ float exponential(float x) { return exp2_fast(x * LOG2_E); }
 
-// Multiplies 16 rows of a tile by the rows of another tile up to the last of them: sums[n] are columns 8 n to 8 n + 7.
-__device__ __forceinline__ void multiply_rows(float (&sums)[CHUNK / 8][4], u32 left, u32 right, int row) {
-#pragma unroll
-    for (int n = 0; n < CHUNK / 8; ++n) sums[n][0] = sums[n][1] = sums[n][2] = sums[n][3] = 0.0f;
-#pragma unroll
-    for (int step = 0; step < SIZE / 16; ++step) {
-        u32 a[4];
-        load_left(a, left, PITCH, row, step);
-#pragma unroll
-        for (int n = 0; n < CHUNK / 8; n += 2) {
-            if (n * 8 > row) break;  // columns after the rows
-            u32 b[4];
-            load_columns(b, right, PITCH, n * 8, step);
-            multiply(T(), sums[n], a, b[0], b[1]);
-            multiply(T(), sums[n + 1], a, b[2], b[3]);
-        }
-    }
+// The words of two 16 x 8 operands B, whose columns are 16 rows of a tile, in an order in which a lane's sums belong to
+// four neighbouring columns of the result: sums[0][0], sums[0][1], sums[1][0] and sums[1][1].
+__device__ __forceinline__ void load_columns(u32 (&b)[4], u32 tile, int pitch, int column, int step) {
+    const int lane = threadIdx.x % 32, row = column + lane % 8 / 2 * 4 + lane / 16 * 2 + lane % 2;
+    load_matrices<false>(b, tile + row * pitch + step * 32 + lane / 8 % 2 * 16);
 }
 
-// Writes P for 16 rows.
-__device__ __forceinline__ void write_scores(T* scores, const float* sums_of_decays, int row) {
+// Calls `write` with the row, the first of four columns, and the four products of 16 rows of the tile `left` with the
+// rows of K, up to the last of these 16 rows.
+template <int PAIRS, class Write>
+__device__ __forceinline__ void multiply_rows(u32 left, int row, Write write) {
     const int lane = threadIdx.x % 32;
-    float sums[CHUNK / 8][4];
-    multiply_rows(sums, shared_address(shared_memory()) + Q_TILE, shared_address(shared_memory()) + K_TILE, row);
+    const u32 keys = shared_address(shared_memory()) + K_TILE;
+    float sums[PAIRS][2][4] = {};
+    pipeline<SIZE / 16, PAIRS + 1>(
+        [=](u32(&to)[4], int step, int i) {
+            if (i == 0) load_left(to, left, PITCH, row, step);
+            else load_columns(to, keys, PITCH, (i - 1) * 16, step);
+        },
+        [&](u32(&words)[PAIRS + 1][4], int step) {
 #pragma unroll
-    for (int n = 0; n < CHUNK / 8; ++n)
+            for (int i = 0; i < PAIRS; ++i) {
+                multiply(T(), sums[i][0], words[0], words[i + 1][0], words[i + 1][1]);
+                multiply(T(), sums[i][1], words[0], words[i + 1][2], words[i + 1][3]);
+            }
+        });
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int t = row + lane / 4 + 8 * half, j = 8 * n + lane % 4 * 2;
-            float p[2];
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const float decayed = DECAY ? exponential(sums_of_decays[t] - sums_of_decays[j + i]) : 1.0f;
-                p[i] = j + i <= t ? sums[n][2 * half + i] * decayed : 0.0f;
-            }
-            store<false>(scores + t * CHUNK + j, p);
+            float four[4] = {sums[i][0][2 * half], sums[i][0][2 * half + 1], sums[i][1][2 * half],
+                             sums[i][1][2 * half + 1]};
+            write(row + lane / 4 + 8 * half, i * 16 + lane % 4 * 4, four);
         }
 }
+template <class Write>
+__device__ __forceinline__ void multiply_rows(u32 left, int row, Write write) {
+    if (row < 32) multiply_rows<2>(left, row, write);
+    else multiply_rows<4>(left, row, write);
+}
 
-// Writes 16 rows of A.
-__device__ __forceinline__ void write_system(float* system, const float* sums_of_decays, const float* rates, int row) {
-    const int lane = threadIdx.x % 32;
-    float sums[CHUNK / 8][4];
-    multiply_rows(sums, shared_address(shared_memory()) + K_TILE, shared_address(shared_memory()) + K_TILE, row);
+// Multiplies products of token t with four tokens from j on by the decays between them, or by 0 after `last`.
+__device__ __forceinline__ void decay(float (&x)[4], const float* sums, int t, int j, int last) {
 #pragma unroll
-    for (int n = 0; n < CHUNK / 8; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int t = row + lane / 4 + i / 2 * 8, j = 8 * n + lane % 4 * 2 + i % 2;
-            const float decayed = DECAY ? exponential(sums_of_decays[t] - sums_of_decays[j]) : 1.0f;
-            system[t * INVERSE_PITCH + j] = j < t ? rates[t] * decayed * sums[n][i] : 0.0f;
-        }
+    for (int i = 0; i < 4; ++i) x[i] = j + i > last ? 0.0f : DECAY ? x[i] * exponential(sums[t] - sums[j + i]) : x[i];
 }
 
 // Solves (I + A) x = e for one column of the identity, by forward substitution, and writes x times both factors.
@@ -97,57 +92,33 @@ __device__ __forceinline__ void invert(const float* system, float decayed, float
     }
 }
 
-// Writes -T diag(beta exp(b)) K for 16 rows.
-__device__ __forceinline__ void write_weights(T* weights, int row) {
+// Writes 16 rows of (M X)^T, where the tile `inverse` has the rows of M, and `tile` those of X.
+__device__ __forceinline__ void write_product(T* to, u32 inverse, u32 tile, int pitch, int column) {
     const int lane = threadIdx.x % 32;
-    const u32 base = shared_address(shared_memory());
-    float sums[SIZE / 8][4] = {};
+    float sums[CHUNK / 16][2][4] = {};
+    u32 a[CHUNK / 16][4];  // X^T, from rows of X
 #pragma unroll
-    for (int step = 0; step < CHUNK / 16; ++step) {
-        if (step * 16 > row) break;
-        u32 a[4];
-        load_left(a, base + BY_DECAY, TOKEN_PITCH, row, step);
+    for (int step = 0; step < CHUNK / 16; ++step)
+        load_matrices<true>(a[step],
+                            tile + (step * 16 + lane / 16 * 8 + lane % 8) * pitch + column * 2 + lane / 8 % 2 * 16);
+    pipeline<CHUNK / 16, CHUNK / 16>(
+        [=](u32(&b)[4], int step, int i) {
+            if (i >= step) load_columns(b, inverse, TOKEN_PITCH, i * 16, step);
+        },
+        [&](u32(&b)[CHUNK / 16][4], int step) {
 #pragma unroll
-        for (int n = 0; n < SIZE / 8; n += 2) {
-            u32 b[4];
-            load_rows_of(b, base + K_TILE, PITCH, step, n * 8);
-            multiply(T(), sums[n], a, b[0], b[1]);
-            multiply(T(), sums[n + 1], a, b[2], b[3]);
-        }
-    }
+            for (int i = step; i < CHUNK / 16; ++i) {
+                multiply(T(), sums[i][0], a[step], b[i][0], b[i][1]);
+                multiply(T(), sums[i][1], a[step], b[i][2], b[i][3]);
+            }
+        });
 #pragma unroll
-    for (int n = 0; n < SIZE / 8; ++n)
+    for (int i = 0; i < CHUNK / 16; ++i)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float own[2] = {sums[n][2 * half], sums[n][2 * half + 1]};
-            store<false>(weights + (row + lane / 4 + 8 * half) * SIZE + 8 * n + lane % 4 * 2, own);
-        }
-}
-
-// Writes (T diag(beta) v)^T for 16 columns of v.
-__device__ __forceinline__ void write_rows(T* rows, int column) {
-    const int lane = threadIdx.x % 32;
-    const u32 base = shared_address(shared_memory());
-    float sums[CHUNK / 8][4] = {};
-#pragma unroll
-    for (int step = 0; step < CHUNK / 16; ++step) {
-        u32 a[4];  // v^T, from rows of v
-        load_matrices<true>(
-            a, base + V_TILE + (step * 16 + lane / 16 * 8 + lane % 8) * VALUE_PITCH + column * 2 + lane / 8 % 2 * 16);
-#pragma unroll
-        for (int n = step * 2; n < CHUNK / 8; n += 2) {
-            u32 b[4];
-            load_columns(b, base + BY_BETA, TOKEN_PITCH, n * 8, step);
-            multiply(T(), sums[n], a, b[0], b[1]);
-            multiply(T(), sums[n + 1], a, b[2], b[3]);
-        }
-    }
-#pragma unroll
-    for (int n = 0; n < CHUNK / 8; ++n)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const float own[2] = {sums[n][2 * half], sums[n][2 * half + 1]};
-            store<false>(rows + (column + lane / 4 + 8 * half) * CHUNK + 8 * n + lane % 4 * 2, own);
+            const float own[4] = {sums[i][0][2 * half], sums[i][0][2 * half + 1], sums[i][1][2 * half],
+                                  sums[i][1][2 * half + 1]};
+            store<false>(to + (column + lane / 4 + 8 * half) * CHUNK + i * 16 + lane % 4 * 4, own);
         }
 }
 
@@ -192,7 +163,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     __syncthreads();
     if (t < CHUNK) {
         float sum = 0.0f;
-        for (int i = 0; i <= t; ++i) sum += decays[i];
+#pragma unroll
+        for (int i = 0; i < CHUNK; i += 4) {
+            const float4 four = *reinterpret_cast<const float4*>(decays + i);
+            sum += i <= t ? four.x : 0.0f, sum += i + 1 <= t ? four.y : 0.0f;
+            sum += i + 2 <= t ? four.z : 0.0f, sum += i + 3 <= t ? four.w : 0.0f;
+        }
         sums[t] = sum;
     }
     wait_for_groups<0>();
@@ -203,21 +179,22 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         store<false>(to.factors + (own * CHUNK + t) * 2, both);
     }
     T* const scores = to.scores + ((i64)result * chunks + chunk) * CHUNK * CHUNK;
-    if (!BETA || !shared) {
-        write_scores(scores, sums, warp * 16);
-        if (shared) transpose_values(to.rows + own * VALUE_SIZE * CHUNK);
-        return;
-    }
-    write_system(system, sums, rates, warp * 16);
+    multiply_rows(base + Q_TILE, warp * 16, [=](int t, int j, float (&four)[4]) {
+        decay(four, sums, t, j, t);
+        store<false>(scores + t * CHUNK + j, four);
+    });
+    if (!shared) return;
+    if (!BETA) return transpose_values(to.rows + own * VALUE_SIZE * CHUNK);
+    multiply_rows(base + K_TILE, warp * 16, [=](int t, int j, float (&four)[4]) {
+        decay(four, sums, t, j, t - 1);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) system[t * INVERSE_PITCH + j + i] = four[i] * rates[t];
+    });
     __syncthreads();
-    if (t < CHUNK) {
-        invert(system, exponential(sums[t]), rates[t], t);
-    } else {  // two warps have two times 16 rows each, which take equally long
-        write_scores(scores, sums, warp == 2 ? 0 : 16);
-        write_scores(scores, sums, warp == 2 ? 48 : 32);
-    }
+    if (t < CHUNK) invert(system, exponential(sums[t]), rates[t], t);
     __syncthreads();
-    write_weights(to.weights + own * CHUNK * SIZE, warp * 16);
     for (int column = warp * 16; column < VALUE_SIZE; column += THREADS / 2)
-        write_rows(to.rows + own * VALUE_SIZE * CHUNK, column);
+        write_product(to.rows + own * VALUE_SIZE * CHUNK, base + BY_BETA, base + V_TILE, VALUE_PITCH, column);
+    for (int column = warp * 16; column < SIZE; column += THREADS / 2)
+        write_product(to.weights + own * SIZE * CHUNK, base + BY_DECAY, base + K_TILE, PITCH, column);
 }

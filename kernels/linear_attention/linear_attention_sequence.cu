@@ -10,7 +10,7 @@
 constexpr int COPYING = 128;  // threads that copy
 constexpr int TILES = VALUE_SIZE / (16 * WARPS);
 // Offsets in a stage. It has the data of one chunk for the next state, and of the chunk before for the results.
-constexpr int K_TILE = 0, WEIGHTS = CHUNK * PITCH, ROWS = WEIGHTS + (BETA ? CHUNK * PITCH : 0);
+constexpr int K_TILE = 0, WEIGHTS = CHUNK * PITCH, ROWS = WEIGHTS + (BETA ? SIZE * TOKEN_PITCH : 0);
 constexpr int FACTORS = ROWS + WARPS * 16 * TOKEN_PITCH, Q_TILE = FACTORS + CHUNK * 8, SCORES = Q_TILE + CHUNK * PITCH;
 constexpr int Q_FACTORS = SCORES + CHUNK * TOKEN_PITCH, STAGE = Q_FACTORS + CHUNK * 8;
 // The operands that a warp passes on: of the state and of u. Two buffers follow the stages.
@@ -36,6 +36,13 @@ struct Block {
     Scratch from;
     int length, chunks, batch, head, state_head, column;  // `column`: the block's first one
 
+    // Copies COUNT rows that have an element for each token of a chunk.
+    template <int COUNT>
+    __device__ __forceinline__ void copy_columns(u32 to, const T* columns) const {
+        for (int i = threadIdx.x; i < COUNT * 8; i += COPYING)
+            copy_async<16>(to + i / 8 * TOKEN_PITCH + i % 8 * 16, reinterpret_cast<const char*>(columns + i * 8), 16);
+    }
+
     __device__ __forceinline__ void copy_factors(u32 to, i64 own) const {
         const f32* const factors = from.factors + own * CHUNK * 2;
         for (int i = threadIdx.x; i < CHUNK / 2; i += COPYING)
@@ -48,11 +55,8 @@ struct Block {
         const i64 state = ((i64)batch * STATE_HEADS + state_head) * chunks;
         if (step < chunks) {
             const i64 own = state + step;
-            if (BETA) copy_rows<SIZE, PITCH, COPYING>(stage + WEIGHTS, from.weights + own * CHUNK * SIZE, SIZE, CHUNK);
-            const T* const rows = from.rows + (own * VALUE_SIZE + column) * CHUNK;
-            for (int i = threadIdx.x; i < WARPS * 16 * 8; i += COPYING)
-                copy_async<16>(stage + ROWS + i / 8 * TOKEN_PITCH + i % 8 * 16,
-                               reinterpret_cast<const char*>(rows + i * 8), 16);
+            if (BETA) copy_columns<SIZE>(stage + WEIGHTS, from.weights + own * SIZE * CHUNK);
+            copy_columns<WARPS * 16>(stage + ROWS, from.rows + (own * VALUE_SIZE + column) * CHUNK);
             copy_factors(stage + FACTORS, own);
             const i64 first = (i64)batch * length + step * CHUNK;
             const T* const k = p.key + (first * K_HEADS + state_head / (STATE_HEADS / K_HEADS)) * SIZE;
@@ -65,7 +69,7 @@ struct Block {
             const T* const q = p.query + (first * Q_HEADS + head / (HEADS / Q_HEADS)) * SIZE;
             copy_rows<SIZE, PITCH, COPYING>(stage + Q_TILE, q, Q_HEADS * SIZE, min(CHUNK, length - chunk * CHUNK));
             const T* const scores = from.scores + (((i64)batch * HEADS + head) * chunks + chunk) * CHUNK * CHUNK;
-            copy_rows<CHUNK, TOKEN_PITCH, COPYING>(stage + SCORES, scores, CHUNK, CHUNK);
+            copy_columns<CHUNK>(stage + SCORES, scores);
         }
         commit_copies();
     }
@@ -100,17 +104,17 @@ __device__ __forceinline__ void take(u32 (&words)[N][4], const char* from) {
     }
 }
 
-// Adds S^T times the transposed weights to u.
+// Adds S^T times the weights to u.
 __device__ __forceinline__ void retrieve(float (&u)[CHUNK / 8][4], const u32 (&state)[SIZE / 16][4], u32 weights) {
+    pipeline<SIZE / 16, CHUNK / 16>(
+        [=](u32(&b)[4], int step, int i) { load_right(b, weights, TOKEN_PITCH, step, i * 16); },
+        [&](u32(&b)[CHUNK / 16][4], int step) {
 #pragma unroll
-    for (int step = 0; step < SIZE / 16; ++step)
-#pragma unroll
-        for (int n = 0; n < CHUNK / 8; n += 2) {
-            u32 b[4];
-            load_columns(b, weights, PITCH, n * 8, step);
-            multiply(T(), u[n], state[step], b[0], b[1]);
-            multiply(T(), u[n + 1], state[step], b[2], b[3]);
-        }
+            for (int i = 0; i < CHUNK / 16; ++i) {
+                multiply(T(), u[2 * i], state[step], b[i][0], b[i][1]);
+                multiply(T(), u[2 * i + 1], state[step], b[i][2], b[i][3]);
+            }
+        });
 }
 
 // Writes the results of `count` tokens: scale (diag(exp(b)) Q S + P u).
@@ -120,15 +124,15 @@ __device__ __forceinline__ void write_results(T* y, const u32 (&state)[SIZE / 16
     const u32 address = shared_address(stage);
     const float* const factors = reinterpret_cast<const float*>(stage + Q_FACTORS);
     float sums[CHUNK / 16][2][4] = {};
-    u32 a[4];
+    pipeline<SIZE / 16, CHUNK / 16>(
+        [=](u32(&a)[4], int step, int tile) { load_left(a, address + Q_TILE, PITCH, tile * 16, step); },
+        [&](u32(&a)[CHUNK / 16][4], int step) {
 #pragma unroll
-    for (int step = 0; step < SIZE / 16; ++step)
-#pragma unroll
-        for (int tile = 0; tile < CHUNK / 16; ++tile) {
-            load_left(a, address + Q_TILE, PITCH, tile * 16, step);
-            multiply(T(), sums[tile][0], a, state[step][0], state[step][2]);
-            multiply(T(), sums[tile][1], a, state[step][1], state[step][3]);
-        }
+            for (int tile = 0; tile < CHUNK / 16; ++tile) {
+                multiply(T(), sums[tile][0], a[tile], state[step][0], state[step][2]);
+                multiply(T(), sums[tile][1], a[tile], state[step][1], state[step][3]);
+            }
+        });
 #pragma unroll
     for (int tile = 0; tile < CHUNK / 16; ++tile)
 #pragma unroll
@@ -136,14 +140,17 @@ __device__ __forceinline__ void write_results(T* y, const u32 (&state)[SIZE / 16
             const float decayed = factors[(tile * 16 + lane / 4 + i / 2 * 8) * 2];
             sums[tile][0][i] *= decayed, sums[tile][1][i] *= decayed;
         }
+    pipeline<CHUNK / 16, CHUNK / 16>(
+        [=](u32(&a)[4], int step, int tile) {
+            if (tile >= step) load_left(a, address + SCORES, TOKEN_PITCH, tile * 16, step);
+        },
+        [&](u32(&a)[CHUNK / 16][4], int step) {
 #pragma unroll
-    for (int step = 0; step < CHUNK / 16; ++step)
-#pragma unroll
-        for (int tile = step; tile < CHUNK / 16; ++tile) {
-            load_left(a, address + SCORES, TOKEN_PITCH, tile * 16, step);
-            multiply(T(), sums[tile][0], a, u[step][0], u[step][2]);
-            multiply(T(), sums[tile][1], a, u[step][1], u[step][3]);
-        }
+            for (int tile = step; tile < CHUNK / 16; ++tile) {
+                multiply(T(), sums[tile][0], a[tile], u[step][0], u[step][2]);
+                multiply(T(), sums[tile][1], a[tile], u[step][1], u[step][3]);
+            }
+        });
 #pragma unroll
     for (int tile = 0; tile < CHUNK / 16; ++tile)
 #pragma unroll
@@ -171,17 +178,19 @@ __device__ __forceinline__ void decay(float (&s)[SIZE / 8][4], float (&u)[CHUNK 
         for (int i = 0; i < 4; ++i) u[n][i] *= factors[(8 * n + lane % 4 * 2 + i % 2) * 2 + 1];
 }
 
-// Adds u^T K to the state.
+// Adds u^T K to the state, in steps of 16 tokens and PART times 16 rows of the state.
 __device__ __forceinline__ void update(float (&s)[SIZE / 8][4], const u32 (&u)[CHUNK / 16][4], u32 keys) {
+    constexpr int PART = SIZE % 64 == 0 ? 4 : SIZE % 32 == 0 ? 2 : 1, PARTS = SIZE / 16 / PART;
+    pipeline<CHUNK / 16 * PARTS, PART>(
+        [=](u32(&b)[4], int step, int i) { load_right(b, keys, PITCH, step / PARTS, (step % PARTS * PART + i) * 16); },
+        [&](u32(&b)[PART][4], int step) {
 #pragma unroll
-    for (int step = 0; step < CHUNK / 16; ++step)
-#pragma unroll
-        for (int n = 0; n < SIZE / 8; n += 2) {
-            u32 b[4];
-            load_rows_of(b, keys, PITCH, step, n * 8);
-            multiply(T(), s[n], u[step], b[0], b[1]);
-            multiply(T(), s[n + 1], u[step], b[2], b[3]);
-        }
+            for (int i = 0; i < PART; ++i) {
+                const int n = (step % PARTS * PART + i) * 2;
+                multiply(T(), s[n], u[step / PARTS], b[i][0], b[i][1]);
+                multiply(T(), s[n + 1], u[step / PARTS], b[i][2], b[i][3]);
+            }
+        });
 }
 
 // Computes the results of all chunks, from operands that the warp of the state passes on.
