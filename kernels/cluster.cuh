@@ -37,3 +37,59 @@ __device__ __forceinline__ void store_peer(float* address, unsigned rank, float 
         *address = value;
     }
 }
+
+// ---- inboxes -----------------------------------------------------------------------------------------------------
+// An inbox in the shared memory of a block counts the bytes that blocks of its cluster send to the block. It lets the
+// block wait for their data alone, while a barrier of the cluster also waits for all its earlier stores to global
+// memory. Its phases are numbered; each ends once the block expects an amount of bytes and this amount has arrived.
+
+struct alignas(8) Inbox { unsigned long long state; };
+
+__device__ __forceinline__ unsigned address_of(const void* shared) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(shared));
+}
+
+// One thread calls this. Other blocks may send after the next barrier of the cluster.
+__device__ __forceinline__ void open_inbox(Inbox& inbox) {
+    if constexpr (CLUSTER > 1)
+        asm volatile(
+            "mbarrier.init.shared::cta.b64 [%0], 1; fence.mbarrier_init.release.cluster;" ::"r"(address_of(&inbox))
+            : "memory");
+}
+
+// Sets the bytes of the present phase; one thread calls this, once a phase.
+__device__ __forceinline__ void expect(Inbox& inbox, unsigned bytes) {
+    if constexpr (CLUSTER > 1)
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address_of(&inbox)), "r"(bytes)
+                     : "memory");
+}
+
+// Returns once a phase has ended, which is the present phase or the one before; with CLUSTER 1, once all threads of the
+// block are here.
+__device__ __forceinline__ void receive(Inbox& inbox, unsigned phase) {
+    if constexpr (CLUSTER > 1) {
+        asm volatile(
+            "{ .reg .pred done;\n"
+            "again:\n"
+            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+            "@!done bra again; }" ::"r"(address_of(&inbox)),
+            "r"(phase % 2)
+            : "memory");
+    } else {
+        __syncthreads();
+    }
+}
+
+// Stores like store_peer; the four bytes count in the inbox of that block.
+__device__ __forceinline__ void send_peer(float* address, unsigned rank, float value, Inbox& inbox) {
+    if constexpr (CLUSTER > 1) {
+        asm volatile(
+            "{ .reg .b32 peer, count; mapa.shared::cluster.u32 peer, %0, %2; mapa.shared::cluster.u32 count, %1, %2;\n"
+            "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [peer], %3, [count]; }" ::"r"(
+                address_of(address)),
+            "r"(address_of(&inbox)), "r"(rank), "r"(__float_as_uint(value))
+            : "memory");
+    } else {
+        *address = value;
+    }
+}

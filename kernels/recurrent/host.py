@@ -38,6 +38,7 @@ LARGE_CLUSTER_MULTIPROCESSORS: Final = 8 * 14 + 1  # GPCs have even numbers of t
 CLUSTERS_AT_ONCE: Final = {1: 132, 2: 66, 4: 30, 8: 15, 16: 7}
 PART_BYTES: Final = 64  # bytes of a row of weights in one part, as in recurrent.cu
 TILE: Final = 16  # rows of a tile
+INBOXES_BYTES: Final = 32
 REGISTERS: Final = {512: 128, 256: 240}  # of a thread, by the threads of a block
 # Registers of a thread for all but weights, products and units, by mma (True) and by FMA: enough to spill none.
 OTHER_REGISTERS: Final = {True: 36, False: 46}
@@ -193,7 +194,7 @@ def _config(layer: Layer, cluster: int, columns: int, threads: int, mma: bool, d
     splits = [split for split in (1, 2, 4, 8, 16) if split <= min(warps, layer.parts)]
     split = min(splits, key=lambda each: (math.prod(of(each)), each))
     tiles, steps = of(split)
-    of_products = (tiles + 1) * columns // 2 if mma else 4 * tiles * columns
+    of_products = max(16, tiles * columns // 2) + columns // 2 if mma else 4 * tiles * columns
     taken = OTHER_REGISTERS[mma] + -(-units * columns // threads) * (layer.gates + 3) + of_products
     fitting = max(0, REGISTERS[threads] - taken) // (8 * tiles)
     held = steps if fitting >= steps else max(0, fitting - 1)  # one part is on its way from shared memory
@@ -201,7 +202,7 @@ def _config(layer: Layer, cluster: int, columns: int, threads: int, mma: bool, d
     pitch = row + (0 if row % 128 else PART_BYTES)
     biases = 4 if layer.gates == 3 else layer.gates
     sums = 4 * (split * columns * (TILE * rows + 4) + (biases + 3) * units)
-    memory = (3 if layer.reset_first else 2) * columns * pitch + sums
+    memory = INBOXES_BYTES + (3 if layer.reset_first else 2) * columns * pitch + sums
     shared = -(-memory // 16) * 16 + warps * tiles * (steps - held) * 1024
     if shared > device.shared_per_block or tiles * max(1, columns // 8) > 16:
         return None

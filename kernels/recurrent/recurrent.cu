@@ -47,6 +47,7 @@ struct Operands {
 };
 struct Results { T *y, *h, *c; };
 struct Memory {
+    Inbox inboxes[4];  // of the states
     char states[STATES][BATCH * PITCH];
     float sums[SPLIT][BATCH][SUMS_PITCH];
     float biases[BIASES][UNITS];
@@ -100,18 +101,21 @@ __device__ __forceinline__ Weights load_weights(const T* r, int first_unit, int 
 template <int FIRST, int END>
 __device__ __forceinline__ bool is_within(int tile) {
     const int found = int(threadIdx.x) / 32 / SPLIT + tile * TILE_PITCH;
-    return found >= FIRST && found < END;
+    return (FIRST == 0 || found >= FIRST) && (END == TILES * TILE_PITCH || found < END);
 }
 
 #if BY_MMA
 
 constexpr int COLUMN_TILES = BATCH / 8;
+// Sums of a tile that do not depend on each other: a product begins every eight clocks, but takes over thirty.
+constexpr int CHAINS = TILES * COLUMN_TILES == 1 && STEPS > 1 ? 4 : TILES * COLUMN_TILES <= 2 ? 2 : 1;
 
-struct Sums { float of[TILES][COLUMN_TILES][4]; };
+struct Sums { float of[CHAINS][TILES][COLUMN_TILES][4]; };
 
-// Adds the products of a part of R and a part of the states.
+// Adds the products of a part of R and a part of the states; `step` is known to the compiler.
 template <int FIRST, int END>
-__device__ __forceinline__ void multiply_part(Sums& sums, const Weights (&weights)[TILES], const char* states) {
+__device__ __forceinline__ void multiply_part(Sums& sums, const Weights (&weights)[TILES], const char* states,
+                                              int step) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int column = 0; column < COLUMN_TILES; ++column) {
@@ -121,8 +125,8 @@ __device__ __forceinline__ void multiply_part(Sums& sums, const Weights (&weight
             if (RESET_FIRST && !is_within<FIRST, END>(tile)) continue;
             const u32(&w)[8] = weights[tile].words;
             const u32 first[4] = {w[0], w[4], w[1], w[5]}, second[4] = {w[2], w[6], w[3], w[7]};
-            multiply(T(), sums.of[tile][column], first, h.x, h.y);
-            multiply(T(), sums.of[tile][column], second, h.z, h.w);
+            multiply(T(), sums.of[2 * step % CHAINS][tile][column], first, h.x, h.y);
+            multiply(T(), sums.of[(2 * step + 1) % CHAINS][tile][column], second, h.z, h.w);
         }
     }
 }
@@ -132,8 +136,12 @@ __device__ __forceinline__ void store_tile(Sums& sums, int tile, bool wanted, fl
 #pragma unroll
     for (int column = 0; column < COLUMN_TILES; ++column)
 #pragma unroll
-        for (int j = 0; j < 4; ++j)
-            if (wanted) to[column * 8 + threadIdx.x % 4 * 2 + j % 2][j / 2 * 8] = sums.of[tile][column][j];
+        for (int j = 0; j < 4; ++j) {
+            float sum = sums.of[0][tile][column][j];
+#pragma unroll
+            for (int chain = 1; chain < CHAINS; ++chain) sum += sums.of[chain][tile][column][j];
+            if (wanted) to[column * 8 + threadIdx.x % 4 * 2 + j % 2][j / 2 * 8] = sum;
+        }
 }
 
 #else
@@ -141,7 +149,7 @@ __device__ __forceinline__ void store_tile(Sums& sums, int tile, bool wanted, fl
 struct Sums { float of[TILES][2][BATCH]; };
 
 template <int FIRST, int END>
-__device__ __forceinline__ void multiply_part(Sums& sums, const Weights (&weights)[TILES], const char* states) {
+__device__ __forceinline__ void multiply_part(Sums& sums, const Weights (&weights)[TILES], const char* states, int) {
 #pragma unroll
     for (int n = 0; n < BATCH; ++n) {
         const float4 h = *reinterpret_cast<const float4*>(states + n * PITCH + threadIdx.x % 4 * 16);
@@ -181,7 +189,7 @@ __device__ __forceinline__ void multiply_states(Memory& memory, const char* stat
     const char* from = states + warp % SPLIT * STEPS * 64;
     Sums sums = {};
 #pragma unroll
-    for (int step = 0; step < HELD; ++step) multiply_part<FIRST, END>(sums, held[step], from + step * 64);
+    for (int step = 0; step < HELD; ++step) multiply_part<FIRST, END>(sums, held[step], from + step * 64, step);
 #pragma unroll 2
     for (int step = 0; step < STORED; ++step) {
         Weights weights[TILES];
@@ -193,7 +201,7 @@ __device__ __forceinline__ void multiply_states(Memory& memory, const char* stat
                 u32* words = weights[tile].words + 4 * half;
                 words[0] = part.x, words[1] = part.y, words[2] = part.z, words[3] = part.w;
             }
-        multiply_part<FIRST, END>(sums, weights, from + (HELD + step) * 64);
+        multiply_part<FIRST, END>(sums, weights, from + (HELD + step) * 64, 0);
     }
 #pragma unroll
     for (int i = 0; i < TILES; ++i) {
@@ -204,17 +212,19 @@ __device__ __forceinline__ void multiply_states(Memory& memory, const char* stat
     __syncthreads();
 }
 
-// Stores the state of a unit in the shared memory of all blocks. Neighbouring lanes have neighbouring units; each of
-// them stores the word of both in half of the blocks, if elements have 16 bits.
-__device__ __forceinline__ void send(char* states, int n, int unit, bool in_block, float value) {
+// Sends the state of a unit to all blocks. Neighbouring lanes have neighbouring units; each of them sends the word of
+// both to half of the blocks, if elements have 16 bits.
+__device__ __forceinline__ void send(Memory& memory, int buffer, int n, int unit, bool in_block, float value) {
     const int own = EACH == 1 ? 0 : threadIdx.x % 2;  // which unit of a word the lane has
-    float all[EACH];
-    if constexpr (EACH == 2) all[own ^ 1] = __shfl_xor_sync(0xffffffffu, value, 1);
-    all[own] = value;
+    float all[EACH] = {value};
+    if constexpr (EACH == 2) {
+        const float other = __shfl_xor_sync(0xffffffffu, value, 1);
+        all[0] = own ? other : value, all[EACH - 1] = own ? value : other;
+    }
     const float word = __uint_as_float(rounded(pack<T, EACH>(all).words[0]));
-    float* to = reinterpret_cast<float*>(states + n * PITCH) + unit / EACH;
+    float* to = reinterpret_cast<float*>(memory.states[buffer] + n * PITCH) + unit / EACH;
     if (in_block && unit - own < HIDDEN)
-        for (int peer = own; peer < CLUSTER; peer += EACH) store_peer(to, peer, word);
+        for (int peer = own; peer < CLUSTER; peer += EACH) send_peer(to, peer, word, memory.inboxes[buffer]);
 }
 
 __device__ __forceinline__ float element(const T* from) {
@@ -229,9 +239,9 @@ __device__ __forceinline__ float clipped(float x, float limit) {
 
 // A unit of a sequence: its place, and its state.
 struct Unit {
-    int n, u, length;  // sequence and unit, counted from the first ones of the block, and steps of the sequence
-    bool in_block, there;
-    int row;  // of the batch
+    int n, u, length;      // sequence and unit, counted from the first ones of the block, and steps of the sequence
+    bool in_block, there;  // whether the block has the sequence, and whether it has the unit
+    int row;               // of the batch
     float h, c;
     u32 x[GATES];  // products of the next step's inputs and W
 };
@@ -369,8 +379,8 @@ __device__ __forceinline__ void fill_memory(Memory& memory, const Operands& oper
 __device__ __forceinline__ Unit first_state(const Operands& operands, const Share& share, int item) {
     Unit at = {};
     at.n = item / UNITS, at.u = item % UNITS, at.row = share.first_row + at.n;
-    at.in_block = item < UNITS * BATCH;
-    at.there = at.in_block && share.first_unit + at.u < HIDDEN && at.row < share.batch;
+    at.in_block = item < UNITS * BATCH && at.row < share.batch;
+    at.there = at.in_block && share.first_unit + at.u < HIDDEN;
     at.length = share.steps;
     if (!at.there) return at;
     if constexpr (HAS_LENGTHS) at.length = max(0, min(operands.lengths[at.row], share.steps));
@@ -388,6 +398,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS
     const int cluster = int(blockIdx.x) / CLUSTER, direction = cluster / slices;
     const Share share = {direction, int(cluster_rank()) * UNITS, cluster % slices * BATCH, steps, batch};
 
+    // The bytes of the states of all sequences after a step.
+    const unsigned bytes = 4 * min(BATCH, batch - share.first_row) * ((HIDDEN + EACH - 1) / EACH);
+    for (int i = 0; threadIdx.x == 0 && i < STATES; ++i) {
+        open_inbox(memory.inboxes[i]);
+        expect(memory.inboxes[i], bytes);
+    }
     Weights held[HELD > 0 ? HELD : 1][TILES];
     if constexpr (!WEIGHTS_CONSTANT) wait_for_predecessor();
     keep_weights(operands.r + direction * (GATES * HIDDEN * HIDDEN), share.first_unit, held, stored);
@@ -401,7 +417,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS
 
 #pragma unroll 1
     for (int s = 0; s < steps; ++s) {
-        const char* states = memory.states[s % 2];
+        const int now = s % 2, next = 1 - now;
+        if (s > 0) {
+            receive(memory.inboxes[now], (s - 1) / 2);
+            if (threadIdx.x == 0) expect(memory.inboxes[now], bytes);
+        }
+        const char* states = memory.states[now];
         float update[ITEMS] = {};
         if constexpr (RESET_FIRST) {
             multiply_states<0, RESET_TILES>(memory, states, held, stored);
@@ -412,25 +433,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS
                 const Step step = {memory, at, limit};
                 if (at.there) update[i] = step.f(step.argument(0));
                 const float reset = at.there ? step.f(step.argument(1)) * at.h : 0.0f;
-                send(memory.states[STATES - 1], at.n, share.first_unit + at.u, at.in_block, reset);
+                send(memory, STATES - 1, at.n, share.first_unit + at.u, at.in_block, reset);
             }
-            cluster_arrive();
-            cluster_wait();
+            receive(memory.inboxes[STATES - 1], s);
+            if (threadIdx.x == 0) expect(memory.inboxes[STATES - 1], bytes);
         }
         multiply_states<RESET_FIRST ? RESET_TILES : 0, ROWS / 16>(memory, states, held, stored);
+        // No block reads the states of the step before any more: it has sent the present ones after that.
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             Unit& at = units[i];
             if (at.there && s < at.length) advance({memory, at, limit}, update[i], at.h, at.c);
-            send(memory.states[(s + 1) % 2], at.n, share.first_unit + at.u, at.in_block, at.h);
+            const bool is_read = at.in_block && s + 1 < steps;  // a block may end before a state that it does not read
+            send(memory, next, at.n, share.first_unit + at.u, is_read, at.h);
         }
-        cluster_arrive();
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             share.store_y(results.y, units[i], s);
             share.load_x(operands.x, units[i], s + 1);
         }
-        cluster_wait();
     }
     release_successor();
 #pragma unroll

@@ -18,6 +18,8 @@ namespace emulated {
 struct Thread {
     Coroutine coroutine;
     Wait wait;
+    const u32* word;  // for Wait::Change, and its value before
+    u32 value;
     Index index;
     u32 number;  // in the block
 };
@@ -40,6 +42,11 @@ static const void* const* passed;
 void wait(Wait kind) {
     running->wait = kind;
     running->coroutine.pause();
+}
+
+void wait_for_change(const u32& word) {
+    running->word = &word, running->value = word;
+    wait(Wait::Change);
 }
 
 const u32* exchange(u32 word) {
@@ -82,14 +89,15 @@ static bool all_wait(const Block& block, size_t first, size_t end, Wait kind) {
     return some;
 }
 
-// Runs the threads of a block until all have ended or wait for the cluster; returns whether any of them ran.
+// Runs the threads of a block until all have ended or wait for other blocks; returns whether any of them ran.
 static bool run_block(Block& block) {
     bool ran = false;
     const size_t count = block.threads.size();
     for (bool more = true; more;) {
         more = false;
         for (Thread& thread : block.threads)
-            if (thread.wait == Wait::None) resume(block, thread), more = ran = true;
+            if (thread.wait == Wait::None || (thread.wait == Wait::Change && *thread.word != thread.value))
+                resume(block, thread), more = ran = true;
         for (size_t first = 0; first < count; first += 32)
             if (all_wait(block, first, first + 32, Wait::Warp)) {
                 for (size_t i = first; i < first + 32 && i < count; ++i)
@@ -125,6 +133,7 @@ static void run_cluster() {
     while (true) {
         bool ran = false, waits = false, ended = true;
         for (Block& block : blocks) ran |= run_block(block);
+        if (ran) continue;
         for (Block& block : blocks) {
             for (Thread& thread : block.threads) {
                 if (thread.wait != Wait::Done) ended = false;
@@ -132,7 +141,7 @@ static void run_cluster() {
             }
         }
         if (ended) return;
-        if (!ran && !waits) fprintf(stderr, "a wait that never ends\n"), abort();
+        if (!waits) fprintf(stderr, "a wait that never ends\n"), abort();
         for (Block& block : blocks) {
             for (Thread& thread : block.threads) {
                 if (thread.wait != Wait::Cluster) {

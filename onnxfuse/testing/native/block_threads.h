@@ -8,10 +8,13 @@ extern Index threadIdx, blockIdx, gridDim;
 
 namespace emulated {
 
-enum class Wait { None, Warp, Block, Cluster, Done };
+enum class Wait { None, Warp, Block, Cluster, Change, Done };
 
 // Lets other threads run until all threads of the warp, block or cluster wait for the same.
 void wait(Wait kind);
+
+// Lets other threads run until one of them has changed the word.
+void wait_for_change(const u32& word);
 
 // Waits until each lane of the warp has passed a word, and returns the words of the 32 lanes. They can be read until
 // the next wait for the warp.

@@ -116,3 +116,26 @@ static void cluster_wait() {
 static void store_peer(float* address, unsigned rank, float value) {
     memcpy(emulated::memory(rank) + (reinterpret_cast<char*>(address) - emulated::memory()), &value, 4);
 }
+
+struct alignas(8) Inbox {
+    int missing;     // bytes
+    unsigned phase;  // twice its number, plus 1 if bytes are expected
+    void end_phase() {
+        if (phase % 2 && missing == 0) ++phase;
+    }
+};
+static void open_inbox(Inbox& inbox) { inbox = {}; }
+static void expect(Inbox& inbox, unsigned bytes) {
+    if (inbox.phase % 2) abort();  // expected twice
+    inbox.missing += bytes, ++inbox.phase, inbox.end_phase();
+}
+static void receive(Inbox& inbox, unsigned phase) {
+    if (CLUSTER == 1) return __syncthreads();
+    if (inbox.phase / 2 != phase && inbox.phase / 2 != phase + 1) abort();  // the parity would be another phase's
+    while (inbox.phase / 2 == phase) emulated::wait_for_change(inbox.phase);
+}
+static void send_peer(float* address, unsigned rank, float value, Inbox& inbox) {
+    store_peer(address, rank, value);
+    auto& own = *reinterpret_cast<Inbox*>(emulated::memory(rank) + (reinterpret_cast<char*>(&inbox) - emulated::memory()));
+    own.missing -= 4, own.end_phase();
+}
