@@ -39,6 +39,24 @@ __device__ __forceinline__ void merge_warp(A& own) {
     for (int mask = COUNT / 2; mask > 0; mask /= 2) own.merge(exchanged(own, mask));
 }
 
+// Merges own[i] of COUNT neighbouring threads for each i; those of i = 0 to N - 1 are then own[0] of the first N threads,
+// and of every N threads after them. N and COUNT are powers of two. This takes fewer exchanges than to merge each alone.
+template <int COUNT, int N, class A>
+__device__ __forceinline__ void merge_each(A (&own)[N]) {
+#pragma unroll
+    for (int half = N / 2; half > 0; half /= 2) {
+        const bool is_upper = threadIdx.x & half;
+#pragma unroll
+        for (int i = 0; i < half; ++i) {
+            const A given = is_upper ? own[i] : own[i + half];
+            if (is_upper) own[i] = own[i + half];
+            own[i].merge(exchanged(given, half));
+        }
+    }
+#pragma unroll
+    for (int mask = N; mask < COUNT; mask *= 2) own[0].merge(exchanged(own[0], mask));
+}
+
 template <class A>
 __device__ __forceinline__ void store_accumulator(u64* memory, long long at, const A& own) {
     reinterpret_cast<A*>(memory)[at] = own;

@@ -81,20 +81,29 @@ class ScanText:
         for name in stepped:
             extent = f"[{self.ahead}]" + (f"[{self.each}]" if name in program.vectors else "")
             self._line(f"{self._number(name)} now_{name}{extent}, next_{name}{extent};")
+        for name in self.late_operands:
+            self._line(f"{self._number(name)} now_{name}, next_{name};")
         with_steps = [(i, name, axes) for i, (name, axes) in enumerate(program.outputs) if STEPS in axes]
-        self._line(f"if ({steps} > 0) {{")
-        self._fetch("now", stepped, "u", steps)
-        self._line("}")
         self._line(f"{index} first = 0;")
+        self._line(f"if ({self.ahead} <= {steps}) {{")
+        self._fetch("now", stepped, "first")
+        self._line("}")
         self._line(f"for (; first + {self.ahead} <= {steps}; first += {self.ahead}) {{")
-        self._fetch("next", stepped, f"first + {self.ahead} + u", steps)
+        self._line(f"if (first + {2 * self.ahead} <= {steps}) {{")
+        self._fetch("next", stepped, f"first + {self.ahead}")
+        self._line("}")
         self._steps(stepped, with_steps)
         for name in stepped:
             copied = f"EACH now_{name}[u][e] = next_{name}[u][e];"
             self._line(f"AHEAD {copied if name in program.vectors else copied[5:].replace('[e]', '')}")
+        for name in self.late_operands:
+            self._line(f"now_{name} = next_{name};")
         self._line("}")
         if self.ahead > 1:
+            self._line(f"if (first < {steps}) {{")
+            self._fetch("now", stepped, "first", steps)
             self._steps(stepped, with_steps, steps)
+            self._line("}")
         for i, (name, axes) in enumerate(program.outputs):
             if STEPS not in axes:
                 self._store(i, name, axes, "0")
@@ -164,11 +173,16 @@ class ScanText:
             self._line(f"EACH value_{variable}[e] = {zero};")
         self._line(f"{self._elements()}value_{variable}[e] = {source}; }}")
 
-    def _fetch(self, buffer: str, stepped: Iterable[str], step: str, steps: str) -> None:
-        """Load the operands of as many steps as are loaded together, or of the last step beyond the end."""
-        self._line(
-            f"AHEAD {{ const {self.arguments.index_type} t = smaller<{self.arguments.index_type}>({step}, {steps} - 1);"
-        )
+    def _fetch(self, buffer: str, stepped: Iterable[str], first: str, steps: str = "") -> None:
+        """Load the operands of as many steps as are loaded together; `steps` is their number if some may be missing."""
+        index = self.arguments.index_type
+        for name in self.late_operands:
+            zero = literal(0, self.program.step.dtypes[name])
+            source = f"load_one(from_{name} + {self._along(self.program.axes[name], f'{first} + lane')})"
+            is_there = f"lane < {self.ahead}" + (f" && {first} + lane < {steps}" if steps else "")
+            self._line(f"{buffer}_{name} = {is_there} ? {source} : {zero};")
+        step = f"smaller<{index}>({first} + u, {steps} - 1)" if steps else f"{first} + u"
+        self._line(f"AHEAD {{ const {index} t = {step};")
         for name in stepped:
             begin = len(self.lines)
             self._load(name, name, "t")
@@ -195,12 +209,23 @@ class ScanText:
         return self.program.late if self.stores_together else ()
 
     @cached_property
-    def late_operands(self) -> list[str]:
-        """The operands with a number for each step that only `late` operations read."""
+    def _read_early(self) -> set[str]:
+        """The values that all lanes of a group have in each step."""
         early = [each for each in self.program.step.operations if each not in self.late]
         read = {name for each in early for name in each.inputs} | {*self.program.states.values()}
-        read |= {name for name, axes in self.program.outputs if REDUCED in axes}  # which all lanes store in each step
-        return [name for name in self._stepped() if name not in read and name not in self.program.vectors and self.late]
+        return read | {name for name, axes in self.program.outputs if REDUCED in axes}  # which all lanes store
+
+    @cached_property
+    def late_operands(self) -> list[str]:
+        """The operands with a number for each step that only `late` operations read."""
+        names = self._stepped() if self.late else []
+        return [name for name in names if name not in self._read_early and name not in self.program.vectors]
+
+    @cached_property
+    def late_sums(self) -> list[Operation]:
+        """The reductions whose lanes add up only after all steps that are loaded together, for all of them at once."""
+        reductions = [each for each in self.program.step.operations if each.name in SUMS_OF_STEPS]
+        return [each for each in reductions if self.stores_together and each.outputs[0] not in self._read_early]
 
     def _stepped(self) -> list[str]:
         return [name for name, axes in self.program.axes.items() if STEPS in axes]
@@ -212,7 +237,7 @@ class ScanText:
         """
         if not self.stores_together:
             return []
-        made = {name for each in self.late for name in each.outputs}
+        made = {name for each in (*self.late, *self.late_sums) for name in each.outputs}
         read = [name for each in self.late for name in each.inputs]
         read += [name for _, name, axes in outputs if REDUCED not in axes]
         constants = {name for name, each in self.program.step.producers.items() if each.name == "Constant"}
@@ -233,10 +258,8 @@ class ScanText:
         self._line("{")
         for name in kept:
             self._line(f"{self._number(name)} kept_{name} = {literal(0, program.step.dtypes[name])};")
-        for name in self.late_operands:
-            zero = literal(0, program.step.dtypes[name])
-            source = f"load_one(from_{name} + {self._along(program.axes[name], 'first + lane')})"
-            self._line(f"const {self._number(name)} kept_{name} = {is_here} ? {source} : {zero};")
+        for operation in self.late_sums:
+            self._line(f"{self._accumulator(operation)} sums_{operation.outputs[0]}[{self.ahead}];")
         self._line(f"AHEAD if (first + u < {steps}) {{" if steps else "AHEAD {")
         for name in stepped:
             self._line(f"const auto& value_{name} = now_{name}[u];")
@@ -250,8 +273,14 @@ class ScanText:
                 self._store(i, name, axes, "first + u")
         self._advance()
         self._line("}")
-        for name in (*kept, *self.late_operands):
+        for name in kept:
             self._line(f"const {self._number(name)} value_{name} = kept_{name};")
+        for name in self.late_operands:
+            self._line(f"const auto& value_{name} = now_{name};")
+        for operation in self.late_sums:
+            (name,) = operation.outputs
+            self._line(f"merge_each<{self.lanes}>(sums_{name});")
+            self._line(f"const {self._number(name)} value_{name} = {self._total(operation, f'sums_{name}[0]')};")
         for operation in self.late:
             self._operation(operation)
         for i, name, axes in outputs:
@@ -305,12 +334,21 @@ class ScanText:
     def _reduction(self, operation: Operation) -> None:
         """Write a reduction over REDUCED: each lane adds up its elements, and then the lanes of the group."""
         (name,), (given,) = operation.outputs, operation.inputs
-        number = self._number(name)
-        self._line(f"{ACCUMULATORS[operation.name]}<{number}> sum_{name};")
-        self._line(f"{self._elements()}sum_{name}.add({self._given(given)}); }}")
-        if self.lanes > 1:
-            self._line(f"merge_warp<{self.lanes}>(sum_{name});")
-        text = f"sum_{name}.total"
+        is_late = operation in self.late_sums
+        own = f"sums_{name}[u]" if is_late else f"sum_{name}"
+        if not is_late:
+            self._line(f"{self._accumulator(operation)} {own};")
+        self._line(f"{self._elements()}{own}.add({self._given(given)}); }}")
+        if not is_late:
+            if self.lanes > 1:
+                self._line(f"merge_warp<{self.lanes}>({own});")
+            self._line(f"const {self._number(name)} value_{name} = {self._total(operation, own)};")
+
+    def _accumulator(self, operation: Operation) -> str:
+        return f"{ACCUMULATORS[operation.name]}<{self._number(operation.outputs[0])}>"
+
+    def _total(self, operation: Operation, accumulator: str) -> str:
+        (name,), text = operation.outputs, f"{accumulator}.total"
         if operation.name == "ReduceMean":
             text += f" / {literal(self.reduced, self.program.step.dtypes[name])}"
-        self._line(f"const {number} value_{name} = {self._rounded(name, text)};")
+        return self._rounded(name, text)
