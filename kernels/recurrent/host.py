@@ -25,7 +25,7 @@ from onnxfuse.kernels.tensors import (
     vector_width,
 )
 from onnxfuse.runtime.plan import Argument, Device, FusedNode, Kernel, Launch, Plan, Pointer, Struct, TensorSpec, Value
-from onnxfuse.runtime.symint import estimate
+from onnxfuse.runtime.symint import estimate, minimum
 
 GATES: Final = {"lstm": 4, "gru": 3, "rnn": 1}
 USUAL: Final = {"lstm": ("Sigmoid", "Tanh", "Tanh"), "gru": ("Sigmoid", "Tanh"), "rnn": ("Tanh",)}
@@ -44,10 +44,13 @@ REGISTERS: Final = {512: 128, 256: 240}  # of a thread, by the threads of a bloc
 OTHER_REGISTERS: Final = {True: 36, False: 46}
 COLUMNS: Final = {True: (8, 16, 32), False: (1, 2, 4, 8)}  # sequences of a cluster, by mma and by FMA
 MAX_PLANS: Final = 4
-# Estimated clocks.
+# Estimated clocks, fitted to times of an H200.
 MMA_CLOCKS: Final = 8  # of a quarter of a multiprocessor for one mma
-BARRIER_CLOCKS: Final = {1: 60, 2: 500, 4: 550, 8: 600, 16: 700}
-STEP_CLOCKS: Final = 300  # from the sums to the next states
+STORED_CLOCKS: Final = 0.8  # by which weights in shared memory delay each mma, as a part of the clocks of their loads
+FMA_CLOCKS: Final = 150  # to add up the sums of lanes
+EXCHANGE_CLOCKS: Final = {1: 670, 2: 500, 4: 560, 8: 660, 16: 740}  # of all that sizes do not change, by blocks
+WORD_CLOCKS: Final = 0.5  # to send one word of states to all blocks
+UNITS_CLOCKS: Final = 200  # from the sums to the states of 128 units, 32 for each quarter of a multiprocessor
 
 
 @dataclass(frozen=True)
@@ -89,15 +92,19 @@ class Config:
     shared: int  # bytes
     mma: bool
 
-    @property
-    def clocks(self) -> int:
-        """The estimated clocks of a step."""
+    def clocks(self, layer: Layer) -> float:
+        """Return the estimated clocks of a step of a cluster."""
         stored = self.warps * self.tiles * (self.steps - self.held) * 8
         if self.mma:
-            arithmetic = self.warps // 4 * self.tiles * self.steps * 2 * (self.columns // 8) * MMA_CLOCKS
+            mmas = self.warps // 4 * self.tiles * self.steps * 2 * (self.columns // 8)
+            products = mmas * MMA_CLOCKS + stored * STORED_CLOCKS
         else:
-            arithmetic = self.warps * self.steps * self.columns * max(4, 2 * self.tiles)
-        return max(arithmetic, stored) + BARRIER_CLOCKS[self.cluster] + STEP_CLOCKS
+            products = max(self.warps * self.steps * self.columns * max(4, 2 * self.tiles), stored) + FMA_CLOCKS
+        rows = minimum(self.columns, layer.batch)
+        words = estimate(rows) * layer.hidden * ITEM_BYTES[layer.dtype] / 4 if self.cluster > 1 else 0
+        units = estimate(-(-self.units * rows // 128))
+        clocks: float = products + units * UNITS_CLOCKS + EXCHANGE_CLOCKS[self.cluster] + words * WORD_CLOCKS
+        return clocks
 
 
 def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
@@ -194,7 +201,7 @@ def _config(layer: Layer, cluster: int, columns: int, threads: int, mma: bool, d
     splits = [split for split in (1, 2, 4, 8, 16) if split <= min(warps, layer.parts)]
     split = min(splits, key=lambda each: (math.prod(of(each)), each))
     tiles, steps = of(split)
-    of_products = max(16, tiles * columns // 2) + columns // 2 if mma else 4 * tiles * columns
+    of_products = (max(tiles, 4 if tiles * columns == 8 else 1) + 1) * columns // 2 if mma else 4 * tiles * columns
     taken = OTHER_REGISTERS[mma] + -(-units * columns // threads) * (layer.gates + 3) + of_products
     fitting = max(0, REGISTERS[threads] - taken) // (8 * tiles)
     held = steps if fitting >= steps else max(0, fitting - 1)  # one part is on its way from shared memory
@@ -211,14 +218,14 @@ def _config(layer: Layer, cluster: int, columns: int, threads: int, mma: bool, d
 
 def ranked(layer: Layer, device: Device) -> list[Config]:
     """Return the ways to run a layer that are worth timing, the expected fastest first."""
-    batch, best = estimate(layer.batch), dict[tuple[int, bool], Config]()
+    best = dict[tuple[int, bool], Config]()
 
     def clocks(config: Config) -> float:
-        """Return the estimated clocks of a step, times how often clusters fill the device."""
+        """Return the estimated clocks of a step, times the rounds in which all clusters run."""
         share = CLUSTERS_AT_ONCE[1] * layer.directions
         at_once = max(1, CLUSTERS_AT_ONCE[config.cluster] * device.multiprocessors // share)
-        full = config.columns * at_once
-        return config.clocks * (1 if batch <= full else batch / full)
+        rounds: float = estimate(-(-layer.batch // (config.columns * at_once)))
+        return config.clocks(layer) * rounds
 
     for config in configs(layer, device):
         kind = config.cluster, config.mma

@@ -107,8 +107,9 @@ __device__ __forceinline__ bool is_within(int tile) {
 #if BY_MMA
 
 constexpr int COLUMN_TILES = BATCH / 8;
-// Sums of a tile that do not depend on each other: a product begins every eight clocks, but takes over thirty.
-constexpr int CHAINS = TILES * COLUMN_TILES == 1 && STEPS > 1 ? 4 : TILES * COLUMN_TILES <= 2 ? 2 : 1;
+// Sums that do not depend on each other, if a warp has one tile: a product begins every eight clocks, but takes over
+// thirty. On an H200, more sums of two tiles cost more time than they saved, because they need registers of weights.
+constexpr int CHAINS = TILES * COLUMN_TILES > 1 ? 1 : STEPS > 1 ? 4 : 2;
 
 struct Sums { float of[CHAINS][TILES][COLUMN_TILES][4]; };
 
