@@ -362,6 +362,28 @@ def linear_attention() -> str:
     return grid(["microseconds", "onnxfuse", "onnxruntime", "Triton", "a copy of the states"], lines)
 
 
+def recurrent_layers() -> str:
+    """Return the times of LSTM and GRU layers."""
+    lines = [
+        [f"{row['layer'].upper()} of {row['hidden']} units, {row['dtype']}, {row['steps']} steps, batch {row['batch']}",
+         f"**{three_digits(row['onnxfuse_us'])}**", three_digits(min(row["plans_us"].values())),
+         *(_time(row, name) for name in ("onnxruntime_us", "torch_us"))]
+        for row in rows("recurrent-h200")
+    ]  # fmt: skip
+    return grid(["microseconds", "onnxfuse", "its fastest plan", "onnxruntime", "PyTorch"], lines)
+
+
+def scans() -> str:
+    """Return the times of Mamba models whose scans are Loops, or unrolled."""
+    lines = [
+        [f"scans as {'Loops' if row['form'] == 'loop' else 'single steps'}, {row['steps']} steps, batch {row['batch']}",
+         str(row["nodes"]), str(row["fused_nodes"]), f"**{three_digits(row['onnxfuse_ms'])}**",
+         three_digits(row["onnxruntime_ms"]), f"{row['times']:.0f}"]
+        for row in rows("scans-h200")
+    ]  # fmt: skip
+    return grid(["milliseconds", "nodes", "after fusion", "onnxfuse", "onnxruntime", "ratio"], lines)
+
+
 def attention() -> str:
     """Return the times of attention in float16."""
     lines = [
@@ -530,7 +552,7 @@ TABLES: Final[Mapping[str, Callable[[], str]]] = {
     for table in (
         whole_models, trends, readme_models, engines, new_shapes, starts, load, regions_of_models, generated_kernels,
         joined, products, quantized_products, float8, integers, decoding, attention, attention_forms, linear_attention,
-        kernels, convolutions, gates, other_gpus, on_the_cpu, memory, optimizers, decisions,
+        recurrent_layers, scans, kernels, convolutions, gates, other_gpus, on_the_cpu, memory, optimizers, decisions,
     )
 }  # fmt: skip
 
