@@ -14,6 +14,7 @@
 //      the result; both steps are exact. The sums of a block of k are multiplied by its scale in fp32.
 //   4. The warps' sums of a tile are added up in shared memory, and all threads run the epilogue (epilogue.cuh) by row.
 // The rows of a second weight follow those of the first in each stage.
+// For one row of x and weights of 4 bits, nbits_one_row.cuh takes the place of steps 2 and 3.
 //
 // Macros:
 //   TILE_M   rows of x: 1, 2, 4 or a multiple of 8    TILE_N   columns of y, a multiple of 16
@@ -29,13 +30,14 @@
 #include "finish_rows.cuh"
 #include "gemm_multiply.cuh"
 
+#define ONE_ROW (TILE_M == 1 && BITS == 4)  // see nbits_one_row.cuh
+
 constexpr int THREADS = 32 * WARPS;
 constexpr int EACH_N = TILE_N / 16;  // mma tiles of one weight
 constexpr int MMA_N = EACH_N * WEIGHTS, MMA_M = (TILE_M + 7) / 8;
 constexpr int ROWS = 16 * MMA_N;  // rows of weights in a stage
 constexpr int STAGE_BYTES = 128, STAGE_K = STAGE_BYTES * 8 / BITS;
 constexpr int STAGES = (K + STAGE_K - 1) / STAGE_K;  // stages of a row of w, without the padding after k
-constexpr int CHUNKS = STAGE_K / 32, CHUNKS_OF_BLOCK = BLOCK_SIZE / 32;
 constexpr int BLOCKS = BLOCK_SIZE < STAGE_K ? STAGE_K / BLOCK_SIZE : 1;  // blocks of k in a stage; each has a scale
 constexpr int SCALE_BYTES = BLOCKS * 2;
 constexpr int PACKED_BYTES = BLOCKS * BITS < 8 ? 1 : BLOCKS * BITS / 8;
@@ -47,6 +49,7 @@ constexpr int X_PARTS = STAGE_K / 8, X_VECTORS = (TILE_M * X_PARTS + 31) / 32;  
 constexpr int AT_ONCE = STAGED_X && DEPTH * X_VECTORS > 16 ? 16 / X_VECTORS : DEPTH;  // stages of x held in registers
 constexpr int SLOT_BYTES = (X_AT + (STAGED_X ? TILE_M * X_PITCH : 0) + 127) / 128 * 128;
 constexpr int PITCH = ROWS + 4;  // floats from row to row of sums: a warp stores to different banks
+constexpr int SUM_ROWS = ONE_ROW ? 1 : 8 * MMA_M;
 constexpr int tiles_of(int columns) { return (columns + TILE_N - 1) / TILE_N; }
 #if PRODUCTS == 3
 constexpr int TILES = tiles_of(GEMM_N) + tiles_of(GEMM_N_2) + tiles_of(GEMM_N_3);
@@ -66,14 +69,15 @@ static_assert(ZEROS != 1 || ZERO_BITS % 8 == 0, "see above");
 static_assert(!STAGED_X && !NORM || TILE_M <= 8, "lanes take the elements of eight rows");
 static_assert(!STAGED_X || !NORM, "normalized rows are not in stages");
 
-using Partial = float[WARPS][8 * MMA_M][PITCH];  // each warp's sums of a tile
+using Partial = float[WARPS][SUM_ROWS][PITCH];  // each warp's sums of a tile
 #if NORM
 constexpr int NORM_ROWS = TILE_M, NORM_PITCH = 2 * STAGE_K * STAGES + (TILE_M == 1 ? 0 : 64);  // as of X_PITCH
 constexpr int NORM_BYTES = (TILE_M * NORM_PITCH + 127) / 128 * 128;
 #include "norm_of_rows.cuh"
 #else
 #define NORM_PARAMETERS
-constexpr int NORM_PITCH = 0, NORM_BYTES = 0;
+constexpr int NORM_BYTES = 0;
+[[maybe_unused]] constexpr int NORM_PITCH = 0;
 #endif
 static_assert(WARPS * DEPTH * SLOT_BYTES + 2 * sizeof(Partial) + NORM_BYTES == SHARED_BYTES,
               "the host knows this layout");
@@ -97,6 +101,12 @@ __device__ __forceinline__ unsigned load_shared(unsigned from) {
     return bits;
 }
 
+// The offset of a 16-byte chunk of a row of weights with ONE_ROW: four chunks of two neighbouring rows are in different
+// banks.
+__device__ __forceinline__ int chunk_offset(int row, int chunk) {
+    return row * STAGE_BYTES + (chunk ^ (row << 2 & 4 | row >> 1 & 3)) * 16;
+}
+
 // Copies BYTES bytes, from `offset` on, of each of TILE_N rows. The rows have ROW_PITCH bytes and begin with row
 // `first`. From row `end` on, row `end` - 1 is copied instead, and bytes after a row's end are zeros. With SWIZZLED,
 // the 16-byte chunks of a row are permuted.
@@ -113,7 +123,8 @@ __device__ __forceinline__ void copy_rows(unsigned to, const void* base, int fir
         if (TILE_N % STEP && row >= TILE_N) break;
         const char* from = from_own + i * STEP * ROW_PITCH;
         if (!WHOLE_TILES) from = column + (long long)min(first + row, end - 1) * ROW_PITCH;
-        const unsigned place = to + (SWIZZLED ? swizzled_offset<BYTES>(row, part) : row * BYTES + part * ACCESS);
+        unsigned place = to + (SWIZZLED ? swizzled_offset<BYTES>(row, part) : row * BYTES + part * ACCESS);
+        if constexpr (SWIZZLED && ONE_ROW) place = to + chunk_offset(row, part);
         if constexpr (ACCESS >= 4) copy_async<ACCESS>(place, from, inside ? ACCESS : 0);
         else {
             unsigned bits = 0;
@@ -175,21 +186,42 @@ struct Slot {
         return load_word((first ^ chunk * 16) + eight * 8 * STAGE_BYTES);  // swizzled as by swizzled_offset
     }
 
+    // Loads a chunk of this lane's row, with ONE_ROW.
+    __device__ __forceinline__ void load_chunk(int eight, int chunk, unsigned (&to)[4]) const {
+        const unsigned first = base + chunk_offset(threadIdx.x % 32 / 4, 0);
+        load_words((first ^ chunk * 16) + eight * 8 * STAGE_BYTES, to);
+    }
+
     __device__ __forceinline__ static int row_of_lane(int eight) { return eight * 8 + threadIdx.x % 32 / 4; }
 
+    // Returns the address of a scale, or of a zero point of type T.
+    __device__ __forceinline__ unsigned scale_at(int eight, int block, int from = SCALES_AT) const {
+        return base + from + row_of_lane(eight) * SCALE_BYTES + block * 2;
+    }
+
     __device__ __forceinline__ float scale(int eight, int block) const {
-        float both[2];
-        widen(T(), load_shared<2>(base + SCALES_AT + row_of_lane(eight) * SCALE_BYTES + block * 2), both);
-        return both[0];
+        return first_of(load_shared<2>(scale_at(eight, block)));
     }
 
     // Returns the zero point: an integer or, with ZEROS 2, the bits of a T.
     __device__ __forceinline__ unsigned zero(int eight, int block, int stage) const {
         if constexpr (ZEROS == 0) return ZERO;
+        if constexpr (ZEROS == 2) return load_shared<2>(scale_at(eight, block, ZEROS_AT));
         const unsigned from = base + ZEROS_AT + row_of_lane(eight) * ZERO_BYTES;
-        if constexpr (ZEROS == 2) return load_shared<2>(from + block * 2);
         const int bit = (BLOCKS * BITS < 8 ? stage * STAGE_K / BLOCK_SIZE * BITS % 8 : 0) + block * BITS;
         return (load_shared<1>(from + bit / 8) >> bit % 8 & QUANT_MASK) ^ SIGN;
+    }
+
+    __device__ __forceinline__ float zero_value(int eight, int block, int stage) const {
+        const unsigned found = zero(eight, block, stage);
+        return ZEROS == 2 ? first_of(found) : static_cast<float>(found);
+    }
+
+private:
+    __device__ __forceinline__ static float first_of(unsigned word) {
+        float both[2];
+        widen(T(), word, both);
+        return both[0];
     }
 };
 
@@ -256,6 +288,13 @@ __device__ __forceinline__ void numbers(const unsigned (&words)[BITS / 4], const
 struct Elements {
     unsigned pairs[4];
 
+    // Loads eight neighbouring elements from shared memory.
+    __device__ __forceinline__ void load_eight(unsigned from) {
+        unsigned words[4];
+        load_words(from, words);
+        take(words);
+    }
+
     // Loads the elements from shared memory, where a stage of the row begins at `row`.
     __device__ __forceinline__ void load(unsigned row, int chunk) {
         const unsigned from = row + threadIdx.x % 4 * (BITS == 4 ? 16 : 8);
@@ -297,64 +336,82 @@ struct Elements {
     }
 };
 
-using Sums = float[MMA_N][MMA_M][4];
+#if ONE_ROW
+#include "nbits_one_row.cuh"
+#else
+struct TileSums {
+    static constexpr int CHUNKS = STAGE_K / 32, CHUNKS_OF_BLOCK = BLOCK_SIZE / 32;
+    float of[MMA_N][MMA_M][4] = {};
 
-// Adds the products of a stage to the sums. A tile has `rows` rows of x, which NORM keeps in shared memory at
-// `normalized`. A lane whose row does not exist reads one of the existing rows, and its sums are not used.
-__device__ __forceinline__ void multiply_stage(Sums& sums, const Slot& slot, unsigned normalized, const T* x, int rows,
-                                               int stage, const Masks& masks) {
-    const T* row_of[MMA_M];
-    const int group = threadIdx.x % 32 / 4;
+    // Adds the products of a stage with a tile's `rows` rows of x. With STAGED_X or NORM, the stage's elements of the
+    // rows begin at address `shared`. A lane whose row does not exist reads an existing one, and its sums are not used.
+    __device__ __forceinline__ void add_stage(const Slot& slot, unsigned shared, int stage, const Masks& masks,
+                                              const T* x, int rows) {
+        const T* row_of[MMA_M];
+        const int group = threadIdx.x % 32 / 4;
 #pragma unroll
-    for (int m = 0; m < MMA_M; ++m) {
-        row_of[m] = x + (min(m * 8 + group, rows - 1) * K + stage * STAGE_K);
-        asm volatile("" : "+l"(row_of[m]));  // makes offsets of chunks constants in load instructions
-    }
-    const unsigned row_in_shared = NORM ? normalized + stage * 2 * STAGE_K + group % TILE_M * NORM_PITCH
-                                        : slot.base + X_AT + group % TILE_M * X_PITCH;
-    Sums block_sums = {};
-#pragma unroll
-    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-        const int block = chunk * 32 / BLOCK_SIZE % BLOCKS, left = K - stage * STAGE_K - chunk * 32;
-        Elements elements[MMA_M];
-#pragma unroll
-        for (int m = 0; m < MMA_M; ++m)
-            if constexpr (STAGED_X || NORM) elements[m].load(row_in_shared, chunk);
-            else elements[m].load(row_of[m] + chunk * 32, left);
-#pragma unroll
-        for (int n = 0; n < MMA_N; ++n) {
-            unsigned pairs[2][4];
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                unsigned words[BITS / 4];
-#pragma unroll
-                for (int i = 0; i < BITS / 4; ++i) words[i] = slot.word(2 * n + half, chunk * (BITS / 4) + i) ^ SIGNS;
-                numbers(words, masks, Offsets(slot.zero(2 * n + half, block, stage)), pairs[half]);
-            }
-#pragma unroll
-            for (int i = 0; i < 4; i += 2) {
-                const unsigned a[4] = {pairs[0][i], pairs[1][i], pairs[0][i + 1], pairs[1][i + 1]};
-#pragma unroll
-                for (int m = 0; m < MMA_M; ++m)
-                    multiply(T(), block_sums[n][m], a, elements[m].pairs[i], elements[m].pairs[i + 1]);
-            }
+        for (int m = 0; m < MMA_M; ++m) {
+            row_of[m] = x + (min(m * 8 + group, rows - 1) * K + stage * STAGE_K);
+            asm volatile("" : "+l"(row_of[m]));  // makes offsets of chunks constants in load instructions
         }
-        if ((chunk + 1) % CHUNKS_OF_BLOCK && chunk + 1 < CHUNKS) continue;
+        const unsigned own_row = shared + group % TILE_M * (NORM ? NORM_PITCH : X_PITCH);
+        float block_sums[MMA_N][MMA_M][4] = {};
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            const int block = chunk * 32 / BLOCK_SIZE % BLOCKS, left = K - stage * STAGE_K - chunk * 32;
+            Elements elements[MMA_M];
+#pragma unroll
+            for (int m = 0; m < MMA_M; ++m)
+                if constexpr (STAGED_X || NORM) elements[m].load(own_row, chunk);
+                else elements[m].load(row_of[m] + chunk * 32, left);
+#pragma unroll
+            for (int n = 0; n < MMA_N; ++n) {
+                unsigned pairs[2][4];
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    unsigned words[BITS / 4];
+#pragma unroll
+                    for (int i = 0; i < BITS / 4; ++i)
+                        words[i] = slot.word(2 * n + half, chunk * (BITS / 4) + i) ^ SIGNS;
+                    numbers(words, masks, Offsets(slot.zero(2 * n + half, block, stage)), pairs[half]);
+                }
+#pragma unroll
+                for (int i = 0; i < 4; i += 2) {
+                    const unsigned a[4] = {pairs[0][i], pairs[1][i], pairs[0][i + 1], pairs[1][i + 1]};
+#pragma unroll
+                    for (int m = 0; m < MMA_M; ++m)
+                        multiply(T(), block_sums[n][m], a, elements[m].pairs[i], elements[m].pairs[i + 1]);
+                }
+            }
+            if ((chunk + 1) % CHUNKS_OF_BLOCK && chunk + 1 < CHUNKS) continue;
+#pragma unroll
+            for (int n = 0; n < MMA_N; ++n)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const float scale = slot.scale(2 * n + half, block);
+#pragma unroll
+                    for (int m = 0; m < MMA_M; ++m)
+#pragma unroll
+                        for (int i = 2 * half; i < 2 * half + 2; ++i) {
+                            of[n][m][i] += scale * block_sums[n][m][i];
+                            block_sums[n][m][i] = 0.0f;
+                        }
+                }
+        }
+    }
+
+    // Writes a warp's sums to shared memory. With TILE_M 1, odd rows are not stored, so that the compiler leaves out
+    // their sums.
+    __device__ __forceinline__ void store(float (&to)[SUM_ROWS][PITCH]) const {
+        const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int n = 0; n < MMA_N; ++n)
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const float scale = slot.scale(2 * n + half, block);
-#pragma unroll
-                for (int m = 0; m < MMA_M; ++m)
-#pragma unroll
-                    for (int i = 2 * half; i < 2 * half + 2; ++i) {
-                        sums[n][m][i] += scale * block_sums[n][m][i];
-                        block_sums[n][m][i] = 0.0f;
-                    }
-            }
+            for (int i = 0; i < MMA_M * 4; i += TILE_M == 1 ? 2 : 1)
+                to[i / 4 * 8 + lane % 4 * 2 + i % 2][n * 16 + lane / 4 + i % 4 / 2 * 8] = of[n][i / 4][i % 4];
     }
-}
+};
+#endif
 
 // ---- the first stages ----------------------------------------------------------------------------------------------
 
@@ -400,7 +457,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
               int m NORM_PARAMETERS PROGRAM_PARAMETERS) {
     extern __shared__ __align__(128) char memory[];
     Partial* const partial = reinterpret_cast<Partial*>(memory + WARPS * DEPTH * SLOT_BYTES);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = blockIdx.y * TILE_M, rows = min(m - row, TILE_M);
+    const int warp = threadIdx.x / 32, row = blockIdx.y * TILE_M, rows = min(m - row, TILE_M);
     const unsigned slots = shared_address(memory) + warp * DEPTH * SLOT_BYTES;
     const unsigned normalized = shared_address(memory) + WARPS * DEPTH * SLOT_BYTES + 2 * sizeof(Partial);
     if constexpr (!NORM) x += (long long)row * K;
@@ -432,26 +489,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     int slot = 0, buffer = 0;
 #pragma unroll 1
     for (int at = blockIdx.x; at < TILES; at += gridDim.x, buffer ^= 1) {
-        Sums sums = {};
+        TileSums sums;
 #pragma unroll 1
         for (int stage = warp; stage < STAGES; stage += WARPS, ahead.step()) {
             const unsigned read = slots + slot * SLOT_BYTES;
             wait_for_groups<DEPTH - 1>();
             __syncwarp();
-            multiply_stage(sums, Slot{read}, normalized, x, rows, stage, masks);
+            const unsigned shared = NORM ? normalized + stage * 2 * STAGE_K : read + X_AT;
+#if ONE_ROW
+            sums.add_stage(Slot{read}, shared, stage, masks);
+#else
+            sums.add_stage(Slot{read}, shared, stage, masks, x, rows);
+#endif
             __syncwarp();
             fill(read, ahead);
             if (STAGED_X && ahead.tile < TILES) Slot{read}.fill_x(x, rows, ahead.stage);
             commit_copies();
             slot = slot + 1 == DEPTH ? 0 : slot + 1;
         }
-        // With TILE_M 1, odd rows are not stored, so that the compiler leaves out their sums.
-#pragma unroll
-        for (int n = 0; n < MMA_N; ++n)
-#pragma unroll
-            for (int i = 0; i < MMA_M * 4; i += TILE_M == 1 ? 2 : 1)
-                partial[buffer][warp][i / 4 * 8 + lane % 4 * 2 + i % 2][n * 16 + lane / 4 + i % 4 / 2 * 8] =
-                    sums[n][i / 4][i % 4];
+        sums.store(partial[buffer][warp]);
         __syncthreads();
         const Tile<TILE_N> tile(products, at);
         const Epilogue epilogue{

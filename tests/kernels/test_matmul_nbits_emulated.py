@@ -36,7 +36,7 @@ SETTLED = re.compile(r'asm volatile\("" : [^;]*;')
 WITH_MMA = [
     *(Case(m, 40, 136, bits=bits, zeros=zeros) for m in (1, 2, 3, 7) for bits in (4, 8)
       for zeros in ("none", "packed", "typed")),
-    *(Case(m, 24, k, bits=bits, block_size=block, zeros="packed") for m in (2, 12) for bits, block, k in (
+    *(Case(m, 24, k, bits=bits, block_size=block, zeros="packed") for m in (1, 2, 12) for bits, block, k in (
         (4, 512, 256), (8, 256, 128), (8, 256, 384), (4, 256, 128), (4, 1024, 264), (4, 32, 1056), (8, 64, 1160),
     )),
     Case(2, 200, 256), Case(40, 40, 264, zeros="packed", bias=True),
@@ -45,6 +45,8 @@ WITH_MMA = [
     Case(2, 72, 544, gate="silu", bias=True), Case(9, 24, 256, "bfloat16", 8, gate="gelu", zeros="packed"),
     Case(3, 40, 320, others=(8, 56), zeros="packed"), Case(20, 40, 520, zeros="typed", gate="silu"),
     Case(7, 200, 520, zeros="packed"), Case(8, 200, 264, bits=8), Case(1, 24, 4128, zeros="packed"),
+    Case(1, 40, 320, layout="nk", stored="int4"), Case(1, 72, 544, "bfloat16", zeros="typed", gate="silu"),
+    Case(1, 40, 520, others=(8, 56), zeros="typed", bias=True), Case(1, 40, 544, bits=8, block_size=128, gate="gelu"),
     *(each for each in NORMALIZED if 0 < each.m <= 8 and each.k < 2080 and (each.dtype, each.layout) in (
         ("float16", "nbits"), ("float16", "nk"), ("bfloat16", "nbits"))),
 ]  # fmt: skip
