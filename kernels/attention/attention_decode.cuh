@@ -24,14 +24,32 @@ __device__ __forceinline__ u32 address_of(const float* shared) {
     return shared_base() + u32(reinterpret_cast<const char*>(shared) - shared_bytes);
 }
 
-__device__ __forceinline__ float load_peer(u32 address, int rank) {
-    float value = 0.0f;
+// Loads N neighbouring floats of block `rank` of the cluster; the address is a multiple of 16 if N is a multiple of 4.
+template <int N>
+__device__ __forceinline__ void load_peer(u32 address, int rank, float (&to)[N]) {
 #if CLUSTER != 1
-    asm volatile("{ .reg .b32 peer; mapa.shared::cluster.u32 peer, %1, %2; ld.shared::cluster.f32 %0, [peer]; }"
-                 : "=f"(value)
-                 : "r"(address), "r"(rank)
-                 : "memory");
+    u32 peer;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(peer) : "r"(address), "r"(rank));
+    constexpr int EACH = N % 4 ? 1 : 4;
+#pragma unroll
+    for (int i = 0; i < N; i += EACH)
+        if constexpr (EACH == 4)
+            asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                         : "=f"(to[i]), "=f"(to[i + 1]), "=f"(to[i + 2]), "=f"(to[i + 3])
+                         : "r"(peer + i * 4)
+                         : "memory");
+        else asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(to[i]) : "r"(peer + i * 4) : "memory");
 #endif
+}
+
+// Returns the sum, or the maximum, of a value of CLUSTER_BLOCKS neighbouring lanes.
+template <bool MAXIMUM>
+__device__ __forceinline__ float over_lanes(float value) {
+#pragma unroll
+    for (int offset = CLUSTER_BLOCKS / 2; offset > 0; offset /= 2) {
+        const float other = __shfl_xor_sync(0xffffffffu, value, offset);
+        value = MAXIMUM ? fmaxf(value, other) : value + other;
+    }
     return value;
 }
 
@@ -54,28 +72,26 @@ struct BlockResult {
     }
 };
 
-// Combines the results of the cluster's `blocks` blocks; each block writes an equal part of the rows.
+// Combines the results of the cluster's `blocks` blocks, which take the vectors of the result in turn. Neighbouring lanes
+// each load the share of one block, so that all loads of a vector are in flight at once.
 __device__ __forceinline__ void write_cluster(const BlockResult& share, const Out& out, int rank, int blocks) {
-    for (int i = rank * THREADS + threadIdx.x; i < out.count * OUT_VECTORS; i += blocks * THREADS) {
+    constexpr int AT_ONCE = THREADS / CLUSTER_BLOCKS;
+    const int peer = threadIdx.x % CLUSTER_BLOCKS, vectors = out.count * OUT_VECTORS;
+    for (int from = rank; from < vectors;
+         from += AT_ONCE * blocks) {  // all threads run each round, and exchange values
+        const int i = from + threadIdx.x / CLUSTER_BLOCKS * blocks;
         const int row = i / OUT_VECTORS, column = i % OUT_VECTORS * OUT_WIDTH;
-        float tops[CLUSTER_BLOCKS], sums[CLUSTER_BLOCKS], y[OUT_WIDTH] = {};
-#pragma unroll
-        for (int peer = 0; peer < CLUSTER_BLOCKS; ++peer) {
-            tops[peer] = peer < blocks ? load_peer(address_of(share.top + row), peer) : MINUS_INFINITY;
-            sums[peer] = peer < blocks ? load_peer(address_of(share.sum + row), peer) : 0.0f;
+        float top[1] = {MINUS_INFINITY}, sum[1] = {}, y[OUT_WIDTH] = {};
+        if (i < vectors && peer < blocks) {
+            load_peer(address_of(share.top + row), peer, top), load_peer(address_of(share.sum + row), peer, sum);
+            load_peer(address_of(share.o + row * PITCH + column), peer, y);
         }
-        const Combination<CLUSTER_BLOCKS> combination(tops, sums);
+        const float most = over_lanes<true>(top[0]);
+        const float factor = exp2_fast(top[0] - (most == MINUS_INFINITY ? 0.0f : most));
+        const float total = over_lanes<false>(sum[0] * factor);
 #pragma unroll
-        for (int peer = 0; peer < CLUSTER_BLOCKS; ++peer) {
-            if (peer >= blocks) break;
-#pragma unroll
-            for (int e = 0; e < OUT_WIDTH; ++e)
-                y[e] = fmaf(load_peer(address_of(share.o + row * PITCH + column + e), peer), combination.factors[peer],
-                            y[e]);
-        }
-#pragma unroll
-        for (float& value : y) value = normalized(value, combination.sum);
-        out.put(row, column, y);
+        for (float& value : y) value = normalized(over_lanes<false>(value * factor), total);
+        if (i < vectors && peer == 0) out.put(row, column, y);
     }
 }
 

@@ -30,6 +30,7 @@ BUSY_SHARE: Final = 0.9
 MAX_ROWS: Final = 64  # maximum rows per block (queries x query heads per key head): four warps of sixteen rows
 MIN_TILES: Final = 2  # tiles of keys per block; with fewer, a block takes longer to start and end than it saves
 MAX_SPLITS: Final = 64
+FEWER_BLOCKS: Final = 1.5  # a cluster, which saves a launch, is preferred to up to so many times as many splits
 MIN_ROWS_OF_EIGHT_WARPS: Final = 1024  # with fewer cache rows, eight warps per block do not have enough to copy
 COMBINE_THREADS: Final = 128
 NO_SCRATCH: Final[tuple[Value, Value]] = (ABSENT, ABSENT)
@@ -93,8 +94,10 @@ def _implementations_of(
     clusters = _clusters(problem, tiles, device)
     in_clusters = [_in_cluster(problem, config, cluster, device, cache) for cluster in clusters]
     combined = _combined(problem, config, splits, device, cache)
-    busy = clusters and heads * clusters[0] >= BUSY_SHARE * device.multiprocessors
-    return [*in_clusters, combined] if busy else [combined, *in_clusters]
+    are_first = clusters and (
+        heads * clusters[0] >= BUSY_SHARE * device.multiprocessors or splits <= clusters[-1] * FEWER_BLOCKS
+    )
+    return [*in_clusters, combined] if are_first else [combined, *in_clusters]
 
 
 def _clusters(problem: Attention, tiles: int, device: Device) -> list[int]:

@@ -18,7 +18,7 @@ from onnxfuse.runtime.template import Template, candidates_at, size_count, with_
 
 GPUS = pytest.mark.parametrize("device", [H200, A100, T4], ids=lambda device: f"sm_{device.arch}")
 MAX_KERNELS = 11
-MAX_CALLS = 450_000  # of functions, to make a template
+MAX_CALLS = 475_000  # of functions, to make a template
 GENERIC = ("CLUSTER", "MASK_PAIRS", "BIAS_PAIRS", "WIDTH")  # macros of which a kernel for any size has a general value
 PARTS = 75  # of the kernels, of which one is compiled in a plain run
 
@@ -111,7 +111,7 @@ def test_masks_shorter_or_longer_than_the_keys_have_plans_of_their_own() -> None
 
 
 def test_templates_take_few_calls() -> None:
-    """Up to 398,000 were counted, in 0.13 s of a busy core; benchmarks/host_seconds.py times them."""
+    """Up to 450,000 were counted; benchmarks/host_seconds.py times them."""
     for case in [*CASES, *CACHES]:
         template_of(case.node, case.inputs, H200)  # which fills caches
         assert counted_calls(lambda case=case: template_of(case.node, case.inputs, H200)) < MAX_CALLS, case.name
