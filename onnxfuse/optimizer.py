@@ -245,7 +245,7 @@ def _quantized(
         state_ir_version(raised)
     folded = _fuse_verified(replace(job, settings=Settings((), layout="nchw"), only=()), raised)
     with job.timer.stage("quantize"):
-        return quantize_static(folded.model.written, job.folder, dtype, samples, name)
+        return quantize_static(folded.model.written, job.folder, dtype, samples, name, job.settings.sizes)
 
 
 def find_matches(

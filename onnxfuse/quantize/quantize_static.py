@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 import onnx
 from onnx import TensorProto
 
+from onnxfuse.analysis.shape_inference import read_and_infer
 from onnxfuse.errors import ModelError, first_line
 from onnxfuse.ir.dtypes import Array, dtype_name
 from onnxfuse.ir.external_data import with_values
@@ -25,6 +26,7 @@ from onnxfuse.ir.protos import external_tensors
 from onnxfuse.ir.validate import size_of
 from onnxfuse.quantize.library import logging_unchanged, quantizer
 from onnxfuse.quantize.result import QuantizedModel, WeightsResult
+from onnxfuse.quantize.slower_layers import SlowerLayers
 from onnxfuse.quantize.weight_readers import NothingToQuantizeError, WeightReaders
 
 if TYPE_CHECKING:
@@ -64,13 +66,15 @@ class _Samples:
 
 
 def quantize_static(
-    model: onnx.ModelProto, folder: Path | None, dtype: str, samples: Sequence[Mapping[str, Array]], name: str
-) -> QuantizedModel:
+    model: onnx.ModelProto, folder: Path | None, dtype: str, samples: Sequence[Mapping[str, Array]], name: str,
+    sizes: Mapping[str, Sequence[int]],
+) -> QuantizedModel:  # fmt: skip
     """Quantize the weights of a float32 model's products, and of its convolutions for int8, and their other inputs.
 
     `dtype` is int8 or float8: the dtype of the weights, with one scale per channel and no zero points.  The other
     inputs are uint8, with one scale and one zero point, or float8, with one scale.  `model`, called `name` in messages,
-    has at least the opset `oldest_opset`, and is not changed.  Nodes in subgraphs stay floats.
+    has at least the opset `oldest_opset`, and is not changed.  Nodes in subgraphs stay floats, and so do those that are
+    estimated to be faster in float16 for inputs of the shapes `sizes`, by name.
 
     Raises NothingToQuantizeError if there is no such weight, MissingPackageError without onnxruntime, and ModelError if
     the quantizer raises.
@@ -78,7 +82,13 @@ def quantize_static(
     to = STATIC[dtype]
     readers = WeightReaders(model, to.operators)
     named = _with_names(model)
-    chosen = {node.name: each for node in named.graph.node if (each := readers.weight_to_quantize(node, _why_not))}
+    shapes = read_and_infer(named, folder)
+    slower, linked = SlowerLayers(shapes, dtype, sizes), {node.outputs[0].name: node for node in shapes.graph.nodes}
+
+    def why_not(node: onnx.NodeProto, weight: TensorProto) -> str | None:
+        return _why_not(node, weight) or slower.why(linked[node.output[0]])
+
+    chosen = {node.name: each for node in named.graph.node if (each := readers.weight_to_quantize(node, why_not))}
     if not chosen:
         *most, last = to.operators
         result = WeightsResult(dtype, 0, 0, readers.told(), 0, 0)
@@ -99,7 +109,7 @@ def quantize_static(
 
 
 def _why_not(node: onnx.NodeProto, weight: TensorProto) -> str | None:
-    """Return why the weight of a product or convolution is not quantized; None if it is."""
+    """Return why the weight of a product or convolution cannot be quantized; None if it can."""
     if weight.data_type != TensorProto.FLOAT:
         return f"its weight is {dtype_name(weight.data_type)}, so that it has to be exported in float32 first"
     if node.op_type == "MatMul" and len(weight.dims) != 2:

@@ -21,10 +21,10 @@ from onnxfuse.cli import main
 from onnxfuse.errors import UsageError
 from onnxfuse.ir.dtypes import Array
 
-IMAGE, TOKENS = (3, 8, 10, 10), (3, 6, 16)  # shapes of one sample
-CONVS = """(float[batch,8,10,10] x) => (float[batch,8] y)
-<float[8,8,3,3] w1, float[8] scale, float[8] shift, float[8] mean, float[8] var, float[8,8,1,1] w2, float[8] b2,
- float[8,8] w3, float[8] b3>
+IMAGE, TOKENS = (3, 16, 10, 10), (3, 6, 16)  # shapes of one sample
+CONVS = """(float[batch,16,10,10] x) => (float[batch,16] y)
+<float[16,16,3,3] w1, float[16] scale, float[16] shift, float[16] mean, float[16] var, float[16,16,1,1] w2,
+ float[16] b2, float[16,16] w3, float[16] b3>
 {
   c1 = Conv <pads = [1, 1, 1, 1]> (x, w1)
   n1 = BatchNormalization (c1, scale, shift, mean, var)
@@ -214,7 +214,7 @@ def test_the_command_reads_samples_or_one(count: int, tmp_path: Path) -> None:
     )
     assert result.exit_code == 0, result.output
     said = " ".join(result.stdout.split())
-    assert "Weights: 3 products and convolutions in int8, one scale per channel, 2.82 KB -> " in said
+    assert "Weights: 3 products and convolutions in int8, one scale per channel, 11.3 KB -> " in said
     assert "they read uint8" in said and "'y' is off from the float model by" in said
     found = json.loads((tmp_path / "r.json").read_text())["weights"]
     assert found["activations"] == "uint8" and found["errors"][0]["max_rel"] > 0
@@ -227,7 +227,7 @@ def test_the_command_reads_samples_or_one(count: int, tmp_path: Path) -> None:
         ({"z": samples(IMAGE)}, r"^the data has no input 'x'; known: z$"),
         ({"x": samples(IMAGE), "z": samples(IMAGE)}, "^the model has no input 'z'"),
         ({"x": samples(IMAGE[1:])[0]}, "^input 'x' has 3 dims; the model takes 4"),
-        ({"x": samples((3, 4, 10, 10))}, "^input 'x' has shape 3 x 4 x 10 x 10; the model takes batch x 8 x 10 x 10"),
+        ({"x": samples((3, 4, 10, 10))}, "^input 'x' has shape 3 x 4 x 10 x 10; the model takes batch x 16 x 10 x 10"),
         ({"x": samples(IMAGE).astype(np.float64)}, "^input 'x' is float64; the model takes float32"),
         ({"x": samples(IMAGE, 0)}, "^the data needs the same number of samples, at least 1, for each input; found 0"),
     ],
