@@ -1,4 +1,4 @@
-"""Time products and convolutions of integers of 8 bits, and products of float8, beside those of float16.
+"""Time products and convolutions of integers of 8 bits, and of float8, beside those of float16.
 
     python benchmarks/eight_bits.py --out results/eight_bits.json [--only conv]
 
@@ -130,10 +130,9 @@ def plans(shape: tuple[int, ...], most: int) -> dict[str, tuple[Plan, list[Tenso
         node, plain, specs, halves = problem(shape, zeros)
         for i, plan in enumerate(candidates(node, specs, device)[: 1 if zeros else most]):
             found["zeros" if zeros else f"integers {i}"] = plan, specs
-    if len(shape) == 3:
-        node, _, specs, _ = problem(shape, False, (FLOAT8, FLOAT8))
-        for i, plan in enumerate(candidates(node, specs, device)[:most]):
-            found[f"float8 {i}"] = plan, specs
+    node, _, specs, _ = problem(shape, False, (FLOAT8, FLOAT8))
+    for i, plan in enumerate(candidates(node, specs, device)[:most]):
+        found[f"float8 {i}"] = plan, specs
     host = gemm_candidates if len(shape) == 3 else conv_candidates
     for i, plan in enumerate(host(plain, halves, device)[:most]):
         found[f"float16 {i}"] = plan, halves
@@ -232,20 +231,15 @@ def main() -> None:
     for shape, found in every.items():
         times = in_turns({name: captured(calls(plan, specs)) for name, (plan, specs) in found.items()})
         best = {kind: min((name for name in times if name.startswith(kind)), key=times.__getitem__)
-                for kind in ("integers", "float16", "float8") if f"{kind} 0" in found}  # fmt: skip
+                for kind in ("integers", "float16", "float8")}  # fmt: skip
         row = {
             "shape": list(shape), "us": times["integers 0"], "zeros": times["zeros"], "float16": times["float16 0"],
             "best": times[best["integers"]], "best_float16": times[best["float16"]],
             "ratio": times[best["integers"]] / times[best["float16"]],
             "plan": name_of(found["integers 0"][0]), "best_plan": name_of(found[best["integers"]][0]),
+            "float8": times["float8 0"], "best_float8": times[best["float8"]],
+            "float8_plan": name_of(found["float8 0"][0]), "best_float8_plan": name_of(found[best["float8"]][0]),
         }  # fmt: skip
-        if "float8" in best:
-            row |= {
-                "float8": times["float8 0"],
-                "best_float8": times[best["float8"]],
-                "float8_plan": name_of(found["float8 0"][0]),
-                "best_float8_plan": name_of(found[best["float8"]][0]),
-            }
         rows.put(row)
         print(line_of(row), flush=True)
 

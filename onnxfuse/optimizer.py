@@ -116,7 +116,7 @@ def optimize(
     dtype     the half precision that the model is converted to; nodes that overflow or lose too much stay in float32.
               External weights then lie in `report.folder`, as long as the report exists.  Or "int8": onnxruntime's
               quantizer makes int8 of the weights of convolutions and products, and uint8 of the tensors that they read.
-              Or "float8": it makes float8 (e4m3fn) of the weights of products, and of the tensors that they read
+              Or "float8": it makes float8 (e4m3fn) of both
     io        the dtype of floating-point inputs and outputs where the model is converted: float32, or `dtype` ("half")
     max_error the largest relative error that is allowed against float32; as many nodes stay in float32 as are needed
               for it.  By default, nodes stay in float32 until errors are within three times the noise of half

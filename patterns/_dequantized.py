@@ -36,10 +36,11 @@ def both_scales(x_scale: Term, w_scale: Term) -> Term:
     return shared(op.Mul(x_scale, w_scale))
 
 
-def require_eight_bits(or_float8: bool = False) -> None:
-    """Require that x and w are integers of 8 bits or, if `or_float8`, both float8: kernels multiply no others."""
-    pair = {"float8_e4m3fn"} if or_float8 else {"int8"}
+def require_eight_bits() -> None:
+    """Require that x and w are integers of 8 bits, or both float8: kernels multiply no others."""
     require(
-        f"x and w are integers of 8 bits{', or both are float8_e4m3fn' * or_float8}; found {{dtypes}}",
-        lambda dtypes: {dtypes["x"], dtypes["w"]} <= {"int8", "uint8"} or {dtypes["x"], dtypes["w"]} <= pair,
+        "x and w are integers of 8 bits, or both are float8_e4m3fn; found {dtypes}",
+        lambda dtypes: (
+            {dtypes["x"], dtypes["w"]} <= {"int8", "uint8"} or {dtypes["x"], dtypes["w"]} == {"float8_e4m3fn"}
+        ),
     )

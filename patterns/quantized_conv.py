@@ -1,4 +1,4 @@
-"""A convolution of an image with weights, both stored as 8-bit integers with scales and zero points."""
+"""A convolution of an image with weights, both stored in 8 bits: as integers or float8, with scales."""
 
 from onnxfuse.dsl import Term, attribute, choose, fusion, op, or_zeros, rearrange, require, tensor, weight, when
 from onnxfuse.patterns._convolutions import EXAMPLE
@@ -24,11 +24,15 @@ def quantized_conv(
     """y = conv((x - x_zero_point) x_scale, (w - w_zero_point) w_scale) + bias
 
     The weights have one scale, or one for each of the m channels of y.  The body dequantizes and then multiplies, or it
-    multiplies integers and then scales the sums: all by one scale, or each channel by its own.  If x has a zero point,
-    the node may have a further operand, w_sums, which the body does not read: the sums of the weights, which kernels
-    need to subtract the zero point's share from their sums.
+    multiplies integers and then scales the sums: all by one scale, or each channel by its own.  Float8 numbers (e4m3fn)
+    have no zero points.  If integers x have one, the node may have a further operand, w_sums, which the body does not
+    read: the sums of the weights, which kernels need to subtract the zero point's share from their sums.
     """
     require_eight_bits()
+    require(
+        "float8 is made channels-last by Transposes, which take it from opset 21 on; the model has opset {opset}",
+        lambda dtypes, opset: "float8_e4m3fn" not in dtypes.values() or opset >= 21,
+    )
     require("the weights have one scale or {m}; found {scales}", lambda scales, m: scales in (None, m))
     require(
         "sums of integers are scaled as a whole or by channels; found {scales} scales",

@@ -22,7 +22,7 @@ def quantized_gemm(
     the node may have a further operand, w_sums, which the body does not read: the sums of the weight, which kernels
     need to subtract the zero point's share from their sums.
     """
-    require_eight_bits(or_float8=True)
+    require_eight_bits()
     require("the weight has one scale or {n}; found {scales}", lambda scales, n: scales in (None, n))
     w_kn, w_nk = (
         dequantized_weight(rearrange(w, f"{axes} -> {axes}"), w_scale, w_zero_point, axis)

@@ -42,7 +42,7 @@ def quantized_matmul(
     integers_bshd, y is quantized before its axes are rearranged.  Elsewhere, a quantizer of y joins like any operator.
     With `out_layout` alone, the operands have three axes and no heads.
     """
-    require_eight_bits(or_float8=True)
+    require_eight_bits()
     require(
         "{heads} heads of x are {w_heads} heads of w times {repeats}",
         lambda heads, w_heads, repeats: heads is None or heads == w_heads * repeats,

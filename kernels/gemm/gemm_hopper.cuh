@@ -275,10 +275,12 @@ __device__ __forceinline__ void multiply(Sum (&d)[ATOMS][COLUMNS / 2], Ring<STAG
 // products would stop growing at 2^13 of them. So each stage, with 128 elements of k, has sums of its own, which are
 // then added in fp32, while the wgmmas of another consumer are in flight.
 __device__ __forceinline__ void multiply_in_stages(Sum (&d)[ATOMS][COLUMNS / 2], Ring<STAGES>& ring,
-                                                   const Barriers& barriers, u32 shared, int first_row, int steps,
+                                                   const Barriers& barriers, u32 shared, int first_row, int blocks,
                                                    int consumer, bool pass_on) {
-    const u64 x = hopper::matrix_descriptor<ROW_BYTES>(shared + first_row * ROW_BYTES, 16, 8 * ROW_BYTES);
-    const u64 w = hopper::matrix_descriptor<ROW_BYTES>(shared + X_BYTES, 16, 8 * ROW_BYTES);
+    const int steps = steps_of(blocks);
+    const u64 x =
+        hopper::matrix_descriptor<BLOCK_ROW_BYTES>(shared + first_row * BLOCK_ROW_BYTES, 16, 8 * BLOCK_ROW_BYTES);
+    const u64 w = hopper::matrix_descriptor<BLOCK_ROW_BYTES>(shared + X_BYTES, 16, 8 * BLOCK_ROW_BYTES);
     if constexpr (PINGPONG) hopper::named_barrier(turn(consumer), 256);
 #pragma unroll
     for (int atom = 0; atom < ATOMS; ++atom)
@@ -288,14 +290,20 @@ __device__ __forceinline__ void multiply_in_stages(Sum (&d)[ATOMS][COLUMNS / 2],
         Sum sums[ATOMS][COLUMNS / 2];
         hopper::barrier_wait(barriers.full(ring.at), ring.parity);
         if (PINGPONG && pass_on && step == steps - 1) hopper::named_barrier_arrive(turn(1 - consumer), 256);
-        const u32 stage = ring.at * STAGE_BYTES;
         hopper::wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < ROW_BYTES / K_BYTES; ++i)
+        for (int block = 0; block < BLOCKS; ++block) {
+            if (BLOCKS > 1 && step * BLOCKS + block >= blocks) break;
+            const u32 x_at = ring.at * STAGE_BYTES + block * TILE_M * BLOCK_ROW_BYTES;
+            const u32 w_at = ring.at * STAGE_BYTES + block * TILE_N * BLOCK_ROW_BYTES;
 #pragma unroll
-            for (int atom = 0; atom < ATOMS; ++atom)
-                hopper::wgmma<false>(X(), sums[atom], hopper::moved(x, stage + i * K_BYTES + atom * 64 * ROW_BYTES),
-                                     hopper::moved(w, stage + i * K_BYTES), i > 0);
+            for (int i = 0; i < BLOCK_ROW_BYTES / K_BYTES; ++i)
+#pragma unroll
+                for (int atom = 0; atom < ATOMS; ++atom)
+                    hopper::wgmma<false>(X(), sums[atom],
+                                         hopper::moved(x, x_at + i * K_BYTES + atom * 64 * BLOCK_ROW_BYTES),
+                                         hopper::moved(w, w_at + i * K_BYTES), block > 0 || i > 0);
+        }
         hopper::wgmma_commit();
         hopper::wgmma_wait<0>();
         if (threadIdx.x % 128 == 0) hopper::barrier_arrive(barriers.empty(ring.at));

@@ -61,7 +61,7 @@ __device__ __forceinline__ void consume(u32 shared, const Barriers& barriers, co
         const int2 origin = tiles.origin(tile);
         Sum d[ATOMS][COLUMNS / 2];
         const bool pass_on = tile + tiles.step() < tiles.count();
-        if constexpr (IN_STAGES<X>) multiply_in_stages(d, ring, barriers, shared, above, steps, consumer, pass_on);
+        if constexpr (IN_STAGES<X>) multiply_in_stages(d, ring, barriers, shared, above, blocks, consumer, pass_on);
         else multiply(d, ring, barriers, shared, above, blocks, consumer, pass_on);
         if (PINGPONG) ring.skip(steps);
 #pragma unroll

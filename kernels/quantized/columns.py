@@ -11,7 +11,7 @@ from onnxfuse.kernels.conv.problem import Conv, plain_pads, three
 from onnxfuse.kernels.epilogue_node import moved
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.quantized import hopper
-from onnxfuse.kernels.tensors import ABSENT, INTEGERS, VECTOR_BYTES, Defines, int32
+from onnxfuse.kernels.tensors import ABSENT, EIGHT_BITS, VECTOR_BYTES, Defines, int32
 from onnxfuse.runtime.plan import Device, Kernel, Launch, Pointer, Struct
 
 MAX_LENGTH: Final = 752  # maximum of taps times channels: 64 rows of this many bytes fill 48 KiB of shared memory
@@ -50,7 +50,7 @@ def _launch(conv: Conv, vectors: int) -> Launch:
     values = hopper.of_eight_bits(conv)
     pitch = 4 * (vectors | 1)
     defines: Defines = {
-        **conv_hopper.of_filter(conv), "CHANNELS": conv.c, "OPERAND": INTEGERS[values.x_dtype],
+        **conv_hopper.of_filter(conv), "CHANNELS": conv.c, "OPERAND": EIGHT_BITS[values.x_dtype],
         "X_ZERO": int(values.x_zero is not None), "THREADS": THREADS, "SHARED_PITCH": pitch,
     }  # fmt: skip
     sizes = (conv.pixels, conv.m, *three(conv.sizes), *three(conv.y_sizes))

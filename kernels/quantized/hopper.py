@@ -74,10 +74,12 @@ def _product(gemm: Gemm, config: HopperConfig, device: Device) -> Implementation
 
 
 def convolutions(conv: Conv, device: Device) -> list[Implementation]:
-    """Return the implementations of a convolution of integers, the expected fastest first; none if unsupported."""
+    """Return the implementations of a convolution of 8-bit values, the expected fastest first; none if unsupported."""
     conv = plain_pads(conv)
     values = of_eight_bits(conv)
-    if not conv_hopper.is_supported(conv, device) or not values.is_symmetric or conv.taps * conv.c > MAX_LENGTH:
+    if not conv_hopper.is_supported(conv, device) or not values.is_symmetric:
+        return []
+    if conv.taps * conv.c > MAX_LENGTH and not values.are_float8:
         return []
     if values.x_zero is not None and (conv.taps > MAX_TAPS or row_count(taps_beyond(conv)) > MAX_ROWS):
         return []

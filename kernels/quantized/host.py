@@ -63,7 +63,7 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
         required = "int32" if name == "w_sums" else dtype
         if of is None and found != required:
             return f"{node.fusion}: {name} is {found}; required {required}{', as the output' * (required == dtype)}"
-        taken = INTEGERS if node.fusion == CONV or name != of else EIGHT_BITS
+        taken = EIGHT_BITS if name == of else INTEGERS
         if of is not None and (found not in taken or found != given[of]):
             listed = ", ".join(taken)
             return f"{node.fusion}: {name} is {found}; required {listed}, and zero points as what they belong to"

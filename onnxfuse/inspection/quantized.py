@@ -39,6 +39,7 @@ MULTIPLIED: Final = "; onnxfuse multiplies its integers"
 MULTIPLIED_FLOAT8: Final = "; onnxfuse multiplies its float8 numbers"
 AS_FLOATS: Final = "; onnxfuse writes it as a MatMul of floats between quantizers, which it fuses with their neighbours"
 PRODUCTS: Final = ("MatMul", "Gemm")
+FLOAT8_MOVES_SINCE: Final = 21  # the first opset whose Transpose takes float8, as channels-last convolutions need
 OF_REGIONS: Final = QUANTIZED_RULES.keys() - set(OF_INTEGERS)
 OTHER_BITS: Final = (TensorProto.INT16, TensorProto.UINT16, TensorProto.INT4, TensorProto.UINT4)
 
@@ -117,7 +118,7 @@ def _is_multiplied(shapes: ShapeInfo, node: Node) -> bool:
     if _name(node) != "DequantizeLinear" or not is_constant(node.inputs[0]) or int_attribute(node, "block_size", 0):
         return False
     is_float8 = _is_float8(shapes, node)
-    products = PRODUCTS if is_float8 else (*PRODUCTS, "Conv")
+    products = PRODUCTS if is_float8 and shapes.graph.opset < FLOAT8_MOVES_SINCE else (*PRODUCTS, "Conv")
     readers = consumers(node.outputs[0])
     if [op_of(reader) for reader in readers] == ["Transpose"]:
         readers = consumers(readers[0].outputs[0])

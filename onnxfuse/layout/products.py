@@ -61,7 +61,10 @@ def store_rows(shapes: ShapeInfo, recorded: Collection[Fused]) -> dict[str, tupl
 
 
 def _dequantize_first(body: onnx.FunctionProto, weight: str) -> None:
-    """Exchange a body's Transpose of a weight and the DequantizeLinear of its result: float8 needs opset 21 to move."""
+    """Exchange a body's Transpose of a weight and the DequantizeLinear of its result: float8 needs opset 21 to move.
+
+    A Gemm reads the dequantized weight with transB, without the Transpose.
+    """
     nodes = list(body.node)
     before = next(i for i, node in enumerate(nodes) if node.op_type == "Transpose" and node.input[0] == weight)
     transpose = nodes.pop(before)
@@ -72,7 +75,14 @@ def _dequantize_first(body: onnx.FunctionProto, weight: str) -> None:
     for attribute in dequantize.attribute:
         if attribute.name == "axis":
             attribute.i = 0
-    nodes.insert(at + 1, transpose)
+    (reader,) = (node for node in nodes if transpose.output[0] in node.input)
+    if reader.op_type == "Gemm":
+        reader.input[1] = transpose.input[0]
+        others = [each for each in reader.attribute if each.name != "transB"]
+        del reader.attribute[:]
+        reader.attribute.extend([*others, onnx.helper.make_attribute("transB", 1)])
+    else:
+        nodes.insert(at + 1, transpose)
     copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
     del body.node[:]
     body.node.extend(copies)

@@ -50,7 +50,7 @@ class EightBits:
 
 STATIC: Final[Mapping[str, EightBits]] = {
     "int8": EightBits(("Conv", "Gemm", "MatMul"), 13, "QInt8", "QUInt8", "MinMax", "uint8"),
-    "float8": EightBits(("Gemm", "MatMul"), 19, "QFLOAT8E4M3FN", "QFLOAT8E4M3FN", "Distribution", "float8"),
+    "float8": EightBits(("Conv", "Gemm", "MatMul"), 21, "QFLOAT8E4M3FN", "QFLOAT8E4M3FN", "Distribution", "float8"),
 }
 
 

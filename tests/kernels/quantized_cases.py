@@ -179,7 +179,7 @@ class Case:
     def _convolved(self, x: np.ndarray, w: np.ndarray) -> np.ndarray:
         of, axes = self.filter, len(self.sizes)
         padded = np.pad(x, [(0, 0), *zip(of["pads"][:axes], of["pads"][axes:], strict=True), (0, 0)])
-        y = np.zeros(self.y_shape, np.int64)
+        y = np.zeros(self.y_shape, x.dtype)
         for tap in itertools.product(*map(range, self.kernel)):
             window = tuple(
                 slice(t * d, t * d + (size - 1) * s + 1, s)
@@ -235,6 +235,15 @@ OF_FLOAT8 = [
         Case(50, 64, 128, dtype="bfloat16"), Case(0, 64, 64), Case(300, 200, 272, after="relu"),
         Case(64, 35, 128, after="residual"), Case(64, 64, 100, after="relu", layout="kn"),
         Case(130, 96, 384, after="residual", dtype="float16"),
+        Case(2, 64, 128, sizes=(9, 11), kernel=(3, 3), pads=SAME),
+        Case(2, 72, 64, sizes=(9, 11), kernel=(3, 3), pads=SAME, after="relu"),
+        Case(1, 35, 144, sizes=(12, 7), kernel=(3, 3), pads=(0, 1, 2, 1), strides=(2, 1), after="residual"),
+        Case(3, 64, 32, sizes=(14, 14), kernel=(1, 1)), Case(1, 64, 256, sizes=(9, 9), kernel=(3, 3), dtype="float16"),
+        Case(1, 48, 16, sizes=(20, 20), kernel=(5, 5), pads=(2,) * 4, dilations=(2, 2)),
+        Case(1, 64, 3, sizes=(32, 32), kernel=(7, 7), strides=(2, 2), pads=(3,) * 4),
+        Case(2, 64, 64, sizes=(9, 9), kernel=(3, 3), pads=SAME, group=4),
+        Case(2, 64, 64, sizes=(33,), kernel=(3,), pads=(1, 1)),
+        Case(1, 32, 32, sizes=(5, 6, 7), kernel=(3, 3, 3), pads=(1,) * 6),
     )
 ]  # fmt: skip
 GEMMS = [

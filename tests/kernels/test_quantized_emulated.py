@@ -32,6 +32,9 @@ CASES = [
     Case(70, 40, 256, x_dtype=FLOAT8, w_dtype=FLOAT8), Case(133, 35, 272, x_dtype=FLOAT8, w_dtype=FLOAT8, bias=False),
     Case(65, 64, 144, x_dtype=FLOAT8, w_dtype=FLOAT8, after="residual"),
     Case(140, 104, 656, x_dtype=FLOAT8, w_dtype=FLOAT8, dtype="float16", per_column=False, after="relu"),
+    Case(2, 64, 128, x_dtype=FLOAT8, w_dtype=FLOAT8, sizes=(9, 11), kernel=(3, 3), pads=SAME),
+    Case(1, 40, 256, x_dtype=FLOAT8, w_dtype=FLOAT8, sizes=(9, 7), kernel=(3, 2), after="residual"),
+    Case(1, 35, 3, x_dtype=FLOAT8, w_dtype=FLOAT8, sizes=(11, 13), kernel=(7, 7), strides=(2, 2), pads=(3,) * 4),
 ]  # fmt: skip
 
 
