@@ -72,12 +72,11 @@ def problem(
         "w_scale",
         *(["w_sums"] if zeros else []),
         "bias",
-        "x1",
     ]
-    ops = [["Relu", ["x0"], ["v0"], {}], ["QuantizeLinear", ["v0", "x1", "v2"], ["v1"], {}]]
-    ops.insert(0, ["Constant", [], ["v2"], {"value": 0}])
+    constants = [["Constant", [], ["v2"], {"value": 0}], ["Constant", [], ["v3"], {"value": 0.02}]]
+    ops = [*constants, ["Relu", ["x0"], ["v0"], {}], ["QuantizeLinear", ["v0", "v3", "v2"], ["v1"], {}]]
     program = json.dumps({"ops": ops, "outputs": ["v1"], "dtypes": {
-        "x0": "float32", "x1": "float32", "v0": "float32", "v1": stored[0], "v2": stored[0],
+        "x0": "float32", "v0": "float32", "v1": stored[0], "v2": stored[0], "v3": "float32",
     }})  # fmt: skip
     node = FusedNode(f"quantized_{kind}", "y", tuple(names), {**attributes, "program": program}, stored[:1])
     specs = {"x": TensorSpec(x, stored[0]), "w": TensorSpec(w, stored[1], constant=True),
