@@ -94,6 +94,11 @@ class Case:
         """The name of the residual, which comes after the scale and, for integers, the zero point of the quantizer."""
         return "x2" if self.is_float8 else "x3"
 
+    @property
+    def step(self) -> tuple[float, int]:
+        """The scale and the zero point of the quantizer; with float8, one element in twelve is beyond the range."""
+        return float(NUMPY[self.dtype].type(STEP / (128 if self.is_float8 else 16))), 0 if self.is_float8 else 3
+
     def node(self) -> FusedNode:
         """Return the fused node, with what follows the product as its program."""
         names, outputs = tuple(self.arrays()), (self.dtype,)
@@ -107,16 +112,22 @@ class Case:
         return FusedNode("quantized_conv" if self.sizes else "quantized_gemm", "product", names, attributes, outputs)
 
     def _program(self) -> str:
-        zero, residual = "v4" if self.is_float8 else "x2", self.residual
-        ops: list = [["Constant", [], ["v4"], {"value": 0.0}]] if self.is_float8 else []
-        dtypes = {"x0": self.dtype, "x1": self.dtype, zero: self.x_dtype}
-        value = "x0"
+        """Return the program; the quantizer's scale and zero point are operands before a residual, else constants."""
+        ops: list = []
         if self.after == "residual":
-            ops += [["DequantizeLinear", [residual, "x1", zero], ["v0"], {}], ["Add", ["x0", "v0"], ["v1"], {}]]
-            dtypes |= {residual: self.x_dtype, "v0": self.dtype, "v1": self.dtype}
-            value = "v1"
-        ops += [["Relu", [value], ["v2"], {}], ["QuantizeLinear", ["v2", "x1", zero], ["v3"], {}]]
-        dtypes |= {"v2": self.dtype, "v3": self.x_dtype}
+            scale, zero, residual = "x1", "v4" if self.is_float8 else "x2", self.residual
+            dtypes = {"x0": self.dtype, "x1": self.dtype, zero: self.x_dtype, residual: self.x_dtype}
+            ops += [["Constant", [], ["v4"], {"value": 0.0}]] if self.is_float8 else []
+            ops += [["DequantizeLinear", [residual, scale, zero], ["v0"], {}], ["Add", ["x0", "v0"], ["v1"], {}]]
+            ops += [["Relu", ["v1"], ["v2"], {}]]
+        else:
+            scale, zero, dtypes = "v5", "v4", {"x0": self.dtype, "v5": self.dtype, "v4": self.x_dtype}
+            ops += [
+                ["Constant", [], [name], {"value": each}] for name, each in zip(("v5", "v4"), self.step, strict=True)
+            ]
+            ops += [["Relu", ["x0"], ["v2"], {}]]
+        ops += [["QuantizeLinear", ["v2", scale, zero], ["v3"], {}]]
+        dtypes |= {"v0": self.dtype, "v1": self.dtype, "v2": self.dtype, "v3": self.x_dtype}
         return json.dumps({"ops": ops, "outputs": ["v3"], "dtypes": dtypes})
 
     def arrays(self, seed: int = 0) -> Arrays:
@@ -147,11 +158,10 @@ class Case:
             found["w_sums"] = sums_inside(w, most_taps_beyond(self.kernel, of["dilations"], *pads))
         if self.bias:
             found["bias"] = random.standard_normal(self.n).astype(NUMPY[self.dtype])
-        if self.after:  # with float8, one element in twelve is beyond the range
-            found["x1"] = np.array(STEP / (128 if self.is_float8 else 16), NUMPY[self.dtype])
-        if self.after and not self.is_float8:
-            found["x2"] = np.array(3, NUMPY[self.x_dtype])
         if self.after == "residual":
+            scale, zero = self.step
+            found["x1"] = np.array(scale, NUMPY[self.dtype])
+            found |= {} if self.is_float8 else {"x2": np.array(zero, NUMPY[self.x_dtype])}
             found[self.residual] = values(self.x_dtype, self.y_shape)
         return found
 
@@ -205,7 +215,7 @@ class Case:
             allowed = allowed + ULP[self.dtype] * np.abs(expected)
             found = y.astype(np.float64)
         else:
-            scale, zero = float(arrays["x1"]), 0.0 if self.is_float8 else float(arrays["x2"])
+            scale, zero = self.step
             allowed = allowed + 2 * ULP[self.dtype] * (np.abs(expected) + 1)
             if self.after == "residual":
                 residual = arrays[self.residual].astype(np.float64)
