@@ -312,26 +312,32 @@ def quantized_products() -> str:
 
 def integers() -> str:
     """Return the times of products and convolutions of integers of 8 bits."""
-    lines = []
-    for row in rows("eight_bits-h200"):
-        m, *others = row["shape"]
-        if others[2:]:
-            c, n, size, taps, stride = others
-            name = f"{m}x{c}x{size}x{size}, {n} filters of {taps}x{taps}" + (f", stride {stride}" if stride > 1 else "")
-        else:
-            name = _dims(row["shape"])
-        lines.append([name, f"**{three_digits(row['best'])}**",
-                      *(_time(row, each) for each in ("us", "zeros", "best_float16"))])  # fmt: skip
+    lines = [
+        [_layer(row["shape"])[0], f"**{three_digits(row['best'])}**",
+         *(_time(row, each) for each in ("us", "zeros", "best_float16"))]
+        for row in rows("eight_bits-h200")
+    ]  # fmt: skip
     head = ["microseconds", "integers, tuned", "their first plan", "with a zero point", "float16, tuned"]
     return grid(head, lines)
 
 
+def _layer(shape: Sequence[int]) -> tuple[str, int]:
+    """Return the name of a product or a convolution, and the number of its multiplications."""
+    if len(shape) == 3:
+        return _dims(shape), prod(shape)
+    batch, c, n, size, taps, stride = shape
+    at = f", stride {stride}" if stride > 1 else ""
+    return f"{batch}x{c}x{size}x{size}, {n} filters of {taps}x{taps}{at}", (
+        batch * n * c * taps**2 * (-(-size // stride)) ** 2
+    )
+
+
 def float8() -> str:
-    """Return the times of products of float8."""
+    """Return the times of products and convolutions of float8."""
     lines = [
-        [_dims(row["shape"]), f"**{three_digits(row['best_float8'])}**",
+        [_layer(row["shape"])[0], f"**{three_digits(row['best_float8'])}**",
          *(_time(row, name) for name in ("float8", "best", "best_float16")),
-         f"{2e-6 * prod(row['shape']) / row['best_float8']:.0f}"]
+         f"{2e-6 * _layer(row['shape'])[1] / row['best_float8']:.0f}"]
         for row in rows("float8-h200")
     ]  # fmt: skip
     head = ["microseconds, M x N x K", "float8, tuned", "its first plan", "integers, tuned", "float16, tuned",
