@@ -25,7 +25,7 @@ WGMMA_ARCH: Final = 90
 # 128x192, and longer with three other configs.
 CONFIGS: Final = (*(each for each in hopper.CONFIGS if each.pingpong), HopperConfig(128, 192))
 # For float8, consumers share tiles: while one adds the sums of a stage, wgmmas of the others are in flight. These sums
-# take as many registers as the accumulators. No GPU has timed these configs yet.
+# take as many registers as the accumulators.
 FLOAT8_CONFIGS: Final = (
     HopperConfig(128, 128), HopperConfig(128, 160), HopperConfig(128, 192), HopperConfig(192, 128),
     HopperConfig(64, 128, pingpong=True), HopperConfig(64, 64, pingpong=True),
