@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final
 
 from onnxfuse.kernels import epilogue_node
 from onnxfuse.kernels.attention.group_query import group_query_candidates, unsupported_group_query
@@ -22,9 +21,6 @@ from onnxfuse.kernels.epilogue_program import EpilogueProgram, epilogue_program
 from onnxfuse.kernels.tensors import STORAGE
 from onnxfuse.runtime.plan import Device, FusedNode, Launch, Plan, TensorSpec
 from onnxfuse.runtime.symint import for_later_plans
-
-# For each fusion: the operands that hold a single int32 in host memory; see `numbers_of` in onnxfuse/runtime/hosts.py.
-NUMBERS: Final = {"group_query_attention": ("total_sequence_length",)}
 
 
 @also_joined

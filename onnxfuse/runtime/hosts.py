@@ -27,10 +27,11 @@ class Host(Protocol):
 def numbers_of(node: FusedNode) -> tuple[int, ...]:
     """Return the indices of the inputs that are numbers: each is one int32 in host memory, on which plans depend.
 
-    The dict `NUMBERS` of a host names these inputs for each fusion.  The TensorSpec of a number has the shape
+    The dict `NUMBERS` of a family names these inputs for each fusion.  The TensorSpec of a number has the shape
     (number,), so that a plan can depend on the number as on a dynamic dim.
     """
-    names = getattr(find_host(node.fusion), "NUMBERS", {}).get(node.fusion, ())
+    family = _family(node.fusion)
+    names = family.numbers.get(node.fusion, ()) if family else ()
     return tuple(i for i, operand in enumerate(node.operands) if operand in names)
 
 
@@ -48,8 +49,13 @@ def find_host(fusion: str) -> Host | None:
 
     Raises KernelError, which names the folder or package of the host, if the host does not load.
     """
+    family = _family(fusion)
+    return _host(family) if family else None
+
+
+def _family(fusion: str) -> Family | None:
     families = (family for each in kernel_folders() for family in each.families)
-    return next((_host(family) for family in families if fusion in family.fusions), None)
+    return next((family for family in families if fusion in family.fusions), None)
 
 
 @functools.cache
@@ -63,4 +69,6 @@ def _host(family: Family) -> Host:
     for function in "supports", "candidates":
         if not callable(getattr(host, function, None)):
             raise family.origin.error(f"has a host {name} without the function {function}", "add it")
+    if hasattr(host, "NUMBERS"):
+        raise family.origin.error(f"has a host {name} with NUMBERS", "move them to the family's __init__.py")
     return cast(Host, host)

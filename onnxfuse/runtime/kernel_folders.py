@@ -1,8 +1,10 @@
 """Find kernels in onnxfuse's own folder, in installed packages, and in folders that a user adds.
 
-The kernels of related fusions are a family: a Python package whose `__init__.py` names its fusions in `FUSIONS`, whose
-`host.py` plans them (see hosts.py), and whose .cu files are the sources.  An installed package names a family by an
-entry point of the group `onnxfuse.kernels`.  A folder that a user adds holds families, as onnxfuse's own folder does.
+The kernels of related fusions are a family: a Python package whose `__init__.py` names its fusions in `FUSIONS` and
+their operands that are numbers in `NUMBERS`, whose `host.py` plans them (see hosts.py), and whose .cu files are the
+sources.  Hosts take long to import, and a session that finds all its plans in a file imports none.  An installed
+package names a family by an entry point of the group `onnxfuse.kernels`.  A folder that a user adds holds families, as
+onnxfuse's own folder does.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ import importlib
 import os
 import pkgutil
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
 from pathlib import Path
@@ -52,6 +54,8 @@ class Family:
     module: str  # the name of the family's Python package
     fusions: tuple[str, ...]
     origin: Origin
+    # By fusion: the operands that are numbers, each one int32 in host memory on which plans depend.
+    numbers: Mapping[str, Sequence[str]] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -157,7 +161,7 @@ def _family(module: ModuleType, origin: Origin) -> Family:
         name = module.__name__.rpartition(".")[2]
         what = f"has a family '{name}' without FUSIONS, a tuple of the names of the fusions that it has kernels of"
         raise origin.error(what, "add it to __init__.py, or rename a folder that is no family so that it begins with _")
-    return Family(module.__name__, tuple(fusions), origin)
+    return Family(module.__name__, tuple(fusions), origin, getattr(module, "NUMBERS", {}))
 
 
 def _check_apart(folders: Iterable[KernelFolder]) -> None:

@@ -194,6 +194,7 @@ HOSTS = {
         "does not load: ModuleNotFoundError: No module named 'no_such_module'",
     ),
     "supports nothing": (HOST.replace("supports", "likes"), "has a host stranger_late.host without the function supp"),
+    "numbers in the host": (HOST + "NUMBERS = {}\n", "has a host stranger_late.host with NUMBERS; move th"),
     "plans nothing": (HOST.replace("candidates", "plans"), "has a host stranger_late.host without the function cand"),
 }
 

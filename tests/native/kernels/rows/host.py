@@ -2,8 +2,6 @@
 
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
 
-NUMBERS = {"rows": ("count",)}
-
 
 def supports(node: FusedNode, input_dtypes: tuple[str, ...], device: Device) -> str | None:
     return None
