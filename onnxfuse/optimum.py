@@ -15,8 +15,8 @@ from typing import Any, Final, TypeVar
 import onnxruntime as ort
 
 from onnxfuse.errors import OnnxfuseError, UsageError
-from onnxfuse.ir.load import external_files
 from onnxfuse.ir.plain_files import new_folder
+from onnxfuse.ir.read import external_files
 from onnxfuse.ir.save import save
 from onnxfuse.optimizer import optimize
 from onnxfuse.report.report import Report

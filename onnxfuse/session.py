@@ -26,9 +26,9 @@ try:
 except ImportError as error:
     raise MissingPackageError(f"{NO_ONNXRUNTIME} ({error})") from error
 
-from onnxfuse.ir.load import read
 from onnxfuse.ir.plain_files import stamp_of
 from onnxfuse.ir.protos import external_locations
+from onnxfuse.ir.read import read
 from onnxfuse.runtime.body_runs import keep_bodies
 from onnxfuse.runtime.custom_ops import register_operators, registered_operators
 from onnxfuse.runtime.environment import ALL_OPTIMIZATIONS

@@ -27,9 +27,9 @@ from onnx import TensorProto
 from onnxfuse.compile.coverage import without_plans
 from onnxfuse.errors import ModelError, OnnxfuseError, UsageError
 from onnxfuse.ir.dtypes import dtype_name
-from onnxfuse.ir.load import read
 from onnxfuse.ir.plain_files import new_folder
 from onnxfuse.ir.protos import has_external_data
+from onnxfuse.ir.read import read
 from onnxfuse.ir.save import save
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime.fused_calls import Call, inferred, read_calls, read_model

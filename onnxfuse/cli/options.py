@@ -154,7 +154,7 @@ def checked_target(source: Path, target: Path, overwrite: bool | None = None) ->
 
     overwrite  whether the target is allowed to be `source` itself; None for a command without that option
     """
-    from onnxfuse.ir.load import external_files
+    from onnxfuse.ir.read import external_files
     from onnxfuse.ir.save import check_target
 
     check_target(target)

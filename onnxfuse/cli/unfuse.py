@@ -45,8 +45,8 @@ def unfuse_command(
     Every fused node becomes the operators of its body. What optimizing folded into weights stays folded. Exits as
     `onnxfuse optimize` does.
     """
-    from onnxfuse.ir.load import read
     from onnxfuse.ir.protos import count_nodes
+    from onnxfuse.ir.read import read
     from onnxfuse.ir.save import save
     from onnxfuse.report.lines import verification_lines
     from onnxfuse.unfuse_model import unfuse

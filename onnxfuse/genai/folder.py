@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from onnxfuse.errors import ModelError
-from onnxfuse.ir.load import external_files
 from onnxfuse.ir.plain_files import read_plain, require_plain
+from onnxfuse.ir.read import external_files
 
 CONFIG: Final = "genai_config.json"
 MAX_CONFIG_BYTES: Final = 2**24

@@ -1,4 +1,4 @@
-"""Read and check model files; an error says in one sentence what is wrong with a file, and how to correct it."""
+"""Check models that were read; an error says in one sentence what is wrong, and how to correct it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from pathlib import Path
 
 import onnx
 import onnx.checker
-from google.protobuf.message import DecodeError
 from onnx.external_data_helper import uses_external_data
 
-from onnxfuse.errors import ModelError, shortened
+from onnxfuse.errors import ModelError
 from onnxfuse.ir.attributes import schema
 from onnxfuse.ir.domain import ORT_DOMAIN
 from onnxfuse.ir.execution_order import in_execution_order, reads
@@ -22,18 +21,17 @@ from onnxfuse.ir.invented_operators import without_invented_operators
 from onnxfuse.ir.ort_attributes import wrong_attribute
 from onnxfuse.ir.protos import (
     ONNX_DOMAINS,
-    external_locations,
     external_tensors,
     nodes,
     opset_of,
     replace_tensors,
     subgraphs,
 )
+from onnxfuse.ir.read import read
 from onnxfuse.ir.validate import label, validate
 
 SUPPORTED_OPSETS = range(7, 28)
 SUPPORTED_TEXT = f"{SUPPORTED_OPSETS[0]} to {SUPPORTED_OPSETS[-1]}"
-PROTOBUF_LIMIT = 2**31 - 1
 # Bytes; smaller tensors stay inside the model file, because each tensor in a data file starts a new page.
 EXTERNAL_THRESHOLD = 1024
 # Operators that onnxruntime accepts in the ONNX domain although the opset lacks them.
@@ -45,14 +43,6 @@ ONNXRUNTIME_OPERATORS = frozenset({
 # Fields of an attribute that do not hold its value.
 NO_VALUE = frozenset({"name", "doc_string", "type", "ref_attr_name"})
 UNCHECKED_DOMAIN = "unchecked"  # nodes that the checker must skip are moved to this domain
-SIGNATURES = (  # (offset, bytes at that offset, kind of file)
-    (0, b"\x89PNG", "a PNG image"),
-    (4, b"ORTM", "a model in onnxruntime's own format (.ort), which is not read; give the ONNX file it was made from"),
-    (0, b"PK\x03\x04", "a zip archive; a PyTorch checkpoint has to be exported with torch.onnx.export"),
-    (0, b"\x89HDF", "an HDF5 file; a Keras model has to be converted with tf2onnx"),
-    (0, b"version https://git-lfs", "a Git LFS pointer; fetch the file itself with `git lfs pull`"),
-    (0, b"<", "an HTML or XML page; the download went wrong"),
-)
 
 
 def load(source: str | os.PathLike[str] | bytes | onnx.ModelProto) -> tuple[onnx.ModelProto, Path | None]:
@@ -113,14 +103,6 @@ def _without_references(model: onnx.ModelProto, name: str) -> onnx.ModelProto:
             for attribute in node.attribute:
                 attribute.ClearField("ref_attr_name")
     return model
-
-
-def read(source: str | os.PathLike[str] | bytes) -> onnx.ModelProto:
-    """Read a model without its external data and without checking it.  Raises ModelError if the file holds no model."""
-    if isinstance(source, bytes):
-        return _parse(source, "the model")
-    path = Path(source)
-    return _parse(_read(path), f"'{path}'")
 
 
 def _check(model: onnx.ModelProto, folder: Path | None, name: str) -> None:
@@ -210,41 +192,6 @@ def _hide_from_checker(outline: onnx.ModelProto) -> None:
             owner.opset_import.append(onnx.helper.make_opsetid(UNCHECKED_DOMAIN, 1))
 
 
-def _read(path: Path) -> bytes:
-    try:
-        if path.is_dir():
-            raise ModelError(f"'{path}' is a directory; expected an ONNX file, such as '{path / 'model.onnx'}'")
-        if path.exists() and not path.is_file():  # for example a pipe, which can be read only once
-            raise ModelError(f"'{path}' is a device or a pipe; expected an ONNX file: write the model to one first")
-        if path.stat().st_size > PROTOBUF_LIMIT:
-            raise ModelError(f"'{path}' is larger than 2 GiB, which no ONNX file can be; export with external data")
-        return path.read_bytes()
-    except FileNotFoundError as error:
-        raise ModelError(f"'{path}' does not exist; give the path of an ONNX file") from error
-    except PermissionError as error:
-        raise ModelError(f"'{path}' cannot be read: no permission; change it with chmod +r") from error
-    except (OSError, ValueError) as error:  # the name is too long, or has a zero byte
-        reason = getattr(error, "strerror", None) or error
-        raise ModelError(f"'{shortened(str(path))}' cannot be read: {reason}; expected an ONNX file") from error
-
-
-def _parse(data: bytes, name: str) -> onnx.ModelProto:
-    """Parse a model; it must contain a graph, because protobuf also accepts many bytes that are not a model."""
-    model = onnx.ModelProto()
-    try:
-        model.ParseFromString(data)
-        if model.HasField("graph"):
-            return model
-    except DecodeError:
-        pass
-    if not data:
-        raise ModelError(f"{name} is empty (0 bytes); expected an ONNX file")
-    if data[0] == 0x08:  # tag of the field ir_version, with which every model begins
-        raise ModelError(f"{name} is damaged or cut short at {len(data):,} bytes; export or download it again")
-    kind = next((f": it looks like {kind}" for offset, text, kind in SIGNATURES if data.startswith(text, offset)), "")
-    raise ModelError(f"{name} is not an ONNX file{kind}")
-
-
 def _check_names(
     graph: onnx.GraphProto, outer_definitions: dict[str, str], defined_outside: frozenset[str], name: str
 ) -> None:
@@ -295,24 +242,6 @@ def _describe_undefined(
         cycle = " -> ".join(label(graph.node[i]) for i in error.args[1][:6])
         return f"its graph has a cycle, {cycle}; ONNX graphs must be acyclic"
     return f"{label(node)} reads '{tensor}' before {definitions[tensor]} writes it; expected it before"
-
-
-def external_files(path: Path) -> list[Path]:
-    """Return the existing files that hold external data of the model at `path`; none if there is no model."""
-    try:
-        model = read(path)
-    except ModelError:
-        return []
-    files = (path.resolve().parent / location for location in external_locations(model))
-    return [file for file in files if _exists(file)]
-
-
-def _exists(file: Path) -> bool:
-    """Return whether a file exists; false for a name that no file can have, for example because it is too long."""
-    try:
-        return file.exists()
-    except (OSError, ValueError):
-        return False
 
 
 def _without_values(tensor: onnx.TensorProto) -> onnx.TensorProto:

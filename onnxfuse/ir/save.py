@@ -19,9 +19,10 @@ from onnx.external_data_helper import uses_external_data
 
 from onnxfuse.errors import ModelError
 from onnxfuse.ir.external_data import external_range
-from onnxfuse.ir.load import EXTERNAL_THRESHOLD, PROTOBUF_LIMIT, read
+from onnxfuse.ir.load import EXTERNAL_THRESHOLD
 from onnxfuse.ir.plain_files import create, temporary
 from onnxfuse.ir.protos import external_locations, external_tensors, has_external_data, replace_tensors
+from onnxfuse.ir.read import PROTOBUF_LIMIT, read
 from onnxfuse.ir.validate import size_of
 
 PAGE_BYTES = 4096  # bytes; runtimes memory-map a tensor from the file if it starts at a page boundary

@@ -16,7 +16,7 @@ from typing import BinaryIO, Final
 import onnx
 from google.protobuf.message import DecodeError
 
-from onnxfuse.ir.load import PROTOBUF_LIMIT, read
+from onnxfuse.ir.read import PROTOBUF_LIMIT, read
 
 LARGE: Final = 1024  # bytes; smaller tensors keep their values, because these can be shapes
 GRAPH, INITIALIZER = 7, 5  # field numbers: `graph` in ModelProto, `initializer` in GraphProto

@@ -17,8 +17,8 @@ from onnxfuse.errors import ModelError, UsageError
 from onnxfuse.half.result import HalfResult, half_lines
 from onnxfuse.ir.file_bytes import file_bytes
 from onnxfuse.ir.inline_functions import Inlined
-from onnxfuse.ir.load import read
 from onnxfuse.ir.plain_files import check_replaceable, write_whole
+from onnxfuse.ir.read import read
 from onnxfuse.layout.assign import LayoutResult
 from onnxfuse.match import Miss
 from onnxfuse.passes.folded import Folded

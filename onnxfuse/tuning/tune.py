@@ -19,7 +19,7 @@ import onnxruntime as ort
 
 from onnxfuse.errors import OnnxfuseError, UsageError, first_line
 from onnxfuse.ir.dtypes import Array
-from onnxfuse.ir.load import read
+from onnxfuse.ir.read import read
 from onnxfuse.runtime.backends import BACKENDS, device_of
 from onnxfuse.runtime.environment import Environment, allows_tf32, session_environment
 from onnxfuse.runtime.external_data import configured_folder

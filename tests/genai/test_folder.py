@@ -21,7 +21,7 @@ import onnxfuse
 from onnxfuse.cli import main
 from onnxfuse.errors import ModelError, UsageError
 from onnxfuse.genai import optimize_folder as module
-from onnxfuse.ir.load import external_files
+from onnxfuse.ir.read import external_files
 from onnxfuse.runtime.plan_file import read_plan_file
 
 CUDA: list[dict[str, Any]] = [{"cuda": {"enable_cuda_graph": "0"}}]
