@@ -10,6 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Final, Literal, get_args
 
 import onnx
 
-from onnxfuse.errors import NO_ONNXRUNTIME, MissingPackageError, ModelError, UsageError
+from onnxfuse.errors import NO_ONNXRUNTIME, KernelError, MissingPackageError, ModelError, UsageError
 from onnxfuse.runtime.backends import BACKENDS
 from onnxfuse.runtime.planner import planner
 
@@ -31,9 +32,10 @@ from onnxfuse.ir.protos import external_locations
 from onnxfuse.ir.read import read
 from onnxfuse.runtime.body_runs import keep_bodies
 from onnxfuse.runtime.custom_ops import register_operators, registered_operators
-from onnxfuse.runtime.environment import ALL_OPTIMIZATIONS
+from onnxfuse.runtime.environment import ALL_OPTIMIZATIONS, kernels_digest
 from onnxfuse.runtime.external_data import configured_folder, external_data_folder, file_outside
 from onnxfuse.runtime.fused_calls import Call, read_calls, read_model, split_functions
+from onnxfuse.runtime.hosts import find_host
 from onnxfuse.runtime.kernel_failures import Place, place_of, why_body
 from onnxfuse.runtime.loaded_plans import use_plans
 from onnxfuse.runtime.loaded_templates import GivenTemplate
@@ -158,6 +160,8 @@ def open_session(
         found = pool.submit(find_target, options, providers, provider_options, settings.aim)
         model = read_model(source)
         calls = read_calls(model)
+        if not found.done():
+            _read_kernels(calls, settings)
     nodes = _with_plans(model, calls, found.result(), settings)
     files = external_locations(model) if path else set()
     outside = file_outside(path.parent, files) if path and not configured_folder(options) else None
@@ -241,6 +245,16 @@ def register(
     dispatches = nodes.dispatches()
     record_dispatches(session_options, dispatches, nodes.places())
     return dispatches
+
+
+def _read_kernels(calls: Sequence[Call], settings: SessionSettings) -> None:
+    """Read what is needed of the kernels, whose results are kept: their digest for a plan file, else their hosts."""
+    with suppress(KernelError):  # whoever needs a family that does not load raises the error again
+        if settings.plan_file:
+            kernels_digest()
+        else:
+            for fusion in {call.node.fusion for call in calls}:
+                find_host(fusion)
 
 
 # --- plan files -------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -297,3 +298,34 @@ def test_a_host_without_plans_for_dynamic_sizes_plans_the_sizes_that_it_meets(
     for n in (2, 3):
         check(run, n)
     assert gpu.launches() - before == 6, "three in each run"
+
+
+START = """
+import sys, pytest, google.protobuf.message, onnx
+sys.path.insert(0, {folder!r})
+import stand_in
+stand_in.stage(pytest.MonkeyPatch())
+from onnxfuse.ir import without_weights
+from onnxfuse.session import InferenceSession, explain_session
+reads, own = [], without_weights.read_without_weights
+import onnxfuse.runtime.fused_calls as fused_calls, onnxfuse.session as session
+fused_calls.read_without_weights = lambda source: reads.append(source) or own(source)
+session.read = lambda source: reads.append("the whole")
+run = InferenceSession({path!r}, providers=[stand_in.CPU])
+run.run(None, stand_in.feed(2, 4))
+assert explain_session(run)[0].how == "kernel"
+print(len(reads), *sorted(sys.modules))
+"""
+
+
+def test_a_start_with_a_file_reads_the_model_once_and_imports_no_host(path: Path) -> None:
+    """Hosts take several times as long to import as all else of a session, and graphs are for the optimizer."""
+    script = START.format(folder=str(Path(__file__).parents[1] / "native"), path=str(path))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    reads, *modules = done.stdout.split()
+    assert reads == "1", "Python reads the model once, without its weights"
+    allowed = {"onnxfuse.kernels", "onnxfuse.runtime", "onnxfuse.tuning", "onnxfuse.ir", "onnxfuse.algebra"}
+    folders = {each.rpartition(".")[0] for each in modules if each.startswith("onnxfuse.")} - {"onnxfuse"}
+    assert folders <= allowed, "kernels are families without their hosts, and nothing that finds fusions is imported"
+    unwanted = ("onnxfuse.ir.graph", "onnx_graphsurgeon", "cupy", "cuda.bindings", "rich", "onnxfuse.optimizer")
+    assert not [each for each in unwanted if each in modules]
