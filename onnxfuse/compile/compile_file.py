@@ -27,8 +27,10 @@ from onnxfuse.runtime.loaded_templates import PreparedTemplate
 from onnxfuse.runtime.plan import Aim, Device, TensorSpec
 from onnxfuse.runtime.plan_file import PlanFile, check_plan_target, write_plan_file
 from onnxfuse.runtime.planner import planner
+from onnxfuse.runtime.sample_sizes import usual_samples
 from onnxfuse.runtime.saved_plans import backend_of, compile_kernels, plan_file_of, saved_template
 from onnxfuse.runtime.support import require_bodies, why_no_kernel
+from onnxfuse.runtime.template import size_count
 from onnxfuse.runtime.template_key import Situation
 from onnxfuse.steps import Progress
 from onnxfuse.tuning import cache
@@ -210,7 +212,9 @@ def _plan(task: _Task, device: Device) -> _Planned:
     """Make the templates of a model's nodes for a GPU; equal nodes share a template.
 
     A node that reads an input of the model or writes an output of it has a second template for unaligned memory,
-    because the memory that a program binds need not begin at a multiple of 16 bytes.
+    because the memory that a program binds need not begin at a multiple of 16 bytes.  That is rare, and kernels take
+    long to compile, so that its plans are chosen for the most common sizes alone; at others they may take twice as
+    long as the best ones.
     """
     reasons = require_bodies(task.calls, [why_no_kernel(call, device) for call in task.calls])
     outside = {each.name for each in (*task.model.graph.input, *task.model.graph.output)}
@@ -227,7 +231,9 @@ def _plan(task: _Task, device: Device) -> _Planned:
         made = [_template(templates, situation, inputs, samples)]
         reasons[i] = made[0] if isinstance(made[0], str) else None
         if outside.intersection((*call.proto.input, *call.proto.output)):
-            made.append(_template(templates, situation, [replace(spec, aligned=False) for spec in inputs], samples))
+            dims = size_count(inputs)
+            common = samples[:1] or ([next(usual_samples(dims))] if dims else [])
+            made.append(_template(templates, situation, [replace(spec, aligned=False) for spec in inputs], common))
         of_nodes[i] = [each for each in made if not isinstance(each, str)]
     return _Planned(device, of_nodes, reasons, task.calls)
 

@@ -291,6 +291,20 @@ def test_nodes_at_the_border_of_the_model_take_memory_that_is_not_aligned(gpu: S
         np.testing.assert_array_equal(run.run(None, {"x": x, "b": np.ones(3, np.float32)})[0], x)
 
 
+def test_few_plans_are_made_for_memory_that_is_not_aligned(gpu: Stage, tmp_path: Path) -> None:
+    """They are correct for all sizes, and chosen for one."""
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (float16[n, 768] x) => (float16[n, 768] y) { '
+    proto = onnx.parser.parse_model(text + "m = MatMul(x, w) a = Add(m, b) y = Relu(a) }")
+    for name, *shape in ("w", 768, 768), ("b", 768):
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(np.zeros(shape, np.float16), name))
+    path = tmp_path / "m.onnx"
+    onnx.save(onnxfuse.optimize(proto, verify=False)[0], path)
+    _, file = compiled(path, provider=CPU, archs=["sm_90"])
+    aligned, unaligned = sorted(file.templates, key=lambda each: not each.words.inputs[0].aligned)
+    assert (aligned.words.inputs[0].aligned, unaligned.words.inputs[0].aligned) == (True, False)
+    assert len(aligned.kernels) > 3 * len(unaligned.kernels) > 0
+
+
 # --- measurements -----------------------------------------------------------------------------------------------------
 
 
