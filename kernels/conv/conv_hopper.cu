@@ -21,6 +21,6 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
 #endif
     const Weights weights{{&w}, {sizes.filters}};
     const Results results{{&y}, {epilogue.bias}};
-    run_tiles(PixelOperands{x, w, sizes.d, sizes.h, sizes.w}, weights, results, residual, epilogue, sizes.pixels,
-              ALL_BLOCKS, sizes.group_m, MatrixPlace{}, {PROGRAM_ARGUMENTS});
+    run_tiles(PixelOperands{x, w, sizes}, weights, results, residual, epilogue, sizes.pixels, ALL_BLOCKS, sizes.group_m,
+              MatrixPlace{}, {PROGRAM_ARGUMENTS});
 }

@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
     const int2 range{steps * slice / slices, steps * (slice + 1) / slices};
     if (warpgroup() == 0) {
         hopper::give_registers<PRODUCER_REGISTERS>();
-        if (threadIdx.x == 0) produce(PixelOperands{x, w, sizes.d, sizes.h, sizes.w}, shared, barriers, tiles, range);
+        if (threadIdx.x == 0) produce(PixelOperands{x, w, sizes}, shared, barriers, tiles, range);
         __syncwarp();
     } else {
         hopper::take_registers<CONSUMER_REGISTERS>();

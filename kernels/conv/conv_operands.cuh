@@ -9,7 +9,8 @@
 //   CHANNELS            channels of x
 //   DIMS                spatial axes: 1 (W), 2 (H, W) or 3 (D, H, W)
 //   KERNEL_D, KERNEL_H, KERNEL_W    sizes of the filter, 1 for axes that are missing
-//   STRIDE_*, PAD_*, DILATION_*     by axis; PAD: elements before x
+//   DILATION_*                      by axis
+// Strides and pads are arguments, which cost a tile a few instructions. The macros are for each block of k.
 #pragma once
 #include "gemm_hopper.cuh"
 
@@ -22,27 +23,29 @@ constexpr int ALL_BLOCKS = KERNEL_D * KERNEL_H * KERNEL_W * CHANNEL_BLOCKS;
 struct PixelSizes {
     int pixels, filters;  // pixels and channels of y: the rows and columns of the product
     int d, h, w;          // the sizes of y
-    int group_m;          // as in Tiles of gemm_hopper.cuh
+    int stride_d, stride_h, stride_w;
+    int pad_d, pad_h, pad_w;  // elements before x
+    int group_m;              // as in Tiles of gemm_hopper.cuh
 };
 
 // Loads x and w for one tile. w has the dimensions channels, taps, filters.
 struct PixelOperands {
     const TensorMap &x, &w;
-    int y_d, y_h, y_w;  // the sizes of y
+    const PixelSizes& sizes;
     int image, d, h, w_at, column;
 
     __device__ __forceinline__ void begin(int2 origin) {
-        image = origin.x / y_w;
-        w_at = (origin.x - image * y_w) * STRIDE_W - PAD_W;
+        image = origin.x / sizes.w;
+        w_at = (origin.x - image * sizes.w) * sizes.stride_w - sizes.pad_w;
         if constexpr (DIMS > 1) {
             const int rows = image;
-            image = rows / y_h;
-            h = (rows - image * y_h) * STRIDE_H - PAD_H;
+            image = rows / sizes.h;
+            h = (rows - image * sizes.h) * sizes.stride_h - sizes.pad_h;
         }
         if constexpr (DIMS > 2) {
             const int planes = image;
-            image = planes / y_d;
-            d = (planes - image * y_d) * STRIDE_D - PAD_D;
+            image = planes / sizes.d;
+            d = (planes - image * sizes.d) * sizes.stride_d - sizes.pad_d;
         }
         column = origin.y;
     }

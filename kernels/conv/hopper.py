@@ -26,7 +26,6 @@ from onnxfuse.runtime.symint import best_first, is_symbolic, maximum
 K_BLOCK_BYTES: Final = (128, 64, 32)  # bytes of channels per block of k; the widest first
 MAX_CONFIGS: Final = 6
 MAX_SLICED: Final = 2  # configs with slices of k; epilogue.cu adds up the sums of the slices
-MAX_FEW_OF_PADS: Final = 2  # configs if pads are dynamic: pads are macros, so each combination needs its own kernels
 MAX_CORNER: Final = {1: 32767, 2: 127, 3: 15}  # largest corner offset of a TMA im2col box, by number of spatial axes
 MAX_OFFSET: Final = {1: 65534, 2: 254, 3: 30}  # largest offset of a filter tap in TMA, by number of spatial axes
 MAX_STRIDE: Final = 8
@@ -70,17 +69,16 @@ def fitting(conv: Conv, device: Device) -> list[HopperConfig]:
 
     For dynamic sizes, return only a few configs; at any size, at least one of them is fast.
     """
-    most = MAX_FEW_OF_PADS if is_symbolic(*conv.pads_end) else MAX_CONFIGS
-    configs = _few(usual(conv), device, most) if is_symbolic(conv.n, *conv.sizes) else CONFIGS
+    configs = _few(usual(conv), device) if is_symbolic(conv.n, *conv.sizes) else CONFIGS
     return [config for config in configs if hopper.fits(gemm_of_blocks(conv), config, device)]
 
 
 @functools.lru_cache(maxsize=512)
-def _few(problems: tuple[Conv, ...], device: Device, most: int) -> list[HopperConfig]:
+def _few(problems: tuple[Conv, ...], device: Device) -> list[HopperConfig]:
     def cost(gemm: Gemm, config: HopperConfig) -> float:
         return cycles(gemm, config, device) if hopper.fits(gemm, config, device) else math.inf
 
-    return few(CONFIGS, [gemm_of_blocks(each) for each in problems], cost, most)
+    return few(CONFIGS, [gemm_of_blocks(each) for each in problems], cost, MAX_CONFIGS)
 
 
 def cycles(gemm: Gemm, config: HopperConfig | SlicedConfig, device: Device) -> float:
@@ -128,8 +126,9 @@ def implementation(conv: Conv, config: HopperConfig | SlicedConfig, device: Devi
     """Return the implementation of a config: one launch, or two with slices of k."""
     if isinstance(config, SlicedConfig):
         macros, maps = defines(hopper_slices.plain(conv), config.tile, device), operand_maps(conv, config.tile)
-        sizes = three(conv.y_sizes)
-        return hopper_slices.implementation(config, gemm_of_blocks(conv), device, macros, maps, sizes)
+        gemm = gemm_of_blocks(conv)
+        sizes = hopper_slices.pixel_sizes(conv, gemm, config.tile)
+        return hopper_slices.implementation(config, gemm, device, macros, maps, sizes)
     gemm, name = gemm_of_blocks(conv), "conv_hopper_split" if config.split_k > 1 else "conv_hopper"
     source = "conv_hopper_tf32" if conv.dtype == "float32" and config.split_k == 1 else name
     launch = hopper.kernel_launch(source, gemm, config, device, defines(conv, config, device), arguments(conv, config))
@@ -139,7 +138,8 @@ def implementation(conv: Conv, config: HopperConfig | SlicedConfig, device: Devi
 def defines(conv: Conv, config: HopperConfig, device: Device) -> Defines:
     """Return the macros of gemm_hopper.cuh and conv_operands.cuh."""
     own = {"K_BLOCK": k_block(conv), "CHANNELS": conv.c, "DIMS": len(conv.kernel)}
-    return {**hopper.defines(gemm_of_blocks(conv), config, device), **own, **of_filter(conv)}
+    taps = by_axis(KERNEL=three(conv.kernel), DILATION=three(conv.dilations))
+    return {**hopper.defines(gemm_of_blocks(conv), config, device), **own, **taps}
 
 
 def of_filter(conv: Conv) -> Defines:
@@ -163,8 +163,7 @@ def arguments(conv: Conv, config: HopperConfig) -> tuple[Argument, ...]:
     if by_maps:  # if y is not stored, any map will do
         results += [hopper.result_map(gemm, config, conv.y, conv.m) if gemm.stores_y else maps[0]]
         results += [hopper.result_map(gemm, config, conv.residual, conv.m)] if conv.residual else []
-    sizes = hopper_slices.pixel_sizes(gemm, three(conv.y_sizes), config)
-    return (*maps, *results, conv.epilogue_operands, sizes)
+    return (*maps, *results, conv.epilogue_operands, hopper_slices.pixel_sizes(conv, gemm, config))
 
 
 def operand_maps(conv: Conv, config: HopperConfig) -> tuple[TensorMap, TensorMap]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-from onnxfuse.kernels.conv.problem import Conv
+from onnxfuse.kernels.conv.problem import Conv, three
 from onnxfuse.kernels.gemm import hopper
 from onnxfuse.kernels.gemm.cublaslt import epilogue
 from onnxfuse.kernels.gemm.hopper import HopperConfig
@@ -63,9 +63,11 @@ def cycles(gemm: Gemm, config: SlicedConfig, device: Device, row_cycles: float) 
     return kernels + (stored + moved) / SUM_BYTES
 
 
-def pixel_sizes(gemm: Gemm, sizes: tuple[int, ...], config: HopperConfig) -> Struct:
-    """Return the struct PixelSizes of conv_operands.cuh; `sizes` are those of y along three spatial axes."""
-    return Struct(int32(gemm.m, gemm.n, *sizes, hopper.group_m(gemm, config)))
+def pixel_sizes(conv: Conv, gemm: Gemm, config: HopperConfig) -> Struct:
+    """Return the struct PixelSizes of conv_operands.cuh; `gemm` is the product of `conv`."""
+    pads = three(conv.pads_begin, missing=0)
+    sizes = gemm.m, gemm.n, *three(conv.y_sizes), *three(conv.strides), *pads, hopper.group_m(gemm, config)
+    return Struct(int32(*sizes))
 
 
 def plain(conv: Conv) -> Conv:
@@ -82,14 +84,14 @@ def implementation(
     device: Device,
     defines: Defines,
     operands: tuple[Argument, ...],
-    sizes: tuple[int, ...],
+    sizes: Struct,
 ) -> Implementation:
     """Return the implementation of two launches: conv_hopper_slices.cu, and epilogue.cu after it.
 
     gemm      the product of the convolution, with its epilogue
     defines   the macros of the convolution without its epilogue
     operands  the tensor maps of x and w
-    sizes     the sizes of y along three spatial axes
+    sizes     the struct PixelSizes of conv_operands.cuh
     """
     tile, slices = config.tile, config.slices
     stages = min(hopper.MAX_STAGES, (device.shared_per_block - hopper.BARRIER_BYTES) // hopper.stage_bytes(tile))
@@ -98,7 +100,7 @@ def implementation(
         kernel,
         (hopper.tile_count(gemm, tile), 1, slices),
         (128 * (1 + tile.consumers), 1, 1),
-        (*operands, Pointer("scratch", 0), pixel_sizes(gemm, sizes, tile)),
+        (*operands, Pointer("scratch", 0), sizes),
         shared=stages * hopper.stage_bytes(tile) + hopper.BARRIER_BYTES,
         pdl=True,
     )

@@ -5,7 +5,8 @@
 // quantized_sums.cu writes a row of sums: for each filter, the sum of its weights at the taps inside x. In the order of
 // these rows, the count of last taps varies fastest, and W is the innermost axis.
 //
-// Macros: KERNEL_*, STRIDE_*, PAD_*, DILATION_* of conv_operands.cuh
+// Macros, besides KERNEL_* and DILATION_* of conv_operands.cuh:
+//   STRIDE_*, PAD_*   by axis; PAD: elements before x
 //   BEGIN_*, END_*    the largest number of taps before x, and after it, by axis
 #pragma once
 #include "types.cuh"

@@ -96,7 +96,7 @@ def _convolution(conv: Conv, config: HopperConfig, device: Device) -> Implementa
     defines = {**conv_hopper.defines(conv, config, device), **of_filter, **_defines(gemm, row_count(beyond))}
     given = (
         *conv_hopper.operand_maps(conv, config), gemm.epilogue_operands, _value_operands(gemm),
-        pixel_sizes(gemm, three(conv.y_sizes), config), Struct(int32(*three(conv.sizes))),
+        pixel_sizes(conv, gemm, config), Struct(int32(*three(conv.sizes))),
     )  # fmt: skip
     launch = hopper.kernel_launch("quantized_conv", gemm, config, device, defines, given)
     return _after_sums(f"quantized_conv {config.name}", launch, replace(gemm, k=conv.c), of_filter, row_count(beyond))

@@ -8,7 +8,8 @@
 // (n, d, h, w, CHANNELS), and y has y_d x y_h x y_w pixels for each of n images.
 //
 // Macros:
-//   CHANNELS, KERNEL_*, STRIDE_*, PAD_*, DILATION_*    as in conv_operands.cuh
+//   CHANNELS, KERNEL_*, DILATION_*    as in conv_operands.cuh
+//   STRIDE_*, PAD_*                   as in conv_edges.cuh
 //   OPERAND    s8 or u8, the type of x and x_zero       X_ZERO     1: x has a zero point; 0: x has none
 //   THREADS    threads and pixels of a block            SHARED_PITCH   words from a row to the next in shared memory
 #include "types.cuh"

@@ -21,6 +21,7 @@ from onnxfuse.kernels.gemm.hopper import HopperConfig
 from onnxfuse.runtime.nvrtc import source_text
 from onnxfuse.runtime.plan import Launch, TensorMap
 from onnxfuse.testing.emulated_build import load
+from onnxfuse.testing.emulated_launches import value_of
 
 RECORD = 10  # numbers of a load, as conv_operands_emulated.h has them
 
@@ -41,13 +42,13 @@ def library(step: Launch, folder: Path) -> ctypes.CDLL:
     parts = re.split(r'(?m)^#line \d+ "([^"]+)"\n', source_text(step.kernel.source))
     texts = dict(zip(parts[1::2], parts[2::2], strict=True))
     text = re.sub(r"(?m)^#(include|pragma).*$", "", texts["conv_operands.cuh"])
-    names = r"TILE_M|TILE_N|K_BLOCK|CHANNELS|DIMS|(KERNEL|STRIDE|PAD|DILATION)_[DHW]"
+    names = r"TILE_M|TILE_N|K_BLOCK|CHANNELS|DIMS|(KERNEL|DILATION)_[DHW]"
     kept = {name: value for name, value in step.kernel.defines.items() if re.fullmatch(names, name)}
     text = (
         f'#include "conv_operands_emulated.h"\n{text}\n'
-        'extern "C" int run(int y_d, int y_h, int y_w, int row, int column, const int** found) {\n'
+        'extern "C" int run(PixelSizes sizes, int row, int column, const int** found) {\n'
         "    const TensorMap x{true}, w{false};\n    records.clear();\n"
-        "    PixelOperands operands{x, w, y_d, y_h, y_w};\n    operands.begin({row, column});\n"
+        "    PixelOperands operands{x, w, sizes};\n    operands.begin({row, column});\n"
         "    for (int step = 0; step * BLOCKS < ALL_BLOCKS; ++step) {\n"
         "        operands.load_x(step << 20, 0, step);\n        operands.load_weights(step << 20, 0, step);\n    }\n"
         "    *found = records.data();\n    return int(records.size());\n}\n"
@@ -99,10 +100,10 @@ def test_stages_hold_the_operands_of_the_convolution(case: ConvCase, tmp_path: P
     arrays = case.arrays()
     x, w = arrays["x"].astype(np.float64), arrays["w"].reshape(conv.m, conv.taps, -1).astype(np.float64)
     expected = case.expect(arrays)[0].reshape(conv.pixels, conv.m)
-    y_sizes, loaded = (1, 1, *conv.y_sizes)[-3:], library(step, tmp_path)
+    sizes, loaded = value_of(step.arguments[-1], lambda pointer: 0), library(step, tmp_path)
     for row, column in itertools.product(range(0, conv.pixels, 64), range(0, conv.m, 32)):
         found = ctypes.POINTER(ctypes.c_int)()
-        count = loaded.run(*y_sizes, row, column, ctypes.byref(found))
+        count = loaded.run(sizes, row, column, ctypes.byref(found))
         stages: dict[int, dict[int, np.ndarray]] = {0: {}, 1: {}}
         for start in range(0, count, RECORD):
             kind, to, *at = found[start : start + RECORD]
@@ -115,3 +116,13 @@ def test_stages_hold_the_operands_of_the_convolution(case: ConvCase, tmp_path: P
             sums += values @ stages[0][(to >> 20 << 20) + 64 * 128 + offset * 32 * block].T
         valid = expected[row : row + 64, column : column + 32]
         np.testing.assert_allclose(sums[: valid.shape[0], : valid.shape[1]], valid, rtol=1e-9, atol=1e-9)
+
+
+def test_convolutions_of_different_strides_and_pads_share_a_kernel() -> None:
+    cases = [
+        ConvCase(1, 64, 64, (14, 14), (3, 3), (stride, stride), (pad,) * 4, extra=())
+        for stride, pad in itertools.product((1, 2), (0, 1))
+    ]
+    for config in (HopperConfig(128, 64, pingpong=True), HopperConfig(128, 64, split_k=2)):
+        found = [hopper.implementation(each.problem(), config, H200).steps[0] for each in cases]
+        assert len({step.kernel.key for step in found if isinstance(step, Launch)}) == 1
