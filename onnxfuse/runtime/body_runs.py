@@ -185,6 +185,7 @@ def _session(request: BodyRequest, known: _Known) -> BodySession:
             options.log_severity_level = 3
             # With memory patterns, the second run allocates memory, maybe while a CUDA graph is captured.
             options.enable_mem_pattern = False
+            options.intra_op_num_threads = 1  # or each session has a thread for each processor, which compiles kernels
             model = model_of(_bodies[known.place], request.inputs).SerializeToString()
             stream = None if request.provider in DEVICE_TYPES else SideStream()
             provider = request.provider, _options(request, stream)

@@ -19,7 +19,7 @@ from stand_in import CPU, ROWS, SHIFT, Stage, feed, load, model, node, session, 
 
 from onnxfuse.compile.compile_file import CompileSettings, compile_file
 from onnxfuse.errors import KernelError
-from onnxfuse.runtime import body_runs, kernel_failures
+from onnxfuse.runtime import body_runs, kernel_failures, late_work
 from onnxfuse.runtime.backends import BACKENDS
 from onnxfuse.runtime.kernel_loader import LoadedKernel
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Plan, TensorSpec
@@ -200,6 +200,17 @@ def test_bodies_go_with_their_session(gpu: Stage) -> None:
     del run
     gc.collect()
     assert not body_runs._sessions
+
+
+@pytest.mark.usefixtures("late")
+def test_bodies_start_no_threads_of_onnxruntime(gpu: Stage) -> None:
+    """Otherwise each would have as many threads as the machine has processors, and these compile kernels meanwhile."""
+    run, given = session(model(SHIFT)), feed(2, 3)
+    before = set(Path("/proc/self/task").iterdir())
+    run.run(None, {**given, "x": unaligned(given["x"])})
+    late_work.wait()
+    assert sum(map(len, body_runs._sessions.values())) == 1
+    assert set(Path("/proc/self/task").iterdir()) <= before
 
 
 @pytest.mark.usefixtures("late")
