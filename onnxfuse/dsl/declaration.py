@@ -220,7 +220,7 @@ def _captures_in(left: Term, captures: Sequence[Capture]) -> tuple[Capture, ...]
 
 def _span_of(function: Callable[..., object]) -> Span:
     code = function.__code__
-    return Span(code.co_filename, code.co_firstlineno, 0, 0)
+    return Span(code)
 
 
 def _captures_of(function: Callable[..., object], span: Span) -> tuple[Capture, ...]:
