@@ -19,6 +19,7 @@ import numpy as np
 import onnx
 import pytest
 from click.testing import CliRunner, Result
+from large_models import small
 from rich.console import Console
 from rich.progress import Progress
 from test_optimize import BLOCK, LONE_RELU, SQUARE_ROOT_OF_RELU, STORED, WRONG, parse
@@ -787,6 +788,24 @@ print("imported:", *(each for each in {HEAVY} if each in sys.modules))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=HANGS)
     assert (done.returncode, done.stderr) == (DONE, "")
+    assert done.stdout.splitlines()[-1] == "imported:"
+
+
+UNUSED = ("onnxruntime", "onnx.reference", "onnxfuse.runtime", "onnxfuse.session", "onnxfuse.bench", "onnxfuse.genai")
+
+
+def test_optimizing_without_verification_imports_only_what_it_needs(tmp_path: Path) -> None:
+    """A model without operators to compute needs no reference implementation, which takes long to import."""
+    onnx.save(small(), tmp_path / "in.onnx")
+    arguments = ["optimize", "--verify", "off", str(tmp_path / "in.onnx"), str(tmp_path / "out.onnx")]
+    script = f"""
+import contextlib, sys
+from onnxfuse.cli import main
+with contextlib.suppress(SystemExit):
+    main({arguments})
+print("imported:", *(each for each in {UNUSED} if each in sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=HANGS)
     assert done.stdout.splitlines()[-1] == "imported:"
 
 

@@ -10,7 +10,6 @@ from typing import Protocol
 import ml_dtypes
 import numpy as np
 import onnx
-from onnx.reference import ReferenceEvaluator
 
 from onnxfuse.algebra.operators import ARITHMETIC, COMPARISONS, LOGIC, MATRIX_PRODUCTS, MOVES
 from onnxfuse.analysis.scores import is_factored_bias, softmaxes_after
@@ -248,6 +247,8 @@ def _evaluate(graph: Graph, shapes: ShapeInfo, nodes: list[Node]) -> dict[str, A
     """Return the results of onnx's reference implementation by tensor name, without those that it cannot compute."""
     if not nodes:
         return {}
+    from onnx.reference import ReferenceEvaluator  # imported here, because that takes longer than reading a small model
+
     values = {t.name: constant_value(graph, t) for n in nodes for t in n.inputs if is_constant(t)}
     constants = onnx.helper.make_graph([node_proto(graph, node) for node in nodes], "constants", [], [])
     opset = onnx.helper.make_opsetid("", graph.opset)
