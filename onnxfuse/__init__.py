@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from onnxfuse.report.report import Report
     from onnxfuse.runtime.kernel_folders import add_kernels
     from onnxfuse.session import InferenceSession, NodeDispatch, explain_session, register
+    from onnxfuse.sessions_of_packages import all_sessions
     from onnxfuse.unfuse_model import unfuse
 
     __all__ = [
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
         "UsageError",
         "VerificationError",
         "add_kernels",
+        "all_sessions",
         "explain_session",
         "optimize",
         "optimize_folder",
@@ -60,6 +62,7 @@ _MODULES = {
     "UsageError": "onnxfuse.errors",
     "VerificationError": "onnxfuse.errors",
     "add_kernels": "onnxfuse.runtime.kernel_folders",
+    "all_sessions": "onnxfuse.sessions_of_packages",
     "explain_session": "onnxfuse.session",
     "optimize": "onnxfuse.optimizer",
     "optimize_folder": "onnxfuse.genai.optimize_folder",

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
-import threading
 from collections.abc import Mapping
-from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
-
-import onnxruntime as ort
+from typing import Any, TypeVar
 
 from onnxfuse.errors import OnnxfuseError, UsageError
 from onnxfuse.ir.plain_files import new_folder
@@ -20,10 +14,9 @@ from onnxfuse.ir.read import external_files
 from onnxfuse.ir.save import save
 from onnxfuse.optimizer import optimize
 from onnxfuse.report.report import Report
-from onnxfuse.session import InferenceSession
+from onnxfuse.sessions_of_packages import all_sessions
 
 ORTModel = TypeVar("ORTModel")
-_lock: Final = threading.Lock()  # Optimum's modules are changed while a model is opened
 
 
 def optimize_folder(
@@ -74,20 +67,15 @@ def from_pretrained(
     """Open fused models by a class of Optimum; their fused nodes run as kernels if `provider` runs on a GPU.
 
     folder     the folder, which `optimize_folder` wrote
-    kernels    arguments of `onnxfuse.InferenceSession`, such as wait=True
+    kernels    arguments of `onnxfuse.all_sessions`, such as wait=True
     arguments  other arguments of `model_class.from_pretrained`
 
-    Optimum takes no sessions from outside for most classes. So its modules see `onnxfuse.InferenceSession` in place of
-    onnxruntime's while this function runs. `onnxfuse.explain_session(model.session)` says how nodes run.
+    Optimum takes no sessions from outside for most classes, so `onnxfuse.all_sessions` opens them.
+    `onnxfuse.explain_session(model.session)` says how nodes run.
 
     Raises the errors of `onnxfuse.InferenceSession` and of Optimum.
     """
-    session = partial(InferenceSession, **(kernels or {}))
-    modules = [module for name, module in list(sys.modules.items()) if name.startswith("optimum.onnxruntime.")]
-    with _lock, ExitStack() as stack:
-        for module in (each for each in modules if vars(each).get("InferenceSession") is ort.InferenceSession):
-            stack.callback(setattr, module, "InferenceSession", ort.InferenceSession)
-            vars(module)["InferenceSession"] = session
+    with all_sessions(**(kernels or {})):
         opened: ORTModel = model_class.from_pretrained(  # type: ignore[attr-defined]
             folder, provider=provider, **arguments
         )

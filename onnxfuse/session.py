@@ -12,7 +12,6 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Final, Literal, get_args
 
@@ -39,6 +38,7 @@ from onnxfuse.runtime.hosts import find_host
 from onnxfuse.runtime.kernel_failures import Place, place_of, why_body
 from onnxfuse.runtime.loaded_plans import use_plans
 from onnxfuse.runtime.loaded_templates import GivenTemplate
+from onnxfuse.runtime.plain_session import plain_session
 from onnxfuse.runtime.plan import Aim
 from onnxfuse.runtime.plan_file import PLANS_SUFFIX
 from onnxfuse.runtime.prepare_session import given_for, preparation
@@ -55,7 +55,7 @@ from onnxfuse.runtime.target import (
 from onnxfuse.tuning import cache
 from onnxfuse.tuning.autotune import MeasuredVerdicts
 from onnxfuse.tuning.background import background
-from onnxfuse.tuning.counted_session import CountedSession
+from onnxfuse.tuning.counted_session import count_runs
 from onnxfuse.tuning.dispatch import (
     CUDA_GRAPH,
     PLAIN,
@@ -180,12 +180,11 @@ def open_session(
     if kernels:
         arguments.setdefault("enable_fallback", 0)
     is_observed = settings.choice == "observed" and isinstance(nodes.target, Target) and bool(kernels)
-    make = partial(CountedSession, background.runs) if is_observed else ort.InferenceSession
     with (
         preparation(kernels, nodes.target, settings.choice, wait) as prepared,
         external_data_folder(folder, options, shared=sess_options is not None),
     ):
-        session = make(whole, options, providers, provider_options, **arguments)
+        session = plain_session(whole, options, providers, provider_options, **arguments)
     if path and stamp_of(path) != stamp:
         raise ModelError(f"'{path}' was written to while it was loaded; make the session again")
     if outside is None and nodes.any_fails():
@@ -194,6 +193,7 @@ def open_session(
     prepared.compile_others(session)
     record_dispatches(session, nodes.dispatches(), nodes.places())
     if isinstance(nodes.target, Target) and is_observed:
+        count_runs(session, background.runs)
         background.add(session, nodes.target.provider)
     elif settings.choice == "observed":
         why = nodes.target.why if isinstance(nodes.target, NoTarget) else NO_KERNELS

@@ -181,6 +181,9 @@ def _session(request: BodyRequest, known: _Known) -> BodySession:
         known.sessions.add(key)
         of_place = _sessions.setdefault(known.place, {})
         if key not in of_place:
+            # imported here, because planning needs no onnxruntime
+            from onnxfuse.runtime.plain_session import plain_session
+
             options = _onnxruntime().SessionOptions()
             options.log_severity_level = 3
             # With memory patterns, the second run allocates memory, maybe while a CUDA graph is captured.
@@ -189,7 +192,7 @@ def _session(request: BodyRequest, known: _Known) -> BodySession:
             model = model_of(_bodies[known.place], request.inputs).SerializeToString()
             stream = None if request.provider in DEVICE_TYPES else SideStream()
             provider = request.provider, _options(request, stream)
-            of_place[key] = BodySession(_onnxruntime().InferenceSession(model, options, [provider]), stream)
+            of_place[key] = BodySession(plain_session(model, options, [provider]), stream)
         return of_place[key]
 
 

@@ -20,6 +20,7 @@ from onnxfuse.runtime.environment import (
     is_on,
     session_environment,
 )
+from onnxfuse.runtime.plain_session import plain_session
 from onnxfuse.runtime.plan import Aim, Device
 from onnxfuse.runtime.planner import planner
 
@@ -139,7 +140,7 @@ def _works(target: Target) -> bool:
     options.intra_op_num_threads = 1  # starting a thread for each processor takes longer than the session
     try:
         providers = [(target.provider, {"device_id": target.ordinal} if target.ordinal else {})]
-        session = ort.InferenceSession(probe.SerializeToString(), options, providers, enable_fallback=0)
+        session = plain_session(probe.SerializeToString(), options, providers, enable_fallback=0)
     except Exception:  # onnxruntime's errors have no common class
         return False
     if target.provider in session.get_providers():

@@ -26,6 +26,7 @@ except ImportError as error:
 
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.save import save, serialize
+from onnxfuse.runtime.plain_session import plain_session
 from onnxfuse.runtime.target import ProviderOptions
 from onnxfuse.tuning.dispatch import SessionSettings
 from onnxfuse.verify.ort_session import from_ort_value, to_ort_value
@@ -115,7 +116,7 @@ def start_session(
     settings = ort.SessionOptions()
     settings.log_severity_level = 4
     providers = [(PROVIDERS[provider], {name: str(value) for name, value in (options or {}).items()})]
-    session = _start(model, folder, settings, providers, open_session or ort.InferenceSession)
+    session = _start(model, folder, settings, providers, open_session or plain_session)
     if session.get_providers()[0] != PROVIDERS[provider]:
         raise OnnxfuseError(
             f"{PROVIDERS[provider]} does not start; check the NVIDIA driver, and that onnxruntime finds CUDA and cuDNN"

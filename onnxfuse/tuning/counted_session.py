@@ -7,16 +7,14 @@ from typing import Any
 
 import onnxruntime as ort
 
+from onnxfuse.errors import UsageError
 from onnxfuse.tuning.runs_in_flight import RunsInFlight
 
 
 class CountedSession(ort.InferenceSession):  # type: ignore[misc]  # onnxruntime has no types
     """An ordinary session that counts its runs in flight, for all methods that run it."""
 
-    def __init__(self, runs: RunsInFlight, *arguments: Any, **named: Any) -> None:
-        """Make a session whose runs are counted in `runs`; other arguments are onnxruntime.InferenceSession's."""
-        self._runs_in_flight = runs
-        super().__init__(*arguments, **named)
+    _runs_in_flight: RunsInFlight
 
     def _counted(self, run: Callable[..., Any], *arguments: Any) -> Any:
         self._runs_in_flight.begin()
@@ -58,3 +56,15 @@ class CountedSession(ort.InferenceSession):  # type: ignore[misc]  # onnxruntime
         except BaseException:  # `callback`, which ends the count of this run, will not be called
             self._runs_in_flight.end()
             raise
+
+
+def count_runs(session: ort.InferenceSession, runs: RunsInFlight) -> None:
+    """Count the runs of a session in `runs`, by making it a CountedSession.
+
+    Raises UsageError if it is of another class than onnxruntime's, whose methods it would lose.
+    """
+    if type(session) is not ort.InferenceSession:
+        name = type(session).__name__
+        raise UsageError(f"tune='background' counts runs of onnxruntime.InferenceSession, not of its subclass {name}")
+    session._runs_in_flight = runs
+    session.__class__ = CountedSession
