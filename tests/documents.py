@@ -42,6 +42,8 @@ NOT_RUN = {  # beginnings of commands, and why no test runs them
     "TRITON_INTERPRET=1 python check.py": "tests/kernels/test_triton_kernels.py does, where Triton is",
     "onnxfuse compile pairs_fused.onnx": "tests/kernels/test_triton_kernels.py does, where Triton is",
     "python export_bert.py": "tests/test_optimum.py does, where Optimum is",
+    "python export_yolo.py": "tests/test_ultralytics.py does, where Ultralytics is",
+    "python export_whisper.py": "tests/test_whisper.py does, where Optimum and onnx-asr are",
     "python -m onnxfuse.olive": "tests/test_olive.py does, where Olive is",
     "olive run": "tests/test_olive.py does, where Olive is",
     "python vocoder.py": "test_packages.py does, before the other commands of that page",

@@ -16,7 +16,8 @@ from onnxfuse.runtime import cupy_backend
 DOCS = ROOT / "docs"
 README, SERVING = ROOT / "README.md", DOCS / "serving.md"
 PAGES = [DOCS / "quick_start.md", DOCS / "why_not.md", *sorted((DOCS / "tutorials").glob("*.md"))]
-BY_OTHERS = [DOCS / "packages.md", ROOT / "examples" / "package" / "README.md"]  # test_packages.py runs these
+# test_packages.py runs the first two, and test_ultralytics.py the last
+BY_OTHERS = [DOCS / "packages.md", ROOT / "examples" / "package" / "README.md", DOCS / "ultralytics.md"]
 REASONS_ALONE = [path for path in (*ROOT.glob("*.md"), *DOCS.glob("**/*.md")) if path not in (*PAGES, *BY_OTHERS)]
 SLOW = {"transformer": ["onnxfuse compile"], "language_model": ["onnxfuse optimize llama"]}  # a minute of compiling
 HAS_GPU = CUDA in ort.get_available_providers() and not cupy_backend.unavailable()
