@@ -149,8 +149,27 @@ def test_long_formulas_of_dims_are_cut_off(tmp_path: Path) -> None:
 
 def test_an_estimate_of_the_main_graph_says_so() -> None:
     first, last = ("Launches and traffic of the main graph are estimated.", "Launches and traffic are estimated.")
-    assert first in text_of(optimize(parse(TWO_BRANCHES), verify=False)[1])
+    more = TWO_BRANCHES.replace("=> (float[4,8] y)", "=> (float[4,8] y, float[4,8] a)").replace(
+        "[choice]", "m = MatMul (x, w)  a = Add (m, b)  [choice]"
+    )
+    assert first in text_of(optimize(parse(more), verify=False)[1])
     assert last in text_of(optimize(parse("g (float[4] x) => (float[4] y) { y = Relu (x) }"), verify=False)[1])
+
+
+def test_nothing_is_estimated_where_only_bodies_changed() -> None:
+    """Neither are the savings of regions in bodies."""
+    text = TWO_BRANCHES.replace("e = Softmax (x)", "f = Sin (x) g = Exp (f) e = Mul (g, f)")
+    lines = text_of(optimize(parse(text), verify=False)[1])
+    assert "Regions: 1 node in place of 3" in lines
+    assert not any(line.startswith(("kernel launches", "memory traffic", "Launches")) for line in lines)
+
+
+def test_a_fused_node_is_counted_by_its_fusion(tmp_path: Path) -> None:
+    """Functions of one fusion have several names, such as conv_bias_activation_2."""
+    model, report = optimize(load_exported(DETECTOR), verify=False)
+    onnx.save(model, tmp_path / "fused.onnx")
+    operators = inspect_model(tmp_path / "fused.onnx").operators
+    assert {name: operators[f"onnxfuse::{name}"] for name in report.counts} == report.counts
 
 
 # --- one judge, one tolerance --------------------------------------------------------------------------------------
@@ -177,6 +196,24 @@ def test_verify_and_bench_allow_the_same_noise(tmp_path: Path) -> None:
     result = run("bench", files[1], "--against", files[0], "--runs", "2", "--no-ops")
     assert result.exit_code == 1 and "wrong result" in result.stdout
     assert run("verify", *reversed(files)).exit_code == 1
+
+
+def test_verify_ends_with_one_verdict(tmp_path: Path) -> None:
+    texts = {
+        "zero": "g (float[4] x) => (float[4] y) { z = Sub (x, x)  y = Abs (z) }",
+        "wider": "g (float[4] x) => (float[8] y) { y = Concat <axis = 0> (x, x) }",
+        "one": "g (float[4] x) => (float[4] y, float[4] o) { y = Relu (x)  z = Sub (x, x)  o = Abs (z) }",
+    }
+    for name, text in texts.items():
+        onnx.save(parse(text), tmp_path / f"{name}.onnx")
+    zero, wider, one = (tmp_path / f"{name}.onnx" for name in texts)
+    *_, verdict = run("verify", zero, wider).stdout.splitlines()
+    shown = " ".join(run("verify", zero, wider).stdout.split())
+    assert "different: output 'y' is float32 of shape 8; the original has float32 of shape 4" in shown
+    assert "not compared" not in shown and verdict
+    for path, last in ((zero, "nothing was compared"), (one, "equal, as far as compared")):
+        lines = run("verify", path, path).stdout.splitlines()
+        assert lines[-1] == last and sum("is not compared: it is 0" in line for line in lines) == 1
 
 
 def test_nothing_that_is_equal_exceeds_its_tolerance() -> None:

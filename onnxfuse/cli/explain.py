@@ -70,7 +70,7 @@ def explain_command(
     if not shown:
         done = sum(fusion in (None, one.fusion) for one in result.fused)
         count = counted(done, "fused node was made", "fused nodes were made")
-        show_text(f"Nothing {'else ' if done else ''}comes near; {count}.")
+        show_text(f"There are no near misses{f' of {fusion}' if fusion else ''}; {count}.")
     elif len(shown) > limit:
         show_text(f"{len(shown) - limit} more; --limit {len(shown)} shows all.")
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from onnxfuse.cli.options import EXIT_CODES, examples, file_path, given_inputs, verify_options
-from onnxfuse.cli.terminal import console, json_option, print_json, shown_progress
+from onnxfuse.cli.terminal import console, json_option, print_json, show_text, shown_progress
+
+if TYPE_CHECKING:
+    from onnxfuse.verify.compare import Verification
 
 
 @click.command(
@@ -36,7 +40,8 @@ def verify_command(
     Exits with 0 if all outputs are equal, 1 if one differs, 3 if some could not be compared, 4 if none could.
     """
     from onnxfuse.ir.load import load
-    from onnxfuse.printing import cell, columns, escape
+    from onnxfuse.printing import cell, columns
+    from onnxfuse.report.lines import not_compared_lines
     from onnxfuse.verify.compare import compare
     from onnxfuse.verify.own_process import own_process
 
@@ -57,10 +62,18 @@ def verify_command(
     if result.outputs:
         console().print(table)
     for one in filter(lambda one: one.set_by, result.outputs):
-        console().print(f"the tolerance of '{escape(one.name)}' is {one.set_by}", soft_wrap=True)
-    for each in result.not_compared:
-        console().print(f"output '{escape(each.name)}' is not compared: {escape(each.reason)}", soft_wrap=True)
+        show_text(f"the tolerance of '{one.name}' is {one.set_by}")
+    for line in not_compared_lines(result.not_compared, everything=True):
+        console().print(line)
     for note in result.notes:
-        console().print(escape(note), soft_wrap=True)
-    console().print("equal" if result.passed else escape(result.reason), soft_wrap=True)
+        show_text(note)
+    show_text(_verdict(result))
     sys.exit(EXIT_CODES[result.status])
+
+
+def _verdict(result: Verification) -> str:
+    """Return the last line: whether the outputs that were compared are equal, and if not, why."""
+    verdicts = {"verified": "equal", "partly": "equal, as far as compared"}
+    if result.status == "none":
+        return "nothing was compared" + ("" if result.not_compared else f": {result.reason}")
+    return verdicts.get(result.status, f"different: {result.reason}")

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from onnxfuse.errors import ModelError
 from onnxfuse.ir.plain_files import read_plain, require_plain
-from onnxfuse.ir.read import external_files
+from onnxfuse.ir.read import external_files, some_model
 
 CONFIG: Final = "genai_config.json"
 MAX_CONFIG_BYTES: Final = 2**24
@@ -99,8 +99,9 @@ def read_folder(path: Path) -> Folder:
     model.  Also raises ModelError for a named model that is missing, is not a plain file or lies outside the folder.
     """
     if os.access(path, os.X_OK) and not (path / CONFIG).exists():
-        example = f"such as '{path / 'model.onnx'}', or a folder of onnxruntime-genai"
-        raise ModelError(f"'{path}' is a directory without {CONFIG}; expected an ONNX file, {example}")
+        example = f"such as '{some_model(path)}', or a folder of onnxruntime-genai"
+        more = "onnxfuse.optimum.optimize_folder is for a folder that Optimum exported"
+        raise ModelError(f"'{path}' is a directory without {CONFIG}; expected an ONNX file, {example}; {more}")
     _check_inside(path, CONFIG)
     try:
         config = json.loads(read_plain(path / CONFIG, MAX_CONFIG_BYTES))

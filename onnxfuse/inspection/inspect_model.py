@@ -12,13 +12,12 @@ import onnx
 from onnx import TensorProto
 
 from onnxfuse.analysis.shape_inference import read_and_infer
-from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.inspection.ort_kernels import ORT_DOMAINS, ort_kernels
-from onnxfuse.inspection.placement import Placement, place
+from onnxfuse.inspection.placement import Placement, Scope, place, scopes_of
 from onnxfuse.inspection.quantized import Quantized, quantized
+from onnxfuse.ir.domain import DOMAIN, is_fused
 from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.ir.file_bytes import file_bytes
-from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.inline_functions import inline_functions
 from onnxfuse.ir.load import load
 from onnxfuse.ir.node import Node, op_of
@@ -98,29 +97,36 @@ def inspect_model(path: Path) -> Inspection:
     model, folder = load(path)
     inlined = inline_functions(model).model
     shapes = read_and_infer(inlined, folder)
-    graph = shapes.graph
+    scopes = tuple(scopes_of(shapes))
     kernels = ort_kernels()
-    placed = place(graph, shapes, kernels)
+    placed = place(scopes, kernels)
     weights = _weights(model)
     constants = {t.name for t in model.graph.initializer}
     inputs = tuple(_value(value) for value in model.graph.input if value.name not in constants)
-    operators = Counter(operator_name(node) for node in nodes(inlined.graph) if not is_constant(node))
+    operators = Counter(_operator(node) for node in nodes(inlined.graph) if not is_constant(node))
     findings = (
         *_without_kernel(placed),
-        *_of_libraries(graph, inlined),
+        *_of_libraries(scopes, inlined),
         *_copies(placed),
-        *_precision(graph, shapes, placed, weights),
+        *_precision(scopes, placed, weights),
         *_wide_masks(inlined, inputs),
     )
     return Inspection(
         path.name, " ".join(filter(None, (model.producer_name, model.producer_version))), opset_of(model),
         file_bytes(path, model), inputs, tuple(map(_value, model.graph.output)), weights,
         dict(operators.most_common()), len(model.functions), tuple(_blocks(model)), kernels.version, findings,
-        tuple(_no_cuda_graph(inlined, placed)), tuple(quantized(inlined, shapes, placed)),
+        tuple(_no_cuda_graph(inlined, placed)), tuple(quantized(inlined, scopes, placed)),
     )  # fmt: skip
 
 
 # --- facts ------------------------------------------------------------------------------------------------------------
+
+
+def _operator(node: onnx.NodeProto) -> str:
+    """Return the operator of a node; that of a fused node is its fusion, because fusions have several functions."""
+    if not is_fused(node):
+        return operator_name(node)
+    return f"{DOMAIN}::{next(each.s.decode(errors='replace') for each in node.attribute if each.name == 'fusion')}"
 
 
 def _value(value: onnx.ValueInfoProto) -> Value:
@@ -150,7 +156,7 @@ def _blocks(model: onnx.ModelProto) -> Iterator[Block]:
     listed = [node for node in model.graph.node if not is_constant(node)]
     makers = {name: i for i, node in enumerate(listed) for name in node.output}
     reads = [[makers[name] for name in node.input if name in makers] for node in listed]
-    found = find_blocks([operator_name(node) for node in listed], reads) if listed else Blocks((), ())
+    found = find_blocks([_operator(node) for node in listed], reads) if listed else Blocks((), ())
     blocks = [(found.order[_first(one)], one) for one in _repeated(found.items)]
     for index, one in sorted(blocks, key=lambda pair: pair[0]):
         if one.copies * one.length >= MIN_COVERED:
@@ -185,11 +191,12 @@ def _without_kernel(placed: Placement) -> Iterator[Finding]:
     yield Finding(f"{_nodes(len(placed.without_kernel))} on the CPU, for want of a CUDA kernel", details, advice)
 
 
-def _of_libraries(graph: Graph, model: onnx.ModelProto) -> Iterator[Finding]:
+def _of_libraries(scopes: Sequence[Scope], model: onnx.ModelProto) -> Iterator[Finding]:
     """Yield findings about operators that need a library of custom operators, because onnxruntime lacks them."""
     functions = {(f.domain, f.name) for f in model.functions}
     own = (*ONNX_DOMAINS, *ORT_DOMAINS)
-    others = [n for n in graph.nodes if (n.domain or "") not in own and (n.domain, n.op) not in functions]
+    every = [node for scope in scopes for node in scope.shapes.graph.nodes]
+    others = [n for n in every if (n.domain or "") not in own and (n.domain, n.op) not in functions]
     if others:
         counts = Counter(map(op_of, others))
         details = (f"{', '.join(f'{count}x {op}' for op, count in counts.items())}: {_named(others)}",)
@@ -216,10 +223,14 @@ def _copies(placed: Placement) -> Iterator[Finding]:
     yield Finding(f"{_copies_text(placed)} in every run", tuple(details), advice)
 
 
-def _precision(graph: Graph, shapes: ShapeInfo, placed: Placement, weights: Mapping[str, Weights]) -> Iterator[Finding]:
+def _precision(scopes: Sequence[Scope], placed: Placement, weights: Mapping[str, Weights]) -> Iterator[Finding]:
     """Yield findings about operators that compute in float64, and about weights in float32."""
-    computing = [node for node in graph.nodes if node not in placed.folded]
-    double = [n for n in computing if any(shapes.dtype(t) == TensorProto.DOUBLE for t in n.outputs)]
+    double = [
+        node
+        for shapes in (scope.shapes for scope in scopes)
+        for node in shapes.graph.nodes
+        if node not in placed.folded and any(shapes.dtype(t) == TensorProto.DOUBLE for t in node.outputs)
+    ]
     if double:
         counts = Counter(map(op_of, double)).most_common(MAX_NAMED)
         details = (f"{', '.join(f'{count} {op}' for op, count in counts)}: {_named(double)}",)

@@ -8,14 +8,14 @@ constants and the outputs of other such nodes, unless its CUDA kernel reads thes
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from onnxfuse.algebra.operators import RANDOM
 from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.control_flow.body import read_bodies
 from onnxfuse.inspection.ort_kernels import ORT_DOMAINS, OrtKernels
-from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, consumers, has_subgraph, is_constant, op_of, producer
 from onnxfuse.ir.protos import ONNX_DOMAINS
 from onnxfuse.regions.host import HOST_INPUTS, SEEDS
@@ -41,7 +41,10 @@ class Copy:
 
 @dataclass(frozen=True)
 class Placement:
-    """The nodes that run on the host, the copied tensors, and the nodes that onnxruntime folds; others use the GPU."""
+    """The nodes that run on the host, the copied tensors, and the nodes that onnxruntime folds; others use the GPU.
+
+    Nodes of bodies are among them.
+    """
 
     without_kernel: Mapping[Node, str]  # nodes on the host, and why the CUDA provider cannot run them
     shape_nodes: frozenset[Node]  # nodes on the host, because they compute shapes
@@ -49,9 +52,38 @@ class Placement:
     folded: frozenset[Node]
 
 
-def place(graph: Graph, shapes: ShapeInfo, kernels: OrtKernels) -> Placement:
-    """Return where the nodes of a sorted main graph run; custom operators are assumed to have CUDA kernels."""
-    folded = frozenset(_folded(graph, shapes))
+@dataclass(frozen=True)
+class Scope:
+    """The main graph, or the body of an If, Loop or Scan, with its shapes."""
+
+    shapes: ShapeInfo
+    captured: frozenset[str]  # the tensors that a body reads from the graph around it
+
+
+def scopes_of(shapes: ShapeInfo, captured: Collection[str] = frozenset()) -> Iterator[Scope]:
+    """Yield a sorted graph and the bodies of its Ifs, Loops and Scans, at any depth."""
+    yield Scope(shapes, frozenset(captured))
+    for body in read_bodies(shapes.graph, shapes):
+        yield from scopes_of(body.shapes, body.captured)
+
+
+def place(scopes: Iterable[Scope], kernels: OrtKernels) -> Placement:
+    """Return where the nodes run; those of other libraries are assumed to have CUDA kernels.
+
+    Of a tensor that a body reads from the graph around it, copies are not foretold.
+    """
+    placed = [_place(scope, kernels) for scope in scopes]
+    return Placement(
+        {node: why for each in placed for node, why in each.without_kernel.items()},
+        frozenset().union(*(each.shape_nodes for each in placed)),
+        tuple(copy for each in placed for copy in each.copies),
+        frozenset().union(*(each.folded for each in placed)),
+    )
+
+
+def _place(scope: Scope, kernels: OrtKernels) -> Placement:
+    shapes, graph = scope.shapes, scope.shapes.graph
+    folded = frozenset(_folded(shapes))
     nodes = [node for node in graph.nodes if node not in folded]
     own = [node for node in nodes if (node.domain or "") in (*ONNX_DOMAINS, *ORT_DOMAINS)]
     answers = {node: kernels.why_none(node, shapes, graph.opset) for node in own}
@@ -59,7 +91,7 @@ def place(graph: Graph, shapes: ShapeInfo, kernels: OrtKernels) -> Placement:
         node: why for node, why in answers.items() if why is not None and not kernels.is_spelled_out(node, graph.opset)
     }
     shape_nodes = _shape_nodes(nodes, shapes, without, folded)
-    copies = tuple(_copies(nodes, shape_nodes | without.keys()))
+    copies = tuple(each for each in _copies(nodes, shape_nodes | without.keys()) if each.tensor not in scope.captured)
     return Placement(without, frozenset(shape_nodes), copies, folded)
 
 
@@ -69,10 +101,10 @@ def reads_on_host(node: Node, index: int) -> bool:
     return index in HOST_INPUTS.get(op, ()) or index in MORE_HOST_INPUTS.get(op, ())
 
 
-def _folded(graph: Graph, shapes: ShapeInfo) -> list[Node]:
+def _folded(shapes: ShapeInfo) -> list[Node]:
     """Return the nodes whose results depend only on constants and static shapes, so that onnxruntime folds them."""
     found: dict[Node, None] = {}
-    for node in graph.nodes:
+    for node in shapes.graph.nodes:
         if op_of(node) in RANDOM or has_subgraph(node):
             continue
         shape = shapes.shape(node.inputs[0]) if op_of(node) in SEEDS else None

@@ -8,7 +8,7 @@ computes a product or convolution of the quantized integers.  Those of onnxrunti
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -18,7 +18,7 @@ from onnx import TensorProto
 from onnxfuse.analysis.rules import has_input
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.errors import ModelError
-from onnxfuse.inspection.placement import Placement
+from onnxfuse.inspection.placement import Placement, Scope
 from onnxfuse.ir.attributes import flag_attribute, int_attribute, str_attribute
 from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.ir.node import Node, consumers, is_constant, op_of, producer
@@ -54,13 +54,13 @@ class Quantized:
     how: str
 
 
-def quantized(model: onnx.ModelProto, shapes: ShapeInfo, placed: Placement) -> Iterator[Quantized]:
-    """Yield the quantized operators of the main graph, and GroupQueryAttention, in execution order.
+def quantized(model: onnx.ModelProto, scopes: Sequence[Scope], placed: Placement) -> Iterator[Quantized]:
+    """Yield the quantized operators, and GroupQueryAttention, in execution order.
 
     Raises ModelError for an attribute of a wrong type, which ONNX's checker does not find in operators of onnxruntime.
     """
     found: dict[Description, list[Node]] = defaultdict(list)
-    for node in shapes.graph.nodes:
+    for node, shapes in ((node, each.shapes) for each in scopes for node in each.shapes.graph.nodes):
         describe = DESCRIPTIONS.get(_name(node))
         if describe is not None and node.inputs and node.outputs:
             try:

@@ -51,10 +51,15 @@ def _exists(file: Path) -> bool:
         return False
 
 
+def some_model(folder: Path) -> Path:
+    """Return an ONNX file of a folder, or one that could be there."""
+    return next(iter(sorted(folder.glob("*.onnx"))), folder / "model.onnx")
+
+
 def _read(path: Path) -> bytes:
     try:
         if path.is_dir():
-            raise ModelError(f"'{path}' is a directory; expected an ONNX file, such as '{path / 'model.onnx'}'")
+            raise ModelError(f"'{path}' is a directory; expected an ONNX file, such as '{some_model(path)}'")
         if path.exists() and not path.is_file():  # for example a pipe, which can be read only once
             raise ModelError(f"'{path}' is a device or a pipe; expected an ONNX file: write the model to one first")
         if path.stat().st_size > PROTOBUF_LIMIT:

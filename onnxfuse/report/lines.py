@@ -18,6 +18,7 @@ from onnxfuse.rewrite.select import has_softmax
 from onnxfuse.spell_out import Stays
 from onnxfuse.verify.compare import Verification
 from onnxfuse.verify.difference import OutputDifference
+from onnxfuse.verify.observed import NotCompared
 
 MAX_SHOWN: Final = 10  # maximum number of operators, reasons or outputs, unless the user asks for all
 
@@ -152,7 +153,12 @@ def _compared_lines(verified: Verification, everything: bool) -> Iterator[Line]:
         yield Line(f"[green]Verified[/]: {equal}")
         return
     yield Line(f"[yellow]Partly verified[/]: {equal}")
-    missing = group(verified.not_compared, lambda each: each.reason)
+    yield from not_compared_lines(verified.not_compared, everything)
+
+
+def not_compared_lines(not_compared: Sequence[NotCompared], everything: bool = False) -> Iterator[Line]:
+    """Yield lines on the outputs and fused nodes that were not compared; those with the same reason share a line."""
+    missing = group(not_compared, lambda each: each.reason)
     shown = missing if everything else missing[:MAX_SHOWN]
     for one in shown:
         first, *more = one.items

@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import onnx
 from rich.console import Group, RenderableType
-from rich.table import Table
 
 from onnxfuse.errors import ModelError, UsageError
 from onnxfuse.half.result import HalfResult, half_lines
@@ -232,12 +231,7 @@ class Report:
         """
         if not self.input["opset"]:
             return Group("Unchanged: the model has no operator of the ONNX domain, and no other operators are fused.")
-        shown: list[RenderableType] = [
-            _summary(self),
-            estimate_line(self.before.assumed, bool(self.subgraphs)),
-            "",
-            *_fused_tables(self),
-        ]
+        shown: list[RenderableType] = [*_summary(self), "", *_fused_tables(self)]
         if operators := operator_table(self.operators, everything):
             shown.append(operators)
             shown.append("")
@@ -284,17 +278,24 @@ def miss_json(miss: Miss) -> dict[str, Any]:
     }
 
 
-def _summary(report: Report) -> Table:
-    """Return the table of the gain: nodes, launches and bytes before and after."""
+def _summary(report: Report) -> Iterator[RenderableType]:
+    """Yield the table of the gain, which has nodes, launches and bytes before and after, and what the estimates are of.
+
+    Estimates are of the main graph, and are left out if only bodies of If, Loop and Scan changed.
+    """
     table = columns("", "before", "after")
     before, after = report.before, report.after
     table.add_row("nodes", str(report.input["nodes"]), str(report.output["nodes"]))
-    table.add_row("kernel launches", str(before.launches), str(after.launches))
-    table.add_row("memory traffic", bytes_text(before.bytes), bytes_text(after.bytes))
+    is_estimated = before.launches != after.launches or not report.subgraphs
+    if is_estimated:
+        table.add_row("kernel launches", str(before.launches), str(after.launches))
+        table.add_row("memory traffic", bytes_text(before.bytes), bytes_text(after.bytes))
     sizes = [report.input.get("bytes"), report.output.get("bytes")]
     if isinstance(sizes[0], int):
         table.add_row("file", *(bytes_text(size) if isinstance(size, int) else "not written" for size in sizes))
-    return table
+    yield table
+    if is_estimated:
+        yield estimate_line(before.assumed, bool(report.subgraphs))
 
 
 def _fused_tables(report: Report) -> Iterator[RenderableType]:
@@ -323,7 +324,7 @@ def _lines(report: Report, everything: bool) -> Iterator[Line]:
     yield folded_line([one.kind for one in report.folded])
     yield from subgraph_lines(report.subgraphs, everything)
     yield from function_lines(report.inlined)
-    yield from _region_lines(report.regions)
+    yield from _region_lines(report.regions, bool(report.subgraphs))
     yield from layout_lines(report.layout, everything)
     if report.switched_off:
         yield Line(f"Switched off by the plan: {counted(len(report.switched_off), 'match', 'matches')}")
@@ -335,14 +336,16 @@ def _lines(report: Report, everything: bool) -> Iterator[Line]:
     yield from reference_lines(report.reference)
 
 
-def _region_lines(regions: RegionGain) -> Iterator[Line]:
-    """Yield a line with the savings of regions and epilogues, if there are any."""
+def _region_lines(regions: RegionGain, has_bodies: bool) -> Iterator[Line]:
+    """Yield a line on regions and epilogues, if there are any, with their savings in the main graph."""
     if not regions.nodes + regions.joined:
         return
     parts = [f"{counted(regions.nodes, 'node')} in place of {regions.replaced}"] if regions.nodes else []
     parts += [f"{counted(regions.joined, 'node')} in epilogues"] if regions.joined else []
-    saved = f"{bytes_text(regions.bytes_saved)} and {counted(regions.launches_saved, 'launch', 'launches')} saved"
-    yield Line(f"Regions: {', '.join([*parts, saved])}")
+    launches = counted(regions.launches_saved, "more launch", "more launches")
+    where = " in the main graph" if has_bodies else ""
+    without = f"; without them, there would be {launches} and {bytes_text(regions.bytes_saved)} more traffic{where}"
+    yield Line(f"Regions: {', '.join(parts)}{without if regions.launches_saved else ''}")
 
 
 def _dropped_lines(dropped: Sequence[Dropped]) -> Iterator[Line]:

@@ -230,7 +230,8 @@ def _verdict(errors: Sequence[OutputDifference], reference: Reference) -> Verifi
     sizes = reference.sizes
     failed = next((e for e in errors if not e.passed), None)
     reason = "; ".join(text for text in (failed.reason if failed else "", reference.note) if text)
-    hidden = tuple(NotCompared(name, why) for name, why in reference.not_compared.items())
+    different = {e.name for e in errors if not e.passed}
+    hidden = tuple(NotCompared(name, why) for name, why in reference.not_compared.items() if name not in different)
     seen = tuple(e for e in errors if not e.passed or e.name not in reference.not_compared)
     if failed is None and not seen:
         reason = "; ".join(f"output '{each.name}' is not compared: {each.reason}" for each in hidden) or NO_OUTPUTS

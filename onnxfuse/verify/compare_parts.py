@@ -213,7 +213,7 @@ def _compare_part(
         sessions = _open_both(unfused, optimized, part, given)
     except OnnxruntimeFailure as error:
         return f"onnxruntime refuses its body: {first_line(error)}"
-    reason = "its output was NaN, infinite, empty or masked on all values"
+    reason = "each output was NaN, infinite, empty or masked on all values"
     compared = False
     for what, feeds in draws(unfused, part, given, runs=runs):
         try:

@@ -19,7 +19,7 @@ from onnxfuse.analysis.shape_inference import infer_shapes
 from onnxfuse.cli import main
 from onnxfuse.inspection.inspect_model import inspect_model
 from onnxfuse.inspection.ort_kernels import ort_kernels
-from onnxfuse.inspection.placement import Placement, place
+from onnxfuse.inspection.placement import Placement, place, scopes_of
 from onnxfuse.ir.inline_functions import inline_functions
 from onnxfuse.ir.serde import read_graph
 
@@ -30,7 +30,7 @@ COPIED = json.loads((Path(__file__).parent / "ort_copies.json").read_text(encodi
 def placed(model: onnx.ModelProto) -> Placement:
     graph = read_graph(inline_functions(model).model, None)
     graph.sort()
-    return place(graph, infer_shapes(graph), ort_kernels())
+    return place(scopes_of(infer_shapes(graph)), ort_kernels())
 
 
 def copies(model: onnx.ModelProto) -> list[str]:
@@ -101,7 +101,9 @@ g (float[1,n,4] boxes, float[1,1,n] scores, int64[b,s] attention_mask, double[n]
   e = Exp (d)
   z = custom.Thing (scores, w)
   [volume] det = Det (m)
-  q = If <then_branch = yes () => (float[a] t) { t = Abs (z) }, else_branch = no () => (float[a] f) { f = Neg (z) }> (c)
+  q = If <
+    then_branch = yes () => (float[a] t) { t = Abs (z) [inner] inside = Det (m) },
+    else_branch = no () => (float[a] f) { f = Neg (z) }> (c)
 }
 """
 
@@ -118,12 +120,12 @@ def sick(tmp_path: Path) -> Path:
 def test_what_hurts(sick: Path) -> None:
     found = inspect_model(sick)
     assert [one.what for one in found.findings] == [
-        "1 node on the CPU, for want of a CUDA kernel", "1 node of other libraries", "1 node in float64",
+        "2 nodes on the CPU, for want of a CUDA kernel", "1 node of other libraries", "1 node in float64",
         "weights in float32", "masks of int64",
     ]  # fmt: skip
-    assert found.findings[0].details == ("1x the CUDA provider has no kernel of Det: 'volume'",)
+    assert found.findings[0].details == ("2x the CUDA provider has no kernel of Det: 'volume', 'inner'",)
     assert found.no_cuda_graph == (
-        "1 If, whose bodies the host chooses", "1 node on the CPU",
+        "1 If, whose bodies the host chooses", "2 nodes on the CPU",
         "1 NonMaxSuppression, whose sizes are read back from the GPU",
     )  # fmt: skip
     assert all(one.advice.endswith(".") for one in found.findings)
@@ -140,8 +142,8 @@ def test_what_it_prints(sick: Path) -> None:
         "  1 int64 constant, 8 B",
     ]
     assert "input   attention_mask  int64    b, s" in lines and "output  kept            int64    k, 3" in lines
-    assert "7 operators of 7 kinds  nodes" in lines
-    assert any(line.startswith("  1. 1 node on the CPU") for line in lines)
+    assert "8 operators of 7 kinds  nodes" in lines
+    assert any(line.startswith("  1. 2 nodes on the CPU") for line in lines)
     assert lines[-1] == "`onnxfuse optimize MODEL --dry-run` says what would be fused."
 
 
