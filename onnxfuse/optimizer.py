@@ -480,8 +480,9 @@ def _report(job: _Job, path: str | None, found: _Found) -> Report:
         result.fused_of_model, (*(found.before.all_folded if found.halving else ()), *result.all_folded),
         told_of(lambda: tuple(result.near()), ()),
         tuple(found.taken_back.dropped), found.before.before, result.after, _with_duration(job, found.verified),
-        job.timer.seconds, result.layout, result.without_regions, tuple(_subgraphs(result)), found.before.inlined,
-        result.stays, quantized_operators(result.written), what_was_written(result) if job.is_standard else None,
+        job.timer.seconds, result.layout, result.without_regions, tuple(_subgraphs(result, found.before)),
+        found.before.inlined, result.stays,
+        quantized_operators(result.written), what_was_written(result) if job.is_standard else None,
         told_of(lambda: count_operators(given, result.written.graph), ()),
         told_of(lambda: _unmatched(result, fusions, job.only, known), {}), found.switched_off, facts, found.half,
         found.folder, tuple(raised),
@@ -512,13 +513,22 @@ def _unmatched(
     return found | ({REGION: why_no_region()} if REGION in only and REGION not in made else {})
 
 
-def _subgraphs(result: FusedModel) -> Iterator[Subgraph]:
-    """Yield the record of changes for each body of an If, Loop or Scan."""
+def _subgraphs(result: FusedModel, before: FusedModel) -> Iterator[Subgraph]:
+    """Yield the record of changes for each body of an If, Loop or Scan; `before` was not converted to half precision.
+
+    A body that only the conversion leaves, of an If whose condition it makes unknown, has its nodes after conversion.
+    """
+    given = {where: _nodes_of(each.graph.model) for where, each in before.everywhere()}
     for where, each in result.everywhere():
         if where:
             counts = Counter(one.fusion for one in each.fusing.fused)
-            before, after = (sum(not is_constant(n) for n in one.model.graph.node) for one in (each.graph, each))
-            yield Subgraph(where, before, after, dict(sorted(counts.items())))
+            before_it = given.get(where, _nodes_of(each.graph.model))
+            yield Subgraph(where, before_it, _nodes_of(each.model), dict(sorted(counts.items())))
+
+
+def _nodes_of(model: onnx.ModelProto) -> int:
+    """Return how many nodes the main graph of a model has, without Constants."""
+    return sum(not is_constant(node) for node in model.graph.node)
 
 
 def _graphs(result: FusedModel) -> Iterator[Rewritten]:

@@ -486,6 +486,12 @@ def test_show_prints_source_as_it_is(shown: str) -> None:
     assert body.rstrip() == printed[printed.index(f"def {shown}(") :].rstrip() and "\x1b" not in printed
 
 
+@pytest.mark.parametrize("shown", ["attention_with_cache", "region", "scan"])
+def test_show_breaks_its_text_at_the_terminal_s_width(shown: str) -> None:
+    text, _, _ = run("show", shown).stdout.partition("\npatterns/")
+    assert text.startswith(shown) and max(map(len, text.splitlines())) <= 80
+
+
 def test_piped_output_is_not_wrapped(block: Path, tmp_path: Path) -> None:
     """Without a terminal, and without COLUMNS, a sentence is one line, however long the name of a node is."""
     model = onnx.load(block)

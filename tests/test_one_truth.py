@@ -118,7 +118,7 @@ def test_weights_in_constants_are_weights(tmp_path: Path) -> None:
     onnx.save(given, tmp_path / "given.onnx")
     report = optimize(given, dtype="float16")[1]
     assert report.half is not None and report.facts is not None
-    assert "Half precision: 1 of 1 node in float16, 256 B -> 128 B of weights" in text_of(report)
+    assert "Half precision: 1 of 1 floating-point node in float16, 256 B -> 128 B of weights" in text_of(report)
     assert (report.half.bytes_before, report.half.bytes_after) == (256, 128)
     assert (report.facts.weights_before, report.facts.weights_after) == (256, 128)
     assert sum(each.bytes for each in inspect_model(tmp_path / "given.onnx").weights.values()) == 256
@@ -162,6 +162,12 @@ def test_nothing_is_estimated_where_only_bodies_changed() -> None:
     lines = text_of(optimize(parse(text), verify=False)[1])
     assert "Regions: 1 node in place of 3" in lines
     assert not any(line.startswith(("kernel launches", "memory traffic", "Launches")) for line in lines)
+
+
+def test_a_conversion_counts_the_nodes_of_bodies_as_they_were_given() -> None:
+    text = TWO_BRANCHES.replace("e = Softmax (x)", "f = Identity (x) g = Identity (f) e = Softmax (g)")
+    plain, half = (optimize(parse(text), verify=False, dtype=dtype)[1] for dtype in (None, "float16"))
+    assert [each.nodes_before for each in half.subgraphs] == [each.nodes_before for each in plain.subgraphs] == [3, 3]
 
 
 def test_a_fused_node_is_counted_by_its_fusion(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def _others(fused: Sequence[OpTime], others: Sequence[OpTime]) -> list[Renderabl
         known = any(op.seconds is not None for op in each)
         table.add_row(cell(kind), str(sum(len(op.nodes) for op in each)), _us(totals[kind]) if known else "not alone")
     sums = 1e6 * total_of(fused), 1e6 * total_of(others)
-    return ["", table, "Together, each alone: fused {:.1f} us, others {:.1f} us".format(*sums)]
+    return ["", table, "In total, each timed alone: fused {:.1f} us, others {:.1f} us".format(*sums)]
 
 
 def total_of(ops: Sequence[OpTime]) -> float:

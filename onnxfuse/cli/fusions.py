@@ -80,7 +80,6 @@ def show_command(
     from onnxfuse.dsl.documentation import signature
     from onnxfuse.layout.fusions import DESCRIPTION as MADE_BY_LAYOUTS
     from onnxfuse.layout.fusions import LAYOUT_FUSIONS
-    from onnxfuse.printing import escape
     from onnxfuse.rewrite.replace import REGION
     from onnxfuse.rules import RULES
 
@@ -95,15 +94,25 @@ def show_command(
             recurrences.SCAN: (recurrences.SUMMARY, recurrences.DESCRIPTION),
             **{name: (made.summary, MADE_BY_LAYOUTS) for name, made in LAYOUT_FUSIONS.items()},
         }[fusion]
-        lines = [f"[bold]{fusion}[/]", "", escape(summary), "", *map(escape, more.splitlines())]
-        console().print("\n".join(lines), highlight=False)
+        _show_text_of(fusion, f"{summary}\n\n{more}")
         return
     found = fusions[fusion]
-    doc = "\n".join(map(escape, found.doc.splitlines()))
-    text = f"[bold]{escape(signature(found))}[/]\n\n{doc}\n\n{found.span}"
-    console().print(text, highlight=False, soft_wrap=True)
+    _show_text_of(signature(found), f"{found.doc}\n\n{found.span}")
     source = Syntax("", "python", background_color="default").highlight(found.source)
     console().print(source, soft_wrap=True)  # lines wider than the terminal are not broken
+
+
+def _show_text_of(heading: str, text: str) -> None:
+    """Print a heading and paragraphs; on a terminal, those without lists and formulas are broken at its width."""
+    from onnxfuse.printing import Line, escape
+
+    console().print(Line(f"[bold]{escape(heading)}[/]"))
+    for paragraph in text.strip().split("\n\n"):
+        lines = paragraph.splitlines()
+        is_prose = all(line[:1].isalnum() or line[:1] in "`([" for line in lines)
+        echo("")
+        for line in [" ".join(lines)] if is_prose else lines:
+            show_text(line)
 
 
 def _show_regions(fusion: str, model: Path | None, node: str | None, cuda: bool, arch: str) -> None:

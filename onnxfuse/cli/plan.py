@@ -53,7 +53,7 @@ def plan_command(
     choices.write(target)
     counts = Counter(one.fusion for one in choices.matches)
     listed = ", ".join(f"{count} {fusion}" for fusion, count in sorted(counts.items()))
-    show_text(f"{counted(len(choices.matches), 'match', 'matches')} in '{target}': {listed or 'none'}")
+    show_text(f"{counted(len(choices.matches), 'match', 'matches')} in '{target}'{listed and f': {listed}'}")
     for one in choices.left_out:
         show_text(f"Left out: {one}")
     show_tracebacks(choices.left_out)

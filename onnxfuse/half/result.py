@@ -95,7 +95,8 @@ def half_lines(half: HalfResult | None) -> list[str]:
     """Return the lines of a report about half precision; none for a model that was not converted."""
     if half is None:
         return []
-    share = f"{half.nodes - len(half.kept) - sum(half.by_rule.values())} of {counted(half.nodes, 'node')}"
+    count = half.nodes - len(half.kept) - sum(half.by_rule.values())
+    share = f"{count} of {counted(half.nodes, 'floating-point node')}"
     size = f"{bytes_text(half.bytes_before)} -> {bytes_text(half.bytes_after)} of weights"
     lines = [f"Half precision: {share} in {half.dtype}, {size}"]
     lines += [

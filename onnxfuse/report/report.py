@@ -285,16 +285,17 @@ def _summary(report: Report) -> Iterator[RenderableType]:
     """
     table = columns("", "before", "after")
     before, after = report.before, report.after
-    table.add_row("nodes", str(report.input["nodes"]), str(report.output["nodes"]))
-    is_estimated = before.launches != after.launches or not report.subgraphs
-    if is_estimated:
+    nodes = str(report.input["nodes"]), str(report.output["nodes"])
+    table.add_row("nodes", *nodes)
+    only_bodies = bool(report.subgraphs) and before.launches == after.launches and nodes[0] != nodes[1]
+    if not only_bodies:
         table.add_row("kernel launches", str(before.launches), str(after.launches))
         table.add_row("memory traffic", bytes_text(before.bytes), bytes_text(after.bytes))
     sizes = [report.input.get("bytes"), report.output.get("bytes")]
     if isinstance(sizes[0], int):
         table.add_row("file", *(bytes_text(size) if isinstance(size, int) else "not written" for size in sizes))
     yield table
-    if is_estimated:
+    if not only_bodies:
         yield estimate_line(before.assumed, bool(report.subgraphs))
 
 

@@ -667,7 +667,7 @@ def test_external_weights_are_converted_into_a_file(tmp_path: Path) -> None:
     onnx.save(model, source, save_as_external_data=True, size_threshold=1024)
     result = CliRunner().invoke(main, ["optimize", str(source), str(target), "--dtype", "float16"])
     assert result.exit_code == 0, result.output
-    assert "Half precision: 3 of 3 nodes in float16" in result.output
+    assert "Half precision: 3 of 3 floating-point nodes in float16" in result.output
     written = onnx.load(target)
     assert {t.data_type for t in written.graph.initializer} == {TensorProto.FLOAT16}
     x = np.ones((2, 8), np.float32)
