@@ -298,7 +298,7 @@ def describe_range(name: str, seen: Range, precision: Precision, is_score: bool)
     if magnitude > precision.limit:
         return f"'{name}' reaches {magnitude:.3g}"
     if 0 < magnitude < precision.smallest:
-        return f"'{name}' stays below {magnitude:.2g}"
+        return f"'{name}' is at most {magnitude:.2g}, where half precision has few digits"
     return ""
 
 
@@ -318,7 +318,7 @@ def _by_cancelling(known: Known, tensor: Tensor) -> Iterator[tuple[Node, str]]:
     largest = max((known.ranges[name].magnitude for name in terms), default=0.0)
     if len(terms) < 2 or not 0 < seen < known.precision.rounding * 2**BITS_LEFT * largest:
         return
-    reason = f"'{tensor.name}' stays below {seen:.2g}, a difference of numbers up to {largest:.3g}"
+    reason = f"'{tensor.name}' is at most {seen:.2g}, a difference of numbers up to {largest:.3g}"
     yield from ((each, reason) for each in (node, *map(producer, terms.values())) if each is not None)
 
 

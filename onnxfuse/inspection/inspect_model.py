@@ -156,10 +156,10 @@ def _blocks(model: onnx.ModelProto) -> Iterator[Block]:
     listed = [node for node in model.graph.node if not is_constant(node)]
     makers = {name: i for i, node in enumerate(listed) for name in node.output}
     reads = [[makers[name] for name in node.input if name in makers] for node in listed]
-    found = find_blocks([_operator(node) for node in listed], reads) if listed else Blocks((), ())
+    found = find_blocks([operator_name(node) for node in listed], reads) if listed else Blocks((), ())
     blocks = [(found.order[_first(one)], one) for one in _repeated(found.items)]
     for index, one in sorted(blocks, key=lambda pair: pair[0]):
-        if one.copies * one.length >= MIN_COVERED:
+        if one.length > 1 and one.copies * one.length >= MIN_COVERED:
             yield Block(one.copies, one.length, listed[index].name or listed[index].output[0])
 
 

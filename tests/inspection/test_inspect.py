@@ -156,6 +156,9 @@ def test_layers_are_named_once(tmp_path: Path) -> None:
     onnx.save(parse(text), tmp_path / "m.onnx")
     ((copies, length),) = [(one.copies, one.length) for one in inspect_model(tmp_path / "m.onnx").blocks]
     assert (copies, length) == (6, 8)
+    chain = "".join(f"h{i + 1} = Relu (h{i}) " for i in range(20))
+    onnx.save(parse(f"g (float[n] h0) => (float[n] h20) {{ {chain} }}"), tmp_path / "chain.onnx")
+    assert inspect_model(tmp_path / "chain.onnx").blocks == ()  # "20x 1 operators" says nothing
 
 
 def test_sizes_that_are_not_known(tmp_path: Path) -> None:
