@@ -120,6 +120,7 @@ def _shown(report: Shown) -> dict[str, Any]:
     timed = timed_graph(times, graph, report.fused, report.folded) if times and graph else None
     return {
         "report": plain,
+        "only_bodies": report.only_bodies_changed,
         "facts": report.facts,
         "timed": timed,
         "roofline": roofline(timed.rows, times.copy_rate) if timed and times else None,

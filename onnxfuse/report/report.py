@@ -123,6 +123,12 @@ class Report:
         return dict(sorted(Counter(one.fusion for one in self.fused).items()))
 
     @property
+    def only_bodies_changed(self) -> bool:
+        """Whether only bodies of If, Loop and Scan changed, so that estimates of the main graph say nothing."""
+        is_changed = self.input["nodes"] != self.output["nodes"]
+        return bool(self.subgraphs) and is_changed and self.before.launches == self.after.launches
+
+    @property
     def regions(self) -> RegionGain:
         """The counts of regions, and the memory traffic that they save in addition to all other fusions."""
         fused = [one for one in self.fused if one.fusion == REGION]
@@ -285,17 +291,15 @@ def _summary(report: Report) -> Iterator[RenderableType]:
     """
     table = columns("", "before", "after")
     before, after = report.before, report.after
-    nodes = str(report.input["nodes"]), str(report.output["nodes"])
-    table.add_row("nodes", *nodes)
-    only_bodies = bool(report.subgraphs) and before.launches == after.launches and nodes[0] != nodes[1]
-    if not only_bodies:
+    table.add_row("nodes", str(report.input["nodes"]), str(report.output["nodes"]))
+    if not report.only_bodies_changed:
         table.add_row("kernel launches", str(before.launches), str(after.launches))
         table.add_row("memory traffic", bytes_text(before.bytes), bytes_text(after.bytes))
     sizes = [report.input.get("bytes"), report.output.get("bytes")]
     if isinstance(sizes[0], int):
         table.add_row("file", *(bytes_text(size) if isinstance(size, int) else "not written" for size in sizes))
     yield table
-    if not only_bodies:
+    if not report.only_bodies_changed:
         yield estimate_line(before.assumed, bool(report.subgraphs))
 
 

@@ -44,6 +44,10 @@ class Shown(Protocol):
         """The facts about the original: its path, and its numbers of nodes and bytes."""
 
     @property
+    def only_bodies_changed(self) -> bool:
+        """Whether only bodies of If, Loop and Scan changed, so that estimates of the main graph say nothing."""
+
+    @property
     def fused(self) -> Sequence[Fused]:
         """The fused nodes."""
 
@@ -283,7 +287,8 @@ def advice(
     computing = [each for each in left if ON_HOST not in each.reason]
     if len(computing) and sum(len(each.nodes) for each in computing) > MANY_STAY * plain["output"]["nodes"]:
         yield Advice(
-            counted(sum(len(each.nodes) for each in computing), "node stays as it was", "nodes stay as they were"),
+            counted(sum(len(each.nodes) for each in computing), "node stays as it was", "nodes stay as they were")
+            + (", besides shape arithmetic" if computing != left else ""),
             f"Most often {len(computing[0].nodes)}x {computing[0].op}: {computing[0].reason}.", "stayed",
         )  # fmt: skip
     for name, why in plain["unmatched"].items():
