@@ -68,6 +68,19 @@ def expand(layout: ViewLayout, shape: Sequence[Size]) -> ViewLayout:
     )
 
 
+def tile(layout: ViewLayout, shape: Sequence[Size]) -> ViewLayout | None:
+    """Return the layout after a Tile to `shape`; None if sizes do not show how often it repeats an axis."""
+    sizes = [product([sub_axis.size for sub_axis in axis]) for axis in layout]
+    repeats = [divide(after, before) for before, after in zip(sizes, shape, strict=True)]
+    if None in repeats:
+        return None
+    return tuple(
+        axis if count == 1 else (SubAxis(None, 0, count), *axis)
+        for axis, count in zip(layout, repeats, strict=True)
+        if count is not None
+    )
+
+
 def select(layout: ViewLayout, axis: int, start: int, size: int) -> tuple[ViewLayout, dict[int, int]] | None:
     """Return the layout of `size` elements of an axis from `start` on, and their offset on each source axis.
 

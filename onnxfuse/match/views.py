@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from onnxfuse.algebra import view_layouts as layouts
 from onnxfuse.algebra.index_maps import squeezed, transposed
@@ -19,6 +19,8 @@ from onnxfuse.match.diagnostics import Agreed, arranged_axes_text, shape_text
 from onnxfuse.match.named_dims import arranged_axes_fit, fitted_arrangement, has_axes_of
 from onnxfuse.match.scaling import scale_step
 from onnxfuse.match.state import State
+
+REPEATING: Final = VIEWS | {"Tile"}
 
 
 class ViewSource(NamedTuple):
@@ -59,7 +61,7 @@ class ViewSources:
             node = producer(tensor)
             if node is None:
                 return
-            if op_of(node) in VIEWS or (m.casts and m.float_cast(tensor)) or (slicing and op_of(node) in SLICING):
+            if op_of(node) in REPEATING or (m.casts and m.float_cast(tensor)) or (slicing and op_of(node) in SLICING):
                 tensor = node.inputs[0]
             elif scaling and (step := scale_step(m, node)) is not None:
                 tensor, factor = step[0], factor * step[1]
@@ -174,6 +176,8 @@ def _layout_after(m: MatchContext, layout: layouts.ViewLayout | None, node: Node
             return transposed(layout, perm_of(node, len(after)))
         case "Expand":
             return layouts.expand(layout, after)
+        case "Tile":
+            return layouts.tile(layout, after)
         case "Reshape" | "Squeeze" | "Unsqueeze" | "Flatten":
             return layouts.reshape(layout, after)
     return layout

@@ -23,6 +23,7 @@ from onnxfuse.algebra.view_layouts import (
     reshape,
     select,
     solve_sizes,
+    tile,
 )
 
 B, S, H = symbol("b"), symbol("s"), symbol("h")
@@ -41,13 +42,16 @@ def chains(draw: st.DrawFn, shape: tuple[int, ...] | None = None, expands: bool 
     layout: ViewLayout | None = identity(shape)
     indices = np.arange(math.prod(shape)).reshape(shape)
     for _ in range(draw(st.integers(0, 5))):
-        kind = draw(st.sampled_from(["reshape", "transpose", "expand" if expands else "reshape"]))
+        kind = draw(st.sampled_from(["reshape", "transpose", *(["expand", "tile"] if expands else [])]))
         if kind == "transpose":
             perm = draw(st.permutations(range(indices.ndim)))
             layout, indices = layout and transposed(layout, perm), indices.transpose(perm)
         elif kind == "reshape":
             target = draw(splits(indices.size))
             layout, indices = layout and reshape(layout, target), indices.reshape(target)
+        elif kind == "tile" and indices.size < 200:
+            indices = np.tile(indices, [draw(st.sampled_from([1, 1, 2, 3])) for _ in indices.shape])
+            layout = layout and tile(layout, indices.shape)
         elif indices.size < 200:
             target = tuple(draw(st.sampled_from([1, 2, 3])) if size == 1 else size for size in indices.shape)
             target = (*draw(st.sampled_from([(), (1,), (2,)])), *target)
@@ -174,6 +178,12 @@ def test_an_expanded_axis_repeats_one_element() -> None:
 
 
 # --- symbolic sizes ----------------------------------------------------------------------------------------------
+
+
+def test_a_tiled_axis_repeats_all_its_elements() -> None:
+    assert tile(identity((3, 1)), (6, 1)) == ((SubAxis(None, 0, 2), SubAxis(0, 1, 3)), ())
+    assert tile(identity((12, 4)), (12 * B, 4)) == ((SubAxis(None, 0, B), SubAxis(0, 1, 12)), (SubAxis(1, 1, 4),))
+    assert tile(identity((S, 4)), (B, 4)) is None
 
 
 def test_heads_are_split_off_beside_a_symbolic_sequence() -> None:
