@@ -530,6 +530,10 @@ class Stored(Wrapper):
 
     others: Mapping[OperatorSet, Term]
 
+    def can_write(self, body: Writing) -> bool:
+        other = self.others.get(body.operators)
+        return (other is not None and body.can_write(other)) or body.can_write(self.inner)
+
     def write(self, body: Writing) -> Value:
         other = self.others.get(body.operators)
         if other is not None and body.can_write(other):
