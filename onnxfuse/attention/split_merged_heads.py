@@ -32,6 +32,7 @@ from onnxfuse.passes.compose_views import (
 from onnxfuse.passes.emit import integers, joined_sizes, sizes_along, write
 from onnxfuse.passes.fold_shapes import reshape_target
 from onnxfuse.passes.graph_pass import graph_pass
+from onnxfuse.passes.sizes_of_operands import origin_of_size
 
 RANK: Final = 3  # rank of the tensors whose first axis is split
 ALLOWZERO_OPSET: Final = 14  # the first opset with `allowzero`: a 0 in a target is then a size, not a copy
@@ -182,6 +183,8 @@ class SplitHeads:
         """Write the target (merged / heads, heads, rows, columns); a -1 would be ambiguous if an axis is empty."""
         assert isinstance(self.parts[1], int)  # checked by `_can_write`
         heads = integers(self.graph, f"{stem}_count", [self.parts[1]])
-        merged, rest = (sizes_along(self.shapes, tensor, axes, stem) for axes in ([0], [1, 2]))
+        # A tensor whose sizes are read cannot stay inside a fusion.
+        origins = [origin_of_size(self.shapes, tensor, axis) for axis in range(RANK)]
+        merged, *rest = (sizes_along(self.shapes, source, [axis], stem) for source, axis in origins)
         batch = write(self.shapes, "Div", [merged, heads], f"{stem}_batch")
-        return joined_sizes(self.shapes, [batch, heads, rest], f"{stem}_target")
+        return joined_sizes(self.shapes, [batch, heads, *rest], f"{stem}_target")

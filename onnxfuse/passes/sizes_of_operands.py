@@ -261,6 +261,8 @@ def _candidates(shapes: ShapeInfo, node: Node, axis: int, rank: int) -> Iterator
         yield first, axis
     elif op == "Expand":
         yield aligned(first)
+    elif op == "GatherElements":
+        yield node.inputs[1], axis
     elif op == "Transpose":
         yield first, perm_of(node, rank)[axis]
     elif op in REGROUPING:

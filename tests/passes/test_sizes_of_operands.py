@@ -53,6 +53,11 @@ SWAPPED = "x = Transpose<perm=[1,0,2,3]>(q)"
         ("x = Transpose<perm=[2,0,1,3]>(q) z = Tanh(x) n = Shape(z) y = Gather(n, zero)", ["q"]),
         ("x = Concat<axis=3>(q, q) n = Shape(x) y = Gather(n, two)", ["q"]),
         ("x = Gather<axis=2>(q, two) z = Tanh(x) n = Shape(z) y = Gather(n, zero)", ["q"]),
+        (
+            "z = Sub(q, q) i = Cast<to=7>(z) g = GatherElements<axis=3>(q, i) x = Tanh(g) n = Shape(x) "
+            "y = Gather(n, two)",
+            ["q"],
+        ),
         ("x = Tanh(q) n = Shape(x) c = Cast<to=6>(n) d = Slice(c, two, last) y = Cast<to=7>(d)", ["q"]),
         ("x = Tanh(q) n = Shape(x) c = Cast<to=6>(n) y = Cast<to=7>(c)", ["q"]),
         (f"{SPLIT} x = Tanh(r) n = Shape(x) c = Gather(n, two) i = Cast<to=7>(x) y = Add(i, c)", ["q", "q"]),
