@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import onnx
 
-from onnxfuse.algebra.operators import ARITHMETIC, COMPARISONS, LOGIC, MATRIX_PRODUCTS, MOVES
+from onnxfuse.algebra.operators import ARITHMETIC, COMPARISONS, LOGIC, MATRIX_PRODUCTS, MOVES, REGROUPING
 from onnxfuse.analysis.scores import is_factored_bias, softmaxes_after
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import int_attribute
@@ -37,6 +37,7 @@ FOLDABLE = frozenset({
     "Sum",
 })  # fmt: skip
 HALF_DTYPES = frozenset({np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)})
+EXPANDING = REGROUPING | {"Expand"}
 SIZED_BY_VALUE = frozenset({"ConstantOfShape", "Expand", "Range", "Tile"})  # small inputs can have a large output
 
 
@@ -97,6 +98,8 @@ def _make_constant(graph: Graph, node: Node, tensor: Tensor, value: Array, kind:
 def _fold_known_values(graph: Graph, shapes: ShapeInfo) -> Iterator[Folded]:
     """Fold shape arithmetic whose result is known even though its inputs are not constant."""
     for node in list(graph.nodes):
+        if op_of(node) in EXPANDING and _is_of_indices(node):
+            continue  # as in `_of_constants`
         for tensor in list(node.outputs):
             if not (tensor.outputs or tensor.name in graph.captured) or graph.must_be_computed(tensor):
                 continue
@@ -159,6 +162,8 @@ def _of_constants(graph: Graph, shapes: ShapeInfo) -> list[Node]:
             continue  # a fused attention reads fewer bytes if it reads the bias as two factors: slopes and positions
         if op_of(node) == "Expand" and _is_sink(node):
             continue  # a fused attention reads one number per head instead of one per row
+        if op_of(node) in EXPANDING and _is_of_indices(node):
+            continue  # a fused attention reads indices that all heads share
         if all(not t.name or id(t) in made or is_constant(t) for t in node.inputs):
             found.append(node)
             made.update(map(id, node.outputs))
@@ -169,6 +174,17 @@ def _is_sink(node: Node) -> bool:
     """Return whether the result of a node is concatenated to scores before their Softmax, as the sinks of gpt-oss."""
     joined = [each for tensor in node.outputs for each in consumers(tensor) if op_of(each) == "Concat"]
     return any(softmaxes_after(each.outputs[0]) for each in joined)
+
+
+def _is_of_indices(node: Node) -> bool:
+    """Return whether a GatherElements reads a view of the result of a node as indices, as in DeBERTa's attention."""
+    read = [(each, result) for result in node.outputs for each in consumers(result)]
+    return any(
+        each.inputs[1] is result
+        if op_of(each) == "GatherElements"
+        else op_of(each) in EXPANDING and _is_of_indices(each)
+        for each, result in read
+    )
 
 
 def _groups(nodes: Sequence[Node]) -> list[list[Node]]:

@@ -128,6 +128,15 @@ def test_results_that_are_random_quantized_or_large_are_not_folded(nodes: str) -
     assert [n.op for n in graph.nodes] == [n.op_type for n in model.graph.node]
 
 
+def test_indices_that_are_gathered_by_stay_small() -> None:
+    """A fused attention reads the indices of positions once, not once for each head."""
+    weights = {"indices": np.array([[[0, 1]]]), "full": np.array([3, 1, 2]), "ones": np.array([1, 1, 2])}
+    nodes = "i = Reshape(indices, ones) e = Expand(i, full) y = GatherElements<axis=2>(x, e) z = Add(e, e)"
+    before = parse(f"(float[3,1,2] x) => (y, z) {{ {nodes} }}", **weights)
+    after, _ = apply(before, fold_constants)
+    assert [node.op_type for node in after.graph.node] == ["Reshape", "Expand", "GatherElements", "Add"]
+
+
 def test_a_large_external_weight_is_not_read(tmp_path: Path) -> None:
     text = "(float[n,200] x) => (y) { t = Transpose<perm=[1,0]>(w) y = MatMul(x, t) }"
     path = tmp_path / "m.onnx"
