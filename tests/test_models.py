@@ -85,7 +85,12 @@ def changes(c: Config) -> int:
 
 FUSED: Mapping[str, Formulas] = {
     "bert": POST_NORM | PROJECTIONS | {"gemm_bias_activation": lambda c: THREE_LINEARS * c["layers"] + 1},  # the pooler
-    "deberta": POST_NORM | PROJECTIONS | {"gemm_bias_activation": lambda c: THREE_LINEARS * c["layers"]},
+    "deberta": PROJECTIONS
+    | {
+        "layer_norm": POST_NORM["layer_norm"],
+        "disentangled_attention": POST_NORM["attention"],
+        "gemm_bias_activation": lambda c: THREE_LINEARS * c["layers"],
+    },
     "gpt2": PRE_NORM | {"gemm_bias_activation": lambda c: FOUR_LINEARS * c["layers"]},
     # and patches and the pooler
     "vit": PRE_NORM | PROJECTIONS | {"gemm_bias_activation": lambda c: THREE_LINEARS * c["layers"] + 2},
@@ -185,7 +190,7 @@ FUSED: Mapping[str, Formulas] = {
 # Products and convolutions that no bias, activation or residual follows, so that nothing is fused.
 PLAIN: Mapping[str, Formulas] = {
     "bert": {},
-    "deberta": {"MatMul": lambda c: 2 * c["layers"]},  # of queries and keys with the relative positions
+    "deberta": {},
     "gpt2": {"MatMul": lambda c: 1},  # logits
     "vit": {},
     "llama": {"MatMul": lambda c: 1},  # logits

@@ -36,6 +36,8 @@
 //   SINKS                          1: each row has one more score, its head's sink (SINK_T), for values of zeros
 //   ZERO_MASKED_ROWS               1: result rows for which no key counts are 0; 0: they are NaN
 //   SECOND_PASS, SECOND_PASS_BELOW see attention_mma.cu
+//   RELATIVE                       1: scores of relative positions are added (attention_mma_relative.cuh), whose indices
+//                                  are of type INDEX_T; if not defined, none are
 //   QUANTIZED                      1, 2: keys and values are bytes (quantized_cache.cuh); if not defined, they are T
 //   SCALE_IN_EXPONENT              1: scores are scaled when they are exponentiated; the scale must then be positive,
 //                                  and only -inf can replace a score
@@ -75,6 +77,9 @@ __device__ __forceinline__ void attend(WarpState& warp, const Source& tiles) {
     for (int stage = 0; stage < STAGES - 1; ++stage) tiles.load(tiles.begin + stage);
     tiles.prepare_queries(q_tile);
     Scores scores(tiles.p, tiles.at, warp);
+#if RELATIVE
+    scores.relative.load(tiles.begin);
+#endif
 #pragma unroll 1
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
         wait_copies<STAGES - 2>();
@@ -82,6 +87,9 @@ __device__ __forceinline__ void attend(WarpState& warp, const Source& tiles) {
         if (Q_IN_REGISTERS && tile == tiles.begin) warp.keep_queries(q_tile);
         tiles.load(tile + STAGES - 1);
         tiles.landed(tile);
+#if RELATIVE
+        scores.relative.compute(tile, warp, q_tile, tiles.stage(tile));
+#endif
         const int live = scores.live(tile, warp);
         if (HAS_WHOLE_TILE_CODE && live >= SIXTEENS)
             take_tile<false>(warp, scores, q_tile, tiles.stage(tile), tile, live);

@@ -2,6 +2,9 @@
 #pragma once
 
 #include "attention_mma_warp.cuh"
+#if RELATIVE
+#include "attention_mma_relative.cuh"
+#endif
 
 // ---- masks and biases --------------------------------------------------------------------------------------------
 
@@ -11,6 +14,12 @@ __device__ __forceinline__ float in_powers_of_two(M, float value) {
     return value == MINUS_INFINITY ? MINUS_INFINITY : fmaxf(value * LOG2_E, LOWEST);
 }
 __device__ __forceinline__ float in_powers_of_two(f16, float value) { return value * LOG2_E; }
+
+__device__ __forceinline__ u32 load_byte(const void* from) {
+    u32 value;
+    asm volatile("ld.global.u8 %0, [%1];" : "=r"(value) : "l"(from));
+    return value;
+}
 
 // The elements of a mask or a bias for a warp's scores, in the layout of an accumulator.
 template <class M, bool BY_ROW>
@@ -24,13 +33,8 @@ struct ScoreElements {
     }
 
     static __device__ __forceinline__ u32 one(const M* from) {
-        if constexpr (sizeof(M) == 1) {
-            u32 value;
-            asm volatile("ld.global.u8 %0, [%1];" : "=r"(value) : "l"(from));
-            return value;
-        } else {
-            return load_cached<1>(from).words[0];
-        }
+        if constexpr (sizeof(M) == 1) return load_byte(from);
+        else return load_cached<1>(from).words[0];
     }
 
     // Loads the elements for the warp's keys, from key `first` on. The mask or bias has `keys` keys, which are `step`
@@ -93,8 +97,18 @@ struct Scores {
 #if BIAS == 2
     float slopes[M_TILES][2];
 #endif
+#if RELATIVE
+    RelativeScores relative;
+    u32 relative_rows[2];
+#endif
 
-    __device__ __forceinline__ Scores(const Problem& problem, const WorkTile& at, const WarpState& warp) : p(problem) {
+    __device__ __forceinline__ Scores(const Problem& problem, const WorkTile& at, const WarpState& warp)
+        : p(problem)
+#if RELATIVE
+          ,
+          relative(problem, at), relative_rows{relative.row_of(warp, 0), relative.row_of(warp, 1)}
+#endif
+    {
         unlimited = ADD_MASKED_SCORE ? p.keys : last_key(at.row / GQA_GROUP, p.keys, p.causal);
         const int rows = p.queries * GQA_GROUP, first_row = at.row + warp.m * M_TILES * 16;
         const int last_query = (min(first_row + M_TILES * 16, rows) - 1) / GQA_GROUP;
@@ -163,6 +177,10 @@ struct Scores {
     // from the key of x[0].
     __device__ __forceinline__ void one(float* x, int mt, int half, int t, [[maybe_unused]] int seen) const {
         if (!SCALE_IN_EXPONENT) x[0] *= p.scale, x[1] *= p.scale;
+#if RELATIVE
+        const float2 relative_scores = shared_float2(relative_rows[half] + 32 * t);
+        x[0] += relative_scores.x, x[1] += relative_scores.y;
+#endif
 #if SOFTCAP
         x[0] = softcapped(x[0], p.cap), x[1] = softcapped(x[1], p.cap);
 #endif

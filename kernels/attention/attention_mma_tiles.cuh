@@ -183,6 +183,15 @@ __device__ __forceinline__ void clear_columns(u32 tile, int count, int used, int
 
 // ---- the parameters, and the work of a block ---------------------------------------------------------------------
 
+#if RELATIVE
+// A table of (heads, positions, HEAD_DIM), and the position of each query and key in it; see attention_mma_relative.cuh.
+struct Positions {
+    const T* vectors;
+    const INDEX_T* indices;
+    i64 positions;
+};
+#endif
+
 // The kernels' argument; mma.py writes the fields in this order.
 struct Problem {
     HeadTensor<const T> q;
@@ -190,12 +199,18 @@ struct Problem {
     HeadTensor<OUT_T> out;
     ScoreTensor<MASK_T> mask;
     ScoreTensor<BIAS_T> bias;
+#if RELATIVE
+    Positions key_positions, query_positions;
+#endif
     const SLOPE_T* slopes;
     const SINK_T* sinks;
     const int* lengths;
     int mask_key, bias_key;  // strides along keys: 0 or 1
     int queries, keys, kv_heads, row_tiles, causal, window;
     float scale, masked, cap;
+#if RELATIVE
+    float key_positions_scale, query_positions_scale;
+#endif
 };
 
 struct WorkTile {

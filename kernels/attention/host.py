@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from onnxfuse.kernels import epilogue_node
+from onnxfuse.kernels.attention.disentangled import unsupported_disentangled, with_positions
 from onnxfuse.kernels.attention.group_query import group_query_candidates, unsupported_group_query
 from onnxfuse.kernels.attention.implementations import implementations
 from onnxfuse.kernels.attention.mma import MAX_HEAD_DIM
@@ -30,6 +31,8 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
         return unsupported_cache(node, input_dtypes)
     if node.fusion == "group_query_attention":
         return unsupported_group_query(node, input_dtypes)
+    if node.fusion == "disentangled_attention":
+        return unsupported_disentangled(node, input_dtypes)
     if node.fusion == "attention_with_rotary_embedding":
         return unsupported_rotary(node, input_dtypes) or unsupported(node, input_dtypes)
     return unsupported(node, input_dtypes)
@@ -63,6 +66,8 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
 def _plans(
     node: FusedNode, inputs: Sequence[TensorSpec], problem: Attention, out: TensorSpec, device: Device
 ) -> list[Plan]:
+    if node.fusion == "disentangled_attention":
+        problem = with_positions(node, inputs, problem)
     if node.fusion == "attention_with_rotary_embedding" and problem.keys:
         return rotary_candidates(node, inputs, problem, out, device)
     return [Plan((out,), each.steps, each.scratch) for each in implementations(problem, device)]

@@ -28,6 +28,8 @@ def implementations(problem: Attention, device: Device) -> list[Implementation]:
     """Return the implementations of all kernels, the expected fastest first; none if no kernel takes the problem."""
     if math.isinf(problem.masked_score):
         problem = replace(problem, add_masked_score=False)  # adding -inf equals replacing the score by -inf
+    if problem.positions:
+        return mma.implementations(problem, device)
     rows = problem.queries * problem.gqa_group
     is_long = _fills_hopper(problem)
     if is_long and _skips_tiles(problem) and (wgmma := hopper.implementations(problem, device)):

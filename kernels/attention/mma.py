@@ -20,6 +20,7 @@ LOG2_E: Final = math.log2(math.e)
 LOWEST: Final = -1.6e38  # lowest score, times log2(e): LOWEST of attention_mma_tiles.cuh
 MASK_MACROS: Final = {"none": 0, "boolean": 1, "inverted": 2, "additive": 3}
 MASK_STORAGE: Final = {**STORAGE, "bool": "b8"}
+INDEX_STORAGE: Final = {"int32": "int", "int64": "i64"}
 MAX_CONFIGS: Final = 4
 CROWDED_REGISTERS: Final = 160  # with fewer registers per thread, queries are read again for each tile of keys
 MIN_SPLIT_KEYS: Final = 1024  # with more keys, warps share keys only if a key head has at most 64 rows
@@ -56,7 +57,8 @@ def implementations(problem: Attention, device: Device) -> list[Implementation]:
     """Return the implementations, the expected fastest first; none if head dims are too large for this GPU."""
     if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
         return []
-    found = (fitted(problem, config, device) for config in _ranked(problem, device))
+    configs = SQUARE if problem.positions else _ranked(problem, device)
+    found = (fitted(problem, config, device) for config in configs)
     kept = dict.fromkeys(config for config in found if config)
     return [_implementation(problem, config, device) for config in list(kept)[:MAX_CONFIGS]]
 
@@ -120,6 +122,10 @@ def _ranked_for_dynamic_sizes(
     return [best, *(config for config in ordered if config is not best)]
 
 
+# Attention with `positions` takes as many keys as rows, and is limited by shared memory: larger tiles first.
+SQUARE: Final = tuple(MmaAttentionConfig(warps, 1, 16 * warps) for warps in (4, 2, 1))
+
+
 def _configs(head_dim: int, kind: str) -> Iterator[MmaAttentionConfig]:
     config = MmaAttentionConfig
     if kind == "FP32" and head_dim > 128:  # too few registers for warps that share keys
@@ -164,6 +170,8 @@ def shared_bytes(problem: Attention, config: MmaAttentionConfig, device: Device,
     stage = config.block_n * (_odd_sixteens(head_dim * key_item) + _odd_sixteens(head_dim_v * key_item))
     tiles = rows * q_row + config.stages * stage
     results = config.block_m * 4 * (config.warps_n * (head_dim_v + 8 + 2) + 2)
+    if problem.positions:  # two windows, and sums in float32; see attention_mma_relative.cuh
+        tiles += 4 * config.block_n * q_row + config.block_m * (config.block_n + 4) * 4
     return max(tiles, results if combines else 0)
 
 
@@ -173,6 +181,8 @@ def fitted(
     """Return the config, or one with fewer stages, keys or rows, that fits into shared memory; None if none fits."""
     min_block_n = (8 if math_kind(problem, device) == "FP32" else 16) * config.warps_n
     while shared_bytes(problem, config, device, combines or config.warps_n > 1) > device.shared_per_block:
+        if problem.positions:
+            return None
         if config.stages > 2:
             config = replace(config, stages=config.stages - 1)
         elif config.block_n > min_block_n:
@@ -206,6 +216,7 @@ def defines(problem: Attention, config: MmaAttentionConfig, device: Device, seco
         "SECOND_PASS_BELOW": second_pass_below * LOG2_E, **length_defines(problem),
         **_score_defines("MASK", problem.mask, problem), **_score_defines("BIAS", problem.bias, problem),
         **(problem.quantized.defines if problem.quantized else {}),
+        **({"RELATIVE": 1, "INDEX_T": INDEX_STORAGE[problem.positions[0].index_dtype]} if problem.positions else {}),
     }  # fmt: skip
 
 
@@ -226,6 +237,7 @@ def _scales_in_exponent(problem: Attention) -> bool:
     replaced = problem.mask_kind in ("boolean", "inverted") and problem.masked_score > -math.inf
     added = problem.add_masked_score or problem.mask_kind == "additive"
     changed = replaced or added or problem.bias is not None or problem.softcap != 0 or problem.sinks is not None
+    changed = changed or problem.positions is not None
     return problem.scale > 0 and not changed and not problem.quantized  # the scale of keys may be negative
 
 
@@ -279,16 +291,17 @@ def out_width(problem: Attention) -> int:
 def argument(problem: Attention, row_tiles: int) -> Struct:
     """Return the struct Problem of attention_mma_tiles.cuh."""
     tensors = (problem.q, problem.k, problem.v, problem.out)
-    scores = (problem.mask, problem.bias)
+    scores, positions = (problem.mask, problem.bias), problem.positions or ()
     causal = 0 if problem.causal is None else problem.causal
     return struct(
         *(each.argument for each in tensors),
         *map(score_argument, scores),
+        *(each.argument for each in positions),
         *(each.pointer if each else ABSENT for each in (problem.slopes, problem.sinks)),
         problem.lengths or ABSENT,
         *int32(*(each.key_stride if each else 0 for each in scores)),
         *int32(problem.queries, problem.keys, problem.kv_heads, row_tiles, causal, problem.window or 0),
-        *float32(*_score_scalars(problem)),
+        *float32(*_score_scalars(problem), *(each.scale * LOG2_E for each in positions)),
     )
 
 

@@ -66,6 +66,25 @@ class HeadNumbers:
 
 
 @dataclass(frozen=True)
+class Positions:
+    """Contiguous vectors of (heads, count, head_dim), and the index of the vector of each query and key.
+
+    The index depends on the distance between query and key alone.
+    """
+
+    vectors: Pointer
+    indices: Pointer
+    index_dtype: str  # "int32", "int64"
+    count: int
+    scale: float  # a factor of the products with these vectors
+
+    @property
+    def argument(self) -> Struct:
+        """The struct Positions of attention_mma_tiles.cuh."""
+        return Struct((self.vectors, self.indices, *int64(self.count)))
+
+
+@dataclass(frozen=True)
 class Quantized:
     """The numbers of a quantized cache: a number times its scale is an element of a key or value."""
 
@@ -95,6 +114,8 @@ class Attention:
       The last query sees the last of them; but if there are more queries than keys, `causal` is 0.
     - With `window`, a query sees only the last `window` of the keys that `causal` leaves.
     - With `sinks`, each row has one more score, its head's number, for a value vector of zeros.
+    - With `positions`, the products of each query with vectors of (queries, keys), and of each key with vectors of
+      (keys, queries), times their scales, are added to the scores. There are as many key heads as heads.
     - With `quantized`, k and v hold bytes, whose numbers times their scales are the keys and values.
     - A row whose scores are all -inf gives 0 if `zero_masked_rows`, else NaN.
     """
@@ -128,6 +149,7 @@ class Attention:
     tf32: bool = False  # the kernel is allowed to round float32 operands to TF32
     out_dtype: str = ""
     program: EpilogueProgram | None = None  # elementwise operators applied to the results before they are stored
+    positions: tuple[Positions, Positions] | None = None  # only attention_mma.cu takes them
     quantized: Quantized | None = None  # only attention_with_cache.cu takes it
     rotation: Rotary | None = None  # the rotation that produces q and k; some kernels rotate q themselves
 

@@ -25,13 +25,14 @@ Relation: TypeAlias = Callable[..., bool]  # tests operands, or two sizes
 #   begins_with_one(a)   operand a has two or more axes, and its first axis has size 1
 #   holds_zero_or_one(a)  each element of operand a is known to be 0 or 1
 #   is_triangle(a)       operand a is known to be true up to a diagonal, and false above it
+#   is_of_distance(a)    each element of operand a is known to depend on the difference of its last two indices alone
 #   is_made_by(a, *ops)  one of the operators computes operand a
 #   has_readers(a)       more than one node reads operand a
 #   is_read_once(a)      one node reads operand a, no subgraph reads it, and it is not a graph output
 RELATIONS: Final = (
     "is_multiple", "share_symbols", "is_ordinary", "is_bounded", "is_finite", "broadcasts_to", "is_table",
-    "are_slices_of_one", "begins_with_one", "holds_zero_or_one", "is_triangle", "is_made_by", "has_readers",
-    "is_read_once",
+    "are_slices_of_one", "begins_with_one", "holds_zero_or_one", "is_triangle", "is_of_distance", "is_made_by",
+    "has_readers", "is_read_once",
 )  # fmt: skip
 
 

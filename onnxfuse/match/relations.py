@@ -9,6 +9,7 @@ import numpy as np
 
 from onnxfuse.algebra.operators import REARRANGING, SLICING
 from onnxfuse.algebra.sizes import Size, symbols
+from onnxfuse.analysis.distances import depends_on_distance
 from onnxfuse.analysis.index_formulas import AtMostZero
 from onnxfuse.analysis.magnitudes import holds_zero_or_one, is_bounded, is_ordinary
 from onnxfuse.dsl.guards import Relation
@@ -71,6 +72,11 @@ def is_triangle(m: MatchContext, value: Tensor) -> bool:
     return isinstance(m.index_analysis.value(value), AtMostZero)
 
 
+def is_of_distance(m: MatchContext, value: Tensor) -> bool:
+    """Return whether the elements of a value are known to depend on the difference of their last two indices alone."""
+    return depends_on_distance(m.index_analysis, value)
+
+
 def is_made_by(value: Tensor, *ops: str) -> bool:
     """Return whether one of these operators computes a value."""
     return any(op_of(node) in ops for node in value.inputs)
@@ -100,6 +106,7 @@ def relations(m: MatchContext) -> Mapping[str, Relation]:
         "begins_with_one": partial(begins_with_one, m),
         "holds_zero_or_one": partial(holds_zero_or_one, m.shapes),
         "is_triangle": partial(is_triangle, m),
+        "is_of_distance": partial(is_of_distance, m),
         "is_made_by": is_made_by,
         "has_readers": has_readers,
         "is_read_once": partial(is_read_once, m),

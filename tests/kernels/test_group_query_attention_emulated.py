@@ -27,7 +27,7 @@ EXACT = dataclasses.replace(A100, tf32=False)
 # The functions in whose place attention_mma_emulated.h stands: their definitions end at the first brace of a line.
 REPLACED = (
     "shared_base", "load_shared", "store_shared", "shared_float", "shared_float2", "shared_float4", "load_matrices",
-    "mma",
+    "load_byte", "mma",
 )  # fmt: skip
 DEFINITION = re.compile(
     rf"(?m)^(template <(int BYTES|bool TRANSPOSED)>\n)?__device__ __forceinline__ \w+ ({'|'.join(REPLACED)})"

@@ -13,6 +13,7 @@ static float shared_float(u32 from) { return shared_at<float>(from); }
 static float2 shared_float2(u32 from) { return shared_at<float2>(from); }
 static float4 shared_float4(u32 from) { return shared_at<float4>(from); }
 
+static u32 load_byte(const void* from) { return *static_cast<const unsigned char*>(from); }
 static void store_shared(u32 to, float value) { memcpy(emulated::memory() + to, &value, 4); }
 template <int BYTES>
 static void store_shared(u32 to, const u32* words) {

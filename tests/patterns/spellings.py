@@ -301,6 +301,11 @@ def _guards(fusion: Fusion) -> list[Guard]:
     return [*fusion.guards, *(guard for term in every_term(fusion.outputs) for guard in term.guards)]
 
 
+def _indices(fusion: Fusion) -> set[str]:
+    """Return the operands that must depend on the distance of their indices; they are constants of generated models."""
+    return {name for guard in _guards(fusion) if "is_of_distance" in guard.relations for name in guard.names}
+
+
 def find_sizes(spelling: Spelling, known: Mapping[str, Any]) -> dict[str, Any]:
     """Return sizes that the guards accept, different ones for different names if possible.  Raises Unwritable."""
     names = [n for n in _names(spelling) if n not in known and n not in spelling.sizes and _has_size(spelling, n)]
@@ -399,7 +404,8 @@ def _dynamic(spelling: Spelling) -> list[str]:
         first = spelling.fusion.out[0].split()[0]
         return [] if first == "..." else [first]
     spec = spelling.fusion.out[0].replace("(", " ").replace(")", " ")
-    weights = [_axes(spelling, c) or [] for c in operands(spelling) if c.kind == "weight"]
+    indices = _indices(spelling.fusion)
+    weights = [_axes(spelling, c) or [] for c in operands(spelling) if c.kind == "weight" or c.name in indices]
     fixed = {spec.split()[-1]} | {name for axes in weights for names in axes for name in names}
     named: set[str] = set()
     for term in spelling.terms:
@@ -466,7 +472,7 @@ def _holds(variant: Variant, guard: Guard) -> bool:
     known = {"dtype": "float32", "rank": variant.rank, "opset": variant.opset, **operands}
     dtypes = {name: dtype_name(dtype) for name, dtype in variant.dtypes.items()}
     known |= {**variant.dims, **variant.values, **variant.choices, "dtypes": dtypes}
-    return guard.check(known)
+    return guard.check(known, {"is_of_distance": lambda index: True})  # as those of generated models do
 
 
 def _open(spelling: Spelling, numbers: Mapping[str, Any]) -> dict[str, Any]:
@@ -629,6 +635,9 @@ def _model(
     arrays = {name: _random(rng, concrete[name], dtype) for name, dtype in variant.dtypes.items()}
     masks = [guard.names for guard in _guards(spelling.fusion) if "holds_zero_or_one" in guard.relations]
     arrays |= {name: (arrays[name] > 0).astype(arrays[name].dtype) for (name,) in masks}
+    indices = _indices(spelling.fusion) & arrays.keys()
+    kinds |= dict.fromkeys(indices, "weight")
+    arrays |= {name: np.subtract(*np.indices(concrete[name])[-2:]) % 2 for name in indices}
     # Quantizers have positive scales, with which most of their results do not saturate.
     scales = {node.input[1] for node in nodes if node.op_type == "QuantizeLinear"}
     arrays |= {name: (300 * np.abs(arrays[name]) + 100).astype(arrays[name].dtype) for name in scales & arrays.keys()}
