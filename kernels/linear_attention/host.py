@@ -43,8 +43,8 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
     if node.fusion == "causal_conv_with_state":
         return causal_conv.candidates(node, inputs, device)
     problem = problem_of(node, inputs)
-    if 0 in problem.present.shape:
-        return [Plan((problem.y, problem.present), ())]
+    if 0 in (problem.present if problem.has_present else problem.y).shape:
+        return [Plan(problem.outputs, ())]
     tokens = _by_tokens(problem, device)
     if not _is_chunkable(problem, device) or problem.length < MIN_CHUNKED:
         return [tokens]
@@ -55,8 +55,8 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
 
 def _plan(problem: LinearAttention, steps: tuple[Launch, ...], scratch: tuple[int, ...], same_start: bool) -> Plan:
     past = problem.node.input_index("past_state")
-    aliases = () if past is None else (NoAlias(past, 1, same_start=same_start),)
-    return Plan((problem.y, problem.present), steps, scratch, aliases)
+    aliases = (NoAlias(past, 1, same_start=same_start),) if past is not None and problem.has_present else ()
+    return Plan(problem.outputs, steps, scratch, aliases)
 
 
 # --- token after token -----------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
 // no exchange with other lanes, and passes these operands to another warp, which computes the results of the chunk one
 // step later. Further warps meanwhile copy later chunks to shared memory.
 //
-// Macros: those of linear_attention.cuh; STATE_T; PAST; WARPS that have states; STAGES of shared memory, 2 or more.
+// Macros: those of linear_attention.cuh; STATE_T; PAST, PRESENT; WARPS that have states; STAGES of shared memory, 2 or more.
 #include "linear_attention.cuh"
 
 constexpr int COPYING = 128;  // threads that copy
@@ -269,6 +269,6 @@ extern "C" __global__ void __launch_bounds__(COPYING + WARPS * 64, 1)
         for (int i = 0; i < 4; ++i) {
             const float value[1] = {s[n][i]};
             const int row = 8 * n + lane % 4 * 2 + i % 2;
-            store<false>(to.present + matrix + row * VALUE_SIZE + lane / 4 + i / 2 * 8, value);
+            if (PRESENT) store<false>(to.present + matrix + row * VALUE_SIZE + lane / 4 + i / 2 * 8, value);
         }
 }

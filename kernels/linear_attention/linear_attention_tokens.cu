@@ -13,7 +13,7 @@
 //   STATE_HEADS, Q_HEADS, K_HEADS, HEADS   heads of states, of queries, of keys, and of results: the largest of these
 //   DECAY                  0: none, 1: one for each head, 2: one for each row of the state
 //   BETA                   0: none, and w = v; 1: one for each head, 2: one for all heads
-//   PAST                   1: there is a past state
+//   PAST, PRESENT          1: there is a past state; the last state is an output
 //   LANES, COLUMNS, WIDTH  WIDTH: elements of an access to states and results
 //   STEP                   elements of an access to the other operands
 //   WARPS, TOKENS
@@ -212,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
             float values[WIDTH];
 #pragma unroll
             for (int i = 0; i < WIDTH; ++i) values[i] = state.s[r][c + i];
-            if (row < SIZE && column + c < VALUE_SIZE)
+            if (PRESENT && row < SIZE && column + c < VALUE_SIZE)
                 store<false>(p.present + matrix + row * VALUE_SIZE + column + c, values);
         }
 }

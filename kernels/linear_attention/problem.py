@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from onnxfuse.kernels.tensors import STORAGE, Defines, operand_pointer, required_spec, shaped_pointer
+from onnxfuse.kernels.tensors import ABSENT, STORAGE, Defines, operand_pointer, required_spec, shaped_pointer
 from onnxfuse.runtime.plan import FusedNode, Pointer, Struct, TensorSpec, Value
+from onnxfuse.runtime.symint import expect_equal
 
 DECAYED: Final = ("gated", "gated_delta")
 CORRECTED: Final = ("delta", "gated_delta")
@@ -41,8 +42,20 @@ class LinearAttention:
 
     @property
     def y(self) -> TensorSpec:
-        """The results."""
-        return TensorSpec((self.batch, self.length, self.heads * self.value_size), self.dtype, self.aligned)
+        """The results, (batch, length, heads * value_size), or with heads as an axis of their own."""
+        by_head = self.node.integer("results_by_head", 0)
+        row = (self.heads, self.value_size) if by_head else (self.heads * self.value_size,)
+        return TensorSpec((self.batch, self.length, *row), self.dtype, self.aligned)
+
+    @property
+    def has_present(self) -> bool:
+        """Whether the states after the last token are an output."""
+        return len(self.node.output_dtypes) > 1
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """The outputs of the node."""
+        return (self.y, self.present) if self.has_present else (self.y,)
 
     @property
     def present(self) -> TensorSpec:
@@ -58,7 +71,8 @@ class LinearAttention:
     @property
     def states(self) -> Struct:
         """The past state, the present one, and the results, as linear_attention_sequence.cu has them."""
-        return Struct((operand_pointer(self.node, "past_state"), Pointer("output", 1), Pointer("output", 0)))
+        present = Pointer("output", 1) if self.has_present else ABSENT
+        return Struct((operand_pointer(self.node, "past_state"), present, Pointer("output", 0)))
 
     @property
     def defines(self) -> Defines:
@@ -67,15 +81,15 @@ class LinearAttention:
             "T": STORAGE[self.dtype], "SIZE": self.size, "VALUE_SIZE": self.value_size,
             "STATE_HEADS": self.state_heads, "Q_HEADS": self.q_heads, "K_HEADS": self.k_heads, "HEADS": self.heads,
             "DECAY": self.decay, "BETA": self.beta, "STATE_T": STORAGE[self.state_dtype],
-            "PAST": int("past_state" in self.node.operands),
+            "PAST": int("past_state" in self.node.operands), "PRESENT": int(self.has_present),
         }  # fmt: skip
 
 
 def unsupported(node: FusedNode, input_dtypes: Sequence[str]) -> str | None:
     """Return why no kernel runs the node; None if one does."""
     dtypes = dict(zip(node.operands, input_dtypes, strict=True)) | {"the output": node.output_dtypes[0]}
-    dtypes |= {"present_state": node.output_dtypes[1]}
-    state = dtypes.get("past_state", dtypes["present_state"])
+    dtypes |= dict(zip(("present_state",), node.output_dtypes[1:], strict=False))
+    state = dtypes.get("past_state", dtypes.get("present_state"))
     for name, dtype in dtypes.items():
         required = state if name.endswith("_state") else dtypes["query"]
         if dtype not in STORAGE or dtype != required:
@@ -96,27 +110,35 @@ def unsupported(node: FusedNode, input_dtypes: Sequence[str]) -> str | None:
     return None
 
 
+def _require_rows(node: FusedNode, inputs: Sequence[TensorSpec], name: str, rows: tuple[int, int, int]) -> None:
+    """Raise ValueError unless an operand has the shape `rows`, or has its heads as an axis of their own."""
+    batch, length, *row = required_spec(node, inputs, name).shape
+    equal = [expect_equal(size, other) for size, other in zip((batch, length, math.prod(row)), rows, strict=True)]
+    if not all(equal):
+        raise ValueError(f"{node.label}: {name} has shape {[batch, length, *row]}; required {list(rows)}")
+
+
 def problem_of(node: FusedNode, inputs: Sequence[TensorSpec]) -> LinearAttention:
     """Return the sizes and operands.  Raises ValueError if the shapes do not fit."""
     query = required_spec(node, inputs, "query")
-    batch, length, _ = query.shape
+    batch, length = query.shape[:2]
     q_heads, state_heads = node.integer("q_num_heads"), node.integer("kv_num_heads")
     size, value_width = node.integer("width") // q_heads, node.integer("value_width")
     value_size, rule = value_width // state_heads, node.text("update_rule", "gated_delta")
-    shaped_pointer(node, inputs, "query", (batch, length, node.integer("width")))
-    shaped_pointer(node, inputs, "key", (batch, length, node.integer("key_width")))
-    shaped_pointer(node, inputs, "value", (batch, length, value_width))
+    _require_rows(node, inputs, "query", (batch, length, node.integer("width")))
+    _require_rows(node, inputs, "key", (batch, length, node.integer("key_width")))
+    _require_rows(node, inputs, "value", (batch, length, value_width))
     state = (batch, state_heads, size, value_size)
     shaped_pointer(node, inputs, "past_state", state)
     decay = beta = 0
     if rule in DECAYED:
         decay = 1 if node.integer("decays") == state_heads else 2
-        shaped_pointer(node, inputs, "decay", (batch, length, state_heads * (size if decay == 2 else 1)))
+        _require_rows(node, inputs, "decay", (batch, length, state_heads * (size if decay == 2 else 1)))
     if rule in CORRECTED:
         beta = 1 if node.integer("rates") == state_heads else 2
-        shaped_pointer(node, inputs, "beta", (batch, length, state_heads if beta == 1 else 1))
+        _require_rows(node, inputs, "beta", (batch, length, state_heads if beta == 1 else 1))
     return LinearAttention(
         batch, length, q_heads, node.integer("key_width") // size, state_heads, size, value_size, query.dtype,
-        node.output_dtypes[1], decay, beta, node.number("scale", 0.0) or 1 / math.sqrt(size),
+        (*node.output_dtypes, "float32")[1], decay, beta, node.number("scale", 0.0) or 1 / math.sqrt(size),
         all(spec.aligned for spec in inputs), node,
     )  # fmt: skip

@@ -34,6 +34,8 @@ class Case:
     one_beta: bool = False
     scale: float = 0.0
     aligned: bool = True
+    present: bool = True  # whether the last state is an output
+    by_head: bool = False  # whether operands and results have an axis of heads
     lowest: float = 0.3  # decays are at least minus this; below -100, some are minus infinity
 
     @property
@@ -64,7 +66,9 @@ class Case:
                 found["decay"][rng.random((*rows, decays)) < 0.2] = -np.inf
         if "delta" in self.rule:
             found["beta"] = rng.random((*rows, 1 if self.one_beta else self.state_heads))
-        return {name: x if name == "past_state" else x.astype(kind) for name, x in found.items()}
+        made = {name: x if name == "past_state" else x.astype(kind) for name, x in found.items()}
+        heads = {"query": self.heads, "key": self.key_heads, "value": self.state_heads} if self.by_head else {}
+        return made | {name: made[name].reshape(*rows, count, -1) for name, count in heads.items()}
 
     def attributes(self) -> dict[str, Any]:
         return {
@@ -75,12 +79,12 @@ class Case:
         inputs = _described(self)
         attributes = self.attributes() | {
             "width": self.heads * self.size, "key_width": self.key_heads * self.size,
-            "value_width": self.state_heads * self.value_size,
+            "value_width": self.state_heads * self.value_size, "results_by_head": int(self.by_head),
         }  # fmt: skip
         for operand, name in ("decay", "decays"), ("beta", "rates"):
             if operand in inputs:
                 attributes[name] = inputs[operand][0][2]
-        dtypes = self.dtype, self.state_dtype or self.dtype
+        dtypes = (self.dtype, self.state_dtype or self.dtype)[: 1 + self.present]
         return FusedNode("linear_attention", "node", tuple(inputs), attributes, dtypes)
 
     def specs(self) -> list[TensorSpec]:
@@ -110,16 +114,18 @@ def expected(case: Case, inputs: Arrays) -> tuple[np.ndarray, np.ndarray]:
             added = wide["beta"][:, t, :, None] * (added - np.einsum("bhkv,bhk->bhv", state, k[:, t]))
         state += k[:, t, ..., None] * added[:, :, None, :]
         y[:, t] = np.einsum("bhkv,bhk->bhv", state.repeat(heads // case.state_heads, axis=1), q[:, t])
-    return (y * (case.scale or case.size**-0.5)).reshape(*rows, heads * case.value_size), state
+    y *= case.scale or case.size**-0.5
+    return y if case.by_head else y.reshape(*rows, heads * case.value_size), state
 
 
 # Relative to the largest result of a case. In chunks, computed operands of products are rounded too.
 SLACK = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 2.5e-2}
 
 
-def check(case: Case, inputs: Arrays, y: np.ndarray, state: np.ndarray) -> None:
-    """Compare results with float64."""
-    for found, right in zip((y, state), expected(case, inputs), strict=True):
+def check(case: Case, inputs: Arrays, *outputs: np.ndarray) -> None:
+    """Compare the results, and the states unless the case has none, with float64."""
+    assert len(outputs) == 1 + case.present
+    for found, right in zip(outputs, expected(case, inputs), strict=False):
         assert found.shape == right.shape
         assert np.isfinite(found.astype(np.float64)).all()
         if found.size:
@@ -146,6 +152,7 @@ TOKENS = {
     "very_wide": Case(2, size=600, value_size=5, heads=1, state_heads=1),
     "misaligned": Case(4, aligned=False, dtype="float16"),
     "underflow": Case(40, lowest=3000.0),
+    "chunks_of_a_model": Case(9, rule="gated", heads=1, state_heads=4, past=False, present=False, by_head=True),
 }
 
 CHUNKS = {
@@ -160,6 +167,7 @@ CHUNKS = {
     "fewer_queries": Case(70, heads=1, state_heads=3, batch=2),
     "fewer_keys": Case(65, heads=4, state_heads=4, k_heads=2, value_size=64),
     "underflow": Case(140, lowest=3000.0),
+    "chunks_of_a_model": Case(70, rule="gated", heads=1, state_heads=4, past=False, present=False, by_head=True),
     "strong_decays": Case(140, lowest=60.0),
     "large": Case(100, size=128, value_size=128, heads=1, state_heads=1, state_dtype="float32"),
 }
