@@ -158,6 +158,20 @@ def _tile(shapes: ShapeInfo, node: Node) -> Array:
     return np.tile(value, repeats)
 
 
+@RULES.rule("OneHot")
+def _one_hot(shapes: ShapeInfo, node: Node) -> Array:
+    indices, depths, values = (input_value(shapes, node, i) for i in range(3))
+    is_known = all(isinstance(number, int) for number in (*indices.flat, *depths.flat))
+    if not is_known or depths.size != 1 or values.shape != (2,) or int_attribute(node, "axis", -1) != -1:
+        raise CannotInfer
+    depth: int = depths.reshape(-1)[0]
+    if not 0 <= indices.size * depth <= MAX_VALUE_ELEMENTS:
+        raise CannotInfer
+    off, on = values
+    found = [on if n in (i, i - depth) else off for n in indices.flat for i in range(depth)]
+    return object_array(found).reshape(*indices.shape, depth)
+
+
 @RULES.rule("Range")
 def _range(shapes: ShapeInfo, node: Node) -> Array:
     start, limit, delta = (input_value(shapes, node, i).item() for i in range(3))
