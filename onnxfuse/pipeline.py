@@ -19,6 +19,7 @@ from onnxfuse.passes.normalize_backward_slices import normalize_backward_slices
 from onnxfuse.passes.normalize_slices import normalize_slices
 from onnxfuse.passes.scatter_to_concat import scatter_to_concat
 from onnxfuse.passes.sizes_of_operands import sizes_of_operands
+from onnxfuse.passes.undo_pads import undo_pads
 from onnxfuse.rewrite.apply_rules import rules_pass
 from onnxfuse.rules.activations import ACTIVATIONS, LIMITS
 from onnxfuse.rules.convolutions import AFFINE, IMAGES
@@ -39,6 +40,7 @@ PIPELINE: tuple[Pass, ...] = (
     normalize_backward_slices,
     normalize_slices,
     scatter_to_concat,
+    undo_pads,
     einsum_to_matmul,  # before normalize composes its Transposes with others
     # before normalize composes views after these products, and before sizes are read of the views
     rules_pass("write_products_of_rows", ROWS),
