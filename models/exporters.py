@@ -132,9 +132,11 @@ def export_torchscript(job: Job, model: nn.Module, arguments: dict[str, torch.Te
     axes = {each.name: named_axes(each.dims) for each in job.inputs}
     axes |= {name: named_axes(dims) for name, dims in job.architecture.outputs}
     keep = job.variant.keep_batch_norm
-    forward, buffer = model.forward, io.BytesIO()
+    forward, buffer, permute = model.forward, io.BytesIO(), torch.Tensor.permute
     # This exporter fills every parameter of forward() by position, which the wrappers of transformers refuse.
     model.forward = lambda *values: as_tuple(forward(**dict(zip(arguments, values, strict=True))))
+    # It writes negative axes into a Transpose, which is invalid.
+    torch.Tensor.permute = lambda x, *axes: permute(x, *(i % x.dim() for i in axes))
     torch.onnx.export(
         model,
         args=tuple(arguments.values()),
@@ -147,7 +149,7 @@ def export_torchscript(job: Job, model: nn.Module, arguments: dict[str, torch.Te
         training=torch.onnx.TrainingMode.PRESERVE if keep else torch.onnx.TrainingMode.EVAL,
         do_constant_folding=not keep,
     )
-    model.forward = forward
+    model.forward, torch.Tensor.permute = forward, permute
     return onnx.load_from_string(buffer.getvalue())
 
 

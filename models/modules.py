@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -23,6 +24,7 @@ T5_NAMES = NAMES | {
     "layers": "num_layers", "heads": "num_heads", "hidden": "d_model", "intermediate": "d_ff", "head_dim": "d_kv",
 }  # fmt: skip
 MAMBA_NAMES = NAMES | {"states": "state_size", "rank": "time_step_rank", "steps": ""}
+MAMBA2_NAMES = NAMES | {"heads": "num_heads", "groups": "n_groups", "states": "state_size", "chunk": "chunk_size"}
 SWIN_NAMES = NAMES | {"stem": "embed_dim", "stage_heads": "num_heads", "window": "window_size"}
 
 
@@ -117,6 +119,23 @@ def whisper_encoder(config: Config, attention: str) -> nn.Module:
         "decoder_start_token_id": 1,
     }
     return from_transformers("WhisperModel", "WhisperConfig", names, **tokens)(config, attention).get_encoder()
+
+
+def qwen3_next(config: Config, _attention: str) -> nn.Module:
+    """Layers of Qwen3-Next with linear attention alone; the exporter unrolls a loop over the tokens of a chunk."""
+    from transformers.models.qwen3_next import modeling_qwen3_next as modeling
+
+    layers, rule = config["layers"], modeling.torch_chunk_gated_delta_rule
+    modeling.torch_chunk_gated_delta_rule = functools.partial(rule, chunk_size=config["chunk"])
+    names = NAMES | {
+        "heads": "linear_num_value_heads", "kv_heads": "linear_num_key_heads", "key_size": "linear_key_head_dim",
+        "value_size": "linear_value_head_dim", "chunk": "", "steps": "",
+    }  # fmt: skip
+    fixed = {"layer_types": ["linear_attention"] * layers, "num_experts": 0, "mlp_only_layers": [*range(layers)]}
+    build = from_transformers(
+        "Qwen3NextModel", "Qwen3NextConfig", names, num_attention_heads=2, num_key_value_heads=2, head_dim=8, **fixed
+    )
+    return build(config, "")
 
 
 def transformer_encoder(config: Config, _attention: str) -> nn.Module:

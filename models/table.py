@@ -8,11 +8,13 @@ from architecture import Architecture, Config, Input, Variant
 from convolutional import densenet, detector, efficientnet, mobilenet_v3, mobilenet_v3_large, unet, vae_decoder
 from modules import (
     GPT2_NAMES,
+    MAMBA2_NAMES,
     MAMBA_NAMES,
     SWIN_NAMES,
     T5_NAMES,
     from_transformers,
     llama_with_cache,
+    qwen3_next,
     transformer_encoder,
     whisper_encoder,
 )
@@ -38,6 +40,11 @@ def text_with_cache(config: Config) -> tuple[Input, ...]:
             for part in ("key", "value")
         ),
     )
+
+
+def ids(config: Config) -> tuple[Input, ...]:
+    """Token ids alone."""
+    return (Input("input_ids", ("batch", "seq"), values=(0, config["vocab"] - 1)),)
 
 
 def steps(config: Config) -> tuple[Input, ...]:
@@ -202,6 +209,24 @@ mamba = Architecture(
     (DYNAMO_PLAIN, TS_PLAIN),
     IMAGE,
 )
+mamba2 = Architecture(
+    "mamba2",
+    from_transformers("Mamba2Model", "Mamba2Config", MAMBA2_NAMES),
+    ids,
+    (("last_hidden_state", ("batch", "seq")),),
+    {"layers": 2, "hidden": 16, "heads": 4, "head_dim": 8, "groups": 2, "states": 6, "chunk": 4, "vocab": 48},
+    (DYNAMO_PLAIN,),
+)
+qwen3_next_layers = Architecture(
+    "qwen3_next",
+    qwen3_next,
+    steps,
+    (("last_hidden_state", ("batch",)),),
+    {"layers": 1, "hidden": 16, "intermediate": 16, "heads": 4, "kv_heads": 2, "key_size": 8, "value_size": 6,
+     "chunk": 8, "vocab": 48, "steps": 19},
+    (DYNAMO_PLAIN,),
+    IMAGE,
+)  # fmt: skip
 llama_kvcache = Architecture(
     "llama_kvcache",
     llama_with_cache,
@@ -350,6 +375,17 @@ ARCHITECTURES = [
     llama_kvcache,
     llama_decode,
     mamba,
+    mamba2,
+    dataclasses.replace(  # TorchScript fixes the number of tokens
+        mamba2,
+        build=from_transformers("Mamba2Model", "Mamba2Config", MAMBA2_NAMES | {"steps": ""}),
+        inputs=steps,
+        outputs=IMAGE_HIDDEN,
+        config=mamba2.config | {"steps": 14},
+        variants=(TS_PLAIN,),
+        sizes=IMAGE,
+    ),
+    qwen3_next_layers,
     # Further spellings of the same graphs, smaller still.
     dataclasses.replace(
         bert,

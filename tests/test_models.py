@@ -110,6 +110,20 @@ FUSED: Mapping[str, Formulas] = {
         "scan": lambda c: c["layers"],
         "gemm_bias_activation": lambda c: c["layers"],  # a residual
     },
+    "mamba2": {
+        "rms_norm": lambda c: c["layers"] + 1,
+        "conv_bias_activation": lambda c: c["layers"],
+        "linear_attention": lambda c: c["layers"],
+        "gemm_bias_activation": lambda c: c["layers"],  # a residual
+    },
+    "qwen3_next": {
+        "rms_norm": lambda c: 2 * c["layers"] + 1 + c["layers"],  # the last ones in linear attention
+        "conv_bias_activation": lambda c: c["layers"],
+        "linear_attention": lambda c: c["layers"],
+        "parallel_gemm": lambda c: c["layers"],
+        "gated_gemm": lambda c: c["layers"],
+        "gemm_bias_activation": lambda c: 2 * c["layers"],  # residuals
+    },
     "llama_kvcache": {name: n for name, n in LLAMA.items() if name != "attention_with_rotary_embedding"} | CACHED,
     "gemma": LLAMA,
     "phi3": DECODER | {"gated_gemm": lambda c: c["layers"]},  # of the halves of one weight
@@ -197,6 +211,8 @@ PLAIN: Mapping[str, Formulas] = {
     "resnet50": {"Conv": lambda c: len(c["depths"])},  # the shortcuts
     "mobilenetv3": {"Conv": lambda c: 11 - 6},  # projections without a residual
     "mamba": {"MatMul": lambda c: 3 * c["layers"]},  # into a layer, and of what selects
+    "mamba2": {"MatMul": lambda c: c["layers"]},  # into a layer
+    "qwen3_next": {},
     "t5_encoder": {},
     "gpt_neox": {"MatMul": lambda c: 1},  # logits
     "clip_text": {},
@@ -270,7 +286,7 @@ LESS_FUSED: Mapping[str, Collection[str]] = {
 }
 
 EMBEDDINGS = {
-    *("mamba", "bert", "deberta", "gpt2", "llama", "llama_kvcache", "gemma", "phi3", "qwen3"),
+    *("mamba2", "qwen3_next", "mamba", "bert", "deberta", "gpt2", "llama", "llama_kvcache", "gemma", "phi3", "qwen3"),
     *("t5_encoder", "gpt_neox", "clip_text"),
 }
 # Norms of float16 that have joined the product that alone reads their result, which may have been a bare MatMul.

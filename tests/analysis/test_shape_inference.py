@@ -24,6 +24,8 @@ from onnxfuse.ir.serde import read_graph, write_model
 from onnxfuse.pipeline import PIPELINE
 
 INDEX = read_index()
+# A Reshape to [..., -1, 4, 4] divides a padded sequence into chunks, whose number is not known to be whole.
+DIVIDED = {"mamba2_dynamo_fp32.onnx"}
 
 
 def inferred(model: onnx.ModelProto) -> tuple[Graph, ShapeInfo]:
@@ -91,7 +93,7 @@ def test_exported_model_runs_as_inferred(name: str) -> None:
             check(shapes, tensor, real[tensor.name], bound)
 
 
-@pytest.mark.parametrize("name", sorted(INDEX))
+@pytest.mark.parametrize("name", sorted({*INDEX} - DIVIDED))
 def test_exported_model_keeps_no_unknown_tensor(name: str) -> None:
     """Every dimension is a number or follows from the sizes of the graph inputs."""
     graph, shapes = inferred(load_exported(name))
@@ -205,6 +207,8 @@ SHAPES = [
     (17, X3, "y = Flatten <axis = -1> (x)", "batch*seq 64"),
     (17, "float[batch,seq,64] x, int64[n,2] z", "y = GatherND(x, z)", "n 64"),
     (17, X3, "r = Constant <value_ints = [1, 2, 3]> () y = Tile(x, r)", "batch 2*seq 192"),
+    (17, X3, "i = Constant <value_ints = [-1]> () d = Constant <value_int = 3> () n = Constant <value_ints = [1, 4]> ()"
+             "h = OneHot(i, d, n) r = Reshape(h, i) y = Tile(x, r)", "batch seq 256"),
     (17, X4, "p = Constant <value_ints = [0, 0, 1, 1, 0, 0, 1, 2]> () y = Pad(x, p)", "batch 3 h + 2 w + 3"),
     (9, X4, "y = Pad <pads = [0, 0, 1, 1, 0, 0, 1, 2]> (x)", "batch 3 h + 2 w + 3"),
     (17, X3, "s = Shape(x) i = Constant <value_int = 1> () d = Gather(s, i) z = Constant <value_int = 0> () "
@@ -759,6 +763,11 @@ INVALID = [
     ("float[2,3,4,4] x", "y = MaxPool <kernel_shape = [9, 9]> (x)", ""),
     ("int64[2] x", "a = Range(x, x, x) b = Range(t, t, t) y = Add(a, b)", "int64[2] t = {1, 1}"),
     ("float[2,4] x", "y = BatchNormalization(x, t, t, t, t)", "float t = {1.0}"),
+    (
+        "int64[2] x",
+        "a = OneHot(t, t, t) b = OneHot(t, u, v) y = Add(a, b)",
+        "int64[3] t = {1, 2, 3}, int64 u = {-2}, int64[2] v = {0, 1}",
+    ),
 ]
 
 
