@@ -29,6 +29,8 @@ from onnxfuse.control_flow.results import infer_results
 from onnxfuse.control_flow.unequal_branches import keep_unequal_branches
 from onnxfuse.dsl.declaration import Fusion, Rewrite
 from onnxfuse.dsl.terms import OperatorSet
+from onnxfuse.errors import VerificationError, first_line
+from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.inline_functions import Inlined, inline_functions
 from onnxfuse.ir.node import Node, op_of
@@ -42,6 +44,8 @@ from onnxfuse.passes import Folded, Pass
 from onnxfuse.passes.folded import STORED, node_label
 from onnxfuse.pipeline import LATE_PASSES, PIPELINE
 from onnxfuse.recurrences.assign import ScanResult, assign_scans
+from onnxfuse.recurrences.form import NoScan
+from onnxfuse.recurrences.linear_attention import LINEAR_ATTENTION, LinearAttentionResult, assign_linear_attention
 from onnxfuse.regions.assign import RegionResult, assign_regions
 from onnxfuse.regions.joining import Joining
 from onnxfuse.regions.prologue_fusion import fuse_prologues
@@ -65,6 +69,8 @@ from onnxfuse.steps import (
     also_raised,
     step,
 )
+from onnxfuse.verify.cpu_session import open_session, run
+from onnxfuse.verify.own_process import OnnxruntimeFailure
 from onnxfuse.verify.parts import UnfusedGraph, unfused_graph
 
 MAX_SIMPLIFY_ROUNDS = 4
@@ -188,6 +194,7 @@ class FusedModel:
     without_regions: Traffic = NO_TRAFFIC  # the traffic if no regions were made
     regions: RegionResult = field(default_factory=RegionResult)
     scans: ScanResult = field(default_factory=ScanResult)
+    chunks: LinearAttentionResult = field(default_factory=LinearAttentionResult)
     unfused: UnfusedGraph | None = None  # the graph before fusing, with which fused nodes are compared
     spelling: SpelledOut = field(default_factory=SpelledOut)  # operators of other tools that were decomposed
     left: Mapping[str, Stays] = field(default_factory=dict)  # by first output: operators decomposed, but not fused
@@ -461,6 +468,31 @@ def fuse_recurrences(work: Work) -> None:
         fold = functools.partial(simplify, without=settings.without_passes)
         scans = assign_scans(work.shapes, functions, fold, settings.exclude, work.keep)
         work.found = replace(work.found, scans=scans)
+    for fusion in settings.fusions:
+        if fusion.name == LINEAR_ATTENTION and settings.operators != "standard" and not graph.is_subgraph:
+            functions = LocalFunctions(graph, settings.operators)
+            chunks = assign_linear_attention(work.shapes, fusion, functions, _opened, settings.exclude, work.keep)
+            work.found = replace(work.found, chunks=chunks)
+
+
+def _opened(model: onnx.ModelProto) -> Callable[[Mapping[str, Array]], Mapping[str, object]]:
+    """Open a model in onnxruntime on the CPU, and return a function that runs it.  Raises NoScan where it does not."""
+
+    def run_opened(feeds: Mapping[str, Array]) -> Mapping[str, object]:
+        with _as_no_scan():
+            return run(session, feeds)
+
+    with _as_no_scan():
+        session = open_session(model, optimize=False)
+    return run_opened
+
+
+@contextmanager
+def _as_no_scan() -> Iterator[None]:
+    try:
+        yield
+    except (OnnxruntimeFailure, VerificationError) as error:
+        raise NoScan(f"onnxruntime does not run it in float64: {first_line(error)}") from error
 
 
 def fuse_bodies(work: Work) -> None:
@@ -498,7 +530,7 @@ def fuse_matches(work: Work) -> None:
     progress = functools.partial(work.timer.progress, "fuse")
     missed = near_misses(graph, work.shapes, settings.rules) if settings.rules else []
     fusing = fuse(graph, work.shapes, settings.fusions, replace(work.selection, leave=leave), progress)
-    fusing = replace(fusing, missed=(*missed, *fusing.missed))
+    fusing = replace(fusing, missed=(*missed, *work.found.chunks.missed, *fusing.missed))
     attended = {label for one in fusing.fused for label in one.replaces if products.intersection(one.replaces)}
     scores_left = graph.scores.done - {name for label, name in softmaxes.items() if label in attended}
     work.found = replace(work.found, fusing=fusing, scores_left=frozenset(scores_left))
@@ -515,7 +547,8 @@ def lay_images_out(work: Work) -> None:
         options = LayoutOptions(settings.layout, channels_last, standing, settings.left_out)
         layouts = assign_layouts(work.graph, work.shapes, options, fused)
     store_sums(work.shapes)
-    work.found = replace(work.found, layout=replace(layouts, originals={**layouts.originals, **stored}))
+    originals = {**layouts.originals, **stored, **work.found.chunks.originals}
+    work.found = replace(work.found, layout=replace(layouts, originals=originals))
 
 
 def _kept_outputs(graph: Graph, fusions: Sequence[Fusion], keep: Set[str]) -> Iterator[tuple[str, str]]:
@@ -536,7 +569,8 @@ def form_regions(work: Work) -> None:
     graph, fusing, made, without = work.graph, work.found.fusing, RegionResult(), work.traffic()
     after = without
     # The layout stage replaced some fused nodes; `_standing` drops their records.
-    known = _standing(graph, (*work.found.scans.fused, *fusing.fused, *work.found.layout.fused))
+    recurrences = (*work.found.scans.fused, *work.found.chunks.fused)
+    known = _standing(graph, (*recurrences, *fusing.fused, *work.found.layout.fused))
     if work.settings.regions and not work.found.left:
         with step(REGIONS):
             made = assign_regions(work.joining, known)

@@ -32,6 +32,9 @@ def linear_attention(
 
     The body is the operator itself, ONNX's or com.microsoft's.  A com.microsoft operator can have more heads of the
     state than of queries and keys.  Operators that keep several states (state_window) stay as they are.
+
+    Nodes that compute the same in chunks of tokens, as in Mamba-2 and Qwen3-Next, are recognized by their results, and
+    are the body then.
     """
     require(
         "the update rule {update_rule} has decays and rates (beta) as it requires",

@@ -32,7 +32,7 @@ FIRST_AXES_AS_INPUT: Final = 13  # from this opset on, the axes of Squeeze and U
 
 
 @dataclass
-class _Written:
+class Written:
     """Nodes that are being written; `names` maps tensors to names in the function.
 
     Tensors that have the dtype `half` in the model are float32 in the function; if `half` is 0, none are changed.
@@ -43,6 +43,7 @@ class _Written:
     stem: str
     half: int
     nodes: list[onnx.NodeProto] = field(default_factory=list)
+    constants: dict[bytes, str] = field(default_factory=dict)  # names of constants, by their serialized values
 
     def put(self, op: str, *inputs: str, target: str = "", **attributes: Any) -> str:
         """Add a node of one output, and return the output's name: `target`, or a new one."""
@@ -57,11 +58,14 @@ class _Written:
         return self.put(op, source, self.constant(np.array([axis])))
 
     def constant(self, value: Array) -> str:
-        """Add a constant, and return its name."""
+        """Add a constant unless there is one of this value, and return its name."""
         stored = onnx.numpy_helper.from_array(value)
         if stored.data_type == self.half:
             stored = onnx.numpy_helper.from_array(value.astype(np.float32))
-        return self.put("Constant", value=stored)
+        key = stored.SerializeToString(deterministic=True)
+        if key not in self.constants:
+            self.constants[key] = self.put("Constant", value=stored)
+        return self.constants[key]
 
     def value(self, name: str, tensor: Tensor, without: int | None = None) -> onnx.ValueInfoProto:
         """Return the type of a value of the body: a tensor or, if `without` is given, its slice along this axis."""
@@ -124,7 +128,7 @@ def _function(
     A Scan would not do: onnxruntime 1.31 ends the process (SIGFPE) where a Scan transposes an empty tensor.
     """
     names, states, first = list(program.operands), recurrence.states, recurrence.inputs[0]
-    written = _Written(shapes, {tensor.name: name for name, tensor in program.operands.items()}, "f", _half(program))
+    written = Written(shapes, {tensor.name: name for name, tensor in program.operands.items()}, "f", _half(program))
     for name, tensor in program.operands.items():
         if written.half == shapes.dtype(tensor):
             written.names[tensor.name] = written.put("Cast", name, to=TensorProto.FLOAT)
@@ -154,7 +158,7 @@ def _function(
     return helper.make_function(DOMAIN, SCAN, names, outputs, written.nodes, opsets, attributes, doc_string=DOC)
 
 
-def _first(shapes: ShapeInfo, written: _Written, program: Program, place: int, state: State) -> str:
+def _first(shapes: ShapeInfo, written: Written, program: Program, place: int, state: State) -> str:
     """Return the first value of a state; an operand that is broadcast is expanded."""
     operand = written.names[state.initial.name]
     if shapes.shape(state.initial) == shapes.shape(state.like):
@@ -182,11 +186,11 @@ def _half(program: Program) -> int:
     return DTYPE_NUMBERS[floats.pop()] if len(floats) == 1 and floats <= {*HALVES} and not is_cast else 0
 
 
-def _body(recurrence: Recurrence, outer: _Written) -> onnx.GraphProto:
+def _body(recurrence: Recurrence, outer: Written) -> onnx.GraphProto:
     """Return the body of the Loop in the function `outer`, which is one step of the recurrence."""
     states = recurrence.states
     begins = {state.begin: f"s{i}" for i, state in enumerate(states)}
-    written = _Written(recurrence.shapes, {**outer.names, **begins}, "t", outer.half)
+    written = Written(recurrence.shapes, {**outer.names, **begins}, "t", outer.half)
     values = [helper.make_tensor_value_info("number", TensorProto.INT64, [])]
     values += [helper.make_tensor_value_info("going", TensorProto.BOOL, [])]
     values += [outer.value(f"s{i}", state.like) for i, state in enumerate(states)]
