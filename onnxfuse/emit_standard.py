@@ -46,7 +46,7 @@ def in_standard_operators(fused: onnx.ModelProto, folder: Path | None, opset: in
     The result has the lowest opset that defines all of its operators, but at least OLDEST and `opset`, which is the
     original's opset.
     """
-    standard, after = in_operators(fused, folder, merge_sizes=True)
+    standard, after = in_operators(fused, folder)
     if opset:
         lower_opset(standard, max(OLDEST, opset))
     return standard, after

@@ -12,6 +12,7 @@ from onnxfuse.passes.fold_constants import fold_constants
 from onnxfuse.passes.fold_pads import fold_pads
 from onnxfuse.passes.fold_quantized_weights import fold_quantized_weights
 from onnxfuse.passes.fold_shapes import fold_shapes
+from onnxfuse.passes.merge_equal_sizes import merge_equal_sizes
 from onnxfuse.passes.move_integers import move_integers
 from onnxfuse.passes.name_results import name_results
 from onnxfuse.passes.normalize import normalize
@@ -65,7 +66,7 @@ PIPELINE: tuple[Pass, ...] = (
     rules_pass("split_packed_gate", GATES),  # last, after scales and biases of packed products are folded
 )
 # The passes that are applied once no other pass changes anything, because they rewrite only the remaining nodes.
-LATE_PASSES: tuple[Pass, ...] = (add_heads_axis, rules_pass("write_limits", LIMITS))
+LATE_PASSES: tuple[Pass, ...] = (merge_equal_sizes, add_heads_axis, rules_pass("write_limits", LIMITS))
 PASS_NAMES: tuple[str, ...] = tuple(each.__name__ for each in (*PIPELINE, *LATE_PASSES))
 # The names of the passes that change the values of weights.
 WEIGHT_PASSES = frozenset({"fold_batch_norm", "fold_variance_factor", "split_packed_gate"})

@@ -20,7 +20,6 @@ from onnxfuse.ir.load import load
 from onnxfuse.ir.protos import copy_without, nodes
 from onnxfuse.ir.serde import write_model
 from onnxfuse.layout.channel_rules import CHANNEL_FUSIONS, between_transposes
-from onnxfuse.passes.merge_equal_sizes import merge_equal_sizes
 from onnxfuse.pipeline import SCORE_PASSES, WEIGHT_PASSES
 from onnxfuse.report.traffic import Traffic, estimate_traffic
 from onnxfuse.steps import Progress, without_what_raises
@@ -74,15 +73,13 @@ def has_fused_nodes(model: onnx.ModelProto) -> bool:
     return any(map(is_fused, nodes(model.graph, *model.functions)))
 
 
-def in_operators(
-    fused: onnx.ModelProto, folder: Path | None, *, merge_sizes: bool = False
-) -> tuple[onnx.ModelProto, Traffic]:
+def in_operators(fused: onnx.ModelProto, folder: Path | None) -> tuple[onnx.ModelProto, Traffic]:
     """Replace the fused nodes of a model by the operators of their bodies; return the model and its estimated traffic.
 
-    Transposes, constants and Casts that cancel between adjacent bodies are removed.  With `merge_sizes`, sizes that
-    several bodies compute are computed once, and so are tensors that depend only on these sizes, such as a causal mask.
+    Transposes, constants and Casts that cancel between adjacent bodies are removed.  Sizes that several bodies compute
+    are computed once, and so are tensors that depend only on these sizes, such as a causal mask.
     """
-    result, left_out = without_what_raises(lambda raised: _in_operators(fused, folder, merge_sizes, raised))
+    result, left_out = without_what_raises(lambda raised: _in_operators(fused, folder, raised))
     for one in left_out:
         log.warning("left out: %s", one)
         log.debug(one.traceback)
@@ -90,14 +87,12 @@ def in_operators(
 
 
 def _in_operators(
-    fused: onnx.ModelProto, folder: Path | None, merge_sizes: bool, raised: Collection[str]
+    fused: onnx.ModelProto, folder: Path | None, raised: Collection[str]
 ) -> tuple[onnx.ModelProto, Traffic]:
     """Return the result of `in_operators`; passes whose names are in `raised` are left out."""
     names = [(function.domain, function.name) for function in fused.functions if function.domain == DOMAIN]
     shapes = read_and_infer(onnx.inliner.inline_selected_functions(_prepared(fused), names), folder)
     graph = shapes.graph
-    if merge_sizes:
-        merge_equal_sizes(graph, shapes)
     simplify(graph, shapes, {*WEIGHT_PASSES, *SCORE_PASSES, *raised})
     return write_model(graph), estimate_traffic(graph, shapes)
 

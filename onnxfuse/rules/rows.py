@@ -51,13 +51,17 @@ def product_of_context(
     x: Term = tensor("batch heads rows size"),
     kn: Term = weight(),
     nk: Term = weight(),
+    bias: Term = weight("n"),
     beta: Term = attribute(),
 ) -> Rules:
     """A product of an attention's result, flattened to (batch * rows, columns), becomes one of unflattened rows."""
     rows = rearrange(x, "batch heads rows size -> batch rows (heads size)")
     flattened = rearrange(x, "batch heads rows size -> (batch rows) (heads size)")
     weights = rearrange(kn, "(heads size) n -> (heads size) n"), rearrange(nk, "n (heads size) -> n (heads size)")
-    for flat, product in _of_rows(flattened, rows, *weights, beta):
+    unbiased = _of_rows(flattened, rows, *weights, beta)
+    transposed = op.MatMul(rows, op.Transpose(weights[1], perm=[1, 0])) + bias
+    biased = (op.Gemm(flattened, weights[0], bias), op.MatMul(rows, weights[0]) + bias)
+    for flat, product in (*unbiased, biased, (op.Gemm(flattened, weights[1], bias, transB=1), transposed)):
         yield rearrange(flat, "(batch rows) n -> batch rows n"), product
 
 
