@@ -25,7 +25,18 @@ def read_loop(outer: ShapeInfo, body: Body) -> Recurrence:
     The body is the node's, after constants in it were folded.
     """
     _require_plain(outer, body)
-    return _of_scan(outer, body) if op_of(body.node) == "Scan" else _Loop(outer, body).recurrence()
+    found = _of_scan(outer, body) if op_of(body.node) == "Scan" else _Loop(outer, body).recurrence()
+    return replace(found, states=[_from_number(outer, state, found.inputs) for state in found.states])
+
+
+def _from_number(outer: ShapeInfo, state: State, inputs: Sequence[Sliced]) -> State:
+    """Return the state with the constant that an Expand repeats to its first value, if sequences have all its sizes."""
+    node, shape = producer(state.initial), outer.shape(state.initial)
+    if node is None or op_of(node) != "Expand" or not is_constant(node.inputs[0]) or shape is None:
+        return state
+    sizes = {size for each in inputs for size in outer.shape(each.tensor) or ()}
+    is_known = all(isinstance(size, int) or size in sizes for size in shape)
+    return replace(state, initial=node.inputs[0]) if is_known else state
 
 
 def _require_plain(outer: ShapeInfo, body: Body) -> None:
