@@ -34,6 +34,7 @@ from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.inline_functions import Inlined, inline_functions
 from onnxfuse.ir.node import Node, op_of
+from onnxfuse.ir.noted_sizes import note_sizes
 from onnxfuse.ir.serde import write_model
 from onnxfuse.layout.assign import LAYOUT, LayoutResult, assign_layouts
 from onnxfuse.layout.conversion import Layout, LayoutOptions
@@ -611,7 +612,9 @@ def _standing(graph: Graph, fused: Collection[Fused]) -> tuple[Fused, ...]:
 
 def write(work: Work) -> None:
     """Write the graph as a model, even if it is the body of an If, Loop or Scan."""
-    work.found = replace(work.found, model=write_model(work.graph), left_out=tuple(work.shapes.raised.values()))
+    model = write_model(work.graph)
+    note_sizes(model, work.shapes.to_note(work.graph.recorded_types))
+    work.found = replace(work.found, model=model, left_out=tuple(work.shapes.raised.values()))
 
 
 STAGES: Final = (

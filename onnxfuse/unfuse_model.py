@@ -17,6 +17,7 @@ from onnxfuse.fuse_model import simplify
 from onnxfuse.ir.domain import DOMAIN, is_fused
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.load import load
+from onnxfuse.ir.noted_sizes import note_sizes, noted_sizes
 from onnxfuse.ir.protos import copy_without, nodes
 from onnxfuse.ir.serde import write_model
 from onnxfuse.layout.channel_rules import CHANNEL_FUSIONS, between_transposes
@@ -91,10 +92,15 @@ def _in_operators(
 ) -> tuple[onnx.ModelProto, Traffic]:
     """Return the result of `in_operators`; passes whose names are in `raised` are left out."""
     names = [(function.domain, function.name) for function in fused.functions if function.domain == DOMAIN]
-    shapes = read_and_infer(onnx.inliner.inline_selected_functions(_prepared(fused), names), folder)
+    noted = noted_sizes(fused)
+    inlined = onnx.inliner.inline_selected_functions(_prepared(fused), names)
+    note_sizes(inlined, noted)
+    shapes = read_and_infer(inlined, folder)
     graph = shapes.graph
     simplify(graph, shapes, {*WEIGHT_PASSES, *SCORE_PASSES, *raised})
-    return write_model(graph), estimate_traffic(graph, shapes)
+    result = write_model(graph)
+    note_sizes(result, shapes.to_note(noted))
+    return result, estimate_traffic(graph, shapes)
 
 
 def _prepared(fused: onnx.ModelProto) -> onnx.ModelProto:

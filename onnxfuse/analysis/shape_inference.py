@@ -70,6 +70,7 @@ def infer_shapes(graph: Graph, strict: bool = False, scope: OuterScope | None = 
 def _inferred(shapes: ShapeInfo) -> ShapeInfo:
     for tensor in shapes.graph.linked.inputs:
         relate_batch(shapes, tensor)
+        shapes.require_noted(tensor)
     for node in shapes.graph.nodes:
         infer_node(shapes, node)
     return shapes
@@ -138,6 +139,7 @@ def infer_node(shapes: ShapeInfo, node: Node) -> None:
         completed = shapes.completed(output.name, shape and _recordable(shapes, output.name, shape), is_foreign)
         if output.name:  # an omitted output has no name
             shapes.record(output, completed, output_dtype(shapes, node, i) or shapes.recorded_dtype(output))
+            shapes.require_noted(output)
     relate_sizes(shapes, node)
     values = apply_rule(VALUE_RULES.get(op), shapes, node)
     for i, output in enumerate(node.outputs):

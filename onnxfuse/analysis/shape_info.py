@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 
 from onnxfuse.algebra.bounds import equated, solved, substituted, without_min_constants
-from onnxfuse.algebra.sizes import UNKNOWN, Broadcast, Dim, Shape, Size, broadcast_parts, is_known, symbol
+from onnxfuse.algebra.sizes import UNKNOWN, Broadcast, Dim, Shape, Size, broadcast_parts, is_known, symbol, symbols
 from onnxfuse.analysis.value_infos import RecordedSize, ValueInfos
 from onnxfuse.errors import ModelError, OnnxfuseError
 from onnxfuse.ir.dtypes import EXACT_INTEGERS, INTEGER_RANGES, Array
@@ -89,6 +89,7 @@ class ShapeInfo:
         self.not_limited = set(self.known.not_limited)  # this set also gets the names that this inference finds
         self._with_numbers: set[str] = set()  # names of tensors in whose shapes a number replaced a symbol
         self._required: dict[str, list[Size]] = {name: [number] for name, number in self.known.numbers.items()}
+        self._noted: dict[str, Size] = {}  # by text of the model's note of sizes: the first size that has it
         self._unknown, self.related = self.known.unknown, self.known.related
         self.numbers, self.is_repeated = scope.numbers, scope.is_repeated
         self._shapes: dict[str, Shape | None] = {name: self._settled(name, each) for name, each in scope.shapes.items()}
@@ -185,6 +186,26 @@ class ShapeInfo:
         found = solved(size, number) if isinstance(number, int) else equated(size, number)
         if found and not self.is_repeated:
             self._required.setdefault(found[0], []).append(found[1])
+
+    def require_noted(self, tensor: Tensor) -> None:
+        """Record that the tensor's sizes equal those that have the same texts in the model's note of sizes, if any."""
+        noted = self.infos.noted.get(tensor.name, ())
+        for size, text in zip(self.shape(tensor) or (), noted, strict=False):
+            first = self._noted.setdefault(text, size)
+            if first != size:
+                self.require(size, first)
+                self.require(first, size)
+
+    def to_note(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """Return the sizes, as texts, of those tensors that have a size to which the model's operators equate others.
+
+        Graph inputs are added, so that their sizes have texts too.
+        """
+        chosen = set[str]().union(*(symbols(size) for size in self.known.numbers.values() if isinstance(size, Dim)))
+        shapes = {name: self._shapes.get(name) or () for name in names}
+        found = {name: shape for name, shape in shapes.items() if any(map(chosen.intersection, map(symbols, shape)))}
+        inputs = {tensor.name: self.shape(tensor) or () for tensor in self.graph.linked.inputs if found}
+        return {name: [str(size) for size in shape] for name, shape in (inputs | found).items() if shape}
 
     def learned(self) -> Learned:
         """Return the constraints found so far, without the symbols that would have to equal two different numbers."""

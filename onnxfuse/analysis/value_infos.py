@@ -12,6 +12,7 @@ from onnx import TensorProto
 
 from onnxfuse.algebra.size_parser import is_name, parse_size
 from onnxfuse.algebra.sizes import UNKNOWN, Size
+from onnxfuse.ir.noted_sizes import noted_sizes
 from onnxfuse.ir.protos import ONNX_DOMAINS, nodes, opset_of, overridable_initializers, subgraphs
 from onnxfuse.ir.slices import hide_ends
 
@@ -46,6 +47,7 @@ class ValueInfos:
         if _hide_wrong_results(light, graph):
             graph = _inferred(light)
         self._infos = {info.name: info for info in (*graph.value_info, *graph.output, *graph.input, *weights)}
+        self.noted = noted_sizes(model)
         source = model.graph
         self._records = {info.name: info for info in (*source.value_info, *source.output)}
 
