@@ -10,23 +10,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from onnxfuse.algebra.sizes import Shape, Size
 from onnxfuse.analysis.scores import RANK, computes_probabilities
 from onnxfuse.analysis.shape_info import ShapeInfo
-from onnxfuse.attention.new_axes import NewAxes, are_read_by, attention_before
+from onnxfuse.attention.new_axes import SCORES, NewAxes, are_read_by, attention_before
 from onnxfuse.ir.attributes import perm_of
 from onnxfuse.ir.graph import Graph, constant_value
-from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
+from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer, tensor_before
 from onnxfuse.passes.emit import joined_sizes, sizes_along, write
 from onnxfuse.passes.graph_pass import graph_pass
+
+WITH_SINKS: Final = SCORES | {"Concat", "Slice"}  # sinks are joined to the scores, and their probabilities cut off
 
 
 @graph_pass(opset=8)  # the first opset with Expand
 def expand_batches(graph: Graph, shapes: ShapeInfo) -> int:
     """Expand queries, keys and values whose batch may be smaller than their mask's; return the number of attentions."""
     products = [node for node in graph.nodes if node.op == "MatMul" and _is_of_two_batches(shapes, node)]
-    return sum(_rewrite(graph, shapes, node) for node in products if computes_probabilities(node.inputs[0]))
+    found = [node for node in products if computes_probabilities(tensor_before(node.inputs[0], {"Slice"}))]
+    return sum(_rewrite(graph, shapes, node) for node in found)
 
 
 def _is_of_two_batches(shapes: ShapeInfo, product: Node) -> bool:
@@ -36,7 +40,7 @@ def _is_of_two_batches(shapes: ShapeInfo, product: Node) -> bool:
 
 def _rewrite(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:
     """Expand what the two products of the attention that ends in `last` read; return whether that was possible."""
-    inside, probabilities = attention_before(graph, shapes, last), shapes.shape(last.inputs[0])
+    inside, probabilities = attention_before(graph, shapes, last, WITH_SINKS), shapes.shape(last.inputs[0])
     if inside is None or probabilities is None:
         return False
     read = [(node, each) for node in inside.values() for each in node.inputs if each.name and id(each) not in inside]

@@ -84,15 +84,18 @@ def nodes_from_product(tensor: Tensor, is_part: Callable[[Tensor, Node], bool]) 
     return {key: node for key, node in found.items() if known and node is not None}
 
 
-def attention_before(graph: Graph, shapes: ShapeInfo, last: Node) -> dict[int, Node] | None:
+def attention_before(
+    graph: Graph, shapes: ShapeInfo, last: Node, scores: Collection[str] = SCORES
+) -> dict[int, Node] | None:
     """Return the nodes of the attention that ends in a product, by the ids of their outputs.
 
-    None where there is no other product, or a node outside reads a tensor between the two products.
+    Between its products are operators in `scores`.  None where there is no other product, or a node outside reads a
+    tensor between the two products.
     """
     end, rank = last.outputs[0], shapes.rank(last.outputs[0]) or 0
 
     def is_part(tensor: Tensor, node: Node) -> bool:
-        is_scores = op_of(node) in SCORES and (op_of(node) != "Softmax" or is_of_last_axis(graph, node, rank))
+        is_scores = op_of(node) in scores and (op_of(node) != "Softmax" or is_of_last_axis(graph, node, rank))
         return shapes.rank(tensor) == rank and (is_scores or is_batched_product(shapes, node))
 
     between = nodes_from_product(last.inputs[0], is_part)

@@ -133,7 +133,10 @@ class SplitHeads:
         if self.is_inside(tensor) or self._farthest_view(tensor) is not None:
             return True
         can_reshape = isinstance(self.parts[1], int) and self._has_first_axis(tensor)
-        return not of_product and (can_reshape or self._broadcasts(tensor))
+        if of_product:
+            shape = self.shapes.shape(tensor)
+            return can_reshape and shape is not None and reshape_target(shape, self.shape(shape)) is not None
+        return can_reshape or self._broadcasts(tensor)
 
     def _has_first_axis(self, tensor: Tensor) -> bool:
         shape = self.shapes.shape(tensor)

@@ -42,7 +42,8 @@ def sizes_of_operands(graph: Graph, shapes: ShapeInfo) -> int:
 
     The Shape of a view stays: otherwise the view could be composed with others into a view whose target is computed.
     But if a Reshape or an Expand of the view has its target from that Shape, the target is computed anyway.  Sizes
-    of slices, and of tensors whose Shape is cast, as TensorFlow does, are also read from graph inputs.
+    of slices, and of tensors whose Shape is cast, as TensorFlow does, are also read from graph inputs, and those of
+    scores from any operand.
     Returns the number of sizes, or groups of sizes, that are now read from another tensor.
     """
     origins = Origins(shapes)
@@ -81,7 +82,7 @@ def _read_elsewhere(graph: Graph, shapes: ShapeInfo, origins: Origins, shape: No
     for reader, picked, cast in readers:
         sources = [found[i] for i in picked[0]] if picked is not None else []
         are_of_inputs = all(map(_is_of_input, sources)) and (cast is not None or is_slice)
-        if picked is not None and (are_of_inputs or (is_inside and cast is None)):
+        if picked is not None and (are_of_inputs or (is_inside and (cast is None or of_scores))):
             made = _written(shapes, tensor, sources, reader.outputs[0], picked[1], of_scores)
             if made is not None and cast is not None:
                 made = write(shapes, "Cast", [made], f"{reader.outputs[0].name}_cast", cast.attrs)
@@ -103,7 +104,6 @@ def _readers(
     """Yield each consumer of a Shape, what it takes of the sizes, and the Cast of all sizes that it reads, if any.
 
     TensorFlow casts each Shape to int32.  Such a Cast is followed where each of its consumers takes some of the sizes.
-    The caller reads these sizes from graph inputs, and others where they are read now.
     """
     for reader in consumers(whole):
         is_followed = op_of(reader) == "Cast" and not graph.is_kept(reader.outputs[0])

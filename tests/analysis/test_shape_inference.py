@@ -563,6 +563,16 @@ def test_a_size_that_an_operator_requires_is_that_number(opset: int, inputs: str
     assert shown(shapes.shape(graph.linked.inputs[0])) == expected
 
 
+def test_reshapes_of_equal_tensors_to_one_target_have_equal_unknown_sizes() -> None:
+    """A target's batch may be 0, which copies the size of the source: the shape is unknown, but the same."""
+    n = "s = Shape <end = 1> (z) m = Constant <value_ints = [-1]> () t = Concat <axis = 0> (s, m, m8) u = Neg(x)"
+    body = f"{n} a = Reshape(x, t) b = Reshape(u, t) c = Reshape(w, t) d = Reshape <allowzero = 1> (x, t) y = Add(a, b)"
+    graph, shapes = parsed("float[n,8] x, float[k,8] w, float[b,4] z", body, constants="int64[1] m8 = {8}")
+    a, b, c, d = (shapes.shape(named(graph, name)) for name in "abcd")
+    assert shown(a) == "? ? 8" and a == b
+    assert a != c and a != d
+
+
 def test_a_size_that_is_lost_and_required_is_known_everywhere() -> None:
     """A computed Pad may pad any axis; the Conv behind it tells the channels, which are then declared in the file."""
     body = """u = Pad(x, p) r = Relu(u) z = Conv(r, k) f = Shape(u) c = Gather(f, a1) s = Div(c, a2)

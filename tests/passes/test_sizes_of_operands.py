@@ -18,7 +18,16 @@ def sources(nodes: str, opset: int = 20) -> list[str]:
 
     The nodes compute integers y of queries q, keys k and a row m.
     """
-    constants = {"zero": [0], "two": [2], "last": [3], "both": [2, 3], "far": [9], "all": [-1], "flat": [-1, 8]}
+    constants = {
+        "zero": [0],
+        "one": [1],
+        "two": [2],
+        "last": [3],
+        "both": [2, 3],
+        "far": [9],
+        "all": [-1],
+        "flat": [-1, 8],
+    }
     weights = {name: np.array(value, np.int64) for name, value in constants.items() if name in nodes}
     if "scalar" in nodes:
         weights["scalar"] = np.array(3, np.int64)
@@ -63,6 +72,11 @@ SWAPPED = "x = Transpose<perm=[1,0,2,3]>(q)"
         (f"{SPLIT} x = Tanh(r) n = Shape(x) c = Gather(n, two) i = Cast<to=7>(x) y = Add(i, c)", ["q", "q"]),
         ("x = Slice(q, zero, two, two) n = Shape(x) y = Gather(n, zero)", ["q"]),
         (f"{SWAPPED} n = Shape(x) c = Cast<to=6>(n) d = Slice(c, two, last) y = Cast<to=7>(d)", ["q"]),
+        (
+            "u = Concat<axis=2>(q, q) p = MatMul(u, k) s = Tanh(p) n = Shape(s) c = Cast<to=6>(n) y = Gather(c, two)",
+            ["u"],
+        ),
+        ("u = Concat<axis=2>(q, q) s = Tanh(u) n = Shape(s) c = Cast<to=6>(n) y = Gather(c, two)", ["s"]),
         (f"{SWAPPED} n = Shape(x) y = Gather(n, two)", ["x"]),
         (f"{SWAPPED} n = Shape<start=2, end=3>(x) t = Concat<axis=0>(all, n, two) y = Reshape(x, t)", ["q"]),
         (f"{SWAPPED} n = Shape<start=2, end=3>(x) t = Concat<axis=0>(all, n, two) y = Reshape(q, t)", ["x"]),

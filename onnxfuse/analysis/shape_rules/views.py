@@ -70,9 +70,10 @@ def _if_empty(
     is_regrouped = len(usual) == len(result) and reshape(identity(source or ()), usual) is not None
     if is_regrouped or tells_empty_axes(node, target, source):
         return tuple(result)
-    name, is_exact = node.outputs[0].name, flag_attribute(node, "allowzero", False)
+    is_exact = flag_attribute(node, "allowzero", False)
+    key = (node.inputs[1].name, source, is_exact) if len(node.inputs) > 1 and source else (node.outputs[0].name,)
     return tuple(
-        size if given != -1 and (is_exact or _copies_empty(given, source, i)) else shapes.unknown(name, i)
+        size if given != -1 and (is_exact or _copies_empty(given, source, i)) else shapes.unknown(*key, i)
         for i, (size, given) in enumerate(zip(result, target, strict=True))
     )
 
