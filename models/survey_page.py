@@ -6,7 +6,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from survey_fused import STRUCTURES, way
+from survey_fused import OTHER_KIND, STRUCTURES, way
 
 Entry = Mapping
 MAX_ERROR = 120  # characters shown
@@ -207,9 +207,12 @@ def is_complete(entry: Entry) -> bool:
 
 def totals(measured: Sequence[Entry]) -> Iterator[str]:
     """Yield a row for each structure and exporter."""
-    for structure in STRUCTURES:
+    for structure in (*STRUCTURES, OTHER_KIND):
         for exporter in dict.fromkeys(way(each) for each in measured):
-            rows = [each["structures"][structure] for each in measured if way(each) == exporter]
+            found = [each["structures"].get(structure) for each in measured if way(each) == exporter]
+            rows = [row for row in found if row is not None]
+            if not rows:
+                continue
             count, fused = sum(row["count"] for row in rows), sum(row["fused"] for row in rows)
             share = f"{fused / count:.1%}" if count else ""
             yield f"| {structure} | {exporter} | {count} | {fused} | {share} |"

@@ -18,6 +18,7 @@ from onnxfuse.match.accept import refusal
 from onnxfuse.match.prefilter import may_occur
 from onnxfuse.passes.folded import node_label
 from onnxfuse.rewrite.replace import REGION, Fused, LocalFunctions, replace_match
+from onnxfuse.rewrite.unlike_attention import unlike_attention
 
 MAX_NODES_BETWEEN = 24  # nodes visited on the way from a product of an attention to its Softmax or other product
 NEAR_MISS_SHARE = 0.3  # a miss is reported if at least this share of the pattern's nodes matched
@@ -127,7 +128,7 @@ def fuse(
     and the number of all nodes.
     """
     graph.remember_origins()
-    attentions = frozenset(map(node_label, ends_of_attention(graph)))
+    attentions, unlike = frozenset(map(node_label, ends_of_attention(graph))), unlike_attention(graph)
     functions = LocalFunctions(graph, selection.operators, selection.contrib)
     fused: list[Fused] = []
     sweep = _Sweep(graph, shapes, functions, progress)
@@ -142,7 +143,14 @@ def fuse(
             refused = {miss.node for miss in sweep.misses.values() if miss.complete} if new else set()
             nodes = [node for node in graph.nodes[::-1] if node_label(node) in refused]
     remaining = frozenset(map(node_label, graph.nodes))
-    return FusionResult(tuple(fused), tuple(sweep.misses.values()), remaining, attentions)
+    missed = tuple(_explained(miss, unlike) for miss in sweep.misses.values())
+    return FusionResult(tuple(fused), missed, remaining, attentions)
+
+
+def _explained(miss: Miss, unlike: Mapping[str, str]) -> Miss:
+    """Return the miss; if its node ends a structure that is unlike an attention, a miss of an attention says so."""
+    reason = unlike.get(miss.node) if has_softmax(miss.fusion) else None
+    return miss if reason is None else miss._replace(sentence=functools.partial(str, reason))
 
 
 @dataclass(frozen=True)
