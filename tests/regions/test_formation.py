@@ -105,6 +105,27 @@ def test_a_clamp_of_float16_is_one_region() -> None:
     assert ops == ["Cast", "IsInf", "Cast", "ReduceMax", "Cast", "Where", "Neg", "Max", "Min"]
 
 
+@pytest.mark.parametrize(
+    ("nodes", "body"),
+    [
+        ("a, b = Split <axis = 0> (t) c = Squeeze(a, o) d = Squeeze(b, o)", ["Transpose", "Gather", "Gather"]),
+        # Parts of several elements, and axes that stay, are split.
+        ("a, b = Split <axis = 1> (t) c = Squeeze(a, o) d = Relu(b)", ["Transpose", "Split", "Squeeze", "Relu"]),
+        ("a, b = Split <axis = 0> (t) c = Relu(a) d = Relu(b)", ["Transpose", "Split", "Relu", "Relu"]),
+    ],
+)
+def test_parts_of_one_element_are_gathered_in_the_body(nodes: str, body: list[str]) -> None:
+    """After the inlining of bodies, onnxruntime moves a Transpose behind Gathers, where it is fast (XCiT)."""
+    text = (
+        f"o := int64[1] {{0}} t = Transpose <perm = [2, 0, 3, 1]> (x) {nodes} e = Tanh(c) y = Sigmoid(d) z = Mul(e, y)"
+    )
+    inputs = "float[1, 3, 2, 4] x" if "axis = 0" in nodes else "float[2, 3, 1, 4] x"
+    result, _ = optimized(parsed(text, inputs=inputs))
+    (function,) = [each for each in result.functions if each.name.startswith("region")]
+    found = [node.op_type for node in function.node if node.op_type != "Constant"]
+    assert found == [*body, "Tanh", "Sigmoid", "Mul"]
+
+
 def test_a_modulated_norm_is_one_region() -> None:
     nodes = (
         "p := int64[1] {1} o := float {1} a, b = Split <axis = -1> (c) s = Unsqueeze(a, p) t = Unsqueeze(b, p) "
