@@ -139,7 +139,8 @@ def infer_node(shapes: ShapeInfo, node: Node) -> None:
         completed = shapes.completed(output.name, shape and _recordable(shapes, output.name, shape), is_foreign)
         if output.name:  # an omitted output has no name
             shapes.record(output, completed, output_dtype(shapes, node, i) or shapes.recorded_dtype(output))
-            shapes.require_noted(output)
+            if shapes.infos.noted:
+                shapes.require_noted(output)
     relate_sizes(shapes, node)
     values = apply_rule(VALUE_RULES.get(op), shapes, node)
     for i, output in enumerate(node.outputs):

@@ -17,6 +17,8 @@ def merge_equal_sizes(graph: Graph, shapes: ShapeInfo) -> int:
 
     A tensor that was read only for its shape can then stay inside a fusion.  Returns the number of replaced tensors.
     """
+    if "Shape" not in graph.operators:
+        return 0
     count = _read_from_inputs(graph, shapes)
     of_inputs: set[int] = set()
     found: list[tuple[Hashable, Tensor]] = []

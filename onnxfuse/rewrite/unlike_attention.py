@@ -26,7 +26,7 @@ WITHOUT_VALUES: Final = "stores no probabilities, so this is fused only if relat
 def unlike_attention(graph: Graph) -> dict[str, str]:
     """Return why no attention ends at a node, by the label of the node: products, and views of their results."""
     found: dict[str, str] = {}
-    for softmax in (node for node in graph.nodes if op_of(node) == "Softmax"):
+    for softmax in (node for node in graph.nodes if node.op == "Softmax"):
         before = _before(softmax)
         if any(_is_product(node) for node in before):
             after = _after(softmax)
