@@ -1,4 +1,4 @@
-"""Compute equal sizes, such as the numbers of rows of two tensors, only once, and from graph inputs if possible."""
+"""Read sizes, such as the number of rows of a tensor, from graph inputs that have them, and compute them once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onnxfuse.passes.graph_pass import graph_pass
 
 @graph_pass()
 def merge_equal_sizes(graph: Graph, shapes: ShapeInfo) -> int:
-    """Replace equal tensors of sizes by one that is computed from shapes of graph inputs, or else by the first.
+    """Replace tensors of sizes by equal ones that are computed from shapes of graph inputs.
 
     A tensor that was read only for its shape can then stay inside a fusion.  Returns the number of replaced tensors.
     """
@@ -21,6 +21,7 @@ def merge_equal_sizes(graph: Graph, shapes: ShapeInfo) -> int:
         return 0
     count = _read_from_inputs(graph, shapes)
     of_inputs: set[int] = set()
+    kept: dict[Hashable, Tensor] = {}
     found: list[tuple[Hashable, Tensor]] = []
     for node in graph.nodes:
         if _is_of_inputs(node, of_inputs):
@@ -28,11 +29,11 @@ def merge_equal_sizes(graph: Graph, shapes: ShapeInfo) -> int:
         for tensor in node.outputs:
             value = shapes.value(tensor) if tensor.name and tensor.outputs else None
             if value is not None and not graph.is_kept(tensor):
-                found.append(((shapes.dtype(tensor), value.shape, tuple(map(str, value.ravel()))), tensor))
-    kept: dict[Hashable, Tensor] = {}
-    for key, tensor in sorted(found, key=lambda each: id(each[1]) not in of_inputs):
-        kept.setdefault(key, tensor)
-    return count + sum(graph.replace(tensor, kept[key]) for key, tensor in found if kept[key] is not tensor)
+                key = shapes.dtype(tensor), value.shape, tuple(map(str, value.ravel()))
+                found.append((key, tensor))
+                if id(tensor) in of_inputs:
+                    kept.setdefault(key, tensor)
+    return count + sum(graph.replace(tensor, kept[key]) for key, tensor in found if kept.get(key, tensor) is not tensor)
 
 
 def _is_of_inputs(node: Node, of_inputs: set[int]) -> bool:

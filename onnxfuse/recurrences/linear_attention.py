@@ -338,17 +338,20 @@ class _Replacing:
     def replace(self, cumsum: Node) -> None:
         """Replace the chunks around a CumSum.  Raises NoScan, with the first reason, if they are none."""
         reasons = list[NoScan]()
-        for chunks in read_chunks(self.shapes, cumsum):
-            try:
-                labels = {*map(node_label, chunks.nodes)}
-                if (LINEAR_ATTENTION, chunks.output.name) in self.exclude or self.keep & labels:
-                    raise NoScan("it belongs to a match that is switched off")
-                found, body = self._recognized(chunks)
-            except NoScan as error:
-                reasons.append(error)
-                continue
-            self._put(chunks, found, body)
-            return
+        try:
+            for chunks in read_chunks(self.shapes, cumsum):
+                try:
+                    labels = {*map(node_label, chunks.nodes)}
+                    if (LINEAR_ATTENTION, chunks.output.name) in self.exclude or self.keep & labels:
+                        raise NoScan("it belongs to a match that is switched off")
+                    found, body = self._recognized(chunks)
+                except NoScan as error:
+                    reasons.append(error)
+                    continue
+                self._put(chunks, found, body)
+                return
+        except NoScan as error:  # of the nodes for another length
+            reasons.append(error)
         raise reasons[0]
 
     def _recognized(self, chunks: Chunks) -> tuple[Recognized, Sequence[onnx.NodeProto]]:

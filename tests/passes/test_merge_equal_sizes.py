@@ -20,8 +20,9 @@ SOFTMAX = "p = Softmax<axis=-1>(q) r = Softmax<axis=1>(k)"
         (f"{SOFTMAX} m = Shape(p) n = Shape(q) c = Gather(m, one) d = Gather(n, one) y = Sub(d, c)", 17, ["q"]),
         # A single size is read from the first input that has it.
         (f"{SOFTMAX} c = Shape<start=0, end=1>(r) y = Identity(c)", 17, ["q"]),
-        # Else the first of several computed tensors stays.
-        ("f = Reshape(q, flat) m = Shape(f) h = Neg(f) n = Shape(h) y = Add(m, n)", 17, ["f"]),
+        # A size that no input has stays with its tensor, which another part of the model need not read.
+        ("f = Reshape(q, flat) m = Shape(f) h = Neg(f) n = Shape(h) y = Add(m, n)", 17, ["f", "h"]),
+        ("f = NonZero(q) m = Shape(f) h = Neg(f) n = Shape(h) y = Add(m, n)", 17, ["f", "h"]),
         # Sizes of other tensors, or of another dtype, differ.
         (f"{SOFTMAX} m = Shape(p) n = Shape(r) c = Gather(m, one) d = Gather(n, one) y = Add(c, d)", 17, ["p", "r"]),
         ("n = Shape(q) c = Cast<to=6>(n) d = Cast<to=7>(c) y = Add(n, d)", 17, ["q"]),
