@@ -61,14 +61,16 @@ def shapes(run: ort.InferenceSession, given: dict[str, Any]) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", sampled(INDEX, EVERY))
 def test_a_model_runs_at_every_shape(gpu: Stage, tmp_path: Path, name: str) -> None:
-    """Also at sizes of 0, where the bodies do."""
-    fused, report = onnxfuse.optimize(load_exported(name), verify=False)
+    """Also at sizes of 0, where the model and the bodies do."""
+    model = load_exported(name)
+    fused, report = onnxfuse.optimize(model, verify=False)
     path, plans = tmp_path / "fused.onnx", tmp_path / "fused.plans"
     save(fused, path)
     compiled = compile_file(path, plans, CompileSettings(archs=["sm_90"], provider=CPU))
     quiet = ort.SessionOptions()
     quiet.log_severity_level = 4
     run, bodies = native_session(path, plans), ort.InferenceSession(str(path), quiet, providers=[CPU])
+    original = ort.InferenceSession(model.SerializeToString(), quiet, providers=[CPU])
     kernels = sum(each.fusion not in compiled.bodies for each in report.fused)
     usual, *more = INDEX[name]["verified_sizes"]
     for sizes in usual, *more:
@@ -78,6 +80,7 @@ def test_a_model_runs_at_every_shape(gpu: Stage, tmp_path: Path, name: str) -> N
     for dim in usual:
         given = feeds(INDEX[name], {**usual, dim: 0}, seed=1)
         try:
+            shapes(original, given)  # a Mamba-2 divides by 0 then, before an Einsum that ends the process on no rows
             expected = shapes(bodies, given)
         except Exception:  # such as that of ONNX's Attention without a batch; onnxruntime's errors have no common class
             continue
