@@ -24,11 +24,15 @@ __device__ __forceinline__ void cluster_wait() {
     else __syncthreads();
 }
 
+__device__ __forceinline__ unsigned address_of(const void* shared) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(shared));
+}
+
 // Stores `value` in the shared memory of block `rank` of the cluster. `address` is the address of the same variable in
 // this block.
 __device__ __forceinline__ void store_peer(float* address, unsigned rank, float value) {
     if constexpr (CLUSTER > 1) {
-        const unsigned own = static_cast<unsigned>(__cvta_generic_to_shared(address));
+        const unsigned own = address_of(address);
         asm volatile(
             "{ .reg .b32 peer; mapa.shared::cluster.u32 peer, %0, %1; st.shared::cluster.f32 [peer], %2; }" ::"r"(own),
             "r"(rank), "f"(value)
@@ -40,14 +44,10 @@ __device__ __forceinline__ void store_peer(float* address, unsigned rank, float 
 
 // ---- inboxes -----------------------------------------------------------------------------------------------------
 // An inbox in the shared memory of a block counts the bytes that blocks of its cluster send to the block. It lets the
-// block wait for their data alone, while a barrier of the cluster also waits for all its earlier stores to global
-// memory. Its phases are numbered; each ends once the block expects an amount of bytes and this amount has arrived.
+// block wait for these bytes alone, while a barrier of the cluster also waits for all earlier stores to global memory.
+// The phases of an inbox are numbered; each ends once the block expects an amount of bytes and this amount has arrived.
 
 struct alignas(8) Inbox { unsigned long long state; };
-
-__device__ __forceinline__ unsigned address_of(const void* shared) {
-    return static_cast<unsigned>(__cvta_generic_to_shared(shared));
-}
 
 // One thread calls this. Other blocks may send after the next barrier of the cluster.
 __device__ __forceinline__ void open_inbox(Inbox& inbox) {

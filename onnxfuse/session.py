@@ -248,7 +248,7 @@ def register(
 
 
 def _read_kernels(calls: Sequence[Call], settings: SessionSettings) -> None:
-    """Read what is needed of the kernels, whose results are kept: their digest for a plan file, else their hosts."""
+    """Fill the caches of what the session needs of the kernels: their digest for a plan file, else their hosts."""
     with suppress(KernelError):  # whoever needs a family that does not load raises the error again
         if settings.plan_file:
             kernels_digest()

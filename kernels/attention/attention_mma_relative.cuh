@@ -38,7 +38,7 @@ struct RelativeScores {
     }
 
     // Copies the vectors of the distances from `first` on. The index of a query and a key is at query * by_query + key *
-    // by_key; those of the first query and of the first key have all distances.
+    // by_key; the pairs that have the first query or the first key have all distances.
     __device__ __forceinline__ void load(u32 window, const Positions& from, int first, i64 by_query, i64 by_key) const {
         constexpr int EACH = ACCESS_BYTES / sizeof(T), PER_ROW = HEAD_DIM / EACH;
         constexpr int ROUNDS = (ROWS * PER_ROW + THREADS - 1) / THREADS;
@@ -93,7 +93,7 @@ struct RelativeScores {
         }
     }
 
-    // Computes the warp's rows of `sums` for a tile, whose keys and windows have arrived; all warps of the block call it.
+    // Computes the warp's rows of `sums` for a tile whose keys and windows have arrived; all warps of the block call it.
     __device__ __forceinline__ void compute(int tile, const WarpState& warp, u32 q_tile, u32 k_tile) const {
         float d[COLUMNS][4];
         multiply(d, warp, k_tile, windows + (ROWS + BLOCK_N - 16 - 16 * warp.m) * K_ROW);

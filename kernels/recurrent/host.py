@@ -46,9 +46,9 @@ COLUMNS: Final = {True: (8, 16, 32), False: (1, 2, 4, 8)}  # sequences of a clus
 MAX_PLANS: Final = 4
 # Estimated clocks, fitted to times of an H200.
 MMA_CLOCKS: Final = 8  # of a quarter of a multiprocessor for one mma
-STORED_CLOCKS: Final = 0.8  # by which weights in shared memory delay each mma, as a part of the clocks of their loads
+STORED_CLOCKS: Final = 0.8  # for each clock of loading weights from shared memory, which mma partly hides
 FMA_CLOCKS: Final = 150  # to add up the sums of lanes
-EXCHANGE_CLOCKS: Final = {1: 670, 2: 500, 4: 560, 8: 660, 16: 740}  # of all that sizes do not change, by blocks
+EXCHANGE_CLOCKS: Final = {1: 670, 2: 500, 4: 560, 8: 660, 16: 740}  # of a step of any size, by its blocks
 WORD_CLOCKS: Final = 0.5  # to send one word of states to all blocks
 UNITS_CLOCKS: Final = 200  # from the sums to the states of 128 units, 32 for each quarter of a multiprocessor
 

@@ -440,7 +440,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS
             if (threadIdx.x == 0) expect(memory.inboxes[STATES - 1], bytes);
         }
         multiply_states<RESET_FIRST ? RESET_TILES : 0, ROWS / 16>(memory, states, held, stored);
-        // No block reads the states of the step before any more: it has sent the present ones after that.
+        // No block reads the previous states any more: each block sent the present ones after it had read those.
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             Unit& at = units[i];

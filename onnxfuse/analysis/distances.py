@@ -1,4 +1,4 @@
-"""Find tensors whose elements depend on the difference of their last two indices alone, as a query's and a key's."""
+"""Find tensors whose elements depend on the difference of their last two indices alone: of a query and of a key."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ELEMENTWISE: Final = (UNARY | BROADCASTING) - {"Dropout"}
 def depends_on_distance(analysis: IndexAnalysis, tensor: Tensor) -> bool:
     """Return whether all elements whose last two indices have the same difference are known to be equal.
 
-    The tensor has no other axes than these two but of size 1.  False if this is not known.
+    All other axes must have size 1.  Return False if this is not known.
     """
     return _depends(analysis, tensor, {})
 
@@ -54,7 +54,7 @@ def _found(analysis: IndexAnalysis, tensor: Tensor, known: dict[str, bool]) -> b
 
 
 def _repeats_nothing(analysis: IndexAnalysis, operand: Tensor, shape: Shape) -> bool:
-    """Return whether an operand has one element or the last two sizes of `shape`, so that none is broadcast alone."""
+    """Return whether an operand has one element, or the last two sizes of `shape`: no axis is broadcast alone."""
     own = analysis.shapes.shape(operand)
     return own is not None and (all(size == 1 for size in own) or own[-2:] == shape[-2:])
 

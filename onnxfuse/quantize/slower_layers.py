@@ -2,7 +2,7 @@
 
 A time is the sum of a launch's, its results', its multiplications' and its operands'.  The constants are fitted to
 benchmarks/results/eight_bits-h200-2026-11-29.json and float8-h200-2026-11-30.json: the first plans of products and of
-convolutions, with bias, Relu and, for 8 bits, a quantizer.  They are off by 10 to 16 % in the geometric mean.
+convolutions, with bias, Relu and, for 8 bits, a quantizer.  Estimates are off by 10 to 16 % in the geometric mean.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from onnxfuse.ir.attributes import int_attribute
 from onnxfuse.ir.node import Node, Tensor
 
 LAUNCH: Final = 3.0  # microseconds of a launch in a CUDA graph
-MARGIN: Final = 1.05  # layers whose times in 8 bits and in float16 differ by less are quantized
+MARGIN: Final = 1.05  # layers that take at most this many times as long in 8 bits as in float16 are quantized
 ROW_MULTIPLE: Final = 16  # TMA reads rows of 8-bit numbers whose lengths are multiples of this number
 GROUPS: Final = "float16 is faster, because no kernel multiplies groups of 8-bit numbers"
 CHANNELS: Final = f"float16 is faster, because {ROW_MULTIPLE} does not divide its input channels"
@@ -28,7 +28,7 @@ FEW_PRODUCTS: Final = "float16 is estimated to be faster, because each result su
 
 @dataclass(frozen=True)
 class Times:
-    """The microseconds that kernels of a dtype take per million results, billion multiplications, million operands."""
+    """The microseconds that kernels of a dtype take per million results, billion products and million operands."""
 
     results: float
     multiplications: float

@@ -1,7 +1,7 @@
 """Finds the nodes that may compute linear attention in chunks of tokens, around a CumSum of logarithms of decays.
 
-The region ends at the first tensor through which everything passes that the CumSum takes part in, and begins where
-views, Pads and Expands of its operands begin.  linear_attention.py finds out what the region computes.
+The region ends at the first tensor in which everything that depends on the CumSum meets.  It begins at its operands,
+which views, Pads and Expands divide into chunks.  linear_attention.py finds out what the region computes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SPREADING: Final = VIEWS | {"Cast", "Pad", "Tile"}  # between an operand and its
 JOINING: Final = REARRANGING | {"Identity", "Slice"}  # between the chunks of the output and its rows
 SHAPES: Final = ("Shape", "Size")
 PRODUCTS: Final = MATRIX_PRODUCTS | {"Einsum", "ReduceSum"}
-# Operators whose results are analytic functions of their float inputs.  Where is one if these are not its condition.
+# Operators whose results are analytic functions of their float inputs; of Where, these do not include the condition.
 ANALYTIC: Final = MOVES | PRODUCTS | {
     "Add", "Cast", "CumSum", "Exp", "Mul", "Neg", "ScatterElements", "Sub", "Sum", "Where",
 }  # fmt: skip
@@ -87,7 +87,7 @@ def _in_order(output: Tensor, nodes: Set[Node]) -> list[Node]:
 
 @dataclass
 class _Flow:
-    """All that depends on what `firsts` read; `waiting` counts the readers to come of each tensor, by its name."""
+    """All nodes that depend on what `firsts` read; `waiting` counts the later readers of each tensor, by its name."""
 
     shapes: ShapeInfo
     firsts: list[Node]
@@ -95,7 +95,7 @@ class _Flow:
     dependent: set[Node] = field(default_factory=set)
 
     def end(self) -> tuple[Tensor, set[Node]]:
-        """Return the first tensor, computed by a product, that alone is read later, and the nodes up to it.
+        """Return the first tensor after CumSum, Exp and a product that alone is read later, and the nodes up to it.
 
         Raises NoScan if a node does not belong to linear attention, or if there is no such tensor.
         """
@@ -199,7 +199,7 @@ class _Inside:
     def _is_operand(self, tensor: Tensor, node: Node) -> bool:
         """Return whether a tensor is an operand: what comes before it neither spreads operands nor multiplies chunks.
 
-        Raises NoScan if it is none, but is computed by an operator that does not belong to linear attention.
+        Raises NoScan if it is not one, but is computed by an operator that does not belong to linear attention.
         """
         if self.shapes.dtype(tensor) not in FLOATS or not self._floats(node) or self.begin(tensor) is not tensor:
             return False
@@ -212,9 +212,9 @@ class _Inside:
         return False
 
     def operands(self) -> list[Tensor]:
-        """Return the operands, after Muls of which one operand multiplies another were taken in.
+        """Return the operands, after taking in every operand that is a Mul of another operand.
 
-        So do the rates of the delta rule, which multiply keys and values before these are divided into chunks.
+        The rates of the delta rule multiply keys and values in this way, before these are divided into chunks.
         """
         while product := next(filter(self._is_product, self.found), None):
             self.found = [tensor for tensor in self.found if tensor is not product]
@@ -256,7 +256,7 @@ def rows_of(shapes: ShapeInfo, tensor: Tensor, length: Size) -> tuple[Tensor, Sh
 
 
 def _rows(shapes: ShapeInfo, tensor: Tensor, length: Size) -> Shape | None:
-    """Return the shape of a tensor that has `length` tokens along one of its axes 1 and 2; None if it has not."""
+    """Return the shape of a tensor that has `length` tokens along axis 1 or 2; None if it has not."""
     shape, node = shapes.shape(tensor), producer(tensor)
     if shape is None or not 3 <= len(shape) <= 4:
         return None

@@ -77,7 +77,7 @@ def assign_linear_attention(
     """
     found = _Replacing(shapes, functions, opened, exclude, keep)
     for node in [node for node in shapes.graph.nodes if op_of(node) == "CumSum"]:
-        if node.outputs and shapes.dtype(node.outputs[0]) in FLOATS:  # else replaced with others, or a count
+        if node.outputs and shapes.dtype(node.outputs[0]) in FLOATS:  # else already replaced, or a count
             label = node_label(node)
             try:
                 found.replace(node)
@@ -127,7 +127,7 @@ class Operand:
         return [n for n in counts if isinstance(n, int) and n and states % n == 0 == self.width % n]
 
 
-def _operand(shapes: ShapeInfo, tensor: Tensor, length: Size, name: str = "") -> Operand:
+def _operand(shapes: ShapeInfo, tensor: Tensor, length: Size) -> Operand:
     shape = shapes.shape(tensor)
     if shape is None or not 3 <= len(shape) <= 4 or length not in shape[1:3]:
         raise NoScan(f"'{tensor.name}' does not hold rows of {length} tokens")
@@ -215,7 +215,7 @@ def _body(shapes: ShapeInfo, chunks: Chunks, given: Mapping[str, Operand], outpu
 
 
 def _add_sizes(shapes: ShapeInfo, node: Node, given: Mapping[str, Operand], written: Written) -> None:
-    """Write the Shape of a tensor that is not there, of which every size is known or is that of an operand."""
+    """Write the Shape of a tensor outside the function; each size must be known or be the size of an operand's axis."""
     shape = shapes.shape(node.inputs[0])
     if shape is None or op_of(node) != "Shape":
         raise NoScan(f"it depends on the sizes of '{node.inputs[0].name}'")
@@ -251,7 +251,7 @@ def _in_double(nodes: Sequence[onnx.NodeProto], names: Mapping[str, Operand], op
 
 @dataclass
 class _Comparison:
-    """Results of the nodes for drawn operands beside the recurrence."""
+    """Results of the nodes for operands drawn at random, next to those of the recurrence."""
 
     run: Callable[[Mapping[str, Array]], Mapping[str, object]]
     given: Mapping[str, Operand]
@@ -336,7 +336,7 @@ class _Replacing:
     known: dict[bytes, Answer] = field(default_factory=dict)
 
     def replace(self, cumsum: Node) -> None:
-        """Replace the chunks around a CumSum.  Raises NoScan, with the first reason, if they are none."""
+        """Replace the chunks around a CumSum.  Raises NoScan, with the first reason, if they stay."""
         reasons = list[NoScan]()
         try:
             for chunks in read_chunks(self.shapes, cumsum):

@@ -1,9 +1,9 @@
 """Run a fused node as its body, the ONNX function that the node calls, where its kernel is not compiled.
 
 The body runs inside a run of the user's session, but in a session of its own; the model of that session is one call of
-the function. The body is started on the node's stream and not waited for, so that a CUDA graph captures the body's
-kernels too.  Equal nodes share a session, but each stream has its own, because the runs of a session share the
-session's memory.
+the function.  On a GPU, that session has a stream of its own.  Its work follows earlier work of the node's stream, and
+precedes later work, so that a CUDA graph captures the body's kernels too.  Runs are waited for until a graph captures
+one.  Equal nodes share a session, but each stream has its own, because the runs of a session share its memory.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class BodySession:
     def _keep(self) -> None:
         """Keep the session until the process ends, because it holds host memory.
 
-        onnxruntime would free the memory in a callback of the stream, where CUDA refuses it, and end the process.
+        onnxruntime would free the memory in a callback of the stream, where CUDA refuses it, which ends the process.
         """
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.session))
 
@@ -138,7 +138,7 @@ def has_body(node: FusedNode, device: Device) -> bool:
 
 
 def run_body(request: BodyRequest, read_node: Callable[[], tuple[FusedNode, Device]]) -> None:
-    """Start the body (ONNX function) of a node, and copy its outputs to the node's outputs on the node's stream.
+    """Run the body (ONNX function) of a node, and copy its outputs to the node's outputs on the node's stream.
 
     read_node  returns the node and its GPU; it is called at the node's first run alone
 
@@ -188,7 +188,7 @@ def _session(request: BodyRequest, known: _Known) -> BodySession:
             options.log_severity_level = 3
             # With memory patterns, the second run allocates memory, maybe while a CUDA graph is captured.
             options.enable_mem_pattern = False
-            options.intra_op_num_threads = 1  # or each session has a thread for each processor, which compiles kernels
+            options.intra_op_num_threads = 1  # the default, one for each processor, would compete with the compiler
             model = model_of(_bodies[known.place], request.inputs).SerializeToString()
             stream = None if request.provider in DEVICE_TYPES else SideStream()
             provider = request.provider, _options(request, stream)

@@ -137,7 +137,7 @@ def _works(target: Target) -> bool:
     probe = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     options = ort.SessionOptions()
     options.log_severity_level = 4
-    options.intra_op_num_threads = 1  # starting a thread for each processor takes longer than the session
+    options.intra_op_num_threads = 1  # starting a thread for each processor takes longer than all else in this session
     try:
         providers = [(target.provider, {"device_id": target.ordinal} if target.ordinal else {})]
         session = plain_session(probe.SerializeToString(), options, providers, enable_fallback=0)
