@@ -516,7 +516,7 @@ def _unmatched(
 def _subgraphs(result: FusedModel, before: FusedModel) -> Iterator[Subgraph]:
     """Yield the record of changes for each body of an If, Loop or Scan; `before` was not converted to half precision.
 
-    A body that only the conversion leaves, of an If whose condition it makes unknown, has its nodes after conversion.
+    Where only the converted model has a body, because the condition of an If became unknown, its own nodes are counted.
     """
     given = {where: _nodes_of(each.graph.model) for where, each in before.everywhere()}
     for where, each in result.everywhere():

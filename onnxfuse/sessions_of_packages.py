@@ -24,7 +24,7 @@ def all_sessions(**arguments: Any) -> Iterator[None]:
 
     Packages open sessions by themselves, often at the first call of a model. In the block, these are opened as
     `onnxfuse.InferenceSession` opens them, in all threads of the process; sessions of models without fused nodes stay
-    as they are. After the block, its sessions keep their kernels. Of nested blocks the one that began last applies.
+    as they are. After the block, its sessions keep their kernels. Of overlapping blocks, the last one applies.
 
         with onnxfuse.all_sessions():
             detector = YOLO("fused.onnx", task="detect")

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final
 
 from onnxfuse.kernels.attention.operands import unsupported
-from onnxfuse.kernels.attention.problem import Attention, Positions
+from onnxfuse.kernels.attention.problem import INDEX_STORAGE, Attention, Positions
 from onnxfuse.kernels.tensors import required_pointer, required_spec
 from onnxfuse.runtime.plan import FusedNode, TensorSpec
 from onnxfuse.runtime.symint import expect_equal
-
-INDICES: Final = ("int32", "int64")
 
 
 def unsupported_disentangled(node: FusedNode, input_dtypes: Sequence[str]) -> str | None:
@@ -21,9 +18,9 @@ def unsupported_disentangled(node: FusedNode, input_dtypes: Sequence[str]) -> st
     for name in ("key_positions", "query_positions"):
         if dtypes[name] != dtypes["q"]:
             return f"{node.fusion}: {name} is {dtypes[name]}; required {dtypes['q']}, as q"
-    if dtypes["key_index"] not in INDICES or dtypes["query_index"] != dtypes["key_index"]:
+    if dtypes["key_index"] not in INDEX_STORAGE or dtypes["query_index"] != dtypes["key_index"]:
         found = f"{dtypes['key_index']} and {dtypes['query_index']}"
-        return f"{node.fusion}: the indices are {found}; the kernel takes one of {', '.join(INDICES)}"
+        return f"{node.fusion}: the indices are {found}; the kernel takes one of {', '.join(INDEX_STORAGE)}"
     return unsupported(node, input_dtypes)
 
 

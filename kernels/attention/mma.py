@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from onnxfuse.kernels.attention.blocks import NEGLIGIBLE
-from onnxfuse.kernels.attention.problem import Attention, ScoreTensor, score_argument
+from onnxfuse.kernels.attention.problem import INDEX_STORAGE, Attention, ScoreTensor, score_argument
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.multiprocessor import MMA_ARCH, REGISTERS
 from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, STORAGE, VECTOR_BYTES, Defines, float32, int32, struct
@@ -20,7 +20,6 @@ LOG2_E: Final = math.log2(math.e)
 LOWEST: Final = -1.6e38  # lowest score, times log2(e): LOWEST of attention_mma_tiles.cuh
 MASK_MACROS: Final = {"none": 0, "boolean": 1, "inverted": 2, "additive": 3}
 MASK_STORAGE: Final = {**STORAGE, "bool": "b8"}
-INDEX_STORAGE: Final = {"int32": "int", "int64": "i64"}
 MAX_CONFIGS: Final = 4
 CROWDED_REGISTERS: Final = 160  # with fewer registers per thread, queries are read again for each tile of keys
 MIN_SPLIT_KEYS: Final = 1024  # with more keys, warps share keys only if a key head has at most 64 rows

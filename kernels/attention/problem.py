@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from onnxfuse.ir.dtypes import FLOAT8
 from onnxfuse.kernels.epilogue_program import EpilogueProgram
@@ -12,6 +12,8 @@ from onnxfuse.kernels.rotary.rotary import Rotary
 from onnxfuse.kernels.tensors import ABSENT, int64
 from onnxfuse.runtime.plan import Launch, Pointer, Struct, Value
 from onnxfuse.runtime.symint import gcd, is_symbolic
+
+INDEX_STORAGE: Final = {"int32": "int", "int64": "i64"}  # types of indices in kernels, by dtype
 
 MaskKind: TypeAlias = Literal["none", "boolean", "inverted", "additive"]
 

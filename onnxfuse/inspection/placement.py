@@ -70,7 +70,7 @@ def scopes_of(shapes: ShapeInfo, captured: Collection[str] = frozenset()) -> Ite
 def place(scopes: Iterable[Scope], kernels: OrtKernels) -> Placement:
     """Return where the nodes run; those of other libraries are assumed to have CUDA kernels.
 
-    Of a tensor that a body reads from the graph around it, copies are not foretold.
+    Copies of tensors that a body reads from the graph around it are not foretold.
     """
     placed = [_place(scope, kernels) for scope in scopes]
     return Placement(
