@@ -14,7 +14,7 @@ from onnxfuse.algebra.operators import MATRIX_PRODUCTS, MOVES, REARRANGING, VIEW
 from onnxfuse.algebra.sizes import Shape, Size
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.analysis.shape_rules.slices import slice_bounds
-from onnxfuse.ir.attributes import perm_of
+from onnxfuse.ir.attributes import perm_of, str_attribute
 from onnxfuse.ir.dtypes import FLOATS
 from onnxfuse.ir.node import Node, Tensor, consumers, has_subgraph, is_constant, op_of, producer, tensor_before
 from onnxfuse.passes.folded import node_label
@@ -85,6 +85,11 @@ def _in_order(output: Tensor, nodes: Set[Node]) -> list[Node]:
     return [*found]
 
 
+def _is_analytic(node: Node) -> bool:
+    """Return whether results are analytic functions of floats; a Scatter of maxima or minima has none."""
+    return op_of(node) in ANALYTIC and str_attribute(node, "reduction", "none") not in ("max", "min")
+
+
 @dataclass
 class _Flow:
     """All nodes that depend on what `firsts` read; `waiting` counts the later readers of each tensor, by its name."""
@@ -127,8 +132,10 @@ class _Flow:
         if op_of(node) in SHAPES:
             return
         fixed = node.inputs[:1] if op_of(node) == "Where" else ()
-        is_analytic = op_of(node) in ANALYTIC and not any(producer(t) in self.dependent for t in fixed)
-        if not is_analytic or any(self.shapes.dtype(tensor) not in FLOATS for tensor in node.outputs):
+        is_fixed = not any(producer(t) in self.dependent for t in fixed)
+        if not (_is_analytic(node) and is_fixed) or any(
+            self.shapes.dtype(tensor) not in FLOATS for tensor in node.outputs
+        ):
             raise NoScan(f"'{node_label(node)}', {op_of(node)}, is not a part of linear attention")
         self.dependent.add(node)
         for tensor in node.outputs:
@@ -207,7 +214,7 @@ class _Inside:
             return self._is_cast(tensor)
         if _rows(self.shapes, tensor, self.length) is not None:
             return True
-        if op_of(node) not in ANALYTIC:
+        if not _is_analytic(node):
             raise NoScan(f"'{node_label(node)}', {op_of(node)}, computes no rows of {self.length} tokens")
         return False
 
@@ -264,8 +271,9 @@ def _rows(shapes: ShapeInfo, tensor: Tensor, length: Size) -> Shape | None:
         return shape
     if node is None or op_of(node) != "Slice" or isinstance(length, int):
         return None
-    bounds = slice_bounds(shapes, node, shapes.shape(node.inputs[0]) or shape)
+    source = shapes.shape(node.inputs[0]) or shape
+    bounds = slice_bounds(shapes, node, source)
     found = [axis for axis, (start, end, step) in bounds.items() if (start, end, step) == (0, length, 1)]
-    if len(bounds) != 1 or found not in ([1], [2]):
-        return None
+    if len(bounds) != 1 or found not in ([1], [2]) or isinstance(source[found[0]], int):
+        return None  # a source of a fixed size has no more rows than that for a greater length
     return (*shape[: found[0]], length, *shape[found[0] + 1 :])

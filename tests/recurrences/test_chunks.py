@@ -38,7 +38,7 @@ def test_half_precision(name: str, dtype: str) -> None:
 
 
 # Four tokens in chunks of two; the state before the second chunk is what the first one adds.
-HEAD = '<ir_version: 8, opset_import: ["" : 17]> main '
+HEAD = '<ir_version: 8, opset_import: ["" : 18]> main '
 INPUTS = "(float[b,4,2,3] q, float[b,4,2,3] k, float[b,4,2,5] v, float[b,4,2] g) => (float[b,4,2,5] y)"
 CONSTANTS = """<int64[5] of_keys = {0,2,2,2,3}, int64[5] of_values = {0,2,2,2,5}, int64[4] of_decays = {0,2,2,2},
     int64 three = {3}, int64[1] axis3 = {3}, int64[1] axis4 = {4}, int64[1] first = {1}, int64[1] end = {2},
@@ -120,6 +120,14 @@ NEAR_MISSES = {
         ("added = MatMul (kdt, vc)", "more = Mul (vc, w)  added = MatMul (kdt, more)"), SOMETHING_ELSE
     ),
     "one chunk": (("s = CumSum (gc, three)", "s = CumSum (gc, two)"), SOMETHING_ELSE),
+    "a maximum": (
+        (
+            "s = CumSum (gc, three)",
+            """sums = CumSum (gc, three)  at = Constant <value = int64[1,4] {0,0,0,0}> ()
+            least = Constant <value = float[1] {-1000}> ()  s = ScatterND <reduction = "max"> (sums, at, least)""",
+        ),
+        ", ScatterND, is not a part",
+    ),
 }  # fmt: skip
 
 
@@ -133,6 +141,23 @@ def test_near_misses(name: str) -> None:
     assert not any(one.fusion == "linear_attention" for one in result.fused)
     (sentence,) = explanations(result, "linear_attention")
     assert "(CumSum) adds up no decays of linear attention in chunks: " in sentence and reason in sentence
+
+
+def test_tokens_beyond_a_fixed_length_are_cut_off() -> None:
+    """A dynamic length that is padded to four tokens has four results, and no more, for five tokens."""
+    text = TEXT.replace("[b,4,", "[b,length,")
+    text = text.replace("y = Reshape (yc, whole)", "all = Reshape (yc, whole)  y = Slice (all, zero, tokens, first)")
+    text = text.replace("int64 three", "int64[1] zero = {0}, int64[1] four = {4}, int64 three")
+    pads = "tokens = Shape <start = 1, end = 2> (q)  missing = Sub (four, tokens)\n"
+    for name, sizes in ("q", 4), ("k", 4), ("v", 4), ("g", 3):
+        zeros = "zero, " * (sizes + 1)
+        after = ", zero" * (sizes - 2)
+        pads += f"{name}_pads = Concat <axis = 0> ({zeros}missing{after})  {name}_all = Pad ({name}, {name}_pads)\n"
+        text = text.replace(f"Reshape ({name}, ", f"Reshape ({name}_all, ")
+    text = text.replace("q5 = Reshape", f"{pads}q5 = Reshape")
+    result = fuse_model(onnx.parser.parse_model(text), None, Settings(list(builtin()), regions=True))
+    (sentence,) = explanations(result, "linear_attention")
+    assert "adds up no decays" in sentence and SOMETHING_ELSE not in sentence  # they are not even compared
 
 
 def test_switched_off() -> None:
