@@ -28,7 +28,7 @@ from onnxfuse.ir.dtypes import FLOATS, Array, dtype_name
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, consumers, op_of
 from onnxfuse.layout.axes import Perm
 from onnxfuse.match import Miss
-from onnxfuse.match.diagnostics import node_name
+from onnxfuse.match.diagnostics import node_name, shape_text
 from onnxfuse.passes.emit import write
 from onnxfuse.passes.folded import node_label
 from onnxfuse.recurrences.chunks import SHAPES, Chunks, read_chunks
@@ -40,7 +40,7 @@ LINEAR_ATTENTION: Final = "linear_attention"
 DOC: Final = "Linear attention in chunks, as the model computes it."
 SCREENED: Final = 4  # tokens on which the roles of operands are tried
 TOLERANCE: Final = 1e-9  # of results in float64, relative to the largest
-BATCH: Final = 2  # for a batch whose size is dynamic
+BATCHES: Final = (2, 1)  # for a batch whose size is dynamic: at first, and later
 OPERANDS: Final = ("query", "key", "value", "decay", "beta")
 NO_ROLES: Final = "it computes something else: no roles of its operands make the recurrence have its results"
 # Opens a model; the result runs it and returns its outputs by name.  Both raise NoScan if onnxruntime does not run it.
@@ -180,7 +180,7 @@ def _roles(given: Mapping[str, Operand], output: Operand) -> Iterator[Roles]:
     states = given["x0"].rows[2]
     if not isinstance(states, int) or not states:
         raise NoScan("the number of its states is dynamic")
-    for names in itertools.permutations(list(given)[1:]):
+    for names in itertools.permutations(list(given)[1:]) if len(given) >= 4 else ():
         named = dict(zip(("query", "key", "value", "beta"), names, strict=False)) | {"decay": "x0"}
         query, key, value = (given[name] for name in names[:3])
         has_rates = "beta" not in named or given[named["beta"]].width in (1, states)
@@ -258,26 +258,28 @@ class _Comparison:
     length: Size
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
-    def drawn(self, length: int) -> tuple[dict[str, Array], Array]:
+    def drawn(self, length: int, batch: int) -> tuple[dict[str, Array], Array]:
         """Return operands whose decays let all tokens take part in the last results, and the results."""
         feeds = {}
         for name, each in self.given.items():
-            sizes = [size if isinstance(size, int) else length if size == self.length else BATCH for size in each.rows]
+            sizes = [size if isinstance(size, int) else length if size == self.length else batch for size in each.rows]
             feeds[name] = self.rng.standard_normal(sizes) / math.sqrt(max(1, sizes[-1] if len(sizes) == 4 else 8))
         feeds["x0"] *= 2 / math.sqrt(length)
         return feeds, np.asarray(self.run(feeds)["y"])
 
     def answer(self, roles: Sequence[Roles], lengths: Sequence[int]) -> tuple[int, float]:
         """Return the number of the roles that agree for all lengths, and the scale.  Raises NoScan if none agree."""
-        feeds, y = self.drawn(lengths[0])
+        feeds, y = self.drawn(lengths[0], BATCHES[0])
         screened = min(SCREENED, lengths[0])
         for number, each in enumerate(roles):
             expected = each.recurrence(feeds, screened)
+            if y.size * screened != expected.size * lengths[0]:
+                continue
             found = y.reshape(len(y), lengths[0], *expected.shape[2:])[:, :screened]
             scale = float((found * expected).sum() / (expected * expected).sum())
             if not _agree(found, scale * expected):
                 continue
-            drawn = [(feeds, y, lengths[0]), *((*self.drawn(length), length) for length in lengths[1:])]
+            drawn = [(feeds, y, lengths[0]), *((*self.drawn(length, BATCHES[1]), length) for length in lengths[1:])]
             if all(_agree(made, scale * each.recurrence(own, length)) for own, made, length in drawn):
                 return number, scale
         raise NoScan(NO_ROLES)
@@ -292,9 +294,13 @@ def _agree(found: Array, expected: Array) -> bool:
 def _compared(
     written: Written, given: Mapping[str, Operand], roles: Sequence[Roles], chunks: Chunks, opened: Opener
 ) -> tuple[int, float]:
-    """Compare the nodes with the recurrence; if the length is dynamic, at lengths around the chunks' size."""
+    """Compare the nodes with the recurrence; at lengths around the chunks' size and at two batches if dynamic."""
     size = chunks.size
-    lengths = [chunks.length] if isinstance(chunks.length, int) else [2 * size + 1, 1, size - 1, size, 3 * size]
+    if isinstance(chunks.length, int):
+        is_fixed = all(isinstance(each.rows[0], int) for each in given.values())
+        lengths = [chunks.length] * (1 if is_fixed else len(BATCHES))
+    else:
+        lengths = [2 * size + 1, 1, size - 1, size, 3 * size]
     model = _in_double(written.nodes, given, written.shapes.graph.opset)
     comparison = _Comparison(opened(model), given, chunks.length)
     return comparison.answer(roles, [length for length in lengths if length > 0])
@@ -363,6 +369,11 @@ class _Replacing:
             if each.dtype != output.dtype:
                 told = f"'{each.tensor.name}' is {dtype_name(each.dtype)}, its results are {dtype_name(output.dtype)}"
                 raise NoScan(f"{told}; required is one dtype")
+            if each.rows[0] != output.rows[0] or 0 in each.rows:
+                told = (
+                    f"'{each.tensor.name}' is [{shape_text(each.shape)}], its results are [{shape_text(output.shape)}]"
+                )
+                raise NoScan(f"{told}; required are one batch and sizes above 0")
         roles, written = [*_roles(given, output)], _body(shapes, chunks, given, output)
         key = str([each.shape for each in given.values()]).encode()
         key += b"".join(node.SerializeToString(deterministic=True) for node in written.nodes)

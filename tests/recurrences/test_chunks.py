@@ -120,6 +120,14 @@ NEAR_MISSES = {
         ("added = MatMul (kdt, vc)", "more = Mul (vc, w)  added = MatMul (kdt, more)"), SOMETHING_ELSE
     ),
     "one chunk": (("s = CumSum (gc, three)", "s = CumSum (gc, two)"), SOMETHING_ELSE),
+    "a scale that depends on the batch": (
+        (
+            "qc = Transpose <perm = [0,3,1,2,4]> (q5)",
+            """batch = Shape <end = 1> (q)  factor = Cast <to = 1> (batch)  some = Transpose <perm = [0,3,1,2,4]> (q5)
+            qc = Mul (some, factor)""",
+        ),
+        SOMETHING_ELSE,
+    ),
     "a maximum": (
         (
             "s = CumSum (gc, three)",
@@ -128,6 +136,10 @@ NEAR_MISSES = {
         ),
         ", ScatterND, is not a part",
     ),
+    "one row of decays for all": (("float[b,4,2] g", "float[1,4,2] g"), "required are one batch"),
+    "decays that may be one row": (("float[b,4,2] g", "float[c,4,2] g"), "required are one batch"),
+    "no rows": ((INPUTS, INPUTS.replace("[b,", "[0,")), "sizes above 0"),
+    "two operands": (("Reshape (k, of_keys)", "Reshape (q, of_keys)"), SOMETHING_ELSE),
 }  # fmt: skip
 
 
