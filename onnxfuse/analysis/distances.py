@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from onnxfuse.algebra.indices import Index
+from onnxfuse.algebra.indices import Atom, Index
 from onnxfuse.algebra.operators import BROADCASTING, REGROUPING, UNARY
 from onnxfuse.algebra.sizes import Shape
 from onnxfuse.analysis.mask_values import MAX_INDEX_ELEMENTS, IndexAnalysis
@@ -38,7 +38,7 @@ def _found(analysis: IndexAnalysis, tensor: Tensor, known: dict[str, bool]) -> b
         return True
     value = analysis.value(tensor)
     if isinstance(value, Index):
-        return _is_of_difference(value)
+        return _is_of_difference(value, shape)
     if is_constant(tensor):
         return 1 < math.prod(tensor.shape) <= MAX_INDEX_ELEMENTS and _is_even(constant_value(analysis.graph, tensor))
     if node is None:
@@ -59,10 +59,14 @@ def _repeats_nothing(analysis: IndexAnalysis, operand: Tensor, shape: Shape) -> 
     return own is not None and (all(size == 1 for size in own) or own[-2:] == shape[-2:])
 
 
-def _is_of_difference(value: Index) -> bool:
-    """Return whether a formula is a number, or a multiple of the difference of the last two indices plus a number."""
-    factors = {atom.name if atom.kind == "variable" else "": factor for atom, factor in value.terms}
-    return not factors or (factors.keys() == {"-2", "-1"} and factors["-2"] + factors["-1"] == 0)
+def _is_of_difference(value: Index, shape: Shape) -> bool:
+    """Return whether a formula is a number, or a multiple of the difference of the last two indices plus a number.
+
+    An index of fewer elements than its axis has is broadcast along the axis if its own axis has one element.
+    """
+    factors = dict(value.terms)
+    last = {Atom("variable", shape[axis], str(axis)) for axis in (-2, -1) if len(shape) > 1}
+    return not factors or (factors.keys() == last and sum(factors.values()) == 0)
 
 
 def _is_even(value: Array) -> bool:

@@ -20,6 +20,7 @@ WEIGHTS = {
     "square": np.array([1, 5, 5]), "several": np.stack([np.subtract.outer(ROWS, ROWS)] * 2),
 }  # fmt: skip
 RANGE = "n = Shape <start = 1, end = 2> (ids)  s = Squeeze(n)  r = Range(zero, s, one)  i = Unsqueeze(r, second)"
+BATCH = "bn = Shape <start = 0, end = 1> (ids)  bs = Squeeze(bn)  br = Range(zero, bs, one)  b = Unsqueeze(br, second)"
 BOTH = f"{RANGE}  j = Unsqueeze(r, first)  d = Sub(i, j)"
 
 
@@ -34,6 +35,9 @@ BOTH = f"{RANGE}  j = Unsqueeze(r, first)  d = Sub(i, j)"
         (f"{BOTH}  y = Add(i, j)", False),
         (f"{BOTH}  t = Mul(i, two)  y = Sub(t, j)", False),
         (f"{BOTH}  y = Mul(d, i)", False),
+        (f"{BOTH}  {BATCH}  y = Sub(b, j)", True),  # of other counts of rows and columns
+        (f"{BOTH}  {BATCH}  y = Add(d, b)", False),  # of the row twice
+        (f"{BOTH}  {BATCH}  o = Mul(i, zero)  t = Add(b, o)  y = Sub(t, j)", False),  # a batch of 1 is repeated
         (f"{BOTH}  y = Add(d, ids)", False),  # of an input
         (f"{BOTH}  y = CumSum(d, zero)", False),  # nothing is known of it
         (f"{RANGE}  y = Sub(i, one)", False),
