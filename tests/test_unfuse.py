@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,8 @@ from test_cli import DONE, FAILED, error_line, run
 from test_optimize import BLOCK, parse
 
 import onnxfuse
-from onnxfuse.ir.digest import graph_digest
 from onnxfuse.ir.domain import DOMAIN
-from onnxfuse.ir.noted_sizes import KEY
+from onnxfuse.ir.noted_sizes import KEY, note_sizes, noted_sizes
 from onnxfuse.ir.protos import nodes
 
 BY_ONNXRUNTIME = ["bert_sdpa_ts_fp32.onnx", "vit_sdpa_dynamo_fp16.onnx"]
@@ -78,13 +78,30 @@ def test_sizes_that_operators_equated_are_known_again() -> None:
     assert operators(changed)["Expand"] == 1
 
 
+def test_sizes_are_not_known_for_other_inputs_or_constants() -> None:
+    """Equal numbers are equal texts, so that an input that is declared anew must not take the other's size."""
+    text = TWO_BATCHES.replace(" mask)", " mask, float[6,4] z)").replace(" y)", " y, float[r,4] s)")
+    plain, _ = unfused(parse(text.replace("y = Reshape", "s = Relu (z)  y = Reshape")))
+    assert noted_sizes(plain)["z"] == ["6", "4"]
+    plain.graph.input[2].type.tensor_type.shape.dim[0].dim_param = "m"
+    again, _ = onnxfuse.optimize(plain)
+    assert again.graph.input[2].type.tensor_type.shape.dim[0].dim_param == "m"
+    model = parse(TWO_BATCHES)
+    note_sizes(model, {"q": ["b"]})
+    assert noted_sizes(model) == {"q": ["b"]}
+    model.graph.initializer[1].int64_data[1] = 12
+    assert noted_sizes(model) == {}
+
+
 @pytest.mark.parametrize(
-    "text", ["", "[", "[" * 100_000, "[1]", '{"nodes": 1}', '{"nodes": "NODES", "sizes": {"q": [1]}}']
+    "text", ["", "[", "[" * 100_000, "[1]", '{"digest": 1}', '{"digest": "DIGEST", "sizes": {"q": [1]}}']
 )
 def test_other_notes_of_sizes_are_ignored(text: str) -> None:
     model = parse(TWO_BATCHES)
     wanted, _ = onnxfuse.optimize(model, verify=False)
-    model.metadata_props.add(key=KEY, value=text.replace("NODES", graph_digest(model)))
+    note_sizes(model, {"q": ["b"]})
+    note = next(each for each in model.metadata_props if each.key == KEY)
+    note.value = text.replace("DIGEST", json.loads(note.value)["digest"])
     found, _ = onnxfuse.optimize(model, verify=False)
     assert operators(found) == operators(wanted)
 
