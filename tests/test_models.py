@@ -265,8 +265,6 @@ CHANNELS_LAST: Mapping[str, Formulas] = {
 # Residuals that a norm adds, because the product before it cannot.
 ADDED_BY_NORMS: Mapping[str, Callable[[Config], int]] = {
     # The product after attention works on rows, but the residual has three axes.
-    **{f"gpt2_{attention}_dynamo_{dtype}.onnx": lambda c: c["layers"] for attention in ("sdpa", "eager")
-       for dtype in ("fp16", "fp32")},
     "transformer_encoder_dynamo_fp32.onnx": lambda c: c["layers"],
     "llama_sdpa_ts_fp16.onnx": lambda c: 2,  # the converter has put the first Add and the last into float32
 }  # fmt: skip
