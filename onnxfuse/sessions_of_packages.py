@@ -7,7 +7,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
-import onnxruntime as ort
+from onnxfuse.errors import NO_ONNXRUNTIME, MissingPackageError
+
+try:
+    import onnxruntime as ort
+except ImportError as error:
+    raise MissingPackageError(f"{NO_ONNXRUNTIME} ({error})") from error
 
 from onnxfuse.runtime.plain_session import initialize
 from onnxfuse.session import InferenceSession

@@ -57,7 +57,7 @@ def test_without_any_extra_all_names_but_those_of_sessions_are_there(tmp_path: P
         "print(*lacking)"
     )
     assert run(ROOT, "-c", f"{HIDDEN}\n{program}").split() == [
-        "InferenceSession", "NodeDispatch", "explain_session", "register",
+        "InferenceSession", "NodeDispatch", "all_sessions", "explain_session", "register",
     ]  # fmt: skip
 
 
