@@ -89,8 +89,8 @@ def attention_before(
 ) -> dict[int, Node] | None:
     """Return the nodes of the attention that ends in a product, by the ids of their outputs.
 
-    Between its products are operators in `scores`.  None where there is no other product, or a node outside reads a
-    tensor between the two products.
+    The operators between its two products are in `scores`.  Returns None if only one product is found, or if a node
+    outside reads a tensor between the two.
     """
     end, rank = last.outputs[0], shapes.rank(last.outputs[0]) or 0
 

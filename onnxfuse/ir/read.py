@@ -34,7 +34,7 @@ def read(source: str | os.PathLike[str] | bytes) -> onnx.ModelProto:
 
 
 def external_files(path: Path) -> list[Path]:
-    """Return the existing files that hold external data of the model at `path`; none if there is no model."""
+    """Return the existing files that hold external data of the model at `path`; none if no model can be read."""
     try:
         model = read(path)
     except ModelError:

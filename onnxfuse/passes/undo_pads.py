@@ -84,7 +84,7 @@ class _Cut:
         return shape is None or (len(shape) >= -self.place and shape[self.place] != 1)
 
     def _unpadded(self, tensor: Tensor) -> Tensor | None:
-        """Return the tensor that a Pad extends by exactly what the Slice would remove; None if there is no such Pad."""
+        """Return the tensor that a Pad extends by exactly what the Slice would remove, if one does."""
         node = producer(tensor)
         if node is None or op_of(node) != "Pad":
             return None

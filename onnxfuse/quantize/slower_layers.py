@@ -35,7 +35,7 @@ class Times:
     operands: float
 
     def of(self, results: int, terms: int, operands: int) -> float:
-        """Return the microseconds for this many results, each of which sums `terms` products, and operands."""
+        """Return the microseconds for so many results and operands, where each result sums `terms` products."""
         multiplied = self.multiplications * terms / 1e3
         return LAUNCH + (results * (self.results + multiplied) + operands * self.operands) / 1e6
 

@@ -102,7 +102,7 @@ class _Flow:
     def end(self) -> tuple[Tensor, set[Node]]:
         """Return the first tensor after CumSum, Exp and a product that alone is read later, and the nodes up to it.
 
-        Raises NoScan if a node does not belong to linear attention, or if there is no such tensor.
+        Raises NoScan if a node does not belong to linear attention, or if the nodes do not meet in one tensor.
         """
         graph = self.shapes.graph
         done, to_come = set[str](), {*self.firsts}
@@ -244,7 +244,7 @@ class _Inside:
 def rows_of(shapes: ShapeInfo, tensor: Tensor, length: Size) -> tuple[Tensor, Shape, list[Node]] | None:
     """Follow the views and the Slice that make (batch, length, ...) or (batch, heads, length, ...) of chunks.
 
-    Returns the tensor that has this shape, the shape, and the nodes followed; None if there is no such tensor.  The
+    Returns the tensor that has this shape, the shape, and the nodes followed; None if no tensor has it.  The
     first of the two shapes is preferred.
     """
     nodes = list[Node]()

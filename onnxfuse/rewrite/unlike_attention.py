@@ -1,4 +1,4 @@
-"""Say why structures around a Softmax of scores are no attention that a kernel computes, whatever their spelling.
+"""Say why structures around a Softmax of scores are not an attention that a kernel computes, in any spelling.
 
 A kernel of attention computes each head alone and stores neither scores nor probabilities.  Talking heads multiply
 these by a weight of heads, top-k masks sort the scores, and relative values (Shaw) read probabilities in a second

@@ -24,6 +24,7 @@ from onnx import helper
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.dtypes import DTYPE_NUMBERS
 from onnxfuse.ir.protos import subgraphs
+from onnxfuse.runtime.backends import CPU
 from onnxfuse.runtime.cuda_driver import SideStream, is_capturing
 from onnxfuse.runtime.hosts import numbers_of
 from onnxfuse.runtime.kernel_failures import Place, place_of
@@ -33,7 +34,7 @@ from onnxfuse.runtime.plan import Device, FusedNode, TensorSpec
 if TYPE_CHECKING:
     import onnxruntime as ort
 
-DEVICE_TYPES: Final = {"CPUExecutionProvider": "cpu"}  # type of memory by provider; other providers use GPU memory
+DEVICE_TYPES: Final = {CPU: "cpu"}  # type of memory by provider; other providers use GPU memory
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,12 @@ class Body:
 
 @dataclass
 class BodySession:
-    """A session that runs a body (a node's ONNX function), and on a GPU the stream that it uses."""
+    """A session that runs a body (a node's ONNX function), and on a GPU the stream that it uses.
+
+    The stream is not the node's, because onnxruntime destroys the streams of a session before the nodes, and this
+    session closes with its node.  Runs are waited for, because onnxruntime frees the host memory from which operators
+    such as LSTM copy to the GPU only at the end of such runs; a CUDA graph reads this memory in each replay.
+    """
 
     session: ort.InferenceSession
     stream: SideStream | None

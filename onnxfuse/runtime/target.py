@@ -12,7 +12,7 @@ import onnxruntime as ort
 from onnx import TensorProto, helper
 
 from onnxfuse.runtime import native_library as native
-from onnxfuse.runtime.backends import BACKENDS, CUDA, device_of
+from onnxfuse.runtime.backends import BACKENDS, CPU, CUDA, device_of
 from onnxfuse.runtime.environment import (
     ALL_OPTIMIZATIONS,
     Environment,
@@ -30,7 +30,6 @@ ProviderOptions = Mapping[str, object]
 # are counted, so that plans can be measured between them.
 PlanChoice = Literal["first", "known", "measured", "observed"]
 Providers = Sequence[str | tuple[str, ProviderOptions]]
-CPU: Final = "CPUExecutionProvider"
 _working_providers: Final[set[tuple[str, int]]] = set()
 
 
