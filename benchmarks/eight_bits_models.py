@@ -3,7 +3,7 @@
     python benchmarks/eight_bits_models.py make FOLDER
     python benchmarks/eight_bits_models.py time FOLDER --out results/eight_bits_networks.json
 
-`make` writes the networks, with random weights, in these forms, and compiles their kernels:
+`make` writes the networks, with random weights, in these forms, and compiles their kernels for the timed sizes:
 
     float16        by `--dtype float16`
     int8, float8   by `--dtype int8` or `float8`, and by `--dtype float16` for what is left in floats
@@ -133,7 +133,7 @@ def feeds(network: str, batch: int, tokens: int = TOKENS) -> dict[str, np.ndarra
 
 
 def make(folder: Path, network: str, form: str) -> None:
-    """Write a network in a form, and compile its kernels."""
+    """Write a network in a form, and compile its kernels for the timed sizes."""
     start, model, sample = time.time(), NETWORKS[network](), feeds(network, 1, 64)
     sizes = [f"x:{'x'.join(map(str, feeds(network, SIZES[network][0])['x'].shape))}"]
     path = folder / f"{network}-{form}.onnx"
@@ -150,7 +150,8 @@ def make(folder: Path, network: str, form: str) -> None:
     onnx.save(model, path)
     made = time.time() - start
     if "CUDAExecutionProvider" in ort.get_available_providers():
-        opened(path, True)
+        for batch in SIZES[network]:
+            Bound(path, True, feeds(network, batch))
     seconds = f"made in {made:.0f} s, compiled in {time.time() - start - made:.0f} s"
     print(f"{path.name}: {len(model.graph.node)} nodes, {seconds}", flush=True)
 
