@@ -38,7 +38,7 @@ def load_and_send(
 
     A template is sent when its kernels of likely sizes are loaded, and again when all kernels of all templates are.
     """
-    likely = {id(template): likely_keys(template) for template in templates}
+    likely: dict[int, set[str]] = {}
 
     def send(template: PreparedTemplate) -> None:
         try:
@@ -51,6 +51,7 @@ def load_and_send(
 
     processors = os.cpu_count() or 1
     try:
+        likely.update((id(template), likely_keys(template)) for template in templates)
         load_all(templates, lambda each: likely[id(each)], max(1, processors - 1), goes_on, send)
         load_all(templates, threads=max(1, processors // 2), goes_on=goes_on)
         for template in templates:

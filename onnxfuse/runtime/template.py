@@ -81,9 +81,13 @@ class Template:
         return list({kernel.key: kernel for each in self.variants for kernel in each.kernels}.values())
 
     def chosen(self, sizes: Sequence[int]) -> Variant | None:
-        """Return the variant (plan) that the native library uses for these sizes; None if none is correct for them."""
+        """Return the variant (plan) that the native library uses for these sizes; None if none is correct for them.
+
+        Another thread may add variants meanwhile, so they are listed before the expressions that they use.
+        """
+        variants = list(self.variants)
         values = self.expressions.evaluate([np.array([size]) for size in sizes])
-        right = [each for each in self.variants if holds(values, each.hard).all()]
+        right = [each for each in variants if holds(values, each.hard).all()]
 
         def away(variant: Variant) -> float:
             return distance(sizes, variant.hints)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from onnxfuse.runtime.expressions import Expressions, Op
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, TensorSpec
 from onnxfuse.runtime.sample_sizes import usual_samples
 from onnxfuse.runtime.symint import SLACK, best_first, for_later_plans, minimum
@@ -189,3 +190,21 @@ def test_guards_of_later_plans_are_theirs_alone() -> None:
     first, later = candidates_at(Two((16,), waves), template, (200,))
     assert template.expressions.text(next(number for number, _ in set(later.hard) - set(first.hard))) == "less(100, s0)"
     assert first.hard == template.variants[0].hard
+
+
+def test_a_variant_that_another_thread_adds_while_one_is_chosen_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guards of the added variant use expressions whose values are not computed yet."""
+    host = Tiles((8, 64), waves)
+    template = template_of(host, [(8,)])
+    own = Expressions.evaluate
+
+    def late(self: Expressions, *given: Any) -> Any:
+        monkeypatch.setattr(Expressions, "evaluate", own)
+        values = own(self, *given)
+        (added,) = candidates_at(Tiles((16,), lambda m, tile: m * m * tile), template, (4096,))
+        needed = self.number(Op.LESS, self.number(Op.SIZE, 0), self.constant(1 << 30))
+        template.variants.append(dataclasses.replace(added, hard=((needed, True),)))
+        return values
+
+    monkeypatch.setattr(Expressions, "evaluate", late)
+    assert tile_of(template.chosen([8])) == 8
