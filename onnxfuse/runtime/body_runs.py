@@ -14,6 +14,7 @@ import importlib
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -39,7 +40,7 @@ DEVICE_TYPES: Final = {CPU: "cpu"}  # type of memory by provider; other provider
 
 @dataclass(frozen=True)
 class Body:
-    """A node, the functions that it calls, and opset imports, as bytes: no part of the model need stay in memory."""
+    """A node without names, the functions that it calls, and opset imports, as bytes that need no model in memory."""
 
     node: bytes
     functions: tuple[bytes, ...]
@@ -91,8 +92,10 @@ class BodySession:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.session))
 
 
-_bodies: Final[dict[Place, Body]] = {}
-SessionKey = tuple[int, bool, tuple[int, ...]]  # the node's stream, whether TF32 is allowed, ranks of the inputs
+# Nodes with one place can have inputs of different dtypes, and then call functions that differ in their Casts.
+_bodies: Final[dict[Place, list[Body]]] = {}
+# The node's stream, whether TF32 is allowed, and the inputs' dtypes and ranks.
+SessionKey = tuple[int, bool, tuple[tuple[str, int], ...]]
 # The sessions that run bodies (ONNX functions of nodes), for all nodes with one place.
 _sessions: Final[dict[Place, dict[SessionKey, BodySession]]] = {}
 
@@ -115,10 +118,17 @@ def keep_bodies(model: onnx.ModelProto, nodes: Iterable[tuple[FusedNode, onnx.No
     functions = {each.name: each for each in model.functions if each.domain == DOMAIN}
     opsets = tuple((each.domain, each.version) for each in model.opset_import)
     for node, proto in nodes:
-        place = place_of(node, device)
-        if proto.op_type in functions and place not in _bodies:
-            called = tuple(each.SerializeToString() for each in _called(proto.op_type, functions, set()))
-            _bodies[place] = Body(proto.SerializeToString(), called, opsets, model.ir_version)
+        if proto.op_type not in functions:
+            continue
+        call = onnx.NodeProto()
+        call.CopyFrom(proto)
+        for names in ("name", "input", "output"):
+            call.ClearField(names)
+        called = tuple(each.SerializeToString() for each in _called(proto.op_type, functions, set()))
+        body = Body(call.SerializeToString(), called, opsets, model.ir_version)
+        of_place = _bodies.setdefault(place_of(node, device), [])
+        if body not in of_place:
+            of_place.append(body)
 
 
 def _called(name: str, functions: dict[str, onnx.FunctionProto], seen: set[str]) -> Iterator[onnx.FunctionProto]:
@@ -181,25 +191,35 @@ def forget_node(kernel: int) -> None:
 
 
 def _session(request: BodyRequest, known: _Known) -> BodySession:
-    """Return the session that runs a body (a node's ONNX function) for a stream, and for inputs of these ranks."""
-    key = request.stream, request.tf32, tuple(len(spec.shape) for spec in request.inputs)
+    """Return the session that runs a body (a node's ONNX function) for a stream, and for inputs of these types."""
+    key = request.stream, request.tf32, tuple((spec.dtype, len(spec.shape)) for spec in request.inputs)
     with _lock:
         known.sessions.add(key)
         of_place = _sessions.setdefault(known.place, {})
         if key not in of_place:
-            # imported here, because planning needs no onnxruntime
-            from onnxfuse.runtime.plain_session import plain_session
-
-            options = _onnxruntime().SessionOptions()
-            options.log_severity_level = 3
-            # With memory patterns, the second run allocates memory, maybe while a CUDA graph is captured.
-            options.enable_mem_pattern = False
-            options.intra_op_num_threads = 1  # the default, one for each processor, would compete with the compiler
-            model = model_of(_bodies[known.place], request.inputs).SerializeToString()
-            stream = None if request.provider in DEVICE_TYPES else SideStream()
-            provider = request.provider, _options(request, stream)
-            of_place[key] = BodySession(plain_session(model, options, [provider]), stream)
+            of_place[key] = _opened(request, known.place)
         return of_place[key]
+
+
+def _opened(request: BodyRequest, place: Place) -> BodySession:
+    """Open a session for the first body that accepts the dtypes of these inputs.
+
+    Raises onnxruntime's error for the last body if none does.
+    """
+    from onnxfuse.runtime.plain_session import plain_session  # imported here, because planning needs no onnxruntime
+
+    options = _onnxruntime().SessionOptions()
+    options.log_severity_level = 4  # a body that does not accept the dtypes is not an error of the user's
+    # With memory patterns, the second run allocates memory, maybe while a CUDA graph is captured.
+    options.enable_mem_pattern = False
+    options.intra_op_num_threads = 1  # the default, one for each processor, would compete with the compiler
+    stream = None if request.provider in DEVICE_TYPES else SideStream()
+    provider = request.provider, _options(request, stream)
+    *others, last = [model_of(body, request.inputs).SerializeToString() for body in _bodies[place]]
+    for model in others:
+        with suppress(Exception):  # onnxruntime has several classes of errors, without a common one
+            return BodySession(plain_session(model, options, [provider]), stream)
+    return BodySession(plain_session(last, options, [provider]), stream)
 
 
 def _onnxruntime() -> Any:
