@@ -102,9 +102,10 @@ def exits() -> bool:
 
 
 def wait() -> None:
-    """Wait until all threads of this module have ended."""
-    for thread in list(_working):
-        thread.join()
+    """Wait until all threads of this module have ended, and those that they start."""
+    while _working:
+        for thread in list(_working):
+            thread.join()
 
 
 @atexit.register

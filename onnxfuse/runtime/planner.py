@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
 
-from onnxfuse.errors import KernelError, OnnxfuseError
+from onnxfuse.errors import KernelError, OnnxfuseError, first_line
 from onnxfuse.runtime import body_runs, kernel_failures, late_work
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime.backends import BACKENDS, device_of
@@ -76,6 +76,7 @@ class Planner:
         """Start without nodes, plan files and measurements."""
         self.verdicts: Verdicts | None = None  # measurements that decide between plans, in sessions that use them
         self.plan_files: Final[dict[PlanFileKey, TemplateSource]] = {}  # searched from the last loaded to the first
+        self.preparations: Final[set[threading.Event]] = set()  # those of sessions whose nodes lack templates so far
         self._nodes: Final[dict[int, _SessionNode]] = {}  # by the number that the native library gave the node
         self._prepared: Final = weakref.WeakValueDictionary[tuple[str, str, int, bool], PreparedTemplate]()
         self._recent: Final = deque[PreparedTemplate](maxlen=MAX_UNUSED_TEMPLATES)
@@ -94,11 +95,20 @@ class Planner:
         body, an exception becomes an onnxruntime error of the node.
         """
         situation = _situation(request)
-        self._node(request)  # here, because its session may be gone when a thread makes the template
+        node = self._node(request)  # here, because its session may be gone when a thread makes the template
         if request.measure or not body_runs.has_body(situation.node, situation.device):
             return self._template_bytes(request, situation)
-        answer = partial(self._template_or_body, request, situation)
-        return answer() if request.wait else late_work.soon(answer, partial(self._give, request.kernel))
+        if request.wait:
+            return self._template_or_body(request, situation)
+        is_known = bool(node.templates)
+
+        def answer() -> bytes | None:
+            for each in list(self.preparations):
+                each.wait()
+            is_equipped = bool(node.templates) and not is_known
+            return None if is_equipped else self._template_or_body(request, situation)
+
+        return late_work.soon(answer, partial(self._give, request.kernel))
 
     def _template_or_body(self, request: native.Request, situation: Situation) -> bytes | None:
         try:
@@ -114,7 +124,11 @@ class Planner:
             situation = _situation(request.read())
             return situation.node, situation.device
 
-        body_runs.run_body(request, node_and_device)
+        try:
+            body_runs.run_body(request, node_and_device)
+        except Exception as error:  # onnxruntime's errors have no common class
+            log.warning("the body of node '%s' does not run: %s", request.read().node, first_line(error))
+            raise
 
     def _template_bytes(self, request: native.Request, situation: Situation) -> bytes:
         with self._lock:
@@ -244,8 +258,7 @@ class Planner:
         """
         by_node = {_place(each): template for each, template in known}
         for request in native.new_nodes() if by_node else ():
-            with self._lock:
-                template = by_node.get(_place(_situation(request)))
+            template = by_node.get(_place(_situation(request)))
             is_empty = isinstance(template, PreparedTemplate) and not template.template.variants
             if template is None or is_empty or request.measure:
                 continue

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
 from onnxfuse.errors import OnnxfuseError
+from onnxfuse.runtime import late_work
 from onnxfuse.runtime.background_compile import compile_in_background, likely_keys
 from onnxfuse.runtime.call_inputs import inputs_of
 from onnxfuse.runtime.fused_calls import Call
@@ -29,15 +31,41 @@ class Preparation:
     """The nodes of a session that run as kernels, with their templates: the plans of a node for all sizes."""
 
     made: list[tuple[Situation, PreparedTemplate | GivenTemplate]] = field(default_factory=list)
+    suffices: threading.Event = field(default_factory=threading.Event)  # the session need not wait for more templates
+    ends: threading.Event = field(default_factory=threading.Event)  # all templates are made
+    equipped: threading.Event = field(default_factory=threading.Event)  # the nodes have all templates
 
     @property
     def templates(self) -> list[PreparedTemplate]:
         """The templates that no plan file holds, each of them once."""
         return list({id(each): each for _, each in self.made if isinstance(each, PreparedTemplate)}.values())
 
+    def equip(self) -> None:
+        """Give the nodes the templates that are made by now."""
+        has_all = self.ends.is_set()
+        planner.equip(list(self.made))
+        if has_all:
+            self.end()
+
+    def end(self) -> None:
+        """Let requests of nodes wait for this preparation no more."""
+        self.equipped.set()
+        planner.preparations.discard(self.equipped)
+
     def compile_others(self, session: object | None = None) -> None:
         """Compile the other kernels in the background, until they are compiled or the session is gone."""
-        compile_in_background(self.templates, session)
+        if self.ends.is_set():
+            compile_in_background(self.templates, session)
+            return
+        owner = weakref.ref(session) if session is not None else None
+
+        def go_on() -> None:
+            self.ends.wait()
+            self.equip()
+            if owner is None or owner() is not None:
+                compile_in_background(self.templates, owner and owner())
+
+        late_work.start(go_on, "onnxfuse later plans")
 
 
 @contextmanager
@@ -47,23 +75,27 @@ def preparation(
     """Prepare the nodes that run as kernels, in a thread, while the `with` block runs; then wait for the thread.
 
     The thread loads the kernels that first runs probably need; without `wait`, it leaves out those that it would have
-    to compile.
+    to compile.  If there is one, its node runs as its body for now, and the other templates are not waited for either.
 
     A node that cannot be prepared, because its shapes are unknown, is planned in its first run.  Kernels that do not
     compile are left out, and a warning names the node.
     """
     prepared = Preparation()
     if isinstance(target, NoTarget) or not calls:
+        prepared.ends.set()
         yield prepared
         return
+    planner.preparations.add(prepared.equipped)
     given = (calls, target, choice, wait, prepared)
     thread = threading.Thread(target=_prepare, args=given, name="onnxfuse preparation")
-    thread.start()
     try:
+        thread.start()
         yield prepared
-    finally:
-        thread.join()
-        planner.equip(prepared.made)
+        prepared.suffices.wait()
+        prepared.equip()
+    except BaseException:
+        prepared.end()
+        raise
 
 
 def _prepare(calls: Sequence[Call], target: Target, choice: PlanChoice, wait: bool, prepared: Preparation) -> None:
@@ -79,7 +111,13 @@ def _prepare(calls: Sequence[Call], target: Target, choice: PlanChoice, wait: bo
                 yield template
 
     def wanted(of: PreparedTemplate) -> set[str]:
-        return likely_keys(of) if wait else of.compiled(likely_keys(of))
+        likely = likely_keys(of)
+        if wait:
+            return likely
+        compiled = of.compiled(likely)
+        if compiled < likely:
+            prepared.suffices.set()
+        return compiled
 
     try:
         load_all(templates(), wanted)
@@ -87,6 +125,9 @@ def _prepare(calls: Sequence[Call], target: Target, choice: PlanChoice, wait: bo
             planner.mend(template)
     except Exception as error:  # CuPy and the driver have no common error class
         log.info("nodes ask for their plans when they first run: %s: %s", type(error).__name__, error)
+    finally:
+        prepared.ends.set()
+        prepared.suffices.set()
 
 
 def _templates(

@@ -371,6 +371,77 @@ def test_a_run_waits_where_its_body_cannot_run(gpu: Stage, compiler: Compiler) -
 
 
 @pytest.mark.usefixtures("no_wait")
+@pytest.mark.parametrize("first", ["x", "h"])
+def test_nodes_of_other_input_dtypes_have_other_bodies(gpu: Stage, compiler: Compiler, first: str) -> None:
+    """Fused nodes with equal attributes and outputs can differ in the Casts of their functions."""
+    compiler.few_go_on.clear()
+    calls = {"x": node("shift", "x, b", "y", operands="x bias")}
+    calls["h"] = node("shift", "h, b", "z", operands="x bias").replace("onnxfuse.shift", "onnxfuse.shift_of_half")
+    ordered = [calls.pop(first), *calls.values()]
+    graph = (
+        f"g (float[n, 3] x, float16[n, 3] h, float[3] b) => (float[n, 3] y, float[n, 3] z) {{ {' '.join(ordered)} }}"
+    )
+    body = "(x, bias) => (y) { a = Cast <to = 1> (x) y = Add (a, bias) }"
+    run, before = session(model(graph, shift_of_half=body)), gpu.launches()
+    given = feed(8, 3)
+    given["h"] = (given["x"] + 1).astype(np.float16)
+    for found, name in zip(run.run(None, given), "xh", strict=True):
+        np.testing.assert_array_equal(found, given[name].astype(np.float32) + given["b"])
+    assert gpu.launches() == before
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_the_error_of_a_body_is_logged(
+    gpu: Stage, compiler: Compiler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run then waits for the compiler, which must not be a secret."""
+    compiler.goes_on.set()
+    run = session(of_unknown_rank())
+
+    def run_body(*_: object) -> None:
+        raise RuntimeError("no memory")
+
+    with planner._lock:  # which the answer needs
+        monkeypatch.setattr(body_runs, "run_body", run_body)
+        monkeypatch.setattr(late_work, "PATIENCE", 0.0)
+        threading.Timer(0.1, compiler.few_go_on.set).start()
+        check(run, 8)
+    assert "the body of node 'node_0' does not run: no memory" in caplog.text
+
+
+TWO = f"""g (float[n, 3] x, float[3] b) => (float[n, 3] y) {{
+{node("shift", "x, b", "z", operands="x bias")} {node("scale", "z", "y", operands="x", more=", factor = 2.0")} }}"""
+
+
+@pytest.mark.usefixtures("no_wait")
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_session_waits_for_no_plans_if_kernels_must_be_compiled(
+    gpu: Stage, compiler: Compiler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: bool
+) -> None:
+    """Planning takes longer than onnxruntime's session, and its plans would wait for the compiler."""
+    compiler.goes_on.set()
+    goes_on, scale = threading.Event(), gpu.kernels("scale")
+    own = scale.candidates
+
+    def slow(*given: Any) -> list[Plan]:
+        assert goes_on.wait(10)
+        if fails:
+            raise ValueError("no plan")
+        return list(own(*given))
+
+    monkeypatch.setattr(scale, "candidates", slow)
+    run, given, before = session(model(TWO)), feed(8, 3), gpu.launches()
+    for _ in range(2):
+        np.testing.assert_array_equal(run.run(None, given)[0], 2 * (given["x"] + given["b"]))
+    assert gpu.launches() == before and len(planner.preparations) == 1
+    goes_on.set()
+    late_work.wait()
+    np.testing.assert_array_equal(run.run(None, given)[0], 2 * (given["x"] + given["b"]))
+    assert gpu.launches() == before + (1 if fails else 2) and not planner.preparations
+    assert fails == ("its body runs" in caplog.text)
+
+
+@pytest.mark.usefixtures("no_wait")
 def test_sessions_without_bodies_wait(gpu: Stage, compiler: Compiler) -> None:
     proto = onnx.load_from_string(model(ROWS))
     del proto.functions[:]
