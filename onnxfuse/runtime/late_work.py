@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -12,12 +13,16 @@ from typing import Final, TypeVar
 
 PATIENCE: Final = 0.02  # seconds that a run waits for its kernels, if nothing else is being compiled
 MAX_THREADS: Final = 4  # maximum threads that `soon` works in
+# Seconds for which a thread that makes plans keeps Python from a run that meanwhile calls it, once for each node whose
+# body runs.  Python's default is 0.005.
+SWITCH_INTERVAL: Final = 0.0003
 T = TypeVar("T")
 _working: Final[set[threading.Thread]] = set()
+_intervals: Final[list[float]] = []  # the switch interval before these threads started, while they work
 _exits: Final = threading.Event()
 _answers: Final[deque[Callable[[], None]]] = deque()  # work of `soon` that has not begun
 _answering = 0  # threads that do the work of `soon`
-_lock = threading.Lock()  # guards the two before it
+_lock = threading.Lock()  # guards the others
 
 
 def start(work: Callable[[], None], name: str) -> None:
@@ -30,15 +35,30 @@ def start(work: Callable[[], None], name: str) -> None:
         try:
             work()
         finally:
-            _working.discard(threading.current_thread())
+            _ends(threading.current_thread())
 
     thread = threading.Thread(target=run, name=name, daemon=True)
-    _working.add(thread)
+    _begins(thread)
     try:
         thread.start()
     except RuntimeError:  # the process has too many threads
-        _working.discard(thread)
+        _ends(thread)
         raise
+
+
+def _begins(thread: threading.Thread) -> None:
+    with _lock:
+        _working.add(thread)
+        if not _intervals:
+            _intervals.append(sys.getswitchinterval())
+            sys.setswitchinterval(min(SWITCH_INTERVAL, _intervals[0]))
+
+
+def _ends(thread: threading.Thread) -> None:
+    with _lock:
+        _working.discard(thread)
+        if not _working and _intervals:
+            sys.setswitchinterval(_intervals.pop())
 
 
 def soon(make: Callable[[], T], late: Callable[[T], None]) -> T | None:
@@ -120,6 +140,8 @@ def _forget() -> None:
     global _answering, _lock
     _working.clear()
     _answers.clear()
+    while _intervals:
+        sys.setswitchinterval(_intervals.pop())
     _answering, _lock = 0, threading.Lock()
 
 

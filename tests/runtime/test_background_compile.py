@@ -603,6 +603,17 @@ def test_a_process_with_too_many_threads_runs_bodies(
     assert gpu.launches() == before + 1
 
 
+def test_runs_get_python_soon_from_threads_that_make_plans() -> None:
+    """Each body of a first run calls Python, and would wait 5 ms for a thread that does not release it."""
+    goes_on, before = threading.Event(), sys.getswitchinterval()
+    for _ in range(2):
+        late_work.start(lambda: bool(goes_on.wait(10)), "busy")
+    assert before > sys.getswitchinterval() == pytest.approx(late_work.SWITCH_INTERVAL)
+    goes_on.set()
+    late_work.wait()
+    assert sys.getswitchinterval() == before
+
+
 @pytest.mark.usefixtures("no_wait")
 def test_a_late_answer_keeps_no_node_of_a_session_that_is_gone(gpu: Stage, compiler: Compiler) -> None:
     run, goes_on = session(of_unknown_rank()), threading.Event()
