@@ -120,12 +120,15 @@ def in_two_steps(both: Joined, inputs: Sequence[TensorSpec], device: Device, pla
     Raises ValueError if shapes do not fit.
     """
     products = plans(both.product, inputs[: both.own], device)[:MAX_TWO_STEPS]
-    return [_one_after_the_other(both, inputs, device, each) for each in products]
+    results = {id(y): y for y, *_ in (each.outputs for each in products)}  # symbolic sizes cannot be hashed
+    regions = {
+        key: region.candidates(both.behind, both.region_inputs(y, inputs), device)[0] for key, y in results.items()
+    }
+    return [_one_after_the_other(both, each, regions[id(each.outputs[0])]) for each in products]
 
 
-def _one_after_the_other(both: Joined, inputs: Sequence[TensorSpec], device: Device, product: Plan) -> Plan:
+def _one_after_the_other(both: Joined, product: Plan, behind: Plan) -> Plan:
     y, *others = product.outputs
-    (behind,) = region.candidates(both.behind, both.region_inputs(y, inputs), device)
     specs = iter(behind.outputs)
     outputs = (*(y if name == RESULT else next(specs) for name in both.outputs), *others)
     given = [i for i, name in enumerate(both.outputs) if name != RESULT]

@@ -85,12 +85,15 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
     def ways(problem: Gemm | Conv, device: Device) -> list[Implementation]:
         return implementations(problem, numbers, device)
 
+    def of_product(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
+        problem, y = problem_of(node, inputs, device)
+        if not element_count(y):
+            return [Plan((y,), ())]
+        return [Plan((y,), each.steps, each.scratch) for each in ways(problem, device)]
+
     if is_joined(node):
-        return joined_plans(node, inputs, device, problem_of, ways, candidates)
-    problem, y = problem_of(node, inputs, device)
-    if not element_count(y):
-        return [Plan((y,), ())]
-    return [Plan((y,), each.steps, each.scratch) for each in ways(problem, device)]
+        return joined_plans(node, inputs, device, problem_of, ways, of_product)
+    return of_product(node, inputs, device)
 
 
 def problem_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> tuple[Gemm | Conv, TensorSpec]:
