@@ -7,7 +7,6 @@ import errno
 import hashlib
 import os
 import re
-import sys
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -187,11 +186,11 @@ def _locked(folder: Path) -> Iterator[None]:
     Otherwise, one process could remove the old model's data just after another has written a model that uses the same
     data file.
     """
-    if sys.platform == "win32":  # Windows cannot lock folders
+    try:
+        import fcntl
+    except ImportError:  # Windows has no such module, and cannot lock folders
         yield
         return
-    import fcntl
-
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

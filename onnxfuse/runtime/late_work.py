@@ -145,4 +145,5 @@ def _forget() -> None:
     _answering, _lock = 0, threading.Lock()
 
 
-os.register_at_fork(after_in_child=_forget)
+if hasattr(os, "register_at_fork"):  # Windows cannot fork
+    os.register_at_fork(after_in_child=_forget)

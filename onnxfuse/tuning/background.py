@@ -136,4 +136,5 @@ class BackgroundTuning:
 
 background: Final = BackgroundTuning()
 atexit.register(background.stop)
-os.register_at_fork(after_in_child=background.forget)
+if hasattr(os, "register_at_fork"):  # Windows cannot fork
+    os.register_at_fork(after_in_child=background.forget)
