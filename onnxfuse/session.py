@@ -248,13 +248,15 @@ def register(
 
 
 def _read_kernels(calls: Sequence[Call], settings: SessionSettings) -> None:
-    """Fill the caches of what the session needs of the kernels: their digest for a plan file, else their hosts."""
+    """Load what the session needs for kernels: their digest for a plan file, else their hosts and the compiler."""
     with suppress(KernelError):  # whoever needs a family that does not load raises the error again
         if settings.plan_file:
             kernels_digest()
-        else:
-            for fusion in {call.node.fusion for call in calls}:
-                find_host(fusion)
+            return
+        for backend in BACKENDS.values() if calls else ():
+            backend.unavailable()
+        for fusion in {call.node.fusion for call in calls}:
+            find_host(fusion)
 
 
 # --- plan files -------------------------------------------------------------------------------------------------------
