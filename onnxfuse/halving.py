@@ -199,7 +199,7 @@ class Halving:
             found: dict[str, Range] = {}
             runs = 0
             with suppress(VerificationError):  # raised where inputs cannot be drawn
-                for draw in itertools.islice(draws(self.original, self.shapes, self.inputs or {}), DRAWS_TRIED):
+                for draw in itertools.islice(draws(self.original, self.shapes, self.inputs or {}).usual(), DRAWS_TRIED):
                     seen = self._observe([draw.make()])
                     found |= {name: found[name].joined(one) if name in found else one for name, one in seen.items()}
                     runs += bool(seen)

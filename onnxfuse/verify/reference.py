@@ -38,7 +38,7 @@ from onnxfuse.verify.mask_rows import mask_inputs, with_mask_rows
 from onnxfuse.verify.observed import REDRAWS, inverted_flags, redrawn, what_hides
 from onnxfuse.verify.own_process import OnnxruntimeCrash, OnnxruntimeFailure, current_worker
 from onnxfuse.verify.random_nodes import random_outputs
-from onnxfuse.verify.requested_shapes import Draw, describe_failures, draws, edge_draws, with_known_ranks
+from onnxfuse.verify.requested_shapes import Draw, Draws, describe_failures, draws, with_known_ranks
 from onnxfuse.verify.widen import arrays_to_float32, half_precision_of, half_precision_tensors, model_to_float32
 
 if TYPE_CHECKING:
@@ -248,11 +248,12 @@ class _Original:
         def run_at(sizes: dict[str, int], feeds: dict[str, Array]) -> Run:
             return Run(sizes, feeds, run(session, arrays_to_float32(feeds) if in_float32 else feeds), {})
 
-        left = draws(self.model, self.shapes, self.given)
+        drawn = draws(self.model, self.shapes, self.given)
+        left = drawn.usual()
         runs = _first_runs(left, run_at, tell, bool(self.given), self.extent.sizes)
         with suppress(VerificationError):  # after a run that exceeds the time limit, no others are tried
             self._run_more(runs, left, run_at, tell)
-        return runs, list(self._at_edges(runs, run_at, tell)) if self.extent.extremes else []
+        return runs, list(self._at_edges(drawn, runs, run_at, tell)) if self.extent.extremes else []
 
     def _run_more(self, runs: list[Run], left: Iterator[Draw], run_at: RunAt, tell: Progress) -> None:
         """Run the original on further inputs, and append to `runs`.  Raises VerificationError at the time limit."""
@@ -281,7 +282,7 @@ class _Original:
                 break
             add(f" on {kind} values", first.sizes, first.feeds | feeds)
 
-    def _at_edges(self, runs: Sequence[Run], run_at: RunAt, tell: Progress) -> Iterator[Run]:
+    def _at_edges(self, drawn: Draws, runs: Sequence[Run], run_at: RunAt, tell: Progress) -> Iterator[Run]:
         """Yield runs at sizes 0 and 1, and with Loops of 0 iterations, until MAX_SECONDS_AT_EDGES have passed.
 
         Sizes at which the model fails are left out.  If models run in this process, size 0 is skipped, because some
@@ -289,7 +290,7 @@ class _Original:
         """
         done = [each.sizes for each in runs]
         started = time.monotonic()
-        for draw in (*self._without_iterations(runs[0]), *edge_draws(self.model, self.shapes, self.given, done[0])):
+        for draw in (*self._without_iterations(runs[0]), *drawn.at_edges(done[0])):
             if draw.sizes in done or (0 in draw.sizes.values() and current_worker() is None):
                 continue
             if time.monotonic() - started > MAX_SECONDS_AT_EDGES:

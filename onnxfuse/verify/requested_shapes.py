@@ -38,30 +38,27 @@ class Draw:
     make: Callable[[], dict[str, Array]]
 
 
-def draws(model: onnx.ModelProto, shapes: Sequence[str], given: Mapping[str, Array]) -> Iterator[Draw]:
-    """Yield sets of dim sizes, each with a function that makes inputs of these sizes.
+@dataclass(frozen=True)
+class Draws:
+    """The sets of sizes at which a model may run: its inputs, those arrays that are known, and how inputs are made."""
 
-    Dims that `shapes` leave open have other sizes in each set; the sets are in the order of `sizes_to_try`.
-    Raises UsageError for shapes that the model does not accept or that do not fit into memory.
-    """
-    required, known, make = _fitting(model, shapes, given)
-    for sizes in sizes_to_try(required.inputs, known, required.steps):
-        yield Draw(sizes, partial(make, sizes))
+    required: Required
+    known: Mapping[str, Array]
+    make: Callable[[Mapping[str, int]], dict[str, Array]]
+
+    def usual(self) -> Iterator[Draw]:
+        """Yield sets of sizes, in the order of `sizes_to_try`; dims that are not known have other sizes in each."""
+        for sizes in sizes_to_try(self.required.inputs, self.known, self.required.steps):
+            yield Draw(sizes, partial(self.make, sizes))
+
+    def at_edges(self, usual: Mapping[str, int]) -> Iterator[Draw]:
+        """Yield draws with sizes 0 and 1 in dims that are not known; other sizes are as in `usual`."""
+        for sizes in edge_sizes(self.required.inputs, self.known, usual, self.required.steps):
+            yield Draw(sizes, partial(self.make, sizes))
 
 
-def edge_draws(
-    model: onnx.ModelProto, shapes: Sequence[str], given: Mapping[str, Array], usual: Mapping[str, int]
-) -> Iterator[Draw]:
-    """Yield draws with sizes 0 and 1 in dims that neither shapes nor arrays fix; other sizes are as in `usual`."""
-    required, known, make = _fitting(model, shapes, given)
-    for sizes in edge_sizes(required.inputs, known, usual, required.steps):
-        yield Draw(sizes, partial(make, sizes))
-
-
-def _fitting(
-    model: onnx.ModelProto, shapes: Sequence[str], given: Mapping[str, Array]
-) -> tuple[Required, Mapping[str, Array], Callable[[Mapping[str, int]], dict[str, Array]]]:
-    """Return a model's inputs, arrays with the given and requested shapes, and a function from dim sizes to inputs.
+def draws(model: onnx.ModelProto, shapes: Sequence[str], given: Mapping[str, Array]) -> Draws:
+    """Return the draws of a model's inputs, which have the requested shapes and those of the given arrays.
 
     Raises UsageError for shapes that the model does not accept or that do not fit into memory.
     """
@@ -77,7 +74,7 @@ def _fitting(
     if requested:  # without requested shapes, arrays that seem inconsistent are passed: they could fit the model
         _check_names(requested | {name: value.shape for name, value in given.items()}, wanted)
     uses = bound_uses(model) | integer_uses(model)
-    return required, {**empty, **given}, lambda sizes: generate_inputs(wanted, sizes, uses, given, requested)
+    return Draws(required, {**empty, **given}, lambda sizes: generate_inputs(wanted, sizes, uses, given, requested))
 
 
 def with_known_ranks(
@@ -99,7 +96,7 @@ def feeds_to_try(
     """
     wanted = model_inputs(with_known_ranks(model, shapes, given))
     _check_names({name: value.shape for name, value in given.items()}, wanted)
-    for draw in draws(model, shapes, given):
+    for draw in draws(model, shapes, given).usual():
         with _usage_error_for_sizes():
             feeds = draw.make()
         yield feeds
