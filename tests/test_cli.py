@@ -798,6 +798,24 @@ print("imported:", *(each for each in {HEAVY} if each in sys.modules))
     assert done.stdout.splitlines()[-1] == "imported:"
 
 
+def test_the_process_that_runs_models_starts_before_the_optimizer_is_imported(tmp_path: Path) -> None:
+    """It imports onnxruntime meanwhile, and is the only one."""
+    onnx.save(small(), tmp_path / "in.onnx")
+    arguments = ["optimize", str(tmp_path / "in.onnx"), str(tmp_path / "out.onnx")]
+    script = f"""
+import sys
+from onnxfuse.cli import main
+from onnxfuse.verify.own_process import Worker
+def start(self, start=Worker.start):
+    print("imported:", *(each for each in {HEAVY} if each in sys.modules))
+    start(self)
+Worker.start = start
+main({arguments})
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=HANGS)
+    assert [line for line in done.stdout.splitlines() if line.startswith("imported:")] == ["imported:"]
+
+
 UNUSED = ("onnxruntime", "onnx.reference", "onnxfuse.runtime", "onnxfuse.session", "onnxfuse.bench", "onnxfuse.genai")
 
 

@@ -161,27 +161,31 @@ def optimize_command(
     Exits with 0 if all was compared and is equal, 3 if some outputs or fused nodes could not be compared, 4 if none
     could; the files are written then too.
     """
-    from onnxfuse.report.report import check_name
+    from onnxfuse.verify.own_process import own_process
 
     if target is None and not dry_run:
         raise UsageError("give the file to write as a second argument, or --dry-run")
     target = None if dry_run else target
-    if report:
-        check_name(report)
     options: dict[str, Any] = {
         "only": only, "skip": skip, "patterns": patterns, "fallback": fallback, "emit": emit, "layout": layout,
         "regions": given_regions(regions, epilogues), "plan": plan, "verify": verify, "shapes": shapes,
         "timeout": timeout, "tolerance": tolerance, "dtype": dtype, "io": io, "max_error": max_error,
         "weights": weights, "calibrate": calibrate, "reference": reference,
     }  # fmt: skip
-    if source.is_dir():
-        options |= {"archs": archs, "gpus": gpus, "overwrite": overwrite}
-        found: Iterable[_Optimized] = _optimize_folder(source, target, npz, report, options)
-    elif archs or gpus:
-        raise UsageError("--arch and --gpu are for folders; give them to `onnxfuse compile` after this command")
-    else:
-        found = [_optimize_file(source, target, npz, report, overwrite, options)]
-    codes = [_show(one, number, report, everything, verify) for number, one in enumerate(found, 1)]
+    # The process that runs models starts first: it imports onnxruntime while this one imports the optimizer and fuses.
+    with own_process(timeout, at_once=verify != "off"):
+        from onnxfuse.report.report import check_name
+
+        if report:
+            check_name(report)
+        if source.is_dir():
+            options |= {"archs": archs, "gpus": gpus, "overwrite": overwrite}
+            found: Iterable[_Optimized] = _optimize_folder(source, target, npz, report, options)
+        elif archs or gpus:
+            raise UsageError("--arch and --gpu are for folders; give them to `onnxfuse compile` after this command")
+        else:
+            found = [_optimize_file(source, target, npz, report, overwrite, options)]
+        codes = [_show(one, number, report, everything, verify) for number, one in enumerate(found, 1)]
     sys.exit(1 if 1 in codes else max(codes))
 
 

@@ -13,11 +13,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from onnxfuse.errors import NO_ONNXRUNTIME_TO_COMPARE, NothingRunsError, VerificationError
-from onnxfuse.ir.dtypes import Array
 from onnxfuse.verify.messages import receive, send
+
+if TYPE_CHECKING:
+    from onnxfuse.ir.dtypes import Array
 
 DEFAULT_TIMEOUT: Final = 600.0  # time limit in seconds for opening a model, and for each run of it
 BYTES_SENT: Final = 16 * 2**20  # a larger model is sent as a file, so that onnxruntime needs no second copy in memory
@@ -218,9 +220,10 @@ def own_process(timeout: float | None, *, at_once: bool = True) -> Iterator[None
     """Run models in a worker process while the block runs; opening or running a model takes at most `timeout` seconds.
 
     If `timeout` is None, models run in this process, without a limit.  The worker starts now if `at_once`, else when
-    the first model is opened.
+    the first model is opened.  A block within another one that has the same limit takes the worker of that block.
     """
-    if timeout is None or not enabled:
+    outer = _worker.get()
+    if timeout is None or not enabled or (outer and outer.timeout == timeout):
         yield
         return
     worker = Worker(timeout)

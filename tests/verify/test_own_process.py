@@ -172,6 +172,17 @@ def test_optimize_starts_one_process_for_all_models(monkeypatch: pytest.MonkeyPa
     assert len(workers) == 1
 
 
+def test_a_block_within_another_takes_its_process() -> None:
+    """So the command starts the process before it imports the optimizer; another limit needs a process of its own."""
+    with own_process.own_process(LIMIT, at_once=False):
+        outer = current_worker()
+        with own_process.own_process(LIMIT):
+            assert current_worker() is outer is not None
+        with own_process.own_process(2 * LIMIT, at_once=False):
+            assert current_worker() not in (outer, None)
+        assert current_worker() is outer
+
+
 @pytest.mark.usefixtures("only_runs_are_limited")
 def test_the_commands_take_a_time_limit(tmp_path: Path) -> None:
     onnx.save(model(RUNS_FOR_EVER), tmp_path / "in.onnx")
