@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from contextlib import suppress
-from typing import NoReturn
+from typing import Final, NoReturn
 
 import onnxfuse.interrupts as interrupts  # `from onnxfuse import` would import the pattern language
+
+OBJECTS_BETWEEN_COLLECTIONS: Final = 100_000  # Python's default, 700, takes 8 % of the time of importing the optimizer
 
 
 def run() -> None:
@@ -15,6 +18,7 @@ def run() -> None:
     try:
         try:
             interrupts.install()
+            gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
             from onnxfuse.cli import main
             from onnxfuse.cli.terminal import make_safe
 
