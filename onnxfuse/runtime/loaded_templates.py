@@ -233,12 +233,12 @@ def load_all(
                 if key not in of_template:
                     continue
                 code = template.situation.device.ordinal, key
-                length = 0 if code in compiled else _length(steps[0].kernel)  # 0: an earlier template compiles it
+                length = 0 if code in compiled else source_length(steps[0].kernel)  # 0: an earlier template compiles it
                 compiled.add(code)
                 pool.add(length, partial(load, template, steps))
 
 
-def _length(kernel: Kernel) -> int:
+def source_length(kernel: Kernel) -> int:
     """Return the length of a kernel's source, to which its compile time is roughly proportional."""
     try:
         return 0 if kernel.code else len(kernel_text(kernel))

@@ -10,7 +10,7 @@ from pathlib import Path
 from onnxfuse.errors import KernelError, UsageError
 from onnxfuse.runtime.backends import BACKENDS, CUDA, Backend
 from onnxfuse.runtime.gpu_kinds import gpu_kind
-from onnxfuse.runtime.loaded_templates import GivenTemplate, PreparedTemplate
+from onnxfuse.runtime.loaded_templates import GivenTemplate, PreparedTemplate, source_length
 from onnxfuse.runtime.plan import Kernel
 from onnxfuse.runtime.plan_file import KernelCode, PlanFile, SavedTemplate, node_identity, versions, write_plan_file
 from onnxfuse.runtime.planner import planner
@@ -49,7 +49,7 @@ def backend_of(provider: str) -> Backend:
 def compile_kernels(
     templates: Sequence[PreparedTemplate], backend: Backend, progress: Progress = lambda done, of: None
 ) -> Codes:
-    """Return the machine code of some templates' kernels for their GPUs, compiled in several threads.
+    """Return the machine code of some templates' kernels for their GPUs, compiled in several threads, longest first.
 
     A kernel that does not compile is left out, and its template drops the variants (plans) that need the kernel.
     """
@@ -59,11 +59,11 @@ def compile_kernels(
             wanted[each.situation.device.arch, step.kernel.key] = step.kernel, each.situation
     codes: Codes = {}
     errors: dict[tuple[int, str], KernelError] = {}
+    longest = sorted(wanted.items(), key=lambda each: -source_length(each[1][0]))  # one that starts last ends alone
     progress(0, len(wanted))
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         tasks = {
-            pool.submit(backend.machine_code, kernel, situation.device): key
-            for key, (kernel, situation) in wanted.items()
+            pool.submit(backend.machine_code, kernel, situation.device): key for key, (kernel, situation) in longest
         }
         try:
             for done, task in enumerate(as_completed(tasks), 1):

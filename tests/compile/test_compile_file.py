@@ -29,8 +29,8 @@ from onnxfuse.compile.compile_file import Compiled, CompileSettings, LeftOut, co
 from onnxfuse.compile.samples import samples_within
 from onnxfuse.compile.summary import summary
 from onnxfuse.errors import KernelError, OnnxfuseError, UsageError
-from onnxfuse.runtime import nvrtc
-from onnxfuse.runtime.backends import BACKENDS
+from onnxfuse.runtime import nvrtc, saved_plans
+from onnxfuse.runtime.backends import BACKENDS, CUDA
 from onnxfuse.runtime.plan import Device, Kernel, Plan, TensorSpec
 from onnxfuse.runtime.plan_file import PlanFile, PlanFileError, read_plan_file, write_plan_file
 from onnxfuse.runtime.planner import planner
@@ -76,6 +76,16 @@ def write(path: Path, graph: str, **bodies: str) -> Path:
     return path
 
 
+def product(path: Path) -> Path:
+    """Write a fused model of one product of 768 x 768, whose kernels come from several sources."""
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (float16[n, 768] x) => (float16[n, 768] y) { '
+    proto = onnx.parser.parse_model(text + "m = MatMul(x, w) a = Add(m, b) y = Relu(a) }")
+    for name, *shape in ("w", 768, 768), ("b", 768):
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(np.zeros(shape, np.float16), name))
+    onnx.save(onnxfuse.optimize(proto, verify=False)[0], path)
+    return path
+
+
 # --- real kernels -----------------------------------------------------------------------------------------------------
 
 
@@ -102,6 +112,20 @@ def test_a_model_is_compiled_for_gpus_that_are_not_here(fused: Path) -> None:
     (line,) = file.operators
     assert line.startswith("bias_activation ") and " operands:s" in line and " output_types:I" in line
     assert not result.left_out and not result.bodies
+
+
+def test_kernels_of_long_sources_are_compiled_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On many processors, a long one that started last would be waited for alone."""
+    begun: list[int] = []
+
+    def machine_code(kernel: Kernel, device: Device) -> bytes:
+        begun.append(len(nvrtc.kernel_text(kernel)))
+        return ELF
+
+    monkeypatch.setitem(BACKENDS, CUDA, dataclasses.replace(BACKENDS[CUDA], machine_code=machine_code))
+    monkeypatch.setattr(saved_plans.os, "cpu_count", lambda: 1)
+    compiled(product(tmp_path / "m.onnx"), archs=["sm_90"])
+    assert begun == sorted(begun, reverse=True) and len(set(begun)) > 1
 
 
 def test_a_gpu_may_be_named(fused: Path) -> None:
@@ -293,12 +317,7 @@ def test_nodes_at_the_border_of_the_model_take_memory_that_is_not_aligned(gpu: S
 
 def test_few_plans_are_made_for_memory_that_is_not_aligned(gpu: Stage, tmp_path: Path) -> None:
     """They are correct for all sizes, and chosen for one."""
-    text = '<ir_version: 8, opset_import: ["" : 17]> g (float16[n, 768] x) => (float16[n, 768] y) { '
-    proto = onnx.parser.parse_model(text + "m = MatMul(x, w) a = Add(m, b) y = Relu(a) }")
-    for name, *shape in ("w", 768, 768), ("b", 768):
-        proto.graph.initializer.append(onnx.numpy_helper.from_array(np.zeros(shape, np.float16), name))
-    path = tmp_path / "m.onnx"
-    onnx.save(onnxfuse.optimize(proto, verify=False)[0], path)
+    path = product(tmp_path / "m.onnx")
     _, file = compiled(path, provider=CPU, archs=["sm_90"])
     aligned, unaligned = sorted(file.templates, key=lambda each: not each.words.inputs[0].aligned)
     assert (aligned.words.inputs[0].aligned, unaligned.words.inputs[0].aligned) == (True, False)
