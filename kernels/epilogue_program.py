@@ -28,7 +28,7 @@ from onnxfuse.kernels.selection import ACCUMULATORS, Selection, selection_of
 from onnxfuse.kernels.tensors import element_count
 from onnxfuse.region_operators import ELEMENTWISE, VIEWS
 from onnxfuse.runtime.plan import Argument, Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
-from onnxfuse.runtime.symint import for_later_plans
+from onnxfuse.runtime.symint import first_plan_suffices, for_later_plans
 
 OPERANDS: Final = ("of_row", "of_columns", "of_elements")  # operands with one value per row, column, or element
 WORDS: Final = {"float16": 1, "bfloat16": 1, "float64": 4, "int64": 4}  # 32-bit words per 2 elements; else 2
@@ -231,6 +231,8 @@ def joined_plans(
         program, outputs = made
         ways = of_programs(in_epilogue(problem, program), device)[:MAX_EPILOGUES]
         found = [Plan((*outputs, *others), each.steps, each.scratch) for each in ways]
+    if found and first_plan_suffices():
+        return found
     with for_later_plans(problem.rows if found else 0):
         return [*found, *in_two_steps(both, inputs, device, candidates)]
 

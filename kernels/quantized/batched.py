@@ -23,7 +23,7 @@ from onnxfuse.kernels.tensors import (
     unsupported_choice,
 )
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Struct, TensorSpec
-from onnxfuse.runtime.symint import estimate, expect_equal, for_later_plans
+from onnxfuse.runtime.symint import estimate, expect_equal, first_plan_suffices, for_later_plans
 
 MIN_ARCH: Final = 80  # the first compute capability with mma m16n8k32 and cp.async
 TILE_M: Final = 128
@@ -89,12 +89,14 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
     if not is_joined(node):
         return [Plan((y,), _steps(problem, product, inputs, device))]
     made = epilogue_program(both, y, inputs, False, strides=problem.y.strides)
-    with for_later_plans(problem.m if made else 0):
-        others = in_two_steps(both, inputs, device, candidates)
     if made is None:
-        return others
+        return in_two_steps(both, inputs, device, candidates)
     program, outputs = made
-    return [Plan(outputs, _steps(problem, product, inputs, device, program)), *others]
+    first = Plan(outputs, _steps(problem, product, inputs, device, program))
+    if first_plan_suffices():
+        return [first]
+    with for_later_plans(problem.m):
+        return [first, *in_two_steps(both, inputs, device, candidates)]
 
 
 def _is_quantized(node: FusedNode) -> bool:

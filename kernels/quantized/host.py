@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -33,7 +34,7 @@ from onnxfuse.kernels.tensors import (
     unsupported_choice,
 )
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, Pointer, Step, TensorSpec
-from onnxfuse.runtime.symint import for_later_plans
+from onnxfuse.runtime.symint import first_plan_suffices, for_later_plans
 
 CONV: Final = "quantized_conv"
 MATMUL: Final = "quantized_matmul"
@@ -80,7 +81,10 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
     """Return the plans for these shapes, the expected fastest first.  Raises ValueError if shapes do not fit."""
     if node.fusion == MATMUL:
         return batched.candidates(node, inputs, device)
-    numbers = _numbers(node, inputs, "x", device), _numbers(node, inputs, "w", device)
+
+    @functools.cache
+    def numbers() -> list[Numbers]:
+        return [_numbers(node, inputs, name, device) for name in ("x", "w")]
 
     def ways(problem: Gemm | Conv, device: Device) -> list[Implementation]:
         return implementations(problem, numbers, device)
@@ -150,11 +154,15 @@ def _numbers(node: FusedNode, inputs: Sequence[TensorSpec], name: str, device: D
     return Numbers(steps, element_count(value) * ITEM_BYTES[scale.dtype])
 
 
-def implementations(problem: Gemm | Conv, numbers: Sequence[Numbers], device: Device) -> list[Implementation]:
+def implementations(
+    problem: Gemm | Conv, numbers: Callable[[], Sequence[Numbers]], device: Device
+) -> list[Implementation]:
     """Return the implementations for a y that is not empty: on 8-bit values first, then on dequantized x and w."""
     values = _of_values(problem, device)
+    if values and first_plan_suffices():
+        return values
     with for_later_plans(problem.rows if values else 0):
-        others = _of_numbers(problem, numbers, device)
+        others = _of_numbers(problem, numbers(), device)
     if not values and not others and problem.program is None:
         raise ValueError(f"no kernel takes {problem} on {device.name}")
     return [*values, *others][:MAX_IMPLEMENTATIONS]

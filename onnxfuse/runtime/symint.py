@@ -18,6 +18,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
@@ -411,6 +412,24 @@ def for_later_plans(*values: Any) -> Iterator[None]:
             yield
     finally:
         trace.hard = hard
+
+
+_first_plan_suffices: Final = ContextVar("_first_plan_suffices", default=False)
+
+
+@contextmanager
+def only_first_plans() -> Iterator[None]:
+    """Return a context in which hosts (the modules that make plans) may leave out all plans after the first one."""
+    token = _first_plan_suffices.set(True)
+    try:
+        yield
+    finally:
+        _first_plan_suffices.reset(token)
+
+
+def first_plan_suffices() -> bool:
+    """Return whether a host may leave out all plans after the first one.  Hosts ask if those take long to make."""
+    return _first_plan_suffices.get()
 
 
 def expect_equal(first: Any, second: Any) -> bool:

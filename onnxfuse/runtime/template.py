@@ -21,7 +21,7 @@ from onnxfuse.runtime.expressions import Expressions, Values
 from onnxfuse.runtime.hosts import Host
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, TensorMap, TensorSpec
 from onnxfuse.runtime.sample_sizes import samples_with_zeros, usual_samples
-from onnxfuse.runtime.symint import SymInt, SymReal, Trace
+from onnxfuse.runtime.symint import SymInt, SymReal, Trace, only_first_plans
 
 log: Final = logging.getLogger("onnxfuse")
 T = TypeVar("T")
@@ -163,7 +163,8 @@ def make_template(
     while len(template.variants) < MAX_ALL_VARIANTS and (sizes := samples.take()) is not None:
         known_ties, variant, record = len(ties), None, Trace(template.expressions)
         try:
-            variant = candidates_at(host, template, sizes, record)[0]
+            with only_first_plans():
+                variant = candidates_at(host, template, sizes, record)[0]
         except (ArithmeticError, ValueError, OnnxfuseError) as found:  # no kernel or library takes these shapes
             error = error or found
         if len(ties) > known_ties:
@@ -188,7 +189,7 @@ def make_template(
 
 
 def candidates_at(host: Host, template: Template, sizes: Sequence[int], record: Trace | None = None) -> list[Variant]:
-    """Return all plans that a host (the module that makes plans) offers at these sizes, the expected fastest first.
+    """Return the plans that a host (the module that makes plans) offers at these sizes, the expected fastest first.
 
     `record`, an empty trace, receives the guards of these plans.  Raises any error of the host, and
     ValueError if a number depends on dynamic sizes, but the host uses it where Python requires a plain number.

@@ -11,8 +11,10 @@ from sampling import sampled
 
 from onnxfuse.kernels.quantized import columns
 from onnxfuse.kernels.quantized.host import candidates, supports
+from onnxfuse.kernels.region import host as region
 from onnxfuse.kernels.tensors import ITEM_BYTES
 from onnxfuse.runtime.plan import Device, Launch, Plan, TensorMap
+from onnxfuse.runtime.symint import only_first_plans
 
 IN_INTEGERS = [case for case in CASES if case.k % 16 == 0 and case.m and case.layout == "nk"]
 IN_INTEGERS = [case for case in IN_INTEGERS if case.group == 1 and case.w_zero is None]
@@ -68,6 +70,15 @@ def test_rows_of_taps_fit_into_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "quantized_columns" not in str(plans_of(replace(longest, k=84), H200))  # a row of 756 bytes
     monkeypatch.setattr(columns, "MAX_BYTES", 1 << 15)
     assert "quantized_columns" not in str(plans_of(STEM, H200))
+
+
+@pytest.mark.parametrize("case", [GEMMS[3], CONVS[1], AFTER[-3]], ids=str)
+def test_where_the_first_plan_suffices_no_other_is_made(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others dequantize x and w, or run the operators after the product, by kernels that are generated slowly."""
+    first = plans_of(case, H200)[0]
+    monkeypatch.setattr(region, "candidates", lambda *_: pytest.fail("a kernel was generated"))
+    with only_first_plans():
+        assert plans_of(case, H200)[0] == first
 
 
 @pytest.mark.parametrize("after", ["relu", "residual"])

@@ -12,7 +12,7 @@ import pytest
 from onnxfuse.runtime.expressions import Expressions, Op
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, TensorSpec
 from onnxfuse.runtime.sample_sizes import usual_samples
-from onnxfuse.runtime.symint import SLACK, best_first, for_later_plans, minimum
+from onnxfuse.runtime.symint import SLACK, best_first, first_plan_suffices, for_later_plans, minimum
 from onnxfuse.runtime.template import (
     MAX_LOSS,
     MAX_LOSS_ELSEWHERE,
@@ -172,6 +172,21 @@ def test_each_size_has_a_plan_however_many_variants_others_take() -> None:
     template = template_of(host, [(m,) for m in range(999, 0, -1)])
     assert [tile_of(template.chosen([m])) for m in (1, 2)] == [1, 1]
     assert all(tile_of(template.chosen([m])) > 1 for m in range(3, 1000))
+
+
+def test_a_template_is_made_of_first_plans() -> None:
+    """Hosts may leave out the plans after the first one, which are made if the first one fails or plans are timed."""
+    asked: list[bool] = []
+
+    class Asks(Tiles):
+        def candidates(self, node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
+            asked.append(first_plan_suffices())
+            return super().candidates(node, inputs, device)[: 1 if asked[-1] else 2]
+
+    host = Asks((16, 32), waves)
+    template = template_of(host)
+    assert asked and all(asked) and not first_plan_suffices()
+    assert len(candidates_at(host, template, (200,))) == 2 and not asked[-1]
 
 
 def test_guards_of_later_plans_are_theirs_alone() -> None:
