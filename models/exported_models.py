@@ -6,7 +6,8 @@ The variants of an architecture share their random weights. So the floats of all
 which holds each tensor once, and the models refer to them as ONNX refers to external data, without lengths. A float16
 tensor that is a float32 one rounded is a place in the float32 file. Most weights are multiples of a power of two, as
 export.py draws them, and are stored as int8: this makes the archive a tenth smaller. Rounding weights that an exporter
-folded (round_folded) makes it a sixth smaller.
+folded (round_folded) makes it a sixth smaller, and names that are written short (short_names.py) and offsets that count
+from the tensor before make it a third smaller.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import math
 import os
 import sys
 import tarfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from typing import Any
 import numpy as np
 import onnx
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
+from short_names import rename
 
 EXPORTED = Path(__file__).parent / "exported"
 ARCHIVE, INDEX = "models.tar.xz", "index.json"
@@ -34,6 +37,7 @@ DTYPES = {TensorProto.FLOAT: np.dtype("<f4"), TensorProto.FLOAT16: np.dtype("<f2
 LOCATIONS = {TensorProto.FLOAT: "float32", TensorProto.FLOAT16: "float16"}  # of external data, files of the archive
 MULTIPLES, STEP = "int8", "step"  # the location of multiples, and the entry with the exponent of their power of two
 MINUS_ZERO = -128  # of int8: the zeros that rounding made of negative numbers
+WIDTHS = {MULTIPLES: 1, **{location: DTYPES[dtype].itemsize for dtype, location in LOCATIONS.items()}}  # bytes
 SMALLEST = 16  # bytes of a tensor that is external
 
 
@@ -72,13 +76,18 @@ def unpack(name: str, folder: Path) -> Path:
 def compress(models: Mapping[str, bytes], index: str) -> bytes:
     """Return an archive of models by name and their index: the same bytes for the same ones, without times and owners.
 
-    Raises ValueError if the name of a model does not end in .onnx.
+    Raises ValueError if the name of a model does not end in .onnx, and if its names have no short form.
     """
     if wrong := [name for name in models if not name.endswith(".onnx")]:
         raise ValueError(f"names {wrong}, required: names that end in .onnx")
     parsed = {name: onnx.load_from_string(models[name]) for name in sorted(models)}
     files = make_external(parsed.values())
+    for model in parsed.values():
+        count_from_ends(model)
+        rename(model.graph, short=True)
     files |= {INDEX: index.encode()} | {name: model.SerializeToString() for name, model in parsed.items()}
+    if wrong := [name for name in parsed if restored(name, files) != models[name]]:
+        raise ValueError(f"{wrong} would be read with other names; required: names as exporters write them")
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w", format=tarfile.USTAR_FORMAT) as archive:
         for name, data in files.items():
@@ -170,26 +179,40 @@ def refer(tensor: TensorProto, place: Mapping[str, str]) -> None:
         tensor.external_data.add(key=key, value=value)
 
 
+def count_from_ends(model: ModelProto) -> None:
+    """Let the offset of each tensor count from the end of the tensor before it that is in the same file."""
+    ends: Counter[str] = Counter()
+    for tensor in tensors_of(model):
+        place = {each.key: each for each in tensor.external_data}
+        if place:
+            location, offset = place["location"].value, int(place["offset"].value)
+            place["offset"].value = str(offset - ends[location])
+            ends[location] = offset + math.prod(tensor.dims) * WIDTHS[location]
+
+
 def restored(name: str, files: Mapping[str, bytes]) -> bytes:
-    """Return a model with the floats that `make_external` took out of it."""
+    """Return a model with its names in full, and with the floats that `make_external` took out of it."""
     model = onnx.load_from_string(files[name])
+    rename(model.graph, short=False)
+    ends: Counter[str] = Counter()
     for tensor in tensors_of(model):
         if tensor.data_location == TensorProto.EXTERNAL:
             place = {each.key: each.value for each in tensor.external_data}
-            tensor.raw_data = stored_values(place, math.prod(tensor.dims), tensor.data_type, files)
+            location = place["location"]
+            offset = ends[location] + int(place["offset"])
+            ends[location] = offset + math.prod(tensor.dims) * WIDTHS[location]
+            tensor.raw_data = stored_values(place, files[location][offset : ends[location]], tensor.data_type)
             tensor.ClearField("external_data")
             tensor.ClearField("data_location")
     return model.SerializeToString()
 
 
-def stored_values(place: Mapping[str, str], count: int, dtype: int, files: Mapping[str, bytes]) -> bytes:
-    """Return so many values of a dtype from their place in a file."""
-    stored, offset = files[place["location"]], int(place["offset"])
+def stored_values(place: Mapping[str, str], stored: bytes, dtype: int) -> bytes:
+    """Return the values of a dtype that are stored in their place as these bytes."""
     if STEP in place:
-        return of_multiples(stored[offset : offset + count], int(place[STEP]), dtype)
+        return of_multiples(stored, int(place[STEP]), dtype)
     (kind,) = (each for each, location in LOCATIONS.items() if location == place["location"])
-    values = stored[offset : offset + count * DTYPES[kind].itemsize]
-    return values if dtype == kind else rounded(values, kind)
+    return stored if dtype == kind else rounded(stored, kind)
 
 
 def rounded(values: bytes, dtype: int) -> bytes:
