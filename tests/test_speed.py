@@ -18,6 +18,7 @@ from onnx_graphsurgeon.util.misc import SynchronizedList
 
 from onnxfuse import optimize
 from onnxfuse.ir.node import Tensor
+from onnxfuse.report.report import Report
 
 NODES = 5_000
 COUNTED = 2_000  # nodes of the model whose calls for each node are counted, with CPython 3.11
@@ -53,6 +54,8 @@ def test_calls_of_forming_regions(name: str) -> None:
 def test_calls_of_a_large_model(name: str) -> None:
     few = COUNTED if name in MODELS else COUNTED_OF_REGIONS
     assert calls_of(name, NODES) <= 1.1 * NODES / few * calls_of(name, few)
+    _, report = optimize(ALL[name](NODES), verify=False)
+    assert_fused(name, NODES, report)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -69,7 +72,8 @@ def test_visits_of_inputs_and_outputs(name: str, monkeypatch: pytest.MonkeyPatch
     def visits_of(nodes: int) -> int:
         nonlocal visits
         visits = 0
-        optimize(ALL[name](nodes), verify=False)
+        _, report = optimize(ALL[name](nodes), verify=False)
+        assert_fused(name, nodes, report)
         return visits
 
     monkeypatch.setattr(SynchronizedList, "__iter__", visited, raising=False)
@@ -102,12 +106,10 @@ def in_branch(model: onnx.ModelProto) -> onnx.ModelProto:
     return helper.make_model(outer, ir_version=model.ir_version, opset_imports=model.opset_import)
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_large_models_are_fused(name: str) -> None:
+def assert_fused(name: str, nodes: int, report: Report) -> None:
     """What is counted and timed is fusing, and not giving up."""
-    _, report = optimize(ALL[name](NODES), verify=False)
     if name == "transformer":
-        blocks = NODES // BLOCK
+        blocks = nodes // BLOCK
         assert report.counts == {
             "attention": blocks, "gemm_bias_activation": 3 * blocks, "layer_norm": 2 * blocks, "parallel_gemm": blocks,
         }  # fmt: skip
