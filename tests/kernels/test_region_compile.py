@@ -17,32 +17,28 @@ from region_cases import POWERS, all_cases
 from region_drafts import Made, RegionProgram, made, numbers, one
 from region_emulation import plan_of
 from region_speed_cases import layer_norm, masked_windows, mean_pooling, odd_windows, quantized, sums_of_rows
-from sampling import by_parts
+from sampling import by_parts, part_of
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
 
 from onnxfuse.runtime.nvrtc import compile_cubin
-from onnxfuse.runtime.plan import Device, Kernel, Launch, TensorSpec
+from onnxfuse.runtime.plan import Device, Launch, TensorSpec
 
 CASES = all_cases()
-PARTS = 64  # of the kernels, of which one is compiled in a plain run
+PARTS = 64  # of the cases, of which one is planned for each GPU and compiled in a plain run
 MAX_CODE_BYTES = 48_000  # of a region of QUICK; NVRTC 13.5 makes up to 37,504
 
 
 @functools.cache
-def launches(device: Device) -> Sequence[Launch]:
-    plans = [plan_of(program, device) for program in CASES.values()]
+def launches(device: Device, part: int, of: int) -> Sequence[Launch]:
+    plans = [plan_of(program, device) for program in part_of(list(CASES.values()), part, of)]
     return [step for plan in plans for step in plan.steps if isinstance(step, Launch)]
-
-
-def kernels(device: Device) -> list[Kernel]:
-    return [step.kernel for step in launches(device)]
 
 
 @by_parts(PARTS)
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
 def test_compiles_in_registers(device: Device, part: int) -> None:
-    for kernel in to_compile(device, kernels, part, PARTS):
+    for kernel in to_compile(device, lambda each: [step.kernel for step in launches(each, part, PARTS)]):
         compiled = compile_cubin(kernel, device.arch)
         assert compiled.spill_stores + compiled.spill_loads == 0, f"spills on sm_{device.arch}: {kernel.text}"
         assert "warning" not in compiled.log, f"{compiled.log}\n{kernel.text}"
@@ -378,7 +374,7 @@ def launches_of(program: RegionProgram) -> list[Launch]:
 
 
 def test_every_launch_is_one_that_the_device_takes() -> None:
-    for step in launches(H200):
+    for step in launches(H200, 0, 1):
         assert 0 < step.grid[0] <= 2**31 - 1 and step.grid[1:] == (1, 1) and step.block[0] <= 1024
         assert step.pdl
 
