@@ -23,7 +23,7 @@ from onnxfuse.runtime.build_native import compiler
 
 header_folders = [Path(__file__).parent / "native"]  # in the order in which headers are looked up
 # The fortified longjmp would refuse to jump to another coroutine's stack.
-FLAGS = ("-std=c++17", "-O1", "-w", "-fPIC", "-U_FORTIFY_SOURCE")
+FLAGS = ("-std=c++17", "-Og", "-w", "-fPIC", "-U_FORTIFY_SOURCE")
 STANDARD = re.compile(r"(?m)^#include <.*$")
 DRAFT = "draft-"  # before the name of a file that is being built
 folder: Path | None = None  # receives what is compiled, for all processes that name it; None for one of this process

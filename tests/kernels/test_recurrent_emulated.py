@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -32,9 +33,10 @@ def library(kernel: Kernel, folder: Path, late: bool) -> Any:
     whole = kernel_text(kernel)
     parts = zip(["", *PARTS.findall(whole)], PARTS.split(whole)[::2], strict=True)
     text = as_c_plus_plus("".join(f'#line 1 "{n}"\n{part}' for n, part in parts if n not in ("", "gemm_multiply.cuh")))
-    mode = "#define LATE_AFTER_ARRIVAL\n" if late else ""
-    source = f"{mode}{PRODUCTS}{text}\n{launcher(kernel.entry, 'launch')}"
-    return load(source, kernel.defines, ["-ffp-contract=off"], folder / "recurrent.cc").launch
+    source = f"{PRODUCTS}{text}\n{launcher(kernel.entry, 'launch')}"
+    made = load(source, kernel.defines, ["-ffp-contract=off"], folder / "recurrent.cc")
+    ctypes.c_bool.in_dll(made, "late_after_arrival").value = late
+    return made.launch
 
 
 def run(case: Case, config: host.Config, device: Device, folder: Path, late: bool) -> list[np.ndarray]:

@@ -97,22 +97,17 @@ static T __shfl_xor_sync(unsigned, T value, int mask) {
 // ---- cluster.cuh -------------------------------------------------------------------------------------------------
 
 static unsigned cluster_rank() { return emulated::rank(); }
-// One extreme: what a block does between arriving and waiting happens before any block passes the barrier. With
-// LATE_AFTER_ARRIVAL, the other one: it happens after other blocks have passed the barrier.
-#ifdef LATE_AFTER_ARRIVAL
+// One extreme: what a block does between arriving and waiting happens before any block passes the barrier. If
+// late_after_arrival is set, the other one: it happens after other blocks have passed the barrier.
+extern "C" bool late_after_arrival;
+bool late_after_arrival = false;
 static void cluster_arrive() {
-    if (CLUSTER > 1) emulated::wait(emulated::Wait::Cluster);
+    if (CLUSTER > 1 && late_after_arrival) emulated::wait(emulated::Wait::Cluster);
 }
 static void cluster_wait() {
     if (CLUSTER == 1) __syncthreads();
+    else if (!late_after_arrival) emulated::wait(emulated::Wait::Cluster);
 }
-#else
-static void cluster_arrive() {}
-static void cluster_wait() {
-    if (CLUSTER > 1) emulated::wait(emulated::Wait::Cluster);
-    else __syncthreads();
-}
-#endif
 static void store_peer(float* address, unsigned rank, float value) {
     memcpy(emulated::memory(rank) + (reinterpret_cast<char*>(address) - emulated::memory()), &value, 4);
 }
