@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -47,8 +46,10 @@ def old_models() -> dict[str, list[Case]]:
     return found
 
 
-def models(op: str) -> Iterator[tuple[onnx.ModelProto, dict[str, Any]]]:
-    """Yield models of an operator that read float32 and run, at most one of each form in each opset."""
+@functools.cache
+def models(op: str) -> list[tuple[onnx.ModelProto, dict[str, Any], list[Any]]]:
+    """Return models of an operator that read float32 and run, at most one of each form in each opset; their results."""
+    made = []
     known = set[Any]()
     found = [(opset, in_opset(model, opset), feeds) for model, feeds in backend_cases()[op] for opset in OPSETS]
     old = [(each.opsets[0], each.model(each.opsets[0]), dict(each.feeds)) for each in old_models()[op]]
@@ -56,9 +57,10 @@ def models(op: str) -> Iterator[tuple[onnx.ModelProto, dict[str, Any]]]:
         if model is None or not any(getattr(each, "dtype", None) == np.float32 for each in feeds.values()):
             continue
         form = (opset, len(model.graph.node[-1].input), len(model.graph.node[-1].attribute))
-        if form not in known and isinstance(run(model, feeds), list):
+        if form not in known and isinstance(results := run(model, feeds), list):
             known.add(form)
-            yield model, feeds
+            made.append((model, feeds, results))
+    return made
 
 
 def in_half(value: Any) -> Any:
@@ -70,16 +72,16 @@ def in_half(value: Any) -> Any:
 @pytest.mark.parametrize(("dtype", "io"), [("float16", "float32"), ("float16", "half"), ("bfloat16", "float32")])
 @pytest.mark.parametrize("op", sorted(filter(reads_float32, {s.name for s in onnx.defs.get_all_schemas()} - LEFT_OUT)))
 def test_converted(op: str, dtype: Literal["float16", "bfloat16"], io: Literal["float32", "half"]) -> None:
-    found = list(models(op))
+    found = models(op)
     assert found or op in NOT_IN_FLOAT32
-    for model, feeds in found:
+    for model, feeds, old in found:
         if dtype == "bfloat16" and opset_of(model) < BFLOAT16_OPSET and op in LACKING.keys() - STAY.keys():
             with pytest.raises(onnxfuse.UsageError, match=f"onnxruntime has no kernel for {op} from opset 22 on; or a"):
                 onnxfuse.optimize(model, dtype=dtype, verify=False)
             continue
         given = {name: in_half(x) if io == "half" else x for name, x in feeds.items()}
         made, _ = onnxfuse.optimize(model, dtype=dtype, io=io, inputs=feeds, verify=False, timeout=None)
-        new, old = run(made, given), run(model, feeds)
+        new = run(made, given)
         if isinstance(new, str):
             assert dtype == "bfloat16" and LACKS_KERNEL in new, new
         elif op not in DISCONTINUOUS:

@@ -105,6 +105,16 @@ class Spelling:
         return reached(self, *self.outputs)
 
     @functools.cached_property
+    def captures(self) -> tuple[Capture, ...]:
+        """Return the parameters that the variant uses and that are present, in order."""
+        return tuple(captures_of(self, self.terms))
+
+    @functools.cached_property
+    def specs(self) -> tuple[str, ...]:
+        """Return every text of the variant that names dimensions: shapes, arrangements, expressions."""
+        return tuple(_specs(self))
+
+    @functools.cached_property
     def unfused(self) -> Unfused:
         """Return a model of the spelling, which nobody changes.  Raises Unwritable."""
         return _build(self)
@@ -191,17 +201,16 @@ def _label(spelling: Spelling, term: Alternatives) -> str:
     return spelling.choices.get(term.name or "", term.labels[0])
 
 
-def captures(spelling: Spelling, *roots: Term) -> list[Capture]:
-    """Return the parameters that the variant, or the terms below the roots, use and that are present, in order."""
-    terms = reached(spelling, *roots) if roots else spelling.terms
+def captures_of(spelling: Spelling, terms: Iterable[Term]) -> Iterator[Capture]:
+    """Yield the parameters among these terms that are present, in order."""
     names = {term.name for term in terms if isinstance(term, Capture)} - spelling.absent
     names -= {term.operand.name for term in spelling.terms if isinstance(term, Known)}  # they are computed
-    return [c for c in spelling.fusion.captures if c.name in names]
+    yield from (c for c in spelling.fusion.captures if c.name in names)
 
 
 def operands(spelling: Spelling) -> list[Capture]:
     """Return the operands that the variant uses and that are present, in order."""
-    return [c for c in captures(spelling) if c.kind in ("tensor", "weight")]
+    return [c for c in spelling.captures if c.kind in ("tensor", "weight")]
 
 
 def _axes(spelling: Spelling, operand: Capture) -> list[tuple[str, ...]] | None:
@@ -272,12 +281,11 @@ def _only_dtype(op: str, index: int, opset: int) -> int | None:
 
 def _names(spelling: Spelling) -> list[str]:
     """Return the names of the dimensions of the variant."""
-    words = [word for spec in _specs(spelling) for word in re.findall(r"[A-Za-z_]\w*", spec)]
+    words = [word for spec in spelling.specs for word in re.findall(r"[A-Za-z_]\w*", spec)]
     return list(dict.fromkeys(words))
 
 
 def _specs(spelling: Spelling) -> list[str]:
-    """Return every text of the variant that names dimensions: shapes, arrangements, expressions."""
     specs = [c.dims for c in operands(spelling) if c.dims]
     by_example = [(_axes(spelling, c), _axes_by_example(spelling, c)) for c in operands(spelling)]
     specs += [" ".join(name for (name,) in named) for axes, named in by_example if named and axes == named]
@@ -288,13 +296,13 @@ def _specs(spelling: Spelling) -> list[str]:
 
 def _has_size(spelling: Spelling, name: str) -> bool:
     """Return whether an axis has the size of a name, and not size one."""
-    axes = {word for spec in _specs(spelling) for word in re.findall(r"[A-Za-z_]\w*\??", spec)}
+    axes = {word for spec in spelling.specs for word in re.findall(r"[A-Za-z_]\w*\??", spec)}
     return name not in spelling.thin or name in axes
 
 
 def _divisors(spelling: Spelling) -> dict[str, int]:
     """Return what a dimension must be a multiple of, by name: `size("d") // 2` asks for a multiple of 2."""
-    return {m[1]: int(m[2]) for spec in _specs(spelling) for m in re.finditer(r"(\w+)//(\d+)", spec)}
+    return {m[1]: int(m[2]) for spec in spelling.specs for m in re.finditer(r"(\w+)//(\d+)", spec)}
 
 
 def _guards(fusion: Fusion) -> list[Guard]:
@@ -309,7 +317,7 @@ def _indices(fusion: Fusion) -> set[str]:
 def find_sizes(spelling: Spelling, known: Mapping[str, Any]) -> dict[str, Any]:
     """Return sizes that the guards accept, different ones for different names if possible.  Raises Unwritable."""
     names = [n for n in _names(spelling) if n not in known and n not in spelling.sizes and _has_size(spelling, n)]
-    has_dots = any("..." in spec for spec in _specs(spelling))
+    has_dots = any("..." in spec for spec in spelling.specs)
     lead = tuple(LEADING.values())[: spelling.leading] if has_dots else ()
     labels = {**chosen(spelling), **_attribute_examples(spelling)}
     given = tuple({**labels, **known, **spelling.sizes}.items())
@@ -321,7 +329,7 @@ def find_sizes(spelling: Spelling, known: Mapping[str, Any]) -> dict[str, Any]:
 
 def _attribute_examples(spelling: Spelling) -> dict[str, Any]:
     """Return the examples of the attributes of the variant that are numbers: sizes may depend on them."""
-    found = {c.name: spelling.fusion.example.get(c.name) for c in captures(spelling) if c.kind == "attribute"}
+    found = {c.name: spelling.fusion.example.get(c.name) for c in spelling.captures if c.kind == "attribute"}
     return {name: value for name, value in found.items() if isinstance(value, int)}
 
 
@@ -376,7 +384,7 @@ def _values(spelling: Spelling) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     fresh = iter([0.25, 0.75, 1.25, 1.75])
-    for capture in captures(spelling):
+    for capture in spelling.captures:
         if capture.kind == "scalar":
             asking = [g for g in _guards(spelling.fusion) if capture.name in g.names]
             usual = spelling.fusion.example.get(capture.name, capture.if_absent)
@@ -535,7 +543,7 @@ def _variant(
     runs = {named[operand]: part["width"] // part["pitch"] for operand, part in parts.items() if "pitch" in part}
     dims = {**dims, **{f"{name}_blocks": count for name, count in runs.items()}}
     values = {**_values(spelling), **found_numbers}
-    scalars = {c.name for c in captures(spelling) if c.kind == "scalar"}  # an example can be the name of a dimension
+    scalars = {c.name for c in spelling.captures if c.kind == "scalar"}  # an example can be the name of a dimension
     values |= {name: float(dims[value]) for name, value in values.items() if name in scalars and value in dims}
     return _VariantOfFiniteWeights(spelling.opset, dtypes, out, rank, values, dims, chosen(spelling))
 
@@ -574,7 +582,10 @@ def _inferred_dims(least: Spelling) -> dict[str, Any]:
 def complete_options(spelling: Spelling, builder: BodyBuilder, term: Alternatives) -> list[Term]:
     """Return the options that can be written and that use every present operand."""
     possible = [option for option in term.options if builder.can_write(option)]
-    used = [{c.name for c in captures(spelling, option)} & builder.variant.dtypes.keys() for option in possible]
+    used = [
+        {c.name for c in captures_of(spelling, reached(spelling, option))} & builder.variant.dtypes.keys()
+        for option in possible
+    ]
     every = set().union(*used)
     return [option for option, names in zip(possible, used, strict=True) if names == every]
 
@@ -792,7 +803,7 @@ def _variants(fusion: Fusion) -> Iterator[Spelling]:
     for spelling in (base, *single):
         yield from _without(spelling, seen)
         yield from _with_values(spelling, seen)
-    if any("..." in spec for spec in _specs(base)) and all(_axes(base, c) for c in operands(base)):
+    if any("..." in spec for spec in base.specs) and all(_axes(base, c) for c in operands(base)):
         yield from (replace(base, what=f"{rank}-leading-axes", leading=rank) for rank in (0, 1, 3))
     yield from _with_sizes(base)
     yield from _with_parts((base, *single))
@@ -807,7 +818,7 @@ def _fitting(spelling: Spelling) -> Spelling:
     if kind == "sizes":
         thin = {name for c in operands(spelling) for name in re.findall(r"([a-z]\w*)\?", c.dims or "")}
         return replace(spelling, thin=frozenset(thin))
-    optional = [c.name for c in captures(spelling) if c.optional and c.is_operand] if kind == "guard" else []
+    optional = [c.name for c in spelling.captures if c.optional and c.is_operand] if kind == "guard" else []
     without = (replace(spelling, absent=frozenset({name})) for name in optional)
     return next((each for each in without if not _refused(each)), spelling)
 
@@ -839,7 +850,7 @@ def _with_parts(spellings: Iterable[Spelling]) -> Iterator[Spelling]:
 def _without(spelling: Spelling, seen: set[Any]) -> Iterator[Spelling]:
     """Yield variants without each optional parameter, in the first variant that exists without it."""
     inputs = {id(part.unwrapped) for term in spelling.terms for part in term.parts}
-    for capture in captures(spelling):
+    for capture in spelling.captures:
         if not capture.optional or capture.kind == "attribute" or (capture.kind == "scalar" and id(capture) in inputs):
             continue
         absent = replace(spelling, what=f"{spelling.what}-without-{capture.name}", absent=frozenset({capture.name}))
@@ -858,7 +869,7 @@ def _without(spelling: Spelling, seen: set[Any]) -> Iterator[Spelling]:
 
 def _with_values(spelling: Spelling, seen: set[Any]) -> Iterator[Spelling]:
     """Each scalar that has a value where it is absent with another value; each attribute with its example."""
-    for capture in captures(spelling):
+    for capture in spelling.captures:
         value = None
         if capture.kind == "scalar" and capture.if_absent is not None:
             value = capture.if_absent * 100
