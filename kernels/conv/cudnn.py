@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Final, TypeGuard, get_args
 
 from onnxfuse.kernels.conv.problem import Conv
@@ -80,33 +80,8 @@ def _is_cudnn_activation(activation: str) -> TypeGuard[ConvolutionActivation]:
 
 
 def _convolution(conv: Conv, activation: ConvolutionActivation) -> Convolution:
-    return Convolution(
-        conv.n,
-        conv.c,
-        conv.m,
-        conv.sizes,
-        conv.y_sizes,
-        conv.kernel,
-        conv.strides,
-        conv.dilations,
-        conv.pads_begin,
-        conv.pads_end,
-        conv.group,
-        conv.dtype,
-        conv.x,
-        conv.w,
-        conv.y,
-        conv.bias,
-        conv.residual,
-        conv.residual_first,
-        activation,
-        conv.alpha,
-        conv.beta,
-        transposed=conv.transposed,
-        tf32=conv.tf32,
-        aligned=conv.aligned,
-        workspace_bytes=MAX_WORKSPACE_BYTES,
-    )
+    shared = {each.name: getattr(conv, each.name) for each in fields(Convolution) if hasattr(conv, each.name)}
+    return Convolution(**shared | {"activation": activation, "workspace_bytes": MAX_WORKSPACE_BYTES})
 
 
 def _with_engine(convolution: Convolution, engine: run_plan.Engine, rank: int) -> Implementation:

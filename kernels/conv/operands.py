@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from onnxfuse.activations import ACTIVATIONS, PRELU
 from onnxfuse.kernels.conv.problem import Conv
@@ -17,7 +17,7 @@ from onnxfuse.kernels.tensors import (
     unsupported_choice,
     unsupported_dtype,
 )
-from onnxfuse.runtime.plan import Device, FusedNode, Pointer, TensorSpec
+from onnxfuse.runtime.plan import Device, FusedNode, Geometry, Pointer, TensorSpec
 from onnxfuse.runtime.symint import expect_equal, maximum
 
 EXPLICIT_PADS: Final = ("NOTSET", "VALID")
@@ -76,22 +76,6 @@ def conv_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> tu
     return with_operands(node, inputs, device, geometry, x_nchw=x_nchw, w_hwio=w_hwio)
 
 
-class Geometry(NamedTuple):
-    """The sizes of a convolution; the fields are those of Conv."""
-
-    n: int
-    c: int
-    m: int
-    sizes: tuple[int, ...]
-    y_sizes: tuple[int, ...]
-    kernel: tuple[int, ...]
-    strides: tuple[int, ...]
-    dilations: tuple[int, ...]
-    pads_begin: tuple[int, ...]
-    pads_end: tuple[int, ...]
-    group: int
-
-
 def with_operands(
     node: FusedNode, inputs: Sequence[TensorSpec], device: Device, geometry: Geometry, *,
     x_nchw: bool = False, w_hwio: bool = False, transposed: bool = False,
@@ -101,7 +85,7 @@ def with_operands(
     y = TensorSpec(y_shape, node.output_dtypes[0], all(tensor.aligned for tensor in inputs))
     alpha, beta = activation_parameters(node)
     conv = Conv(
-        *geometry, y.dtype, y.aligned,
+        **vars(geometry), dtype=y.dtype, aligned=y.aligned,
         x=required_pointer(node, "x"), w=required_pointer(node, "w"), y=Pointer("output", 0),
         bias=shaped_pointer(node, inputs, "bias", (geometry.m,)),
         slope=_channels(node, inputs, "slope", geometry),

@@ -9,37 +9,25 @@ from onnxfuse.kernels.epilogue import epilogue_defines, epilogue_operands
 from onnxfuse.kernels.epilogue_program import EpilogueProgram
 from onnxfuse.kernels.gemm.problem import EightBits
 from onnxfuse.kernels.tensors import ITEM_BYTES, Defines, int32
-from onnxfuse.runtime.plan import Argument, Pointer, Struct
+from onnxfuse.runtime.plan import Argument, Geometry, Pointer, Struct
 from onnxfuse.runtime.symint import is_symbolic
 
 
 @dataclass(frozen=True)
-class Conv:
+class Conv(Geometry):
     """y = activation(conv(x, w) + bias) * column_scale + column_shift + residual.
 
     With `residual_first`, the residual is added before the activation.  With a gate, which only `pointwise`
     convolutions have, x is first multiplied by the gate and rounded to its dtype.
 
-    Arithmetic is in fp32, and results are rounded once.  Sizes, strides and so on have one entry per spatial axis, the
-    innermost last: (H, W) in two dimensions.  x is (n, *sizes, c), or (n, c, *sizes) where `x_nchw`; y and residual are
-    (n, *y_sizes, m); w is (m, *kernel, c / group), or (*kernel, c / group, m) where `w_hwio`.  All are contiguous.  An
-    absent operand is None.
+    Arithmetic is in fp32, and results are rounded once.  x is (n, *sizes, c), or (n, c, *sizes) where `x_nchw`; y and
+    residual are (n, *y_sizes, m); w is (m, *kernel, c / group), or (*kernel, c / group, m) where `w_hwio`.  All are
+    contiguous.  An absent operand is None.
 
     `transposed`: the operator is ONNX's ConvTranspose. Then w is (c, *kernel, m / group), or (*kernel, m / group, c)
     where `w_hwio`, and the pads are cut off the result.
     """
 
-    n: int  # batch size
-    c: int  # channels of x
-    m: int  # channels of y (filters)
-    sizes: tuple[int, ...]  # spatial sizes of x
-    y_sizes: tuple[int, ...]
-    kernel: tuple[int, ...]
-    strides: tuple[int, ...]
-    dilations: tuple[int, ...]
-    pads_begin: tuple[int, ...]
-    pads_end: tuple[int, ...]
-    group: int
     dtype: str  # dtype of all operands
     aligned: bool  # every address is a multiple of 16 bytes
     x: Pointer

@@ -8,7 +8,6 @@ from typing import Final
 from onnxfuse.kernels.conv import operands as conv_operands
 from onnxfuse.kernels.conv.operands import (
     EXPLICIT_PADS,
-    Geometry,
     check_kernel_shape,
     explicit_pads,
     per_axis,
@@ -16,7 +15,7 @@ from onnxfuse.kernels.conv.operands import (
 )
 from onnxfuse.kernels.conv.problem import Conv
 from onnxfuse.kernels.tensors import required_spec
-from onnxfuse.runtime.plan import Device, FusedNode, TensorSpec
+from onnxfuse.runtime.plan import Device, FusedNode, Geometry, TensorSpec
 from onnxfuse.runtime.symint import expect_equal, maximum
 
 MAX_DIMS: Final = 3  # maximum number of spatial axes

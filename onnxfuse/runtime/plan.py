@@ -291,17 +291,10 @@ ConvolutionActivation: TypeAlias = Literal[
 
 
 @dataclass(frozen=True)
-class Convolution:
-    """A convolution by cuDNN 9.
+class Geometry:
+    """The sizes of a convolution.
 
-    If `residual_first`, y = activation(conv(x, w) + bias + residual).  Otherwise, y = activation(conv(x, w) + bias) +
-    residual.  Sums are in fp32, and y is rounded once.
-
-    Sizes, strides and so on have one entry for each of one to three spatial axes, the innermost last.  If
-    `channels_last`, x is (n, *sizes, c), and y and residual are (n, *y_sizes, m).  Otherwise, x is (n, c, *sizes), and
-    y and residual are (n, m, *y_sizes).  w is (m, *kernel, c / group) if `w_channels_last`, else
-    (m, c / group, *kernel).  All tensors are contiguous.  A `transposed` convolution is ONNX's ConvTranspose: w has c
-    filters of m / group channels.
+    Of the sizes of tensors, of strides and so on there is one for each spatial axis, the innermost last.
     """
 
     n: int
@@ -315,6 +308,21 @@ class Convolution:
     pads_begin: tuple[int, ...]
     pads_end: tuple[int, ...]
     group: int
+
+
+@dataclass(frozen=True)
+class Convolution(Geometry):
+    """A convolution by cuDNN 9.
+
+    If `residual_first`, y = activation(conv(x, w) + bias + residual).  Otherwise, y = activation(conv(x, w) + bias) +
+    residual.  Sums are in fp32, and y is rounded once.
+
+    It has one to three spatial axes.  If `channels_last`, x is (n, *sizes, c), and y and residual are (n, *y_sizes, m).
+    Otherwise, x is (n, c, *sizes), and y and residual are (n, m, *y_sizes).  w is (m, *kernel, c / group) if
+    `w_channels_last`, else (m, c / group, *kernel).  All tensors are contiguous.  A `transposed` convolution is ONNX's
+    ConvTranspose: w has c filters of m / group channels.
+    """
+
     dtype: Dtype  # dtype of all operands: float32, float16 or bfloat16
     x: Pointer
     w: Pointer
