@@ -3,16 +3,16 @@
 `x[:, :, a:b] = y` is exported as a ScatterND whose indices are ranges: from a to b along one axis, and over the whole
 length of the others.  Where such nodes write all of a tensor, the values that it had before do not matter.  For
 `x[..., ::2] = y` and `x[..., 1::2] = z`, y and z get a new axis, along which they are joined, so that their elements
-alternate.
+alternate.  `x[:, t] = y`, in a loop that an exporter unrolled, is such a ScatterND or a ScatterElements.
 
-If a Transpose reads the last ScatterND, the parts are first transposed by its perm, but with the assigned axis last,
-and the joined parts are transposed back.  This last Transpose and the one that read the ScatterND then cancel, or
+If a Transpose reads the last scatter, the parts are first transposed by its perm, but with the assigned axis last,
+and the joined parts are transposed back.  This last Transpose and the one that read the scatter then cancel, or
 become one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from onnxfuse.algebra.index_maps import inverse, transposed
@@ -21,14 +21,14 @@ from onnxfuse.algebra.sizes import Size
 from onnxfuse.analysis.index_formulas import Value
 from onnxfuse.analysis.mask_values import IndexAnalysis
 from onnxfuse.analysis.shape_info import ShapeInfo
-from onnxfuse.ir.attributes import ints_attribute, str_attribute
+from onnxfuse.ir.attributes import int_attribute, ints_attribute, str_attribute
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, consumers, op_of, producer
 from onnxfuse.passes.compose_views import View, write_views
 from onnxfuse.passes.emit import unsqueezed, write
 from onnxfuse.passes.graph_pass import graph_pass
 
-MAX_ASSIGNMENTS: Final = 8  # maximum number of assignments in a chain that is replaced
+SCATTERS: Final = ("ScatterND", "ScatterElements")
 
 
 class Assignment(NamedTuple):
@@ -42,24 +42,36 @@ class Assignment(NamedTuple):
 
 @graph_pass()
 def scatter_to_concat(graph: Graph, shapes: ShapeInfo) -> int:
-    """Replace every ScatterND that ends a chain of assignments to all of a tensor; return how many were replaced."""
-    scatters = [node for node in graph.nodes if op_of(node) == "ScatterND"]
+    """Replace every scatter that ends a chain of assignments to all of a tensor; return how many were replaced."""
+    scatters = [node for node in graph.nodes if op_of(node) in SCATTERS]
     if not scatters:
         return 0
     indices = IndexAnalysis(graph, shapes)
-    return sum(_rewrite(graph, shapes, indices, node) for node in reversed(scatters))
+    assigned = {node: _assignment(shapes, indices, node) for node in scatters}
+    count, done = 0, set[Node]()
+    for node in reversed(scatters):
+        chain = _chain(node, assigned) if node not in done else {}
+        if _rewrite(graph, shapes, node.outputs[0], [*chain.values()]):
+            done.update(chain)
+            count += 1
+    return count
 
 
-def _rewrite(graph: Graph, shapes: ShapeInfo, indices: IndexAnalysis, last: Node) -> bool:
-    """Replace a chain of assignments whose last one is `last`, if they write all elements; return whether they do."""
-    result, found = last.outputs[0], list[Assignment]()
+def _chain(last: Node, assigned: Mapping[Node, Assignment | None]) -> dict[Node, Assignment]:
+    """Return the scatters of a chain that ends with `last` and writes to one axis, in steps of one size."""
+    found = dict[Node, Assignment]()
     node: Node | None = last
-    while len(found) < MAX_ASSIGNMENTS and node is not None and op_of(node) == "ScatterND":
-        made = _assignment(shapes, indices, node)
-        if made is None or (found and (made.axis, made.step) != (found[0].axis, found[0].step)):
+    while node is not None and (made := assigned.get(node)) is not None:
+        first = found.get(last, made)
+        if (made.axis, made.step) != (first.axis, first.step):
             break
-        found.append(made)
+        found[node] = made
         node = producer(node.inputs[0])
+    return found
+
+
+def _rewrite(graph: Graph, shapes: ShapeInfo, result: Tensor, found: Sequence[Assignment]) -> bool:
+    """Replace the result of a chain of assignments, if they write all elements; return whether they do."""
     shape = shapes.shape(result)
     if not found or shape is None:
         return False
@@ -120,14 +132,19 @@ def _are_adjacent(shapes: ShapeInfo, parts: Sequence[Assignment], axis: int, siz
 
 
 def _assignment(shapes: ShapeInfo, indices: IndexAnalysis, node: Node) -> Assignment | None:
-    """Return the assignment of a ScatterND that writes to a range of one axis, and to every index of the other axes.
+    """Return the assignment of a scatter that writes to a range of one axis, and to every index of the other axes.
 
-    Returns None for any other ScatterND.
+    Returns None for any other scatter, and for a ScatterElements of more than one index.
     """
     data, places, updates = node.inputs
     shape, grid = shapes.shape(data), shapes.shape(places)
     if shape is None or grid is None or str_attribute(node, "reduction", "none") != "none":
         return None
+    if op_of(node) == "ScatterElements":
+        along = int_attribute(node, "axis", 0) % len(shape)
+        is_slice = grid == shapes.shape(updates) == (*shape[:along], 1, *shape[along + 1 :])
+        place = _range_of(indices.value(places), along - len(grid), 1)
+        return Assignment(along, place[0], updates) if is_slice and place is not None else None
     columns = indices.index_columns.get(places.name, ())
     if grid[-1] == 1:
         columns = (indices.value(places),)

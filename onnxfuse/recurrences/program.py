@@ -333,7 +333,7 @@ def _state(made: Program, outer: ShapeInfo, state: State) -> str:
     if shape is None or shape == outer.shape(state.initial):
         return operand
     full = tuple(map(made.axis, shape))
-    if made.aligned([full, made.axes[operand]]) != full:
+    if made.aligned([full, made.axes[operand]]) != tuple(map(made.find, full)):
         raise NoScan(f"the state '{state.begin}' changes its shape")
     return made.view(operand, full)
 

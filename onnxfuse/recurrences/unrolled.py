@@ -3,7 +3,8 @@
 The steps' results meet in a Concat.  From its inputs, all steps are followed back at once: a bundle holds the tensors
 that have the same role in their steps.  A bundle is one tensor that all steps read, the slices of one tensor, the
 results of equal nodes, or the values that another bundle had one step earlier, which are a state.  Each bundle is
-compared once, so that the time grows with the number of nodes.
+compared once, so that the time grows with the number of nodes.  If nothing reads the last value of a state, the bundles
+that only this value would need end one step earlier.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from onnxfuse.recurrences.form import Recurrence, Sliced, State, needed
 
 MIN_STEPS: Final = 4  # fewer steps are few nodes, and often something else
 SLICES: Final = ("Gather", "Slice", "Split")
-Bundle: TypeAlias = list[Tensor]  # a tensor of each step
+Bundle: TypeAlias = list[Tensor]  # a tensor of each step, except perhaps of the last ones
+Key: TypeAlias = tuple[int, ...]  # what distinguishes bundles
 
 
 def unrolled(shapes: ShapeInfo) -> Iterator[Recurrence]:
@@ -43,8 +45,9 @@ class _Trace:
 
     shapes: ShapeInfo
     concat: Node
-    bundles: dict[int, Bundle] = field(default_factory=dict)  # results of equal nodes, by id of the first step's tensor
-    inputs: list[tuple[Bundle, Tensor, int, bool]] = field(default_factory=list)  # slices: tensor, axis, keeps_axis
+    known: dict[Key, Bundle] = field(default_factory=dict)  # all bundles
+    bundles: dict[Key, Bundle] = field(default_factory=dict)  # results of equal nodes
+    inputs: dict[Key, tuple[Bundle, Tensor, int, bool]] = field(default_factory=dict)  # tensor, axis, keeps_axis
     states: list[tuple[Bundle, Bundle]] = field(default_factory=list)  # present and next values
     shared: list[Tensor] = field(default_factory=list)  # read by all steps
 
@@ -59,25 +62,32 @@ class _Trace:
 
     def follow(self, results: Bundle) -> bool:
         """Find the bundles that the results depend on; return whether every step is like the others."""
-        work, seen = [results], set[tuple[int, ...]]()
-        while work:
-            bundle = work.pop()
-            key = tuple(map(id, bundle))
-            if key in seen:
+        work, waiting = [results], list[Bundle]()  # waiting: states, unless another bundle has their next values
+        while work or waiting:
+            if not work:
+                bundle = waiting.pop(0)
+                later = self._earlier(bundle) or bundle[1:]
+                self.states.append((bundle, later))
+                work.append(later)
                 continue
-            seen.add(key)
+            bundle = work.pop()
+            if _begins_with(self.known.get(_key(bundle), []), bundle):
+                continue
+            self.known[_key(bundle)] = bundle
             if self._is_shared(bundle) or self._is_sliced(bundle):
                 continue
             before = self._earlier(bundle)
             if before is not None:
                 self.states.append((bundle, before))
-                continue
-            if id(bundle[0]) in self.bundles or not self._is_of_equal_nodes(bundle):
+            elif self._is_of_equal_nodes(bundle):
+                self.bundles[_key(bundle)] = bundle
+                makers = [tensor.inputs[0] for tensor in bundle]
+                work += [list(column) for column in zip(*(node.inputs for node in makers), strict=True)]
+            elif len(bundle) >= MIN_STEPS - 1 and self._is_of_equal_nodes(bundle[1:]):
+                waiting.append(bundle)
+            else:
                 return False
-            self.bundles[id(bundle[0])] = bundle
-            makers = [tensor.inputs[0] for tensor in bundle]
-            work += [list(column) for column in zip(*(node.inputs for node in makers), strict=True)]
-        return True
+        return all(_key(later) in self.bundles for _, later in self.states)
 
     def _is_shared(self, bundle: Bundle) -> bool:
         """Return whether all steps read one tensor, or constants of one value."""
@@ -102,14 +112,13 @@ class _Trace:
         shape = self.shapes.shape(data)
         if shape is None or shape[axis] != len(self.concat.inputs):
             return False
-        self.inputs.append((bundle, data, axis, keeps_axis))
+        self.inputs[_key(bundle)] = bundle, data, axis, keeps_axis
         return True
 
     def _earlier(self, bundle: Bundle) -> Bundle | None:
         """Return the bundle whose values this one has a step later; None if there is none."""
-        found = self.bundles.get(id(bundle[1]))
-        is_later = found is not None and all(a is b for a, b in zip(bundle[1:], found[:-1], strict=True))
-        return found if is_later and bundle[0] is not bundle[1] else None
+        found = self.bundles.get(_key(bundle[1:]), [])
+        return found if _begins_with(found, bundle[1:]) and bundle[0] is not bundle[1] else None
 
     def _is_of_equal_nodes(self, bundle: Bundle) -> bool:
         """Return whether different nodes compute the bundle that are equal but for the tensors they read."""
@@ -132,15 +141,17 @@ class _Trace:
         """
         step = 1
         nodes = {id(node): node for bundle in self.bundles.values() for node in (t.inputs[0] for t in bundle)}
-        slices = {id(t.inputs[0]): t.inputs[0] for bundle, *_ in self.inputs for t in bundle}
+        slices = {id(t.inputs[0]): t.inputs[0] for bundle, *_ in self.inputs.values() for t in bundle}
         inside = {*nodes, id(self.concat)}
-        given = [*self.shared, *(data for _, data, *_ in self.inputs), *(now[0] for now, _ in self.states)]
+        given = [*self.shared, *(data for _, data, *_ in self.inputs.values()), *(now[0] for now, _ in self.states)]
         if any(id(node) in inside or id(node) in slices for tensor in given for node in tensor.inputs):
             return None  # a step computes or slices what all steps read, or what a state begins with
         states, graph = list[State](), self.shapes.graph
         for now, later in self.states:
-            is_read = graph.is_kept(later[-1]) or any(id(node) not in inside for node in later[-1].outputs)
-            states.append(State(now[0], later[0], now[step].name, later[step].name, later[-1] if is_read else None))
+            final = later[-1] if len(later) == len(self.concat.inputs) else None
+            if final and not graph.is_kept(final) and all(id(node) in inside for node in final.outputs):
+                final = None
+            states.append(State(now[0], later[0], now[step].name, later[step].name, final))
         if len({each.begin for each in states}) < len(states):
             return None  # the first step reads different tensors where the others read one state
         finals = {each.final.name for each in states if each.final is not None}
@@ -148,7 +159,8 @@ class _Trace:
             stays = graph.is_kept(tensor) or any(id(node) not in inside for node in tensor.outputs)
             if stays and tensor.name not in finals:
                 return None
-        inputs = [Sliced(data, along, bundle[step].name, kept) for bundle, data, along, kept in self.inputs]
+        slices_of = self.inputs.values()
+        inputs = [Sliced(data, along, bundle[step].name, kept) for bundle, data, along, kept in slices_of]
         outputs = [Sliced(self.concat.outputs[0], axis, results[step].name, keeps_axis=True)]
         ends = [*(each.end for each in states), results[step].name]
         known = [*(each.begin for each in states), *(each.name for each in inputs)]
@@ -159,6 +171,15 @@ class _Trace:
 
         gone = [node for node in slices.values() if all(map(is_gone, node.outputs))]
         return Recurrence([*gone, *nodes.values(), self.concat], self.shapes, body, states, inputs, outputs)
+
+
+def _key(bundle: Bundle) -> Key:
+    """Return the ids of two steps' tensors; the first steps of two bundles have one tensor if states begin with it."""
+    return tuple(map(id, bundle[:2]))
+
+
+def _begins_with(bundle: Bundle, first: Bundle) -> bool:
+    return len(bundle) >= len(first) and all(a is b for a, b in zip(bundle, first, strict=False))
 
 
 def _in_order(shapes: ShapeInfo, nodes: Sequence[Node]) -> list[Node]:

@@ -175,3 +175,29 @@ def test_what_one_step_computes_for_all() -> None:
         nodes.insert(at, helper.make_node("Add", [f"plain_{i}", "plain_0"], [f"column_{i}"]))
     model, report = optimize(model)
     assert "scan" not in report.counts and report.verified.status == "verified"
+
+
+STEP = """
+    k{i} = Gather <axis = 1> (k, i{i})  v{i} = Gather <axis = 1> (v, i{i})
+    top{i} = Max (m{i}, k{i})  d{i} = Sub (m{i}, top{i})  e{i} = Exp (d{i})
+    o{i} = Sub (k{i}, top{i})  f{i} = Exp (o{i})  fv{i} = Mul (f{i}, v{i})  en{i} = Mul (e{i}, n{i})
+    num{i} = Add (en{i}, fv{i})  eq{i} = Mul (e{i}, q{i})  den{i} = Add (eq{i}, f{i})  div{i} = Div (num{i}, den{i})
+    r{i} = Unsqueeze (div{i}, one)  slow{i} = Add (m{i}, decay)  m{j} = Max (slow{i}, k{i})  g{i} = Sub (slow{i}, m{j})
+    h{i} = Exp (g{i})  s{i} = Sub (k{i}, m{j})  t{i} = Exp (s{i})  tv{i} = Mul (t{i}, v{i})
+    hn{i} = Mul (h{i}, n{i})  n{j} = Add (hn{i}, tv{i})  hq{i} = Mul (h{i}, q{i})  q{j} = Add (hq{i}, t{i})"""
+ASSIGNED = "  y{j} = ScatterElements <axis = 1> (y{i}, at{i}, r{i})"
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+def test_results_that_depend_on_states_before_a_step(scattered: bool) -> None:
+    """As in RWKV; two states begin with one number, and what the first step adds to another number is folded."""
+    step, steps = STEP + ASSIGNED * scattered, range(5)
+    at = "".join(f", int64[2,1,3] at{i} = {{{','.join(6 * str(i))}}}" for i in steps)
+    text = f"""<ir_version: 8, opset_import: ["" : 17]> main (float[2,5,3] k, float[2,5,3] v) => (float[2,5,3] y)
+        <float[3] decay = {{-1,-2,-3}}, float[3] m0 = {{-1e38,-1e38,-1e38}}, float n0 = {{0}}, float q0 = {{0}},
+        int64[1] one = {{1}}, float[2,5,3] y0 = {{{",".join(30 * "0")}}}
+        {"".join(f", int64 i{i} = {{{i}}}" for i in steps)} {at}>
+        {{ {"".join(step.format(i=i, j=i + 1) for i in steps)}
+        y = {"Identity (y5)" if scattered else "Concat <axis = 1> (r0, r1, r2, r3, r4)"} }}"""
+    _, report = optimize(onnx.parser.parse_model(text))
+    assert report.counts == {"scan": 1} and report.verified.status == "verified"
