@@ -9,7 +9,7 @@ from typing import Final
 from onnxfuse.kernels.linear_attention import causal_conv
 from onnxfuse.kernels.linear_attention.problem import LinearAttention, problem_of, unsupported
 from onnxfuse.kernels.multiprocessor import MMA_ARCH
-from onnxfuse.kernels.tensors import ITEM_BYTES, VECTOR_BYTES, Defines, float32, int32
+from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, STORAGE, VECTOR_BYTES, Defines, float32, int32
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, NoAlias, Plan, Pointer, Struct, TensorSpec
 from onnxfuse.runtime.symint import for_later_plans
 
@@ -23,6 +23,9 @@ STAGED_FLOATS: Final = 8192  # maximum floats of tokens in shared memory, unless
 MAX_TOKENS: Final = 16
 TOKEN_WARPS: Final = 2
 CHUNK_THREADS: Final = 128
+PART: Final = 64  # tokens of a part of a sequence that is split
+STATE_THREADS: Final = 256
+SCHEDULERS: Final = 4  # of a multiprocessor
 COPYING: Final = 128  # threads of linear_attention_sequence.cu that copy
 MIN_STAGES: Final = 2  # of shared memory; a third one hides more of the time of copies
 MAX_WARPS: Final = 4  # warps per block of linear_attention_sequence.cu
@@ -45,12 +48,15 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
     problem = problem_of(node, inputs)
     if 0 in (problem.present if problem.has_present else problem.y).shape:
         return [Plan(problem.outputs, ())]
-    tokens = _by_tokens(problem, device)
+    tokens = [_by_tokens(problem, device)]
+    if problem.length >= 2 * PART and not problem.beta:
+        is_small = problem.batch * _blocks(problem) * TOKEN_WARPS < SCHEDULERS * device.multiprocessors
+        tokens.insert(0 if is_small else 1, _by_parts(problem, device))
     if not _is_chunkable(problem, device) or problem.length < MIN_CHUNKED:
-        return [tokens]
+        return tokens
     widths = _widths(problem, device)
     with for_later_plans(problem.batch, problem.length):
-        return [*(_by_chunks(problem, warps, device) for warps in widths), tokens]
+        return [*(_by_chunks(problem, warps, device) for warps in widths), *tokens]
 
 
 def _plan(problem: LinearAttention, steps: tuple[Launch, ...], scratch: tuple[int, ...], same_start: bool) -> Plan:
@@ -62,17 +68,65 @@ def _plan(problem: LinearAttention, steps: tuple[Launch, ...], scratch: tuple[in
 # --- token after token -----------------------------------------------------------------------------------------------
 
 
-def _by_tokens(problem: LinearAttention, device: Device) -> Plan:
-    lanes, columns = next(
+def _lanes(problem: LinearAttention) -> tuple[int, int]:
+    """Return how many lanes share the columns of a state, and how many columns a thread has."""
+    return next(
         (lanes, columns)
         for lanes, columns in ((8, 4), (16, 4), (32, 4), (32, 2), (32, 1))
         if -(-problem.size // lanes) * columns <= MAX_VALUES or columns == 1
     )
+
+
+def _blocks(problem: LinearAttention) -> int:
+    """Return the number of blocks for one sequence, or for a part of it."""
+    lanes, columns = _lanes(problem)
+    return problem.state_heads * -(-problem.value_size // (32 // lanes * columns * TOKEN_WARPS))
+
+
+def _by_tokens(problem: LinearAttention, device: Device) -> Plan:
+    operands = Struct((*problem.operands, *problem.states.fields, ABSENT))
+    launch = _tokens(problem, device, operands, problem.length, 1, {})
+    return _plan(problem, (launch,), (), same_start=True)
+
+
+def _by_parts(problem: LinearAttention, device: Device) -> Plan:
+    """Return a plan for sequences of at least two parts, without the delta rule: see linear_attention_parts.cu."""
+    parts = -(-problem.length // PART)
+    between, decays = Pointer("scratch", 0), Pointer("scratch", 1)
+    past, present, y = problem.states.fields
+    state = problem.size * problem.value_size
+    states = problem.batch * parts * problem.state_heads
+    scratch = (4 * states * state, 4 * states * (problem.size if problem.decay == 2 else 1))
+    floats: Defines = {"STATE_T": STORAGE["float32"], "PAST": 0, "RESULTS": 0}
+    first = Struct((*problem.operands, ABSENT, between, y, decays))
+    last = Struct((*problem.operands, between, ABSENT, y, ABSENT))
+    own = {name: problem.defines[name] for name in ("STATE_T", "STATE_HEADS", "DECAY", "PAST", "PRESENT")}
+    defines: Defines = {**own, "STATE": state, "COLUMNS": problem.value_size, "THREADS": STATE_THREADS}
+    combine = Launch(
+        Kernel("linear_attention_parts", "linear_attention_parts", defines),
+        (problem.batch * problem.state_heads * -(-state // STATE_THREADS), 1, 1), (STATE_THREADS, 1, 1),
+        (past, present, between, decays, *int32(parts)), pdl=device.has_pdl,
+    )  # fmt: skip
+    steps = (
+        _tokens(problem, device, first, PART, parts, floats),
+        combine,
+        _tokens(problem, device, last, PART, parts, {**floats, "PAST": 1, "PRESENT": 0, "RESULTS": 1}),
+    )
+    return _plan(problem, steps, scratch, same_start=True)
+
+
+def _tokens(
+    problem: LinearAttention, device: Device, operands: Struct, tokens_of_a_part: int, parts: int, own: Defines
+) -> Launch:
+    """Return a launch of linear_attention_tokens.cu, with `own` macros in place of the problem's."""
+    lanes, columns = _lanes(problem)
     tile = 32 // lanes * columns * TOKEN_WARPS
-    items = ITEM_BYTES[problem.dtype], ITEM_BYTES[problem.state_dtype]
+    macros: Defines = {"RESULTS": 1, **problem.defines, **own}
+    items = ITEM_BYTES[problem.dtype], 4 if own else ITEM_BYTES[problem.state_dtype]
     width = _width(problem, VECTOR_BYTES // max(items), problem.value_size, columns)
     step = _width(problem, VECTOR_BYTES // items[0], problem.size, problem.value_size, tile)
-    floats = problem.size * (1 + problem.heads // problem.state_heads + (problem.decay == 2)) + tile + 2
+    heads = problem.heads // problem.state_heads if macros["RESULTS"] else 0
+    floats = problem.size * (1 + heads + (problem.decay == 2)) + tile + 2
     floats = -(-floats // 4) * 4
     tokens = max(1, min(MAX_TOKENS, STAGED_FLOATS // floats))
     if 4 * floats > device.shared_per_block:
@@ -81,17 +135,15 @@ def _by_tokens(problem: LinearAttention, device: Device) -> Plan:
             f"{device.shared_per_block}"
         )
     defines: Defines = {
-        **problem.defines,
-        "LANES": lanes, "COLUMNS": columns, "WIDTH": width, "STEP": step, "WARPS": TOKEN_WARPS, "TOKENS": tokens,
+        **macros, "LANES": lanes, "COLUMNS": columns, "WIDTH": width, "STEP": step, "WARPS": TOKEN_WARPS,
+        "TOKENS": tokens,
     }  # fmt: skip
-    operands = Struct((*problem.operands, *problem.states.fields))
-    blocks = problem.batch * problem.state_heads * -(-problem.value_size // tile)
-    launch = Launch(
-        Kernel("linear_attention_tokens", "linear_attention_tokens", defines), (blocks, 1, 1),
-        (32 * TOKEN_WARPS, 1, 1), (operands, *int32(problem.length), *float32(problem.scale)), 4 * tokens * floats,
+    return Launch(
+        Kernel("linear_attention_tokens", "linear_attention_tokens", defines),
+        (problem.batch * parts * _blocks(problem), 1, 1), (32 * TOKEN_WARPS, 1, 1),
+        (operands, *int32(problem.length, tokens_of_a_part, parts), *float32(problem.scale)), 4 * tokens * floats,
         pdl=device.has_pdl,
     )  # fmt: skip
-    return _plan(problem, (launch,), (), same_start=True)
 
 
 def _width(problem: LinearAttention, widest: int, *extents: int) -> int:

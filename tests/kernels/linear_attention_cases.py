@@ -172,6 +172,15 @@ CHUNKS = {
     "large": Case(100, size=128, value_size=128, heads=1, state_heads=1, state_dtype="float32"),
 }
 
+# Sequences that are split into parts of 64 tokens.
+PARTS = {
+    "two_parts": Case(128, rule="gated", batch=2, state_dtype="float32"),
+    "parts_of_rows": Case(145, rule="gated", row_decays=True, size=24, value_size=20, heads=1, lowest=3.0),
+    "parts_without_decays": Case(200, rule="linear", size=32, past=False),
+    "parts_of_a_model": Case(600, rule="gated", heads=1, state_heads=4, past=False, present=False, by_head=True),
+    "strong_decays": Case(140, rule="gated", lowest=3000.0, size=32, value_size=8, heads=4),
+}
+
 
 @dataclass(frozen=True)
 class Conv:

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 from architectures import DEVICES, H200, T4, check_compiles, to_compile
-from linear_attention_cases import CHUNKS, CONVS, NUMPY, TOKENS, Case, Conv
+from linear_attention_cases import CHUNKS, CONVS, NUMPY, PARTS, TOKENS, Case, Conv
 from sampling import by_parts, sampled
 from template_checks import check_template, with_dynamic_dims
 
 from onnxfuse.kernels.linear_attention import host
 from onnxfuse.runtime.plan import Device, Kernel, Launch, Plan, TensorSpec
 
-PARTS = 3  # of the kernels; a plain run compiles one part
+COMPILED = 3  # parts of the kernels; a plain run compiles one
 LARGE = Case(1000, heads=16, state_heads=16, size=128, value_size=128, state_dtype="float32")
 
 
@@ -29,16 +29,23 @@ def plans(case: Case | Conv, device: Device) -> list[Plan]:
 
 @functools.cache
 def kernels(dtype: str, device: Device) -> list[Kernel]:
-    cases = [*TOKENS.values(), *CHUNKS.values(), *CONVS.values(), LARGE, replace(LARGE, length=1, batch=8)]
+    cases = [
+        *TOKENS.values(),
+        *CHUNKS.values(),
+        *PARTS.values(),
+        *CONVS.values(),
+        LARGE,
+        replace(LARGE, length=1, batch=8),
+    ]
     steps = [step for each in cases for plan in plans(replace(each, dtype=dtype), device) for step in plan.steps]
     return [step.kernel for step in steps if isinstance(step, Launch)]
 
 
-@by_parts(PARTS)
+@by_parts(COMPILED)
 @pytest.mark.parametrize("dtype", sampled(NUMPY, 2))
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
 def test_compiles(device: Device, dtype: str, part: int) -> None:
-    for kernel in to_compile(device, functools.partial(kernels, dtype), part, PARTS):
+    for kernel in to_compile(device, functools.partial(kernels, dtype), part, COMPILED):
         check_compiles(kernel, device, spills=32)  # addresses, which are used once
 
 
@@ -57,8 +64,21 @@ def test_sequences_take_chunks_where_products_are_on_tensor_cores() -> None:
             assert sources == (by_chunks if chunked else ["linear_attention_tokens"]), (device, case)
 
 
+def test_few_sequences_are_split_without_the_delta_rule() -> None:
+    gated = replace(LARGE, rule="gated")
+    for case, split in (gated, True), (replace(gated, batch=8), False), (replace(gated, length=127), False):
+        assert (len(plans(case, H200)[0].steps) == 3) == split
+    assert len(plans(replace(gated, batch=8), H200)) == 2 and len(plans(LARGE, H200)) == 1
+
+
+TEMPLATES = {
+    "": Case(137, batch=3, dtype="float16", heads=8), "parts": Case(137, batch=3, rule="gated"),
+    "conv": Conv(137, batch=3),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("device", [H200, T4], ids=lambda device: f"sm_{device.arch}")
-@pytest.mark.parametrize("case", [Case(137, batch=3, dtype="float16", heads=8), Conv(137, batch=3)], ids=["", "conv"])
+@pytest.mark.parametrize("case", TEMPLATES.values(), ids=TEMPLATES)
 def test_a_template_says_what_its_host_says(case: Case | Conv, device: Device) -> None:
     check_template(case.node(), with_dynamic_dims(case.specs(), 3, 137), device, max_kernels=12)
 

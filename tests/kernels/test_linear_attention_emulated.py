@@ -12,7 +12,7 @@ import onnxruntime
 import pytest
 from architectures import A100, T4
 from conv_emulation import placed
-from linear_attention_cases import CHUNKS, CONVS, NUMPY, TOKENS, Arrays, Case, Conv, check, check_conv
+from linear_attention_cases import CHUNKS, CONVS, NUMPY, PARTS, TOKENS, Arrays, Case, Conv, check, check_conv
 from onnx import TensorProto, helper
 from sampling import sampled
 
@@ -34,9 +34,18 @@ def test_tokens(name: str, tmp_path: Path) -> None:
     check(case, inputs, *emulate(plan, list(inputs.values()), tmp_path, case.aligned))
 
 
+@pytest.mark.parametrize("name", PARTS)
+def test_parts(name: str, tmp_path: Path) -> None:
+    case = PARTS[name]
+    plan = next(plan for plan in host.candidates(case.node(), case.specs(), T4) if len(plan.steps) == 3)
+    assert sources(plan) == ["linear_attention_tokens", "linear_attention_parts", "linear_attention_tokens"]
+    inputs = case.inputs()
+    check(case, inputs, *emulate(plan, list(inputs.values()), tmp_path, case.aligned))
+
+
 def by_chunks(case: Case, inputs: Arrays, folder: Path) -> list[np.ndarray]:
     """Return the outputs of the last plan that takes chunks."""
-    *plans, _ = host.candidates(case.node(), case.specs(), A100)
+    plans = [plan for plan in host.candidates(case.node(), case.specs(), A100) if len(plan.steps) == 2]
     assert {*map(tuple, map(sources, plans))} == {("linear_attention_chunks", "linear_attention_sequence")}
     arrays = {Pointer("input", i): placed(x, True) for i, x in enumerate(inputs.values())}
     for i, size in enumerate(plans[-1].scratch):

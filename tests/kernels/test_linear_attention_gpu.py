@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from kernel_hosts import require_support
 from kernel_runs import compile_native, cupy, launch, result, upload
-from linear_attention_cases import CHUNKS, CONVS, NUMPY, TOKENS, Case, Conv, check, check_conv
+from linear_attention_cases import CHUNKS, CONVS, NUMPY, PARTS, TOKENS, Case, Conv, check, check_conv
 
 from onnxfuse.kernels.linear_attention import host
 from onnxfuse.runtime import cuda_driver
@@ -57,9 +57,9 @@ def run(case: Case | Conv, plan: Plan, shared: bool) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("dtype", NUMPY)
-@pytest.mark.parametrize("name", [*TOKENS, *(f"chunks_{name}" for name in CHUNKS), *SIZES])
+@pytest.mark.parametrize("name", [*TOKENS, *(f"chunks_{name}" for name in CHUNKS), *PARTS, *SIZES])
 def test_every_plan(device: Device, name: str, dtype: str) -> None:
-    cases = {**TOKENS, **{f"chunks_{key}": case for key, case in CHUNKS.items()}, **SIZES}
+    cases = {**TOKENS, **{f"chunks_{key}": case for key, case in CHUNKS.items()}, **PARTS, **SIZES}
     case = replace(cases[name], dtype=dtype)
     for plan in plans(case, device):
         for shared in {False, *map(in_place, plan.no_alias)}:

@@ -1,0 +1,59 @@
+// The states of linear attention before each part of a sequence, of the states that the parts' own tokens leave behind.
+//
+// Where batches and heads are too few for a GPU, a sequence is split into parts. linear_attention_tokens.cu first
+// computes, for all parts at once, the state that a part's tokens leave behind if it begins with 0, and the product of
+// its decays. This kernel makes of these the state with which each part begins, one part after another. Then
+// linear_attention_tokens.cu computes the results of all parts at once.
+//
+// Macros: STATE_T; STATE (elements of a state), COLUMNS (of it), STATE_HEADS; DECAY, PAST, PRESENT as in
+// linear_attention_tokens.cu; THREADS.
+#include "types.cuh"
+
+using i64 = long long;
+
+constexpr int ROWS = STATE / COLUMNS;
+constexpr int AHEAD = 8;  // parts that are loaded at once
+
+template <class T>
+__device__ __forceinline__ float element_of(const T* from) {
+    float value[1];
+    unpack(load_once<1>(from), value);
+    return value[0];
+}
+
+// `states` (sequences, parts, STATE_HEADS, STATE) holds what the tokens of parts leave behind, and then the states
+// before them. `decays` are the products of the parts' decays. A thread has one element of all states of a head.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    linear_attention_parts(const STATE_T* past, STATE_T* present, f32* states, const f32* decays, int parts) {
+    release_successor();
+    wait_for_predecessor();
+    const i64 block = blockIdx.x;
+    constexpr int BLOCKS = (STATE + THREADS - 1) / THREADS;
+    const int element = int(block % BLOCKS) * THREADS + int(threadIdx.x);
+    const i64 own = block / BLOCKS;
+    const i64 sequence = own / STATE_HEADS;
+    const int head = int(own % STATE_HEADS);
+    if (element >= STATE) return;
+    float state = 0.0f;
+    if (PAST) state = element_of(past + own * STATE + element);
+    for (int first = 0; first < parts; first += AHEAD) {
+        float added[AHEAD] = {}, factors[AHEAD] = {};
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) {
+            const i64 of = (sequence * parts + first + i) * STATE_HEADS + head;
+            if (first + i >= parts - !PRESENT) continue;  // nothing reads the state after the last part
+            added[i] = element_of(states + of * STATE + element);
+            factors[i] = DECAY == 2 ? element_of(decays + of * ROWS + element / COLUMNS) : 1.0f;
+            if (DECAY == 1) factors[i] = element_of(decays + of);
+        }
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) {
+            if (first + i >= parts) break;
+            const float before[1] = {state};
+            store<false>(states + ((sequence * parts + first + i) * STATE_HEADS + head) * STATE + element, before);
+            state = fmaf(factors[i], state, added[i]);
+        }
+    }
+    const float value[1] = {state};
+    if (PRESENT) store<false>(present + own * STATE + element, value);
+}
