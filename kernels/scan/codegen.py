@@ -147,7 +147,8 @@ class ScanText:
     def _along(self, axes: Sequence[int], step: str) -> str:
         """Return the offset, from a tensor's place, of an element of a step; `r` is its place along REDUCED."""
         index = self.arguments.index_type
-        terms = [f"{index}({step}) * {self._stride(axes, STEPS)}"] if STEPS in axes else []
+        place = f"({self._size(STEPS)} - 1 - {index}({step}))" if self.program.backwards else f"{index}({step})"
+        terms = [f"{place} * {self._stride(axes, STEPS)}"] if STEPS in axes else []
         terms += [f"{index}(r) * {self._stride(axes, REDUCED)}"] if REDUCED in axes else []
         return " + ".join(terms) or "0"
 

@@ -5,7 +5,8 @@ reductions sum over, 2 and more are axes whose elements do not depend on each ot
 "states" are pairs: the operand that holds the first state, whose name is the present state's, and the value that is the
 next one.  "ops" are [operator, inputs, outputs, attributes] as in the program of a region, but the inputs of an
 elementwise operator share axes by name, and reductions are over REDUCED.  "outputs" are [value, axes]: a value of each
-step if STEPS is among its axes, otherwise the last value of a state.  "dtypes" names the dtype of every value.
+step if STEPS is among its axes, otherwise the last value of a state.  "dtypes" names the dtype of every value.  With
+"backwards", the first step is at the end of STEPS.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class ScanProgram:
     axes: Mapping[str, tuple[int, ...]]  # by operand
     states: Mapping[str, str]  # the present state -> the next state
     outputs: tuple[tuple[str, tuple[int, ...]], ...]
+    backwards: bool
 
     @functools.cached_property
     def twice(self) -> Program:
@@ -82,7 +84,8 @@ def _parsed(text: str) -> ScanProgram:
     outputs = tuple((str(name), tuple(map(int, axes))) for name, axes in content["outputs"])
     axes = {str(name): tuple(map(int, axes)) for name, axes in content["axes"].items()}
     states = {str(now): str(later) for now, later in content["states"]}
-    return ScanProgram(Program(operations, tuple(states.values()), dict(content["dtypes"])), axes, states, outputs)
+    step = Program(operations, tuple(states.values()), dict(content["dtypes"]))
+    return ScanProgram(step, axes, states, outputs, bool(content.get("backwards")))
 
 
 def parse(node: FusedNode) -> ScanProgram:

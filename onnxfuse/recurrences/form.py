@@ -29,7 +29,7 @@ class State:
 
 @dataclass(frozen=True)
 class Sliced:
-    """A tensor of the graph, and the step's name of its slice at the step's number along an axis.
+    """A tensor of the graph, and the step's name of its slice at the step's place along an axis.
 
     As an output, the tensor has the slices that the steps compute.  `keeps_axis` says whether the slice has the axis,
     with size 1.
@@ -55,6 +55,7 @@ class Recurrence:
     inputs: Sequence[Sliced]
     outputs: Sequence[Sliced]
     begins: Sequence[Node] = ()  # nodes of empty sequences, which others may read
+    backwards: bool = False  # whether the first step takes and computes the last slices
 
 
 def needed(nodes: Sequence[Node], names: Sequence[str], known: Sequence[str]) -> list[Node]:

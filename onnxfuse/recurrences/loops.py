@@ -74,9 +74,10 @@ def _of_scan(outer: ShapeInfo, body: Body) -> Recurrence:
     node, results = body.node, _results(body)
     names = [value.name for value in body.graph.model.graph.input]
     begun = carried(node, names)
-    for attribute in ("scan_input_directions", "scan_output_directions"):
-        if any(ints_attribute(node, attribute, ())):
-            raise NoScan("it goes along a sequence backwards")
+    directions = {each for attribute in ("scan_input_directions", "scan_output_directions")
+                  for each in ints_attribute(node, attribute, [0])}  # fmt: skip
+    if len(directions) > 1:
+        raise NoScan("it goes along some sequences forwards, and along others backwards")
     ends = zip(begun.items(), results, _finals(node, len(begun), outer), strict=False)
     states = [State(initial, initial, begin, end, final) for (begin, initial), end, final in ends]
     inputs = [Sliced(tensor, axis % len(_shape(outer, tensor)), name)
@@ -88,7 +89,7 @@ def _of_scan(outer: ShapeInfo, body: Body) -> Recurrence:
         for tensor, axis, name in zip(made, axes, results[len(begun) :], strict=False)
         if tensor.name
     ]
-    return _recurrence(body, states, inputs, outputs)
+    return replace(_recurrence(body, states, inputs, outputs), backwards=directions == {1})
 
 
 def _shape(shapes: ShapeInfo, tensor: Tensor) -> tuple[object, ...]:

@@ -47,6 +47,7 @@ class Program:
     state_axes: list[Axes] = field(default_factory=list)
     outputs: list[tuple[str, Axes, Tensor]] = field(default_factory=list)
     reduced: list[int] = field(default_factory=list)
+    backwards: bool = False
     _sizes: list[Size] = field(default_factory=list)  # by axis
     _same: list[int] = field(default_factory=list)  # another axis that an axis equals, or itself
     _sources: dict[str, str] = field(default_factory=dict)  # a value under other axes -> the value
@@ -240,7 +241,8 @@ class Program:
             raise NoScan("it computes values that have no axis in common, which are several recurrences")
         if len(self.ops) > MAX_STEP_OPERATIONS:
             raise NoScan(f"a step has {len(self.ops)} operators; a kernel is generated for {MAX_STEP_OPERATIONS}")
-        content = {"axes": axes, "states": self.states, "ops": self.ops, "outputs": outputs, "dtypes": self.dtypes}
+        content: dict[str, object] = {"axes": axes, "states": self.states, "ops": self.ops, "outputs": outputs}
+        content |= {"dtypes": self.dtypes} | ({"backwards": True} if self.backwards else {})
         return json.dumps(content, separators=(",", ":"))
 
     def _numbers(self) -> dict[int, int]:
@@ -291,7 +293,7 @@ def program_of(recurrence: Recurrence, outer: ShapeInfo, joined: Joined) -> Prog
 
     Raises NoScan if kernels cannot run it.
     """
-    made, names = Program(), dict[str, str]()
+    made, names = Program(backwards=recurrence.backwards), dict[str, str]()
     whole = dict[str, str]()  # values of whole tensors of the graph, which have the axis STEPS
     first = recurrence.inputs[0]
     length = (outer.shape(first.tensor) or ())[first.axis]

@@ -1,10 +1,10 @@
 """Reads steps that an exporter unrolled as a recurrence.
 
-The steps' results meet in a Concat.  From its inputs, all steps are followed back at once: a bundle holds the tensors
-that have the same role in their steps.  A bundle is one tensor that all steps read, the slices of one tensor, the
-results of equal nodes, or the values that another bundle had one step earlier, which are a state.  Each bundle is
-compared once, so that the time grows with the number of nodes.  If nothing reads the last value of a state, the bundles
-that only this value would need end one step earlier.
+The steps' results meet in a Concat, in their order or backwards.  From its inputs, all steps are followed back at once:
+a bundle holds the tensors that have the same role in their steps.  A bundle is one tensor that all steps read, the
+slices of one tensor, the results of equal nodes, or the values that another bundle had one step earlier, which are a
+state.  Each bundle is compared once, so that the time grows with the number of nodes.  If nothing reads the last value
+of a state, the bundles that only this value would need end one step earlier.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ Key: TypeAlias = tuple[int, ...]  # what distinguishes bundles
 def unrolled(shapes: ShapeInfo) -> Iterator[Recurrence]:
     """Yield the recurrences of a sorted graph whose steps are unrolled; the caller may replace each before the next."""
     for node in [node for node in shapes.graph.nodes if node.op == "Concat" and len(node.inputs) >= MIN_STEPS]:
-        if op_of(node) == "Concat" and node.outputs and node.outputs[0].inputs:
-            begin = _Trace(shapes, node)  # in most Concats, the first steps differ already
-            is_recurrence = begin.follow(list(node.inputs[:MIN_STEPS])) and begin.states
-            found = _Trace(shapes, node).recurrence() if is_recurrence else None
-            if found is not None:
-                yield found
+        for backwards in (False, True):
+            if op_of(node) == "Concat" and node.outputs and node.outputs[0].inputs:
+                begin = _Trace(shapes, node, backwards)  # in most Concats, the first steps differ already
+                is_recurrence = begin.follow(begin.results[:MIN_STEPS]) and begin.states
+                found = _Trace(shapes, node, backwards).recurrence() if is_recurrence else None
+                if found is not None:
+                    yield found
 
 
 @dataclass
@@ -45,20 +46,24 @@ class _Trace:
 
     shapes: ShapeInfo
     concat: Node
+    backwards: bool
     known: dict[Key, Bundle] = field(default_factory=dict)  # all bundles
     bundles: dict[Key, Bundle] = field(default_factory=dict)  # results of equal nodes
     inputs: dict[Key, tuple[Bundle, Tensor, int, bool]] = field(default_factory=dict)  # tensor, axis, keeps_axis
     states: list[tuple[Bundle, Bundle]] = field(default_factory=list)  # present and next values
     shared: list[Tensor] = field(default_factory=list)  # read by all steps
 
+    @property
+    def results(self) -> Bundle:
+        """The results of all steps, from the first step on."""
+        return list(self.concat.inputs)[:: -1 if self.backwards else 1]
+
     def recurrence(self) -> Recurrence | None:
         """Return the recurrence, or None if the steps differ."""
         shape = self.shapes.shape(self.concat.outputs[0])
-        results: Bundle = list(self.concat.inputs)
-        if not shape or not self.follow(results) or not self.states or not self.inputs:
+        if not shape or not self.follow(self.results) or not self.states or not self.inputs:
             return None
-        axis = int_attribute(self.concat, "axis", 0) % len(shape)
-        return self._made(results, axis)
+        return self._made(int_attribute(self.concat, "axis", 0) % len(shape))
 
     def follow(self, results: Bundle) -> bool:
         """Find the bundles that the results depend on; return whether every step is like the others."""
@@ -101,16 +106,17 @@ class _Trace:
         return all(value.dtype == values[0].dtype and np.array_equal(value, values[0]) for value in values)
 
     def _is_sliced(self, bundle: Bundle) -> bool:
-        """Return whether the bundle has, in order, all slices of one element along an axis of a tensor."""
+        """Return whether the bundle has, in the order of the steps, slices of one element along an axis of a tensor."""
         first = _slice(self.shapes, producer(bundle[0]), bundle[0])
         if first is None:
             return False
         data, axis, _, keeps_axis = first
-        places = enumerate(bundle)
+        length = len(self.concat.inputs)
+        places = zip(range(length)[:: -1 if self.backwards else 1], bundle, strict=False)
         if not all(_slice(self.shapes, producer(t), t) == (data, axis, i, keeps_axis) for i, t in places):
             return False
         shape = self.shapes.shape(data)
-        if shape is None or shape[axis] != len(self.concat.inputs):
+        if shape is None or shape[axis] != length:
             return False
         self.inputs[_key(bundle)] = bundle, data, axis, keeps_axis
         return True
@@ -134,7 +140,7 @@ class _Trace:
         texts = tuple(each.SerializeToString(deterministic=True) for each in attributes)
         return op_of(node), len(node.inputs), texts
 
-    def _made(self, results: Bundle, axis: int) -> Recurrence | None:
+    def _made(self, axis: int) -> Recurrence | None:
         """Return the recurrence, whose body is the second step: its states differ from what the first one begins with.
 
         Returns None if nodes outside read what steps compute, other than the last state.
@@ -161,8 +167,9 @@ class _Trace:
                 return None
         slices_of = self.inputs.values()
         inputs = [Sliced(data, along, bundle[step].name, kept) for bundle, data, along, kept in slices_of]
-        outputs = [Sliced(self.concat.outputs[0], axis, results[step].name, keeps_axis=True)]
-        ends = [*(each.end for each in states), results[step].name]
+        result = self.results[step].name
+        outputs = [Sliced(self.concat.outputs[0], axis, result, keeps_axis=True)]
+        ends = [*(each.end for each in states), result]
         known = [*(each.begin for each in states), *(each.name for each in inputs)]
         body = needed(_in_order(self.shapes, [bundle[step].inputs[0] for bundle in self.bundles.values()]), ends, known)
 
@@ -170,7 +177,8 @@ class _Trace:
             return not graph.is_kept(tensor) and all(id(each) in nodes for each in tensor.outputs)
 
         gone = [node for node in slices.values() if all(map(is_gone, node.outputs))]
-        return Recurrence([*gone, *nodes.values(), self.concat], self.shapes, body, states, inputs, outputs)
+        replaced = [*gone, *nodes.values(), self.concat]
+        return Recurrence(replaced, self.shapes, body, states, inputs, outputs, backwards=self.backwards)
 
 
 def _key(bundle: Bundle) -> Key:

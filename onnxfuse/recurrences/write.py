@@ -28,6 +28,8 @@ from onnxfuse.region_operators import FLOATS, HALVES
 from onnxfuse.rewrite.replace import FunctionCall, Fused, LocalFunctions, attributes_of, put_call
 
 DOC: Final = "A recurrence that one kernel runs."
+LAST: Final = "/last step"  # a key for the number of the last step
+MAX_STEPS: Final = 2**31
 FIRST_AXES_AS_INPUT: Final = 13  # from this opset on, the axes of Squeeze and Unsqueeze are an input
 
 
@@ -136,6 +138,8 @@ def _function(
         written.add(node)
     length = written.put("Shape", written.names[first.tensor.name])
     count = written.put("Gather", length, written.constant(np.array(first.axis)))
+    if recurrence.backwards:
+        written.names[LAST] = written.put("Sub", count, written.constant(np.array(1)))
     body = _body(recurrence, written)
     finals = [f"y{i}" for i in range(len(states))]
     made = [f"y{len(states) + i}" for i in range(len(recurrence.outputs))]
@@ -143,6 +147,9 @@ def _function(
     given = [count, written.constant(np.array(True)), *firsts]
     written.nodes.append(helper.make_node("Loop", given, [*finals, *made], body=body))
     for each, name in zip(recurrence.outputs, made, strict=True):
+        if recurrence.backwards:
+            bounds = map(written.constant, (np.array([-1]), np.array([-1 - MAX_STEPS]), np.array([0]), np.array([-1])))
+            name = written.put("Slice", name, *bounds)
         perm = [*range(1, each.axis + 1), 0, *range(each.axis + 1, shapes.rank(each.tensor) or 0)]
         written.names[each.tensor.name] = written.put("Transpose", name, perm=perm) if each.axis else name
     for state, name in zip(states, finals, strict=True):
@@ -195,8 +202,9 @@ def _body(recurrence: Recurrence, outer: Written) -> onnx.GraphProto:
     values += [helper.make_tensor_value_info("going", TensorProto.BOOL, [])]
     values += [outer.value(f"s{i}", state.like) for i, state in enumerate(states)]
     results = [helper.make_tensor_value_info(written.put("Identity", "going"), TensorProto.BOOL, [])]
+    place = written.put("Sub", outer.names[LAST], "number") if recurrence.backwards else "number"
     for each in recurrence.inputs:
-        index = written.axes("Unsqueeze", "number", 0) if each.keeps_axis else "number"
+        index = written.axes("Unsqueeze", place, 0) if each.keeps_axis else place
         written.names[each.name] = written.put("Gather", outer.names[each.tensor.name], index, axis=each.axis)
     for node in recurrence.body:
         written.add(node)

@@ -209,3 +209,15 @@ def test_lanes_that_share_a_state(states: int, lanes: list[int]) -> None:
     plans = candidates(call.node, specs_of(call, SELECTIVE.arrays(sizes)), H200)
     texts = [step.kernel.text for plan in plans for step in plan.steps if isinstance(step, Launch)]
     assert [int(text.split("threadIdx.x % ")[1].split(";")[0]) for text in texts] == lanes
+
+
+def test_backwards(tmp_path: Path) -> None:
+    arrays, call = SELECTIVE.arrays(SIZES), fused(SELECTIVE.model(OF_STATES))
+    wanted = expected(SELECTIVE.model(dtype="double"), {name: x.astype(np.float64) for name, x in arrays.items()})
+    turned = arrays | {name: np.flip(arrays[name], axis).copy() for name, axis in SELECTIVE.slices.values()}
+    program = f'{call.node.text("program")[:-1]},"backwards":true}}'
+    node = replace(call.node, attributes={**call.node.attributes, "program": program})
+    plan = candidates(node, specs_of(call, turned), H200)[0]
+    found = dict(zip(call.proto.output, emulate(plan, [turned[n] for n in call.proto.input], tmp_path), strict=True))
+    np.testing.assert_allclose(np.flip(found["y"], 0), wanted["y"], 1e-5, 1e-5)
+    np.testing.assert_allclose(found["last_s0"], wanted["last_s0"], 1e-5, 1e-5)

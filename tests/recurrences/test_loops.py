@@ -207,9 +207,11 @@ def test_what_is_equal_in_all_steps_does_not_join() -> None:
 
 def test_backwards() -> None:
     model = parsed(SCAN)
-    model.graph.node[0].attribute.append(helper.make_attribute("scan_input_directions", [0, 1, 0]))
-    _, report = optimize(model, verify=False)
-    assert "scan" not in report.counts
+    model.graph.node[0].attribute.append(helper.make_attribute("scan_input_directions", [1, 1, 1]))
+    assert "scan" not in optimize(model, verify=False)[1].counts
+    model.graph.node[0].attribute.append(helper.make_attribute("scan_output_directions", [1]))
+    _, report = optimize(model)
+    assert report.counts["scan"] == 1 and report.verified.status == "verified"
 
 
 def test_states_of_more_elements_than_registers_hold() -> None:

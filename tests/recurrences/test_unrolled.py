@@ -201,3 +201,18 @@ def test_results_that_depend_on_states_before_a_step(scattered: bool) -> None:
         y = {"Identity (y5)" if scattered else "Concat <axis = 1> (r0, r1, r2, r3, r4)"} }}"""
     _, report = optimize(onnx.parser.parse_model(text))
     assert report.counts == {"scan": 1} and report.verified.status == "verified"
+
+
+def test_backwards() -> None:
+    """The first step takes the last slices; the steps' results are joined in the order of the slices."""
+    model, last = trace(), 5
+    for node in model.graph.node:
+        if node.op_type == "Gather":
+            node.input[1] = f"at_{last - int(node.input[1][3:])}"
+        elif node.op_type == "Concat":
+            node.input[:] = reversed(node.input)
+    _, report = optimize(model)
+    assert report.counts == {"scan": 1} and report.verified.status == "verified"
+    del model.graph.node[-1].input[:]
+    model.graph.node[-1].input.extend(f"result_{i}" for i in range(last + 1))
+    assert "scan" not in optimize(model, verify=False)[1].counts
