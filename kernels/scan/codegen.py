@@ -64,7 +64,7 @@ class ScanText:
         index, program = self.arguments.index_type, self.program
         groups, steps = self.arguments.size(product(tuple(self._free().values()))), self._size(STEPS)
         self._line(f"const int lane = threadIdx.x % {self.lanes};")
-        self._line(f"const {index} own = ({index}(blockIdx.x) * {self.threads} + threadIdx.x) / {self.lanes};")
+        self._line(f"const {index} own = (({index})(blockIdx.x) * {self.threads} + threadIdx.x) / {self.lanes};")
         self._line(f"const bool is_inside = own < {groups};")
         # All lanes of a warp run, because they exchange values; those beyond the last group store nothing.
         self._line(f"const {index} group = is_inside ? own : {groups} - 1;")
@@ -147,9 +147,9 @@ class ScanText:
     def _along(self, axes: Sequence[int], step: str) -> str:
         """Return the offset, from a tensor's place, of an element of a step; `r` is its place along REDUCED."""
         index = self.arguments.index_type
-        place = f"({self._size(STEPS)} - 1 - {index}({step}))" if self.program.backwards else f"{index}({step})"
+        place = f"({self._size(STEPS)} - 1 - ({index})({step}))" if self.program.backwards else f"({index})({step})"
         terms = [f"{place} * {self._stride(axes, STEPS)}"] if STEPS in axes else []
-        terms += [f"{index}(r) * {self._stride(axes, REDUCED)}"] if REDUCED in axes else []
+        terms += [f"({index})(r) * {self._stride(axes, REDUCED)}"] if REDUCED in axes else []
         return " + ".join(terms) or "0"
 
     # --- operands and outputs -----------------------------------------------------------------------------------------

@@ -33,3 +33,12 @@ def test_dtypes_compile(dtype: str) -> None:
         (step,) = candidates(call.node, specs_of(call, given.arrays({**SIZES, "n": 16})), DEVICES[1])[0].steps
         assert isinstance(step, Launch)
         check_compiles(step.kernel, DEVICES[1])
+
+
+def test_more_elements_than_32_bits_count() -> None:
+    call = fused(CASES["selective"].model({"n": 16}))
+    small = specs_of(call, CASES["selective"].arrays({**SIZES, "n": 16}))
+    wide = [replace(spec, shape=tuple(2**24 if size == SIZES["b"] else size for size in spec.shape)) for spec in small]
+    ((step,),) = (plan.steps for plan in candidates(call.node, wide, DEVICES[1]))
+    assert isinstance(step, Launch) and "const long long own" in (step.kernel.text or "")
+    check_compiles(step.kernel, DEVICES[1])
