@@ -19,7 +19,7 @@ MIN_CHUNKED: Final = 16  # tokens from which chunks are used
 MAX_CHUNKED_SIZE: Final = 128  # largest number of rows of a state that a warp keeps in registers with its products
 MAX_SIZE: Final = 2048
 MAX_VALUES: Final = 64  # elements of a state that a thread keeps, if possible
-STAGED_FLOATS: Final = 8192  # maximum floats of tokens in shared memory, unless one token has more
+STAGED_BYTES: Final = 32768  # maximum bytes of tokens in shared memory, unless two tokens have more
 MAX_TOKENS: Final = 16
 TOKEN_WARPS: Final = 2
 CHUNK_THREADS: Final = 128
@@ -126,22 +126,23 @@ def _tokens(
     width = _width(problem, VECTOR_BYTES // max(items), problem.value_size, columns)
     step = _width(problem, VECTOR_BYTES // items[0], problem.size, problem.value_size, tile)
     heads = problem.heads // problem.state_heads if macros["RESULTS"] else 0
-    floats = problem.size * (1 + heads + (problem.decay == 2)) + tile + 2
-    floats = -(-floats // 4) * 4
-    tokens = max(1, min(MAX_TOKENS, STAGED_FLOATS // floats))
-    if 4 * floats > device.shared_per_block:
+    elements = problem.size * (1 + heads + (problem.decay == 2)) + tile
+    token = -(-elements * items[0] // 16) * 16 + 8  # bytes
+    if token > device.shared_per_block:
         raise ValueError(
-            f"{problem.node.label}: a token takes {4 * floats} bytes of shared memory; {device.name} has "
+            f"{problem.node.label}: a token takes {token} bytes of shared memory; {device.name} has "
             f"{device.shared_per_block}"
         )
+    buffers = 1 + (2 * token <= device.shared_per_block)
+    tokens = max(1, min(MAX_TOKENS, STAGED_BYTES // (buffers * token)))
     defines: Defines = {
         **macros, "LANES": lanes, "COLUMNS": columns, "WIDTH": width, "STEP": step, "WARPS": TOKEN_WARPS,
-        "TOKENS": tokens,
+        "TOKENS": tokens, "BUFFERS": buffers,
     }  # fmt: skip
     return Launch(
         Kernel("linear_attention_tokens", "linear_attention_tokens", defines),
         (problem.batch * parts * _blocks(problem), 1, 1), (32 * TOKEN_WARPS, 1, 1),
-        (operands, *int32(problem.length, tokens_of_a_part, parts), *float32(problem.scale)), 4 * tokens * floats,
+        (operands, *int32(problem.length, tokens_of_a_part, parts), *float32(problem.scale)), buffers * tokens * token,
         pdl=device.has_pdl,
     )  # fmt: skip
 

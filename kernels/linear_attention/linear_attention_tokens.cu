@@ -5,7 +5,7 @@
 //
 // A block has some columns of the state of one head, in fp32 registers. A thread has COLUMNS neighbouring columns and
 // a part of their rows; LANES lanes of a warp share the columns. The operands of TOKENS tokens are copied to
-// shared memory at once. A state may be written where it was read.
+// shared memory at once, while the tokens before them are computed. A state may be written where it was read.
 //
 // Macros:
 //   T, STATE_T             storage types of the operands and of the state
@@ -18,6 +18,7 @@
 //   LANES, COLUMNS, WIDTH  WIDTH: elements of an access to states and results
 //   STEP                   elements of an access to the other operands
 //   WARPS, TOKENS
+//   BUFFERS                2: copies overlap with tokens that are computed; 1: a token takes too much memory for that
 #include "types.cuh"
 
 using i64 = long long;
@@ -27,9 +28,9 @@ constexpr int TILE = 32 / LANES * COLUMNS * WARPS;  // columns of a block
 constexpr int TILES = (VALUE_SIZE + TILE - 1) / TILE;
 constexpr int GROUP = RESULTS * HEADS / STATE_HEADS;         // heads of results that read one state
 constexpr int RUN = SIZE % (4 * LANES) || TILE % 4 ? 1 : 4;  // neighbouring rows of a thread
-// Floats of a token in shared memory: a key, queries, values, and decays of rows; a decay and a rate; none.
-constexpr int VALUES = SIZE * (1 + GROUP), DECAYS = VALUES + TILE, NUMBERS = DECAYS + (DECAY == 2 ? SIZE : 0);
-constexpr int TOKEN_FLOATS = (NUMBERS + 2 + 3) / 4 * 4;
+// Elements of a token in shared memory: a key, queries, values, and decays of rows.
+constexpr int VALUES = SIZE * (1 + GROUP), DECAYS = VALUES + TILE, ELEMENTS = DECAYS + (DECAY == 2 ? SIZE : 0);
+constexpr int PITCH = (ELEMENTS * int(sizeof(T)) + 15) / 16 * 16 / int(sizeof(T));
 
 extern __shared__ __align__(16) float staged[];
 
@@ -58,43 +59,73 @@ __device__ __forceinline__ void add_lanes(float (&x)[COLUMNS]) {
 
 __device__ __forceinline__ float exponential(float x) { return exp2_fast(x * LOG2_E); }
 
-// Copies `count` tokens from token `first` of the sequence on to shared memory.
-__device__ __forceinline__ void stage(const Operands& p, i64 first, int count, int state_head, int column) {
-    constexpr int ACCESSES = NUMBERS / STEP + 1;  // the last one is to the numbers
-    for (int i = threadIdx.x; i < count * ACCESSES; i += WARPS * 32) {
-        const i64 token = first + i / ACCESSES, number = token * STATE_HEADS + state_head;
-        const int at = i % ACCESSES * STEP;
-        float* const to = staged + i / ACCESSES * TOKEN_FLOATS;
-        if (at == NUMBERS / STEP * STEP) {
-            if (DECAY == 1) to[NUMBERS] = exponential(element(p.decay + number));
-            if (BETA) to[NUMBERS + 1] = element(p.beta + (BETA == 1 ? number : token));
-            continue;
-        }
-        const T* from = p.key + (token * K_HEADS + state_head / (STATE_HEADS / K_HEADS)) * SIZE + at;
-        if (at >= DECAYS) {
-            from = p.decay + number * SIZE + at - DECAYS;
-        } else if (at >= VALUES) {
-            from = p.value + number * VALUE_SIZE + column + at - VALUES;
-        } else if (at >= SIZE) {
-            const int head = (state_head * GROUP + at / SIZE - 1) / (HEADS / Q_HEADS);
-            from = p.query + (token * Q_HEADS + head) * SIZE + at % SIZE;
-        }
-        Pack<T, STEP> read = {};
-        if (at < VALUES || at >= DECAYS || column + at - VALUES < VALUE_SIZE) read = load_cached<STEP>(from);
-        float values[STEP];
-        unpack(read, values);
+// Reads neighbouring elements of shared memory.
+template <int N>
+__device__ __forceinline__ void read_shared(const T* from, float (&to)[N]) {
+    if constexpr (N == 4 && sizeof(T) == 4) {
+        const float4 four = *reinterpret_cast<const float4*>(from);
+        to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+    } else if constexpr (N == 4) {
+        const uint2 words = *reinterpret_cast<const uint2*>(from);
+        const Pack<T, 4> pack = {{words.x, words.y}};
+        unpack(pack, to);
+    } else {
 #pragma unroll
-        for (int j = 0; j < STEP; ++j) values[j] = DECAY == 2 && at >= DECAYS ? exponential(values[j]) : values[j];
-        if constexpr (STEP % 4 == 0) {
-#pragma unroll
-            for (int j = 0; j < STEP; j += 4)
-                *reinterpret_cast<float4*>(to + at + j) = {values[j], values[j + 1], values[j + 2], values[j + 3]};
-        } else {
-#pragma unroll
-            for (int j = 0; j < STEP; ++j) to[at + j] = values[j];
+        for (int i = 0; i < N; ++i) {
+            const Pack<T, 1> pack = {{from[i].bits}};
+            float value[1];
+            unpack(pack, value);
+            to[i] = value[0];
         }
     }
 }
+
+// The tokens in a buffer of shared memory, and two numbers of each: what its decay multiplies a state by, and its rate.
+struct Tokens {
+    T* elements;
+    float* numbers;
+
+    __device__ __forceinline__ explicit Tokens(int buffer) {
+        elements = reinterpret_cast<T*>(staged) + buffer * TOKENS * PITCH;
+        numbers = reinterpret_cast<float*>(reinterpret_cast<T*>(staged) + BUFFERS * TOKENS * PITCH) +
+                  buffer * TOKENS * 2;
+    }
+
+    // Starts the copies of `count` tokens from token `first` of all sequences on.
+    __device__ __forceinline__ void copy(const Operands& p, i64 first, int count, int state_head, int column) const {
+        constexpr int ACCESSES = ELEMENTS / STEP;
+        for (int i = threadIdx.x; i < count * ACCESSES; i += WARPS * 32) {
+            const i64 token = first + i / ACCESSES, number = token * STATE_HEADS + state_head;
+            const int at = i % ACCESSES * STEP;
+            const T* from = p.key + (token * K_HEADS + state_head / (STATE_HEADS / K_HEADS)) * SIZE + at;
+            if (at >= DECAYS) {
+                from = p.decay + number * SIZE + at - DECAYS;
+            } else if (at >= VALUES) {
+                if (column + at - VALUES >= VALUE_SIZE) continue;  // nothing stores what these columns give
+                from = p.value + number * VALUE_SIZE + column + at - VALUES;
+            } else if (at >= SIZE) {
+                const int head = (state_head * GROUP + at / SIZE - 1) / (HEADS / Q_HEADS);
+                from = p.query + (token * Q_HEADS + head) * SIZE + at % SIZE;
+            }
+            T* const to = elements + i / ACCESSES * PITCH + at;
+            if constexpr (STEP * sizeof(T) < 4) *to = *from;
+            else copy_to_shared<STEP>(*reinterpret_cast<Pack<T, STEP>*>(to), from);
+        }
+    }
+    // Loads the numbers of this thread's token, if it has one of the `count` tokens.
+    __device__ __forceinline__ void load(const Operands& p, i64 first, int count, int state_head,
+                                         float (&loaded)[2]) const {
+        const i64 token = first + threadIdx.x, number = token * STATE_HEADS + state_head;
+        if (int(threadIdx.x) >= count) return;
+        if (DECAY == 1) loaded[0] = element(p.decay + number);
+        if (BETA) loaded[1] = element(p.beta + (BETA == 1 ? number : token));
+    }
+    __device__ __forceinline__ void write(int count, const float (&loaded)[2]) const {
+        if (int(threadIdx.x) >= count) return;
+        if (DECAY == 1) numbers[threadIdx.x * 2] = exponential(loaded[0]);
+        if (BETA) numbers[threadIdx.x * 2 + 1] = loaded[1];
+    }
+};
 
 struct State {
     float s[ROWS][COLUMNS];
@@ -113,31 +144,30 @@ struct State {
         add_lanes(sums);
     }
 
-    __device__ __forceinline__ void rows_of(const float* from, float (&to)[ROWS]) const {
+    __device__ __forceinline__ void rows_of(const T* from, float (&to)[ROWS]) const {
 #pragma unroll
         for (int r = 0; r < ROWS; r += RUN) {
-            if constexpr (RUN == 4) {
-                const float4 four = *reinterpret_cast<const float4*>(from + row(r));
-                to[r] = four.x, to[r + 1] = four.y, to[r + 2] = four.z, to[r + 3] = four.w;
-            } else {
-                to[r] = row(r) < SIZE ? from[row(r)] : 0.0f;
-            }
+            float own[RUN] = {};
+            if (row(r) < SIZE) read_shared(from + row(r), own);
+#pragma unroll
+            for (int i = 0; i < RUN; ++i) to[r + i] = own[i];
         }
     }
 
-    // Adds a token. `token` is its part of shared memory, and `w` are the thread's columns of its values.
-    __device__ __forceinline__ void add(const float* token, float (&w)[COLUMNS]) {
+    // Adds a token, which has two `numbers` and, in `w`, the thread's columns of its values.
+    __device__ __forceinline__ void add(const T* token, const float* numbers, float (&w)[COLUMNS]) {
         if constexpr (DECAY == 1) {
 #pragma unroll
             for (int r = 0; r < ROWS; ++r)
 #pragma unroll
-                for (int c = 0; c < COLUMNS; ++c) s[r][c] *= token[NUMBERS];
-            if (!RESULTS) factors[0] *= token[NUMBERS];
+                for (int c = 0; c < COLUMNS; ++c) s[r][c] *= numbers[0];
+            if (!RESULTS) factors[0] *= numbers[0];
         } else if constexpr (DECAY == 2) {
             float own[ROWS];
             rows_of(token + DECAYS, own);
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
+                own[r] = exponential(own[r]);
 #pragma unroll
                 for (int c = 0; c < COLUMNS; ++c) s[r][c] *= own[r];
                 if (!RESULTS) factors[r] *= own[r];
@@ -149,7 +179,7 @@ struct State {
             float found[COLUMNS];
             multiply(k, found);
 #pragma unroll
-            for (int c = 0; c < COLUMNS; ++c) w[c] = token[NUMBERS + 1] * (w[c] - found[c]);
+            for (int c = 0; c < COLUMNS; ++c) w[c] = numbers[1] * (w[c] - found[c]);
         }
 #pragma unroll
         for (int r = 0; r < ROWS; ++r)
@@ -183,8 +213,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
                 past[r][c / WIDTH] = load_once<WIDTH>(p.past + matrix + row * VALUE_SIZE + column + c);
         }
     // The state arrives while the first tokens are copied.
-    stage(p, begin, min(TOKENS, length), state_head, first);
-    __syncthreads();
+    float loaded[2] = {};
+    Tokens(0).copy(p, begin, min(TOKENS, length), state_head, first);
+    Tokens(0).load(p, begin, min(TOKENS, length), state_head, loaded);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r)
 #pragma unroll
@@ -196,20 +227,30 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
         }
 #pragma unroll
     for (float& factor : state.factors) factor = 1.0f;
+    Tokens(0).write(min(TOKENS, length), loaded);
     for (int t = 0; t < length; t += TOKENS) {
-        const int count = min(TOKENS, length - t);
+        const Tokens now(t / TOKENS % BUFFERS), later((t / TOKENS + 1) % BUFFERS);
+        const int count = min(TOKENS, length - t), next = min(TOKENS, length - t - TOKENS);
         const i64 start = begin + t;
-        if (t > 0) {
-            __syncthreads();
-            stage(p, start, count, state_head, first);
-            __syncthreads();
+        wait_for_copies();
+        __syncthreads();
+        if (BUFFERS == 2) {
+            later.copy(p, start + TOKENS, next, state_head, first);
+            later.load(p, start + TOKENS, next, state_head, loaded);
         }
         for (int i = 0; i < count; ++i) {
-            const float* const token = staged + i * TOKEN_FLOATS;
+            const T* const token = now.elements + i * PITCH;
             float w[COLUMNS];
+            if constexpr (SIZE % 4 == 0) read_shared(token + VALUES + within, w);
+            else {
 #pragma unroll
-            for (int c = 0; c < COLUMNS; ++c) w[c] = token[VALUES + within + c];
-            state.add(token, w);
+                for (int c = 0; c < COLUMNS; ++c) {
+                    float one[1];
+                    read_shared(token + VALUES + within + c, one);
+                    w[c] = one[0];
+                }
+            }
+            state.add(token, now.numbers + i * 2, w);
 #pragma unroll 1
             for (int g = 0; g < GROUP; ++g) {
                 float q[ROWS], y[COLUMNS];
@@ -225,6 +266,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
                 }
             }
         }
+        if (BUFFERS == 1) {
+            __syncthreads();
+            later.copy(p, start + TOKENS, next, state_head, first);
+            later.load(p, start + TOKENS, next, state_head, loaded);
+        }
+        later.write(next, loaded);
     }
 #pragma unroll
     for (int r = 0; r < ROWS; ++r)

@@ -110,7 +110,7 @@ def test_refusals_say_what_is_required_and_found() -> None:
     with pytest.raises(ValueError, match=r"decay has shape \[1, 1000, 5\]; required \[1, 1000, 4\]"):
         host.candidates(node, specs, H200)
     groups = replace(case, heads=64, state_heads=1, size=512)
-    with pytest.raises(ValueError, match="a token takes 133168 bytes of shared memory; T4 has 65536"):
+    with pytest.raises(ValueError, match="a token takes 133160 bytes of shared memory; T4 has 65536"):
         host.candidates(groups.node(), groups.specs(), T4)
     long = Conv(9, size=40)
     told = "causal_conv_with_state: filters have 40 elements; the kernel takes 1 to 32"
