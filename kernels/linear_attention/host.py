@@ -24,6 +24,7 @@ MAX_TOKENS: Final = 16
 TOKEN_WARPS: Final = 2
 CHUNK_THREADS: Final = 128
 PART: Final = 64  # tokens of a part of a sequence that is split
+MIN_PARTS: Final = 3  # from which an H200 took less time than without them: 62 and 56 us for two, 90 and 212 for 8
 STATE_THREADS: Final = 256
 SCHEDULERS: Final = 4  # of a multiprocessor
 COPYING: Final = 128  # threads of linear_attention_sequence.cu that copy
@@ -51,7 +52,7 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
     tokens = [_by_tokens(problem, device)]
     if problem.length >= 2 * PART and not problem.beta:
         is_small = problem.batch * _blocks(problem) * TOKEN_WARPS < SCHEDULERS * device.multiprocessors
-        tokens.insert(0 if is_small else 1, _by_parts(problem, device))
+        tokens.insert(0 if is_small and problem.length >= MIN_PARTS * PART else 1, _by_parts(problem, device))
     if not _is_chunkable(problem, device) or problem.length < MIN_CHUNKED:
         return tokens
     widths = _widths(problem, device)

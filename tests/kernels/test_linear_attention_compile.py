@@ -66,7 +66,7 @@ def test_sequences_take_chunks_where_products_are_on_tensor_cores() -> None:
 
 def test_few_sequences_are_split_without_the_delta_rule() -> None:
     gated = replace(LARGE, rule="gated")
-    for case, split in (gated, True), (replace(gated, batch=8), False), (replace(gated, length=127), False):
+    for case, split in (gated, True), (replace(gated, batch=8), False), (replace(gated, length=191), False):
         assert (len(plans(case, H200)[0].steps) == 3) == split
     assert len(plans(replace(gated, batch=8), H200)) == 2 and len(plans(LARGE, H200)) == 1
 
