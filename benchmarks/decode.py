@@ -1,18 +1,20 @@
 """Time one token of language models as onnxruntime-genai's builder writes them, beside onnxruntime and PyTorch.
 
     python benchmarks/decode.py --out FILE [--only llama-1b,llama-8b] [--weights float16,int4] [--past 1024]
-                                [--cache float16,int8] [--greedy]
+                                [--cache float16,int8] [--greedy] [--no-pytorch]
 
-Weights are random.  With int4, products have blocks of 32, and lm_head has int8.  Caches of int8 have one scale, which
-onnxruntime's fastest kernel requires.  Past and present caches are one buffer, as genai binds them, and all engines run
-in a CUDA graph.  PyTorch's layers are compiled, and have float16 caches (decode_torch.py).  `bytes` counts the weights
-and caches that a token reads.  With `--greedy`, the models end in an ArgMax, and their output is the next token.
+Weights are random.  In the file, all layers share the bytes of one layer; in memory, each layer has its own.  With
+int4, products have blocks of 32, and lm_head has int8.  Caches of int8 have one scale, which onnxruntime's fastest
+kernel requires.  Past and present caches are one buffer, as genai binds them, and all engines run in a CUDA graph.
+PyTorch's layers are compiled, and have float16 caches (decode_torch.py).  `bytes` counts the weights and caches that a
+token reads.  With `--greedy`, the models end in an ArgMax, and their output is the next token.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,7 +30,6 @@ from onnx import TensorProto, helper
 from rows import Rows
 
 import onnxfuse
-from onnxfuse.ir.save import save
 from onnxfuse.session import InferenceSession, explain_session
 
 BLOCK: Final = 32
@@ -66,6 +67,7 @@ class Builder:
         self.constants: list[onnx.TensorProto] = []
         self.read_bytes = 0  # of weights that a token reads
         self._random = np.random.default_rng(0)
+        self._places: dict[str, int] = {}  # offsets in the file
         self._data = (folder / "weights.bin").open("wb")
 
     def constant(self, name: str, dtype: int, shape: tuple[int, ...], scale: float = 1.0, is_read: bool = True) -> str:
@@ -74,13 +76,18 @@ class Builder:
         some = self._random.standard_normal(min(count, 1 << 20)).astype(np.float16) * np.float16(scale)
         if dtype == TensorProto.UINT8:
             some = self._random.integers(0, 256, min(count, 1 << 20), dtype=np.uint8)
-        values = np.resize(some, count)
+        part = re.sub(r"^layer\d+\.", "", name)
+        if part not in self._places:
+            self._places[part] = self._data.tell()
+            whole, rest = divmod(count, some.size)
+            for piece in (*[some] * whole, some[:rest]):
+                self._data.write(piece)
+        place = {"location": "weights.bin", "offset": self._places[part], "length": count * some.itemsize}
         tensor = TensorProto(name=name, data_type=dtype, dims=shape, data_location=TensorProto.EXTERNAL)
-        place = {"location": "weights.bin", "offset": str(self._data.tell()), "length": str(values.nbytes)}
-        tensor.external_data.extend(onnx.StringStringEntryProto(key=key, value=value) for key, value in place.items())
-        self._data.write(values.tobytes())
+        entries = ((key, str(value)) for key, value in place.items())
+        tensor.external_data.extend(onnx.StringStringEntryProto(key=key, value=value) for key, value in entries)
         self.constants.append(tensor)
-        self.read_bytes += values.nbytes if is_read else 0
+        self.read_bytes += count * some.itemsize if is_read else 0
         return name
 
     def add(self, op: str, inputs: list[str], output: str, domain: str = "", **attributes: Any) -> str:
@@ -225,7 +232,8 @@ def milliseconds(path: Path, of: Builder, past: int, rows: int, is_fused: bool) 
 @click.option("--past", default=1024, help="Tokens in the caches.")
 @click.option("--cache", default="float16", help="float16, int8 or both.")
 @click.option("--greedy", is_flag=True, help="Let the models end in an ArgMax in place of logits.")
-def main(out: Path, only: str, weights: str, past: int, cache: str, greedy: bool) -> None:
+@click.option("--pytorch/--no-pytorch", default=True, help="Whether to time PyTorch, which takes the longest.")
+def main(out: Path, only: str, weights: str, past: int, cache: str, greedy: bool, pytorch: bool) -> None:
     """Time one token of each model with onnxruntime, PyTorch and onnxfuse."""
     ort.preload_dlls()
     rows = Rows(out, ("model", "weights", "past", "cache", "greedy"))
@@ -235,16 +243,17 @@ def main(out: Path, only: str, weights: str, past: int, cache: str, greedy: bool
             builder = Builder(sizes, kind, Path(folder), cached, greedy)
             path = builder.model(capacity)
             fused, _ = onnxfuse.optimize(path, verify=False)
-            save(fused, Path(folder) / "fused.onnx", folder=Path(folder))
+            (Path(folder) / "fused.onnx").write_bytes(fused.SerializeToString())  # its weights stay in their file
             plain, right, _ = milliseconds(path, builder, past, capacity, is_fused=False)
             own, found, ways = milliseconds(Path(folder) / "fused.onnx", builder, past, capacity, is_fused=True)
-        in_torch = torch_milliseconds(sizes, kind, past, capacity)
+        in_torch = torch_milliseconds(sizes, kind, past, capacity) if pytorch else None
         caches = 2 * np.dtype(cached).itemsize * sizes.layers * sizes.kv_heads * past * sizes.size
         read = builder.read_bytes + caches
         error = float(np.abs(found - right).max() / max(1e-30, np.abs(right).max()))
         label = f"{name} {kind}, caches of {cached}{', greedy' * greedy}"
-        print(f"{label}: onnxfuse {own:.3f} ms, onnxruntime {plain:.3f}, PyTorch {in_torch:.3f}, "
-              f"{read / own / 1e9:.2f} TB/s; error {error:.1e}; {ways}", flush=True)  # fmt: skip
+        others = f"onnxruntime {plain:.3f}{f', PyTorch {in_torch:.3f}' if in_torch else ''}"
+        print(f"{label}: onnxfuse {own:.3f} ms, {others}, {read / own / 1e9:.2f} TB/s; error {error:.1e}; {ways}",
+              flush=True)  # fmt: skip
         rows.put({"model": name, "weights": kind, "past": past, "cache": cached, "greedy": greedy, "onnxfuse_ms": own,
                   "onnxruntime_ms": plain, "torch_ms": in_torch, "bytes": read, "error": error})  # fmt: skip
         torch.cuda.empty_cache()
