@@ -12,8 +12,9 @@
 
 // Runs the epilogue, by row, for a block's part of y: `rows` rows from `row` on, and COLUMNS columns from `first` on;
 // columns from `columns` on do not exist. sums_of(i, j, values, ups) computes the accumulators of WIDTH columns,
-// the first one j columns after `first`, of the block's row i. WHOLE: all COLUMNS columns exist.
-template <int COLUMNS, int THREADS, bool WHOLE = false, class SumsOf>
+// the first one j columns after `first`, of the block's row i. A block has at most MAX_ROWS rows. WHOLE: all COLUMNS
+// columns exist.
+template <int COLUMNS, int THREADS, int MAX_ROWS, bool WHOLE = false, class SumsOf>
 __device__ __forceinline__ void finish_rows(const Epilogue& epilogue, int row, int rows, int first, int columns,
                                             SumsOf sums_of) {
     constexpr int VECTORS = COLUMNS / WIDTH;
@@ -40,12 +41,17 @@ __device__ __forceinline__ void finish_rows(const Epilogue& epilogue, int row, i
                                        (long long)(row + i) * count + column / SELECTED_COLUMNS, selected);
     }
 #else
-    for (int at = threadIdx.x; at < rows * VECTORS; at += THREADS) {
+    const auto finish = [&](int at) {
         const int i = at / VECTORS, j = at % VECTORS * WIDTH;
-        if (!WHOLE && first + j >= columns) continue;
+        if (!WHOLE && first + j >= columns) return;
         float values[WIDTH], ups[WIDTH];
         sums_of(i, j, values, ups);
         epilogue.finish(values, ups, row + i, first + j, columns);
+    };
+    if constexpr (MAX_ROWS * VECTORS <= THREADS) {  // a loop would be unrolled
+        if (threadIdx.x < rows * VECTORS) finish(threadIdx.x);
+    } else {
+        for (int at = threadIdx.x; at < rows * VECTORS; at += THREADS) finish(at);
     }
 #endif
 }

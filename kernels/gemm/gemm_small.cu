@@ -262,5 +262,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             if constexpr (GATED) ups[v] = partial[0][WEIGHTS - 1][i][j + v];
         }
     };
-    finish_rows<TILE, THREADS>(epilogue, row, min(m - row, ROWS), tile, N, sums_of);
+    finish_rows<TILE, THREADS, ROWS>(epilogue, row, min(m - row, ROWS), tile, N, sums_of);
 }

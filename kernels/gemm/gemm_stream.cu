@@ -345,5 +345,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             if constexpr (GATED) add_warps(staged + (TILE_M + i) * SUMS_PITCH + j, ups);
         }
     };
-    finish_rows<OWN_COLUMNS, THREADS>(epilogue, row, rows, tile * TILE_N + rank * OWN_COLUMNS, n, sums_of);
+    finish_rows<OWN_COLUMNS, THREADS, TILE_M>(epilogue, row, rows, tile * TILE_N + rank * OWN_COLUMNS, n, sums_of);
 }

@@ -222,13 +222,18 @@ def _has_one_row(product: Product, tile_m: int) -> bool:
     return tile_m == 1 and product.bits == 4
 
 
+def _columns_per_thread(tile_m: int) -> int:
+    """Return how many neighbouring columns of y a thread of nbits_mma.cu adds up and stores."""
+    return 1 if tile_m == 1 else max(2, tile_m // 4)
+
+
 def _mma(product: Product, config: MmaConfig, device: Device) -> Implementation:
     staged = config.is_staged and product.norm is None
     defines = {
         "NORM": 0, **product.defines(), "TILE_M": config.tile_m, "TILE_N": config.tile_n, "WARPS": config.warps,
         "DEPTH": config.depth, "STAGED_X": int(staged), "MIN_BLOCKS": config.resident,
         "SHARED_BYTES": config.shared(product),
-        "WIDTH": math.gcd(product.width(config.tile_n), max(2, config.tile_m // 4)),
+        "WIDTH": math.gcd(product.width(config.tile_n), _columns_per_thread(config.tile_m)),
     }  # fmt: skip
     kernel, given = with_program(Kernel("nbits_mma", "nbits_mma", defines), product.arguments(), product.program)
     blocks = -(-product.tiles(config.tile_n) // _rounds(config, product, device))

@@ -129,5 +129,5 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             }
         }
     };
-    finish_rows<TILE_N, THREADS>(epilogue, row, rows, first, tile.columns, sums_of);
+    finish_rows<TILE_N, THREADS, ROWS>(epilogue, row, rows, first, tile.columns, sums_of);
 }

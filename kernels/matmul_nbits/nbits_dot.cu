@@ -82,5 +82,5 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             if constexpr (GATED) ups[v] = sums[i][WEIGHTS - 1][j + v];
         }
     };
-    finish_rows<WARPS, THREADS>(epilogue, row, rows, first, columns, sums_of);
+    finish_rows<WARPS, THREADS, ROWS>(epilogue, row, rows, first, columns, sums_of);
 }

@@ -524,6 +524,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 }
             }
         };
-        finish_rows<TILE_N, THREADS, WHOLE_TILES>(epilogue, row, rows, tile.first, tile.columns, sums_of);
+        finish_rows<TILE_N, THREADS, TILE_M, WHOLE_TILES>(epilogue, row, rows, tile.first, tile.columns, sums_of);
     }
 }
