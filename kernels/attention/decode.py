@@ -28,10 +28,11 @@ CLUSTERS: Final = (2, 4, 8)  # blocks per cluster; eight is the portable limit, 
 # faster in clusters of 2 than in clusters of 4, and 1/4 faster than in clusters of 8.
 BUSY_SHARE: Final = 0.9
 MAX_ROWS: Final = 64  # maximum rows per block (queries x query heads per key head): four warps of sixteen rows
-MIN_TILES: Final = 2  # tiles of keys per block; with fewer, a block takes longer to start and end than it saves
+MIN_KEYS: Final = 128  # per block, but no more than two tiles; with fewer, it takes longer to start than it saves
 MAX_SPLITS: Final = 64
 FEWER_BLOCKS: Final = 1.5  # a cluster, which saves a launch, is preferred to up to so many times as many splits
 MIN_ROWS_OF_EIGHT_WARPS: Final = 1024  # with fewer cache rows, eight warps per block do not have enough to copy
+MAX_ROWS_OF_FEW_TILES: Final = 1536  # of caches that are not quantized; see _configs
 COMBINE_THREADS: Final = 128
 NO_SCRATCH: Final[tuple[Value, Value]] = (ABSENT, ABSENT)
 
@@ -71,12 +72,14 @@ def _configs(problem: Attention, rows: int, device: Device, cache: Cache | None)
     if cache is None or wide or warps_m > 1 or estimate(problem.keys) < MIN_ROWS_OF_EIGHT_WARPS:
         return [four_warps]
     # With 64 heads and a cache of 4096 rows on an H200, eight warps take 82.5 us and four take 84.4 at head_dim 128; at
-    # head_dim 64, eight take 45.8 us and four 55.1.
+    # head_dim 64, eight take 45.8 us and four 55.1.  In caches of few tiles, a block of eight warps has two tiles where
+    # one of four has three: a token of Llama-1B (int4) takes 0.456 ms in place of 0.477.
+    few_tiles = not problem.quantized and estimate(problem.keys) <= MAX_ROWS_OF_FEW_TILES
+    eight_warps = MmaAttentionConfig(1, 8, 128, stages=2 if few_tiles and problem.head_dim > 64 else 3)
     if is_symbolic(rows) and problem.head_dim > 64:  # a gain of 2 % is not worth compiling another kernel
-        return [four_warps]
-    eight_warps = MmaAttentionConfig(1, 8, 128, stages=3)
+        return [eight_warps if few_tiles else four_warps]
     busy = problem.batch * problem.kv_heads * CLUSTERS[0] >= BUSY_SHARE * device.multiprocessors
-    return [eight_warps, four_warps] if busy else [four_warps, eight_warps]
+    return [eight_warps, four_warps] if few_tiles or busy else [four_warps, eight_warps]
 
 
 def _implementations_of(
@@ -84,14 +87,14 @@ def _implementations_of(
 ) -> list[Implementation]:
     """Return one implementation for each way to split the keys over blocks, the expected fastest first."""
     heads, tiles = problem.batch * problem.kv_heads, -(-problem.keys // config.block_n)
-    splits = maximum(1, minimum(MAX_SPLITS, device.multiprocessors // heads, tiles // MIN_TILES))
+    splits = maximum(1, minimum(MAX_SPLITS, device.multiprocessors // heads, tiles // _min_tiles(config)))
     # For dynamic sizes, this comparison becomes a soft guard: a condition under which the plan is expected to be the
     # fastest. At sizes for which the comparison has another answer, the plan's estimated loss is the ratio of the
     # compared numbers, minus 1 (`Expressions.miss`). If the limit were 2, the plan without splits would have a loss of
     # 2 / 2 - 1 = 0 at sizes that need two splits, and could be chosen for them.
     if estimate(splits) < 1.5:
         return [_in_cluster(problem, config, 1, device, cache)] if cache else []
-    clusters = _clusters(problem, tiles, device)
+    clusters = _clusters(problem, tiles // _min_tiles(config), device)
     in_clusters = [_in_cluster(problem, config, cluster, device, cache) for cluster in clusters]
     combined = _combined(problem, config, splits, device, cache)
     are_first = clusters and (
@@ -100,12 +103,20 @@ def _implementations_of(
     return [*in_clusters, combined] if are_first else [combined, *in_clusters]
 
 
-def _clusters(problem: Attention, tiles: int, device: Device) -> list[int]:
-    """Return cluster sizes: the smallest that gives every multiprocessor a block, then the next larger one."""
+def _min_tiles(config: MmaAttentionConfig) -> int:
+    """Return the minimum tiles per block."""
+    return min(2, max(1, MIN_KEYS // config.block_n))
+
+
+def _clusters(problem: Attention, most: int, device: Device) -> list[int]:
+    """Return cluster sizes: the smallest that gives every multiprocessor a block, then the next larger one.
+
+    `most` is the maximum number of blocks of a cluster.
+    """
     if device.arch < CLUSTER_ARCH:
         return []
     heads = problem.batch * problem.kv_heads
-    possible = [cluster for cluster in CLUSTERS if estimate(tiles) >= cluster * MIN_TILES]
+    possible = [cluster for cluster in CLUSTERS if estimate(most) >= cluster]
     busy = [cluster for cluster in possible if heads * cluster >= BUSY_SHARE * device.multiprocessors]
     return busy[:2] if busy else possible[-1:]
 

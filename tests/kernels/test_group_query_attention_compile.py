@@ -98,6 +98,16 @@ def test_steps_of_one_token_are_one_launch() -> None:
         assert isinstance(step, Launch) and step.kernel.source == "attention_with_cache"
 
 
+@pytest.mark.parametrize("size", [64, 128])
+def test_blocks_of_a_short_cache_have_two_tiles(size: int) -> None:
+    for past, cache, warps in (1152, "", 8), (1152, "int8", 4), (2048, "", 4):
+        each = Case((50,), past=past, heads=32, kv_heads=8, size=size, cache=cache)
+        first = host.candidates(each.node(), each.specs(), H200)[0].steps[0]
+        assert isinstance(first, Launch) and first.kernel.defines["WARPS_N"] == warps
+        tiles = -(-past // int(first.kernel.defines["BLOCK_N"]))
+        assert warps == 4 or -(-tiles // first.cluster) == 2
+
+
 def test_a_past_may_be_its_present_if_it_is_as_long() -> None:
     for past, same in (50, True), (49, False):
         each = Case((50,), past=past)
