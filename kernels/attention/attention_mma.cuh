@@ -78,7 +78,7 @@ __device__ __forceinline__ void attend(WarpState& warp, const Source& tiles) {
     tiles.prepare_queries(q_tile);
     Scores scores(tiles.p, tiles.at, warp);
 #if RELATIVE
-    scores.relative.load(tiles.begin);
+    scores.relative.begin(tiles.begin);
 #endif
 #pragma unroll 1
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {

@@ -4,11 +4,12 @@
 // A table has a vector for each position of each head, and an index picks the vector of a query and a key. It depends
 // on their distance (query - key) alone. A block's queries and a tile's keys have ROWS - 1 distances, whose vectors are
 // two windows in shared memory, one of each table. For a tile, after its keys have arrived:
-//   1. Each warp multiplies its sixteen of the keys by their part of the second window, and stores the products of all
+//   1. The threads start to read the positions of the next tile.
+//   2. Each warp multiplies its sixteen of the keys by their part of the second window, and stores the products of all
 //      queries of the block to `sums`.
-//   2. Each warp multiplies its sixteen queries by their part of the first window. When all warps have stored, it adds
+//   3. Each warp multiplies its sixteen queries by their part of the first window. When all warps have stored, it adds
 //      these products to its rows of `sums`, and starts the copies of the next tile's windows.
-//   3. The warp adds its rows of `sums` to its scores (attention_mma_scores.cuh).
+//   4. The warp adds its rows of `sums` to its scores (attention_mma_scores.cuh).
 // Row u of a window belongs to query r and key c of the tile if u = r - c + BLOCK_N - 1, so that the products of
 // sixteen rows or keys need BLOCK_N + 15 rows of it.
 #pragma once
@@ -17,43 +18,59 @@
 
 struct RelativeScores {
     static constexpr int ROWS = BLOCK_M + BLOCK_N, COLUMNS = (BLOCK_N + 16) / 8;  // of a window; of products, by eights
-    static constexpr int PITCH = BLOCK_N + 4;  // elements of a row of `sums`; diagonals have no bank conflicts
+    static constexpr int PITCH = BLOCK_N + 4;        // elements of a row of `sums`; diagonals have no bank conflicts
+    static constexpr int OUTSIDE = int(0x80000000);  // the position of a distance that no query and key have
     static_assert(M_TILES == 1 && WARPS_N == 1 && STAGES == 2 && BLOCK_M == BLOCK_N && GQA_GROUP == 1 && !IS_QUANTIZED);
+    static_assert(ROWS == THREADS, "each thread reads the positions of one row");
     const Problem& p;
     const WorkTile& at;
-    u32 windows = shared_base() + Q_BYTES + STAGES * STAGE, sums = windows + 2 * ROWS * K_ROW;
+    int fetched[2];  // positions in both tables
+    u32 windows = shared_base() + Q_BYTES + STAGES * STAGE;
+    u32 places = windows + 2 * ROWS * K_ROW, sums = places + 8 * ROWS;
 
     __device__ __forceinline__ RelativeScores(const Problem& problem, const WorkTile& work) : p(problem), at(work) {
         if constexpr (HEAD_DIM < QK_SIZE) clear_columns<K_ROW>(windows, 2 * ROWS, HEAD_DIM, QK_SIZE);
     }
 
-    // Starts the copies of a tile's windows.
-    __device__ __forceinline__ void load(int tile) const {
-        if (tile * BLOCK_N < at.end) {
-            const int first = at.row - tile * BLOCK_N - (BLOCK_N - 1);
-            load(windows, p.key_positions, first, p.keys, 1);
-            load(windows + ROWS * K_ROW, p.query_positions, first, 1, p.queries);
+    // Starts to read the positions of a tile's distances: each thread those of one row of both windows. The first query
+    // and the first key have all distances.
+    __device__ __forceinline__ void fetch(int tile) {
+        const int distance = at.row - tile * BLOCK_N - (BLOCK_N - 1) + int(threadIdx.x);
+        const int query = max(distance, 0), key = max(-distance, 0);
+        const bool inside = query < p.queries && key < p.keys;
+        fetched[0] = inside ? int(p.key_positions.indices[i64(query) * p.keys + key]) : OUTSIDE;
+        fetched[1] = inside ? int(p.query_positions.indices[i64(key) * p.queries + query]) : OUTSIDE;
+    }
+
+    // Stores the positions that were fetched to shared memory; a barrier must follow before `load`.
+    __device__ __forceinline__ void share() const {
+        const int counts[2] = {int(p.key_positions.positions), int(p.query_positions.positions)};
+#pragma unroll
+        for (int table = 0; table < 2; ++table) {
+            const int place = fetched[table] < 0 ? fetched[table] + counts[table] : fetched[table];
+            const u32 limited = fetched[table] == OUTSIDE ? OUTSIDE : max(0, min(place, counts[table] - 1));
+            store_shared<4>(places + (table * ROWS + threadIdx.x) * 4, &limited);
         }
+    }
+
+    // Starts the copies of the windows whose positions were shared.
+    __device__ __forceinline__ void load() const {
+        load(windows, p.key_positions, places);
+        load(windows + ROWS * K_ROW, p.query_positions, places + ROWS * 4);
         commit();
     }
 
-    // Copies the vectors of the distances from `first` on. The index of a query and a key is at query * by_query + key *
-    // by_key; the pairs that have the first query or the first key have all distances.
-    __device__ __forceinline__ void load(u32 window, const Positions& from, int first, i64 by_query, i64 by_key) const {
+    __device__ __forceinline__ void load(u32 window, const Positions& from, u32 places) const {
         constexpr int EACH = ACCESS_BYTES / sizeof(T), PER_ROW = HEAD_DIM / EACH;
-        constexpr int ROUNDS = (ROWS * PER_ROW + THREADS - 1) / THREADS;
         const T* table = from.vectors + at.kv * from.positions * HEAD_DIM;
-#pragma unroll(ROUNDS <= 8 ? ROUNDS : 4)
-        for (int round = 0; round < ROUNDS; ++round) {
+#pragma unroll(PER_ROW <= 8 ? PER_ROW : 4)
+        for (int round = 0; round < PER_ROW; ++round) {
             const int i = round * THREADS + threadIdx.x, row = i / PER_ROW, access = i % PER_ROW;
-            if (ROWS * PER_ROW % THREADS && i >= ROWS * PER_ROW) break;
-            const int distance = first + row;
-            const bool inside = distance < p.queries && distance > -p.keys;
-            i64 position = inside ? from.indices[max(distance, 0) * by_query + max(-distance, 0) * by_key] : 0;
-            if (position < 0) position += from.positions;
-            position = position < 0 ? 0 : position < from.positions ? position : from.positions - 1;
-            copy(window + row * K_ROW + access * EACH * SHARED_ITEM, table + position * HEAD_DIM + access * EACH,
-                 inside);
+            u32 place;
+            load_shared<4>(places + row * 4, &place);
+            const bool inside = int(place) != OUTSIDE;
+            const T* vector = table + (inside ? i64(place) * HEAD_DIM + access * EACH : 0);
+            copy(window + row * K_ROW + access * EACH * SHARED_ITEM, vector, inside);
         }
     }
 
@@ -93,9 +110,18 @@ struct RelativeScores {
         }
     }
 
+    // Starts the copies of the first tile's windows.
+    __device__ __forceinline__ void begin(int tile) {
+        fetch(tile);
+        share();
+        __syncthreads();
+        load();
+    }
+
     // Computes the warp's rows of `sums` for a tile whose keys and windows have arrived; all warps of the block call it.
-    __device__ __forceinline__ void compute(int tile, const WarpState& warp, u32 q_tile, u32 k_tile) const {
+    __device__ __forceinline__ void compute(int tile, const WarpState& warp, u32 q_tile, u32 k_tile) {
         float d[COLUMNS][4];
+        fetch(tile + 1);
         multiply(d, warp, k_tile, windows + (ROWS + BLOCK_N - 16 - 16 * warp.m) * K_ROW);
 #pragma unroll
         for (int t = 0; t < COLUMNS; ++t)
@@ -106,8 +132,9 @@ struct RelativeScores {
                 store_shared(sums + (query * PITCH + 16 * warp.m + key) * 4, d[t][i] * p.query_positions_scale);
             }
         multiply(d, warp, q_tile, windows + 16 * warp.m * K_ROW);
+        share();
         __syncthreads();  // afterwards all warps have stored, and have read the windows
-        load(tile + 1);
+        if ((tile + 1) * BLOCK_N < at.end) load();
 #pragma unroll
         for (int t = 0; t < COLUMNS; ++t)
 #pragma unroll

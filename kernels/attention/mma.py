@@ -169,8 +169,8 @@ def shared_bytes(problem: Attention, config: MmaAttentionConfig, device: Device,
     stage = config.block_n * (_odd_sixteens(head_dim * key_item) + _odd_sixteens(head_dim_v * key_item))
     tiles = rows * q_row + config.stages * stage
     results = config.block_m * 4 * (config.warps_n * (head_dim_v + 8 + 2) + 2)
-    if problem.positions:  # two windows, and sums in float32; see attention_mma_relative.cuh
-        tiles += 4 * config.block_n * q_row + config.block_m * (config.block_n + 4) * 4
+    if problem.positions:  # two windows and their positions, and sums in float32; see attention_mma_relative.cuh
+        tiles += 4 * config.block_n * (q_row + 4) + config.block_m * (config.block_n + 4) * 4
     return max(tiles, results if combines else 0)
 
 
