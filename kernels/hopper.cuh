@@ -216,6 +216,10 @@ __device__ __forceinline__ void load_words(u32 from, float& first, float& second
     asm volatile("ld.volatile.shared.v2.f32 {%0, %1}, [%2];" : "=f"(first), "=f"(second) : "r"(from) : "memory");
 }
 
+__device__ __forceinline__ void load_words(u32 from, u32& first, u32& second) {
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(first), "=r"(second) : "r"(from) : "memory");
+}
+
 // ---- 8 x 8 matrices of 16-bit elements between registers and shared memory ---------------------------------------
 // For stmatrix and ldmatrix, lane i gives the address of row i % 8 of matrix i / 8. Register j of a lane has elements
 // c = 2 (lane % 4) and c + 1 of row lane / 4 of matrix j, as wgmma's accumulators have them.
@@ -285,6 +289,9 @@ __device__ __forceinline__ void settle(const E*& pointer) {
     asm("" : "+l"(pointer));
 }
 
+// Keeps the compiler from sharing what it computes from a number.
+__device__ __forceinline__ void settle(int& number) { asm volatile("" : "+r"(number)); }
+
 #define OPERANDS(a, b, c, d, e, f, g, h) "%" #a ", %" #b ", %" #c ", %" #d ", %" #e ", %" #f ", %" #g ", %" #h
 #define OPERANDS_8 OPERANDS(0, 1, 2, 3, 4, 5, 6, 7)
 #define OPERANDS_16 OPERANDS_8 ", " OPERANDS(8, 9, 10, 11, 12, 13, 14, 15)
@@ -343,8 +350,9 @@ __device__ __forceinline__ void settle(const E*& pointer) {
                      : RESULTS_##n0("+f")                                                                            \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(int(ALONG_N))); \
     }
-// Like WGMMA, but for fp32 operands, which TMA has rounded to TF32; wgmma ignores the bits that TF32 lacks. Both
-// operands are contiguous along k.
+// Like WGMMA, but for fp32 operands, which TMA has rounded to TF32; wgmma ignores the bits that TF32 lacks. Operands in
+// shared memory are contiguous along k. Of registers `a`, a thread's four are element k = lane % 4 of both of its rows,
+// then element k + 4.
 #define WGMMA_TF32(N, n0, n1, n2, n3, n4, n5, n6)                                                                   \
     template <bool ALONG_N>                                                                                         \
     __device__ __forceinline__ void wgmma(f32, float (&d)[N / 2], u64 a, u64 b, bool accumulate) {                  \
@@ -355,6 +363,16 @@ __device__ __forceinline__ void settle(const E*& pointer) {
                                                                                                ", p, 1, 1; }"       \
                      : RESULTS_##n0("+f")                                                                           \
                      : "l"(a), "l"(b), "r"(int(accumulate)));                                                       \
+    }                                                                                                               \
+    template <bool ALONG_N>                                                                                         \
+    __device__ __forceinline__ void wgmma(f32, float (&d)[N / 2], const u32(&a)[4], u64 b, bool accumulate) {       \
+        static_assert(!ALONG_N);                                                                                    \
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #n5                                                         \
+                     ", 0;\n"                                                                                       \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k8.f32.tf32.tf32 {" OPERANDS_##n0                      \
+                     "}, {%" #n0 ", %" #n1 ", %" #n2 ", %" #n3 "}, %" #n4 ", p, 1, 1; }"                            \
+                     : RESULTS_##n0("+f")                                                                           \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)));                   \
     }
 // Like WGMMA, but for integers of 8 bits, which are summed exactly. Both operands are contiguous along k; b is signed.
 #define WGMMA_INTEGERS(N, T, type, n0, n1, n2, n3, n4, n5, n6)                                                         \

@@ -4,8 +4,8 @@
 //
 // x is m x k, y and residual are m x n, all row-major; w and up are k x n, or n x k if TRANSPOSED. Products are summed
 // in fp32, and epilogue.cuh computes the epilogue. If T is fp32, TMA rounds x and w to TF32 on their way to shared
-// memory, and TRANSPOSED is 1, because wgmma reads TF32 operands only along k. x and w can also have 8 bits
-// (gemm_hopper_eight_bits.cuh); TRANSPOSED is 1 for them, too.
+// memory. wgmma reads TF32 operands in shared memory only along k, so weights that are k x n come through registers
+// (gemm_hopper_along_n.cuh). x and w can also have 8 bits (gemm_hopper_eight_bits.cuh); TRANSPOSED is 1 for them.
 //
 // A stage of the ring holds 128 bytes of k (64 elements, 32 in fp32, or 128 of 8 bits) for TILE_M rows of x and TILE_N
 // columns of w (and of up). It consists of blocks of K_BLOCK elements of k. TMA swizzles a block's rows for wgmma.
@@ -17,7 +17,8 @@
 // Macros:
 //   TILE_M, TILE_N   rows and columns of y in a tile. GATED: a tile has two products of that size, side by side
 //   PINGPONG    1: each consumer has its own tiles; one runs its epilogue while the other multiplies
-//               0: the consumers share a tile; each computes an equal part of its rows (CUTLASS: cooperative)
+//               0: the consumers share a tile; each computes an equal part of its rows (CUTLASS: cooperative), or of its
+//               columns if W_IN_REGISTERS
 //   CONSUMERS   warpgroups that multiply: 2; or 3, which share a tile; or 1, if a multiprocessor has two blocks
 //   STAGES      number of stages of the ring
 //   K_BLOCK     elements of k per block of a stage: 128 bytes; or 64 or 32 bytes, if TRANSPOSED and not GATED
@@ -61,12 +62,15 @@ using Sum = SumOf<X>::Type;  // type of the accumulators
 
 constexpr int ROW_BYTES = 128;  // bytes per row of a box that TMA swizzles
 constexpr int TILE_K = ROW_BYTES / sizeof(X);
-constexpr int K_BYTES = 32;                           // bytes of k per wgmma
-constexpr int BLOCKS = TILE_K / K_BLOCK;              // blocks of k per stage
-constexpr int BLOCK_ROW_BYTES = sizeof(X) * K_BLOCK;  // bytes of a block's row; TMA swizzles within rows
-constexpr int COLUMNS = TILE_N * (1 + GATED);         // columns of accumulators: first for w, then for up
-constexpr int CONSUMER_ROWS = PINGPONG ? TILE_M : TILE_M / CONSUMERS;  // rows of a tile that a consumer computes
+constexpr int K_BYTES = 32;                                     // bytes of k per wgmma
+constexpr int BLOCKS = TILE_K / K_BLOCK;                        // blocks of k per stage
+constexpr int BLOCK_ROW_BYTES = sizeof(X) * K_BLOCK;            // bytes of a block's row; TMA swizzles within rows
+constexpr int COLUMNS = TILE_N * (1 + GATED);                   // columns of accumulators: first for w, then for up
+constexpr bool W_IN_REGISTERS = sizeof(X) == 4 && !TRANSPOSED;  // wgmma's rows are then columns of w, see above
+// The rows of a tile that a consumer computes. With W_IN_REGISTERS: its columns.
+constexpr int CONSUMER_ROWS = (W_IN_REGISTERS ? TILE_N : TILE_M) / (PINGPONG ? 1 : CONSUMERS);
 constexpr int ATOMS = CONSUMER_ROWS / 64;  // atoms of a consumer: the 64 rows of one wgmma are an atom
+constexpr int SUMS = (W_IN_REGISTERS ? TILE_M : COLUMNS) / 2;  // accumulators of a thread per atom
 // Registers per thread. A block uses at most the 65536 registers of a multiprocessor, 128 * (40 + 2 * 232) or
 // 128 * (32 + 3 * 160), or at most half of them if two blocks share it: 128 * (40 + 216).
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40;
@@ -78,9 +82,10 @@ constexpr int X_BYTES = TILE_M * ROW_BYTES;
 constexpr int FACTORS_AT = X_BYTES + COLUMNS * ROW_BYTES;  // offset of gate factors in a stage
 constexpr int GATE_IMAGES = 8;                             // maximum images per tile, with X_GATE
 constexpr int STAGE_BYTES = FACTORS_AT + X_GATE * GATE_IMAGES * ROW_BYTES;
-static_assert((K_BLOCK == TILE_K && sizeof(X) == 2) || (TRANSPOSED && !GATED));
+static_assert((K_BLOCK == TILE_K && sizeof(X) == 2) ||
+              ((TRANSPOSED || (W_IN_REGISTERS && K_BLOCK == TILE_K)) && !GATED));
 static_assert(TILE_M % 64 == 0 && TILE_N % (TRANSPOSED && !GATED ? 32 : 64) == 0 && COLUMNS <= 256);
-static_assert(PINGPONG ? CONSUMERS == 2 : TILE_M % (64 * CONSUMERS) == 0);
+static_assert(PINGPONG ? CONSUMERS == 2 : CONSUMER_ROWS % 64 == 0);
 static_assert(PRODUCTS == 1 || !(GATED || HAS_EXTRA || HAS_COLUMN_SCALE || HAS_RESIDUAL || SPLIT_K > 1));
 
 // The mbarriers: `full` of a stage is complete when TMA has filled it, `empty` when the consumers have read it.
@@ -90,13 +95,16 @@ struct Barriers {
     __device__ __forceinline__ u32 empty(int stage) const { return first + 8 * (STAGES + stage); }
 };
 
+// The arrivals by which a consumer releases a stage. Registers are loaded by each warp at its own pace.
+constexpr int RELEASES = W_IN_REGISTERS ? 4 : 1;
+
 // Called by all threads: initialises the stages' mbarriers, and after them `more` mbarriers that one arrival completes.
 // The threads of the block must synchronise afterwards.
 __device__ __forceinline__ void init_barriers(const Barriers& barriers, int more) {
     const int i = int(threadIdx.x) - 128;  // one thread per mbarrier, outside the producer warpgroup
     if (i < 0 || i >= 2 * STAGES + more) return;
     const bool empty = i >= STAGES && i < 2 * STAGES;
-    hopper::barrier_init(barriers.first + 8 * i, empty && !PINGPONG ? CONSUMERS : 1);
+    hopper::barrier_init(barriers.first + 8 * i, empty ? RELEASES * (PINGPONG ? 1 : CONSUMERS) : 1);
     hopper::barrier_init_fence();
 }
 
@@ -230,7 +238,8 @@ __device__ __forceinline__ int steps_of(int blocks) { return (blocks + BLOCKS - 
 
 // Sums the products over `blocks` blocks of k for this consumer's rows, from `first_row` on. A stage is released once
 // the next stage's wgmmas are in flight. `pass_on`: the other consumer has a tile after this one.
-__device__ __forceinline__ void multiply(Sum (&d)[ATOMS][COLUMNS / 2], Ring<STAGES>& ring, const Barriers& barriers,
+template <bool ALONG_N = !TRANSPOSED>
+__device__ __forceinline__ void multiply(Sum (&d)[ATOMS][SUMS], Ring<STAGES>& ring, const Barriers& barriers,
                                          u32 shared, int first_row, int blocks, int consumer, bool pass_on) {
     const int thread = threadIdx.x % 128, steps = steps_of(blocks);
     const u64 x =
@@ -254,7 +263,7 @@ __device__ __forceinline__ void multiply(Sum (&d)[ATOMS][COLUMNS / 2], Ring<STAG
             for (int i = 0; i < BLOCK_ROW_BYTES / K_BYTES; ++i)
 #pragma unroll
                 for (int atom = 0; atom < ATOMS; ++atom)
-                    hopper::wgmma<!TRANSPOSED>(
+                    hopper::wgmma<ALONG_N>(
                         X(), d[atom],
                         with_low(x, x_low + stage + block * X_BLOCK + i * X_STEP + atom * (64 * BLOCK_ROW_BYTES / 16)),
                         with_low(w, w_low + stage + block * W_BLOCK + i * W_STEP), step > 0 || block > 0 || i > 0);
@@ -274,9 +283,8 @@ __device__ __forceinline__ void multiply(Sum (&d)[ATOMS][COLUMNS / 2], Ring<STAG
 // The counterpart of `multiply` for e4m3. wgmma truncates the sums of these products to about 14 bits: a sum of equal
 // products would stop growing at 2^13 of them. So each stage, with 128 elements of k, has sums of its own, which are
 // then added in fp32, while the wgmmas of another consumer are in flight.
-__device__ __forceinline__ void multiply_in_stages(Sum (&d)[ATOMS][COLUMNS / 2], Ring<STAGES>& ring,
-                                                   const Barriers& barriers, u32 shared, int first_row, int blocks,
-                                                   int consumer, bool pass_on) {
+__device__ __forceinline__ void multiply_in_stages(Sum (&d)[ATOMS][SUMS], Ring<STAGES>& ring, const Barriers& barriers,
+                                                   u32 shared, int first_row, int blocks, int consumer, bool pass_on) {
     const int steps = steps_of(blocks);
     const u64 x =
         hopper::matrix_descriptor<BLOCK_ROW_BYTES>(shared + first_row * BLOCK_ROW_BYTES, 16, 8 * BLOCK_ROW_BYTES);
@@ -285,9 +293,9 @@ __device__ __forceinline__ void multiply_in_stages(Sum (&d)[ATOMS][COLUMNS / 2],
 #pragma unroll
     for (int atom = 0; atom < ATOMS; ++atom)
 #pragma unroll
-        for (int i = 0; i < COLUMNS / 2; ++i) d[atom][i] = 0;
+        for (int i = 0; i < SUMS; ++i) d[atom][i] = 0;
     for (int step = 0; step < steps; ++step) {
-        Sum sums[ATOMS][COLUMNS / 2];
+        Sum sums[ATOMS][SUMS];
         hopper::barrier_wait(barriers.full(ring.at), ring.parity);
         if (PINGPONG && pass_on && step == steps - 1) hopper::named_barrier_arrive(turn(1 - consumer), 256);
         hopper::wgmma_fence();
@@ -312,7 +320,7 @@ __device__ __forceinline__ void multiply_in_stages(Sum (&d)[ATOMS][COLUMNS / 2],
         for (int atom = 0; atom < ATOMS; ++atom) {
             hopper::settle(sums[atom]);
 #pragma unroll
-            for (int i = 0; i < COLUMNS / 2; ++i) d[atom][i] += sums[atom][i];
+            for (int i = 0; i < SUMS; ++i) d[atom][i] += sums[atom][i];
         }
     }
 }
@@ -347,6 +355,9 @@ __device__ __forceinline__ void finish_four(const float* d, const float* up, con
     for (int i = 0; i < 4; ++i) y[i] = epilogue_columns(d[i], up[i], values, i % 2, y[i], alpha, beta);
 }
 
+// The distance of the two rows of which a thread has two adjacent columns.
+constexpr int ROW_STEP = W_IN_REGISTERS ? 1 : 8;
+
 // A thread's operands of the program (the operators that are fused into the epilogue) for COUNT groups of four results:
 // two columns of two rows, as in finish_four. The groups are eight columns apart.
 template <bool PRESENT, int COUNT>
@@ -368,13 +379,13 @@ struct ProgramLoads<true, COUNT> {
     __device__ __forceinline__ void load(const Program& program, int2 from, int m, int n) {
         at = (long long)from.x * n + from.y, rows = m - from.x, columns = n - from.y, pitch = n;
 #pragma unroll
-        for (int row = 0; row < 2; ++row) program.load(of_row[row], from.x + 8 * row, 8 * row < rows);
+        for (int row = 0; row < 2; ++row) program.load(of_row[row], from.x + ROW_STEP * row, ROW_STEP * row < rows);
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
             program.load<ALIGNED>(of_columns[i], from.y + 8 * i, columns - 8 * i);
 #pragma unroll
             for (int row = 0; row < 2; ++row)
-                program.load<ALIGNED>(of_elements[i][row], from.x + 8 * row, from.y + 8 * i, index(i, row),
+                program.load<ALIGNED>(of_elements[i][row], from.x + ROW_STEP * row, from.y + 8 * i, index(i, row),
                                       left(i, row));
         }
     }
@@ -393,8 +404,10 @@ struct ProgramLoads<true, COUNT> {
     }
 
 private:
-    __device__ __forceinline__ long long index(int i, int row) const { return at + (row ? 8ll * pitch : 0) + 8 * i; }
-    __device__ __forceinline__ int left(int i, int row) const { return 8 * row < rows ? columns - 8 * i : 0; }
+    __device__ __forceinline__ long long index(int i, int row) const {
+        return at + (row ? (long long)ROW_STEP * pitch : 0) + 8 * i;
+    }
+    __device__ __forceinline__ int left(int i, int row) const { return ROW_STEP * row < rows ? columns - 8 * i : 0; }
 };
 
 }  // namespace

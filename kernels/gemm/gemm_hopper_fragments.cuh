@@ -13,7 +13,8 @@ struct FragmentOutput : EpilogueOperands {
     Program program;
 };
 
-// A thread's part of eight columns: two adjacent columns of two rows, and the epilogue's operands for them.
+// A thread's part of eight columns (with W_IN_REGISTERS: of eight rows): two adjacent columns of two rows, and the
+// epilogue's operands for them.
 struct Fragment {
     int row, column;
     Pair bias, extra, scale, residual[2];
@@ -21,14 +22,14 @@ struct Fragment {
 
     // Returns how many columns y has from the fragment's first column on; 0 if y lacks the fragment's row i.
     __device__ __forceinline__ int left(const FragmentOutput& of, int i) const {
-        return row + 8 * i < of.m ? of.n - column : 0;
+        return row + ROW_STEP * i < of.m ? of.n - column : 0;
     }
     __device__ __forceinline__ size_t at(const FragmentOutput& of, int i) const {
-        return size_t(row + 8 * i) * of.n + column;
+        return size_t(row + ROW_STEP * i) * of.n + column;
     }
 
     __device__ __forceinline__ void fetch(const FragmentOutput& of) {
-        if constexpr (HAS_BIAS) bias = load_pair(of.bias + column, of.n - column);
+        if constexpr (HAS_BIAS) bias = !OPTIONAL_BIAS || of.bias ? load_pair(of.bias + column, of.n - column) : Pair{};
         if constexpr (HAS_EXTRA) extra = load_pair(of.extra + column, of.n - column);
         if constexpr (HAS_COLUMN_SCALE) scale = load_pair(of.column_scale + column, of.n - column);
         if constexpr (HAS_RESIDUAL)

@@ -7,35 +7,45 @@
 //
 // Macros: those of gemm_hopper.cuh.
 #pragma once
+#include "gemm_hopper_along_n.cuh"
 #include "gemm_hopper_fragments.cuh"
 
 namespace {
 
 constexpr int BARRIERS_AT = STAGES * STAGE_BYTES;
-constexpr int EIGHTS = TILE_N / 8;  // groups of eight columns per thread in an atom (the 64 rows of a wgmma)
-// The number of groups whose operands are loaded before the first group is stored. Registers limit it.
-[[maybe_unused]] constexpr int FETCHED = CONSUMERS == 3 ? 2 : ATOMS * EIGHTS > 24 || EIGHTS % 8 ? 4 : 8;
+constexpr int EIGHTS = SUMS / 4;  // groups of eight columns of a wgmma per thread in an atom (its 64 rows)
+// FETCHED is the number of groups whose operands are loaded before the first group is stored. Registers limit it.
+constexpr int FREE = (CONSUMER_REGISTERS - ATOMS * SUMS) / ATOMS;  // registers per thread besides the accumulators
+constexpr int FETCHED_ALONG_N = HAS_PROGRAM || FREE <= 64 ? 2 : FREE <= 104 ? 4 : 8;
+[[maybe_unused]] constexpr int FETCHED = W_IN_REGISTERS                      ? FETCHED_ALONG_N
+                                         : CONSUMERS == 3                    ? 2
+                                         : ATOMS * EIGHTS > 24 || EIGHTS % 8 ? 4
+                                                                             : 8;
 
-static_assert(SPLIT_K == 1 && PRODUCTS == 1 && !GATED);
+static_assert(SPLIT_K == 1 && !GATED);
 
 #if !EIGHT_BITS
 
-// Applies the epilogue to the 64 rows of an atom, and stores them. `origin` is the atom's first row and column.
-__device__ __forceinline__ void finish_atom(const float (&d)[COLUMNS / 2], int2 origin, const FragmentOutput& of) {
-    const int thread = threadIdx.x % 128;
-    const int row = origin.x + thread / 32 * 16 + thread % 32 / 4, column = origin.y + thread % 4 * 2;
+// Applies the epilogue to an atom, and stores its results. `origin` is the atom's first row and column.
+__device__ __forceinline__ void finish_atom(const float (&d)[SUMS], int2 origin, const FragmentOutput& of) {
+    constexpr int DOWN = W_IN_REGISTERS ? 8 : 0, RIGHT = 8 - DOWN;  // from a group to the next
+    const int thread = threadIdx.x % 128, line = thread / 32 * 16 + thread % 32 / 4, pair = thread % 4 * 2;
+    int row = origin.x + (W_IN_REGISTERS ? pair : line);
+    if constexpr (W_IN_REGISTERS) hopper::settle(row);  // registers do not hold the offsets of all rows for two atoms
+    const int column = origin.y + (W_IN_REGISTERS ? Place().column() : pair);
 #pragma unroll
     for (int first = 0; first < EIGHTS; first += FETCHED) {
         Fragment fetched[FETCHED];
 #pragma unroll
         for (int i = 0; i < FETCHED; ++i) {
-            fetched[i].row = row;
-            fetched[i].column = column + 8 * (first + i);
+            fetched[i].row = row + DOWN * (first + i);
+            fetched[i].column = column + RIGHT * (first + i);
             fetched[i].fetch(of);
         }
 #pragma unroll
         for (int i = 0; i < FETCHED; ++i) {
-            const float* sums = &d[4 * (first + i)];
+            const float* group = &d[4 * (first + i)];
+            const float sums[4] = {group[0], group[W_IN_REGISTERS ? 2 : 1], group[W_IN_REGISTERS ? 1 : 2], group[3]};
             fetched[i].finish(sums, sums, of);  // the second `sums` is unused
         }
     }
@@ -49,7 +59,7 @@ template <class Output>
 __device__ __forceinline__ void consume(u32 shared, const Barriers& barriers, const Tiles& tiles, int blocks,
                                         const Output& of) {
     const int consumer = warpgroup() - 1, steps = steps_of(blocks);
-    const int above = PINGPONG ? 0 : consumer * CONSUMER_ROWS;
+    const int before = PINGPONG ? 0 : consumer * CONSUMER_ROWS;  // rows of the tile, or its columns
     Ring<STAGES> ring;
     int tile = tiles.first();
     if (PINGPONG && consumer > 0) {
@@ -59,13 +69,18 @@ __device__ __forceinline__ void consume(u32 shared, const Barriers& barriers, co
     }
     for (; tile < tiles.count(); tile += tiles.step() * (PINGPONG ? CONSUMERS : 1)) {
         const int2 origin = tiles.origin(tile);
-        Sum d[ATOMS][COLUMNS / 2];
+        Sum d[ATOMS][SUMS];
         const bool pass_on = tile + tiles.step() < tiles.count();
-        if constexpr (IN_STAGES<X>) multiply_in_stages(d, ring, barriers, shared, above, blocks, consumer, pass_on);
-        else multiply(d, ring, barriers, shared, above, blocks, consumer, pass_on);
+        if constexpr (IN_STAGES<X>) multiply_in_stages(d, ring, barriers, shared, before, blocks, consumer, pass_on);
+        else if constexpr (W_IN_REGISTERS)
+            multiply_along_n(d, ring, barriers, shared, before, steps, consumer, pass_on);
+        else multiply(d, ring, barriers, shared, before, blocks, consumer, pass_on);
         if (PINGPONG) ring.skip(steps);
 #pragma unroll
-        for (int atom = 0; atom < ATOMS; ++atom) finish_atom(d[atom], {origin.x + above + 64 * atom, origin.y}, of);
+        for (int atom = 0; atom < ATOMS; ++atom) {
+            const int at = before + 64 * atom;
+            finish_atom(d[atom], {origin.x + (W_IN_REGISTERS ? 0 : at), origin.y + (W_IN_REGISTERS ? at : 0)}, of);
+        }
     }
 }
 

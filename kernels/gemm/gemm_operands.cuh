@@ -62,9 +62,10 @@ private:
         if constexpr (TRANSPOSED) {
             hopper::load(from, to, full, k, column);
         } else {
+            constexpr int BOX = ROW_BYTES / sizeof(X);  // columns
 #pragma unroll
-            for (int i = 0; i < TILE_N / 64; ++i)
-                hopper::load(from, to + i * TILE_K * ROW_BYTES, full, column + 64 * i, k);
+            for (int i = 0; i < TILE_N / BOX; ++i)
+                hopper::load(from, to + i * TILE_K * ROW_BYTES, full, column + BOX * i, k);
         }
     }
 };

@@ -1,4 +1,4 @@
-"""The host side of gemm_hopper.cu and gemm_hopper_split.cu: chooses the tiles of a matrix product on a Hopper GPU."""
+"""The host side of gemm_hopper.cu, gemm_hopper_split.cu and gemm_hopper_tf32.cu: tiles of products on a Hopper GPU."""
 
 from __future__ import annotations
 
@@ -57,13 +57,14 @@ class HopperConfig:
     pingpong: bool = False  # each consumer warpgroup has its own tiles; otherwise consumers share each tile
     split_k: int = 1  # blocks per cluster; they share a tile, and each has a slice of k
     half: bool = False  # two blocks share a multiprocessor; in each, one warpgroup multiplies
+    thirds: bool = False  # three warpgroups share each tile, also if it has fewer than 192 rows
 
     @property
     def consumers(self) -> int:
         """The number of warpgroups that multiply."""
         if self.half:
             return 1
-        return 3 if self.tile_m == 192 and not self.pingpong else 2
+        return 3 if self.thirds or (self.tile_m == 192 and not self.pingpong) else 2
 
     @property
     def accumulators(self) -> int:
@@ -79,7 +80,7 @@ class HopperConfig:
     def name(self) -> str:
         """The config's name in reports."""
         kind = " pingpong" if self.pingpong else f" k/{self.split_k}" if self.split_k > 1 else " half" * self.half
-        return f"{self.tile_m}x{self.tile_n}{kind}"
+        return f"{self.tile_m}x{self.tile_n}{kind}{' thirds' * self.thirds}"
 
 
 CONFIGS: Final = (
@@ -108,6 +109,17 @@ CONFIGS: Final = (
 # 1761 and 1712 with CONFIGS, 1832 and 1936 with HALF_CONFIGS, 1793 and 1814 if each product takes the cheapest of both
 # lists. A mix is probably slower because a whole-multiprocessor block waits until two half blocks have ended.
 HALF_CONFIGS: Final = tuple(HopperConfig(*tile, half=True) for tile in ((128, 128), (64, 128), (128, 64), (64, 64)))
+# Configs for TF32, each of whose consumers has one atom of 64 columns; with more atoms, all were slower: on an H200,
+# 4096x768x3072 takes 78 us in tiles of 128x128 that two consumers share, and 99 if each has tiles of its own. For 14
+# products, the config with the lowest estimate takes 0.7 % longer than the fastest in the geometric mean, and 10 % at
+# most.
+TF32_CONFIGS: Final = (
+    HopperConfig(64, 64, pingpong=True),
+    HopperConfig(128, 128),
+    HopperConfig(256, 128),
+    HopperConfig(128, 192, thirds=True),
+    HopperConfig(192, 192),
+)
 
 
 def implementations(gemm: Gemm, device: Device) -> list[Implementation]:
@@ -115,17 +127,24 @@ def implementations(gemm: Gemm, device: Device) -> list[Implementation]:
     if not all(is_supported(each, device) for each in gemm.products) or (gemm.gate and padded(gemm, residual=True)[1]):
         return []
     halves = [config for config in HALF_CONFIGS if device.shared and fits(gemm, config, device)]
-    fitting = halves or [config for config in CONFIGS if fits(gemm, config, device)]
+    configs = TF32_CONFIGS if gemm.dtype == "float32" else CONFIGS
+    fitting = halves or [config for config in configs if fits(gemm, config, device)]
     cost = shared_cycles if device.shared else cycles
     ordered = best_first(fitting, lambda config: cost(gemm, config, device))
     return [implementation(gemm, config, device) for config in ordered[:MAX_CONFIGS]]
 
 
 def is_supported(gemm: Gemm, device: Device) -> bool:
-    """Return whether the kernels support this product: its dtype suits wgmma, and 32 bits hold TMA's coordinates."""
+    """Return whether the kernels support this product: its dtype suits wgmma, and 32 bits hold TMA's coordinates.
+
+    In TF32, w is k x n, and TMA reads x and w as they are. cuBLASLt has fast kernels for weights that are n x k.
+    """
+    if gemm.dtype == "float32" and not (
+        gemm.tf32 and not gemm.transposed and not gemm.up and not gemm.gate and not padded(gemm, residual=False)[1]
+    ):
+        return False
     return (
         device.arch == 90
-        and gemm.dtype in ("float16", "bfloat16")
         and gemm.m * gemm.n * gemm.k > 0
         and all(size < 2**31 - 2**16 for size in (gemm.m, gemm.n, gemm.k))
     )
@@ -232,7 +251,7 @@ def fits(gemm: Gemm, config: HopperConfig, device: Device) -> bool:
         return False
     if gemm.gate and (GATE_IMAGES - 1) * gemm.gate_rows < config.tile_m - 1:  # a tile could span too many images
         return False
-    if config.half and (stores_by_threads(gemm) or gemm.gate):
+    if config.half and (stores_by_threads(gemm) or is_by_fragments(gemm) or gemm.gate):
         return False  # with `half`, only TMA stores y, and gates are untested
     if config.half and config.accumulators == 128 and gemm.column_shift:
         return False  # with a Gelu before the shift, two registers would spill
@@ -325,13 +344,14 @@ def stages(gemm: Gemm, config: HopperConfig, device: Device) -> int:
 def implementation(gemm: Gemm, config: HopperConfig, device: Device) -> Implementation:
     """Return one launch of the kernel, after a launch of gemm_pad.cu if TMA cannot read the operands as they are.
 
-    With split_k, the residual needs no copy, because threads read it, not TMA.
+    With split_k, and in TF32, the residual needs no copy, because threads read it, not TMA.
     """
-    gemm, copies = padded(gemm, residual=config.split_k == 1)
-    source = "gemm_hopper_split" if config.split_k > 1 else "gemm_hopper"
+    gemm, copies = padded(gemm, residual=config.split_k == 1 and not is_by_fragments(gemm))
+    kind = "gemm_hopper_tf32" if gemm.dtype == "float32" else "gemm_hopper"
+    source = "gemm_hopper_split" if config.split_k > 1 else kind
     launch = kernel_launch(source, gemm, config, device, defines(gemm, config, device), arguments(gemm, config))
     several = f", {len(gemm.products)} products" if gemm.grouped else ""
-    name = f"gemm_hopper {config.name}{several}{' of copies' if copies else ''}"
+    name = f"{kind} {config.name}{several}{' of copies' if copies else ''}"
     return Implementation(name, (*launches(copies, device), launch), scratch_bytes(copies))
 
 
@@ -373,17 +393,23 @@ def defines(gemm: Gemm, config: HopperConfig, device: Device) -> Defines:
 
 
 def arguments(gemm: Gemm, config: HopperConfig) -> tuple[Argument, ...]:
-    """Return the arguments of gemm_hopper.cu or, with `split_k`, of gemm_hopper_split.cu."""
+    """Return the arguments of gemm_hopper.cu, gemm_hopper_tf32.cu or, with `split_k`, of gemm_hopper_split.cu."""
     maps = [
-        tensor_map(gemm, gemm.x, (gemm.k, gemm.m), (TILE_K, config.tile_m)),
+        tensor_map(gemm, gemm.x, (gemm.k, gemm.m), (stage_k(gemm), config.tile_m)),
         *(weight_map(each, each.w, config) for each in gemm.products),
         *([weight_map(gemm, gemm.up, config)] if gemm.up else []),
     ]
-    results, biases, by_threads = list[Argument](), list[Argument](), stores_by_threads(gemm)
+    results, biases = list[Argument](), list[Argument]()
+    by_threads = stores_by_threads(gemm) or is_by_fragments(gemm)
     if config.split_k == 1:
-        of_y = maps[:1] if not gemm.stores_y else [result_map(gemm, config, each.y, each.n) for each in gemm.products]
-        results += [each.y for each in gemm.products] if by_threads else of_y  # without stores, any map will do
-        results += [result_map(gemm, config, gemm.residual, gemm.n)] if gemm.residual else []
+        if by_threads:
+            results += [each.y for each in gemm.products]
+        elif gemm.stores_y:
+            results += [result_map(gemm, config, each.y, each.n) for each in gemm.products]
+        else:  # any map will do
+            results += maps[:1]
+        if gemm.residual and not is_by_fragments(gemm):
+            results.append(result_map(gemm, config, gemm.residual, gemm.n))
         biases += [Struct(tuple(each.bias or ABSENT for each in gemm.products))]
     gate: list[Argument] = []
     if gemm.gate:
@@ -398,10 +424,13 @@ def product_sizes(gemm: Gemm, config: HopperConfig) -> Struct:
 
 
 def weight_map(gemm: Gemm, pointer: Pointer, config: HopperConfig) -> TensorMap:
-    """Return the TMA map of a weight; a box has the k of a stage and, if the weight is n x k, all columns of a tile."""
+    """Return the TMA map of a weight; a box has the k of a stage.
+
+    If the weight is n x k, a box has all columns of a tile.
+    """
     if gemm.transposed:
-        return tensor_map(gemm, pointer, (gemm.k, gemm.n), (TILE_K, tile_columns(gemm, config)))
-    return tensor_map(gemm, pointer, (gemm.n, gemm.k), (SUBTILE, TILE_K))
+        return tensor_map(gemm, pointer, (gemm.k, gemm.n), (stage_k(gemm), tile_columns(gemm, config)))
+    return tensor_map(gemm, pointer, (gemm.n, gemm.k), (stage_k(gemm), stage_k(gemm)))  # rows of ROW_BYTES
 
 
 def result_map(gemm: Gemm, config: HopperConfig, pointer: Pointer, n: int) -> TensorMap:
@@ -412,9 +441,10 @@ def result_map(gemm: Gemm, config: HopperConfig, pointer: Pointer, n: int) -> Te
 
 def tensor_map(gemm: Gemm, pointer: Pointer, sizes: tuple[int, int], box: tuple[int, int]) -> TensorMap:
     """Return the TMA map, with swizzled boxes, of a row-major matrix with padded rows; sizes are (columns, rows)."""
-    dtype: Literal["float16", "bfloat16"] = "float16" if gemm.dtype == "float16" else "bfloat16"
-    swizzle: Literal[64, 128] = 64 if box[0] == NARROW_SUBTILE else 128
-    return TensorMap(pointer, dtype, sizes, (padded_columns(sizes[0], gemm.dtype) * 2,), box, swizzle)
+    item = ITEM_BYTES[gemm.dtype]
+    dtype = "tfloat32" if gemm.dtype == "float32" else gemm.dtype
+    swizzle: Literal[64, 128] = 64 if box[0] * item == 64 else 128
+    return TensorMap(pointer, dtype, sizes, (padded_columns(sizes[0], gemm.dtype) * item,), box, swizzle)
 
 
 def group_m(gemm: Gemm, config: HopperConfig) -> int:

@@ -24,6 +24,10 @@ MANY_ROWS: Final = 1 << 14
 FEW_COLUMNS: Final = 40
 FEW_COLUMNS_OF_GATES: Final = 32
 SHORT_K, COLUMNS_OF_SHORT_K = 16, 64
+# In TF32, cuBLASLt splits long k of products with few tiles, which wgmma does not. Times on an H200 in us by cuBLASLt
+# and by wgmma: 128x768x3072 10.9 and 19.4; but 512x768x3072 22.4 and 20.6, 128x768x768 7.5 and 7.0.
+LONG_K: Final = 1024
+FEW_TILES: Final = 64 * 32  # elements of y per multiprocessor
 
 
 def implementations(gemm: Gemm, device: Device) -> list[Implementation]:
@@ -45,6 +49,9 @@ def implementations_if_any(gemm: Gemm, device: Device) -> list[Implementation]:
     if selects(gemm):  # only kernels for few rows do, and only where one of them is expected to be the fastest
         fastest = implementations_if_any(replace(gemm, program=None), device)[:1]
         return for_few_rows if {each.name for each in fastest} <= {each.name for each in for_few_rows} else []
+    if not for_few_rows and _has_few_tiles(gemm, device) and (library := cublaslt.implementations(gemm, device)):
+        with for_later_plans(gemm.m):
+            return [*library[:3], *hopper.implementations(gemm, device)[:4], *mma.implementations(gemm, device)[:1]]
     with for_later_plans(gemm.m if for_few_rows and not padded(gemm, residual=True)[1] else 0):
         wgmma = hopper.implementations(gemm, device)
         fast = wgmma or mma.implementations_of_copies(gemm, device)
@@ -95,9 +102,16 @@ def _fills_tiles(gemm: Gemm, wgmma: Implementation) -> bool:
     32x168x672 3.1 and 2.6. For each of eleven products with n >= k and k <= 1024, wgmma is faster from 33 rows on,
     with weights in L2 as well as in memory.
     """
-    if len(wgmma.steps) > 1 or _is_split(wgmma) or gemm.n < gemm.k or gemm.k > 1024:
+    if gemm.dtype == "float32" or len(wgmma.steps) > 1 or _is_split(wgmma) or gemm.n < gemm.k or gemm.k > 1024:
         return False
     return bool(estimate(gemm.m) > (16 if gemm.k <= 256 else 32))
+
+
+def _has_few_tiles(gemm: Gemm, device: Device) -> bool:
+    """Return whether a product in TF32 has few tiles and a long k, so that cuBLASLt is expected to be faster."""
+    if gemm.dtype != "float32" or not gemm.tf32 or gemm.k <= LONG_K:
+        return False
+    return bool(estimate(gemm.m) * gemm.n <= FEW_TILES * device.multiprocessors)
 
 
 def _is_split(wgmma: Implementation) -> bool:

@@ -18,7 +18,7 @@ OTHER_GPUS = (
     Device("RTX 5090", 120, 170, 101376),
 )
 FIRST_ARCH = {"quantized_matmul": 80}  # fusions that older GPUs run as bodies
-HOPPER_ONLY = {"attention_hopper", "gemm_hopper", "gemm_hopper_split"}  # wgmma: sm_90a alone has it
+HOPPER_ONLY = {"attention_hopper", "gemm_hopper", "gemm_hopper_split", "gemm_hopper_tf32"}  # wgmma: sm_90a alone has it
 
 Node = tuple[FusedNode, Sequence[TensorSpec]]
 

@@ -21,6 +21,8 @@ from onnxfuse.kernels.conv import host as conv_host
 from onnxfuse.kernels.gemm import cublaslt
 from onnxfuse.kernels.gemm.implementations import implementations
 from onnxfuse.kernels.gemm.operands import gemm_of
+from onnxfuse.kernels.gemm.problem import Gemm
+from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import FusedNode, Launch, Plan, Step, TensorSpec
 from onnxfuse.runtime.template import Template
 
@@ -39,13 +41,18 @@ def kernel_of(step: Step) -> str:
     return step.kernel.source
 
 
+def product(rows: int, columns: int, k: int, activation: str = "relu", dtype: str = "float16") -> Gemm:
+    """Return a product with a bias; weights are n x k, or k x n in float32."""
+    weight = (k, columns) if dtype == "float32" else (columns, k)
+    specs = [TensorSpec(shape, dtype, constant=True) for shape in (weight, (columns,))]
+    attributes = {"activation": activation, "weight_layout": "kn" if dtype == "float32" else "nk"}
+    node = FusedNode("gemm_bias_activation", "n", ("x", "w", "bias"), attributes, (dtype,))
+    return gemm_of(node, [TensorSpec((rows, k), dtype), *specs], H200)[0]
+
+
 def first_product(rows: int, columns: int, k: int, activation: str = "relu") -> tuple[Step, ...]:
     """Return the first plan of a product with a bias."""
-    specs = [TensorSpec(shape, "float16", constant=True) for shape in ((columns, k), (columns,))]
-    attributes = {"activation": activation, "weight_layout": "nk"}
-    node = FusedNode("gemm_bias_activation", "n", ("x", "w", "bias"), attributes, ("float16",))
-    gemm, _ = gemm_of(node, [TensorSpec((rows, k), "float16"), *specs], H200)
-    return implementations(gemm, H200)[0].steps
+    return implementations(product(rows, columns, k, activation), H200)[0].steps
 
 
 @pytest.mark.parametrize(
@@ -67,6 +74,23 @@ def first_product(rows: int, columns: int, k: int, activation: str = "relu") -> 
 )
 def test_of_products(rows: int, columns: int, k: int, expected: str) -> None:
     assert kernel_of(first_product(rows, columns, k)[0]) == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "k", "expected"),
+    [
+        (4096, 768, 3072, "gemm_hopper_tf32"),  # 56 us; cuBLASLt 79
+        (512, 768, 3072, "gemm_hopper_tf32"),  # 20.6 and 22.4
+        (128, 768, 768, "gemm_hopper_tf32"),  # 7.0 and 7.5
+        (128, 768, 3072, "cublaslt"),  # 10.9; gemm_hopper_tf32 19.4
+        (16, 768, 768, "mma_16x32x128b8"),
+    ],
+)
+def test_of_products_in_tf32(rows: int, columns: int, k: int, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cublaslt, "implementations", lambda gemm, device: [Implementation("cublaslt 0", ())])
+    found = implementations(product(rows, columns, k, dtype="float32"), H200)
+    assert found[0].name.split()[0] == expected
+    assert len({each.name.split()[0] for each in found}) > 2
 
 
 @pytest.mark.parametrize(("rows", "columns", "k"), [(2, 1280, 1280), (16, 1000, 1024), (32, 24, 72), (32, 1152, 48)])

@@ -42,6 +42,9 @@ EVERY_PRODUCT = {**PRODUCTS, **ODD, **OTHERS}
 
 
 CONFIGS = (*hopper.CONFIGS, *hopper.HALF_CONFIGS)
+TF32 = dataclasses.replace(LINEAR, dtype="float32", tf32=True)
+TF32_PRODUCTS = {"linear": TF32, "shifted": dataclasses.replace(TF32, residual=None, column_shift=UP),
+                 "parallel": dataclasses.replace(PARALLEL, dtype="float32", tf32=True)}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -57,6 +60,26 @@ def test_compiles_without_spills(config: hopper.HopperConfig, gemm: Gemm) -> Non
     kernel = launch(hopper.implementation(gemm, config, H200)).kernel
     log = check_compiles(kernel, H200, stack=0).log
     assert "C75" not in log, "the assembler serialises wgmma, or ignores setmaxnreg"
+
+
+@pytest.mark.parametrize("config", hopper.TF32_CONFIGS, ids=lambda config: config.name)
+@pytest.mark.parametrize("gemm", TF32_PRODUCTS.values(), ids=TF32_PRODUCTS)
+def test_products_in_tf32_compile(config: hopper.HopperConfig, gemm: Gemm) -> None:
+    assert hopper.fits(gemm, config, H200)
+    step = launch(hopper.implementation(gemm, config, H200))
+    assert step.kernel.source == "gemm_hopper_tf32"
+    assert step.shared <= H200.shared_per_block
+    log = check_compiles(step.kernel, H200, spills=20).log  # a word with two atoms and a residual
+    assert "C75" not in log, "the assembler serialises wgmma, or ignores setmaxnreg"
+
+
+def test_only_sessions_that_allow_tf32_round_products_to_it() -> None:
+    shared = dataclasses.replace(H200, shared=True)
+    found = [*hopper.implementations(TF32, H200), *hopper.implementations(TF32, shared)]
+    assert {launch(way).kernel.source for way in found} == {"gemm_hopper_tf32"}
+    assert all(launch(way).kernel.defines["CONSUMERS"] > 1 for way in found)
+    for exact in (dataclasses.replace(TF32, tf32=False), dataclasses.replace(TF32, n=770)):
+        assert not hopper.implementations(exact, H200)
 
 
 @pytest.mark.parametrize("config", hopper.HALF_CONFIGS, ids=lambda config: config.name)

@@ -49,6 +49,13 @@ def candidates(
     return [hopper.implementation(gemm, config, device) for config in fitting], y, arrays
 
 
+def in_tf32() -> Iterator[Case]:
+    for m, n, k in SIZES:
+        yield Case(m, n, k, "float32", "kn", ALL, "gelu", tf32=True)
+    for extra in ((), ("bias",), ("residual",)):
+        yield Case(*SMALL, "float32", "kn", extra, "relu", tf32=True)
+
+
 def sizes() -> Iterator[Case]:
     for (m, n, k), (dtype, layout) in itertools.product(SIZES, [("float16", "kn"), ("bfloat16", "nk")]):
         yield Case(m, n, k, dtype, layout, ALL, "gelu")
@@ -92,7 +99,7 @@ def compiled(request: pytest.FixtureRequest) -> None:
     wanted = [(item, item.callspec.params.get("case")) for item in request.session.items if hasattr(item, "callspec")]
     for item, case in wanted:
         if isinstance(case, Case) and item.path == request.path:
-            configs = KINDS if "epilogues" in item.originalname else CONFIGS
+            configs = KINDS if "epilogues" in item.originalname else hopper.TF32_CONFIGS if case.tf32 else CONFIGS
             steps = (step for way in candidates(case, configs)[0] for step in way.steps)
             compile_all((step.kernel for step in steps if isinstance(step, Launch)), gpu(0))
 
@@ -118,6 +125,11 @@ def test_sizes(case: Case) -> None:
     check_all(case, CONFIGS)
 
 
+@pytest.mark.parametrize("case", list(in_tf32()), ids=str)
+def test_sizes_in_tf32(case: Case) -> None:
+    check_all(case, hopper.TF32_CONFIGS)
+
+
 @pytest.mark.parametrize("case", list(anywhere()), ids=str)
 def test_rows_that_begin_anywhere(case: Case) -> None:
     check_all(case, CONFIGS)
@@ -133,12 +145,14 @@ def test_epilogues(case: Case) -> None:
     check_all(case, KINDS)
 
 
-@pytest.mark.parametrize("odd", [0, 1])
-@pytest.mark.parametrize(("dtype", "layout"), [("float16", "kn"), ("bfloat16", "nk")])
+@pytest.mark.parametrize(
+    ("dtype", "layout", "odd"),
+    [("float16", "kn", 0), ("float16", "kn", 1), ("bfloat16", "nk", 0), ("bfloat16", "nk", 1), ("float32", "kn", 0)],
+)
 def test_products_of_one_launch(dtype: str, layout: str, odd: int) -> None:
     """The n of all three weights end inside tiles of their own; the second product has no bias."""
     sizes = ((1032 + odd, ("bias",)), (72, ()), (520 + odd, ("bias",)))
-    cases = [Case(1000, n, 328 + odd, dtype, layout, bias) for n, bias in sizes]
+    cases = [Case(1000, n, 328 + odd, dtype, layout, bias, tf32=dtype == "float32") for n, bias in sizes]
     every, gemms, outputs = [], [], []
     for i, case in enumerate(cases):
         arrays = case.arrays()
@@ -149,7 +163,8 @@ def test_products_of_one_launch(dtype: str, layout: str, odd: int) -> None:
         outputs.append(y)
     gemm = group(gemms)
     assert gemm is not None
-    configs = [config for config in CONFIGS if hopper.fits(gemm, config, gpu(0))]
+    every_config = hopper.TF32_CONFIGS if dtype == "float32" else CONFIGS
+    configs = [config for config in every_config if hopper.fits(gemm, config, gpu(0))]
     for way in (hopper.implementation(gemm, config, gpu(0)) for config in configs):
         written = [upload(np.full(y.shape, np.nan, NUMPY[dtype])) for y in outputs]
         launch(Plan(tuple(outputs), way.steps, way.scratch), [upload(value) for value in every], written)

@@ -162,7 +162,7 @@ def test_cublaslt_is_asked_once_sizes_are_known(device: Device, operands: str, m
     monkeypatch.setattr(cublaslt, "_is_available", lambda: True)
     monkeypatch.setattr(run_plan, "algorithms", lambda *_: pytest.fail("cuBLASLt was asked"))
     dtype = "float32" if device is H200 else "float16"  # wgmma takes the others on sm_90
-    pattern = Pattern("library", 768, 768, operands, dtype, lead=(-1,))
+    pattern = Pattern("library", 768, 768, operands, dtype, layout="nk", lead=(-1,))
     template = template_of(pattern.node, pattern.inputs(), device)
     assert not any(variant.fixed for variant in template.variants)
     for rows in (65, 1000, 40_001):

@@ -182,6 +182,11 @@ inline void load_words(u32 from, float& first, float& second) {
     memcpy(&second, memory + from + 4, 4);
 }
 
+inline void load_words(u32 from, u32& first, u32& second) {
+    memcpy(&first, memory + from, 4);
+    memcpy(&second, memory + from + 4, 4);
+}
+
 inline void store_matrices(u32 to, const u32 (&words)[4]) {
     const u32* rows = exchange(to);
     const int lane = threadIdx.x % 32;
@@ -209,6 +214,7 @@ void wgmma_wait() {
     sync_warpgroup();
 }
 template <class Sum, int COUNT> void settle(Sum (&)[COUNT]) {}
+inline void settle(int&) {}
 template <class E> void settle(const E*&) {}
 
 template <class T> struct Weight { using Type = T; };
@@ -236,17 +242,18 @@ void wgmma(T, float (&d)[COUNT], const u32 (&a)[4], u64 b, bool accumulate) {
     float* sums = d;
     const u32* words = a;
     begin_product([=] {
-        float rows[2][16];  // of the two rows of this thread: its lanes pass two words each at a time
+        constexpr int PER_WORD = 4 / sizeof(T);
+        float rows[2][8 * PER_WORD];  // of the two rows of this thread: its lanes pass words one at a time
         const int thread = threadIdx.x % 128;
         for (int word = 0; word < 4; ++word) {
-            const u32* all = exchange(words[word]);
+            const u32* all = exchange(sizeof(T) == 4 ? words[word] & 0xffffe000u : words[word]);  // TF32
             for (int lane = 0; lane < 4; ++lane)
-                widen(T(), all[thread % 32 / 4 * 4 + lane], rows[word % 2] + word / 2 * 8 + lane * 2);
+                widen(T(), all[thread % 32 / 4 * 4 + lane], rows[word % 2] + (word / 2 * 4 + lane) * PER_WORD);
             end_exchange();
         }
         for (int i = 0; i < COUNT; ++i) {
             float sum = 0;
-            for (int k = 0; k < 16; ++k)
+            for (int k = 0; k < 8 * PER_WORD; ++k)
                 sum += rows[i / 2 % 2][k] * element<T>(b, ALONG_N, i / 4 * 8 + thread % 4 * 2 + i % 2, k);
             sums[i] = accumulate ? sums[i] + sum : sum;
         }
