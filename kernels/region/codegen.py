@@ -24,6 +24,7 @@ from onnxfuse.kernels.region.operators import (
     OF_ANGLES,
     OTHER_INSTRUCTIONS,
     STORED,
+    dequantized_step,
     expression,
     literal,
     of_equal_inputs,
@@ -293,23 +294,29 @@ class Writer:
         same = of_equal_inputs(operation, self.program.dtypes[operation.inputs[-1]])
         if isinstance(same, str):
             return Reference(same)
-        for each in operation.inputs if same is None else [operation.inputs[same]]:
+        undone = self.program.undone(operation)
+        read = operation if undone is None else undone
+        for each in read.inputs if same is None else [operation.inputs[same]]:
             inner = maps.broadcast(place, self.shapes.of[name], self.shapes.of[each], self.shapes)
             given.append(self.value(each, inner))
         if operation.name == "Identity" or same is not None:
             return given[0]
-        dtypes, masked = [self.program.dtypes[each] for each in operation.inputs], any(each.masked for each in given)
+        dtypes, masked = [self.program.dtypes[each] for each in read.inputs], any(each.masked for each in given)
         if operation.name == "Cast" and NUMBER[dtypes[0]] == NUMBER[target] and target not in HALVES:
             return given[0]
         nearest = name in self.program.read_by_steps
-        if operation.name == "QuantizeLinear":
-            nearest = operation.inputs[0] not in self.inexact
+        if read.name == "QuantizeLinear":
+            nearest = read.inputs[0] not in self.inexact
         if operation.name in OF_ANGLES and NUMBER[dtypes[0]] == "float":
             given = [self._angle(given[0])]
         lanes = [each.lane for each in given]
         if masked and operation.name in ("Div", "Mod") and target not in FLOATS:  # masked lanes can divide by 0
             lanes[1] = f"({self.masks[-1]}[j] ? {lanes[1]} : 1)"
-        text = self.rounded(name, expression(operation, lanes, dtypes, target, nearest))
+        if undone is None:
+            text = expression(operation, lanes, dtypes, target, nearest)
+        else:
+            text = dequantized_step(undone, lanes, self.program.dtypes[operation.inputs[0]], nearest)
+        text = self.rounded(name, text)
         varies = any(each.varies for each in given) or masked
         return self.declare(NUMBER[target], text, varies, masked, self.name_of(name), operation.name)
 

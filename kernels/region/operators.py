@@ -127,7 +127,9 @@ def expression(
     if name == "Cast":
         return _cast(given[0], of, target)
     if name == "QuantizeLinear":
-        return _quantized(operation, given, target, nearest)
+        if target in LARGEST_FLOAT8:
+            return f"nearest_{NUMBER[target]}({_quotient(operation, given, nearest)})"
+        return f"integer_in<{NUMBER[target]}>({_step(operation, given, target, nearest)}, {given[2]})"
     if name == "DequantizeLinear":
         number = f"float8_number({given[0]})" if of in LARGEST_FLOAT8 else f"float({given[0]} - {given[2]})"
         return f"product({number}, {given[1]})"
@@ -138,19 +140,24 @@ def expression(
     return _others(operation, given[0], of)
 
 
-def _quantized(operation: Operation, given: Sequence[str], target: str, nearest: bool) -> str:
-    """Return the result of a QuantizeLinear; the zero point of float8 is 0."""
-    precision, is_float8 = operation.attributes.get("precision"), target in LARGEST_FLOAT8
+def dequantized_step(quantize: Operation, given: Sequence[str], target: str, nearest: bool) -> str:
+    """Return the number that integers of dtype `target`, the result of a QuantizeLinear, represent, without these."""
+    return f"product({_step(quantize, given, target, nearest)} - ROUNDER, {given[1]})"
+
+
+def _step(quantize: Operation, given: Sequence[str], target: str, nearest: bool) -> str:
+    """Return ROUNDER + k, where k plus the zero point is the integer that a QuantizeLinear gives."""
+    if quantize.attributes.get("precision") in HALVES:
+        return f"step_of<{NUMBER[target]}>({_quotient(quantize, given, nearest)}, {given[2]})"
+    return f"step_of<{NUMBER[target]}, {'true' if nearest else 'false'}>({', '.join(given)})"
+
+
+def _quotient(quantize: Operation, given: Sequence[str], nearest: bool) -> str:
+    """Return the quotient that a QuantizeLinear rounds."""
+    precision = quantize.attributes.get("precision")
     if precision in HALVES:
-        quotient = f"rounded<{STORED[precision]}>(exact_quotient({given[0]}, {given[1]}))"
-    elif is_float8:
-        quotient = f"{'exact' if nearest else 'nearest'}_quotient({given[0]}, {given[1]})"
-    else:
-        exact = "true" if nearest else "false"
-        return f"quantized<{NUMBER[target]}, {exact}>({given[0]}, {given[1]}, {given[2]})"
-    return (
-        f"nearest_{NUMBER[target]}({quotient})" if is_float8 else f"quantized<{NUMBER[target]}>({quotient}, {given[2]})"
-    )
+        return f"rounded<{STORED[precision]}>(exact_quotient({given[0]}, {given[1]}))"
+    return f"{'exact' if nearest else 'nearest'}_quotient({given[0]}, {given[1]})"
 
 
 def number_in(text: str, dtype: str) -> float:

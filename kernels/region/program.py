@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from onnxfuse.algebra.operators import DISCONTINUOUS
+from onnxfuse.ir.dtypes import LARGEST_FLOAT8
 from onnxfuse.region_operators import DTYPES, EXACT, FLOATS, HALVES, QUANTIZED, dtypes_of
 from onnxfuse.runtime.plan import FusedNode
 
@@ -51,6 +52,12 @@ class Program:
     def producers(self) -> Mapping[str, Operation]:
         """The operation that computes each value; operands are not among the keys."""
         return {name: each for each in self.operations for name in each.outputs}
+
+    def undone(self, operation: Operation) -> Operation | None:
+        """Return the QuantizeLinear to integers whose result a DequantizeLinear dequantizes; None if there is none."""
+        made = self.producers.get(operation.inputs[0]) if operation.name == "DequantizeLinear" else None
+        is_undone = made is not None and made.name == "QuantizeLinear" and made.inputs[1:] == operation.inputs[1:]
+        return made if is_undone and self.dtypes[operation.inputs[0]] not in LARGEST_FLOAT8 else None
 
     @functools.cached_property
     def read_by_steps(self) -> frozenset[str]:

@@ -372,12 +372,12 @@ __device__ __forceinline__ constexpr int lowest() {
     return T(-1) < T(0) ? -(STEPS_OF<T> + 1) / 2 : 0;
 }
 
-// Quantizes x: returns the integer that is nearest to x + zero. As for QuantizeLinear, ties of x are rounded to
-// even; as on onnxruntime's CPU provider, NaN becomes the lowest integer.
+// Rounds x to the nearest integer k for which T holds k + zero, and returns ROUNDER + k. As for QuantizeLinear, ties are
+// rounded to even; as on onnxruntime's CPU provider, NaN becomes the lowest integer.
 template <class T>
-__device__ __forceinline__ T quantized(float x, int zero) {
+__device__ __forceinline__ float step_of(float x, int zero) {
     const int low = lowest<T>() - zero;
-    return integer_in<T>(fminf(fmaxf(x, float(low)), float(low + STEPS_OF<T>)) + ROUNDER, zero);
+    return fminf(fmaxf(x, float(low)), float(low + STEPS_OF<T>)) + ROUNDER;
 }
 
 // The nearest float8 number; ties are rounded to even, and numbers beyond 448 become 448. NaN stays NaN.
@@ -421,12 +421,12 @@ __device__ __forceinline__ float approximate_inverse(float x) {
 #endif
 }
 
-// Quantizes a / scale. If CORRECT, the quotient is rounded correctly: an approximate reciprocal, which is computed
+// The same for a / scale. If CORRECT, the quotient is rounded correctly: an approximate reciprocal, which is computed
 // once for a scale, and two steps of Newton's method leave an error of 2^-46 before the last rounding. Otherwise the
 // quotient is within 2 units in the last place. If a scale is near an end of float's range, a and scale are first
 // multiplied by a power of two. Quotients by a scale of 0 or infinity are products with its reciprocal: 0 / 0 is NaN.
 template <class T, bool CORRECT>
-__device__ __forceinline__ T quantized(float a, float scale, int zero) {
+__device__ __forceinline__ float step_of(float a, float scale, int zero) {
     constexpr float UPWARD = 1329227995784915872903807060280344576.0f;  // 2^120
     const unsigned bits = __float_as_uint(scale) & 0x7fffffffu;         // fabsf would flush subnormal numbers to 0
     const bool has_quotients = bits - 1 < 0x7f7fffffu;                  // scale is neither 0 nor infinite nor NaN
@@ -438,11 +438,11 @@ __device__ __forceinline__ T quantized(float a, float scale, int zero) {
     const float low = (float(lowest_quotient) - 0.25f) * b, high = (float(lowest_quotient + STEPS_OF<T>) + 0.25f) * b;
     a = fminf(fmaxf(full_product(a, factor), low), high);
     const float inverse = approximate_inverse(b);
-    if constexpr (!CORRECT) return integer_in<T>(fmaf(a, inverse, ROUNDER), zero);
+    if constexpr (!CORRECT) return fmaf(a, inverse, ROUNDER);
     float y = a * inverse;
     y = fmaf(fmaf(-y, b, a), inverse, y);
     y = fmaf(fmaf(-y, b, a), inverse, y);
-    return integer_in<T>(y + ROUNDER, zero);
+    return y + ROUNDER;
 }
 
 template <class T>

@@ -171,8 +171,33 @@ def test_integers_are_read_past_quantizers_that_give_them_back(integer: str, tmp
     for program, own in zip(programs, results(programs, H200, tmp_path), strict=True):
         for one, other in zip(own, program.expected(), strict=True):
             np.testing.assert_array_equal(one, other, err_msg=str(program.node()))
-    kept = ["quantized<" in "".join(step.kernel.text for step in plan_of(program, H200).steps) for program in programs]
+    kept = ["step_of<" in "".join(step.kernel.text for step in plan_of(program, H200).steps) for program in programs]
     assert kept == [False] * 4 + [True] * 2 + [False] * 2 + [True] * 2
+
+
+def rounding(scale: float, dtype: str, integer: str, also_read: bool) -> RegionProgram:
+    """Return a program that rounds real numbers to those that integers represent; the integers are an output, too."""
+    program = RegionProgram()
+    x = program.operand(np.clip(REALS, -60000, 60000).astype(dtype))
+    how = (
+        program.op("Constant", dtype=dtype, value=float(NUMPY[dtype].type(scale))),
+        program.op("Constant", dtype=integer, value=3),
+    )
+    stored = program.op("QuantizeLinear", x, *how, dtype=integer, precision=dtype)
+    numbers = program.op("Neg", program.op("DequantizeLinear", stored, *how, dtype=dtype))
+    program.outputs = [numbers, stored][: 1 + also_read]
+    return program
+
+
+@pytest.mark.parametrize("integer", ["int8", "uint8", "int16"])
+def test_numbers_are_rounded_to_steps_without_integers(integer: str, tmp_path: Path) -> None:
+    cases = itertools.product((1.0, -0.1, 3e-4), ("float32", "float16"), (False, True))
+    programs = [rounding(scale, dtype, integer, also_read) for scale, dtype, also_read in cases]
+    for program, own in zip(programs, results(programs, H200, tmp_path), strict=True):
+        for one, other in zip(own, program.expected(), strict=True):
+            np.testing.assert_array_equal(one, other, err_msg=str(program.node()))
+        (step,) = plan_of(program, H200).steps
+        assert ("integer_in<" in step.kernel.text) == (len(program.outputs) == 2)
 
 
 def dynamic_quantizers() -> Iterator[Array]:
