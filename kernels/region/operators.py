@@ -48,6 +48,8 @@ MERGE_INSTRUCTIONS: Final = 24  # estimated instructions to merge the partial re
 MAX_INSTRUCTIONS: Final = 2400  # per thread: limits vectors and unrolled loops, so that kernels compile in 0.3 s
 MAX_POWER: Final = 4  # largest exponent for which Pow becomes products and square roots
 NUMERAL: Final = re.compile(r"(-?[\d.]+(?:e[+-]?\d+)?)(?:f|ll)?")
+ROUNDER: Final = 3 << 22  # of region.cuh
+LOWEST: Final = {"int8": -128, "uint8": 0}  # integers
 SELU: Final = (1.67326319217681884765625, 1.05070102214813232421875)  # ONNX's default alpha and gamma
 
 
@@ -129,7 +131,9 @@ def expression(
     if name == "QuantizeLinear":
         if target in LARGEST_FLOAT8:
             return f"nearest_{NUMBER[target]}({_quotient(operation, given, nearest)})"
-        return f"integer_in<{NUMBER[target]}>({_step(operation, given, target, nearest)}, {given[2]})"
+        step = _saturated(operation, given, target, nearest)
+        zero = given[2] if step is None else 0
+        return f"integer_in<{NUMBER[target]}>({step or _step(operation, given, target, nearest)}, {zero})"
     if name == "DequantizeLinear":
         number = f"float8_number({given[0]})" if of in LARGEST_FLOAT8 else f"float({given[0]} - {given[2]})"
         return f"product({number}, {given[1]})"
@@ -142,7 +146,25 @@ def expression(
 
 def dequantized_step(quantize: Operation, given: Sequence[str], target: str, nearest: bool) -> str:
     """Return the number that integers of dtype `target`, the result of a QuantizeLinear, represent, without these."""
-    return f"product({_step(quantize, given, target, nearest)} - ROUNDER, {given[1]})"
+    step, origin = _saturated(quantize, given, target, nearest), "ROUNDER"
+    if step is not None:  # the last byte is the integer, so that the zero point is subtracted, too
+        origin = literal(ROUNDER + int(given[2]) - 2 * LOWEST[target], "float32")
+    return f"product({step or _step(quantize, given, target, nearest)} - {origin}, {given[1]})"
+
+
+def _saturated(quantize: Operation, given: Sequence[str], target: str, nearest: bool) -> str | None:
+    """Return ROUNDER + k, the last byte of which is the integer that a QuantizeLinear gives, or None.
+
+    This takes two multiplications, whose error is small enough unless `nearest`, for a scale and a zero point that are
+    numbers.
+    """
+    scale = number_in(given[1], "float32")
+    is_half = quantize.attributes.get("precision") in HALVES
+    if nearest or is_half or target not in LOWEST or not scale or not re.fullmatch(r"-?\d+", given[2]):
+        return None
+    steps = 1.0 / (255 * scale), (int(given[2]) - LOWEST[target]) / 255
+    factor, offset = (literal(float(np.float32(each)), "float32") for each in steps)
+    return f"step_in<{NUMBER[target]}>({given[0]}, {factor}, {offset})"
 
 
 def _step(quantize: Operation, given: Sequence[str], target: str, nearest: bool) -> str:

@@ -1,6 +1,7 @@
-"""Remove a DequantizeLinear and the QuantizeLinear after it that gives back the same integers.
+"""Remove operators that a QuantizeLinear makes useless.
 
-Quantizers write such pairs around operators that only move elements, such as Reshape and Transpose.
+One is a DequantizeLinear before it whose integers it gives back: quantizers write such pairs around operators that only
+move elements, such as Reshape and Transpose.  Another is a Relu, if the lowest integer represents 0.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import replace
 from typing import Final
 
 from onnxfuse.ir.dtypes import LARGEST_FLOAT8
+from onnxfuse.kernels.region.operators import LOWEST
 from onnxfuse.kernels.region.program import Operation, Program
 
 MOVES: Final = ("Identity", "Reshape", "Transpose", "Unsqueeze", "Squeeze", "Expand", "Slice")
@@ -22,13 +24,13 @@ def without_round_trips(program: Program) -> Program:
     """Return a program in which an Identity of integers replaces each QuantizeLinear that restores these integers.
 
     A DequantizeLinear with the same scale comes before such a QuantizeLinear.  The operators between the two only move
-    elements; copies of them move the integers.
+    elements; copies of them move the integers.  A QuantizeLinear reads past a Relu that changes none of its integers.
     """
     made, dtypes = list[Operation](), dict(program.dtypes)
     for operation in program.operations:
         moves = _moves_before(program, operation)
         if moves is None:
-            made.append(operation)
+            made.append(_past_relu(program, operation))
             continue
         dequantize, *others = moves
         value = dequantize.inputs[0]
@@ -56,13 +58,33 @@ def _moves_before(program: Program, operation: Operation) -> list[Operation] | N
         source = program.producers.get(source.inputs[0])
     if source is None or source.name != "DequantizeLinear" or source.inputs[1:] != operation.inputs[1:]:
         return None
-    scale = program.producers.get(source.inputs[1])
-    is_known = scale is not None and scale.name == "Constant" and isinstance(scale.attributes["value"], int | float)
+    scale = _number(program, source.inputs[1])
     has_dtype = program.dtypes[source.inputs[0]] == program.dtypes[operation.outputs[0]]
     largest = MAX_SCALES.get(program.dtypes[source.inputs[1]], 0.0)
     if program.dtypes[source.inputs[0]] in LARGEST_FLOAT8 and program.dtypes[source.inputs[1]] != "float32":
         return None  # the smallest numbers of float8 would lose digits
     is_exact = operation.attributes.get("precision") in MAX_SCALES
-    if not (is_known and has_dtype and is_exact and scale and 1e-30 < abs(scale.attributes["value"]) < largest):
+    if scale is None or not (has_dtype and is_exact and 1e-30 < abs(scale) < largest):
         return None
     return [source, *found]
+
+
+def _past_relu(program: Program, operation: Operation) -> Operation:
+    """Return a QuantizeLinear that reads what the Relu before it reads, if the lowest integer represents 0.
+
+    All numbers below 0 then become this integer, as does NaN.  Other operations are returned as they are.
+    """
+    relu = program.producers.get(operation.inputs[0]) if operation.name == "QuantizeLinear" else None
+    if relu is None or relu.name != "Relu":
+        return operation
+    scale, zero = (_number(program, name) for name in operation.inputs[1:])
+    if scale is None or scale <= 0 or zero is None or zero != LOWEST.get(program.dtypes[operation.outputs[0]]):
+        return operation
+    return replace(operation, inputs=(relu.inputs[0], *operation.inputs[1:]))
+
+
+def _number(program: Program, name: str) -> float | None:
+    """Return the value of a Constant that is one number; None for other values."""
+    made = program.producers.get(name)
+    value = made.attributes["value"] if made is not None and made.name == "Constant" else None
+    return value if isinstance(value, int | float) else None

@@ -226,7 +226,7 @@ class Case:
             if self.is_float8:  # half of the distance of two float8 numbers
                 allowed = allowed + np.exp2(np.floor(np.log2(np.maximum(expected + allowed, 2.0**-6))) - 4)
             else:
-                allowed = allowed + 0.5
+                allowed = allowed + 0.5 + 2.0**-14
             found = y.astype(np.float64)
         assert found.shape == expected.shape, f"{found.shape}, not {expected.shape}"
         errors = np.abs(found - expected) - allowed

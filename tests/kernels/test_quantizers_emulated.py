@@ -200,6 +200,24 @@ def test_numbers_are_rounded_to_steps_without_integers(integer: str, tmp_path: P
         assert ("integer_in<" in step.kernel.text) == (len(program.outputs) == 2)
 
 
+@pytest.mark.parametrize(("integer", "zero"), [("int8", -128), ("uint8", 0), ("uint8", 3), ("int8", 0)])
+def test_a_relu_is_left_out_if_the_lowest_integer_is_zero(integer: str, zero: int, tmp_path: Path) -> None:
+    programs = []
+    for scale in (0.1, -0.1):
+        program = RegionProgram()
+        how = (
+            program.op("Constant", dtype="float32", value=float(np.float32(scale))),
+            program.op("Constant", dtype=integer, value=zero),
+        )
+        positive = program.op("Relu", program.operand(REALS))
+        program.outputs = [program.op("QuantizeLinear", positive, *how, dtype=integer, precision="float32")]
+        programs.append(program)
+    for program, (own,) in zip(programs, results(programs, H200, tmp_path), strict=True):
+        np.testing.assert_array_equal(own, program.expected()[0], err_msg=str(program.node()))
+    left_out = ["larger<" not in "".join(step.kernel.text for step in plan_of(each, H200).steps) for each in programs]
+    assert left_out == [(integer, zero) in (("int8", -128), ("uint8", 0)), False]
+
+
 def dynamic_quantizers() -> Iterator[Array]:
     """Yield values of one sign and of both, zeros, few and many, of sizes from small to large, and none."""
     random = np.random.default_rng(0)
