@@ -3,7 +3,7 @@
 //
 // The rows of the product are the pixels of y, images first; k counts the filter's taps, and within a tap the channels
 // of x. A block of k belongs to one tap. It has TILE_M pixels of x, from the tile's first pixel on, shifted by the
-// offset of the tap; pixels in the padding are zeros. Channels beyond c are zeros in both operands.
+// offset of the tap; pixels in the padding are zeros. Channels beyond c are zeros in x and, unless it has 8 bits, in w.
 //
 // Macros, besides those of gemm_hopper.cuh:
 //   CHANNELS            channels of x
@@ -28,7 +28,7 @@ struct PixelSizes {
     int group_m;              // as in Tiles of gemm_hopper.cuh
 };
 
-// Loads x and w for one tile. w has the dimensions channels, taps, filters.
+// Loads x and w for one tile. w has the dimensions channels, taps, filters, or is a matrix.
 struct PixelOperands {
     const TensorMap &x, &w;
     const PixelSizes& sizes;
@@ -73,8 +73,13 @@ struct PixelOperands {
         for (int i = 0; i < BLOCKS; ++i) {
             const int block = step * BLOCKS + i;
             if (block >= ALL_BLOCKS) break;
-            hopper::load(w, stage + X_BYTES + i * TILE_N * BLOCK_ROW_BYTES, full, block % CHANNEL_BLOCKS * K_BLOCK,
-                         block / CHANNEL_BLOCKS, column);
+            const int channel = block % CHANNEL_BLOCKS * K_BLOCK, tap = block / CHANNEL_BLOCKS;
+            const u32 to = stage + X_BYTES + i * TILE_N * BLOCK_ROW_BYTES;
+#if EIGHT_BITS  // w is a matrix of (taps, channels) x filters; beyond the channels, x has zeros
+            load_columns(w, to, full, tap * CHANNELS + channel, column);
+#else
+            hopper::load(w, to, full, channel, tap, column);
+#endif
         }
     }
 };

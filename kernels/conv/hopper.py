@@ -180,15 +180,15 @@ def pixel_map(conv: Conv, config: HopperConfig) -> TensorMap:
         conv.strides[::-1],
     )
     pitches = tuple(itertools.accumulate((conv.item * conv.c, *inward), operator.mul))
-    box = (k_block(conv), config.tile_m)
-    return TensorMap(conv.x, _dtype(conv), (conv.c, *inward, conv.n), pitches, box, _swizzle(conv), walk)
+    box, swizzled = (k_block(conv), config.tile_m), swizzle(k_block(conv) * conv.item)
+    return TensorMap(conv.x, _dtype(conv), (conv.c, *inward, conv.n), pitches, box, swizzled, walk)
 
 
 def weight_map(conv: Conv, config: HopperConfig) -> TensorMap:
     """Return the tensor map of w, with dimensions (channels, taps, filters)."""
     pitch = conv.item * conv.c
     sizes, box = (conv.c, conv.taps, conv.m), (k_block(conv), 1, config.tile_n)
-    return TensorMap(conv.w, _dtype(conv), sizes, (pitch, pitch * conv.taps), box, _swizzle(conv))
+    return TensorMap(conv.w, _dtype(conv), sizes, (pitch, pitch * conv.taps), box, swizzle(k_block(conv) * conv.item))
 
 
 def _dtype(conv: Conv) -> Literal["uint8", "float16", "bfloat16", "tfloat32"]:
@@ -197,6 +197,6 @@ def _dtype(conv: Conv) -> Literal["uint8", "float16", "bfloat16", "tfloat32"]:
     return "float16" if conv.dtype == "float16" else "bfloat16" if conv.dtype == "bfloat16" else "tfloat32"
 
 
-def _swizzle(conv: Conv) -> Literal[32, 64, 128]:
-    row = k_block(conv) * conv.item
-    return 128 if row == 128 else 64 if row == 64 else 32
+def swizzle(row_bytes: int) -> Literal[32, 64, 128]:
+    """Return the swizzle of TMA for rows of a block of k."""
+    return 128 if row_bytes == 128 else 64 if row_bytes == 64 else 32

@@ -8,15 +8,13 @@
 // sums. Its w_sums has a row for each possible range of taps inside x (conv_edges.cuh), with the sums of w over these
 // taps.
 //
-// In wgmma's layout, four lanes hold eight columns of a row, two columns each. The lanes exchange the sums of 32
-// columns through shared memory, so that each lane computes eight neighbouring columns of y. If y is stored in 8
-// bits, which is the usual case, the four lanes then store a whole sector of L2. After the ring, shared memory
-// holds BARRIER_BYTES of barriers, and then EXCHANGE_BYTES for each warp: 16 rows of 32 sums.
+// In wgmma's layout, four lanes hold eight columns of a row, two neighbouring columns each. If WIDTH is 8, TMA loads the
+// columns of w in another order (load_columns of gemm_hopper.cuh): of 32 columns, 8 * i + 2 * j and 8 * i + 2 * j + 1
+// become columns 8 * j + 2 * i and 8 * j + 2 * i + 1, which lane i has. So each lane has eight neighbouring columns of y.
+// If y is stored in 8 bits, which is the usual case, the four lanes store a whole sector of L2.
 //
 // Macros, besides those of gemm_hopper.cuh:
-//   BARRIER_BYTES    bytes of shared memory for mbarriers
-//   EXCHANGE_PITCH   sums from the start of a row to the start of the next, where a warp exchanges sums
-//   WIDTH      columns of y that a thread computes at a time: 8, 4, 2 or 1; divides n
+//   WIDTH      columns of y that a thread computes at a time: 8, 2 or 1; divides n
 //   W_SCALES   1: w_scale has one number per column; 0: one number
 //   OPERAND    s8, u8 or e4m3, the type of x and of x_zero
 //   X_ZERO     1: x has a zero point, and there are w_sums; 0: the zero point is 0
@@ -26,11 +24,10 @@
 
 namespace {
 
-constexpr int EXCHANGE_AT = BARRIERS_AT + BARRIER_BYTES;
-constexpr int EXCHANGE_BYTES = 16 * EXCHANGE_PITCH * sizeof(Sum);
+constexpr int OWN_COLUMNS = WIDTH == 8 ? 8 : 2;  // columns of a thread in a group of columns
+constexpr int GROUP = 4 * OWN_COLUMNS;
 
-static_assert(TILE_N % 32 == 0 && 8 % WIDTH == 0);
-static_assert(EXCHANGE_PITCH % 32 == 8, "stores of four rows use different banks");
+static_assert(TILE_N % GROUP == 0 && (WIDTH == 8 || WIDTH <= 2));
 
 #ifndef DIMS  // a product of matrices
 struct Edges {
@@ -50,34 +47,6 @@ struct EightBitOutput : EightBitOperands {
     int m, n;
     Edges edges;
 };
-
-// Two or four neighbouring sums.
-struct alignas(8) TwoSums { Sum at[2]; };
-struct alignas(16) FourSums { Sum at[4]; };
-
-// Called by a warp: exchanges sums of 16 rows and 32 columns through its shared memory. `d` has a thread's sums in
-// wgmma's layout, and `sums` gets eight neighbouring columns of the same two rows.
-__device__ __forceinline__ void exchange(char* memory, const Sum* d, Sum (&sums)[2][8]) {
-    const int lane = threadIdx.x % 32, row = lane / 4 * EXCHANGE_PITCH;
-    Sum* base = reinterpret_cast<Sum*>(memory) + row;
-    __syncwarp();  // all lanes have read the previous sums
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-            *reinterpret_cast<TwoSums*>(base + i * 8 * EXCHANGE_PITCH + 8 * j + lane % 4 * 2) =
-                TwoSums{{d[4 * j + 2 * i], d[4 * j + 2 * i + 1]}};
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const FourSums four =
-                *reinterpret_cast<const FourSums*>(base + i * 8 * EXCHANGE_PITCH + lane % 4 * 8 + 4 * half);
-#pragma unroll
-            for (int j = 0; j < 4; ++j) sums[i][4 * half + j] = four.at[j];
-        }
-}
 
 constexpr int ROWS_OF_SUMS = EDGES ? 2 : 1;  // rows of w_sums for the two rows of a thread
 
@@ -104,9 +73,9 @@ struct EightBitColumns {
     }
 };
 
-// The operands of the epilogue for a thread's two rows and eight columns of a group of 32.
+// The operands of the epilogue for a thread's two rows and OWN_COLUMNS columns of a group.
 struct GroupOperands {
-    static constexpr int PARTS = 8 / WIDTH;
+    static constexpr int PARTS = OWN_COLUMNS / WIDTH;
     EpilogueLoads<WIDTH, false> loads[PARTS][2];
     EightBitColumns columns[PARTS];
     bool inside[PARTS][2];
@@ -133,8 +102,9 @@ struct GroupOperands {
             }
         }
     }
-    // Applies the epilogue to eight columns of both rows, and stores the results.
-    __device__ __forceinline__ void finish(const EightBitOutput& of, const Sum (&sums)[2][8], int x_zero, int first,
+    // Applies the epilogue to the columns of both rows, and stores the results. `sums` has a thread's sums of a group:
+    // two columns of the first row, the same columns of the second row, the next two columns of the first, and so on.
+    __device__ __forceinline__ void finish(const EightBitOutput& of, const Sum* sums, int x_zero, int first,
                                            int column) const {
 #pragma unroll
         for (int part = 0; part < PARTS; ++part)
@@ -142,7 +112,10 @@ struct GroupOperands {
             for (int i = 0; i < 2; ++i) {
                 float acc[WIDTH];
 #pragma unroll
-                for (int j = 0; j < WIDTH; ++j) acc[j] = columns[part].number(sums[i][part * WIDTH + j], x_zero, i, j);
+                for (int j = 0; j < WIDTH; ++j) {
+                    const int own = part * WIDTH + j;
+                    acc[j] = columns[part].number(sums[own / 2 * 4 + 2 * i + own % 2], x_zero, i, j);
+                }
                 const long long at = (long long)(first + 8 * i) * of.n + column + part * WIDTH;
                 of.epilogue.finish<false>(at, loads[part][i], acc, acc, inside[part][i]);  // the second `acc` is unused
             }
@@ -150,12 +123,10 @@ struct GroupOperands {
 };
 
 // Applies the epilogue to the 64 rows of an atom, and stores the results. `origin` is the atom's first row and column.
-// Operands are loaded before the exchange. Rows and columns outside y are computed too, from operands of other
-// elements, but are not stored. This avoids branches, so the compiler computes numbers once if they depend only on
-// scales of the program (the operators fused into the product).
+// Operands are loaded one group ahead. Rows and columns outside y are computed too, from operands of other elements,
+// but are not stored. This avoids branches, so the compiler computes numbers once if they depend only on scales of the
+// program (the operators fused into the product).
 __device__ __forceinline__ void finish_atom(const Sum (&d)[COLUMNS / 2], int2 origin, const EightBitOutput& of) {
-    extern __shared__ __align__(1024) char memory[];
-    char* own_memory = memory + EXCHANGE_AT + (threadIdx.x / 32 - 4) * EXCHANGE_BYTES;  // warps 0 to 3 are producers
     const int thread = threadIdx.x % 128;
     const int first = origin.x + thread / 32 * 16 + thread % 32 / 4;
     const float x_scale = ColumnVectors::value(of.x_scale);
@@ -164,19 +135,15 @@ __device__ __forceinline__ void finish_atom(const Sum (&d)[COLUMNS / 2], int2 or
     Program::OfRow of_rows[2];
 #pragma unroll
     for (int row = 0; row < 2; ++row) of.epilogue.program.load(of_rows[row], min(first + 8 * row, of.m - 1), true);
-    constexpr int GROUPS = TILE_N / 32,
-                  AHEAD = WIDTH == 8;  // 1: operands are loaded one group ahead; 0: registers would not suffice
-    GroupOperands operands[1 + AHEAD];
-    const int column = origin.y + thread % 4 * 8;
+    GroupOperands operands[2];
+    const int column = origin.y + thread % 4 * OWN_COLUMNS;
+    operands[0].load(of, of_rows, x_scale, rows, first, column);
 #pragma unroll
-    for (int group = -AHEAD; group < GROUPS; ++group) {
-        const int next = group + AHEAD;
-        if (origin.y + 32 * group >= of.n) return;
-        if (next < GROUPS) operands[next % (1 + AHEAD)].load(of, of_rows, x_scale, rows, first, column + 32 * next);
-        if (group < 0) continue;
-        Sum sums[2][8];
-        exchange(own_memory, &d[16 * group], sums);
-        operands[group % (1 + AHEAD)].finish(of, sums, x_zero, first, column + 32 * group);
+    for (int group = 0; group < TILE_N / GROUP; ++group) {
+        const int next = group + 1;
+        if (origin.y + GROUP * group >= of.n) return;
+        if (next < TILE_N / GROUP) operands[next % 2].load(of, of_rows, x_scale, rows, first, column + GROUP * next);
+        operands[group % 2].finish(of, &d[2 * OWN_COLUMNS * group], x_zero, first, column + GROUP * group);
     }
 }
 

@@ -60,7 +60,7 @@ struct MatrixOperands {
 private:
     __device__ __forceinline__ void load_weight(const TensorMap& from, u32 to, u32 full, int k) const {
         if constexpr (TRANSPOSED) {
-            hopper::load(from, to, full, k, column);
+            load_columns(from, to, full, k, column);
         } else {
             constexpr int BOX = ROW_BYTES / sizeof(X);  // columns
 #pragma unroll

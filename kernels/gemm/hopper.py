@@ -35,10 +35,9 @@ REGISTERS_OF_LOOP: Final = 32  # registers that a thread needs besides its sums 
 MAX_ACCUMULATORS_OF_THREADS: Final = 128  # maximum accumulators of a thread that loads operands of the epilogue
 GATE_STEP_CYCLES: Final = 80.0  # extra time per stage of k for a gate
 HALF_SHARE: Final = 0.85  # with `half`: share of a multiprocessor's time that one block's main loop takes
-# Additional instructions per element in the epilogue of a product of 8-bit values: for the exchange of sums, the
-# scales, and the quantizer of a y that is stored in 8 bits.
+# Additional instructions per element in the epilogue of a product of 8-bit values: for the scales, and the quantizer of
+# a y that is stored in 8 bits.
 EIGHT_BIT_INSTRUCTIONS: Final = 12
-EXCHANGE_PITCH: Final = 40  # sums per row, with padding, where a warp exchanges sums of products of 8-bit values
 START_CYCLES: Final = 2000.0  # from a block's start on a multiprocessor to its first products
 L2_BYTES: Final = 3950  # bytes per cycle that all multiprocessors together read from L2
 ALONE_SHARE: Final = 0.15  # weight of the product's own latency in `shared_cycles`
@@ -324,7 +323,7 @@ def fixed_bytes(gemm: Gemm, config: HopperConfig) -> int:
         sums = (config.split_k - 1) * -(-eights // config.split_k) * gemm.weight_count
         return sums * config.consumers * 128 * 16 + BARRIER_BYTES
     if is_by_fragments(gemm):  # results and column vectors stay in registers
-        return BARRIER_BYTES + (config.consumers * 4 * 16 * EXCHANGE_PITCH * 4 if gemm.eight_bits else 0)
+        return BARRIER_BYTES
     results = 0 if config.half else config.tile_m * tile_columns(gemm, config) * 2 * (2 if config.pingpong else 1)
     return results + config.consumers * column_vectors(gemm) * tile_columns(gemm, config) * 4 + BARRIER_BYTES
 

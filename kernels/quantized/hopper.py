@@ -66,7 +66,8 @@ def _is_supported(gemm: Gemm, device: Device) -> bool:
 
 
 def _product(gemm: Gemm, config: HopperConfig, device: Device) -> Implementation:
-    maps = (_matrix(gemm.x, gemm.m, gemm.k, config.tile_m), _matrix(gemm.w, gemm.n, gemm.k, config.tile_n))
+    x = TensorMap(gemm.x, "uint8", (gemm.k, gemm.m), (gemm.k,), (hopper.ROW_BYTES, config.tile_m), 128)
+    maps = (x, _weight_map(gemm, gemm.k, config, hopper.ROW_BYTES))
     defines = {**hopper.defines(gemm, config, device), **_defines(gemm, edge_rows=1)}
     given = (*maps, gemm.epilogue_operands, _value_operands(gemm), hopper.product_sizes(gemm, config))
     launch = hopper.kernel_launch("quantized_gemm", gemm, config, device, defines, given)
@@ -95,8 +96,9 @@ def _convolution(conv: Conv, config: HopperConfig, device: Device) -> Implementa
     of_filter = {**conv_hopper.of_filter(conv), **conv_hopper.by_axis(BEGIN=begins, END=ends)}
     defines = {**conv_hopper.defines(conv, config, device), **of_filter, **_defines(gemm, row_count(beyond))}
     given = (
-        *conv_hopper.operand_maps(conv, config), gemm.epilogue_operands, _value_operands(gemm),
-        pixel_sizes(conv, gemm, config), Struct(int32(*three(conv.sizes))),
+        conv_hopper.pixel_map(conv, config), _weight_map(gemm, conv.taps * conv.c, config, conv_hopper.k_block(conv)),
+        gemm.epilogue_operands, _value_operands(gemm), pixel_sizes(conv, gemm, config),
+        Struct(int32(*three(conv.sizes))),
     )  # fmt: skip
     launch = hopper.kernel_launch("quantized_conv", gemm, config, device, defines, given)
     return _after_sums(f"quantized_conv {config.name}", launch, replace(gemm, k=conv.c), of_filter, row_count(beyond))
@@ -123,9 +125,8 @@ def _defines(gemm: Gemm, edge_rows: int) -> Defines:
     values = of_eight_bits(gemm)
     return {
         "OPERAND": EIGHT_BITS[values.x_dtype], "W_SCALES": int(values.w_scales > 1),
-        "WIDTH": math.gcd(MAX_WIDTH, gemm.n) if gemm.aligned else 1,
+        "WIDTH": _width(gemm),
         "X_ZERO": int(values.x_zero is not None), "EDGES": int(values.x_zero is not None and edge_rows > 1),
-        "BARRIER_BYTES": hopper.BARRIER_BYTES, "EXCHANGE_PITCH": hopper.EXCHANGE_PITCH,
     }  # fmt: skip
 
 
@@ -136,9 +137,18 @@ def _value_operands(gemm: Gemm) -> Struct:
     return Struct((values.x_scale, values.w_scale, values.x_zero or ABSENT, sums))
 
 
-def _matrix(pointer: Pointer, rows: int, columns: int, height: int) -> TensorMap:
-    """Return the tensor map of a row-major matrix of bytes, in boxes of `height` rows."""
-    return TensorMap(pointer, "uint8", (columns, rows), (columns,), (hopper.ROW_BYTES, height), 128)
+def _width(gemm: Gemm) -> int:
+    """Return the columns of y to which a thread applies the epilogue together: WIDTH of gemm_hopper_eight_bits.cuh."""
+    return MAX_WIDTH if gemm.n % MAX_WIDTH == 0 else math.gcd(2, gemm.n)
+
+
+def _weight_map(gemm: Gemm, k: int, config: HopperConfig, k_block: int) -> TensorMap:
+    """Return the tensor map of a weight of n rows of k bytes, in the order of gemm_hopper_eight_bits.cuh."""
+    swizzle = conv_hopper.swizzle(k_block)
+    if _width(gemm) < MAX_WIDTH:
+        return TensorMap(gemm.w, "uint8", (k, gemm.n), (k,), (k_block, config.tile_n), swizzle)
+    sizes = (k, 2, gemm.n // MAX_WIDTH, MAX_WIDTH // 2)  # a box of 32 rows has two neighbours for each of four lanes
+    return TensorMap(gemm.w, "uint8", sizes, (k, MAX_WIDTH * k, 2 * k), (k_block, 2, 4, MAX_WIDTH // 2), swizzle)
 
 
 def _after_sums(name: str, launch: Launch, gemm: Gemm, of_filter: Defines, edge_rows: int) -> Implementation:
