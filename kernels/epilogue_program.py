@@ -281,8 +281,7 @@ class _Text:
         self.reads = self._reads()
 
     def _writer(self, arguments: Arguments) -> Writer:
-        inexact = self.program.inexact_after(RESULT)
-        writer = Writer(self.program, self.shapes, arguments, False, {}, depth=3, inexact=inexact)
+        writer = Writer(self.program, self.shapes, arguments, False, {}, depth=3, arbitrary=(RESULT,))
         writer.keep((RESULT, self.places[RESULT]), Reference(writer.rounded(RESULT, "x0[j]")))
         return writer
 

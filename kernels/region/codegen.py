@@ -5,6 +5,7 @@ A place is the position of an element in a tensor: an index along each axis, as 
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -68,15 +69,20 @@ class Writer:
     instructions: int = 0  # estimated instructions of the operators written
     shared_bytes: int = 0  # bytes of shared memory that the block uses
     row_bytes: int = 0  # bytes of shared memory that keep operands of a row
-    inexact: frozenset[str] = frozenset()  # values whose last bits are arbitrary: quotients of them may be approximate
+    arbitrary: tuple[str, ...] = ()  # operands whose last bits are arbitrary, such as a product's result
     within: Within | None = None  # bounds on an index that the next line can assume
     # For the name of a value and the place of one of its elements: the variables on which this element depends.
     dependencies: dict[tuple[str, Place], frozenset[str]] = field(default_factory=dict)
 
+    @functools.cached_property
+    def inexact(self) -> frozenset[str]:
+        """The values whose last bits are arbitrary, so that quantizers can compute their quotients approximately."""
+        return self.program.inexact_after(*self.arbitrary)
+
     def copy(self) -> Writer:
         """Return a writer for the same program that has written nothing."""
         given = (self.program, self.shapes, self.arguments, self.aligned, self.stored)
-        return Writer(*given, depth=self.depth, inexact=self.inexact)
+        return Writer(*given, depth=self.depth, arbitrary=self.arbitrary)
 
     # --- lines ----------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from onnxfuse.algebra.operators import DISCONTINUOUS
 from onnxfuse.ir.dtypes import LARGEST_FLOAT8
-from onnxfuse.region_operators import DTYPES, EXACT, FLOATS, HALVES, QUANTIZED, dtypes_of
+from onnxfuse.region_operators import DTYPES, EXACT, FLOATS, HALVES, QUANTIZED, REDUCTIONS, dtypes_of
 from onnxfuse.runtime.plan import FusedNode
 
 VALUE_NAME: Final = re.compile(r"[a-z]+[0-9]+")  # names appear in C++, and model files are untrusted
@@ -78,14 +78,16 @@ class Program:
         halves = {name for name in self.read_by_steps if self.dtypes[name] in HALVES}
         return frozenset(halves - {name for each in self.operations if each.name in EXACT for name in each.outputs})
 
-    def inexact_after(self, result: str) -> frozenset[str]:
-        """Return `result`, whose last bits are arbitrary, and the values that depend on it.
+    def inexact_after(self, *results: str) -> frozenset[str]:
+        """Return the values whose last bits are arbitrary: `results`, sums of floats, and values that depend on these.
 
-        Values that depend on `result` only through a QuantizeLinear are not included.
+        Kernels add the terms of a sum in any order.  Values that depend on such values only through a QuantizeLinear
+        are not included.
         """
-        found = {result}
+        found = set(results)
         for each in self.operations:
-            if each.name != "QuantizeLinear" and found & set(each.inputs):
+            is_sum = each.name in REDUCTIONS - EXACT and self.dtypes[each.outputs[0]] in FLOATS
+            if each.name != "QuantizeLinear" and (is_sum or found & set(each.inputs)):
                 found |= set(each.outputs)
         return frozenset(found)
 

@@ -638,7 +638,7 @@ struct Online {
     __device__ __forceinline__ void add(const T (&x)[N]) {  // rescales the sum only once
         T largest = top;
 #pragma unroll
-        for (int i = 0; i < N; ++i) largest = x[i] > largest ? x[i] : largest;
+        for (int i = 0; i < N; ++i) largest = larger(x[i], largest);
         T own = T(0);
 #pragma unroll
         for (int i = 0; i < N; ++i) own += exponential(x[i] - largest);
@@ -646,7 +646,7 @@ struct Online {
         top = largest;
     }
     __device__ __forceinline__ void merge(const Online& other) {
-        const T both = top > other.top ? top : other.top;
+        const T both = larger(top, other.top);
         sum = sum * exponential(top - both) + other.sum * exponential(other.top - both);
         top = both;
     }
