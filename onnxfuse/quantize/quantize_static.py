@@ -25,6 +25,7 @@ from onnxfuse.ir.external_data import with_values
 from onnxfuse.ir.protos import external_tensors
 from onnxfuse.ir.validate import size_of
 from onnxfuse.quantize.library import logging_unchanged, quantizer
+from onnxfuse.quantize.merge_projections import merge_projections
 from onnxfuse.quantize.result import QuantizedModel, WeightsResult
 from onnxfuse.quantize.slower_layers import SlowerLayers
 from onnxfuse.quantize.weight_readers import NothingToQuantizeError, WeightReaders
@@ -73,15 +74,19 @@ def quantize_static(
 
     `dtype` is int8 or float8: the dtype of the weights, with one scale per channel and no zero points.  The other
     inputs are uint8, with one scale and one zero point, or float8, with one scale.  `model`, called `name` in messages,
-    has at least the opset `oldest_opset`, and is not changed.  Nodes in subgraphs stay floats, and so do those that are
-    estimated to be faster in float16 for inputs of the shapes `sizes`, by name.
+    has at least the opset `oldest_opset`, and is not changed.  The projections of an attention are merged first.  Nodes
+    in subgraphs stay floats, and so do those that are estimated to be faster in float16 for inputs of the shapes
+    `sizes`, by name.
 
     Raises NothingToQuantizeError if there is no such weight, MissingPackageError without onnxruntime, and ModelError if
     the quantizer raises.
     """
     to = STATIC[dtype]
-    readers = WeightReaders(model, to.operators)
     named = _with_names(model)
+    for tensor in external_tensors(named):
+        tensor.CopyFrom(with_values(tensor, folder))
+    merge_projections(named)
+    readers = WeightReaders(named, to.operators)
     shapes = read_and_infer(named, folder)
     slower, linked = SlowerLayers(shapes, dtype, sizes), {node.outputs[0].name: node for node in shapes.graph.nodes}
 
@@ -95,8 +100,6 @@ def quantize_static(
         raise NothingToQuantizeError(name, f"{', '.join(most)} or {last}", result)
     before = sum(size_of(readers.weights[each]) for each in set(chosen.values()))
     all_before = sum(map(size_of, named.graph.initializer))
-    for tensor in external_tensors(named):
-        tensor.CopyFrom(with_values(tensor, folder))
     library = quantizer("quantize")
     try:
         made = _by_library(library, named, to, samples, list(chosen))
