@@ -13,6 +13,7 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
     conv_hopper_tf32(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,
                      EpilogueOperands epilogue, PixelSizes sizes PROGRAM_PARAMETERS) {
     const Weights weights{{&w}, {sizes.filters}};
-    run_tiles(PixelOperands{x, w, sizes}, weights,
-              FragmentOutput{epilogue, sizes.pixels, sizes.filters, {PROGRAM_ARGUMENTS}}, ALL_BLOCKS, sizes.group_m);
+    run_tiles<TileResults<FragmentOutput>>(PixelOperands{x, w, sizes}, weights,
+                                           FragmentOutput{epilogue, sizes.pixels, sizes.filters, {PROGRAM_ARGUMENTS}},
+                                           ALL_BLOCKS, sizes.group_m);
 }

@@ -48,103 +48,123 @@ struct EightBitOutput : EightBitOperands {
     Edges edges;
 };
 
-constexpr int ROWS_OF_SUMS = EDGES ? 2 : 1;  // rows of w_sums for the two rows of a thread
+constexpr int PARTS = OWN_COLUMNS / WIDTH, SCALES = W_SCALES ? WIDTH : 1;
 
-// The scales and the w_sums of WIDTH columns, for the two rows of a thread.
-struct EightBitColumns {
-    float scale[WIDTH];
-    Pack<f32, WIDTH> sums[ROWS_OF_SUMS];
+// What a thread reads once for its columns of a group. In `loads`, only the operands of columns are used.
+struct GroupColumns {
+    Pack<T, SCALES> scales[PARTS];
+    Pack<f32, WIDTH> sums[PARTS];
+    EpilogueLoads<WIDTH, false> loads[PARTS];
 
-    // The sums for the thread's first row of y are in row rows[0] of w_sums, and those for its second row in rows[1].
-    __device__ __forceinline__ void load(const EightBitOutput& of, float x_scale, const int (&rows)[2], int column) {
-        if constexpr (W_SCALES) unpack(load_cached<WIDTH>(of.w_scale + column), scale);
-        else scale[0] = ColumnVectors::value(of.w_scale);
-        if constexpr (X_ZERO)
-#pragma unroll
-            for (int i = 0; i < ROWS_OF_SUMS; ++i)
-                sums[i] = load_cached<WIDTH>(of.w_sums + size_t(rows[i]) * of.n + column);
-#pragma unroll
-        for (int i = WIDTH - 1; i >= 0; --i) scale[i] = x_scale * scale[W_SCALES ? i : 0];
-    }
-    // Converts a sum of column i to the number that it represents. `row`: 0 for the thread's first row, or 1.
-    __device__ __forceinline__ float number(Sum sum, int x_zero, int row, int i) const {
-        if constexpr (X_ZERO) sum -= x_zero * int(sums[EDGES ? row : 0].words[i]);
-        return float(sum) * scale[i];
-    }
-};
-
-// The operands of the epilogue for a thread's two rows and OWN_COLUMNS columns of a group.
-struct GroupOperands {
-    static constexpr int PARTS = OWN_COLUMNS / WIDTH;
-    EpilogueLoads<WIDTH, false> loads[PARTS][2];
-    EightBitColumns columns[PARTS];
-    bool inside[PARTS][2];
-
-    // `of_rows` holds the operands that the program (the operators fused into the epilogue) reads once per row. `rows`
-    // are the rows of w_sums. Operands of elements outside y are not read.
-    __device__ __forceinline__ void load(const EightBitOutput& of, const Program::OfRow (&of_rows)[2], float x_scale,
-                                         const int (&rows)[2], int first, int column) {
+    __device__ __forceinline__ void load(const EightBitOutput& of, int column) {
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) {
             const int from = column + part * WIDTH, existing = from < of.n ? from : 0;
-            columns[part].load(of, x_scale, rows, existing);
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int row = first + 8 * i;
-                const long long at = (long long)row * of.n + from;
-                auto& to = loads[part][i];
-                inside[part][i] = from < of.n && row < of.m;
-                of.epilogue.load_columns(to, existing, of.n);
-                if (inside[part][i]) of.epilogue.load_residual(to, at);
-                to.of_row = of_rows[i];
-                of.epilogue.program.template load<true>(to.of_columns, existing, WIDTH);
-                of.epilogue.program.template load<true>(to.of_elements, row, from, at, inside[part][i] ? WIDTH : 0);
-            }
+            scales[part] = load_cached<SCALES>(of.w_scale + W_SCALES * existing);
+            if constexpr (X_ZERO && !EDGES) sums[part] = load_cached<WIDTH>(of.w_sums + existing);
+            of.epilogue.load_columns(loads[part], existing, of.n);
+            of.epilogue.program.template load<true>(loads[part].of_columns, existing, WIDTH);
         }
     }
-    // Applies the epilogue to the columns of both rows, and stores the results. `sums` has a thread's sums of a group:
-    // two columns of the first row, the same columns of the second row, the next two columns of the first, and so on.
-    __device__ __forceinline__ void finish(const EightBitOutput& of, const Sum* sums, int x_zero, int first,
-                                           int column) const {
+};
+
+// What a thread reads for the elements of these columns in two rows of an atom. In `loads`, only the operands of
+// elements are used.
+struct GroupElements {
+    Pack<f32, WIDTH> sums[PARTS][2];
+    EpilogueLoads<WIDTH, false> loads[PARTS][2];
+
+    // `edges` are the rows of w_sums for the two rows. Operands of elements outside y are not read.
+    __device__ __forceinline__ void load(const EightBitOutput& of, const int (&edges)[2], int first, int column) {
 #pragma unroll
         for (int part = 0; part < PARTS; ++part)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                float acc[WIDTH];
-#pragma unroll
-                for (int j = 0; j < WIDTH; ++j) {
-                    const int own = part * WIDTH + j;
-                    acc[j] = columns[part].number(sums[own / 2 * 4 + 2 * i + own % 2], x_zero, i, j);
-                }
-                const long long at = (long long)(first + 8 * i) * of.n + column + part * WIDTH;
-                of.epilogue.finish<false>(at, loads[part][i], acc, acc, inside[part][i]);  // the second `acc` is unused
+                const int row = first + 8 * i, from = column + part * WIDTH, existing = from < of.n ? from : 0;
+                const long long at = (long long)row * of.n + from;
+                const bool inside = from < of.n && row < of.m;
+                if constexpr (EDGES) sums[part][i] = load_cached<WIDTH>(of.w_sums + size_t(edges[i]) * of.n + existing);
+                if (inside) of.epilogue.load_residual(loads[part][i], at);
+                of.epilogue.program.template load<true>(loads[part][i].of_elements, row, from, at, inside ? WIDTH : 0);
             }
     }
 };
 
-// Applies the epilogue to the 64 rows of an atom, and stores the results. `origin` is the atom's first row and column.
-// Operands are loaded one group ahead. Rows and columns outside y are computed too, from operands of other elements,
-// but are not stored. This avoids branches, so the compiler computes numbers once if they depend only on scales of the
-// program (the operators fused into the product).
-__device__ __forceinline__ void finish_atom(const Sum (&d)[COLUMNS / 2], int2 origin, const EightBitOutput& of) {
-    const int thread = threadIdx.x % 128;
-    const int first = origin.x + thread / 32 * 16 + thread % 32 / 4;
-    const float x_scale = ColumnVectors::value(of.x_scale);
-    const int x_zero = X_ZERO ? *of.x_zero : 0;
-    const int rows[2] = {EDGES ? of.edges.row(first) : 0, EDGES ? of.edges.row(first + 8) : 0};
-    Program::OfRow of_rows[2];
+// The results of a consumer's rows of a tile. Operands of columns are loaded a group ahead, and those of elements an
+// atom ahead; the first ones before the multiplication. Rows and columns outside y are computed too, from operands of
+// other elements, but are not stored. This avoids branches, so the compiler computes numbers once if they depend only
+// on scales of the program (the operators fused into the product).
+struct EightBitResults {
+    const EightBitOutput& of;
+    int left, first, column;  // columns of y from the tile's first on; the thread's first row and column
+    float x_scale;
+    int x_zero, edges[ATOMS][2];  // the zero point of x; the row of w_sums for each row of the thread
+    Program::OfRow of_rows[ATOMS][2];
+    GroupColumns columns[2];
+    GroupElements elements[2];
+
+    // `origin` is the first row and column.
+    __device__ __forceinline__ EightBitResults(const EightBitOutput& of, int2 origin) : of(of), left(of.n - origin.y) {
+        const int thread = threadIdx.x % 128;
+        first = origin.x + thread / 32 * 16 + thread % 32 / 4;
+        column = origin.y + thread % 4 * OWN_COLUMNS;
+        x_scale = ColumnVectors::value(of.x_scale);
+        x_zero = X_ZERO ? *of.x_zero : 0;
 #pragma unroll
-    for (int row = 0; row < 2; ++row) of.epilogue.program.load(of_rows[row], min(first + 8 * row, of.m - 1), true);
-    GroupOperands operands[2];
-    const int column = origin.y + thread % 4 * OWN_COLUMNS;
-    operands[0].load(of, of_rows, x_scale, rows, first, column);
+        for (int atom = 0; atom < ATOMS; ++atom)
 #pragma unroll
-    for (int group = 0; group < TILE_N / GROUP; ++group) {
-        const int next = group + 1;
-        if (origin.y + GROUP * group >= of.n) return;
-        if (next < TILE_N / GROUP) operands[next % 2].load(of, of_rows, x_scale, rows, first, column + GROUP * next);
-        operands[group % 2].finish(of, &d[2 * OWN_COLUMNS * group], x_zero, first, column + GROUP * group);
+            for (int i = 0; i < 2; ++i) {
+                const int row = first + 64 * atom + 8 * i;
+                edges[atom][i] = EDGES ? of.edges.row(row) : 0;
+                of.epilogue.program.load(of_rows[atom][i], min(row, of.m - 1), true);
+            }
+        columns[0].load(of, column);
+        elements[0].load(of, edges[0], first, column);
     }
-}
+
+    __device__ __forceinline__ void finish(const Sum (&d)[ATOMS][COLUMNS / 2]) {
+        constexpr int STEPS = TILE_N / GROUP * ATOMS;
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            const int group = step / ATOMS, atom = step % ATOMS, after = (step + 1) % ATOMS;
+            if (GROUP * group >= left) return;
+            if (atom == 0 && step + ATOMS < STEPS) columns[(group + 1) % 2].load(of, column + GROUP * (group + 1));
+            if (step + 1 < STEPS)
+                elements[(step + 1) % 2].load(of, edges[after], first + 64 * after,
+                                              column + GROUP * ((step + 1) / ATOMS));
+            finish_group(&d[atom][2 * OWN_COLUMNS * group], columns[group % 2], elements[step % 2], atom,
+                         column + GROUP * group);
+        }
+    }
+
+private:
+    // Applies the epilogue to two rows of a group, and stores the results. `sums` has a thread's sums: two columns of
+    // the first row, the same columns of the second row, the next two columns of the first, and so on.
+    __device__ __forceinline__ void finish_group(const Sum* sums, const GroupColumns& of_columns,
+                                                 const GroupElements& of_elements, int atom, int column) const {
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const Pack<f32, WIDTH>& of_weights = EDGES ? of_elements.sums[part][i] : of_columns.sums[part];
+                EpilogueLoads<WIDTH, false> loads = of_columns.loads[part];
+                loads.residual = of_elements.loads[part][i].residual;
+                loads.of_elements = of_elements.loads[part][i].of_elements;
+                loads.of_row = of_rows[atom][i];
+                float scales[SCALES], acc[WIDTH];
+                unpack(of_columns.scales[part], scales);
+#pragma unroll
+                for (int j = 0; j < WIDTH; ++j) {
+                    const int own = part * WIDTH + j;
+                    Sum sum = sums[own / 2 * 4 + 2 * i + own % 2];
+                    if constexpr (X_ZERO) sum -= x_zero * int(of_weights.words[j]);
+                    acc[j] = float(sum) * (x_scale * scales[W_SCALES ? j : 0]);
+                }
+                const int row = first + 64 * atom + 8 * i, from = column + part * WIDTH;
+                const bool inside = from < of.n && row < of.m;
+                of.epilogue.finish<false>((long long)row * of.n + from, loads, acc, acc, inside);  // GATED is 0
+            }
+    }
+};
 
 }  // namespace

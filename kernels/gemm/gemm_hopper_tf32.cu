@@ -2,7 +2,7 @@
 //
 //   y = activation(x w + bias) * column_scale + column_shift + residual
 //
-// Macros: those of gemm_hopper.cuh. TRANSPOSED and GATED are 0.
+// Macros: those of gemm_hopper.cuh. GATED is 0.
 #include "gemm_hopper_threads.cuh"
 #include "gemm_operands.cuh"
 
@@ -36,5 +36,6 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
     const Weights weights{{EACH_PRODUCT(&, w)}, {EACH_PRODUCT(, sizes.n)}};
     const ProductOutputs outputs{
         {epilogue, sizes.m, sizes.n, {PROGRAM_ARGUMENTS}}, weights, {EACH_PRODUCT(, y)}, {EACH_PRODUCT(, biases.bias)}};
-    run_tiles(MatrixOperands{x, weights, w, {}}, weights, outputs, sizes.blocks(), sizes.group_m);
+    run_tiles<TileResults<ProductOutputs>>(MatrixOperands{x, weights, w, {}}, weights, outputs, sizes.blocks(),
+                                           sizes.group_m);
 }

@@ -3,7 +3,7 @@
 //
 // gemm_hopper.cuh has the producer and the multiplication. This epilogue is for fp32: tiles of y in shared memory would
 // leave little of that memory for the ring. Four lanes store 32 bytes of a row, a whole sector of L2. For operands of 8
-// bits, gemm_hopper_eight_bits.cuh has another finish_atom, and EightBitOutput in place of FragmentOutput.
+// bits, gemm_hopper_eight_bits.cuh has EightBitResults and EightBitOutput in place of TileResults and FragmentOutput.
 //
 // Macros: those of gemm_hopper.cuh.
 #pragma once
@@ -51,11 +51,26 @@ __device__ __forceinline__ void finish_atom(const float (&d)[SUMS], int2 origin,
     }
 }
 
+// The results of a consumer's part of a tile. `origin` is the first row and column.
+template <class Output>
+struct TileResults {
+    const Output& of;
+    int2 origin;
+
+    __device__ __forceinline__ TileResults(const Output& of, int2 origin) : of(of), origin(origin) {}
+    __device__ __forceinline__ void finish(const float (&d)[ATOMS][SUMS]) {
+        constexpr int DOWN = W_IN_REGISTERS ? 0 : 64, RIGHT = 64 - DOWN;  // from an atom to the next
+#pragma unroll
+        for (int atom = 0; atom < ATOMS; ++atom)
+            finish_atom(d[atom], {origin.x + DOWN * atom, origin.y + RIGHT * atom}, of);
+    }
+};
+
 #endif
 
-// Multiplies a consumer's tiles, and stores the results by atoms of 64 rows. Output: FragmentOutput, or another class
-// for which there is an overload of finish_atom.
-template <class Output>
+// Multiplies a consumer's tiles, and stores the results. Results: TileResults, or another class whose constructor can
+// load the first operands of the epilogue before the multiplication.
+template <class Results, class Output>
 __device__ __forceinline__ void consume(u32 shared, const Barriers& barriers, const Tiles& tiles, int blocks,
                                         const Output& of) {
     const int consumer = warpgroup() - 1, steps = steps_of(blocks);
@@ -69,6 +84,7 @@ __device__ __forceinline__ void consume(u32 shared, const Barriers& barriers, co
     }
     for (; tile < tiles.count(); tile += tiles.step() * (PINGPONG ? CONSUMERS : 1)) {
         const int2 origin = tiles.origin(tile);
+        Results results(of, {origin.x + (W_IN_REGISTERS ? 0 : before), origin.y + (W_IN_REGISTERS ? before : 0)});
         Sum d[ATOMS][SUMS];
         const bool pass_on = tile + tiles.step() < tiles.count();
         if constexpr (IN_STAGES<X>) multiply_in_stages(d, ring, barriers, shared, before, blocks, consumer, pass_on);
@@ -76,16 +92,12 @@ __device__ __forceinline__ void consume(u32 shared, const Barriers& barriers, co
             multiply_along_n(d, ring, barriers, shared, before, steps, consumer, pass_on);
         else multiply(d, ring, barriers, shared, before, blocks, consumer, pass_on);
         if (PINGPONG) ring.skip(steps);
-#pragma unroll
-        for (int atom = 0; atom < ATOMS; ++atom) {
-            const int at = before + 64 * atom;
-            finish_atom(d[atom], {origin.x + (W_IN_REGISTERS ? 0 : at), origin.y + (W_IN_REGISTERS ? at : 0)}, of);
-        }
+        results.finish(d);
     }
 }
 
 // The body of the kernel, which all threads run: y = epilogue(x w) over `blocks` blocks of k.
-template <class Operands, class Output>
+template <class Results, class Operands, class Output>
 __device__ __forceinline__ void run_tiles(Operands operands, const Weights& weights, const Output& output, int blocks,
                                           int group_m) {
     extern __shared__ __align__(1024) char memory[];
@@ -106,7 +118,7 @@ __device__ __forceinline__ void run_tiles(Operands operands, const Weights& weig
     } else {
         hopper::take_registers<CONSUMER_REGISTERS>();
         wait_for_predecessor();
-        consume(shared, barriers, tiles, blocks, output);
+        consume<Results>(shared, barriers, tiles, blocks, output);
     }
 }
 

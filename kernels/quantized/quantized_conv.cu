@@ -17,7 +17,8 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
                    EightBitOperands integers, PixelSizes sizes, Position x_sizes PROGRAM_PARAMETERS) {
     const Weights weights{{&w}, {sizes.filters}};
     const Edges edges{x_sizes, {sizes.d, sizes.h, sizes.w}};
-    run_tiles(PixelOperands{x, w, sizes}, weights,
-              EightBitOutput{integers, {epilogue, {PROGRAM_ARGUMENTS}}, sizes.pixels, sizes.filters, edges}, ALL_BLOCKS,
-              sizes.group_m);
+    run_tiles<EightBitResults>(
+        PixelOperands{x, w, sizes}, weights,
+        EightBitOutput{integers, {epilogue, {PROGRAM_ARGUMENTS}}, sizes.pixels, sizes.filters, edges}, ALL_BLOCKS,
+        sizes.group_m);
 }

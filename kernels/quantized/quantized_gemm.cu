@@ -14,7 +14,7 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
     quantized_gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, EpilogueOperands epilogue,
                    EightBitOperands integers, ProductSizes sizes PROGRAM_PARAMETERS) {
     const Weights weights{{&w}, {sizes.n}};
-    run_tiles(MatrixOperands{x, weights, w, {}}, weights,
-              EightBitOutput{integers, {epilogue, {PROGRAM_ARGUMENTS}}, sizes.m, sizes.n}, sizes.blocks(),
-              sizes.group_m);
+    run_tiles<EightBitResults>(MatrixOperands{x, weights, w, {}}, weights,
+                               EightBitOutput{integers, {epilogue, {PROGRAM_ARGUMENTS}}, sizes.m, sizes.n},
+                               sizes.blocks(), sizes.group_m);
 }
