@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from onnxfuse.ir.node import Node, Tensor, consumers, is_constant, op_of
+from onnxfuse.ir.node import Node, Tensor, consumers, is_constant, op_of, producer, tensor_before
 from onnxfuse.passes.folded import node_label
 from onnxfuse.regions.cluster import Clusters
 from onnxfuse.regions.normal_form import normal_form
@@ -15,11 +15,11 @@ def dequantize_at_readers(clusters: Clusters) -> None:
 
     Only nodes of one level can form a region (see order.py).  If its readers have several levels, each further level
     gets a copy of the DequantizeLinear; the original stays at its level if an operator there, or one that cannot be in
-    a region, reads it.
+    a region, reads it.  Casts of its result move with it.
     """
     graph, level, forms = clusters.graph, clusters.level, clusters.forms
-    for node in list(graph.nodes):
-        if node not in forms or op_of(node) != "DequantizeLinear" or is_constant(node.inputs[0]):
+    for node in reversed(list(graph.nodes)):  # Casts are moved before what they read
+        if node not in forms or not _dequantizes(node):
             continue
         (result,), readers = node.outputs, defaultdict[int, list[Node]](list)
         for reader in consumers(result):
@@ -34,8 +34,16 @@ def dequantize_at_readers(clusters: Clusters) -> None:
         graph.sort()
 
 
+def _dequantizes(node: Node) -> bool:
+    """Return whether a node is a DequantizeLinear of a tensor that is computed, or a Cast of its result."""
+    if op_of(node) == "Cast":
+        source = producer(tensor_before(node.inputs[0], {"Cast"}))
+        return source is not None and _dequantizes(source)
+    return op_of(node) == "DequantizeLinear" and not is_constant(node.inputs[0])
+
+
 def _copy(clusters: Clusters, node: Node, result: Tensor, readers: list[Node]) -> Node:
-    """Return a copy of a DequantizeLinear whose result `readers` now read in place of the original's `result`."""
+    """Return a copy of a node whose result `readers` now read in place of the original's `result`."""
     graph, shapes = clusters.graph, clusters.shapes
     copied = graph.variable(result.name)
     shapes.record(copied, shapes.shape(result), shapes.dtype(result))

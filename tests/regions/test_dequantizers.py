@@ -28,3 +28,14 @@ def test_readers_at_several_levels_dequantize_for_themselves() -> None:
     assert "DequantizeLinear" not in operators, operators
     values = np.random.default_rng(3).standard_normal((3, 8)).astype(np.float32)
     assert assert_programs_agree(fused, {"x": values}) >= 1
+
+
+def test_casts_of_numbers_are_computed_by_their_readers() -> None:
+    text = MODEL.replace("Add (scaled, numbers)", "Add (scaled, wide)").replace(
+        "  product =", "  half = Cast <to = 10> (numbers)\n  wide = Cast <to = 1> (half)\n  product ="
+    )
+    fused, report = optimized(with_weights(onnx.parser.parse_model(text)))
+    assert not report.left_out, report.left_out
+    assert not {"half", "wide"} & {name for node in fused.graph.node for name in node.output}
+    values = np.random.default_rng(3).standard_normal((3, 8)).astype(np.float32)
+    assert assert_programs_agree(fused, {"x": values}) >= 1
