@@ -315,7 +315,7 @@ def integers() -> str:
     lines = [
         [_layer(row["shape"])[0], f"**{three_digits(row['best'])}**",
          *(_time(row, each) for each in ("us", "zeros", "best_float16"))]
-        for row in rows("eight_bits-h200")
+        for row in (*rows("eight_bits_products-h200"), *rows("eight_bits-h200"))
     ]  # fmt: skip
     head = ["microseconds", "integers, tuned", "their first plan", "with a zero point", "float16, tuned"]
     return grid(head, lines)
@@ -338,7 +338,7 @@ def float8() -> str:
         [_layer(row["shape"])[0], f"**{three_digits(row['best_float8'])}**",
          *(_time(row, name) for name in ("float8", "best", "best_float16")),
          f"{2e-6 * _layer(row['shape'])[1] / row['best_float8']:.0f}"]
-        for row in rows("float8-h200")
+        for row in (*rows("float8-h200"), *rows("eight_bits-h200"))
     ]  # fmt: skip
     head = ["microseconds, M x N x K", "float8, tuned", "its first plan", "integers, tuned", "float16, tuned",
             "TFLOP/s of float8"]  # fmt: skip
