@@ -2,7 +2,7 @@
 //
 //   y = activation(x w + bias) * column_scale + column_shift + residual
 //
-// Macros: those of gemm_hopper.cuh. GATED is 0.
+// Macros: those of gemm_hopper.cuh. TRANSPOSED and GATED are 0.
 #include "gemm_hopper_threads.cuh"
 #include "gemm_operands.cuh"
 
