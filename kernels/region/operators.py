@@ -135,8 +135,9 @@ def expression(
         zero = given[2] if step is None else 0
         return f"integer_in<{NUMBER[target]}>({step or _step(operation, given, target, nearest)}, {zero})"
     if name == "DequantizeLinear":
-        number = f"float8_number({given[0]})" if of in LARGEST_FLOAT8 else f"converted({given[0]} - {given[2]})"
-        return f"product({number}, {given[1]})"
+        if of in LARGEST_FLOAT8:  # a scale that is flushed to 0 would make NaN of an infinite number
+            return f"full_product(float8_number({given[0]}), {given[1]})"
+        return f"product(converted({given[0]} - {given[2]}), {given[1]})"
     if name == "BitShift":
         return f"shifted_{operation.attributes['direction'].lower()}({given[0]}, {given[1]})"
     if name in ("Pow", "Mod"):
