@@ -450,9 +450,9 @@ __device__ __forceinline__ float approximate_inverse(float x) {
 #endif
 }
 
-// The same for a / scale. If CORRECT, the quotient is rounded correctly: an approximate reciprocal, which is computed
-// once for a scale, and a step of Newton's method leaves an error of 2^-45 before the last rounding. Otherwise the
-// quotient is within 2 units in the last place. If a scale is near an end of float's range, a and scale are first
+// The same for a / scale. If CORRECT, the quotient is rounded correctly: the reciprocal, which is computed once for a
+// scale, takes a step of Newton's method, and the quotient another. If the reciprocal kept its error of 1 unit in the
+// last place, some quotients just beside a tie would be rounded to it. Otherwise the quotient is within 2 units. If a scale is near an end of float's range, a and scale are first
 // multiplied by a power of two. Quotients by a scale of 0 or infinity are products with its reciprocal: 0 / 0 is NaN.
 template <class T, bool CORRECT>
 __device__ __forceinline__ float step_of(float a, float scale, int zero) {
@@ -466,8 +466,9 @@ __device__ __forceinline__ float step_of(float a, float scale, int zero) {
     const int lowest_quotient = lowest<T>() - zero;
     const float low = (float(lowest_quotient) - 0.25f) * b, high = (float(lowest_quotient + STEPS_OF<T>) + 0.25f) * b;
     a = fminf(fmaxf(factor == 1.0f ? a : full_product(a, factor), low), high);
-    const float inverse = approximate_inverse(b);
+    float inverse = approximate_inverse(b);
     if constexpr (!CORRECT) return fmaf(a, inverse, ROUNDER);
+    inverse = fmaf(fmaf(-inverse, b, 1.0f), inverse, inverse);
     const float y = a * inverse;
     return fmaf(fmaf(-y, b, a), inverse, y) + ROUNDER;
 }

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+import region_emulation
 from architectures import H200
 from onnx import TensorProto, helper, numpy_helper
 from region_drafts import NUMPY, RegionProgram
@@ -25,6 +26,7 @@ from region_models import drafted, regions, run
 from onnxfuse import optimize
 from onnxfuse.ir.dtypes import DTYPE_NUMBERS, LARGEST_FLOAT8, Array
 from onnxfuse.runtime.plan import Device
+from onnxfuse.testing.emulated_launches import as_c_plus_plus
 
 # Ties, numbers beside what 8 bits hold, and numbers that no integer is near.
 SPECIAL = [np.nan, np.inf, -np.inf, -0.0, 3e38, -3e38, 1e-40, 126.5, 127.5, 128.5, -127.5, -128.5, -129, 254.5, 255.5]
@@ -198,6 +200,30 @@ def test_numbers_are_rounded_to_steps_without_integers(integer: str, tmp_path: P
             np.testing.assert_array_equal(one, other, err_msg=str(program.node()))
         (step,) = plan_of(program, H200).steps
         assert ("integer_in<" in step.kernel.text) == (len(program.outputs) == 2)
+
+
+@pytest.mark.parametrize("direction", ["0.0f", "9.0f"])
+def test_quotients_are_exact_if_reciprocals_are_a_unit_off(
+    direction: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's reciprocals may be a unit in the last place off, which matters for numbers just beside ties."""
+    off = f"return std::nextafterf(1.0f / x, {direction});"
+    monkeypatch.setattr(
+        region_emulation, "as_c_plus_plus", lambda text: as_c_plus_plus(text).replace("return 1.0f / x;", off)
+    )
+    programs = []
+    for scale in np.array([1.0312499, 1.0390624, 1.0468751, 1.0546876, 0.1], np.float32):
+        program, ties = RegionProgram(), (np.arange(256) + 0.5) * scale
+        beside = np.concatenate([ties * (1 + sign * 2.0**-24) for sign in (-1, 0, 1)]).astype(np.float32)
+        x = program.operand(np.concatenate([np.nextafter(beside, np.float32(end)) for end in (0, 999)]))
+        how = (
+            program.op("Constant", dtype="float32", value=float(scale)),
+            program.op("Constant", dtype="uint8", value=0),
+        )
+        program.outputs = [program.op("QuantizeLinear", x, *how, dtype="uint8", precision="float32")]
+        programs.append(program)
+    for program, (own,) in zip(programs, results(programs, H200, tmp_path), strict=True):
+        np.testing.assert_array_equal(own, program.expected()[0], err_msg=str(program.node()))
 
 
 @pytest.mark.parametrize(("integer", "zero"), [("int8", -128), ("uint8", 0), ("uint8", 3), ("int8", 0)])
