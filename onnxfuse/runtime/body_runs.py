@@ -219,7 +219,12 @@ def _opened(request: BodyRequest, place: Place) -> BodySession:
     for model in others:
         with suppress(Exception):  # onnxruntime has several classes of errors, without a common one
             return BodySession(plain_session(model, options, [provider]), stream)
-    return BodySession(plain_session(last, options, [provider]), stream)
+    try:
+        return BodySession(plain_session(last, options, [provider]), stream)
+    except BaseException:
+        if stream is not None:
+            stream.close()
+        raise
 
 
 def _onnxruntime() -> Any:

@@ -18,6 +18,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from onnx import helper
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
 
@@ -659,6 +660,20 @@ def test_runs_of_bodies_are_waited_for_until_a_graph_holds_one(monkeypatch: pyte
     assert stream.in_place_of.call_count == 3
     body.close()
     stream.close.assert_not_called()
+
+
+def test_a_body_that_cannot_be_opened_leaves_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each later run of the node tries again, and would leave another one."""
+    node = helper.make_node("shift", [], [], domain="onnxfuse", output_types=[1])
+    body, streams = body_runs.Body(node.SerializeToString(), (), (("onnxfuse", 1),), 8), MagicMock()
+    monkeypatch.setattr(body_runs, "_bodies", {("shift", "GPU", 0): [body, body]})
+    monkeypatch.setattr(body_runs, "SideStream", streams)
+    monkeypatch.setattr(
+        "onnxfuse.runtime.plain_session.plain_session", MagicMock(side_effect=RuntimeError("no memory"))
+    )
+    with pytest.raises(RuntimeError, match="no memory"):
+        body_runs._opened(MagicMock(provider="CUDAExecutionProvider", inputs=[], device=0), ("shift", "GPU", 0))
+    streams().close.assert_called_once()
 
 
 def test_a_body_that_fails_keeps_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
