@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from onnxfuse.kernels.tensors import ABSENT, STORAGE, Defines, operand_pointer, required_spec, shaped_pointer
+from onnxfuse.kernels.tensors import (
+    ABSENT,
+    STORAGE,
+    Defines,
+    operand_pointer,
+    operand_spec,
+    required_spec,
+    shaped_pointer,
+)
 from onnxfuse.runtime.plan import FusedNode, Pointer, Struct, TensorSpec, Value
 from onnxfuse.runtime.symint import expect_equal
 
@@ -130,6 +138,8 @@ def problem_of(node: FusedNode, inputs: Sequence[TensorSpec]) -> LinearAttention
     _require_rows(node, inputs, "value", (batch, length, value_width))
     state = (batch, state_heads, size, value_size)
     shaped_pointer(node, inputs, "past_state", state)
+    past = operand_spec(node, inputs, "past_state")
+    state_dtype = past.dtype if past else (*node.output_dtypes, "float32")[1]
     decay = beta = 0
     if rule in DECAYED:
         decay = 1 if node.integer("decays") == state_heads else 2
@@ -139,6 +149,6 @@ def problem_of(node: FusedNode, inputs: Sequence[TensorSpec]) -> LinearAttention
         _require_rows(node, inputs, "beta", (batch, length, state_heads if beta == 1 else 1))
     return LinearAttention(
         batch, length, q_heads, node.integer("key_width") // size, state_heads, size, value_size, query.dtype,
-        (*node.output_dtypes, "float32")[1], decay, beta, node.number("scale", 0.0) or 1 / math.sqrt(size),
+        state_dtype, decay, beta, node.number("scale", 0.0) or 1 / math.sqrt(size),
         all(spec.aligned for spec in inputs), node,
     )  # fmt: skip

@@ -152,6 +152,7 @@ TOKENS = {
     "very_wide": Case(2, size=600, value_size=5, heads=1, state_heads=1),
     "misaligned": Case(4, aligned=False, dtype="float16"),
     "underflow": Case(40, lowest=3000.0),
+    "past_without_present": Case(4, dtype="float16", present=False),
     "chunks_of_a_model": Case(9, rule="gated", heads=1, state_heads=4, past=False, present=False, by_head=True),
 }
 
@@ -167,6 +168,7 @@ CHUNKS = {
     "fewer_queries": Case(70, heads=1, state_heads=3, batch=2),
     "fewer_keys": Case(65, heads=4, state_heads=4, k_heads=2, value_size=64),
     "underflow": Case(140, lowest=3000.0),
+    "past_without_present": Case(70, present=False),
     "chunks_of_a_model": Case(70, rule="gated", heads=1, state_heads=4, past=False, present=False, by_head=True),
     "strong_decays": Case(140, lowest=60.0),
     "large": Case(100, size=128, value_size=128, heads=1, state_heads=1, state_dtype="float32"),
@@ -178,6 +180,7 @@ PARTS = {
     "parts_of_rows": Case(145, rule="gated", row_decays=True, size=24, value_size=20, heads=1, lowest=3.0),
     "parts_without_decays": Case(200, rule="linear", size=32, past=False),
     "parts_of_a_model": Case(600, rule="gated", heads=1, state_heads=4, past=False, present=False, by_head=True),
+    "past_without_present": Case(600, rule="linear", dtype="float16", present=False),
     "strong_decays": Case(140, rule="gated", lowest=3000.0, size=32, value_size=8, heads=4),
 }
 
