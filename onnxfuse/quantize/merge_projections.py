@@ -17,7 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnxfuse.algebra.operators import REARRANGING
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.graph import take_name
-from onnxfuse.ir.protos import nodes, operator_name, overridable_initializers
+from onnxfuse.ir.protos import defined_names, graphs, nodes, operator_name, overridable_initializers
 
 Reader: TypeAlias = Callable[[onnx.NodeProto], onnx.NodeProto | None]  # the only node that reads a node's result
 
@@ -92,7 +92,7 @@ def _projection(node: onnx.NodeProto, constants: Mapping[str, TensorProto], read
 
 
 def _merge(graph: onnx.GraphProto, x: str, found: Sequence[Projection]) -> None:
-    names = {name for node in nodes(graph) for name in node.output} | {each.name for each in graph.initializer}
+    names = set[str]().union(*map(defined_names, graphs(graph)))
     ends = [each.chain[-1].output[0] for each in found]
 
     def constant(kind: str, values: Array) -> str:

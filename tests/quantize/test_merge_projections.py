@@ -12,6 +12,7 @@ from onnx import numpy_helper
 from test_quantize_static import error, samples
 
 import onnxfuse
+from onnxfuse.quantize.merge_projections import merge_projections
 
 SIZES = {"wq": (16, 16), "wk": (16, 16), "wv": (16, 32), "bq": (16,), "bv": (32,), "wo": (32, 16)}
 TEXT = """(float[batch,6,16] x) => (float[batch,6,16] y)
@@ -74,3 +75,10 @@ def test_a_product_with_another_reader_stays_apart() -> None:
     text = TEXT.replace("y = MatMul (r, wo)", "o = MatMul (r, wo)\n  y = Add (o, k1)")
     _, report = onnxfuse.optimize(model(text), dtype="int8", calibrate={"x": samples((3, 6, 16))})
     assert report.weights is not None and report.weights.nodes == 3  # one for queries and values, keys, and the last
+
+
+def test_new_names_differ_from_those_of_inputs() -> None:
+    made = model(TEXT.replace(" x)", " q2_weights)").replace("(x,", "(q2_weights,"))
+    merge_projections(made)
+    assert not {each.name for each in made.graph.input} & {each.name for each in made.graph.initializer}
+    onnx.checker.check_model(made, full_check=True)
