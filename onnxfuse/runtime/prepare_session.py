@@ -33,6 +33,7 @@ class Preparation:
     made: list[tuple[Situation, PreparedTemplate | GivenTemplate]] = field(default_factory=list)
     suffices: threading.Event = field(default_factory=threading.Event)  # the session need not wait for more templates
     ends: threading.Event = field(default_factory=threading.Event)  # all templates are made
+    is_left: threading.Event = field(default_factory=threading.Event)  # the session is made, or cannot be made
     equipped: threading.Event = field(default_factory=threading.Event)  # the nodes have all templates
 
     @property
@@ -43,9 +44,11 @@ class Preparation:
     def equip(self) -> None:
         """Give the nodes the templates that are made by now."""
         has_all = self.ends.is_set()
-        planner.equip(list(self.made))
-        if has_all:
-            self.end()
+        try:
+            planner.equip(list(self.made))
+        finally:
+            if has_all:
+                self.end()
 
     def end(self) -> None:
         """Let requests of nodes wait for this preparation no more."""
@@ -54,14 +57,13 @@ class Preparation:
 
     def compile_others(self, session: object | None = None) -> None:
         """Compile the other kernels in the background, until they are compiled or the session is gone."""
-        if self.ends.is_set():
+        if self.equipped.is_set():
             compile_in_background(self.templates, session)
             return
         owner = weakref.ref(session) if session is not None else None
 
         def go_on() -> None:
-            self.ends.wait()
-            self.equip()
+            self.equipped.wait()
             if owner is None or owner() is not None:
                 compile_in_background(self.templates, owner and owner())
 
@@ -82,7 +84,7 @@ def preparation(
     """
     prepared = Preparation()
     if isinstance(target, NoTarget) or not calls:
-        prepared.ends.set()
+        prepared.equipped.set()
         yield prepared
         return
     planner.preparations.add(prepared.equipped)
@@ -96,6 +98,8 @@ def preparation(
     except BaseException:
         prepared.end()
         raise
+    finally:
+        prepared.is_left.set()
 
 
 def _prepare(calls: Sequence[Call], target: Target, choice: PlanChoice, wait: bool, prepared: Preparation) -> None:
@@ -128,6 +132,9 @@ def _prepare(calls: Sequence[Call], target: Target, choice: PlanChoice, wait: bo
     finally:
         prepared.ends.set()
         prepared.suffices.set()
+        prepared.is_left.wait()
+        if not prepared.equipped.is_set():  # the session did not wait for all templates
+            prepared.equip()
 
 
 def _templates(

@@ -24,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
 
 from stand_in import CPU, Stage, feed, load, model, node, session, stage
 
-from onnxfuse.errors import KernelError, UsageError
+import onnxfuse.session
+from onnxfuse.errors import KernelError, ModelError, UsageError
 from onnxfuse.runtime import background_compile, body_runs, late_work, prepare_session
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime.backends import BACKENDS
@@ -440,6 +441,28 @@ def test_a_session_waits_for_no_plans_if_kernels_must_be_compiled(
     np.testing.assert_array_equal(run.run(None, given)[0], 2 * (given["x"] + given["b"]))
     assert gpu.launches() == before + (1 if fails else 2) and not planner.preparations
     assert fails == ("its body runs" in caplog.text)
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_a_preparation_ends_though_its_session_is_refused(
+    gpu: Stage, compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Answers wait for preparations: one that never ends would leave all nodes on their bodies, and hang the exit."""
+    compiler.goes_on.set()
+    goes_on, scale, path = threading.Event(), gpu.kernels("scale"), tmp_path / "m.onnx"
+    own = scale.candidates
+    monkeypatch.setattr(scale, "candidates", lambda *given: (goes_on.wait(10), own(*given))[1])
+    path.write_bytes(model(TWO))
+    stamps = itertools.count()
+    monkeypatch.setattr(onnxfuse.session, "stamp_of", lambda _: next(stamps))
+    with pytest.raises(ModelError, match="was written to"):
+        InferenceSession(path, providers=[CPU])
+    assert len(planner.preparations) == 1
+    goes_on.set()
+    for thread in threading.enumerate():
+        if thread.name == "onnxfuse preparation":
+            thread.join(10)
+    assert not planner.preparations
 
 
 @pytest.mark.usefixtures("no_wait")
