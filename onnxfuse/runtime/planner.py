@@ -67,6 +67,7 @@ class _SessionNode:
     counts_runs: bool  # whether the node's runs are counted, so that its plans are measured between runs
     may_change: bool  # whether later runs may use other plans, because no CUDA graph holds the present ones
     templates: list[PreparedTemplate | GivenTemplate] = field(default_factory=list)
+    is_equipped: bool = False  # whether it got a template that it had not requested
 
 
 class Planner:
@@ -100,13 +101,14 @@ class Planner:
             return self._template_bytes(request, situation)
         if request.wait:
             return self._template_or_body(request, situation)
-        is_known = bool(node.templates)
+        was_equipped = node.is_equipped
 
         def answer() -> bytes | None:
             for each in list(self.preparations):
                 each.wait()
-            is_equipped = bool(node.templates) and not is_known
-            return None if is_equipped else self._template_or_body(request, situation)
+            if node.is_equipped and not was_equipped:
+                return None  # the next run finds that template, or requests another one
+            return self._template_or_body(request, situation)
 
         return late_work.soon(answer, partial(self._give, request.kernel))
 
@@ -262,12 +264,15 @@ class Planner:
             is_empty = isinstance(template, PreparedTemplate) and not template.template.variants
             if template is None or is_empty or request.measure:
                 continue
+            node = self._node(request)
             try:
                 with self._sending:
                     data = template.data() if isinstance(template, GivenTemplate) else template.data_so_far()
+                    node.is_equipped = True  # first, so that a request after the template came does not expect another
                     native.give_template(request.kernel, data)
-                    self._node(request).templates.append(template)
+                    node.templates.append(template)
             except Exception as error:  # a plan cannot be written or read
+                node.is_equipped = False
                 log.info("node '%s' asks for its plans when it first runs: %s", request.node, error)
 
     def _node(self, request: native.Request) -> _SessionNode:

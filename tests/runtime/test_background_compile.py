@@ -466,6 +466,27 @@ def test_a_preparation_ends_though_its_session_is_refused(
 
 
 @pytest.mark.usefixtures("no_wait")
+def test_a_request_is_answered_though_the_kernel_of_another_fails(
+    gpu: Stage, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A template of other inputs is no answer, and the node would stay on its body for ever."""
+    run, goes_on, before = session(of_unknown_rank()), threading.Event(), gpu.launches()
+    monkeypatch.setattr(late_work, "MAX_THREADS", 1)
+    compiler.error = KernelError("too many rows")
+    compiler.goes_on.set()
+    with planner._lock:  # which the answers need
+        late_work.start(lambda: bool(goes_on.wait(10)), "busy")
+        check(run, MANY)
+        check(run, 8)
+    goes_on.set()
+    late_work.wait()
+    check(run, 8)
+    late_work.wait()
+    check(run, 8)
+    assert gpu.launches() > before
+
+
+@pytest.mark.usefixtures("no_wait")
 def test_sessions_without_bodies_wait(gpu: Stage, compiler: Compiler) -> None:
     proto = onnx.load_from_string(model(ROWS))
     del proto.functions[:]
