@@ -259,14 +259,19 @@ class Planner:
         for other inputs or cannot be read, the node requests one as if it had none.
         """
         by_node = {_place(each): template for each, template in known}
+        found = list[tuple[native.Request, PreparedTemplate | GivenTemplate, _SessionNode]]()
         for request in native.new_nodes() if by_node else ():
             template = by_node.get(_place(_situation(request)))
             is_empty = isinstance(template, PreparedTemplate) and not template.template.variants
-            if template is None or is_empty or request.measure:
-                continue
-            node = self._node(request)
+            if template is not None and not is_empty and not request.measure:
+                found.append((request, template, self._node(request)))
+        alive = {each.kernel for each in native.new_nodes()} if found else set()
+        for request, template, node in found:
             try:
                 with self._sending:
+                    if request.kernel not in alive and not node.templates:  # it was forgotten before it was added
+                        self._nodes.pop(request.kernel, None)
+                        continue
                     data = template.data() if isinstance(template, GivenTemplate) else template.data_so_far()
                     node.is_equipped = True  # first, so that a request after the template came does not expect another
                     native.give_template(request.kernel, data)

@@ -22,7 +22,7 @@ from onnx import helper
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
 
-from stand_in import CPU, Stage, feed, load, model, node, session, stage
+from stand_in import CPU, DEVICE, Stage, feed, load, model, node, session, stage
 
 import onnxfuse.session
 from onnxfuse.errors import KernelError, ModelError, UsageError
@@ -35,6 +35,7 @@ from onnxfuse.runtime.loaded_templates import PreparedTemplate
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Plan, TensorSpec
 from onnxfuse.runtime.planner import planner
 from onnxfuse.runtime.template import Template
+from onnxfuse.runtime.template_key import Situation
 from onnxfuse.session import InferenceSession, explain_session, register
 
 ROWS = f"g (float[n, 3] x, float[3] b) => (float[n, 3] y) {{ {node('shift', 'x, b', 'y', operands='x bias')} }}"
@@ -484,6 +485,26 @@ def test_a_request_is_answered_though_the_kernel_of_another_fails(
     late_work.wait()
     check(run, 8)
     assert gpu.launches() > before
+
+
+def test_no_node_stays_known_whose_session_ends_while_it_gets_its_template(
+    gpu: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs, own = [session(of_unknown_rank())], native.new_nodes
+    (request,) = own()
+    node = FusedNode.read(request.node, request.attributes)
+    situation = Situation(node, DEVICE, request.provider, request.verdicts)
+    template = planner.prepare(situation, [TensorSpec((8, 3), "float32"), TensorSpec((3,), "float32")])
+
+    def new_nodes() -> list[native.Request]:
+        found = own()
+        runs.clear()
+        gc.collect()
+        return found
+
+    monkeypatch.setattr(native, "new_nodes", new_nodes)
+    planner.equip([(situation, template)])
+    assert not runs and not planner._nodes
 
 
 @pytest.mark.usefixtures("no_wait")
