@@ -81,13 +81,15 @@ class Program:
     def inexact_after(self, *results: str) -> frozenset[str]:
         """Return the values whose last bits are arbitrary: `results`, sums of floats, and values that depend on these.
 
-        Kernels add the terms of a sum in any order.  Values that depend on such values only through a QuantizeLinear
-        are not included.
+        Kernels add the terms of a sum in any order.  Values that depend on such values only through steps, such as a
+        QuantizeLinear, a comparison or a Cast to integers, are not included.
         """
         found = set(results)
         for each in self.operations:
-            is_sum = each.name in REDUCTIONS - EXACT and self.dtypes[each.outputs[0]] in FLOATS
-            if each.name != "QuantizeLinear" and (is_sum or found & set(each.inputs)):
+            is_step = each.name in DISCONTINUOUS and each.name != "Mod"  # whose results have the last bits, too
+            if is_step or self.dtypes[each.outputs[0]] not in FLOATS:
+                continue
+            if each.name in REDUCTIONS - EXACT or found & set(each.inputs):
                 found |= set(each.outputs)
         return frozenset(found)
 

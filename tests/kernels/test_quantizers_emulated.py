@@ -226,6 +226,25 @@ def test_quotients_are_exact_if_reciprocals_are_a_unit_off(
         np.testing.assert_array_equal(own, program.expected()[0], err_msg=str(program.node()))
 
 
+@pytest.mark.parametrize("step", ["Greater", "Floor", "Cast"])
+def test_sums_that_only_select_numbers_leave_these_exact(step: str, tmp_path: Path) -> None:
+    """The last bits of a sum are arbitrary, but not those of numbers that it selects, such as ties."""
+    program = RegionProgram()
+    x = program.operand(np.resize(np.arange(-300, 300) / 2, (4, 150)).astype(np.float32))
+    total = program.op("ReduceSum", x, axes=[1], keepdims=1)
+    if step == "Greater":
+        negative = program.op("Neg", x)
+        chosen = program.op("Where", program.op(step, total, total), negative, x, dtype="float32")
+    else:
+        whole = program.op(step, total, dtype="int64" if step == "Cast" else "")
+        whole = program.op("Cast", whole, dtype="float32") if step == "Cast" else whole
+        chosen = program.op("Add", x, program.op("Sub", whole, whole))
+    how = program.op("Constant", dtype="float32", value=1.0), program.op("Constant", dtype="uint8", value=100)
+    program.outputs = [program.op("QuantizeLinear", chosen, *how, dtype="uint8", precision="float32")]
+    (own,), *_ = results([program], H200, tmp_path)
+    np.testing.assert_array_equal(own, program.expected()[0])
+
+
 @pytest.mark.parametrize(("integer", "zero"), [("int8", -128), ("uint8", 0), ("uint8", 3), ("int8", 0)])
 def test_a_relu_is_left_out_if_the_lowest_integer_is_zero(integer: str, zero: int, tmp_path: Path) -> None:
     programs = []
