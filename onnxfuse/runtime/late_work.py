@@ -123,8 +123,8 @@ def exits() -> bool:
 
 def wait() -> None:
     """Wait until all threads of this module have ended, and those that they start."""
-    while _working:
-        for thread in list(_working):
+    while started := [each for each in list(_working) if each.is_alive()]:  # `join` refuses one that starts just now
+        for thread in started:
             thread.join()
 
 

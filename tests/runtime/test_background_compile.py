@@ -669,6 +669,20 @@ def test_a_process_with_too_many_threads_runs_bodies(
     assert gpu.launches() == before + 1
 
 
+def test_python_exits_while_a_thread_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        late_work.wait()
+        own(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    done = threading.Event()
+    late_work.start(done.set, "late")
+    late_work.wait()
+    assert done.is_set() and not late_work._working
+
+
 def test_runs_get_python_soon_from_threads_that_make_plans() -> None:
     """Each body of a first run calls Python, and would wait 5 ms for a thread that does not release it."""
     goes_on, before = threading.Event(), sys.getswitchinterval()
