@@ -143,7 +143,7 @@ def optimize(
     _check_reference(reference, dtype or weights, extent)
     timer = StageTimer(progress)
     # Without verification, only a conversion to half precision runs models.
-    with own_process(timeout, at_once=extent is not None):
+    with own_process(timeout, at_once=extent is not None, shared=True):
         with timer.stage("load"):
             original, folder = load(model)
         wanted = model_inputs(with_known_ranks(original, shapes, inputs)) if shapes else []

@@ -19,7 +19,8 @@ def dequantize_at_readers(clusters: Clusters) -> None:
     """
     graph, level, forms = clusters.graph, clusters.level, clusters.forms
     for node in reversed(list(graph.nodes)):  # Casts are moved before what they read
-        if node not in forms or not _dequantizes(node):
+        op = op_of(node)
+        if node not in forms or (op != "DequantizeLinear" and op != "Cast") or not _dequantizes(node):
             continue
         (result,), readers = node.outputs, defaultdict[int, list[Node]](list)
         for reader in consumers(result):

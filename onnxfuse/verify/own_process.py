@@ -216,14 +216,14 @@ def current_worker() -> Worker | None:
 
 
 @contextmanager
-def own_process(timeout: float | None, *, at_once: bool = True) -> Iterator[None]:
+def own_process(timeout: float | None, *, at_once: bool = True, shared: bool = False) -> Iterator[None]:
     """Run models in a worker process while the block runs; opening or running a model takes at most `timeout` seconds.
 
     If `timeout` is None, models run in this process, without a limit.  The worker starts now if `at_once`, else when
-    the first model is opened.  A block within another one that has the same limit takes the worker of that block.
+    the first model is opened.  If `shared`, a block within another one that has the same limit takes its worker.
     """
     outer = _worker.get()
-    if timeout is None or not enabled or (outer and outer.timeout == timeout):
+    if timeout is None or not enabled or (shared and outer and outer.timeout == timeout):
         yield
         return
     worker = Worker(timeout)

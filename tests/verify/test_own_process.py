@@ -172,14 +172,15 @@ def test_optimize_starts_one_process_for_all_models(monkeypatch: pytest.MonkeyPa
     assert len(workers) == 1
 
 
-def test_a_block_within_another_takes_its_process() -> None:
+def test_a_block_within_another_takes_its_process_if_shared() -> None:
     """So the command starts the process before it imports the optimizer; another limit needs a process of its own."""
     with own_process.own_process(LIMIT, at_once=False):
         outer = current_worker()
-        with own_process.own_process(LIMIT):
+        with own_process.own_process(LIMIT, shared=True):
             assert current_worker() is outer is not None
-        with own_process.own_process(2 * LIMIT, at_once=False):
-            assert current_worker() not in (outer, None)
+        for limit, shared in ((2 * LIMIT, True), (LIMIT, False)):
+            with own_process.own_process(limit, at_once=False, shared=shared):
+                assert current_worker() not in (outer, None)
         assert current_worker() is outer
 
 
