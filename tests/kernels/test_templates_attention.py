@@ -18,7 +18,7 @@ from onnxfuse.runtime.template import Template, candidates_at, size_count, with_
 
 GPUS = pytest.mark.parametrize("device", [H200, A100, T4], ids=lambda device: f"sm_{device.arch}")
 MAX_KERNELS = 11
-MAX_CALLS = 475_000  # of functions, to make a template
+MAX_CALLS = 550_000  # of functions, to make a template
 GENERIC = ("CLUSTER", "MASK_PAIRS", "BIAS_PAIRS", "WIDTH")  # macros of which a kernel for any size has a general value
 PARTS = 75  # of the kernels, of which one is compiled in a plain run
 
@@ -41,7 +41,7 @@ def test_no_batch_has_a_plan_wherever_it_has_one_for_that_size_alone(case: Case)
 
 @GPUS
 def test_usual_nodes_have_few_kernels(device: Device) -> None:
-    most = {"padding": 5, "causal": 5, "step": 2, "steps": 3}
+    most = {"padding": 5, "causal": 5, "step": 3, "steps": 4}  # one more for short caches
     for case in [*CASES, *CACHES]:
         if case.name in most:
             template = template_of(case.node, case.inputs, device)
@@ -111,7 +111,7 @@ def test_masks_shorter_or_longer_than_the_keys_have_plans_of_their_own() -> None
 
 
 def test_templates_take_few_calls() -> None:
-    """Up to 450,000 were counted; benchmarks/host_seconds.py times them."""
+    """Up to 526,000 were counted; benchmarks/host_seconds.py times them."""
     for case in [*CASES, *CACHES]:
         template_of(case.node, case.inputs, H200)  # which fills caches
         assert counted_calls(lambda case=case: template_of(case.node, case.inputs, H200)) < MAX_CALLS, case.name
