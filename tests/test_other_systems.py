@@ -1,6 +1,6 @@
-"""What needs no GPU also needs nothing that only POSIX systems have: Windows and macOS run it too.
+"""The commands, and sessions on a CPU, need nothing that only POSIX systems have.
 
-No test runs on those systems.  Here, Python is without the modules and functions that Windows lacks.
+No test runs on Windows or macOS.  Here, Python is without the modules and functions that Windows lacks.
 """
 
 from __future__ import annotations

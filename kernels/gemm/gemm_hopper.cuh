@@ -366,7 +366,7 @@ __device__ __forceinline__ void finish_four(const float* d, const float* up, con
     for (int i = 0; i < 4; ++i) y[i] = epilogue_columns(d[i], up[i], values, i % 2, y[i], alpha, beta);
 }
 
-// The distance of the two rows of which a thread has two adjacent columns.
+// A thread has two adjacent columns of two rows; this is the distance of the rows.
 constexpr int ROW_STEP = W_IN_REGISTERS ? 1 : 8;
 
 // A thread's operands of the program (the operators that are fused into the epilogue) for COUNT groups of four results:

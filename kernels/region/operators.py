@@ -154,10 +154,10 @@ def dequantized_step(quantize: Operation, given: Sequence[str], target: str, nea
 
 
 def _saturated(quantize: Operation, given: Sequence[str], target: str, nearest: bool) -> str | None:
-    """Return ROUNDER + k, the last byte of which is the integer that a QuantizeLinear gives, or None.
+    """Return ROUNDER + k, whose last byte is the integer that a QuantizeLinear gives; None where another way is needed.
 
-    This takes two multiplications, whose error is small enough unless `nearest`, for a scale and a zero point that are
-    numbers.
+    The scale and the zero point must be numbers.  Two multiplications compute the result, whose error is too large if
+    `nearest`.
     """
     scale = number_in(given[1], "float32")
     is_half = quantize.attributes.get("precision") in HALVES

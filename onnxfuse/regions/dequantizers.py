@@ -19,7 +19,7 @@ def dequantize_at_readers(clusters: Clusters) -> None:
     """
     graph, level, forms = clusters.graph, clusters.level, clusters.forms
     for node in reversed(list(graph.nodes)):  # Casts are moved before what they read
-        op = op_of(node)
+        op = op_of(node)  # first, because most nodes are neither
         if node not in forms or (op != "DequantizeLinear" and op != "Cast") or not _dequantizes(node):
             continue
         (result,), readers = node.outputs, defaultdict[int, list[Node]](list)

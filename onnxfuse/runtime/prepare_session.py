@@ -103,7 +103,10 @@ def preparation(
 
 
 def _prepare(calls: Sequence[Call], target: Target, choice: PlanChoice, wait: bool, prepared: Preparation) -> None:
-    """Make the templates, add them with their nodes to `prepared`, and load kernels for likely sizes."""
+    """Make the templates, add them with their nodes to `prepared`, and load kernels for likely sizes.
+
+    If the session does not wait for all templates, the nodes get the others here, after the session is made.
+    """
 
     def templates() -> Iterator[PreparedTemplate]:
         known: set[int] = set()

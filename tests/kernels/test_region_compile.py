@@ -25,7 +25,7 @@ from onnxfuse.runtime.nvrtc import compile_cubin
 from onnxfuse.runtime.plan import Device, Launch, TensorSpec
 
 CASES = all_cases()
-PARTS = 64  # of the cases, of which one is planned for each GPU and compiled in a plain run
+PARTS = 64  # of the cases; a plain run plans and compiles one of them for each GPU
 MAX_CODE_BYTES = 48_000  # of a region of QUICK; NVRTC 13.5 makes up to 37,504
 
 

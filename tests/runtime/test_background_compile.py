@@ -470,7 +470,7 @@ def test_a_preparation_ends_though_its_session_is_refused(
 def test_a_request_is_answered_though_the_kernel_of_another_fails(
     gpu: Stage, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A template of other inputs is no answer, and the node would stay on its body for ever."""
+    """A template for other inputs does not answer the request; without an answer, the body would run for ever."""
     run, goes_on, before = session(of_unknown_rank()), threading.Event(), gpu.launches()
     monkeypatch.setattr(late_work, "MAX_THREADS", 1)
     compiler.error = KernelError("too many rows")
