@@ -452,8 +452,9 @@ __device__ __forceinline__ float approximate_inverse(float x) {
 
 // The same for a / scale. If CORRECT, the quotient is rounded correctly: the reciprocal, which is computed once for a
 // scale, takes a step of Newton's method, and the quotient another. If the reciprocal kept its error of 1 unit in the
-// last place, some quotients just beside a tie would be rounded to it. Otherwise the quotient is within 2 units. If a scale is near an end of float's range, a and scale are first
-// multiplied by a power of two. Quotients by a scale of 0 or infinity are products with its reciprocal: 0 / 0 is NaN.
+// last place, some quotients just beside a tie would be rounded to it. Otherwise the quotient is within 2 units. If a
+// scale is near an end of float's range, a and scale are first multiplied by a power of two. Quotients by a scale of 0
+// or infinity are products with its reciprocal: 0 / 0 is NaN.
 template <class T, bool CORRECT>
 __device__ __forceinline__ float step_of(float a, float scale, int zero) {
     constexpr float UPWARD = 1329227995784915872903807060280344576.0f;  // 2^120
