@@ -10,7 +10,7 @@ from typing import Final
 
 from onnxfuse.ir.plain_files import read_plain
 from onnxfuse.runtime.cache_folder import cache_folder, is_trusted, make_folder, warn_once
-from onnxfuse.runtime.nvrtc import arch_name, compile_cubin, compile_flags, compiler_version, kernel_text
+from onnxfuse.runtime.nvrtc import arch_name, compile_cubin, compile_flags, compiler_version, identity
 from onnxfuse.runtime.plan import Kernel
 
 MAX_BYTES: Final = 2**28  # the size of the largest file that is read
@@ -43,7 +43,7 @@ def _path(kernel: Kernel, arch: int) -> Path | None:
     folder = cache_folder()
     if folder is None or not is_trusted(folder / "code"):
         return None
-    content = (compiler_version(), arch_name(kernel, arch), compile_flags(kernel), kernel_text(kernel))
+    content = (compiler_version(), arch_name(kernel, arch), compile_flags(kernel), identity(kernel).digest)
     return folder / "code" / f"{hashlib.sha256(repr(content).encode()).hexdigest()}.cubin"
 
 

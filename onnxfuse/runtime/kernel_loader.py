@@ -12,7 +12,7 @@ from onnxfuse.errors import KernelError
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime.code_cache import cached_cubin, is_cached
 from onnxfuse.runtime.cuda_driver import gpu
-from onnxfuse.runtime.nvrtc import arch_name, compile_flags, kernel_text
+from onnxfuse.runtime.nvrtc import arch_name, compile_flags, identity
 from onnxfuse.runtime.plan import Device, Kernel
 
 MAX_UNUSED_KERNELS: Final = 256  # kernels that stay loaded after their sessions end, for later sessions
@@ -39,7 +39,7 @@ class _Module:
         native.load().onnxfuse_unload(self.ordinal, self.handle)
 
 
-KernelKey = tuple[int, str, tuple[str, ...], str | bytes]  # GPU, entry, flags, and source or machine code
+KernelKey = tuple[int, str, tuple[str, ...], str | bytes]  # GPU, entry, flags, and digest of the source or machine code
 _loaded: weakref.WeakValueDictionary[KernelKey, LoadedKernel] = weakref.WeakValueDictionary()
 _recent: deque[LoadedKernel] = deque(maxlen=MAX_UNUSED_KERNELS)
 _turns: Final[dict[KernelKey, threading.Lock]] = {}  # locks of kernels that are being compiled
@@ -90,7 +90,8 @@ def is_compiled(kernel: Kernel, ordinal: int) -> bool:
 
 
 def _key(kernel: Kernel, ordinal: int) -> KernelKey:
-    return ordinal, kernel.entry, (arch_name(kernel, 0), *compile_flags(kernel)), kernel.code or kernel_text(kernel)
+    own = kernel.code or identity(kernel).digest
+    return ordinal, kernel.entry, (arch_name(kernel, 0), *compile_flags(kernel)), own
 
 
 def machine_code(kernel: Kernel, device: Device) -> bytes:

@@ -18,7 +18,7 @@ from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime.backends import BACKENDS, CUDA, Backend
 from onnxfuse.runtime.hosts import Host
 from onnxfuse.runtime.kernel_loader import LoadedKernel
-from onnxfuse.runtime.nvrtc import kernel_text
+from onnxfuse.runtime.nvrtc import identity
 from onnxfuse.runtime.plan import Kernel, Launch, Plan, TensorSpec
 from onnxfuse.runtime.plan_file import KernelCode, SavedTemplate
 from onnxfuse.runtime.priority_pool import PriorityThreadPool
@@ -241,7 +241,7 @@ def load_all(
 def source_length(kernel: Kernel) -> int:
     """Return the length of a kernel's source, to which its compile time is roughly proportional."""
     try:
-        return 0 if kernel.code else len(kernel_text(kernel))
+        return 0 if kernel.code else identity(kernel).length
     except KernelError:  # compiling the kernel later raises the same error
         return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import os
 import re
@@ -29,29 +30,60 @@ PTXAS_REPORT: Final = re.compile(
 INSTALL_NVRTC: Final = "pip install cuda-bindings nvidia-cuda-nvrtc"
 INCLUDE: Final = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"[^\n]*$', re.MULTILINE)
 PRAGMA_ONCE: Final = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[^\n]*$", re.MULTILINE)
-_texts: Final[dict[tuple[str, tuple[Path, ...]], tuple[str, dict[Path, int]]]] = {}  # texts, mtimes of files
+Key = tuple[str, str, tuple[Path, ...]]  # Kernel.source and Kernel.text, and the folders of kernels
+_identities: Final[dict[Key, tuple[Identity, dict[Path, int]]]] = {}  # with the times when the files changed
+_paths: Final[dict[tuple[str, tuple[Path, ...]], Path]] = {}  # by name, and the folders that are searched
 
 
 # --- the source of a kernel ------------------------------------------------------------------------------------------
 
 
-def source_text(stem: str) -> str:
-    """Return the text of <stem>.cu, with each header once in place of its first `#include "..."` line.
+@dataclass(frozen=True)
+class Identity:
+    """A digest and the length of a kernel's whole source text; texts of one digest are equal."""
 
-    Because the text is complete, it can identify a kernel in the cache.  Raises KernelError if a file is missing.
+    digest: str  # SHA-256
+    length: int  # characters
+
+
+def identity(kernel: Kernel) -> Identity:
+    """Return the identity of `kernel_text(kernel)`, which is read once as long as its files do not change.
+
+    Raises KernelError if a file is missing.
     """
-    key = stem, tuple(each.folder for each in kernel_folders())
-    text, files = _texts.get(key, ("", {}))
-    if not files or any(path.stat().st_mtime_ns != modified for path, modified in files.items()):
+    key = kernel.source, kernel.text, tuple(each.folder for each in kernel_folders())
+    known = _identities.get(key)
+    if not known or any(_changed_at(path) != changed for path, changed in known[1].items()):
         seen: set[Path] = set()
-        text = _with_headers(_find_source(f"{stem}.cu"), seen)
-        _texts[key] = text, {path: path.stat().st_mtime_ns for path in seen}
-    return text
+        text = _whole(kernel.source, kernel.text, seen)
+        known = (
+            Identity(hashlib.sha256(text.encode()).hexdigest(), len(text)),
+            {path: _changed_at(path) for path in seen},
+        )
+        _identities[key] = known
+    return known[0]
 
 
 def kernel_text(kernel: Kernel) -> str:
-    """Return the source text of a kernel, generated or from its .cu file, with the headers in it."""
-    return _expanded(kernel.text, f"{kernel.source}.cu", None, set()) if kernel.text else source_text(kernel.source)
+    """Return a kernel's source text, generated or from its .cu file, with each header once in place of its include.
+
+    Raises KernelError if a file is missing.
+    """
+    return _whole(kernel.source, kernel.text, set())
+
+
+def _whole(stem: str, text: str, seen: set[Path]) -> str:
+    return (
+        _expanded(_pieces(text), f"{stem}.cu", None, seen) if text else _with_headers(_find_source(f"{stem}.cu"), seen)
+    )
+
+
+def _changed_at(path: Path) -> int:
+    """Return the time of a file's last change, in nanoseconds; 0 if the file is missing."""
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
 
 
 def compile_flags(kernel: Kernel) -> tuple[str, ...]:
@@ -83,8 +115,13 @@ def _find_header(name: str, included_by: Path | None) -> Path:
 
 
 def _first(name: str, folders: Sequence[KernelFolder]) -> Path:
+    """Return the first file of this name; listing the folders takes milliseconds, so they are searched once a name."""
+    key = name, tuple(each.folder for each in folders)
+    if key in _paths and _paths[key].is_file():
+        return _paths[key]
     for folder in folders:
         for path in folder.sources(name):
+            _paths[key] = path
             return path
     where = ", ".join(dict.fromkeys(str(each.folder) for each in folders))
     raise KernelError(f"kernel source {name} was not found in {where} or a family's folder there")
@@ -93,25 +130,47 @@ def _first(name: str, folders: Sequence[KernelFolder]) -> Path:
 def _with_headers(path: Path, seen: set[Path]) -> str:
     """Return the file's text with its headers, and add the file to `seen`."""
     seen.add(path)
-    return _expanded(PRAGMA_ONCE.sub("", path.read_text(encoding="utf-8")), path.name, path, seen)
+    return _expanded(_pieces_of_file(path, _changed_at(path)), path.name, path, seen)
 
 
-def _expanded(text: str, name: str, path: Path | None, seen: set[Path]) -> str:
+@dataclass(frozen=True)
+class _Piece:
+    """A part of a text, up to a line that includes a header."""
+
+    text: str
+    header: str  # empty after the last such line
+    line: int  # the number of the line after it
+
+
+def _pieces(text: str) -> tuple[_Piece, ...]:
+    pieces, end, line = [], 0, 2
+    for include in INCLUDE.finditer(text):
+        line += text.count("\n", end, include.end())
+        pieces.append(_Piece(text[end : include.start()], include[1], line))
+        end = include.end()
+    return (*pieces, _Piece(text[end:], "", 0))
+
+
+@functools.lru_cache(maxsize=512)  # many generated kernels include the same headers
+def _pieces_of_file(path: Path, changed: int) -> tuple[_Piece, ...]:
+    """Return a file's pieces.  `changed`, the time of its last change, makes a changed file be read again."""
+    return _pieces(PRAGMA_ONCE.sub("", path.read_text(encoding="utf-8")))
+
+
+def _expanded(pieces: Sequence[_Piece], name: str, path: Path | None, seen: set[Path]) -> str:
     """Return a text with the headers in place of its include lines; headers in `seen` are not repeated.
 
     name  the name of the text in the compiler's messages
     path  the file that has the text; None if the text was generated
     seen  the files that the result holds already; the headers that are inserted are added to it
     """
-    parts, end = [f'#line 1 "{name}"\n'], 0
-    for include in INCLUDE.finditer(text):
-        header = _find_header(include[1], path)
-        parts.append(text[end : include.start()])
-        if header not in seen:
-            line = text.count("\n", 0, include.end()) + 2  # the number of the line after the include
-            parts.append(f'{_with_headers(header, seen)}\n#line {line} "{name}"')
-        end = include.end()
-    return "".join([*parts, text[end:]])
+    parts = [f'#line 1 "{name}"\n']
+    for piece in pieces:
+        parts.append(piece.text)
+        header = _find_header(piece.header, path) if piece.header else None
+        if header and header not in seen:
+            parts.append(f'{_with_headers(header, seen)}\n#line {piece.line} "{name}"')
+    return "".join(parts)
 
 
 # --- NVRTC -----------------------------------------------------------------------------------------------------------

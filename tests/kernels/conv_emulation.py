@@ -10,7 +10,7 @@ import numpy as np
 from conv_cases import NUMPY, ConvCase
 
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.runtime.nvrtc import source_text
+from onnxfuse.runtime.nvrtc import kernel_text
 from onnxfuse.runtime.plan import Kernel, Launch, Pointer
 from onnxfuse.testing.emulated_build import load
 from onnxfuse.testing.emulated_launches import pointers_to, value_of
@@ -33,7 +33,7 @@ def library(step: Launch, folder: Path) -> ctypes.CDLL:
 
 def text_of(kernel: Kernel) -> str:
     """Return the kernel's source without the headers that are replaced, and with its shared memory replaced."""
-    parts = re.split(r'(?m)^#line \d+ "([^"]+)"\n', source_text(kernel.source))
+    parts = re.split(r'(?m)^#line \d+ "([^"]+)"\n', kernel_text(kernel))
     text = parts[0] + "".join(part for name, part in zip(parts[1::2], parts[2::2], strict=True) if name not in STOOD_IN)
     text, count = re.subn(
         r"extern __shared__ __align__\(\d+\) char memory\[\];", "char* memory = emulated::memory;", text

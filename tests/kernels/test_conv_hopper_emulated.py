@@ -18,7 +18,7 @@ from conv_cases import ConvCase
 
 from onnxfuse.kernels.conv import hopper
 from onnxfuse.kernels.gemm.hopper import HopperConfig
-from onnxfuse.runtime.nvrtc import source_text
+from onnxfuse.runtime.nvrtc import kernel_text
 from onnxfuse.runtime.plan import Launch, TensorMap
 from onnxfuse.testing.emulated_build import load
 from onnxfuse.testing.emulated_launches import value_of
@@ -39,7 +39,7 @@ CASES = [
 
 
 def library(step: Launch, folder: Path) -> ctypes.CDLL:
-    parts = re.split(r'(?m)^#line \d+ "([^"]+)"\n', source_text(step.kernel.source))
+    parts = re.split(r'(?m)^#line \d+ "([^"]+)"\n', kernel_text(step.kernel))
     texts = dict(zip(parts[1::2], parts[2::2], strict=True))
     text = re.sub(r"(?m)^#(include|pragma).*$", "", texts["conv_operands.cuh"])
     names = r"TILE_M|TILE_N|K_BLOCK|CHANNELS|DIMS|(KERNEL|DILATION)_[DHW]"

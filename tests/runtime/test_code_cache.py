@@ -9,7 +9,7 @@ import pytest
 
 from onnxfuse.runtime import cache_folder, code_cache
 from onnxfuse.runtime.code_cache import cached_cubin
-from onnxfuse.runtime.nvrtc import Cubin, kernel_text
+from onnxfuse.runtime.nvrtc import Cubin, Identity, kernel_text
 from onnxfuse.runtime.plan import Kernel
 
 KERNEL = Kernel("activation", "activation", {"WIDTH": 8})
@@ -41,7 +41,7 @@ def test_a_kernel_is_compiled_once_for_each_architecture_and_set_of_macros(
     assert compiled == wanted
     monkeypatch.setattr(code_cache, "compiler_version", lambda: (13, 1))
     assert cached_cubin(KERNEL, 90) == b"code 4", "another compiler"
-    monkeypatch.setattr(code_cache, "kernel_text", lambda kernel: "another source")
+    monkeypatch.setattr(code_cache, "identity", lambda kernel: Identity("another", 7))
     assert cached_cubin(KERNEL, 90) == b"code 5"
 
 

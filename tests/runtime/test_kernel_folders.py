@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -18,9 +19,10 @@ from onnxfuse.cli import main
 from onnxfuse.runtime import environment
 from onnxfuse.runtime.environment import kernels_digest
 from onnxfuse.runtime.hosts import find_host
-from onnxfuse.runtime.kernel_folders import add_kernels, kernel_folders
+from onnxfuse.runtime.kernel_folders import KernelFolder, add_kernels, kernel_folders
 from onnxfuse.runtime.loaded_plans import load_plans
-from onnxfuse.runtime.nvrtc import source_text
+from onnxfuse.runtime.nvrtc import identity, kernel_text
+from onnxfuse.runtime.plan import Kernel
 from onnxfuse.runtime.plan_file import PlanFileError
 from onnxfuse.runtime.saved_plans import save_plans
 
@@ -143,17 +145,33 @@ def test_a_header_is_first_looked_for_beside_the_file_that_includes_it(site: Pat
         start = {"__init__.py": f'FUSIONS = ("stranger_{name}",)\n', "host.py": HOST}
         package(site, name, {**start, f"stranger_{name}.cu": text, **header})
     for name, other in ("one", "two"), ("two", "one"):
-        text = source_text(f"stranger_{name}")
+        text = kernel_text(Kernel(f"stranger_{name}", "entry"))
         assert f"// types of {name}" in text and f"// shared by {name}" in text and f"by {other}" not in text
         assert "each_element" in text, "onnxfuse's own headers can be included"
-    assert "// types of" not in source_text("activation")
+    assert "// types of" not in kernel_text(Kernel("activation", "activation"))
 
 
 def test_a_header_of_another_package_is_not_found(site: Path) -> None:
     package(site, "one", {**FAMILY, "twice.cu": '#include "theirs.cuh"\n'})
     package(site, "two", {"__init__.py": 'FUSIONS = ("other",)', "host.py": HOST, "theirs.cuh": ""})
     with pytest.raises(KernelError, match=r"kernel source theirs\.cuh was not found in .*/stranger_one"):
-        source_text("twice")
+        kernel_text(Kernel("twice", "twice"))
+
+
+def test_a_text_is_read_again_only_if_a_file_of_it_changed(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many generated kernels include the same headers, whose folders are not listed for each of them."""
+    header = {"theirs.cuh": "// first\n", "twice.cu": '#include "theirs.cuh"\n'}
+    package(site, "one", {**FAMILY, **header})
+    kernels = [Kernel("twice", "twice"), Kernel("made", "made", text='#include "types.cuh"\n// 1\n')]
+    known = [identity(kernel) for kernel in kernels]
+    assert [each.length for each in known] == [len(kernel_text(kernel)) for kernel in kernels]
+    monkeypatch.setattr(KernelFolder, "sources", lambda *_: pytest.fail("the folders are listed again"))
+    another = identity(Kernel("made", "made", text='#include "types.cuh"\n// 2\n'))
+    assert known == [identity(kernel) for kernel in kernels] and another not in known
+    (changed,) = site.rglob("theirs.cuh")
+    changed.write_text("// second")
+    os.utime(changed, ns=(1, 1))
+    assert identity(kernels[0]) != known[0] and identity(kernels[1]) == known[1]
 
 
 # --- what is broken is named in one line ---------------------------------------------------------------------------
