@@ -20,15 +20,23 @@ using u64 = unsigned long long;
 
 constexpr float LARGEST = 3.402823466e38f;
 
+// Kernels with fp32 results (PRECISE) keep subnormal numbers, so that the logarithm of a small probability is finite. In
+// others, approximations take 2 to 3 instructions less by flushing subnormal operands and results to 0.
+#if PRECISE
+#define FLUSH ""
+#else
+#define FLUSH ".ftz"
+#endif
+
 __device__ __forceinline__ float exp2_fast(float x) {  // relative error 2^-22
     float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    asm("ex2.approx" FLUSH ".f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
 __device__ __forceinline__ float reciprocal(float x) {  // error of 1 ulp; 0 for infinity
     float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    asm("rcp.approx" FLUSH ".f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 

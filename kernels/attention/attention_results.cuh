@@ -11,7 +11,7 @@ using i64 = long long;
 // Divides `value` by the sum of a row's weights. A row without weights gives 0 with ZERO_MASKED_ROWS, else NaN.
 __device__ __forceinline__ float normalized(float value, float sum) {
     const bool some = sum > 0.0f && sum <= LARGEST;
-    return some ? __fdividef(value, sum) : ZERO_MASKED_ROWS ? 0.0f : __uint_as_float(0x7fffffffu);
+    return some ? value * reciprocal(sum) : ZERO_MASKED_ROWS ? 0.0f : __uint_as_float(0x7fffffffu);
 }
 
 // A kernel argument: `count` slices of the keys, each for one block, and the addresses of the slices' results in

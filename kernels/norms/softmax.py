@@ -34,6 +34,7 @@ def softmax_plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) 
     defines: Defines = {
         "X_T": STORAGE[x.dtype], "Y_T": STORAGE[y.dtype], "ROW": length,
         "STREAMED": streamed_rows([x, y], length, tiling.width), "WEIGHTS_CONSTANT": 1,
+        "PRECISE": int(y.dtype == "float32"),
     }  # fmt: skip
     arguments = [operand_pointer(node, "x"), Pointer("output", 0), Scalar(length, "int32"), Scalar(rows, "int64")]
     return Plan((y,), (row_launch("softmax", tiling, rows, defines, arguments, item_bytes, device),))

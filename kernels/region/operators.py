@@ -135,9 +135,8 @@ def expression(
         zero = given[2] if step is None else 0
         return f"integer_in<{NUMBER[target]}>({step or _step(operation, given, target, nearest)}, {zero})"
     if name == "DequantizeLinear":
-        if of in LARGEST_FLOAT8:  # a scale that is flushed to 0 would make NaN of an infinite number
-            return f"full_product(float8_number({given[0]}), {given[1]})"
-        return f"product(converted({given[0]} - {given[2]}), {given[1]})"
+        number = f"float8_number({given[0]})" if of in LARGEST_FLOAT8 else f"converted({given[0]} - {given[2]})"
+        return f"product({number}, {given[1]})"
     if name == "BitShift":
         return f"shifted_{operation.attributes['direction'].lower()}({given[0]}, {given[1]})"
     if name in ("Pow", "Mod"):
@@ -179,8 +178,8 @@ def _quotient(quantize: Operation, given: Sequence[str], nearest: bool) -> str:
     """Return the quotient that a QuantizeLinear rounds."""
     precision = quantize.attributes.get("precision")
     if precision in HALVES:
-        return f"rounded<{STORED[precision]}>(exact_quotient({given[0]}, {given[1]}))"
-    return f"{'exact' if nearest else 'nearest'}_quotient({given[0]}, {given[1]})"
+        return f"rounded<{STORED[precision]}>(__fdiv_rn({given[0]}, {given[1]}))"
+    return f"{'__fdiv_rn' if nearest else 'nearest_quotient'}({given[0]}, {given[1]})"
 
 
 def number_in(text: str, dtype: str) -> float:

@@ -123,7 +123,7 @@ def finished(operation: Operation, accumulator: str, own: str, count: str, numbe
         power = f"exponential({own} - {accumulator}.top)"
         if number == "double":
             return f"quotient({power}, {accumulator}.sum)"
-        return f"{power} * approximate_inverse({accumulator}.sum)"  # the sum is at least 1, so that this is accurate
+        return f"{power} * reciprocal({accumulator}.sum)"  # the sum is at least 1, so that this is accurate
     if name == "LogSoftmax":
         return f"{own} - {accumulator}.top - logarithm({accumulator}.sum)"
     return f"(long long)({accumulator}.at)" if name in EXTREMES else total

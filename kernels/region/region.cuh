@@ -232,7 +232,7 @@ __device__ __forceinline__ double product(double a, double b) { return __dmul_rn
 __device__ __forceinline__ float quotient(float a, float b) {
 #if __CUDA_ARCH__ >= 750
     float y;
-    asm("div.full.ftz.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    asm("div.full" FLUSH ".f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
     return y;
 #else
     return a / b;
@@ -263,7 +263,7 @@ __device__ __forceinline__ float divided(float a, float by, float inverse) {
 __device__ __forceinline__ float root(float x) {  // approximates the square root within 1 unit in the last place
 #if __CUDA_ARCH__ >= 750
     float y;
-    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    asm("sqrt.approx" FLUSH ".f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 #else
     return sqrtf(x);
@@ -278,7 +278,7 @@ __device__ __forceinline__ double exponential(double x) { return exp(x); }
 __device__ __forceinline__ float logarithm(float x) {
 #if __CUDA_ARCH__ >= 750
     float y;
-    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    asm("lg2.approx" FLUSH ".f32 %0, %1;" : "=f"(y) : "f"(x));
     const float t = (x - 1.0f) * reciprocal(x + 1.0f), s = t * t;
     const float near = t * fmaf(s, fmaf(s, fmaf(s, 0.2857142857f, 0.4f), 0.6666666667f), 2.0f);
     return x > 0.72f && x < 1.39f ? near : 0.6931471806f * y;
@@ -337,28 +337,6 @@ __device__ __forceinline__ float sine(Angle x) {
     return x.quarters & 2 ? -y : y;
 }
 __device__ __forceinline__ float cosine(Angle x) { return sine({x.rest, x.quarters + 1}); }
-
-// The product, without flushing subnormal numbers to 0.
-__device__ __forceinline__ float full_product(float a, float b) {
-#if __CUDA_ARCH__ >= 750
-    float y;
-    asm("mul.rn.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-    return y;
-#else
-    return a * b;
-#endif
-}
-
-// The quotient rounded to nearest even, without flushing subnormal numbers to 0.
-__device__ __forceinline__ float exact_quotient(float a, float b) {
-#if __CUDA_ARCH__ >= 750
-    float y;
-    asm("div.rn.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-    return y;
-#else
-    return a / b;
-#endif
-}
 
 // 1.5 * 2^23: the last bits of ROUNDER + x, for a small x, are the integer nearest to x.
 constexpr float ROUNDER = 12582912.0f;
@@ -439,17 +417,6 @@ __device__ __forceinline__ float step_in(float x, float factor, float offset) {
     return fmaf(place, 255.0f, ROUNDER - float(lowest<T>()));
 }
 
-// The reciprocal with an error of 1 unit in the last place; 0 for infinity.
-__device__ __forceinline__ float approximate_inverse(float x) {
-#if __CUDA_ARCH__ >= 750
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-#else
-    return 1.0f / x;
-#endif
-}
-
 // The same for a / scale. If CORRECT, the quotient is rounded correctly: the reciprocal, which is computed once for a
 // scale, takes a step of Newton's method, and the quotient another. If the reciprocal kept its error of 1 unit in the
 // last place, some quotients just beside a tie would be rounded to it. Otherwise the quotient is within 2 units. If a
@@ -458,16 +425,16 @@ __device__ __forceinline__ float approximate_inverse(float x) {
 template <class T, bool CORRECT>
 __device__ __forceinline__ float step_of(float a, float scale, int zero) {
     constexpr float UPWARD = 1329227995784915872903807060280344576.0f;  // 2^120
-    const unsigned bits = __float_as_uint(scale) & 0x7fffffffu;         // fabsf would flush subnormal numbers to 0
-    const bool has_quotients = bits - 1 < 0x7f7fffffu;                  // scale is neither 0 nor infinite nor NaN
-    const float size = __uint_as_float(bits), moved = size > 1e18f ? 1.0f / UPWARD : size < 1e-18f ? UPWARD : 1.0f;
-    const float factor = has_quotients ? copysignf(moved, scale) : approximate_inverse(scale);
-    const float b = has_quotients ? full_product(size, moved) : 1.0f;
+    const float size = fabsf(scale);
+    const bool has_quotients = size > 0.0f && size <= LARGEST;
+    const float moved = size > 1e18f ? 1.0f / UPWARD : size < 1e-18f ? UPWARD : 1.0f;
+    const float factor = has_quotients ? copysignf(moved, scale) : reciprocal(scale);
+    const float b = has_quotients ? size * moved : 1.0f;
     // Quotients are clamped to a quarter beyond the range's ends, and later rounded to these ends.
     const int lowest_quotient = lowest<T>() - zero;
     const float low = (float(lowest_quotient) - 0.25f) * b, high = (float(lowest_quotient + STEPS_OF<T>) + 0.25f) * b;
-    a = fminf(fmaxf(factor == 1.0f ? a : full_product(a, factor), low), high);
-    float inverse = approximate_inverse(b);
+    a = fminf(fmaxf(factor == 1.0f ? a : a * factor, low), high);
+    float inverse = reciprocal(b);
     if constexpr (!CORRECT) return fmaf(a, inverse, ROUNDER);
     inverse = fmaf(fmaf(-inverse, b, 1.0f), inverse, inverse);
     const float y = a * inverse;

@@ -19,8 +19,7 @@ from onnxfuse.runtime.plan import Kernel
 
 CUPY_NVRTC: Final = "cupy_backends.cuda.libs.nvrtc"
 BINDINGS: Final = "cuda.bindings.nvrtc"
-# Denormal float32 numbers are flushed to zero, and functions without __host__ or __device__ are device functions.
-COMMON_FLAGS: Final = ("-ftz=true", "--device-as-default-execution-space")
+COMMON_FLAGS: Final = ("--device-as-default-execution-space",)  # functions without __host__ are device functions
 PTXAS_REPORT: Final = re.compile(
     r"Compiling entry function '(?P<entry>[^']+)'.*?"
     r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads.*?"

@@ -54,6 +54,16 @@ def test_softmax_of_masked_rows(device: Device, shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("shape", LENGTHS, ids=str)
+def test_softmax_gives_subnormal_numbers(device: Device, shape: tuple[int, int]) -> None:
+    """So that their logarithms are finite."""
+    x = np.resize(np.linspace(-88, 0, 33), shape).astype(np.float32)
+    (y,) = run("softmax", {"x": x}, ["float32"], device)
+    exact = softmax(x.astype(np.float64))
+    np.testing.assert_allclose(y, exact, rtol=2e-5, atol=3e-45)
+    assert (exact < 1e-38).any() and (exact > 2e-45).all()
+
+
+@pytest.mark.parametrize("shape", LENGTHS, ids=str)
 @pytest.mark.parametrize("fusion", ["layer_norm", "rms_norm", "softmax", "add_layer_norm"])
 def test_a_row_of_nan_or_infinity_stays_alone(device: Device, fusion: str, shape: tuple[int, int]) -> None:
     x, ones, none = normal(shape, "float32", 1), np.ones(shape[1:], np.float32), np.zeros(shape, np.float32)

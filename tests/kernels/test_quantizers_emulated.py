@@ -25,7 +25,8 @@ from region_models import drafted, regions, run
 
 from onnxfuse import optimize
 from onnxfuse.ir.dtypes import DTYPE_NUMBERS, LARGEST_FLOAT8, Array
-from onnxfuse.runtime.plan import Device
+from onnxfuse.runtime.nvrtc import kernel_text
+from onnxfuse.runtime.plan import Device, Kernel
 from onnxfuse.testing.emulated_launches import as_c_plus_plus
 
 # Ties, numbers beside what 8 bits hold, and numbers that no integer is near.
@@ -207,10 +208,13 @@ def test_quotients_are_exact_if_reciprocals_are_a_unit_off(
     direction: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A GPU's reciprocals may be a unit in the last place off, which matters for numbers just beside ties."""
-    off = f"return std::nextafterf(1.0f / x, {direction});"
-    monkeypatch.setattr(
-        region_emulation, "as_c_plus_plus", lambda text: as_c_plus_plus(text).replace("return 1.0f / x;", off)
-    )
+    exact, off = "float inverse = reciprocal(b);", f"float inverse = std::nextafterf(1.0f / b, {direction});"
+
+    def with_error(text: str) -> str:
+        return as_c_plus_plus(text).replace(exact, off)
+
+    assert exact in as_c_plus_plus(kernel_text(Kernel("region", "region", text='#include "region.cuh"\n')))
+    monkeypatch.setattr(region_emulation, "as_c_plus_plus", with_error)
     programs = []
     for scale in np.array([1.0312499, 1.0390624, 1.0468751, 1.0546876, 0.1], np.float32):
         program, ties = RegionProgram(), (np.arange(256) + 0.5) * scale

@@ -56,16 +56,48 @@ def test_random_programs(part: int) -> None:
 
 @pytest.mark.parametrize("name", THROUGH_PLANS)
 def test_plans_run_as_in_a_session(name: str) -> None:
-    """The kernel is compiled by itself, and launched by the native library."""
+    program = CASES[name]
+    check(program, through_plan(program), program.expected())
+
+
+def through_plan(program: RegionProgram) -> list[np.ndarray]:
+    """Return the outputs of a kernel that is compiled by itself, and launched by the native library."""
     from kernel_runs import launch, upload
     from region_emulation import plan_of
 
-    program, device = CASES[name], gpu()
-    plan = plan_of(program, device)
+    plan = plan_of(program, gpu())
     read = [upload(each) for each in program.operands.values()]
     written = [upload(np.zeros(spec.shape, NUMPY[spec.dtype])) for spec in plan.outputs]
     launch(plan, read, written)
-    found = [
+    return [
         each.get().view(NUMPY[spec.dtype]).reshape(spec.shape) for each, spec in zip(written, plan.outputs, strict=True)
     ]
-    check(program, found, program.expected())
+
+
+TINY = (1e-40, 3e-42, 6e-39, 1.17549435e-38, 1e-45)  # but for the fourth, subnormal
+
+
+@pytest.mark.parametrize("op", ["Exp", "Log", "Sqrt", "Reciprocal", "Div", "Mul", "Sub", "Softmax"])
+def test_subnormal_numbers_are_not_flushed(op: str) -> None:
+    """Else, the logarithm of a probability below 2^-126, for instance, would be -inf, and an entropy NaN."""
+    numbers = {
+        "Exp": np.linspace(-103, -87, 50),
+        "Reciprocal": np.linspace(1e38, 3.4e38, 50),
+        "Softmax": np.stack([np.linspace(start, 0, 30) for start in (-95, -102, -3)]),
+    }
+    tiny = np.resize(np.asarray(TINY), 50) * np.linspace(1, 1.5, 50)
+    program, own = RegionProgram(), numbers.get(op, tiny).astype(np.float32)
+    x, wide = program.operand(own), own.astype(np.float64)
+    if op == "Softmax":
+        y = program.op("Log", program.op("Softmax", x, axis=1))
+        exact = wide - np.log(np.exp(wide).sum(-1, keepdims=True))
+    elif op in ("Div", "Mul", "Sub"):
+        other = np.where(np.arange(50) % 2, -3e-42, 1e-20 if op == "Div" else 0.25).astype(np.float32)
+        y = program.op(op, x, program.operand(other))
+        exact = {"Div": np.divide, "Mul": np.multiply, "Sub": np.subtract}[op](wide, other.astype(np.float64))
+    else:
+        y = program.op(op, x)
+        exact = {"Exp": np.exp, "Log": np.log, "Sqrt": np.sqrt, "Reciprocal": np.reciprocal}[op](wide)
+    program.outputs = [y]
+    (found,) = through_plan(program)
+    np.testing.assert_allclose(found, exact, rtol=0.02 if op == "Softmax" else 2e-5, atol=3e-45)
