@@ -1,4 +1,4 @@
-// Flash attention by wgmma and TMA on Hopper (sm_90a), in fp16 and bf16, with fp32 scores and sums.
+// Flash attention by wgmma and TMA on Hopper (sm_90a), in fp16, bf16 and TF32, with fp32 scores and sums.
 //
 //   out = softmax(mask(softcap(scale q k^T) + bias)) v        as kernels/attention/problem.py defines it
 //
@@ -16,6 +16,9 @@
 //       overlaps with the other's products: 651 instead of 514 TFLOP/s on an H200 (two warpgroups, head_dim 128, 8192
 //       keys).
 // The result overwrites the queries in shared memory, from where TMA stores it.
+//
+// TF32. wgmma reads operands in shared memory only along k, and the k of weights times values is the keys. So
+// attention_values.cu transposes the values before this kernel.
 //
 // Scores. With SCALE_IN_EXPONENT, scores are in units of q k^T, and the exponent applies the scale: numbers that a mask
 // adds are divided by the scale. Otherwise (for example with a cap, or with a bias without slopes) scores are in
@@ -56,8 +59,8 @@ __device__ __forceinline__ void multiply_keys(float (&s)[SCORES], u32 queries, u
     const u64 a = matrix_descriptor<128>(queries, 0, 1024), b = matrix_descriptor<128>(keys, 0, 1024);
 #pragma unroll
     for (int step = 0; step < K_STEPS; ++step)
-        wgmma<false>(T(), s, moved(a, step / 4 * QO_PANEL + step % 4 * 32), moved(b, step / 4 * PANEL + step % 4 * 32),
-                     BIAS_FIRST || step != 0);
+        wgmma<false>(T(), s, moved(a, step / 4 * QO_PANEL + step % 4 * 32),
+                     moved(b, step / 4 * K_PANEL + step % 4 * 32), BIAS_FIRST || step != 0);
     wgmma_commit();
 }
 
@@ -67,16 +70,17 @@ __device__ __forceinline__ void begin_with(float (&s)[SCORES], const float* bias
     for (int i = 0; i < SCORES; i += 2) load_words(shared_address(bias + i / 4 * 8), s[i], s[i + 1]);
 }
 
-__device__ __forceinline__ void multiply_values(float (&o)[RESULTS], const u32 (&p)[BLOCK_N / 16][4], u32 values) {
-    const u64 b = matrix_descriptor<128>(values, PANEL, 1024);
+__device__ __forceinline__ void multiply_values(float (&o)[RESULTS], const Weights& p, u32 values) {
+    const u64 b = matrix_descriptor<128>(values, V_PANEL, 1024);
 #pragma unroll
-    for (int step = 0; step < BLOCK_N / 16; ++step) wgmma<true>(T(), o, p[step], moved(b, step * 16 * 128), true);
+    for (int step = 0; step < BLOCK_N / K_STEP; ++step)
+        wgmma<!TF32>(T(), o, p[step], moved(b, TF32 ? step / 4 * V_PANEL + step % 4 * 32 : step * 16 * 128), true);
     wgmma_commit();
 }
 
-__device__ __forceinline__ void pack_weights(const float (&s)[SCORES], u32 (&p)[BLOCK_N / 16][4]) {
+__device__ __forceinline__ void pack_weights(const float (&s)[SCORES], Weights& p) {
 #pragma unroll
-    for (int i = 0; i < SCORES / 2; ++i) p[i / 4][i % 4] = narrow(T(), s + 2 * i);
+    for (int i = 0; i < SCORES / 2; ++i) put(p, i, {s[2 * i], s[2 * i + 1]});
 }
 
 __device__ __forceinline__ void rescale(float (&o)[RESULTS], const float (&factor)[2]) {
@@ -143,15 +147,17 @@ __device__ __forceinline__ void write(const TensorMap& out, const WorkTile& at, 
             if (j % PROGRAM_PAIRS == 0) row.load(j);
             float both[2] = {o[4 * j + 2 * r] * factor, o[4 * j + 2 * r + 1] * factor};
             row.apply(j, both);
-            const u32 to = qo + j / 8 * QO_PANEL + (line + 8 * r) * 128 + (j % 8 ^ line % 8) * 16 + lane % 4 * 4;
-            store_word(to, narrow(T(), both));
+            const u32 byte = RowResults::column(j) * sizeof(T);  // in a row without panels and swizzle
+            const u32 to = qo + byte / 128 * QO_PANEL + (line + 8 * r) * 128 + (byte % 128 / 16 ^ line % 8) * 16;
+            store_word(to + byte % 16, narrow(T(), both));
+            if constexpr (TF32) store_word(to + byte % 16 + 4, narrow(T(), both + 1));
         }
     }
     store_fence();
     named_barrier(8 + group, 128);
     if (threadIdx.x % 128 == 0 && at.first + group * 64 < queries) {
-        for (int panel = 0; panel < V_PANELS; ++panel)
-            store(out, qo + panel * QO_PANEL, panel * 64, at.first + group * 64, at.head, at.batch);
+        for (int panel = 0; panel < O_PANELS; ++panel)
+            store(out, qo + panel * QO_PANEL, panel * COLUMNS, at.first + group * 64, at.head, at.batch);
         store_commit();
         store_wait_read<0>();
     }
@@ -186,7 +192,7 @@ __device__ __forceinline__ void consume(ScoreMod& score_mod, Softmax& softmax, f
         if (threadIdx.x % 128 == 127) barrier_arrive(shared_address(barriers.k_empty + k_ring.stage));
         k_ring.advance();
     };
-    const auto add_values = [&](const u32(&p)[BLOCK_N / 16][4]) {
+    const auto add_values = [&](const Weights& p) {
         barrier_wait(shared_address(barriers.v_full + v_ring.stage), v_ring.phase);
         multiply_values(o, p, v_buffers + v_ring.stage * V_STAGE);
     };
@@ -208,7 +214,7 @@ __device__ __forceinline__ void consume(ScoreMod& score_mod, Softmax& softmax, f
 
     u32 info = next_tile();
     if (info == END) return end();
-    u32 p[BLOCK_N / 16][4];
+    Weights p;
     const auto raise_and_weigh = [&](bool in_units) {
         if constexpr (LATE_CAP) {
             const Scores scores = softmax.raise(s, cap, in_units, factor);
@@ -316,7 +322,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK.all, BLOCKS_PER_SM)
             const u32 barrier = shared_address(&barriers.queries);
             barrier_arrive_expect(barrier, WARPGROUPS * K_PANELS * QO_PANEL);
             for (int i = 0; i < WARPGROUPS * K_PANELS; ++i)
-                load(q, qo + i / K_PANELS * QO_BYTES + i % K_PANELS * QO_PANEL, barrier, i % K_PANELS * 64,
+                load(q, qo + i / K_PANELS * QO_BYTES + i % K_PANELS * QO_PANEL, barrier, i % K_PANELS * COLUMNS,
                      at.first + i / K_PANELS * 64, at.head, at.batch);
         }
         const ColumnBias column_bias = {bias.plane(at.batch, at.head), BIAS_FIRST ? head_slope() : 0.0f, shape.keys,

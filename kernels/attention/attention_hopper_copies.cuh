@@ -120,8 +120,8 @@ struct Producer {
         } else {
             barrier_arrive_expect(full, K_STAGE);
             for (int panel = 0; panel < K_PANELS; ++panel)
-                load(k, buffers + k_ring.stage * K_STAGE + panel * PANEL, full, panel * 64, (info & END) * BLOCK_N,
-                     at.key_head, at.batch);
+                load(k, buffers + k_ring.stage * K_STAGE + panel * K_PANEL, full, panel * COLUMNS,
+                     (info & END) * BLOCK_N, at.key_head, at.batch);
         }
         k_ring.advance();
     }
@@ -130,9 +130,10 @@ struct Producer {
         const u32 full = shared_address(barriers.v_full + v_ring.stage);
         barrier_wait(shared_address(barriers.v_empty + v_ring.stage), v_ring.phase ^ 1);
         barrier_arrive_expect(full, V_STAGE);
+        const int key = pending * BLOCK_N;
         for (int panel = 0; panel < V_PANELS; ++panel)
-            load(v, buffers + STAGES * K_STAGE + v_ring.stage * V_STAGE + panel * PANEL, full, panel * 64,
-                 pending * BLOCK_N, at.key_head, at.batch);
+            load(v, buffers + STAGES * K_STAGE + v_ring.stage * V_STAGE + panel * V_PANEL, full,
+                 panel * COLUMNS + (TF32 ? key : 0), TF32 ? 0 : key, at.key_head, at.batch);
         v_ring.advance();
         pending = -1;
     }

@@ -306,6 +306,20 @@ template <class E> constexpr bool IS_HALF = false;
 template <> constexpr bool IS_HALF<f16> = true;
 constexpr bool FAR_SCORES = SECOND_PASS && (ADD_MASKED_SCORE || !IS_HALF<Mask::Element>);
 
+// The weights of a tile, as wgmma's operand in registers. A thread has weights of neighbouring keys 2 c and 2 c + 1. With
+// TF32, wgmma takes these as keys c and c + 4 of eight: attention_values.cu orders the values accordingly.
+using Weights = u32[BLOCK_N / K_STEP][4];
+
+// Rounds pair i of a thread's weights and stores it to `p`.
+__device__ __forceinline__ void put(Weights& p, int i, const float (&pair)[2]) {
+    if constexpr (TF32) {  // wgmma ignores the last 13 bits
+        p[i / 2][i % 2] = __float_as_uint(pair[0]) + 0x1000u;
+        p[i / 2][2 + i % 2] = __float_as_uint(pair[1]) + 0x1000u;
+    } else {
+        p[i / 4][i % 4] = narrow(T(), pair);
+    }
+}
+
 struct Softmax {
     float top[2] = {minus_infinity(), minus_infinity()};
     float sum[2] = {0.0f, 0.0f};  // per row, the sum of the weights in this thread's columns
@@ -315,8 +329,7 @@ struct Softmax {
     // Computes packed weights from scores with the current references (the scores of weight 1), without determining the
     // largest score, and adds the weights to the sums. If weights are so large that a reference must be raised, returns
     // false, and leaves the sums unchanged.
-    __device__ __forceinline__ bool keep(const float (&s)[SCORES], u32 (&p)[BLOCK_N / 16][4], float scale,
-                                         const Cap& cap) {
+    __device__ __forceinline__ bool keep(const float (&s)[SCORES], Weights& p, float scale, const Cap& cap) {
         float more[2] = {0.0f, 0.0f};
 #pragma unroll
         for (int i = 0; i < SCORES / 2; ++i) {
@@ -327,7 +340,7 @@ struct Softmax {
                 if (LATE_CAP) weights[e] = cap.smallest.weight(value, from);
                 else weights[e] = exp2_fast(__fmaf_rn(value, SCALE_IN_EXPONENT ? scale : LOG2_E, -from));
             }
-            p[i / 4][i % 4] = narrow(T(), weights);
+            put(p, i, weights);
             more[i % 2] += weights[0] + weights[1];
         }
         if (!__all_sync(0xffffffffu, more[0] <= KEPT && more[1] <= KEPT)) return false;

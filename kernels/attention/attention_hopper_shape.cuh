@@ -6,18 +6,24 @@
 using namespace hopper;
 
 constexpr int BLOCK_M = WARPGROUPS * 64;
-constexpr int K_STEPS = (HEAD_DIM + 15) / 16;
+constexpr bool TF32 = sizeof(T) == 4;     // fp32 operands, which TMA rounds to TF32
+constexpr int COLUMNS = 128 / sizeof(T);  // of a panel
+constexpr int K_STEP = 32 / sizeof(T);    // elements along k that a wgmma multiplies
+constexpr int K_STEPS = (HEAD_DIM + K_STEP - 1) / K_STEP;
 constexpr int VALUE_COLUMNS = (HEAD_DIM_V + 15) / 16 * 16;
 constexpr int SCORES = BLOCK_N / 2;         // scores per thread
 constexpr int RESULTS = VALUE_COLUMNS / 2;  // elements of the result per thread
-constexpr int K_PANELS = (HEAD_DIM + 63) / 64;
-constexpr int V_PANELS = (HEAD_DIM_V + 63) / 64;
-constexpr int QO_PANELS = K_PANELS > V_PANELS ? K_PANELS : V_PANELS;  // panels of the queries, and later of the result
-constexpr u32 PANEL = BLOCK_N * 128;                                  // bytes of 64 columns of a tile of keys or values
+constexpr int K_PANELS = (HEAD_DIM + COLUMNS - 1) / COLUMNS;
+constexpr int O_PANELS = (HEAD_DIM_V + COLUMNS - 1) / COLUMNS;
+constexpr int QO_PANELS = K_PANELS > O_PANELS ? K_PANELS : O_PANELS;  // panels of the queries, and later of the result
+// Panels of a tile of values. With TF32, values are transposed: the columns of a panel are keys.
+constexpr int V_PANELS = TF32 ? BLOCK_N / COLUMNS : O_PANELS;
+constexpr u32 K_PANEL = BLOCK_N * 128, V_PANEL = TF32 ? VALUE_COLUMNS * 128 : K_PANEL;  // bytes of a panel
 constexpr u32 QO_PANEL = 64 * 128;
 constexpr u32 QO_BYTES = QO_PANELS * QO_PANEL;
-constexpr u32 K_STAGE = K_PANELS * PANEL;
-constexpr u32 V_STAGE = V_PANELS * PANEL;
+constexpr u32 K_STAGE = K_PANELS * K_PANEL;
+constexpr u32 V_STAGE = V_PANELS * V_PANEL;
+static_assert(BLOCK_N % COLUMNS == 0 || !TF32, "a tile of transposed values consists of whole panels");
 
 // ---- parameters: structs whose fields hopper.py writes in this order ----------------------------------------------
 

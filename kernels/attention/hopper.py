@@ -1,13 +1,18 @@
-"""The host side of attention_hopper.cu. Under a mask, attention_blocks.cu runs first and finds the tiles to skip."""
+"""The host side of attention_hopper.cu.
+
+Under a mask, attention_blocks.cu runs first and finds the tiles to skip. In TF32, attention_values.cu runs first and
+transposes the values.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Final
 
-from onnxfuse.kernels.attention import blocks, hopper_rotation
-from onnxfuse.kernels.attention.mma import MAX_HEAD_DIM, bias_macro, length_defines
+from onnxfuse.kernels.attention import blocks, hopper_rotation, values
+from onnxfuse.kernels.attention.mma import bias_macro, length_defines
 from onnxfuse.kernels.attention.problem import Attention, ScoreTensor, score_argument
 from onnxfuse.kernels.epilogue_program import EpilogueProgram
 from onnxfuse.kernels.head_tensor import HeadTensor
@@ -16,7 +21,7 @@ from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, STORAGE, Defines, float
 from onnxfuse.runtime.plan import Device, Kernel, Launch, Pointer, Struct, TensorMap, Value
 from onnxfuse.runtime.symint import always, best_first, is_symbolic, maximum, minimum
 
-PANEL: Final = 64  # columns per panel of shared memory: 128 bytes
+PANEL_BYTES: Final = 128  # bytes of a row of a panel of shared memory
 ALIGNMENT: Final = 8  # every stride is a multiple of this number of elements: TMA needs multiples of 16 bytes
 BARRIER_BYTES: Final = 512  # bytes of shared memory reserved for mbarriers
 MAX_ROTATED_BEFORE: Final = 64  # for a head_dim of at most this, a separate launch rotates the queries
@@ -52,10 +57,15 @@ class HopperAttentionConfig:
     pingpong: bool = False  # whether the warpgroups take turns in issuing their products
     relative_time: float = 1.0  # time of a full multiprocessor, relative to other configs of the same head dim
 
-    def shared(self, head_dim: int, head_dim_v: int) -> int:
-        """Return the bytes of shared memory of a block."""
-        panels = [math.ceil(columns / PANEL) for columns in (head_dim, head_dim_v)]
-        return 128 * (self.warpgroups * 64 * max(panels) + self.stages * self.block_n * sum(panels)) + BARRIER_BYTES
+    def shared(self, head_dim: int, head_dim_v: int, item: int = 2) -> int:
+        """Return the bytes of shared memory of a block, for elements of `item` bytes."""
+        of_keys, of_values = (
+            math.ceil(columns * item / PANEL_BYTES) * PANEL_BYTES for columns in (head_dim, head_dim_v)
+        )
+        queries = self.warpgroups * 64 * max(of_keys, of_values)
+        if item == 4:  # transposed
+            of_values = _value_columns(head_dim_v) * item
+        return queries + self.stages * self.block_n * (of_keys + of_values) + BARRIER_BYTES
 
     @property
     def threads(self) -> int:
@@ -114,6 +124,20 @@ CONFIGS: Final = {
         HopperAttentionConfig(1, 32, 2, relative_time=1.27),
     ),
 }
+# The same in TF32, whose tiles are whole panels of 32 transposed values. For 16 cases on an H200, the config that
+# `_time` chooses takes 1.01 times as long as the fastest of all that were timed.
+TF32_CONFIGS: Final = {
+    64: (
+        HopperAttentionConfig(1, 64, 2, 2),
+        HopperAttentionConfig(3, 64, 3, pingpong=True, relative_time=0.85),
+        HopperAttentionConfig(4, 32, 4, relative_time=0.85),
+    ),
+    128: (
+        HopperAttentionConfig(2, 64, 2, pingpong=True),
+        HopperAttentionConfig(1, 64, 2, relative_time=1.25),
+        HopperAttentionConfig(1, 32, 2, 2, relative_time=1.3),
+    ),
+}
 MAX_BLOCK_N: Final = max(config.block_n for configs in CONFIGS.values() for config in configs)
 # The number of configs that a node of dynamic length gets, by the keys of CONFIGS; each config is a kernel to compile.
 CONFIGS_OF_DYNAMIC_LENGTH: Final = {64: 3, 128: 2, 192: 2, 256: 2}
@@ -133,14 +157,14 @@ def implementations(problem: Attention, device: Device) -> list[Implementation]:
     if problem.mask_kind == "additive" and problem.mask and problem.mask.differs[1] and problem.bias is None:
         # Treat the mask as a bias: a pass over it would read as many bytes as the attention itself.
         problem = replace(problem, mask_kind="none", mask=None, bias=problem.mask)
-    limit = _limit(problem, device)
+    table, limit = _configs(problem), _limit(problem, device)
     # Under a mask, small blocks skip more tiles: they are fastest for heads of up to 64 elements, and for masks whose
     # rows differ.
     mask = problem.mask
     largest = math.inf if mask is None or limit > 64 else 64 if mask.differs[2] else 128
     configs = [
         config
-        for config in CONFIGS[limit]
+        for config in table[limit]
         if _fits(problem, config, device)
         and _registers(problem, config, late_mask=True) <= config.registers
         and config.warpgroups * config.block_n <= largest
@@ -151,9 +175,15 @@ def implementations(problem: Attention, device: Device) -> list[Implementation]:
 
 
 def _limit(problem: Attention, device: Device) -> int:
-    """Return the smallest key of CONFIGS, from head_dim_v on, whose first config fits; the largest key if none fits."""
-    limits = [limit for limit in CONFIGS if problem.head_dim_v <= limit]
-    return next((limit for limit in limits if _fits(problem, CONFIGS[limit][0], device)), limits[-1])
+    """Return the smallest key of the configs, from head_dim_v on, whose first fits; the largest key if none fits."""
+    table = _configs(problem)
+    limits = [limit for limit in table if problem.head_dim_v <= limit]
+    return next((limit for limit in limits if _fits(problem, table[limit][0], device)), limits[-1])
+
+
+def _configs(problem: Attention) -> Mapping[int, tuple[HopperAttentionConfig, ...]]:
+    """Return the configs for the dtype, by the largest head_dim_v that they serve."""
+    return TF32_CONFIGS if problem.dtype == "float32" else CONFIGS
 
 
 def _fits(problem: Attention, config: HopperAttentionConfig, device: Device) -> bool:
@@ -213,7 +243,8 @@ def _registers(problem: Attention, config: HopperAttentionConfig, late_mask: boo
         for x in added
     )
     others = OTHER_REGISTERS + problem.add_masked_score * ADD_MASKED_REGISTERS
-    return config.block_n // 2 + config.block_n // 4 + columns // 2 + words + others
+    weights = config.block_n // 2 * ITEM_BYTES[problem.dtype] // 4
+    return config.block_n // 2 + weights + columns // 2 + words + others
 
 
 def _lacks_registers(problem: Attention, config: HopperAttentionConfig) -> bool:
@@ -237,13 +268,14 @@ def _is_supported(problem: Attention) -> bool:
         (problem.out, problem.queries, problem.heads),
     )
     head_dims = (problem.head_dim, problem.head_dim_v)
+    largest = max(_configs(problem))
     return (
-        problem.dtype in ("float16", "bfloat16")
+        (problem.dtype != "float32" or (problem.tf32 and not problem.lengths))
         and not problem.out_dtype
         and not (problem.window and problem.mask)
         and problem.aligned
         and not (problem.add_masked_score and problem.masked_score > blocks.NEGLIGIBLE[problem.dtype][0])
-        and all(0 < head_dim <= MAX_HEAD_DIM and head_dim % ALIGNMENT == 0 for head_dim in head_dims)
+        and all(0 < head_dim <= largest and head_dim % ALIGNMENT == 0 for head_dim in head_dims)
         and all(extent > 0 for extent in (problem.batch, problem.heads, problem.queries, problem.keys))
         and all(_has_tensor_map(x, rows, heads, problem.batch) for x, rows, heads in tensors)
     )
@@ -271,6 +303,7 @@ def _rotates(problem: Attention) -> bool:
     rotation = problem.rotation
     return (
         rotation is not None
+        and problem.dtype != "float32"
         and problem.head_dim > MAX_ROTATED_BEFORE
         and rotation.aligned
         and rotation.has_rows
@@ -288,15 +321,21 @@ def implementation(problem: Attention, config: HopperAttentionConfig) -> Impleme
     """Return the launches of one config."""
     mask = problem.mask if problem.mask_kind != "none" else None
     name = f"hopper {64 * config.warpgroups}x{config.block_n}, {config.stages} stages, {config.blocks} blocks"
-    if mask is None or not mask.differs[2]:
-        return Implementation(name, (_launch(problem, config, mask, ABSENT, ABSENT),))
-    tiles = blocks.tile_count(problem, mask, config.block_n)
-    flags, bits = Pointer("scratch", 0), Pointer("scratch", 1)
-    steps = (
-        blocks.launch(problem, mask, config.block_n, flags, bits),
-        _launch(problem, config, mask, flags, bits),
-    )
-    return Implementation(name, steps, (tiles, tiles * blocks.bit_bytes(config.block_n)))
+    before: list[Launch] = []
+    scratch: list[int] = []
+    flags: Value = ABSENT
+    bits: Value = ABSENT
+    if mask and mask.differs[2]:
+        tiles = blocks.tile_count(problem, mask, config.block_n)
+        scratch = [tiles, tiles * blocks.bit_bytes(config.block_n)]
+        flags, bits = Pointer("scratch", 0), Pointer("scratch", 1)
+        before = [blocks.launch(problem, mask, config.block_n, flags, bits)]
+    if problem.dtype == "float32":
+        to = Pointer("scratch", len(scratch))
+        before = [*before, values.launch(problem, to)]
+        scratch = [*scratch, values.scratch_bytes(problem)]
+        problem = replace(problem, v=values.transposed(problem, to))
+    return Implementation(name, (*before, _launch(problem, config, mask, flags, bits)), tuple(scratch))
 
 
 def _launch(
@@ -313,11 +352,15 @@ def _launch(
         flag_strides = ((problem.heads if by_head else 1) if by_batch else 0, int(by_head))
     rotation = problem.rotation if _rotates(problem) else None
     q = rotation.tensors[0].x if rotation else problem.q
+    value_sizes = (problem.keys, problem.kv_heads, problem.head_dim_v, config.block_n)
+    if problem.dtype == "float32":  # transposed
+        columns = values.padded_keys(problem)
+        value_sizes = (problem.head_dim_v, problem.kv_heads, columns, _value_columns(problem.head_dim_v))
     arguments = (
         _tensor_map(problem, q, problem.queries, problem.heads, problem.head_dim, 64),
         _tensor_map(problem, problem.k, problem.keys, problem.kv_heads, problem.head_dim, config.block_n),
-        _tensor_map(problem, problem.v, problem.keys, problem.kv_heads, problem.head_dim_v, config.block_n),
-        _tensor_map(problem, problem.out, problem.queries, problem.heads, problem.head_dim_v, 64),
+        _tensor_map(problem, problem.v, *value_sizes),
+        _tensor_map(problem, problem.out, problem.queries, problem.heads, problem.head_dim_v, 64, stores=True),
         Struct(int32(*shape)),
         Struct(float32(*_score_units(problem))),
         Struct(float32(*_cap(problem))),
@@ -355,7 +398,12 @@ def _program_pairs(program: EpilogueProgram) -> int:
 def _shared(problem: Attention, config: HopperAttentionConfig) -> int:
     """Return the bytes of shared memory of a block."""
     bias = 4 * config.stages * config.block_n if _begins_with_bias(problem) else 0
-    return config.shared(problem.head_dim, problem.head_dim_v) + bias
+    return config.shared(problem.head_dim, problem.head_dim_v, ITEM_BYTES[problem.dtype]) + bias
+
+
+def _value_columns(head_dim_v: int) -> int:
+    """Return the columns of the result that wgmma computes: VALUE_COLUMNS of attention_hopper_shape.cuh."""
+    return 16 * math.ceil(head_dim_v / 16)
 
 
 def _begins_with_bias(problem: Attention) -> bool:
@@ -376,7 +424,8 @@ def _scales_in_exponent(problem: Attention) -> bool:
 def _caps_late(problem: Attention) -> bool:
     """Return whether the softcap is applied only when scores become weights: the macro LATE_CAP."""
     return (
-        CAPS[0] <= problem.softcap <= CAPS[1]
+        problem.dtype != "float32"  # whose weights below WEIGHTLESS count
+        and CAPS[0] <= problem.softcap <= CAPS[1]
         and problem.bias is None
         and CAP_RATES[0] <= problem.scale / problem.softcap <= CAP_RATES[1]
     )
@@ -464,11 +513,14 @@ def _heads_in_l2(problem: Attention) -> int:
     return at_least_one
 
 
-def _tensor_map(problem: Attention, x: HeadTensor, rows: int, heads: int, head_dim: int, box_rows: int) -> TensorMap:
-    sizes = (head_dim, rows, heads, problem.batch)
+def _tensor_map(
+    problem: Attention, x: HeadTensor, rows: int, heads: int, columns: int, box_rows: int, stores: bool = False
+) -> TensorMap:
+    sizes, item = (columns, rows, heads, problem.batch), ITEM_BYTES[problem.dtype]
     innermost_first = (x.row_stride, x.head_stride, x.batch_stride)
     strides = tuple(
-        2 * (head_dim if _is_one(extent) else stride) for stride, extent in zip(innermost_first, sizes[1:], strict=True)
+        item * (columns if _is_one(extent) else stride)
+        for stride, extent in zip(innermost_first, sizes[1:], strict=True)
     )
-    dtype: Literal["float16", "bfloat16"] = "bfloat16" if problem.dtype == "bfloat16" else "float16"
-    return TensorMap(x.pointer, dtype, sizes, strides, (PANEL, box_rows, 1, 1), 128)
+    dtype = "tfloat32" if problem.dtype == "float32" and not stores else problem.dtype
+    return TensorMap(x.pointer, dtype, sizes, strides, (PANEL_BYTES // item, box_rows, 1, 1), PANEL_BYTES)

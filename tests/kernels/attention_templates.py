@@ -164,6 +164,7 @@ CASES = [
     plain("padding", (B, S, S), mask=("boolean", (B, 1, 1, S), "bool")),
     plain("padding, inverted", (B, S, S), mask=("inverted", (B, 1, 1, S), "bool"), masked_score=-65504.0),
     plain("padding, additive", (B, S, S), mask=("additive", (B, 1, 1, S), HALF)),
+    plain("no mask, float32", (B, S, S), dtype=FULL),
     plain("padding, float32", (B, S, S), size=80, mask=("additive", (B, 1, 1, S), FULL), dtype=FULL),
     plain("mask of queries", (B, S, S), mask=("additive", (B, 1, S, S), HALF)),
     plain("mask of queries, bfloat16", (B, S, S), (16, 4), 128, "bfloat16", ("additive", (B, 1, S, S), "bfloat16")),

@@ -36,15 +36,15 @@ class Map(ctypes.Structure):
 
 
 def map_of(argument: TensorMap, address: int) -> Map:
-    """Return a map of bytes, of 16-bit elements, or of float32 that loads round to TF32, as the emulation has it."""
+    """Return a map of bytes, of 16-bit elements, or of float32, as the emulation has it; loads of tfloat32 round."""
 
     def padded(kind: type[ctypes.c_long | ctypes.c_int], values: Sequence[int]) -> ctypes.Array[ctypes.c_long]:
         return (kind * MAX_RANK)(*values, *[1] * (MAX_RANK - len(values)))
 
-    item = {"tfloat32": 4, "uint8": 1}.get(argument.dtype, 2)
+    item = {"tfloat32": 4, "float32": 4, "uint8": 1}.get(argument.dtype, 2)
     found = Map(
         address, padded(ctypes.c_long, argument.sizes), padded(ctypes.c_long, (item, *argument.strides)),
-        padded(ctypes.c_int, argument.box), int(argument.im2col is not None), rounds=int(item == 4),
+        padded(ctypes.c_int, argument.box), int(argument.im2col is not None), rounds=int(argument.dtype == "tfloat32"),
     )  # fmt: skip
     if argument.im2col is not None:
         assert argument.im2col.steps == (1, 1)

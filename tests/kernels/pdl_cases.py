@@ -153,6 +153,7 @@ NODES: dict[str, tuple[str, dict[str, tuple[int, ...]], dict[str, Any], int]] = 
 }  # fmt: skip
 ATTENTION: dict[str, Case | CachedCase | GroupQueryCase | LinearCase | Conv] = {
     "attention": Case(2, 4, 4, 160, 160, mask="additive"),
+    "attention in TF32": Case(2, 4, 4, 170, 170, dtype="float32"),
     "causal attention": Case(1, 4, 2, 128, 128, operator=True, causal=True),
     "attention of one query": Case(2, 4, 4, 1, 500),
     "attention of narrow heads": Case(2, 4, 4, 70, 70, 40, 40),

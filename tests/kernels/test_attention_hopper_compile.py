@@ -48,6 +48,10 @@ def additive(dtype: str) -> dict[str, Any]:
     return {"mask_kind": "additive", "mask": scores(dtype)}
 
 
+def in_tf32(head_dim: int, head_dim_v: int = 0, **changes: Any) -> Attention:
+    return problem(head_dim, head_dim_v, "float32", tf32=True, **changes)
+
+
 BOOLEAN: dict[str, Any] = {"mask_kind": "boolean", "mask": scores("bool")}
 FINITE: dict[str, Any] = {"mask_kind": "inverted", "mask": scores("bool", query=0), "masked_score": -1e9}
 CAUSAL: dict[str, Any] = {"causal": 0, "add_masked_score": True, "masked_score": -65504.0}
@@ -94,6 +98,11 @@ PROBLEMS = [
     *(problem(size, **turned(size, size, norm)) for size in (80, 128, 192, 256) for norm in (False, True)),
     *(problem(size, **turned(size, 64, True), **CAUSAL, **SLOPES) for size in (96, 128, 192, 256)),
     *(problem(size, **turned(size, size, interleaved=True), **BOOLEAN) for size in (128, 256)),
+    *(in_tf32(*sizes, causal=5) for sizes in ((8,), (40,), (64, 128), (128, 64), (128,))),
+    *(in_tf32(size, **mask) for size in (64, 128) for mask in (FINITE, BOOLEAN, additive("float32"))),
+    *(in_tf32(size, softcap=50.0, bias=scores("float32"), **additive("float32")) for size in (64, 128)),
+    *(in_tf32(size, **{**CAUSAL, "masked_score": -1e9}, **SLOPES) for size in (64, 128)),
+    in_tf32(128, **turned(128, 64)),
     problem(128, softcap=50.0, **turned(128, 32, tables="float16", kept=5, interleaved=True, y_interleaved=True)),
 ]
 
@@ -104,7 +113,7 @@ def describe(case: Attention) -> str:
     return f"{case.dtype} {case.head_dim}x{case.head_dim_v} {' '.join(added)}{more}"
 
 
-@pytest.mark.parametrize("case", sampled(PROBLEMS, 27), ids=describe)
+@pytest.mark.parametrize("case", sampled(PROBLEMS, 30), ids=describe)
 def test_compiles_without_spills(case: Attention) -> None:
     candidates = hopper.implementations(case, H200)
     assert candidates
@@ -126,9 +135,14 @@ def test_blocks_fit_and_boxes_are_as_the_kernel_has_them(case: Attention) -> Non
         assert tile % 16 == 0
         assert launch.grid[0] * 64 * groups >= case.batch * case.heads * case.queries
         boxes = [argument.box for argument in launch.arguments if isinstance(argument, TensorMap)]
-        assert boxes == [(64, 64, 1, 1), (64, tile, 1, 1), (64, tile, 1, 1), (64, 64, 1, 1)]
-        assert len(blocks) == (case.mask is not None and case.mask.query_stride != 0)
-        for step in blocks:
+        wide, full = (32, True) if case.dtype == "float32" else (64, False)
+        values = -(-case.head_dim_v // 16) * 16 if full else tile  # transposed in TF32
+        assert boxes == [(wide, rows, 1, 1) for rows in (64, tile, values, 64)]
+        names = ["attention_blocks"] * (case.mask is not None and case.mask.query_stride != 0)
+        assert [step.kernel.source for step in blocks if isinstance(step, Launch)] == [*names, "attention_values"][
+            : len(names) + full
+        ]
+        for step in blocks[: len(names)]:
             assert isinstance(step, Launch)
             assert step.grid[0] == candidate.scratch[0], "a flag for each tile"
 
@@ -136,7 +150,8 @@ def test_blocks_fit_and_boxes_are_as_the_kernel_has_them(case: Attention) -> Non
 @pytest.mark.parametrize(
     "changes",
     [
-        {"dtype": "float32"},
+        {"dtype": "float32"},  # without leave to round to TF32
+        {"dtype": "float32", "tf32": True, "head_dim": 136},
         {"aligned": False},
         {"head_dim": 264},
         {"head_dim_v": 20},

@@ -1,4 +1,7 @@
-"""Hopper's attention on a CPU: its own source and plans, with emulated instructions; masks of all rows alone."""
+"""Hopper's attention on a CPU: its own source and plans, with emulated instructions; masks of all rows alone.
+
+In TF32, the values are transposed by their kernel's own source, too.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from onnxfuse.kernels.head_tensor import HeadTensor
 from onnxfuse.kernels.rotary.rotary import Rotary, RotatedHeads
 from onnxfuse.kernels.tensors import ABSENT
 from onnxfuse.runtime.plan import Launch, Pointer, TensorSpec
+from onnxfuse.testing.emulated_launches import launch, library
 
 SIZE = 64
 LOWEST = -65504.0
@@ -46,7 +50,10 @@ class Turn:
 class Case:
     """One head; `kept` is the part of the keys that a mask of all rows keeps, whose masked scores are finite."""
 
-    config: int = 0  # of CONFIGS
+    config: int = 0  # of CONFIGS, or of TF32_CONFIGS
+    dtype: str = "float16"
+    size: int = SIZE
+    value_size: int = SIZE
     length: int = 130
     amplitude: float = 1.0  # of the queries
     growth: float = 1.0  # of the first key, relative to the last one, which the kernel reads first
@@ -79,6 +86,14 @@ CASES = [
     Case(cap=50.0, kept=0.6),
     Case(cap=50.0, kept=0.0),
 ]
+IN_TF32 = [
+    Case(1, "float32", length=300, amplitude=3, growth=8),
+    Case(0, "float32", size=40, value_size=24),
+    Case(0, "float32", size=128, value_size=128, length=67, causal=True),
+    Case(0, "float32", length=203, places=0, kept=0.6),
+    Case(2, "float32", size=32, value_size=64, cap=50.0),
+    Case(2, "float32", size=72, value_size=128, kept=0.0),
+]
 TURNED = [
     Case(turn=Turn()),
     Case(5, 200, turn=Turn(pairs=True, pairs_after=True)),
@@ -90,28 +105,44 @@ TURNED = [
 ]
 
 
-@pytest.mark.parametrize("case", [*sampled(CASES, 8), *sampled(TURNED, 3)], ids=str)
+@pytest.mark.parametrize("case", [*sampled(CASES, 7), *sampled(IN_TF32, 6), *sampled(TURNED, 3)], ids=str)
 def test_matches_float64(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "MAX_ROTATED_BEFORE", 0)
     arrays = operands(case)
     inputs = {name: Pointer("input", i) for i, name in enumerate(arrays)}
-    found = np.full((case.length, SIZE), np.nan, np.float16)
-    step = hopper.implementation(problem(case, inputs), hopper.CONFIGS[SIZE][case.config]).steps[-1]
-    assert isinstance(step, Launch)
+    found = np.full((case.length, case.value_size), np.nan, case.dtype)
+    table = hopper.CONFIGS if case.dtype == "float16" else hopper.TF32_CONFIGS
+    made = hopper.implementation(problem(case, inputs), table[64 if case.value_size <= 64 else 128][case.config])
     addresses = {pointer: arrays[name].ctypes.data for name, pointer in inputs.items()}
     addresses[Pointer("output", 0)] = found.ctypes.data
+    scratch = [np.full(size, 255, np.uint8) for size in made.scratch]
+    addresses |= {Pointer("scratch", i): each.ctypes.data for i, each in enumerate(scratch)}
+    *before, step = made.steps
+    for each in before:
+        assert isinstance(each, Launch)
+        launch(each, library(each.kernel, tmp_path), addresses.__getitem__)
+    assert isinstance(step, Launch)
     run(step, addresses, tmp_path)
+    if case.dtype == "float32":
+        arrays = {name: rounded(each) if name in "qkv" else each for name, each in arrays.items()}
     weights, values = expected_weights(case, arrays), arrays["v"].astype(np.float64)
-    allowed = 2**-10 * (weights @ np.abs(values)) + 1e-4
+    # In TF32, half an ulp of the weights, in place of one of the weights and the result.
+    allowed = (2**-10 if case.dtype == "float16" else 2**-11 + 2**-16) * (weights @ np.abs(values))
+    allowed += 1e-4 if case.dtype == "float16" else 1e-6
     assert np.all(np.abs(found - weights @ values) <= allowed)
+
+
+def rounded(values: np.ndarray) -> np.ndarray:
+    """Return the nearest TF32 numbers."""
+    return ((values.view(np.uint32) + 0x1000) & 0xFFFFE000).view(np.float32)
 
 
 def operands(case: Case) -> dict[str, np.ndarray]:
     random = np.random.default_rng(case.length)
-    q, k, v = (random.standard_normal((case.length, SIZE)) for _ in range(3))
+    q, k, v = (random.standard_normal((case.length, size)) for size in (case.size, case.size, case.value_size))
     growth = np.linspace(case.growth, 1.0 if case.growth == 1 else 0.05, case.length)
     made = {"q": q * case.amplitude, "k": k * growth[:, None], "v": v}
-    made = {name: values.astype(np.float16) for name, values in made.items()}
+    made = {name: values.astype(case.dtype) for name, values in made.items()}
     if case.places is not None:
         made["positions"] = np.arange(case.places, case.places + case.length, dtype=np.float16)
         made["slopes"] = np.array([SLOPE], np.float32)
@@ -146,8 +177,8 @@ def turned_queries(turn: Turn, arrays: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def problem(case: Case, inputs: dict[str, Pointer]) -> Attention:
-    def heads(pointer: Pointer) -> HeadTensor:
-        return HeadTensor(pointer, case.length * SIZE, SIZE, SIZE)
+    def heads(pointer: Pointer, size: int = case.size) -> HeadTensor:
+        return HeadTensor(pointer, case.length * size, size, size)
 
     def of_keys(name: str, dtype: str) -> ScoreTensor:
         return ScoreTensor(inputs[name], dtype, 0, 0, 0, 1, True)
@@ -170,8 +201,10 @@ def problem(case: Case, inputs: dict[str, Pointer]) -> Attention:
             turn.pairs, turn.pairs_after, turn.first_rows, "float16" if turn.norm else "", EPSILON,
         )  # fmt: skip
     return Attention(
-        1, 1, 1, case.length, case.length, SIZE, SIZE, "float16", True, *(heads(inputs[name]) for name in "qkv"),
-        heads(Pointer("output", 0)), scale=SIZE**-0.5, softcap=case.cap, **more,
+        1, 1, 1, case.length, case.length, case.size, case.value_size, case.dtype, True,
+        *(heads(inputs[name]) for name in "qk"),
+        *(heads(each, case.value_size) for each in (inputs["v"], Pointer("output", 0))),
+        scale=SIZE**-0.5, softcap=case.cap, tf32=True, **more,
     )  # fmt: skip
 
 

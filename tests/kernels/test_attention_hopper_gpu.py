@@ -21,7 +21,8 @@ cupy: Any = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
 
 # Half an ulp: weights are rounded to the dtype before they multiply values, and so is the result.
-ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
+# In TF32, the operands of the reference are rounded first.
+ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-11}
 SMALLEST_WEIGHT = 2.0**-25  # relative to the largest weight of a row: smaller ones round to 0 in fp16
 SCORE = 4e-6  # relative to the largest score: the loss of fp32 sums of 256 products and of the exponent's argument
 # Relative to the largest score of a row once the mask is added: a mask's -65504 in other units, the sum and its
@@ -114,6 +115,15 @@ CASES = [
     Case(64, causal=True, added=True, masked_score=-1e9, mask_kind="boolean", dtype="bfloat16"),
     Case(64, causal=True, added=True, masked_score=LOWEST, mask_kind="boolean", scale=2.0),
     Case(64, causal=True, added=True, masked_score=LOWEST_HALF, mask_kind="boolean", bias_dtype="float16"),
+    *(Case(size, dtype="float32") for size in (8, 32, 64, 80, 128)),
+    *(Case(*sizes, dtype="float32", causal=True) for sizes in ((64, 128), (72, 40), (128, 64), (128,))),
+    *(Case(64, dtype="float32", mask_kind="boolean", masked_score=score) for score in (MINUS_INFINITY, -1e4, LOWEST)),
+    *(
+        Case(size, dtype="float32", mask_kind="additive", mask_dtype="float32", masked_score=LOWEST)
+        for size in (64, 128)
+    ),
+    Case(64, dtype="float32", bias_dtype="float32", softcap=50.0, amplitude=4.0),
+    Case(128, dtype="float32", bias_dtype="float32", sloped=True, causal=True, added=True, masked_score=LOWEST),
 ]
 
 
@@ -152,6 +162,18 @@ def laid_out(values: np.ndarray, layout: str) -> tuple[np.ndarray, tuple[int, in
     rows = np.full((b, s, wide), np.nan, np.float32).astype(values.dtype)
     rows[:, :, : h * d] = values.transpose(0, 2, 1, 3).reshape(b, s, h * d)
     return rows, (s * wide, d, wide)
+
+
+def not_halfway(values: np.ndarray) -> np.ndarray:
+    """Return float32 numbers that are not halfway between two TF32 numbers, from where TMA does not round up."""
+    return (values.view(np.uint32) | 1).view(np.float32) if values.dtype == np.float32 else values
+
+
+def in_tf32(values: np.ndarray) -> np.ndarray:
+    """Return float32 numbers rounded to TF32, and others unchanged."""
+    if values.dtype != np.float32:
+        return values
+    return ((values.view(np.uint32) + 0x1000) & 0xFFFFE000).view(np.float32)
 
 
 def kept(pattern: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
@@ -242,6 +264,7 @@ def run(case: Case, sizes: Sizes, variant: int, device: Device, which: slice) ->
         "v": (sizes.batch, sizes.kv_heads, sizes.keys, value_size),
     }
     values = {n: normal(shape, case.dtype, variant + i, case.amplitude) for i, (n, shape) in enumerate(shapes.items())}
+    values = {name: not_halfway(each) for name, each in values.items()}
     layout = LAYOUTS[variant % 4]
     inputs, heads = [], {}
     for place, (name, array) in enumerate(values.items()):
@@ -279,8 +302,9 @@ def run(case: Case, sizes: Sizes, variant: int, device: Device, which: slice) ->
         add_masked_score=case.added,
         softcap=case.softcap,
         zero_masked_rows=case.zero_rows,
+        tf32=True,
     )
-    arrays = [cupy.asarray(x.astype(np.float64)) for x in values.values()]
+    arrays = [cupy.asarray(in_tf32(x).astype(np.float64)) for x in values.values()]
     added = [None if x is None else cupy.asarray(x if x.dtype == bool else x.astype(np.float64)) for x in (mask, bias)]
     expected, allowed = attention(case, problem, *arrays, *added)
     candidates = hopper.implementations(problem, device)[which]
@@ -320,6 +344,7 @@ def test_attention(case: Case, device: Device) -> None:
     "case",
     [
         *(Case(64), Case(128, causal=True), Case(64, mask_kind="boolean"), Case(64, bias_dtype="float16")),
+        *(Case(64, dtype="float32"), Case(128, dtype="float32", causal=True)),
         *(Case(size, mask_kind="additive", mask_dtype="float16", masked_score=LOWEST_HALF) for size in (64, 128)),
         Case(64, mask_kind="additive", mask_dtype="float32", masked_score=LOWEST),
         *(Case(size, softcap=50.0, amplitude=3.0) for size in (64, 128)),

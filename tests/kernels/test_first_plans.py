@@ -167,11 +167,26 @@ def timed_attention() -> Iterator[tuple[tuple[Any, ...], dict[str, float]]]:
             yield tuple(row[:5]), dict(zip(table["columns"][5:], row[5:], strict=True))
 
 
-def attention(form: str, size: int, batch: int, heads: int, length: int) -> tuple[FusedNode, list[TensorSpec]]:
-    given = {"heads": heads, "kv_heads": heads, "repeats": 1, "size": size, "value_size": size, "scale": size**-0.5}
-    masked = {"mask_kind": "causal", "masked_score": -65504.0} if form == "causal" else {"mask_kind": "none"}
-    node = FusedNode("attention", "n", ("q", "k", "v"), {**given, **masked}, ("float16",))
-    return node, [TensorSpec((batch, length, heads * size), "float16")] * 3
+def attention(
+    form: str, size: int, batch: int, heads: int, length: int, kv_heads: int = 0, dtype: str = "float16"
+) -> tuple[FusedNode, list[TensorSpec]]:
+    kv_heads = kv_heads or heads
+    given = {"heads": heads, "kv_heads": kv_heads, "repeats": heads // kv_heads, "size": size, "value_size": size}
+    masked = {"mask_kind": "causal", "masked_score": -1e9 if dtype == "float32" else -65504.0}
+    masked = masked if form == "causal" else {"mask_kind": "none"}
+    node = FusedNode("attention", "n", ("q", "k", "v"), {**given, **masked, "scale": size**-0.5}, (dtype,))
+    return node, [TensorSpec((batch, length, count * size), dtype) for count in (heads, kv_heads, kv_heads)]
+
+
+def test_attention_in_tf32() -> None:
+    """The first plan is nearly the fastest of attention_mma and the tilings of attention_hopper."""
+    results = json.loads((RESULTS / "attention_in_tf32-h200-2026-11-30.json").read_text(encoding="utf-8"))
+    for table in (results["tilings_64"], results["tilings_128"]):
+        for form, size, batch, heads, kv_heads, length, *found in table["rows"]:
+            times = dict(zip(table["columns"][6:-1], found[:-1], strict=True))
+            plan = attention_host.candidates(*attention(form, size, batch, heads, length, kv_heads, "float32"), H200)[0]
+            is_hopper = kernel_of(plan.steps[-1]) == "attention_hopper"
+            assert times[tiling(plan) if is_hopper else "mma"] <= 1.25 * min(times.values()), times
 
 
 @functools.cache

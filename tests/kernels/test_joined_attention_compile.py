@@ -28,6 +28,7 @@ def cases() -> Iterator[JoinedCase]:
         yield group_norm_case(kind, GroupNormCase((1, 64, 64, 64), 8))
         yield group_norm_case(kind, GroupNormCase((2, 64, 32, 32), 8, "nchw"))
         yield attention_case(kind, Case(heads=4, kv_heads=4, queries=512, keys=512))
+        yield attention_case(kind, Case(heads=4, kv_heads=4, queries=512, keys=512, dtype="float32"))
         yield attention_case(kind, Case(heads=8, kv_heads=2, queries=1, keys=2048, size=128, value_size=128))
 
 

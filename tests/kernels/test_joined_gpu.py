@@ -72,6 +72,7 @@ ATTENTIONS = [
     Case(batch=3, queries=37, keys=50, size=24, value_size=24, dtype="float32", out_layout="bhsd"),
     Case(queries=20, keys=33, size=12, value_size=12, out_layout="rows"),
     Case(batch=2, heads=6, kv_heads=3, queries=3, keys=1500, size=80, value_size=80, out_layout="seq_first_rows"),
+    Case(batch=2, queries=200, keys=300, dtype="float32", scale=0.125),
 ]  # fmt: skip
 
 GROUP_NORMS = [

@@ -76,6 +76,8 @@ constexpr int THREADS = BLOCK_THREADS;
 constexpr int ITEM = 1;
 #elif defined(ELEMENT)
 constexpr int ITEM = sizeof(ELEMENT);
+#elif defined(T)
+constexpr int ITEM = sizeof(T);
 #else
 constexpr int ITEM = 2;
 #endif
