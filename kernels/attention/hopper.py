@@ -90,19 +90,20 @@ class HopperAttentionConfig:
 
 
 # Configs by the largest head_dim_v that they serve, which determines most registers. Relative times and constants of
-# `_time` were fitted on an H200 to 39 cases with heads of 64 elements and 14 cases with heads of 128, plain and causal,
-# with 77 to 4096 queries: the config that `_time` chooses takes 1.006 times as long as the fastest. With 2048 queries,
+# `_time` were fitted on an H200 to 44 cases with heads of 64 elements and 14 cases with heads of 128, plain and causal,
+# with 77 to 4096 queries: the config that `_time` chooses takes 1.008 times as long as the fastest. With 2048 queries,
 # head_dim 96 and head_dim_v 64, the first config of key 64 takes 73.9 us, and the best config of key 128 takes 84.4.
 # With head_dim 192 and head_dim_v 128, the first config of key 128 takes 129.6 us, and the best of key 192 takes 142.5.
 CONFIGS: Final = {
     64: (
         HopperAttentionConfig(1, 64, 2, 3),
         HopperAttentionConfig(4, 64, 4, relative_time=0.96),
-        HopperAttentionConfig(1, 128, 2, 2, relative_time=1.2),
-        HopperAttentionConfig(3, 128, 2, pingpong=True, relative_time=1.08),
-        HopperAttentionConfig(1, 48, 3, 3),
+        HopperAttentionConfig(1, 128, 2, 2, relative_time=1.236),
+        HopperAttentionConfig(3, 128, 2, pingpong=True, relative_time=1.102),
+        HopperAttentionConfig(1, 48, 3, 3, relative_time=1.035),
         HopperAttentionConfig(2, 128, 2, pingpong=True, relative_time=1.24),
         HopperAttentionConfig(2, 64, 3, relative_time=1.3),
+        HopperAttentionConfig(1, 48, 2, 4, relative_time=0.946),
     ),
     128: (
         HopperAttentionConfig(2, 128, 2, pingpong=True),
@@ -146,7 +147,7 @@ TILE_OVERHEAD: Final = 24  # overhead per tile, in units of the time per key
 IDLE_SHARE: Final = 0.2  # an empty block slot of a multiprocessor costs this share of a resident block's time
 PROGRAM_REGISTERS: Final = 24  # registers per thread, for the operands that an epilogue program loads at once
 OTHER_REGISTERS: Final = 28  # registers per thread, for all but scores, weights, results, mask and bias
-ADD_MASKED_REGISTERS: Final = 8  # further registers per thread, for ADD_MASKED_SCORE
+ADD_MASKED_REGISTERS: Final = 8  # further registers per thread, for ADD_MASKED_SCORE with a cap or from 64 keys on
 DYNAMIC_PAIRS_REGISTERS: Final = 16  # registers per thread, if the kernel decides at run time how to read masks
 
 
@@ -196,8 +197,9 @@ def _few(problem: Attention, configs: list[HopperAttentionConfig], limit: int) -
 
     `configs` are those for heads of up to `limit` elements.
 
-    In 53 cases on an H200, plain and causal, the config that `_time` chooses among these takes 1.008 times as long as
-    the fastest of all configs in the geometric mean, and 1.11 times at most.
+    In 58 cases on an H200, plain and causal, the config that `_time` chooses among these takes 1.03 times as long as
+    the fastest of all configs in the geometric mean, and 1.61 times at most, where only four blocks per multiprocessor
+    leave no block for a second round.
     """
     if problem.bias and problem.mask and problem.mask_kind == "additive":
         configs = [_with_room(problem, config) for config in configs]
@@ -242,7 +244,8 @@ def _registers(problem: Attention, config: HopperAttentionConfig, late_mask: boo
         (config.block_n // 8 if x.key_stride else 1) * (2 if x.differs[2] else 1) * ITEM_BYTES[x.dtype] // 2
         for x in added
     )
-    others = OTHER_REGISTERS + problem.add_masked_score * ADD_MASKED_REGISTERS
+    adds = problem.add_masked_score and (config.block_n >= 64 or problem.softcap != 0)
+    others = OTHER_REGISTERS + adds * ADD_MASKED_REGISTERS
     weights = config.block_n // 2 * ITEM_BYTES[problem.dtype] // 4
     return config.block_n // 2 + weights + columns // 2 + words + others
 

@@ -85,6 +85,7 @@ CASES = [
     Case(cap=50.0, amplitude=3, causal=True),
     Case(cap=50.0, kept=0.6),
     Case(cap=50.0, kept=0.0),
+    Case(7),
 ]
 IN_TF32 = [
     Case(1, "float32", length=300, amplitude=3, growth=8),
