@@ -58,6 +58,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             const Program program{PROGRAM_ARGUMENTS};
             apply_program(program, program.locate(batch, query_head, query), column, y);
         }
-        store<false, OUT_WIDTH>(to + column, y);
+        if constexpr (STORES_Y) store<false, OUT_WIDTH>(to + column, y);
     }
 }

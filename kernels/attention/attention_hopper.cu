@@ -132,6 +132,41 @@ struct RowResults {
     }
 };
 
+// Exchanges numbers among the four lanes that hold a row: a lane gives its pair of columns of each of four groups of
+// eight, and gets all columns of the group that has its index.
+__device__ __forceinline__ void gather_group(float (&pairs)[8]) {
+#pragma unroll
+    for (int distance = 1; distance < 4; distance *= 2) {
+        const bool is_upper = threadIdx.x & distance;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            if (i / 2 & distance) continue;
+            float &lower = pairs[i], &upper = pairs[i + 2 * distance];
+            const float other = __shfl_xor_sync(0xffffffffu, is_upper ? lower : upper, distance);
+            lower = is_upper ? other : lower;
+            upper = is_upper ? upper : other;
+        }
+    }
+}
+
+// Applies a program that stores all outputs to the results of a row, eight neighbouring columns per lane: a lane then
+// stores 8 bytes of integers, and the four lanes of a row a sector of L2.
+__device__ __forceinline__ void apply_to_groups(const Program& program, const program::Located& to, bool inside,
+                                                const float (&o)[RESULTS], int r, float factor) {
+#pragma unroll
+    for (int first = 0; first < PAIRS; first += 4) {
+        float columns[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const int j = first + i / 2;
+            columns[i] = j < PAIRS ? o[j < PAIRS ? 4 * j + 2 * r + i % 2 : 0] * factor : 0.0f;
+        }
+        gather_group(columns);
+        const int column = 8 * (first + threadIdx.x % 4);
+        if (inside && column < HEAD_DIM_V) apply_program(program, to, column, columns);
+    }
+}
+
 // Divides the rows by their sums and stores them through shared memory; TMA leaves out elements beyond the last row and
 // column.
 __device__ __forceinline__ void write(const TensorMap& out, const WorkTile& at, u32 qo, int group, int queries,
@@ -142,6 +177,10 @@ __device__ __forceinline__ void write(const TensorMap& out, const WorkTile& at, 
         const float sum = softmax.total(r, sink);
         const float factor = sum == 0.0f ? (ZERO_MASKED_ROWS ? 0.0f : __int_as_float(0x7fc00000)) : __frcp_rn(sum);
         RowResults row(program, at, at.first + group * 64 + line + 8 * r, queries);
+        if constexpr (!STORES_Y) {
+            apply_to_groups(program, row.to, row.inside, o, r, factor);
+            continue;
+        }
 #pragma unroll
         for (int j = 0; j < PAIRS; ++j) {
             if (j % PROGRAM_PAIRS == 0) row.load(j);
@@ -153,6 +192,7 @@ __device__ __forceinline__ void write(const TensorMap& out, const WorkTile& at, 
             if constexpr (TF32) store_word(to + byte % 16 + 4, narrow(T(), both + 1));
         }
     }
+    if constexpr (!STORES_Y) return;
     store_fence();
     named_barrier(8 + group, 128);
     if (threadIdx.x % 128 == 0 && at.first + group * 64 < queries) {

@@ -30,7 +30,7 @@ struct Out {
     __device__ __forceinline__ void put(int r, int column, float (&y)[W]) const {
         const int query = (first + r) / GQA_GROUP, own_head = first_head + (first + r) % GQA_GROUP;
         if constexpr (HAS_PROGRAM) apply_program(program, program.locate(batch, own_head, query), column, y);
-        store<false, W>(at(r) + column, y);
+        if constexpr (STORES_Y) store<false, W>(at(r) + column, y);
     }
 };
 

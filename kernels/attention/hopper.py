@@ -363,7 +363,7 @@ def _launch(
         _tensor_map(problem, q, problem.queries, problem.heads, problem.head_dim, 64),
         _tensor_map(problem, problem.k, problem.keys, problem.kv_heads, problem.head_dim, config.block_n),
         _tensor_map(problem, problem.v, *value_sizes),
-        _tensor_map(problem, problem.out, problem.queries, problem.heads, problem.head_dim_v, 64, stores=True),
+        _tensor_map(problem, *_stored_by_tma(problem, q), 64, stores=True),
         Struct(int32(*shape)),
         Struct(float32(*_score_units(problem))),
         Struct(float32(*_cap(problem))),
@@ -390,6 +390,13 @@ def _launch(
         return launch
     defines |= {"PROGRAM_PAIRS": _program_pairs(problem.program)}
     return problem.with_program(replace(launch, kernel=replace(launch.kernel, defines=defines)))
+
+
+def _stored_by_tma(problem: Attention, q: HeadTensor) -> tuple[HeadTensor, int, int, int]:
+    """Return the result, its rows, heads and columns; or those of the queries, if the program stores all outputs."""
+    if problem.program and problem.program.dtype != problem.dtype:
+        return q, problem.queries, problem.heads, problem.head_dim
+    return problem.out, problem.queries, problem.heads, problem.head_dim_v
 
 
 def _program_pairs(program: EpilogueProgram) -> int:

@@ -19,8 +19,7 @@ from onnxfuse.kernels.attention.with_cache import unsupported_cache, with_cache_
 from onnxfuse.kernels.attention.with_rotary_embedding import rotary_candidates, unsupported_rotary
 from onnxfuse.kernels.epilogue_node import Joined, also_joined, is_joined
 from onnxfuse.kernels.epilogue_program import EpilogueProgram, epilogue_program
-from onnxfuse.kernels.tensors import STORAGE
-from onnxfuse.runtime.plan import Device, FusedNode, Launch, Plan, TensorSpec
+from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
 from onnxfuse.runtime.symint import for_later_plans
 
 
@@ -76,25 +75,18 @@ def _plans(
 def _joined_candidates(both: Joined, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
     """Return the plans of an attention with fused operators, which run in the attention's kernel or a second launch.
 
-    attention_hopper can store only the dtype of q. If this kernel is expected to be the fastest, but the output to
-    store has another dtype, plans with two launches come first.
+    The kernels store an output that has q's dtype. If there is none, the program stores all outputs.
     """
     problem, out = attention_of(both.product, inputs[: both.own], device)
     strides = problem.out.batch_stride, problem.out.head_stride, problem.out.row_stride
-    made = epilogue_program(both, out, inputs, False, tuple(STORAGE), strides=strides)
+    made = epilogue_program(both, replace(out, dtype=problem.dtype), inputs, False, strides=strides)
     if made is None:
         return epilogue_node.in_two_steps(both, inputs, device, candidates)
     if 0 in out.shape:
         return [Plan(made[1], ())]
-    if made[0].dtype == problem.dtype:
-        found = _with_program(both, inputs, problem, made, device)
-        with for_later_plans(*problem.sizes):
-            return [*found, *epilogue_node.in_two_steps(both, inputs, device, candidates)]
-    two = epilogue_node.in_two_steps(both, inputs, device, candidates)
-    if any(isinstance(step, Launch) and step.kernel.source == "attention_hopper" for step in two[0].steps):
-        with for_later_plans(*problem.sizes):
-            return [*two, *_with_program(both, inputs, problem, made, device)]
-    return [*_with_program(both, inputs, problem, made, device), *two]
+    found = _with_program(both, inputs, problem, made, device)
+    with for_later_plans(*problem.sizes):
+        return [*found, *epilogue_node.in_two_steps(both, inputs, device, candidates)]
 
 
 def _with_program(
@@ -110,7 +102,7 @@ def _with_program(
         problem,
         aligned=all(each.aligned for each in inputs),
         out=replace(problem.out, pointer=program.y),
-        out_dtype=program.dtype if program.dtype != problem.dtype else "",
+        out_dtype="",
         program=program,
     )
     found = _plans(both.product, inputs[: both.own], problem, outputs[0], device)

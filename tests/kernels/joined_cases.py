@@ -245,6 +245,10 @@ class MadeCase:
         names, dtypes = self.program.outputs, self.node().output_dtypes
         names = [*names, *(f"result {i}" for i in range(1, len(dtypes) - len(names) + 1))]
         for name, dtype, one, expected in zip(names, dtypes, found, self.expected(), strict=True):
+            if dtype == "uint8":  # a result near a tie may move by a step
+                steps = np.abs(one.astype(int) - expected)
+                assert steps.max() <= 1 and steps.mean() < 0.1, name
+                continue
             if dtype not in ROUNDING:
                 np.testing.assert_array_equal(one, expected, err_msg=name)
                 continue
@@ -308,6 +312,11 @@ def _only_float32(p: RegionProgram, y: str, operand: Callable[..., str]) -> list
     return [p.op("Neg", p.op("Cast", y, dtype="float32", to="float32"))]
 
 
+def _quantized(p: RegionProgram, y: str, operand: Callable[..., str]) -> list[str]:
+    scale, zero = p.op("Constant", dtype="float32", value=1 / 64), p.op("Constant", dtype="uint8", value=112)
+    return [p.op("QuantizeLinear", y, scale, zero, dtype="uint8", precision="float32")]
+
+
 def _modulated(lead: tuple[int, ...], n: int) -> Build:
     """Return a program that reads its operands through views: parts of one tensor, heads of another, and one of pairs.
 
@@ -356,6 +365,7 @@ def case(kind: str, **sizes: object) -> JoinedCase:
         "several": _several(made.lead, made.n),
         "mixed": _mixed(made.lead, made.n),
         "only float32": _only_float32,
+        "quantized": _quantized,
         "modulated": _modulated(made.lead, made.n),
         "rows": _of_rows(made.lead),
         "reshaped": _reshaped(made.lead, made.n),
@@ -381,10 +391,10 @@ def group_norm_case(kind: str, norm: GroupNormCase) -> JoinedCase:
 
 
 def attention_case(kind: str, of: Case) -> JoinedCase:
-    """Return a case of one of these programs behind an attention."""
-    attention = AttentionCase(of)
+    """Return a case of one of these programs behind an attention; quantizers read it in float32."""
+    attention, dtype = AttentionCase(of), "float32" if kind == "quantized" else of.dtype
     *lead, n = attention.shape()
-    return replace(case(kind, lead=tuple(lead), n=n, k=of.keys, dtype=of.dtype), instead=attention)
+    return replace(case(kind, lead=tuple(lead), n=n, k=of.keys, dtype=dtype), instead=attention)
 
 
 KINDS = ("chain", "broadcasts", "several", "mixed", "only float32")

@@ -10,15 +10,17 @@ import hopper_emulation
 import numpy as np
 import pytest
 from architectures import H200, T4
+from attention_cases import Case
 from conv_cases import ConvCase
 from conv_emulation import placed
 from conv_mma_emulation import launch
 from conv_transpose_cases import SAME, ConvTransposeCase, depthwise, shuffled
-from joined_cases import KINDS, Build, JoinedCase, MadeCase, case, conv_case
+from joined_cases import KINDS, Build, JoinedCase, MadeCase, attention_case, case, conv_case
 from region_drafts import NUMPY, RegionProgram
 from sampling import sampled
 
 from onnxfuse.kernels import epilogue_node
+from onnxfuse.kernels.attention import host as attention_host
 from onnxfuse.kernels.conv import mma as conv_mma
 from onnxfuse.kernels.conv.mma import ConvConfig
 from onnxfuse.kernels.conv.operands import conv_of
@@ -139,6 +141,21 @@ def copied(copy: Copy, source: np.ndarray) -> np.ndarray:
 def test_wgmma(config: HopperConfig, each: JoinedCase, blocks: int | None, tmp_path: Path) -> None:
     made = each.made()
     made.check(run(made, config, blocks, tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["quantized", "only float32", "modulated"])
+def test_attention_by_wgmma(kind: str, tmp_path: Path) -> None:
+    """A program without an output of q's dtype stores all outputs, and gets eight neighbouring columns."""
+    made = attention_case(kind, Case(batch=2, heads=2, kv_heads=2, queries=70, keys=50, size=40, value_size=40)).made()
+    specs = made.specs()
+    plans = attention_host.candidates(made.node(), specs, H200)
+    steps = [step for plan in plans for step in plan.steps[:1] if len(plan.steps) == 1 and isinstance(step, Launch)]
+    step = next(step for step in steps if step.kernel.source == "attention_hopper")
+    arrays = {Pointer("input", i): array for i, array in enumerate(made.arrays)}
+    written = [np.zeros(spec.shape, NUMPY[spec.dtype]) for spec in plans[0].outputs]
+    arrays |= {Pointer("output", i): each for i, each in enumerate(written)}
+    hopper_emulation.run(step, {pointer: array.ctypes.data for pointer, array in arrays.items()}, tmp_path)
+    made.check(written)
 
 
 CONVS = [

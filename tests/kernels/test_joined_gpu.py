@@ -85,6 +85,7 @@ GROUP_NORMS = [
 def cases() -> Iterator[JoinedCase]:
     for i, kind in enumerate((*KINDS, "modulated")):
         yield from (attention_case(kind, each) for each in ATTENTIONS[i % 2 :: 2])
+        yield attention_case("quantized", ATTENTIONS[i])
         yield from (group_norm_case(kind, each) for each in GROUP_NORMS[i % 2 :: 2])
         yield from (norm_case(kind, norm) for norm in NORMS[i % 2 :: 2] if norm.n < 65536 or kind == "modulated")
     for i, kind in enumerate(KINDS_OF_PRODUCTS):  # of all sizes and convolutions, every second one
