@@ -24,4 +24,4 @@ struct Mean {
     }
 };
 
-POOL_KERNEL average_pool(const T* x, T* y, Mean mean) { pool(mean, x, y, mean.sizes); }
+POOL_KERNEL average_pool(const T* x, T* y, Mean mean) { pool(OfFloats<Mean>{mean}, x, y, mean.sizes); }

@@ -14,8 +14,13 @@
 //   STREAMED and RELEASE are numbers, or expressions that depend on the grid.
 //
 // A pooling op has
-//   static float initial()                  the result over no elements, and the value of padding
-//   static float merge(float, float)
+//   Value, VALUES                           type and number of the values in which a thread has WIDTH elements
+//   static Value initial()                  the result over no elements
+//   static Value merge(Value, Value)
+//   static Pack<T, WIDTH> padding()         elements that change no result
+//   static void read(pack, values)          the values of WIDTH elements
+//   Pack<T, WIDTH> result(values, z, row, column)     the elements of y from the reductions of their windows
+// OfFloats makes one of an op on single floats: initial, merge and
 //   float finish(float, z, row, column)     the result of a window from its reduction
 #pragma once
 #include "types.cuh"
@@ -35,6 +40,30 @@ struct PoolSizes {
     int depth, height, width;  // sizes of x
     int y_depth, y_height, y_width;
     int pad_d, pad_h, pad_w;  // padding before x
+};
+
+template <class Op>
+struct OfFloats {
+    Op op;
+
+    using Value = float;
+    static constexpr int VALUES = WIDTH;
+    static __device__ __forceinline__ float initial() { return Op::initial(); }
+    static __device__ __forceinline__ float merge(float a, float b) { return Op::merge(a, b); }
+    static __device__ __forceinline__ Pack<T, WIDTH> padding() {
+        float initials[WIDTH];
+#pragma unroll
+        for (float& each : initials) each = initial();
+        return pack<T, WIDTH>(initials);
+    }
+    static __device__ __forceinline__ void read(const Pack<T, WIDTH>& raw, float (&values)[WIDTH]) {
+        unpack(raw, values);
+    }
+    __device__ __forceinline__ Pack<T, WIDTH> result(float (&values)[WIDTH], int plane, int row, int column) const {
+#pragma unroll
+        for (float& each : values) each = op.finish(each, plane, row, column);
+        return pack<T, WIDTH>(values);
+    }
 };
 
 // Whether an element belongs to window `index` of a tile; `offset` is its distance from the first element of the tile's
@@ -62,11 +91,12 @@ __device__ __forceinline__ int elements_inside(int start, int first, int end) {
 
 template <class Op>
 __device__ __forceinline__ void reduce_row(const T* row, int left, int width, bool exists,
-                                           const Pack<T, WIDTH>& padding, float (&reduced)[TILE_W][WIDTH]) {
+                                           typename Op::Value (&reduced)[TILE_W][Op::VALUES]) {
+    const Pack<T, WIDTH> padding = Op::padding();
 #pragma unroll
     for (int j = 0; j < TILE_W; ++j)
 #pragma unroll
-        for (int i = 0; i < WIDTH; ++i) reduced[j][i] = Op::initial();
+        for (int i = 0; i < Op::VALUES; ++i) reduced[j][i] = Op::initial();
 #pragma unroll 1
     for (int first = 0; first < COLUMNS_IN; first += COLUMN_CHUNK) {
         Pack<T, WIDTH> raw[COLUMN_CHUNK];
@@ -82,13 +112,13 @@ __device__ __forceinline__ void reduce_row(const T* row, int left, int width, bo
         for (int k = 0; k < COLUMN_CHUNK; ++k) {
             const int column = first + k;
             if (column >= COLUMNS_IN || !in_any_window<KERNEL_W, STRIDE_W, DILATION_W, TILE_W>(column)) continue;
-            float values[WIDTH];
-            unpack(raw[k], values);
+            typename Op::Value values[Op::VALUES];
+            Op::read(raw[k], values);
 #pragma unroll
             for (int j = 0; j < TILE_W; ++j) {
                 if (!in_window<KERNEL_W, STRIDE_W, DILATION_W>(column, j)) continue;
 #pragma unroll
-                for (int i = 0; i < WIDTH; ++i) reduced[j][i] = Op::merge(reduced[j][i], values[i]);
+                for (int i = 0; i < Op::VALUES; ++i) reduced[j][i] = Op::merge(reduced[j][i], values[i]);
             }
         }
     }
@@ -107,16 +137,13 @@ __device__ __forceinline__ void pool(const Op& op, const T* x, T* y, const PoolS
     const unsigned image = slice / sizes.y_depth, y_plane = slice - image * sizes.y_depth;
     const int left = y_column * STRIDE_W - sizes.pad_w, top = y_row * STRIDE_H - sizes.pad_h;
 
-    float results[TILE_H][TILE_W][WIDTH], initials[WIDTH];
-#pragma unroll
-    for (int i = 0; i < WIDTH; ++i) initials[i] = Op::initial();
-    const Pack<T, WIDTH> padding = pack<T, WIDTH>(initials);
+    typename Op::Value results[TILE_H][TILE_W][Op::VALUES];
 #pragma unroll
     for (int t = 0; t < TILE_H; ++t)
 #pragma unroll
         for (int j = 0; j < TILE_W; ++j)
 #pragma unroll
-            for (int i = 0; i < WIDTH; ++i) results[t][j][i] = Op::initial();
+            for (int i = 0; i < Op::VALUES; ++i) results[t][j][i] = Op::initial();
 #pragma unroll 1
     for (int k = 0; k < KERNEL_D; ++k) {
         const int plane = int(y_plane) * STRIDE_D - sizes.pad_d + k * DILATION_D;
@@ -128,16 +155,16 @@ __device__ __forceinline__ void pool(const Op& op, const T* x, T* y, const PoolS
 #pragma unroll ROW_UNROLL
         for (int r = 0; r < ROWS_IN; ++r, row += pitch) {
             if (!in_any_window<KERNEL_H, STRIDE_H, DILATION_H, TILE_H>(r)) continue;
-            float reduced[TILE_W][WIDTH];
+            typename Op::Value reduced[TILE_W][Op::VALUES];
             const bool exists = inside && unsigned(top + r) < unsigned(sizes.height);
-            reduce_row<Op>(row, left, sizes.width, exists, padding, reduced);
+            reduce_row<Op>(row, left, sizes.width, exists, reduced);
 #pragma unroll
             for (int t = 0; t < TILE_H; ++t) {
                 if (!in_window<KERNEL_H, STRIDE_H, DILATION_H>(r, t)) continue;
 #pragma unroll
                 for (int j = 0; j < TILE_W; ++j)
 #pragma unroll
-                    for (int i = 0; i < WIDTH; ++i) results[t][j][i] = Op::merge(results[t][j][i], reduced[j][i]);
+                    for (int i = 0; i < Op::VALUES; ++i) results[t][j][i] = Op::merge(results[t][j][i], reduced[j][i]);
             }
         }
     }
@@ -149,9 +176,7 @@ __device__ __forceinline__ void pool(const Op& op, const T* x, T* y, const PoolS
 #pragma unroll
         for (int j = 0; j < TILE_W; ++j) {
             if (y_row + t >= sizes.y_height || y_column + j >= sizes.y_width) continue;
-#pragma unroll
-            for (int i = 0; i < WIDTH; ++i)
-                results[t][j][i] = op.finish(results[t][j][i], int(y_plane), y_row + t, y_column + j);
-            store_as(STREAMED, to + ((long long)t * sizes.y_width + j) * CHANNELS, results[t][j]);
+            const Pack<T, WIDTH> found = op.result(results[t][j], int(y_plane), y_row + t, y_column + j);
+            store_pack_as(STREAMED, to + ((long long)t * sizes.y_width + j) * CHANNELS, found);
         }
 }

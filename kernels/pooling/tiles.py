@@ -31,7 +31,6 @@ LINE_BYTES: Final = 128  # maximum bytes of a pixel that the threads of one bloc
 BUSY_THREADS: Final = 256  # threads per multiprocessor below which tiles are made smaller
 LANES_W: Final = 8  # largest number of threads along a row
 UNROLLED_LOADS: Final = 36  # loads per tile up to which window rows are unrolled
-MAX_WIDTH: Final = 8  # largest number of channels per thread: 16 integers would take too many registers
 MAX_CHUNK: Final = 9  # largest number of vectors of a row in flight per thread
 MAX_BLOCKS: Final = 2**31 - 1
 
@@ -69,7 +68,7 @@ def window_plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) 
     if not math.prod(y.shape):
         return [Plan((y,), ())]
     planes, rows, columns = (*(UNIT,) * (3 - len(spatial)), *spatial)
-    width = vector_width([x, y], channels, MAX_WIDTH)
+    width = vector_width([x, y], channels)
     defines: Defines = {"T": {**STORAGE, **INTEGERS}[x.dtype], "CHANNELS": channels, "WIDTH": width}
     for axis, window in zip("DHW", (planes, rows, columns), strict=True):
         defines |= {f"KERNEL_{axis}": window.kernel, f"STRIDE_{axis}": window.stride}
