@@ -54,13 +54,19 @@ using program::Program;
 // program's operands, and computes the values to store. Rows of y and their parts begin at multiples of W.
 template <int W>
 __device__ __forceinline__ void apply_program(const Program& program, const program::Located& to, int column,
-                                              float (&values)[W]) {
+                                              float (&values)[W], const float (&residual)[W]) {
     Program::OfRow of_row;
     Program::OfColumns<W> of_columns;
     Program::OfElements<W> of_elements;
     program.load(of_row, to.row, true);
     program.template load<true>(of_columns, to.column + column, W);
     program.template load<true>(of_elements, to.row, to.column + column, to.at + column, W);
-    const float residual[W] = {};
     program.template apply<true>(values, residual, of_row, of_columns, of_elements, to.at + column, W);
+}
+
+template <int W>
+__device__ __forceinline__ void apply_program(const Program& program, const program::Located& to, int column,
+                                              float (&values)[W]) {
+    const float residual[W] = {};
+    apply_program(program, to, column, values, residual);
 }

@@ -32,7 +32,7 @@
 //   WEIGHTS_CONSTANT    1: no kernel writes w
 //   MIN_BLOCKS          blocks that must fit on a multiprocessor: a bound on registers
 //   and those of epilogue.cuh
-// CHANNELS * height * width and the number of elements of an image of y are less than 2^31.
+// CHANNELS * height * width and the numbers of elements of an image of y and of pixels of y are less than 2^31.
 #include "types.cuh"
 #include "epilogue.cuh"
 #include "conv_sizes.cuh"
@@ -319,6 +319,7 @@ __device__ __forceinline__ void multiply_pixels(float (&sums)[TILES_N][4], const
 struct Output : EpilogueOperands {
     int height, width, first_filter;  // sizes of y, and the warp's first filter
     ColumnValues<2> values[TILES_N];
+    Program program;
 
     __device__ __forceinline__ void load_columns() {
 #pragma unroll
@@ -332,14 +333,15 @@ struct Output : EpilogueOperands {
 
     // Applies the epilogue to the lane's sums of one pixel and stores the results: first for the group of mma tiles
     // that begins with tile FIRST, then for all later groups. A lane has two pixels; `half` is the number of this one.
-    // `at` is the index of the pixel and the warp's first filter in y and in the residual.
+    // `pixel` is the index of the pixel in y.
     template <int FIRST = 0>
-    __device__ __forceinline__ void store_pixel(const float (&sums)[TILES_N][4], i64 at, int half) const {
+    __device__ __forceinline__ void store_pixel(const float (&sums)[TILES_N][4], int pixel, int half) const {
         constexpr int SIZE = group_size(FIRST), VECTOR = 2 * SIZE < WIDTH ? 2 * SIZE : WIDTH;
-        const int filter = filter_of(FIRST, threadIdx.x % 4 * 2);
+        const int filter = first_filter + filter_of(FIRST, threadIdx.x % 4 * 2);
+        const i64 at = i64(pixel) * FILTERS;
 #pragma unroll
         for (int i = 0; i < 2 * SIZE; i += VECTOR) {
-            if (FILTERS % BLOCK_N && first_filter + filter + i >= FILTERS) continue;
+            if (FILTERS % BLOCK_N && filter + i >= FILTERS) continue;
             float added[VECTOR] = {}, results[VECTOR];
             if constexpr (HAS_RESIDUAL) unpack(load_once<VECTOR>(residual + at + filter + i), added);
 #pragma unroll
@@ -348,26 +350,27 @@ struct Output : EpilogueOperands {
                 results[e] =
                     epilogue_columns(sums[j][2 * half + column], 0.0f, values[j], column, added[e], alpha, beta);
             }
-            store<false>(y + at + filter + i, results);
+            apply_program(program, {pixel, 0, at}, filter + i, results, added);
+            if constexpr (STORES_Y) store<false>(y + at + filter + i, results);
         }
-        if constexpr (FIRST + SIZE < TILES_N) store_pixel<FIRST + SIZE>(sums, at, half);
+        if constexpr (FIRST + SIZE < TILES_N) store_pixel<FIRST + SIZE>(sums, pixel, half);
     }
 
     // Applies the epilogue to the lane's two pixels and stores the results, except those of a pixel outside y.
     __device__ __forceinline__ void store_pixels(const float (&sums)[TILES_N][4], const Tile& tile,
                                                  const Place (&pixels)[2]) const {
-        const i64 origin = ((i64(tile.image) * height + tile.p) * width + tile.q) * FILTERS + first_filter;
+        const int origin = (tile.image * height + tile.p) * width + tile.q;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const Place pixel = pixels[half];
             if (tile.p + pixel.row < height && tile.q + pixel.column < width)
-                store_pixel(sums, origin + (pixel.row * width + pixel.column) * FILTERS, half);
+                store_pixel(sums, origin + pixel.row * width + pixel.column, half);
         }
     }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    conv_stem(const T* x, const T* w, EpilogueOperands epilogue_operands, ConvSizes sizes) {
+    conv_stem(const T* x, const T* w, EpilogueOperands epilogue_operands, ConvSizes sizes PROGRAM_PARAMETERS) {
     extern __shared__ __align__(16) char memory[];
     u32* weights = reinterpret_cast<u32*>(memory);
     u32* patches = weights + WEIGHT_WORDS;
@@ -378,7 +381,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
     const Image of{x, sizes.x.h, sizes.x.w, sizes.pads.h, (sizes.y.h + TP - 1) / TP, (sizes.y.w + TQ - 1) / TQ};
     const int tiles = sizes.images * of.tiles_h * of.tiles_w;
-    Output output{epilogue_operands, sizes.y.h, sizes.y.w, first_filter + warp % WARPS_N * (TILES_N * 8), {}};
+    Output output{epilogue_operands,  sizes.y.h, sizes.y.w, first_filter + warp % WARPS_N * (TILES_N * 8), {},
+                  {PROGRAM_ARGUMENTS}};
     Filters filters;
     const auto begin_patch = [&](int which, int index) {
         const Tile tile = of.tile(index);

@@ -85,7 +85,7 @@ KINDS: Final[tuple[Callable[[Conv, Device], list[Implementation]], ...]] = (
 )
 
 
-WITH_PROGRAMS: Final = (_pointwise, hopper.implementations, mma.implementations)
+WITH_PROGRAMS: Final = (_pointwise, stem.implementations, hopper.implementations, mma.implementations)
 
 
 supports = also_joined(unsupported)
@@ -105,13 +105,13 @@ def of_programs(conv: Conv, device: Device) -> list[Implementation]:
     """Return the implementations with a program in the epilogue; none if a kernel without programs is faster.
 
     A program is the code of elementwise operators that are fused into the epilogue.  Kernels without programs are
-    faster for depthwise and grouped convolutions, and for those of conv_stem.cu.
+    faster for depthwise and grouped convolutions.
     """
     if conv.gate:
         return matrix.implementations(conv, device)
     conv = of_fewer_axes(conv)
     plain = replace(conv, program=None)
-    if any(kind(plain, device) for kind in (_depthwise, stem.implementations, grouped.implementations)):
+    if any(kind(plain, device) for kind in (_depthwise, grouped.implementations)):
         return []
     return next((found for kind in WITH_PROGRAMS if (found := kind(conv, device))), [])
 

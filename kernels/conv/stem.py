@@ -10,6 +10,7 @@ from typing import Final
 from onnxfuse.kernels.conv.problem import Conv, plain_pads, two
 from onnxfuse.kernels.conv.ranking import Limits, Ranking, few_configs, varied
 from onnxfuse.kernels.conv.representative_sizes import usual
+from onnxfuse.kernels.epilogue_program import with_program
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.multiprocessor import MMA_ARCH, REGISTERS, fitting_blocks
 from onnxfuse.kernels.tensors import ITEM_BYTES, VECTOR_BYTES
@@ -107,7 +108,7 @@ def is_supported(conv: Conv, device: Device) -> bool:
         and set(conv.dilations) <= {1}
         and (conv.dtype != "float32" or conv.tf32)
         and conv.pixels > 0
-        and maximum(conv.c * math.prod(conv.sizes), conv.m * math.prod(conv.y_sizes)) <= MAX_IMAGE
+        and maximum(conv.pixels, conv.c * math.prod(conv.sizes), conv.m * math.prod(conv.y_sizes)) <= MAX_IMAGE
     )
 
 
@@ -126,7 +127,8 @@ def implementation(conv: Conv, config: StemConfig, device: Device) -> Implementa
     kernel = Kernel("conv_stem", "conv_stem", defines)
     threads = 32 * config.warps_m * config.warps_n
     pdl = device.has_pdl
-    launch = Launch(kernel, grid(conv, config, device), (threads, 1, 1), conv.arguments, shared(conv, config), pdl=pdl)
+    kernel, given = with_program(kernel, conv.arguments, conv.program)
+    launch = Launch(kernel, grid(conv, config, device), (threads, 1, 1), given, shared(conv, config), pdl=pdl)
     return Implementation(config.name, (launch,))
 
 
@@ -196,6 +198,7 @@ def _registers(conv: Conv, config: StemConfig) -> int:
     words = 0 if geometry.row_words % 4 == 0 or not held else geometry.steps * (2 if conv.dtype == "float32" else 4)
     vectors = bool(conv.bias and not _bias_in_product(conv, config)) + bool(conv.extra) + bool(conv.column_scale)
     others = 24 + (8 if conv.residual else 0) + (16 if conv.dtype == "float32" else 0)
+    others += conv.program.registers if conv.program else 0
     return held + words + (4 + 2 * vectors) * config.tiles_n + others
 
 
