@@ -217,14 +217,15 @@ def _join_part(
 ) -> Join | None:
     """Return how the operators `part`, and those that compute their other operands, can join the producer of `result`.
 
-    A QuantizeLinear that reads another result in `results` does not join: it can join the producer of that result,
-    which then writes integers.
+    A QuantizeLinear or a Cast to fewer bytes that reads another result in `results` does not join: it can join the
+    producer of that result, which then writes fewer bytes.
     """
     graph, forms = clusters.graph, clusters.forms
     for node in reversed(cluster.nodes):
         readers = {reader for tensor in node.outputs for reader in consumers(tensor)}
         is_kept = any(graph.is_kept(tensor) for tensor in node.outputs)
-        is_apart = op_of(node) == "QuantizeLinear" and node.inputs[0].name in results
+        is_apart = op_of(node) in ("QuantizeLinear", "Cast") and node.inputs[0].name in results
+        is_apart = is_apart and clusters.bytes_of(node.outputs) < clusters.bytes_of(node.inputs[:1])
         if readers <= part and not is_kept and not is_apart and all(map(_is_read_in_place, forms[node])):
             part.add(node)
     left = [node for node in cluster.nodes if node not in part]
