@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 from onnx import TensorProto
 
-from onnxfuse.algebra.operators import MOVES, PRODUCTS
+from onnxfuse.algebra.operators import MOVES, PRODUCTS, REARRANGING
 from onnxfuse.analysis.shape_info import constant_dtype
 from onnxfuse.half.masks import bound_inputs, score_nodes
 from onnxfuse.half.operators import (
@@ -31,6 +31,7 @@ from onnxfuse.ir.dtypes import EXACT_INTEGERS
 from onnxfuse.ir.graph import constant_value
 from onnxfuse.ir.node import Constant, Node, Tensor, consumers, is_constant, op_of, producer
 from onnxfuse.passes.folded import node_label
+from onnxfuse.region_operators import ELEMENTWISE
 
 LARGE_MASK: Final = 1e4  # a constant this large that is added to scores is a mask: no score is near it
 LARGE_ANGLE: Final = 64.0  # radians; float16 can round an angle from this one on by 0.03 or more
@@ -40,11 +41,13 @@ CANNOT: Final = "{precision} is no dtype of this operator in opset {opset}"
 UNTYPED: Final = "the dtype of '{name}' is not known"
 COUNTS: Final = "it is computed from integers: positions and lengths"
 QUANTIZED: Final = ("quantized_conv", "quantized_gemm", "quantized_matmul")  # fusions of products of integers
+JOINING: Final = ELEMENTWISE | REARRANGING  # operators that an epilogue takes
 COMBINES: Final = "onnxruntime's CPU provider combines what is scattered in float32 alone"
 ANGLE: Final = "it is an angle, or its sine or cosine"
 EXACT: Final = "what is selected, or where is read, follows from it"
 VARIANCE: Final = "it is a variance, the difference of a mean of squares and a squared mean"
 INTEGERS: Final = "it is inside of a fused node, which multiplies integers"
+QUANTIZED_NEXT: Final = "it follows a product of integers, and quantizers read what follows from it"
 INSIDE: Final = "it is inside of a fused node, which computes it in float32"
 
 
@@ -95,6 +98,7 @@ def choose(scope: Scope, known: Known) -> Choice:
     inside = _inside(scope, known)
     rules |= {node: INSIDE for node in _norms(scope, known) if node not in rules}
     rules |= {node: INTEGERS for node in _of_integers(scope, known) if node not in rules}
+    rules |= dict.fromkeys(_before_quantizers(scope, rules), QUANTIZED_NEXT)
     fused = {node for unit in known.units if unit.in_float32 for node in _members(scope, unit)}
     rules |= {node: VARIANCE for node in variance_nodes(scope) if node not in rules and node not in fused}
     kept: dict[Node, str] = {}
@@ -235,6 +239,27 @@ def _of_integers(scope: Scope, known: Known) -> Iterator[Node]:
     yield from members
     makers = {producer(tensor) for node in members for tensor in node.inputs}
     yield from (node for node in makers if node and members.keys() >= {*consumers(node.outputs[0])})
+
+
+def _before_quantizers(scope: Scope, rules: Mapping[Node, str]) -> list[Node]:
+    """Return the nodes from products of integers to the quantizers that alone read what follows from them.
+
+    They run in the epilogue of the product, on numbers in float32. Their other operands are constants or dequantized,
+    so that no tensor between fused nodes becomes float32.
+    """
+    found: dict[Node, None] = {}
+    for node in scope.graph.nodes:
+        makers = [producer(each) for each in scope.real_inputs(node) if not is_constant(each)]
+        computed = [each for each in makers if each is None or each.op != "DequantizeLinear"]
+        if node not in rules and op_of(node) in JOINING and len(computed) == 1:
+            (maker,) = computed
+            if maker is not None and (maker in found or rules.get(maker) == INTEGERS):
+                found[node] = None
+    for node in reversed(list(found)):
+        readers, is_output = consumers(node.outputs[0]), node.outputs[0].name in scope.graph.outputs
+        if is_output or not readers or any(each.op != "QuantizeLinear" and each not in found for each in readers):
+            del found[node]
+    return list(found)
 
 
 def _norms(scope: Scope, known: Known) -> Iterator[Node]:
