@@ -3,12 +3,14 @@
 The result has integers of 8 bits or float8 numbers.
 
 The outputs of products and convolutions stay floats, because the operators after them are fused into their kernels.  A
-tensor is quantized only where another product or convolution reads it, so after biases and activations.
+tensor is quantized only where another product or convolution reads it, so after biases and activations, but before a
+MaxPool, which then moves integers.
 """
 
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -105,6 +107,8 @@ def quantize_static(
         made = _by_library(library, named, to, samples, list(chosen))
     except Exception as error:  # any exception of onnxruntime
         raise ModelError(f"onnxruntime's quantizer does not quantize {name}: {first_line(error)}") from error
+    if to.read == "uint8":
+        _quantize_before_pools(made)
     after = before + sum(map(size_of, made.graph.initializer)) - all_before
     return QuantizedModel(
         made, WeightsResult(dtype, 0, len(chosen), readers.told(), before, after, activations=to.read)
@@ -131,6 +135,27 @@ def _with_names(model: onnx.ModelProto) -> onnx.ModelProto:
             node.name += "_"
         seen.add(node.name)
     return copy
+
+
+def _quantize_before_pools(model: onnx.ModelProto) -> None:
+    """Exchange each MaxPool and the QuantizeLinear that alone reads its result; the largest integer stays the same."""
+    graph, outputs = model.graph, {each.name for each in model.graph.output}
+    readers = Counter(name for node in graph.node for name in node.input)
+    makers = {node.output[0]: i for i, node in enumerate(graph.node) if node.op_type == "MaxPool"}
+    for node in graph.node:
+        at = makers.get(node.input[0], -1) if node.op_type == "QuantizeLinear" else -1
+        name = node.input[0] if node.input else ""
+        if at < 0 or readers[name] > 1 or name in outputs or len(graph.node[at].output) > 1:
+            continue
+        pool = graph.node[at]
+        node.input[0], pool.input[0] = pool.input[0], name
+        node.output[0], pool.output[0] = name, node.output[0]
+        for info in [each for each in graph.value_info if each.name in (name, pool.output[0])]:
+            graph.value_info.remove(info)
+        before = onnx.NodeProto()
+        before.CopyFrom(pool)
+        pool.CopyFrom(node)
+        node.CopyFrom(before)
 
 
 def _by_library(
