@@ -120,7 +120,7 @@ def expression(
     if name == "Relu":
         return f"larger<{NUMBER[of]}>({given[0]}, {literal(0, of)})"
     if name in ACTIVATION_OF:
-        return _activation(operation, given[0])
+        return _activation(operation, given[0], of)
     if name in ("Min", "Max"):
         function = "smaller" if name == "Min" else "larger"
         return f"{function}<{NUMBER[of]}>({given[0]}, {given[1]})"
@@ -228,10 +228,12 @@ def _of_width(text: str, dtype: str) -> str:
     return f"({NUMBER[dtype]})({text})" if dtype in ("int8", "uint8") else text
 
 
-def _activation(operation: Operation, x: str) -> str:
+def _activation(operation: Operation, x: str, of: str) -> str:
     attributes = operation.attributes
     is_tanh = attributes.get("approximate", "none") == "tanh"  # Gelu's approximation
     function = ACTIVATIONS["gelu_tanh" if is_tanh else ACTIVATION_OF[operation.name]]
+    if function.name == "gelu" and of in HALVES:  # as accurate as its result needs, also if others are float32
+        return f"activate::gelu_16({x})"
     alpha, beta = (
         literal(attributes.get(key, default), "float32")
         for key, default in (("alpha", function.alpha), ("beta", function.beta))
