@@ -61,6 +61,31 @@ struct Floats {
     __device__ __forceinline__ void read(float (&to)[W]) const { unpack(packed, to); }
 };
 
+// Bytes stay in words until they are read, so that no instruction waits for them where they are loaded.
+template <class S, int W>
+struct Bytes {
+    Pack<S, W> packed;
+
+    template <bool ALIGNED>
+    __device__ __forceinline__ void load(const S* from, int left) {
+        if (ALIGNED && left >= W) packed = load_cached<W>(from);
+        else load_each(0, left, [&](int i) { return from + i; });
+    }
+    template <class From>
+    __device__ __forceinline__ void load_each(int first, int left, From from) {
+        packed = {};
+#pragma unroll
+        for (int i = 0; i < W; ++i)
+            if (i < left) packed.words[i / 4] |= load_cached<1>(from(first + i)).words[0] << 8 * (i % 4);
+    }
+    __device__ __forceinline__ void read(S (&to)[W]) const {
+#pragma unroll
+        for (int i = 0; i < W; ++i) to[i] = S(packed.words[i / 4] >> 8 * (i % 4));
+    }
+};
+
+template <int W> struct Elements<unsigned char, W> : Bytes<unsigned char, W> {};
+template <int W> struct Elements<signed char, W> : Bytes<signed char, W> {};
 template <int W> struct Elements<f32, W> : Floats<f32, W> {};
 template <int W> struct Elements<f16, W> : Floats<f16, W> {};
 template <int W> struct Elements<bf16, W> : Floats<bf16, W> {};
