@@ -34,6 +34,12 @@ __device__ __forceinline__ float exp2_fast(float x) {  // relative error 2^-22
     return y;
 }
 
+__device__ __forceinline__ float exp2_normal(float x) {  // the same; the result must not be subnormal
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 __device__ __forceinline__ float reciprocal(float x) {  // error of 1 ulp; 0 for infinity
     float y;
     asm("rcp.approx" FLUSH ".f32 %0, %1;" : "=f"(y) : "f"(x));

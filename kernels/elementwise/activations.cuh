@@ -46,7 +46,7 @@ __device__ __forceinline__ float gelu_16(float x) {
     p = fmaf(p, u, -4.59605426e-01f);
     p = fmaf(p, u, -1.15077603e+00f);
     p = fmaf(p, u, -1.00003040e+00f);
-    return gelu_from_tail(x, u, exp2_fast(p));
+    return gelu_from_tail(x, u, exp2_normal(p));
 }
 
 // For fp32 results: Q(u) = exp(-u^2 / 2) P(1 / (1 + 0.225 u)), fitted to a relative error of 5e-8. With rounding the

@@ -313,6 +313,10 @@ class Writer:
         nearest = name in self.program.read_by_steps
         if read.name == "QuantizeLinear":
             nearest = read.inputs[0] not in self.inexact
+        elif read.name == "DequantizeLinear":
+            nearest = not self.program.readers(name) <= self.inexact
+        elif read.name == "Gelu":
+            nearest = not self.program.is_only_quantized(name)
         if operation.name in OF_ANGLES and NUMBER[dtypes[0]] == "float":
             given = [self._angle(given[0])]
         lanes = [each.lane for each in given]

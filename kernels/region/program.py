@@ -93,6 +93,16 @@ class Program:
                 found |= set(each.outputs)
         return frozenset(found)
 
+    def readers(self, name: str) -> frozenset[str]:
+        """Return the results of the operators that read a value, and the value itself if it is an output."""
+        read = {each.outputs[0] for each in self.operations if name in each.inputs}
+        return frozenset(read | ({name} & set(self.outputs)))
+
+    def is_only_quantized(self, name: str) -> bool:
+        """Return whether only QuantizeLinears to 8 bits read a value."""
+        makers = (self.producers[each] for each in self.readers(name))
+        return all(each.name == "QuantizeLinear" and name not in each.outputs for each in makers)
+
     def dtype_of_input(self, operation: Operation, index: int = 0) -> str:
         """Return the dtype of one of an operation's inputs."""
         return self.dtypes[operation.inputs[index]]

@@ -364,6 +364,13 @@ __device__ __forceinline__ constexpr int lowest() {
     return T(-1) < T(0) ? -(STEPS_OF<T> + 1) / 2 : 0;
 }
 
+// The sum of 2^23 and an integer of 8 bits, counted from the lowest one: a mask gives it, so that a subtraction takes the
+// place of a conversion.
+template <class T>
+__device__ __forceinline__ float byte_number(T x) {
+    return __uint_as_float(0x4b000000u | (unsigned char)(x - lowest<T>()));
+}
+
 // Rounds x to the nearest integer k for which T holds k + zero, and returns ROUNDER + k. As for QuantizeLinear, ties are
 // rounded to even; as on onnxruntime's CPU provider, NaN becomes the lowest integer.
 template <class T>
