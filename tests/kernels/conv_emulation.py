@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -57,13 +58,18 @@ def run_emulated(case: ConvCase, way: Implementation, arrays: dict[str, np.ndarr
     assert isinstance(step, Launch)
     inputs = [placed(value, case.aligned) for value in arrays.values()]
     y = placed(np.full((case.n, *case.y_sizes, case.m), np.nan, NUMPY[case.dtype]), case.aligned)
+    launch_emulated(step, inputs, [y], folder)
+    return y
+
+
+def launch_emulated(step: Launch, inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], folder: Path) -> None:
+    """Run a launch, which writes the outputs."""
     loaded = library(step, folder)
-    for each in (*inputs, y):
+    for each in (*inputs, *outputs):
         loaded.allow(ctypes.c_void_p(each.ctypes.data), ctypes.c_longlong(each.nbytes))
 
     def address(to: Pointer) -> int:
-        return (y if to.kind == "output" else inputs[to.index]).ctypes.data
+        return (outputs if to.kind == "output" else inputs)[to.index].ctypes.data
 
     values = [value_of(each, address) for each in step.arguments]
     loaded.run(*step.grid[:2], step.block[0], step.shared, pointers_to(values))
-    return y

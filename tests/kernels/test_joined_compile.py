@@ -144,7 +144,6 @@ def test_dynamic_rows(kind: str) -> None:
 @pytest.mark.parametrize("conv", [
     ConvCase(2, 32, 32, (14, 14), (3, 3), (), (1,) * 4, group=32),
     ConvCase(2, 64, 64, (14, 14), (3, 3), (), (1,) * 4, group=4),
-    ConvCase(2, 3, 32, (32, 32), (3, 3), (2, 2), (1,) * 4, x_nchw=True),
 ], ids=str)  # fmt: skip
 def test_kernels_of_special_convolutions_have_no_program(conv: ConvCase) -> None:
     (source,) = {step.kernel.source for plan in plans(conv_case("chain", conv), H200) for step in plan.steps[-1:]

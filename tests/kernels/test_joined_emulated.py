@@ -12,7 +12,7 @@ import pytest
 from architectures import H200, T4
 from attention_cases import Case
 from conv_cases import ConvCase
-from conv_emulation import placed
+from conv_emulation import launch_emulated, placed
 from conv_mma_emulation import launch
 from conv_transpose_cases import SAME, ConvTransposeCase, depthwise, shuffled
 from joined_cases import KINDS, Build, JoinedCase, MadeCase, attention_case, case, conv_case
@@ -21,6 +21,7 @@ from sampling import sampled
 
 from onnxfuse.kernels import epilogue_node
 from onnxfuse.kernels.attention import host as attention_host
+from onnxfuse.kernels.conv import host as conv_host
 from onnxfuse.kernels.conv import mma as conv_mma
 from onnxfuse.kernels.conv.mma import ConvConfig
 from onnxfuse.kernels.conv.operands import conv_of
@@ -165,6 +166,25 @@ CONVS = [
     conv_case("chain", ConvCase(2, 12, 24, (4, 5), (3, 3), group=2, aligned=False)),
     conv_case("modulated", ConvCase(2, 16, 40, (5, 4), (3, 3), (), (1, 1, 1, 1))),
 ]
+
+
+STEMS = [
+    conv_case("mixed", ConvCase(2, 3, 32, (13, 15), (3, 3), (2, 2), (1,) * 4, x_nchw=True)),
+    conv_case("only float32", ConvCase(1, 3, 40, (9, 30), (7, 7), (2, 2), (3,) * 4, x_nchw=True)),
+]
+
+
+@pytest.mark.parametrize("each", STEMS, ids=str)
+def test_stems(each: JoinedCase, tmp_path: Path) -> None:
+    made, conv = each.made(), each.conv
+    assert conv is not None
+    plan = conv_host.candidates(made.node(), made.specs(), H200)[0]
+    (step,) = plan.steps
+    assert isinstance(step, Launch) and step.kernel.source == "conv_stem"
+    arrays = [placed(array, aligned=True) for array in made.arrays]
+    written = [placed(np.zeros(spec.shape, NUMPY[spec.dtype]), aligned=True) for spec in plan.outputs]
+    launch_emulated(step, arrays, written, tmp_path)
+    made.check(written)
 
 
 TRANSPOSED = [

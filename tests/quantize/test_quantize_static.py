@@ -133,6 +133,36 @@ def test_a_second_step_converts_the_other_layers(text: str, shape: tuple[int, ..
     assert error(made, half, samples(shape)) < 0.05  # numbers next to ties move by a step
 
 
+SHORTCUT = """(float[batch,16,10,10] x) => (float[batch,16,5,5] y)
+<float[16,16,3,3] w1, float[16,16,1,1] w2, float[16,16,1,1] w3, float[16,16,1,1] w4>
+{
+  c1 = Conv <pads = [1, 1, 1, 1]> (x, w1)
+  r1 = Relu (c1)
+  p = MaxPool <kernel_shape = [3, 3], strides = [2, 2], pads = [1, 1, 1, 1]> (r1)
+  c2 = Conv (p, w2)
+  c3 = Conv (p, w3)
+  s = Add (c2, c3)
+  r2 = Relu (s)
+  y = Conv (r2, w4)
+}"""
+
+
+def test_a_second_step_stores_no_float32_between_layers() -> None:
+    """Quantizers read float32 in an epilogue; a shortcut is stored in float16, and a MaxPool reads uint8."""
+    made, _ = onnxfuse.optimize(model(SHORTCUT), dtype="int8", calibrate={"x": samples(IMAGE)})
+    half, report = onnxfuse.optimize(made, dtype="float16")
+    assert report.verified.status == "verified" and error(made, half, samples(IMAGE)) < 0.05
+    types = {
+        each.name: each.type.tensor_type.elem_type for each in onnx.shape_inference.infer_shapes(half).graph.value_info
+    }
+    stored = Counter(types[name] for node in half.graph.node[:-1] for name in node.output if name in types)
+    assert stored == {onnx.TensorProto.UINT8: 4, onnx.TensorProto.FLOAT16: 1, onnx.TensorProto.FLOAT: 1}  # y's pixels
+    (pool,) = (node for node in half.graph.node if node.op_type.startswith("max_pool"))
+    assert types[pool.input[0]] == onnx.TensorProto.UINT8
+    programs = [each.s.decode() for node in half.graph.node for each in node.attribute if each.name == "program"]
+    assert ["Cast" in each for each in programs if "Quantize" in each and "Add" not in each] == [False, False]
+
+
 def test_onnxruntime_optimizes_float8_without_changing_results() -> None:
     """By default it removes a Relu before a quantizer to float8, as if 0 were the lowest number."""
     made, report = onnxfuse.optimize(model(LAYER), dtype="float8", calibrate={"x": samples(TOKENS)})
