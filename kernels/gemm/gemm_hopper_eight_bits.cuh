@@ -90,18 +90,20 @@ struct GroupElements {
     }
 };
 
-// The results of a consumer's rows of a tile. Operands of columns are loaded a group ahead, and those of elements an
-// atom ahead; the first ones before the multiplication. Rows and columns outside y are computed too, from operands of
+// The results of a consumer's rows of a tile. Operands of columns are loaded a group ahead, and those of elements AHEAD
+// atoms ahead; the first ones before the multiplication. Rows and columns outside y are computed too, from operands of
 // other elements, but are not stored. This avoids branches, so the compiler computes numbers once if they depend only
 // on scales of the program (the operators fused into the product).
 struct EightBitResults {
+    static constexpr int AHEAD = 2, STEPS = TILE_N / GROUP * ATOMS;
+
     const EightBitOutput& of;
     int left, first, column;  // columns of y from the tile's first on; the thread's first row and column
     float x_scale;
     int x_zero, edges[ATOMS][2];  // the zero point of x; the row of w_sums for each row of the thread
     Program::OfRow of_rows[ATOMS][2];
     GroupColumns columns[2];
-    GroupElements elements[2];
+    GroupElements elements[AHEAD + 1];
 
     // `origin` is the first row and column.
     __device__ __forceinline__ EightBitResults(const EightBitOutput& of, int2 origin) : of(of), left(of.n - origin.y) {
@@ -119,25 +121,28 @@ struct EightBitResults {
                 of.epilogue.program.load(of_rows[atom][i], min(row, of.m - 1), true);
             }
         columns[0].load(of, column);
-        elements[0].load(of, edges[0], first, column);
+#pragma unroll
+        for (int step = 0; step < AHEAD && step < STEPS; ++step) load_elements(step);
     }
 
     __device__ __forceinline__ void finish(const Sum (&d)[ATOMS][COLUMNS / 2]) {
-        constexpr int STEPS = TILE_N / GROUP * ATOMS;
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
-            const int group = step / ATOMS, atom = step % ATOMS, after = (step + 1) % ATOMS;
+            const int group = step / ATOMS, atom = step % ATOMS;
             if (GROUP * group >= left) return;
             if (atom == 0 && step + ATOMS < STEPS) columns[(group + 1) % 2].load(of, column + GROUP * (group + 1));
-            if (step + 1 < STEPS)
-                elements[(step + 1) % 2].load(of, edges[after], first + 64 * after,
-                                              column + GROUP * ((step + 1) / ATOMS));
-            finish_group(&d[atom][2 * OWN_COLUMNS * group], columns[group % 2], elements[step % 2], atom,
+            if (step + AHEAD < STEPS) load_elements(step + AHEAD);
+            finish_group(&d[atom][2 * OWN_COLUMNS * group], columns[group % 2], elements[step % (AHEAD + 1)], atom,
                          column + GROUP * group);
         }
     }
 
 private:
+    __device__ __forceinline__ void load_elements(int step) {
+        const int atom = step % ATOMS, row = first + 64 * atom;
+        elements[step % (AHEAD + 1)].load(of, edges[atom], row, column + GROUP * (step / ATOMS));
+    }
+
     // Applies the epilogue to two rows of a group, and stores the results. `sums` has a thread's sums: two columns of
     // the first row, the same columns of the second row, the next two columns of the first, and so on.
     __device__ __forceinline__ void finish_group(const Sum* sums, const GroupColumns& of_columns,
