@@ -63,6 +63,9 @@ struct Rotation {
         at = piece * WIDTH * (TABLE_OF_PAIRS ? 2 : 1);
         unpack(load_cached<WIDTH>(cos + at), cos_first);
         unpack(load_cached<WIDTH>(sin + at), sin_first);
+#pragma unroll
+        for (int i = 0; i < WIDTH; ++i) cos_second[i] = cos_first[i], sin_second[i] = sin_first[i];
+        if constexpr (TO_SECOND == 0) return;
         unpack(load_cached<WIDTH>(cos + at + TO_SECOND), cos_second);
         unpack(load_cached<WIDTH>(sin + at + TO_SECOND), sin_second);
         if (TABLE_OF_PAIRS) deinterleave(cos_first, cos_second), deinterleave(sin_first, sin_second);
