@@ -358,6 +358,17 @@ def decoding() -> str:
     return grid(head, lines, text=(0, 5))
 
 
+def tokens_per_second() -> str:
+    """Return how many tokens of one sequence a step of the decoder gives in a second."""
+    lines = [
+        [f"{row['model']}, {row['weights']}", f"{1e3 / row['onnxruntime_ms']:.0f}",
+         f"**{1e3 / row['onnxfuse_ms']:.0f}**", f"{row['onnxruntime_ms'] / row['onnxfuse_ms']:.2f}"]
+        for row in rows("decode-h200")
+        if row.get("cache", "float16") == "float16"
+    ]  # fmt: skip
+    return grid(["tokens a second", "onnxruntime", "onnxfuse", "ratio"], lines)
+
+
 def linear_attention() -> str:
     """Return the times of linear attention: of sequences, and of one token after a state."""
     lines = [
@@ -557,8 +568,9 @@ TABLES: Final[Mapping[str, Callable[[], str]]] = {
     table.__name__: table
     for table in (
         whole_models, trends, readme_models, engines, new_shapes, starts, load, regions_of_models, generated_kernels,
-        joined, products, quantized_products, float8, integers, decoding, attention, attention_forms, linear_attention,
-        recurrent_layers, scans, kernels, convolutions, gates, other_gpus, on_the_cpu, memory, optimizers, decisions,
+        joined, products, quantized_products, float8, integers, decoding, tokens_per_second, attention,
+        attention_forms, linear_attention, recurrent_layers, scans, kernels, convolutions, gates, other_gpus,
+        on_the_cpu, memory, optimizers, decisions,
     )
 }  # fmt: skip
 
