@@ -1,8 +1,16 @@
 // Normalizes and rotates the queries and the new keys of an attention with caches.
 //
-// Macros: those of rotation.cuh, where SIZE is the size of a head and X_T the type of its elements.
+// Macros: those of rotation.cuh, where SIZE is the size of a head and X_T the type of its elements; TURNS, 0: nothing is
+// turned, and the operands are absent.
 #pragma once
 #include "types.cuh"
+#if defined(TURNS) && !TURNS
+struct Turns {
+    const void* operands[5];
+    float epsilons[2];
+    int table_rows;
+};
+#else
 #include "rotation.cuh"
 
 // The operands of the norm and the rotation; cache.py writes the fields in this order.
@@ -21,3 +29,4 @@ struct Turns {
         return max(0LL, min(position, table_rows - 1LL)) * TABLE_ROW;
     }
 };
+#endif

@@ -18,15 +18,7 @@
 // PER_CHANNEL.
 #include "attention_cache.cuh"
 #include "attention_decode.cuh"
-#if TURNS
 #include "attention_turns.cuh"
-#else
-struct Turns {
-    const void* operands[5];
-    float epsilons[2];
-    int table_rows;
-};
-#endif
 
 constexpr bool LARGE_HEAD_DIM = PV_SIZE > 128;  // loops are unrolled less, to save registers
 

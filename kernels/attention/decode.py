@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Final
 
+from onnxfuse.kernels.attention import one_query
 from onnxfuse.kernels.attention.cache import NO_TURNS, Cache, access_bytes
 from onnxfuse.kernels.attention.mma import (
     MAX_HEAD_DIM,
@@ -32,7 +33,7 @@ MIN_KEYS: Final = 128  # per block, but no more than two tiles; with fewer, it t
 MAX_SPLITS: Final = 64
 FEWER_BLOCKS: Final = 1.5  # a cluster, which saves a launch, is preferred to up to so many times as many splits
 MIN_ROWS_OF_EIGHT_WARPS: Final = 1024  # with fewer cache rows, eight warps per block do not have enough to copy
-MAX_ROWS_OF_FEW_TILES: Final = 1536  # of caches that are not quantized; see _configs
+MAX_ROWS_OF_FEW_TILES: Final = 1536  # of caches without lengths; see _configs
 COMBINE_THREADS: Final = 128
 NO_SCRATCH: Final[tuple[Value, Value]] = (ABSENT, ABSENT)
 
@@ -49,7 +50,7 @@ def implementations(problem: Attention, device: Device, cache: Cache | None = No
     found = [fitted(problem, config, device, combines=True) for config in _configs(problem, rows, device, cache)]
     # A block must hold all rows that share a key head.
     configs = dict.fromkeys(config for config in found if config and config.block_m >= rows)
-    ways: list[Implementation] = []
+    ways = one_query.implementations(problem, device, cache)
     for config in configs:
         with for_later_plans(*problem.sizes) if ways else nullcontext():
             ways += _implementations_of(problem, config, device, cache)
@@ -73,8 +74,9 @@ def _configs(problem: Attention, rows: int, device: Device, cache: Cache | None)
         return [four_warps]
     # With 64 heads and a cache of 4096 rows on an H200, eight warps take 82.5 us and four take 84.4 at head_dim 128; at
     # head_dim 64, eight take 45.8 us and four 55.1.  In caches of few tiles, a block of eight warps has two tiles where
-    # one of four has three: a token of Llama-1B (int4) takes 0.456 ms in place of 0.477.
-    few_tiles = not problem.quantized and estimate(problem.keys) <= MAX_ROWS_OF_FEW_TILES
+    # one of four has three: a token of Llama-1B (int4) takes 0.456 ms in place of 0.477.  With lengths, most steps over
+    # such caches have a kernel of their own (one_query.py).
+    few_tiles = problem.lengths is None and estimate(problem.keys) <= MAX_ROWS_OF_FEW_TILES
     eight_warps = MmaAttentionConfig(1, 8, 128, stages=2 if few_tiles and problem.head_dim > 64 else 3)
     if is_symbolic(rows) and problem.head_dim > 64:  # a gain of 2 % is not worth compiling another kernel
         return [eight_warps if few_tiles else four_warps]

@@ -98,6 +98,16 @@ def test_steps_of_one_token_are_one_launch() -> None:
         assert isinstance(step, Launch) and step.kernel.source == "attention_with_cache"
 
 
+@pytest.mark.parametrize("size", [64, 128])
+def test_blocks_of_a_short_cache_have_two_tiles(size: int) -> None:
+    for past, warps in (1151, 8), (2047, 4):
+        each = cached(past, 1, heads=32, kv_heads=8, size=size, value_size=size)
+        first = first_plan(each.node(), each.specs(), H200).steps[0]
+        assert isinstance(first, Launch) and first.kernel.defines["WARPS_N"] == warps
+        tiles = -(-(past + 1) // int(first.kernel.defines["BLOCK_N"]))
+        assert warps == 4 or -(-tiles // first.cluster) == 2
+
+
 def test_caches_of_causal_attention_are_copied_first() -> None:
     """Attention then skips tiles, so that it cannot write them to the present cache."""
     causal = cached(4096, 1, heads=8, kv_heads=2, operator=True, causal=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import onnxruntime
 import pytest
-from architectures import DEVICES, H200, T4, check_attention_compiles, check_compiles, to_compile
+from architectures import A100, DEVICES, H200, T4, check_attention_compiles, check_compiles, to_compile
 from attention_cases import NUMPY
 from group_query_cases import PASTS, SCALES, Case, expected, near
 from onnx import helper
@@ -23,6 +23,7 @@ from onnxfuse.runtime.plan import Device, Kernel, Launch, TensorSpec
 
 OWN = (  # sources with forms of their own
     "group_query_append", "attention_mma", "attention_decode", "attention_hopper", "attention_with_cache",
+    "attention_one_query",
 )  # fmt: skip
 PARTS = 12  # of the kernels, of which one is compiled in a plain run
 
@@ -92,20 +93,25 @@ def test_launches_depend_on_shapes_alone() -> None:
 
 
 def test_steps_of_one_token_are_one_launch() -> None:
-    for past, batch in (100, 1), (4096, 8):
+    for past, batch, source in (100, 1, "attention_one_query"), (4096, 8, "attention_with_cache"):
         each = Case((50,) * batch, past=past, heads=32, kv_heads=8, size=128)
         (step,) = host.candidates(each.node(), each.specs(), H200)[0].steps
-        assert isinstance(step, Launch) and step.kernel.source == "attention_with_cache"
+        assert isinstance(step, Launch) and step.kernel.source == source
 
 
-@pytest.mark.parametrize("size", [64, 128])
-def test_blocks_of_a_short_cache_have_two_tiles(size: int) -> None:
-    for past, cache, warps in (1152, "", 8), (1152, "int8", 4), (2048, "", 4):
-        each = Case((50,), past=past, heads=32, kv_heads=8, size=size, cache=cache)
-        first = host.candidates(each.node(), each.specs(), H200)[0].steps[0]
-        assert isinstance(first, Launch) and first.kernel.defines["WARPS_N"] == warps
-        tiles = -(-past // int(first.kernel.defines["BLOCK_N"]))
-        assert warps == 4 or -(-tiles // first.cluster) == 2
+def test_what_the_kernel_for_one_query_leaves_to_others() -> None:
+    usual = Case((50,), past=1152, heads=32, kv_heads=8)
+    taken = {}, {"size": 128}, {"norms": True}, {"rotated": 0}, {"heads": 7, "kv_heads": 1}, {"window": 1152}
+    left = (
+        {"size": 96}, {"dtype": "float32"}, {"new": 2}, {"rotated": 32}, {"past": 2048}, {"window": 9}, {"sink": True},
+        {"softcap": 3.0}, {"bias": "h"}, {"cache": "int8"}, {"aligned": False}, {"lengths": (50,) * 9},
+        {"heads": 9, "kv_heads": 1},
+    )  # fmt: skip
+    for forms, is_taken in (taken, True), (left, False):
+        for form in forms:
+            steps = launches(dataclasses.replace(usual, **form), H200)
+            assert any(step.kernel.source == "attention_one_query" for step in steps) == is_taken, form
+    assert launches(usual, A100)[0].kernel.source == "attention_with_cache"
 
 
 def test_a_past_may_be_its_present_if_it_is_as_long() -> None:

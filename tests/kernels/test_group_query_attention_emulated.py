@@ -27,7 +27,7 @@ EXACT = dataclasses.replace(A100, tf32=False)
 # The functions in whose place attention_mma_emulated.h stands: their definitions end at the first brace of a line.
 REPLACED = (
     "shared_base", "load_shared", "store_shared", "shared_float", "shared_float2", "shared_float4", "load_matrices",
-    "load_byte", "mma",
+    "load_byte", "mma", "transposed",
 )  # fmt: skip
 DEFINITION = re.compile(
     rf"(?m)^(template <(int BYTES|bool TRANSPOSED)>\n)?__device__ __forceinline__ \w+ ({'|'.join(REPLACED)})"
@@ -104,6 +104,42 @@ def test_quantized_caches(name: str, dtype: str, tmp_path: Path) -> None:
         for plan in host.candidates(case.node(), case.specs(), device):
             for shared in (False, True) if case.past == case.rows else (False,):
                 check(case, plan, shared, tmp_path)
+
+
+ONE_QUERY = {
+    "steps_of_all_warps": Case((1041, 1), past=1152, size=64, heads=4, kv_heads=1),
+    "few_keys": Case((17, 15, 33), past=40, size=128, heads=6, kv_heads=2),
+    "growing": Case((33, 33), past=32, size=64, heads=7, kv_heads=1, packed=False),
+    "full_buffer": Case((1152,), past=1152, size=128, heads=2, kv_heads=2, scale=-0.2),
+    "turns": Case((40, 20), past=64, size=64, heads=16, kv_heads=2, norms=True, interleaved=True, positions=True),
+    "norms_alone": Case((40, 130), past=160, size=128, norms=True, rotated=0),
+    "without_turns": Case((40, 130), past=160, size=64, rotated=0),
+}
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["separate", "shared"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", ONE_QUERY)
+def test_one_query(name: str, dtype: str, shared: bool, tmp_path: Path) -> None:
+    case = dataclasses.replace(ONE_QUERY[name], dtype=dtype)
+    if shared and case.past < case.rows:
+        pytest.skip("a past that is shorter than its present has memory of its own")
+    plan = host.candidates(case.node(), case.specs(), H200)[0]
+    assert sources(plan) == ["attention_one_query"]
+    check(case, plan, shared, tmp_path)
+
+
+@pytest.mark.parametrize("before", [-5, 20, 1000])
+def test_a_length_that_the_previous_kernel_writes(before: int, tmp_path: Path) -> None:
+    """The kernel then has read the old length, and keys of the sequence of that length."""
+    case = Case((40, 1), past=64, heads=4, kv_heads=1)
+    plan = host.candidates(case.node(), case.specs(), H200)[0]
+    (step,) = plan.steps
+    assert isinstance(step, Launch)
+    text, count = re.subn(r"(int last = )static_cast.*;", rf"\g<1>{before};", kernel_text(step.kernel))
+    assert count == 1
+    kernel = dataclasses.replace(step.kernel, text=text)
+    check(case, dataclasses.replace(plan, steps=(dataclasses.replace(step, kernel=kernel),)), True, tmp_path)
 
 
 NUMBERS = """#include "quantized_cache.cuh"

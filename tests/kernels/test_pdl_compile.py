@@ -70,7 +70,7 @@ def test_who_starts_early_waits(name: str) -> None:
         if step.pdl:
             before, wait, _ = entry(step.kernel).partition("griddepcontrol.wait")
             assert wait, step.kernel
-            if step.kernel.source == "attention_with_cache":
+            if step.kernel.source in ("attention_with_cache", "attention_one_query"):
                 before = LENGTH_AHEAD.sub("", before, count=1)
             constants = step.kernel.defines.get("WEIGHTS_CONSTANT")
             touched = STORE if constants else ACCESS

@@ -60,6 +60,15 @@ static void load_matrices(u32 (&to)[4], u32 from) {
         }
 }
 
+static u32 transposed(u32 pair) {
+    const u32 *all = emulated::exchange(pair), lane = emulated::lane();
+    u32 result = 0;
+    for (u32 half = 0; half < 2; ++half)
+        result |= (all[(lane % 4 * 2 + half) * 4 + lane / 8] >> lane / 4 % 2 * 16 & 0xffffu) << 16 * half;
+    emulated::wait(emulated::Wait::Warp);
+    return result;
+}
+
 // Products of fp16 and bf16, m16n8k16, and of fp32, m16n8k8.
 template <class T>
 static void mma(T type, float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
