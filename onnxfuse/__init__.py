@@ -19,10 +19,11 @@ if TYPE_CHECKING:
         VerificationError,
     )
     from onnxfuse.genai.optimize_folder import OptimizedModel, optimize_folder
+    from onnxfuse.inference_session import InferenceSession
     from onnxfuse.optimizer import optimize
     from onnxfuse.report.report import Report
     from onnxfuse.runtime.kernel_folders import add_kernels
-    from onnxfuse.session import InferenceSession, NodeDispatch, explain_session, register
+    from onnxfuse.session import NodeDispatch, explain_session, register
     from onnxfuse.sessions_of_packages import all_sessions
     from onnxfuse.unfuse_model import unfuse
 
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 
 # The public names by module, except those of the pattern language, which are in onnxfuse.dsl.
 _MODULES = {
-    "InferenceSession": "onnxfuse.session",
+    "InferenceSession": "onnxfuse.inference_session",
     "KernelError": "onnxfuse.errors",
     "MissingPackageError": "onnxfuse.errors",
     "ModelError": "onnxfuse.errors",

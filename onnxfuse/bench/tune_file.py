@@ -31,8 +31,8 @@ from onnxfuse.verify.inputs import model_inputs
 from onnxfuse.verify.requested_shapes import feeds_of_known_sizes, with_known_ranks
 from onnxfuse.verify.shape_ranges import is_range, parse_ranges, spread
 
-if TYPE_CHECKING:  # session.py must be imported before target.py, because it reports a missing onnxruntime
-    from onnxfuse.runtime.target import ProviderOptions
+if TYPE_CHECKING:  # session.py must be imported before start_provider.py, because it reports a missing onnxruntime
+    from onnxfuse.runtime.start_provider import ProviderOptions
 
 GIVE_SIZES: Final = "--shape input:8x512, or inputs: --input x.npz"
 

@@ -18,7 +18,6 @@ import onnx
 
 from onnxfuse.compile.samples import samples_within
 from onnxfuse.errors import KernelError, OnnxfuseError, UsageError, first_line
-from onnxfuse.runtime.backends import CUDA
 from onnxfuse.runtime.call_inputs import dim_names, inputs_of
 from onnxfuse.runtime.environment import allows_tf32, check_options, session_environment
 from onnxfuse.runtime.fused_calls import Call, attribute_kinds, read_calls, read_model
@@ -27,6 +26,7 @@ from onnxfuse.runtime.loaded_templates import PreparedTemplate
 from onnxfuse.runtime.plan import Aim, Device, TensorSpec
 from onnxfuse.runtime.plan_file import PlanFile, check_plan_target, write_plan_file
 from onnxfuse.runtime.planner import planner
+from onnxfuse.runtime.provider_names import CUDA
 from onnxfuse.runtime.sample_sizes import usual_samples
 from onnxfuse.runtime.saved_plans import backend_of, compile_kernels, plan_file_of, saved_template
 from onnxfuse.runtime.support import require_bodies, why_no_kernel

@@ -9,9 +9,7 @@ from typing import Final
 from onnxfuse.runtime import cuda_driver, cupy_backend, nvrtc
 from onnxfuse.runtime.kernel_loader import LoadedKernel, is_compiled, load_kernel, machine_code
 from onnxfuse.runtime.plan import Device, Kernel
-
-CPU: Final = "CPUExecutionProvider"
-CUDA: Final = "CUDAExecutionProvider"
+from onnxfuse.runtime.provider_names import CUDA
 
 
 @dataclass(frozen=True)

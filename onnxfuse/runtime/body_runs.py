@@ -25,12 +25,12 @@ from onnx import helper
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.dtypes import DTYPE_NUMBERS
 from onnxfuse.ir.protos import subgraphs
-from onnxfuse.runtime.backends import CPU
 from onnxfuse.runtime.cuda_driver import SideStream, is_capturing
 from onnxfuse.runtime.hosts import numbers_of
 from onnxfuse.runtime.kernel_failures import Place, place_of
 from onnxfuse.runtime.native_library import BodyRequest
 from onnxfuse.runtime.plan import Device, FusedNode, TensorSpec
+from onnxfuse.runtime.provider_names import CPU
 
 if TYPE_CHECKING:
     import onnxruntime as ort

@@ -10,6 +10,7 @@ from typing import Final
 
 from onnxfuse.runtime import cuda_driver, nvrtc
 from onnxfuse.runtime.environment import driver_version, library_versions, nvrtc_version
+from onnxfuse.runtime.provider_names import CUDA
 
 ORT_GPU: Final = "pip install 'onnxruntime-gpu[cuda,cudnn]'"
 FIRST_DRIVERS: Final = {12: 525, 13: 580}  # the first Linux driver of each major version of CUDA
@@ -69,7 +70,7 @@ def falls_back() -> str | None:
         return None
     ort = import_module("onnxruntime")
     target = import_module("onnxfuse.runtime.target")
-    found = target.find_target(ort.SessionOptions(), [target.CUDA], None)
+    found = target.find_target(ort.SessionOptions(), [CUDA], None)
     return found.why if isinstance(found, target.NoTarget) else None
 
 

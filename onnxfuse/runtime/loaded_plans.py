@@ -11,7 +11,6 @@ from typing import Final
 
 from onnxfuse.ir.plain_files import stamp_of
 from onnxfuse.runtime import native_library as native
-from onnxfuse.runtime.backends import CUDA
 from onnxfuse.runtime.environment import kernels_digest
 from onnxfuse.runtime.gpu_kinds import (
     PORTABLE_CLUSTER,
@@ -26,6 +25,7 @@ from onnxfuse.runtime.loaded_templates import GivenTemplate
 from onnxfuse.runtime.plan import Device, TensorSpec
 from onnxfuse.runtime.plan_file import KernelCode, PlanFile, PlanFileError, SavedTemplate, node_identity, read_plan_file
 from onnxfuse.runtime.planner import PlanFileKey, planner
+from onnxfuse.runtime.provider_names import CUDA
 from onnxfuse.runtime.run_plan import LIBRARIES
 from onnxfuse.runtime.saved_plans import backend_of
 from onnxfuse.runtime.template_key import Situation

@@ -15,13 +15,14 @@ from typing import Final
 from onnxfuse.errors import KernelError, OnnxfuseError
 from onnxfuse.runtime import kernel_failures, run_plan
 from onnxfuse.runtime import native_library as native
-from onnxfuse.runtime.backends import BACKENDS, CUDA, Backend
+from onnxfuse.runtime.backends import BACKENDS, Backend
 from onnxfuse.runtime.hosts import Host
 from onnxfuse.runtime.kernel_loader import LoadedKernel
 from onnxfuse.runtime.nvrtc import identity
 from onnxfuse.runtime.plan import Kernel, Launch, Plan, TensorSpec
 from onnxfuse.runtime.plan_file import KernelCode, SavedTemplate
 from onnxfuse.runtime.priority_pool import PriorityThreadPool
+from onnxfuse.runtime.provider_names import CUDA
 from onnxfuse.runtime.template import Template, Variant, candidates_at
 from onnxfuse.runtime.template_key import Situation
 from onnxfuse.runtime.template_words import TemplateWords, words_of

@@ -8,12 +8,13 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from onnxfuse.errors import KernelError, UsageError
-from onnxfuse.runtime.backends import BACKENDS, CUDA, Backend
+from onnxfuse.runtime.backends import BACKENDS, Backend
 from onnxfuse.runtime.gpu_kinds import gpu_kind
 from onnxfuse.runtime.loaded_templates import GivenTemplate, PreparedTemplate, source_length
 from onnxfuse.runtime.plan import Kernel
 from onnxfuse.runtime.plan_file import KernelCode, PlanFile, SavedTemplate, node_identity, versions, write_plan_file
 from onnxfuse.runtime.planner import planner
+from onnxfuse.runtime.provider_names import CUDA
 from onnxfuse.runtime.run_plan import LIBRARIES, libraries_of
 from onnxfuse.runtime.template_key import Situation
 from onnxfuse.runtime.template_words import words_of

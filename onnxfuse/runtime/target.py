@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Literal
 
 import onnxruntime as ort
-from onnx import TensorProto, helper
 
 from onnxfuse.runtime import native_library as native
-from onnxfuse.runtime.backends import BACKENDS, CPU, CUDA, device_of
+from onnxfuse.runtime.backends import BACKENDS, device_of
 from onnxfuse.runtime.environment import (
     ALL_OPTIMIZATIONS,
     Environment,
@@ -20,17 +19,15 @@ from onnxfuse.runtime.environment import (
     is_on,
     session_environment,
 )
-from onnxfuse.runtime.plain_session import plain_session
 from onnxfuse.runtime.plan import Aim, Device
 from onnxfuse.runtime.planner import planner
+from onnxfuse.runtime.provider_names import CPU, CUDA
+from onnxfuse.runtime.start_provider import ProviderOptions, Providers, starts, with_options
 
-ProviderOptions = Mapping[str, object]
 # Which of a kernel's candidate plans runs: the first, the fastest one by earlier measurements ("known"), or the fastest
 # one by measurements that are made now if there are no earlier ones ("measured").  "observed" is like "known", but runs
 # are counted, so that plans can be measured between them.
 PlanChoice = Literal["first", "known", "measured", "observed"]
-Providers = Sequence[str | tuple[str, ProviderOptions]]
-_working_providers: Final[set[tuple[str, int]]] = set()
 
 
 @dataclass(frozen=True)
@@ -77,12 +74,6 @@ class NoTarget:
     asked: bool = True  # whether the session asked for a provider with kernels
 
 
-def default_providers(options: ort.SessionOptions | None) -> Providers | None:
-    """Return the providers of a session for which none are named; None to leave them to the options or onnxruntime."""
-    given = options is not None and options.has_providers()
-    return [CUDA, CPU] if CUDA in ort.get_available_providers() and not given else None
-
-
 def find_target(
     options: ort.SessionOptions,
     providers: Providers | None,
@@ -98,18 +89,14 @@ def find_target(
     available = ort.get_available_providers()
     if not providers and CUDA in available:
         return NoTarget(f"onnxruntime uses the CPU alone where no providers are named; name {CUDA} in `providers`")
-    chosen = providers or (CPU,)
-    extra = provider_options or [{}] * len(chosen)
-    for item, more in zip(chosen, extra, strict=False):
-        name, given = (item, more) if isinstance(item, str) else item
+    for name, given in with_options(providers or (CPU,), provider_options):
         if name in BACKENDS:
             if name not in available:
                 return NoTarget(f"this onnxruntime has no {name}; install onnxruntime-gpu")
             flags = allows_tf32(given), is_on(given.get("enable_cuda_graph", False))
             level = options.graph_optimization_level.name
-            target = Target(
-                name, int(str(given.get("device_id", 0))), *flags, {**given, **more}, level, aim == "throughput"
-            )
+            ordinal = int(str(given.get("device_id", 0)))
+            target = Target(name, ordinal, *flags, given, level, aim == "throughput")
             why = _unusable(target)
             return NoTarget(why) if why else target
     return NoTarget(f"the session does not use {CUDA}", asked=False)
@@ -122,29 +109,9 @@ def _unusable(target: Target) -> str | None:
         native_library()
     except native.NativeError as error:
         return str(error)
-    if not _works(target):
+    if target.provider == CUDA and not starts(target.ordinal):
         return f"{target.provider} does not start; try onnxruntime.preload_dlls() first, and see its log"
     return None
-
-
-def _works(target: Target) -> bool:
-    """Return whether the provider starts; onnxruntime makes a session without it if its libraries are missing."""
-    if target.provider != CUDA or (target.provider, target.ordinal) in _working_providers:
-        return True
-    value = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in "xy"]
-    graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "probe", value[:1], value[1:])
-    probe = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    options.intra_op_num_threads = 1  # starting a thread for each processor takes longer than all else in this session
-    try:
-        providers = [(target.provider, {"device_id": target.ordinal} if target.ordinal else {})]
-        session = plain_session(probe.SerializeToString(), options, providers, enable_fallback=0)
-    except Exception:  # onnxruntime's errors have no common class
-        return False
-    if target.provider in session.get_providers():
-        _working_providers.add((target.provider, target.ordinal))
-    return (target.provider, target.ordinal) in _working_providers
 
 
 @functools.cache

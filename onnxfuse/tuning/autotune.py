@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, Protocol, TypeVar, cast
 
-from onnxfuse.runtime.backends import CUDA
 from onnxfuse.runtime.environment import Environment, kernel_environment
 from onnxfuse.runtime.hosts import lengths_of
 from onnxfuse.runtime.loaded_templates import ready_plan
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
+from onnxfuse.runtime.provider_names import CUDA
 from onnxfuse.runtime.template_key import Situation, signature
 from onnxfuse.tuning import cache
 from onnxfuse.tuning.cache import Data

@@ -27,7 +27,7 @@ except ImportError as error:
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.save import save, serialize
 from onnxfuse.runtime.plain_session import plain_session
-from onnxfuse.runtime.target import ProviderOptions
+from onnxfuse.runtime.start_provider import ProviderOptions
 from onnxfuse.tuning.dispatch import SessionSettings
 from onnxfuse.verify.ort_session import from_ort_value, to_ort_value
 

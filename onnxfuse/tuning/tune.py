@@ -24,7 +24,7 @@ from onnxfuse.runtime.backends import BACKENDS, device_of
 from onnxfuse.runtime.environment import Environment, allows_tf32, session_environment
 from onnxfuse.runtime.external_data import configured_folder
 from onnxfuse.runtime.fused_calls import Call, read_calls
-from onnxfuse.runtime.target import ProviderOptions
+from onnxfuse.runtime.start_provider import ProviderOptions
 from onnxfuse.tuning import cache
 from onnxfuse.tuning.bound_session import (
     PROVIDERS,

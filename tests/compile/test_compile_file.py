@@ -30,10 +30,11 @@ from onnxfuse.compile.samples import samples_within
 from onnxfuse.compile.summary import summary
 from onnxfuse.errors import KernelError, OnnxfuseError, UsageError
 from onnxfuse.runtime import nvrtc, saved_plans
-from onnxfuse.runtime.backends import BACKENDS, CUDA
+from onnxfuse.runtime.backends import BACKENDS
 from onnxfuse.runtime.plan import Device, Kernel, Plan, TensorSpec
 from onnxfuse.runtime.plan_file import PlanFile, PlanFileError, read_plan_file, write_plan_file
 from onnxfuse.runtime.planner import planner
+from onnxfuse.runtime.provider_names import CUDA
 from onnxfuse.tuning.dispatch import model_subject
 
 ELF = b"\x7fELF"

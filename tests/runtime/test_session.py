@@ -30,7 +30,9 @@ from onnxfuse.runtime import custom_ops as operators
 from onnxfuse.runtime.backends import BACKENDS
 from onnxfuse.runtime.fused_calls import Call
 from onnxfuse.runtime.plan import Kernel
-from onnxfuse.runtime.target import CUDA, NoTarget, default_providers, find_target
+from onnxfuse.runtime.provider_names import CUDA
+from onnxfuse.runtime.start_provider import default_providers
+from onnxfuse.runtime.target import NoTarget, find_target
 from onnxfuse.session import InferenceSession, NodeDispatch, explain_session, open_session, register
 from onnxfuse.tuning.dispatch import Preference, SessionSettings
 

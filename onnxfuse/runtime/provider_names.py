@@ -1,0 +1,6 @@
+"""The names of onnxruntime's execution providers, for code that needs no onnxruntime."""
+
+from typing import Final
+
+CPU: Final = "CPUExecutionProvider"
+CUDA: Final = "CUDAExecutionProvider"
