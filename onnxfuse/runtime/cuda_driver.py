@@ -69,7 +69,7 @@ class SideStream:
     """A stream of the current context, whose work takes the place of work of another stream.  Raises DriverError."""
 
     def __init__(self) -> None:
-        self._driver = _driver(libcuda())
+        self._driver = _quick_driver(libcuda())
         self._stream, self._event = ctypes.c_void_p(), ctypes.c_void_p()
         _check("cuStreamCreate", self._driver.cuStreamCreate(ctypes.byref(self._stream), NON_BLOCKING))
         _check("cuEventCreate", self._driver.cuEventCreate(ctypes.byref(self._event), NO_TIMING))
@@ -105,7 +105,7 @@ class SideStream:
 def is_capturing(stream: int) -> bool:
     """Return whether a stream is captured in a CUDA graph.  Raises DriverError."""
     status = ctypes.c_int()
-    code = _driver(libcuda()).cuStreamIsCapturing(ctypes.c_void_p(stream), ctypes.byref(status))
+    code = _quick_driver(libcuda()).cuStreamIsCapturing(ctypes.c_void_p(stream), ctypes.byref(status))
     _check("cuStreamIsCapturing", code)
     return status.value != 0
 
@@ -118,6 +118,15 @@ def _driver(path: str) -> ctypes.CDLL:
         raise DriverError(f"the CUDA driver cannot be opened: {error}; ONNXFUSE_LIBCUDA may name it") from error
     _check("cuInit", driver.cuInit(0))
     return driver
+
+
+@functools.cache
+def _quick_driver(path: str) -> ctypes.PyDLL:
+    """Return the driver for functions that return at once: calls keep Python's lock.
+
+    Each body of a run calls several, and who releases the lock may wait for a thread that makes plans.
+    """
+    return ctypes.PyDLL(_driver(path)._name)
 
 
 def _check(call: str, code: int) -> None:

@@ -15,7 +15,7 @@ PATIENCE: Final = 0.02  # seconds that a run waits for its kernels, if nothing e
 MAX_THREADS: Final = 4  # maximum threads that `soon` works in
 # Seconds for which a thread that makes plans keeps Python from a run that meanwhile calls it, once for each node whose
 # body runs.  Python's default is 0.005.
-SWITCH_INTERVAL: Final = 0.0003
+SWITCH_INTERVAL: Final = 0.00002
 T = TypeVar("T")
 _working: Final[set[threading.Thread]] = set()
 _intervals: Final[list[float]] = []  # the switch interval before these threads started, while they work

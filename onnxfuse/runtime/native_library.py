@@ -52,7 +52,9 @@ class _Request(ctypes.Structure):  # PlanRequest in native/python.h
     )
 
 
-_PUT: Final = ctypes.CFUNCTYPE(
+# PYFUNCTYPE: calls keep Python's lock, because who releases it may wait for a thread that makes plans.
+_REPLY: Final = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t)
+_PUT: Final = ctypes.PYFUNCTYPE(
     ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64, ctypes.POINTER(ctypes.c_int64), ctypes.c_uint64, ctypes.c_void_p
 )
 
@@ -166,7 +168,6 @@ def _declare(library: ctypes.CDLL) -> None:
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "onnxfuse_prepare": (None, [text, text, number]),
         "onnxfuse_set_callbacks": (None, [handle, handle, handle, handle]),
-        "onnxfuse_reply": (None, [handle, ctypes.c_char_p, size]),
         "onnxfuse_add_attributes": (None, [text, text]),
         "onnxfuse_keep_plans": (size, [size]),
         "onnxfuse_take_runs": (None, [ctypes.c_uint64, _RUNS]),
@@ -201,6 +202,7 @@ def connect(library: ctypes.CDLL, answer: AnswerRequest, run_body: RunBody, forg
     error. A program may catch that error, so KeyboardInterrupt and SystemExit also raise KeyboardInterrupt in the main
     thread: native/python.cc says how.
     """
+    reply_with = _REPLY(_address(library.onnxfuse_reply))
 
     def replied(call: Callable[[], bytes | None], reply: int, without: int) -> int:
         try:
@@ -209,7 +211,7 @@ def connect(library: ctypes.CDLL, answer: AnswerRequest, run_body: RunBody, forg
         except BaseException as error:  # no exception may reach C++
             data = f"{type(error).__name__}: {error}".encode(errors="replace")
             code = _FAILED if isinstance(error, Exception) else _INTERRUPT
-        library.onnxfuse_reply(reply, data or b"", len(data or b""))
+        reply_with(reply, data or b"", len(data or b""))
         return code
 
     def on_plan(request: Any, reply: int) -> int:
@@ -220,13 +222,15 @@ def connect(library: ctypes.CDLL, answer: AnswerRequest, run_body: RunBody, forg
 
     python = ctypes.pythonapi
     functions = (python.PyGILState_Ensure, python.PyGILState_Release, python.PyThreadState_SetAsyncExc)
-    addresses = (ctypes.cast(function, ctypes.c_void_p).value for function in functions)
-    interrupt = _Interrupt(*addresses, threading.main_thread().ident, KeyboardInterrupt)
+    interrupt = _Interrupt(*map(_address, functions), threading.main_thread().ident, KeyboardInterrupt)
     callbacks = (_PLAN(on_plan), _BODY(on_body), _DROP(forget))
     _kept_alive.extend((*callbacks, interrupt))
-    pointers = (ctypes.cast(callback, ctypes.c_void_p) for callback in callbacks)
-    library.onnxfuse_set_callbacks(*pointers, ctypes.addressof(interrupt))
+    library.onnxfuse_set_callbacks(*map(_address, callbacks), ctypes.addressof(interrupt))
     atexit.register(library.onnxfuse_set_callbacks, None, None, None, None)
+
+
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 def _read(raw: Any) -> Request:
