@@ -17,18 +17,28 @@ from onnxfuse.runtime.template import size_count
 log: Final = logging.getLogger("onnxfuse")
 
 
-def compile_in_background(templates: Sequence[PreparedTemplate], session: object | None = None) -> None:
+def compile_in_background(
+    templates: Sequence[PreparedTemplate], session: object | None = None, finish: Callable[[], None] = lambda: None
+) -> None:
     """Start a thread that loads the missing kernels of plan templates, and sends the templates to their nodes.
 
     A template has the plans of a node for all sizes.  If a session is given, the thread stops with it.
+
+    finish  is called afterwards, also if no kernel is missing
     """
-    if any(template.missing() for template in templates):
+    if not any(template.missing() for template in templates):
+        finish()
+    else:
         owner = weakref.ref(session) if session is not None else None
 
         def goes_on() -> bool:
             return not late_work.exits() and (owner is None or owner() is not None)
 
-        late_work.start(lambda: load_and_send(templates, goes_on), "onnxfuse later kernels")
+        def work() -> None:
+            load_and_send(templates, goes_on)
+            finish()
+
+        late_work.start(work, "onnxfuse later kernels")
 
 
 def load_and_send(

@@ -14,6 +14,7 @@ import importlib
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -59,6 +60,7 @@ class BodySession:
 
     session: ort.InferenceSession
     stream: SideStream | None
+    outputs: tuple[str, ...]  # their names
     captured: bool = False  # whether a CUDA graph holds a run
     holds_memory: bool = False  # whether host memory of a run is not freed
 
@@ -94,10 +96,18 @@ class BodySession:
 
 # Nodes with one place can have inputs of different dtypes, and then call functions that differ in their Casts.
 _bodies: Final[dict[Place, list[Body]]] = {}
-# The node's stream, whether TF32 is allowed, and the inputs' dtypes and ranks.
-SessionKey = tuple[int, bool, tuple[tuple[str, int], ...]]
+# Whether TF32 is allowed, and the inputs' dtypes and ranks.
+Types = tuple[bool, tuple[tuple[str, int], ...]]
+SessionKey = tuple[int, Types]  # the first is the node's stream
 # The sessions that run bodies (ONNX functions of nodes), for all nodes with one place.
 _sessions: Final[dict[Place, dict[SessionKey, BodySession]]] = {}
+# Those that are opened before a run needs them.
+_early: Final[dict[Place, dict[Types, Future[BodySession]]]] = {}
+# The dtypes of the inputs of bodies that run before they are needed.  On zeros these run without an error; integers, as
+# indices and lengths, may not.
+RUN_ON_ZEROS: Final = ("float16", "float32", "float64", "int8", "uint8")
+DYNAMIC_SIZE: Final = 16  # the dynamic dims of their inputs
+MAX_ZEROS: Final = 1 << 26  # bytes of their inputs
 
 
 @dataclass(frozen=True)
@@ -170,8 +180,8 @@ def run_body(request: BodyRequest, read_node: Callable[[], tuple[FusedNode, Devi
             binding.bind_cpu_input(f"i{i}", np.array(spec.shape, np.int32))
             continue
         binding.bind_input(f"i{i}", kind, request.device, DTYPE_NUMBERS[spec.dtype], spec.shape, address)
-    for each in body.session.get_outputs():
-        binding.bind_output(each.name, kind, request.device)
+    for name in body.outputs:
+        binding.bind_output(name, kind, request.device)
     body.run(binding, request.stream)
     for i, value in enumerate(binding.get_outputs()):
         shape = value.shape()
@@ -192,16 +202,70 @@ def forget_node(kernel: int) -> None:
 
 def _session(request: BodyRequest, known: _Known) -> BodySession:
     """Return the session that runs a body (a node's ONNX function) for a stream, and for inputs of these types."""
-    key = request.stream, request.tf32, tuple((spec.dtype, len(spec.shape)) for spec in request.inputs)
+    types = _types(request.tf32, request.inputs)
+    key = request.stream, types
     with _lock:
         known.sessions.add(key)
         of_place = _sessions.setdefault(known.place, {})
         if key not in of_place:
-            of_place[key] = _opened(request, known.place)
+            where = request.provider, request.device, request.tf32
+            if early := _early.get(known.place, {}).pop(types, None):
+                with suppress(Exception):  # it could not be opened early
+                    of_place[key] = early.result()
+            if key not in of_place:
+                of_place[key] = _opened(known.place, request.inputs, *where)
         return of_place[key]
 
 
-def _opened(request: BodyRequest, place: Place) -> BodySession:
+def _types(tf32: bool, inputs: Sequence[TensorSpec]) -> Types:
+    return tf32, tuple((spec.dtype, len(spec.shape)) for spec in inputs)
+
+
+def open_early(node: FusedNode, inputs: Sequence[TensorSpec], provider: str, device: Device) -> None:
+    """Open the session for the body of a node, and of nodes equal to it, before a run needs it.
+
+    The body runs once on zeros, because onnxruntime loads libraries and kernels in the first run: 0.1 s for cuBLAS.  A
+    run that needs the session meanwhile waits for it.
+
+    inputs  dynamic dim number k is written as -1 - k
+    """
+    place, types, opened = place_of(node, device), _types(device.tf32, inputs), Future[BodySession]()
+    with _lock:
+        of_place = _early.setdefault(place, {})
+        if types in of_place or place not in _bodies or place in _sessions:
+            return
+        of_place[types] = opened
+    try:
+        body = _opened(place, inputs, provider, device.ordinal, device.tf32)
+        if provider not in DEVICE_TYPES:
+            _run_on_zeros(body, inputs)
+        opened.set_result(body)
+    except Exception as error:  # the run that needs the body reports the error
+        opened.set_exception(error)
+
+
+def _run_on_zeros(body: BodySession, inputs: Sequence[TensorSpec]) -> None:
+    shapes = [tuple(DYNAMIC_SIZE if dim < 0 else dim for dim in spec.shape) for spec in inputs]
+    dtypes = [spec.dtype for spec in inputs]
+    if all(dtype in RUN_ON_ZEROS for dtype in dtypes):
+        sizes = [math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
+        if sum(sizes) <= MAX_ZEROS:
+            zeros = (np.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
+            with suppress(Exception):  # sizes that the body refuses
+                body.session.run(None, {f"i{i}": value for i, value in enumerate(zeros)})
+
+
+def close_early(nodes: Iterable[FusedNode], device: Device) -> None:
+    """Close the sessions that were opened early for these nodes, and that no run has needed."""
+    with _lock:
+        unused = [_early.pop(place, {}) for place in {place_of(node, device) for node in nodes}]
+    for of_place in unused:
+        for opened in of_place.values():
+            with suppress(Exception):  # it could not be opened
+                opened.result().close()
+
+
+def _opened(place: Place, inputs: Sequence[TensorSpec], provider: str, ordinal: int, tf32: bool) -> BodySession:
     """Open a session for the first body that accepts the dtypes of these inputs.
 
     Raises onnxruntime's error for the last body if none does.
@@ -213,14 +277,19 @@ def _opened(request: BodyRequest, place: Place) -> BodySession:
     # With memory patterns, the second run allocates memory, maybe while a CUDA graph is captured.
     options.enable_mem_pattern = False
     options.intra_op_num_threads = 1  # the default, one for each processor, would compete with the compiler
-    stream = None if request.provider in DEVICE_TYPES else SideStream()
-    provider = request.provider, _options(request, stream)
-    *others, last = [model_of(body, request.inputs).SerializeToString() for body in _bodies[place]]
-    for model in others:
+    stream = None if provider in DEVICE_TYPES else SideStream()
+    with_options = provider, _options(ordinal, tf32, stream)
+
+    def opened(body: Body) -> BodySession:
+        session = plain_session(model_of(body, inputs).SerializeToString(), options, [with_options])
+        return BodySession(session, stream, tuple(each.name for each in session.get_outputs()))
+
+    *others, last = _bodies[place]
+    for body in others:
         with suppress(Exception):  # onnxruntime has several classes of errors, without a common one
-            return BodySession(plain_session(model, options, [provider]), stream)
+            return opened(body)
     try:
-        return BodySession(plain_session(last, options, [provider]), stream)
+        return opened(last)
     except BaseException:
         if stream is not None:
             stream.close()
@@ -241,12 +310,12 @@ def _run_options(waits: bool) -> Any:
     return options
 
 
-def _options(request: BodyRequest, stream: SideStream | None) -> dict[str, Any]:
+def _options(ordinal: int, tf32: bool, stream: SideStream | None) -> dict[str, Any]:
     """Return the options of the provider: the user's options that change results, and the stream to run on."""
     if stream is None:
         return {}
-    device = {"device_id": str(request.device)} if request.device else {}  # onnxruntime logs a warning about device 0
-    return {"use_tf32": str(int(request.tf32)), **device, "user_compute_stream": str(stream.handle)}
+    device = {"device_id": str(ordinal)} if ordinal else {}  # onnxruntime logs a warning about device 0
+    return {"use_tf32": str(int(tf32)), **device, "user_compute_stream": str(stream.handle)}
 
 
 def model_of(body: Body, inputs: Sequence[TensorSpec]) -> onnx.ModelProto:

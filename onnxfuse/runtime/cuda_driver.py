@@ -18,6 +18,7 @@ MAJOR, MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
 SHARED_PER_BLOCK: Final = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 NON_BLOCKING: Final = 1  # CU_STREAM_NON_BLOCKING
 NO_TIMING: Final = 2  # CU_EVENT_DISABLE_TIMING
+RELAXED: Final = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class DriverError(OnnxfuseError):
@@ -63,6 +64,24 @@ def _gpu(path: str, ordinal: int) -> Device:
         numbers.append(value.value)
     major, minor, multiprocessors, shared = numbers
     return Device(name.value.decode(), 10 * major + minor, multiprocessors, shared, ordinal=ordinal)
+
+
+@contextlib.contextmanager
+def current_in_thread(ordinal: int) -> Iterator[None]:
+    """Let a thread of its own use the GPU with that number, also while another thread captures a CUDA graph.
+
+    Raises DriverError.
+    """
+    driver, device, context, mode = _driver(libcuda()), ctypes.c_int(), ctypes.c_void_p(), ctypes.c_int(RELAXED)
+    _check("cuDeviceGet", driver.cuDeviceGet(ctypes.byref(device), ordinal))
+    _check("cuThreadExchangeStreamCaptureMode", driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
+    _check("cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+    try:
+        _check("cuCtxPushCurrent", driver.cuCtxPushCurrent_v2(context))
+        yield
+        _check("cuCtxPopCurrent", driver.cuCtxPopCurrent_v2(ctypes.byref(context)))
+    finally:
+        _check("cuDevicePrimaryCtxRelease", driver.cuDevicePrimaryCtxRelease_v2(device))
 
 
 class SideStream:

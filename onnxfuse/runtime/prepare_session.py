@@ -9,17 +9,21 @@ import logging
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from onnxfuse.errors import OnnxfuseError
-from onnxfuse.runtime import late_work
+from onnxfuse.runtime import body_runs, late_work
 from onnxfuse.runtime.background_compile import compile_in_background, likely_keys
 from onnxfuse.runtime.call_inputs import inputs_of
+from onnxfuse.runtime.cuda_driver import DriverError, current_in_thread
 from onnxfuse.runtime.fused_calls import Call
 from onnxfuse.runtime.loaded_templates import GivenTemplate, PreparedTemplate, load_all
+from onnxfuse.runtime.plan import Device
 from onnxfuse.runtime.planner import planner
+from onnxfuse.runtime.provider_names import CUDA
 from onnxfuse.runtime.target import NoTarget, PlanChoice, Target
 from onnxfuse.runtime.template_key import Situation
 
@@ -35,6 +39,7 @@ class Preparation:
     ends: threading.Event = field(default_factory=threading.Event)  # all templates are made
     is_left: threading.Event = field(default_factory=threading.Event)  # the session is made, or cannot be made
     equipped: threading.Event = field(default_factory=threading.Event)  # the nodes have all templates
+    bodies: OpenBodies | None = None  # if the first run needs bodies
 
     @property
     def templates(self) -> list[PreparedTemplate]:
@@ -58,16 +63,67 @@ class Preparation:
     def compile_others(self, session: object | None = None) -> None:
         """Compile the other kernels in the background, until they are compiled or the session is gone."""
         if self.equipped.is_set():
-            compile_in_background(self.templates, session)
+            compile_in_background(self.templates, session, self._close_bodies)
             return
         owner = weakref.ref(session) if session is not None else None
 
         def go_on() -> None:
             self.equipped.wait()
             if owner is None or owner() is not None:
-                compile_in_background(self.templates, owner and owner())
+                compile_in_background(self.templates, owner and owner(), self._close_bodies)
+            else:
+                self._close_bodies()
 
         late_work.start(go_on, "onnxfuse later plans")
+
+    def open_bodies(self, calls: Sequence[Call], target: Target) -> None:
+        """Open the sessions of the nodes' bodies in a thread, because the first run needs them."""
+        bodies = self.bodies = OpenBodies(calls, target.provider, target.device)
+        if self.is_left.is_set():  # `abandon` may have looked for bodies already
+            bodies.are_open.set()
+            return
+        try:
+            late_work.start(partial(bodies.open, self.is_left), "onnxfuse bodies")
+        except RuntimeError:  # the process has too many threads
+            bodies.are_open.set()
+
+    def abandon(self) -> None:
+        """End without a session."""
+        self.end()
+        self.is_left.set()
+        self._close_bodies()
+
+    def _close_bodies(self) -> None:
+        if self.bodies:
+            self.bodies.close()
+
+
+@dataclass(frozen=True)
+class OpenBodies:
+    """The sessions of nodes' bodies (ONNX functions) that are opened before a run needs them."""
+
+    calls: Sequence[Call]
+    provider: str
+    device: Device
+    are_open: threading.Event = field(default_factory=threading.Event)
+
+    def open(self, until: threading.Event) -> None:
+        """Open them in a thread of its own, until an event is set."""
+        try:
+            with current_in_thread(self.device.ordinal) if self.provider == CUDA else nullcontext():
+                for call in self.calls:
+                    inputs = inputs_of(call) if call.has_body and not until.is_set() else None
+                    if inputs is not None:
+                        body_runs.open_early(call.node, inputs, self.provider, self.device)
+        except DriverError as error:
+            log.info("bodies are opened by the runs that need them: %s", error)
+        finally:
+            self.are_open.set()
+
+    def close(self) -> None:
+        """Close those that no run has needed."""
+        self.are_open.wait()
+        body_runs.close_early((call.node for call in self.calls), self.device)
 
 
 @contextmanager
@@ -96,7 +152,7 @@ def preparation(
         prepared.suffices.wait()
         prepared.equip()
     except BaseException:
-        prepared.end()
+        prepared.abandon()
         raise
     finally:
         prepared.is_left.set()
@@ -123,6 +179,8 @@ def _prepare(calls: Sequence[Call], target: Target, choice: PlanChoice, wait: bo
             return likely
         compiled = of.compiled(likely)
         if compiled < likely:
+            if not prepared.suffices.is_set():
+                prepared.open_bodies(calls, target)
             prepared.suffices.set()
         return compiled
 

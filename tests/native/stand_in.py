@@ -114,8 +114,9 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     # Sessions of other tests may not be collected yet, and all modules hold the one planner.
     monkeypatch.setattr(planner, "__dict__", {**vars(Planner()), "verdicts": planner.verdicts})
     monkeypatch.setattr(kernel_failures, "_failures", {})
-    monkeypatch.setattr(body_runs, "_bodies", {})
-    at_once = lambda templates, _=None: background_compile.load_and_send(templates)  # noqa: E731
+    for name in "_bodies", "_early":
+        monkeypatch.setattr(body_runs, name, {})
+    at_once = lambda templates, *_: background_compile.load_and_send(templates)  # noqa: E731
     monkeypatch.setattr(prepare_session, "compile_in_background", at_once)
     monkeypatch.setattr(onnxfuse.kernels, "__path__", [*onnxfuse.kernels.__path__, str(HERE / "kernels")])
     cuda, cublaslt, cudnn = (ctypes.CDLL(str(path)) for path in (libcuda, libcublaslt, libcudnn))

@@ -731,7 +731,7 @@ def test_runs_of_bodies_are_waited_for_until_a_graph_holds_one(monkeypatch: pyte
     session, stream, capturing = MagicMock(), MagicMock(), False
     monkeypatch.setattr(body_runs, "_run_options", lambda waits: waits)
     monkeypatch.setattr(body_runs, "is_capturing", lambda _: capturing)
-    body = body_runs.BodySession(session, stream)
+    body = body_runs.BodySession(session, stream, ("o0",))
     for capturing in (False, True, False):  # noqa: B007
         body.run(MagicMock(), 7)
         assert body.holds_memory == body.captured
@@ -751,7 +751,7 @@ def test_a_body_that_cannot_be_opened_leaves_no_stream(monkeypatch: pytest.Monke
         "onnxfuse.runtime.plain_session.plain_session", MagicMock(side_effect=RuntimeError("no memory"))
     )
     with pytest.raises(RuntimeError, match="no memory"):
-        body_runs._opened(MagicMock(provider="CUDAExecutionProvider", inputs=[], device=0), ("shift", "GPU", 0))
+        body_runs._opened(("shift", "GPU", 0), [], "CUDAExecutionProvider", 0, tf32=True)
     streams().close.assert_called_once()
 
 
@@ -759,7 +759,7 @@ def test_a_body_that_fails_keeps_its_session(monkeypatch: pytest.MonkeyPatch) ->
     """Only the end of a run frees the host memory that the run used."""
     session, stream = MagicMock(), MagicMock()
     monkeypatch.setattr(body_runs, "is_capturing", lambda _: False)
-    body = body_runs.BodySession(session, stream)
+    body = body_runs.BodySession(session, stream, ("o0",))
     session.run_with_iobinding.side_effect = RuntimeError("no memory")
     stream.in_place_of.return_value.__exit__.return_value = False
     with pytest.raises(RuntimeError, match="no memory"):
@@ -806,3 +806,86 @@ def test_likely_sizes() -> None:
     assert list(likely_sizes(1)) == [(1,), (8,)]
     assert list(likely_sizes(2)) == [(1, 1), (1, 128), (8, 1), (8, 128)]
     assert list(likely_sizes(5))[1:3] == [(1, 1, 128, 128, 128), (1, 128, 1, 128, 128)]
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_bodies_are_opened_while_the_session_is_made(
+    gpu: Stage, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first run would open one session after another."""
+    compiler.few_go_on.clear()
+    own, by_threads = body_runs._opened, list[str]()
+    monkeypatch.setattr(
+        body_runs, "_opened", lambda *given: (by_threads.append(threading.current_thread().name), own(*given))[1]
+    )
+    plain = onnxfuse.session.plain_session
+
+    def slow(*given: Any, **named: Any) -> ort.InferenceSession:
+        deadline = time.monotonic() + 5
+        while not by_threads and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return plain(*given, **named)
+
+    monkeypatch.setattr(onnxfuse.session, "plain_session", slow)
+    run = session(model(ROWS))
+    check(run, 8)
+    assert by_threads == ["onnxfuse bodies"]
+    del by_threads[:]
+    kept = session(model(f"g (float[n, 4] x) => (float[n, 4] y) {{ {node('copy', 'x', 'y', operands='x')} }}"))
+    assert by_threads == ["onnxfuse bodies"] and sum(map(len, body_runs._early.values())) == 1
+    for each in compiler.few_go_on, compiler.goes_on:
+        each.set()
+    late_work.wait()
+    assert not any(body_runs._early.values()) and kept, "kernels run now"
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_a_session_that_cannot_be_made_leaves_no_body(
+    gpu: Stage, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onnxfuse.session, "plain_session", MagicMock(side_effect=RuntimeError("no memory")))
+    with pytest.raises(RuntimeError, match="no memory"):
+        session(model(ROWS))
+    late_work.wait()
+    assert not any(body_runs._early.values())
+
+
+@pytest.mark.parametrize(
+    "dtype, size, runs", [("float16", -1, True), ("int64", -1, False), ("float32", 1 << 28, False)]
+)
+def test_bodies_run_once_on_zeros_before_they_are_needed(dtype: str, size: int, runs: bool) -> None:
+    """Zeros as indices or lengths may be wrong, and large weights take too much memory."""
+    session = MagicMock()
+    session.run.side_effect = RuntimeError("the body refuses the sizes")
+    body = body_runs.BodySession(session, None, ("o0",))
+    body_runs._run_on_zeros(body, [TensorSpec((size, 3), dtype), TensorSpec((3,), "float32")])
+    assert session.run.call_count == runs
+    for call in session.run.call_args_list:
+        given = call.args[1]
+        assert [(given[name].shape, str(given[name].dtype)) for name in ("i0", "i1")] == [
+            ((body_runs.DYNAMIC_SIZE, 3), dtype),
+            ((3,), "float32"),
+        ]
+        assert not given["i0"].any()
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_a_run_opens_the_body_that_could_not_be_opened_early(
+    gpu: Stage, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler.few_go_on.clear()
+    own, failed = body_runs._opened, threading.Event()
+
+    def opened(*given: Any) -> body_runs.BodySession:
+        if threading.current_thread().name == "onnxfuse bodies":
+            failed.set()
+            raise RuntimeError("no memory")
+        assert failed.is_set()
+        return own(*given)
+
+    plain = onnxfuse.session.plain_session
+    monkeypatch.setattr(body_runs, "_opened", opened)
+    monkeypatch.setattr(
+        onnxfuse.session, "plain_session", lambda *given, **named: (failed.wait(5), plain(*given, **named))[1]
+    )
+    check(session(model(ROWS)), 8)
