@@ -52,6 +52,7 @@ class Op(IntEnum):
 
 LEAVES: Final = (Op.CONSTANT, Op.SIZE, Op.REAL_CONSTANT)
 UNARY: Final = (Op.CEILING, Op.FLOOR, Op.FLOAT_BITS, Op.TO_REAL)
+COMMUTATIVE: Final = frozenset((Op.ADD, Op.MULTIPLY, Op.MINIMUM, Op.MAXIMUM, Op.EQUAL, Op.GCD))
 COMPARISONS: Final = (Op.REAL_LESS, Op.REAL_LESS_EQUAL, Op.REAL_EQUAL)
 Values = NDArray[Any]  # int64 or float64, one value per combination of sizes
 
@@ -130,10 +131,11 @@ class Expressions:
         # Maps a size's number to the number of an expression that the size usually equals: see symint.expect_equal.
         self.ties: dict[int, int] = {}
         self._numbers: dict[tuple[Op, int, int], int] = {}
+        self.simplified: dict[tuple[Op, int, int], int] = {}  # by operation and operands: see symint
 
     def number(self, op: Op, a: int = 0, b: int = 0) -> int:
         """Return the number of an expression, which is added if it is new."""
-        if op in (Op.ADD, Op.MULTIPLY, Op.MINIMUM, Op.MAXIMUM, Op.EQUAL, Op.GCD) and b < a:
+        if b < a and op in COMMUTATIVE:
             a, b = b, a
         key = (op, a, b)
         found = self._numbers.get(key)

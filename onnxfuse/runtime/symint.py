@@ -27,6 +27,7 @@ from onnxfuse.runtime.expressions import Expressions, Op, float_bits, real_bits
 
 T = TypeVar("T")
 SLACK: Final = 0.03  # maximum fraction by which a choice costs more than the best one; estimates are inexact
+PLAIN: Final = -1  # in place of an expression's number: the result is the same for all sizes
 _HERE: Final = Path(__file__).name
 
 
@@ -165,28 +166,16 @@ class SymInt(Symbolic):
         return self.trace.expressions.constant(int(other)), int(other)
 
     def _made(self, op: Op, a: tuple[int, int], b: tuple[int, int], hint: int) -> Any:
-        rows = self.trace.expressions
-        left, right = rows.constant_of(a[0]), rows.constant_of(b[0])
-        if left is not None and right is not None:
-            return hint
-        if (op is Op.MULTIPLY and 0 in (left, right)) or (op is Op.MODULO and right == 1):
-            return 0
-        if (right == 0 and op in (Op.ADD, Op.SUBTRACT)) or (right == 1 and op in (Op.MULTIPLY, Op.FLOOR_DIVIDE)):
-            return SymInt(self.trace, a[0], hint)
-        if (left == 0 and op is Op.ADD) or (left == 1 and op is Op.MULTIPLY):
-            return SymInt(self.trace, b[0], hint)
-        if right and op in (Op.MODULO, Op.FLOOR_DIVIDE) and divisor_of(rows, a[0]) % right == 0:
-            if op is Op.MODULO:
-                return 0
-            divided = _divided(rows, a[0], right)
-            if divided is not None:
-                return SymInt(self.trace, divided, hint)
-        return SymInt(self.trace, rows.number(op, a[0], b[0]), hint)
+        rows, key = self.trace.expressions, (op, a[0], b[0])
+        number = rows.simplified.get(key)
+        if number is None:
+            number = rows.simplified[key] = _simplified(rows, *key)
+        return hint if number == PLAIN else SymInt(self.trace, number, hint)
 
     def _with(self, op: Op, other: Any, swap: bool = False) -> Any:
         if op in (Op.REAL_DIVIDE, Op.POWER) or (isinstance(other, float) and op in _REAL):
             return self._real()._with(op, other, swap)
-        if not isinstance(other, int | SymInt):
+        if not isinstance(other, _INTEGERS):
             return NotImplemented
         mine, its = (self.number, self.hint), self._number_of(other)
         a, b = (its, mine) if swap else (mine, its)
@@ -251,6 +240,9 @@ class SymInt(Symbolic):
         return float(self.trace.fix(self))
 
 
+_INTEGERS: Final = (int, SymInt)  # `int | SymInt` would be made at each of thousands of operations
+
+
 class SymReal(Symbolic):
     """A real number that depends on sizes: an estimate, or an argument of a kernel."""
 
@@ -287,6 +279,26 @@ class SymReal(Symbolic):
 
     def __float__(self) -> float:
         raise TypeError("a number that depends on dynamic sizes is no plain one; use arithmetic and comparisons only")
+
+
+def _simplified(rows: Expressions, op: Op, a: int, b: int) -> int:
+    """Return the number of the simplest expression for an operation on integers; PLAIN if its result is constant."""
+    left, right = rows.constant_of(a), rows.constant_of(b)
+    if left is not None and right is not None:
+        return PLAIN
+    if (op is Op.MULTIPLY and 0 in (left, right)) or (op is Op.MODULO and right == 1):
+        return PLAIN
+    if (right == 0 and op in (Op.ADD, Op.SUBTRACT)) or (right == 1 and op in (Op.MULTIPLY, Op.FLOOR_DIVIDE)):
+        return a
+    if (left == 0 and op is Op.ADD) or (left == 1 and op is Op.MULTIPLY):
+        return b
+    if right and op in (Op.MODULO, Op.FLOOR_DIVIDE) and divisor_of(rows, a) % right == 0:
+        if op is Op.MODULO:
+            return PLAIN
+        divided = _divided(rows, a, right)
+        if divided is not None:
+            return divided
+    return rows.number(op, a, b)
 
 
 def _ask(trace: Trace, guards: dict[int, bool], op: Op, a: int, b: int, answer: bool) -> bool:
