@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -41,6 +42,9 @@ def start(source: bytes | str, folder: str | None, optimize: bool) -> ort.Infere
     options.log_severity_level = 4  # errors are raised; level 3 would print them a second time
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # idle threads must not use the CPU
     options.add_session_config_entry(*EXACT_PRODUCTS)
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0  # Linux has it
+    if allowed < (os.cpu_count() or 1):  # as in a container; onnxruntime would start a thread for each processor
+        options.intra_op_num_threads = allowed
     if not optimize:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     if folder is not None and isinstance(source, bytes):

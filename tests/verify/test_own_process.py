@@ -20,7 +20,7 @@ from click.testing import CliRunner
 
 from onnxfuse import optimize
 from onnxfuse.cli import main
-from onnxfuse.verify import cpu_session, own_process
+from onnxfuse.verify import cpu_session, ort_session, own_process
 from onnxfuse.verify.compare import compare
 from onnxfuse.verify.cpu_session import open_session, run
 from onnxfuse.verify.own_process import OnnxruntimeFailure, TimeLimitExceeded, current_worker
@@ -290,3 +290,12 @@ def test_inputs_of_the_caller_are_not_written_to() -> None:
     given["x"] = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
     optimize(model, dtype="float16", inputs=given, timeout=None)
     assert (given["mean"] == 1).all() and (given["variance"] == 1).all()
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system says no process which processors it has")
+def test_sessions_have_no_more_threads_than_the_process_has_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    for processors, threads in ((3, 3), (8, 0)):  # 0 leaves the number to onnxruntime
+        monkeypatch.setattr(os, "cpu_count", lambda: 8)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, count=processors: set(range(count)))
+        options = ort_session.start(RELU.SerializeToString(), None, False).get_session_options()
+        assert options.intra_op_num_threads == threads
