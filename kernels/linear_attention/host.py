@@ -101,12 +101,15 @@ def _by_parts(problem: LinearAttention, device: Device) -> Plan:
     floats: Defines = {"STATE_T": STORAGE["float32"], "PAST": 0, "RESULTS": 0}
     first = Struct((*problem.operands, ABSENT, between, y, decays))
     last = Struct((*problem.operands, between, ABSENT, y, ABSENT))
-    own = {name: problem.defines[name] for name in ("STATE_T", "STATE_HEADS", "DECAY", "PAST", "PRESENT")}
-    defines: Defines = {**own, "STATE": state, "COLUMNS": problem.value_size, "THREADS": STATE_THREADS}
+    names = "T", "STATE_T", "STATE_HEADS", "K_HEADS", "DECAY", "PAST", "PRESENT"
+    own = {name: problem.defines[name] for name in names}
+    defines: Defines = {
+        **own, "STATE": state, "COLUMNS": problem.value_size, "PART": PART, "THREADS": STATE_THREADS
+    }  # fmt: skip
     combine = Launch(
         Kernel("linear_attention_parts", "linear_attention_parts", defines),
         (problem.batch * problem.state_heads * -(-state // STATE_THREADS), 1, 1), (STATE_THREADS, 1, 1),
-        (past, present, between, decays, *int32(parts)), pdl=device.has_pdl,
+        (Struct(problem.operands), past, present, between, decays, *int32(problem.length, parts)), pdl=device.has_pdl,
     )  # fmt: skip
     steps = (
         _tokens(problem, device, first, PART, parts, floats),

@@ -28,6 +28,14 @@ __device__ __forceinline__ char* shared_memory() {
     return memory;
 }
 
+template <class T>
+__device__ __forceinline__ float element(const T* from) {
+    float value[1];
+    unpack(load_cached<1>(from), value);
+    return value[0];
+}
+__device__ __forceinline__ float exponential(float x) { return exp2_fast(x * LOG2_E); }
+
 struct Operands { const T *query, *key, *value, *decay, *beta; };
 struct Scratch {
     T *rows, *weights, *scores;

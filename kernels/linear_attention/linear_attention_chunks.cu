@@ -14,13 +14,6 @@ constexpr int NUMBERS = SYSTEM + (BETA ? CHUNK * INVERSE_PITCH * 4 : 0);
 // A decay by less than exp(-100) leaves nothing of a state. With this limit, sums of decays are finite and precise.
 constexpr float LOWEST_DECAY = -100.0f;
 
-__device__ __forceinline__ float element(const T* from) {
-    float value[1];
-    unpack(load_cached<1>(from), value);
-    return value[0];
-}
-__device__ __forceinline__ float exponential(float x) { return exp2_fast(x * LOG2_E); }
-
 // The words of two 16 x 8 operands B, whose columns are 16 rows of a tile, in an order in which a lane's sums belong to
 // four neighbouring columns of the result: sums[0][0], sums[0][1], sums[1][0] and sums[1][1].
 __device__ __forceinline__ void load_columns(u32 (&b)[4], u32 tile, int pitch, int column, int step) {
@@ -157,7 +150,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const bool inside = t < count;
         const i64 number = (first + t) * STATE_HEADS + state_head;
         const float logarithm = DECAY && inside ? element(p.decay + number) : 0.0f;
-        decays[t] = logarithm < LOWEST_DECAY ? LOWEST_DECAY : logarithm;  // keeps NaN
+        // A factor above 1 becomes NaN, so that linear_attention_sequence.cu computes the head token after token.
+        decays[t] = logarithm < LOWEST_DECAY ? LOWEST_DECAY : logarithm <= 0.0f ? logarithm : __uint_as_float(~0u);
         rates[t] = BETA && inside ? element(p.beta + (BETA == 1 ? number : first + t)) : 0.0f;
     }
     __syncthreads();

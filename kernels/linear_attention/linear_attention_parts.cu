@@ -5,14 +5,19 @@
 // its decays. This kernel makes of these the state with which each part begins, one part after another. Then
 // linear_attention_tokens.cu computes the results of all parts at once.
 //
-// Macros: STATE_T; STATE (elements of a state), COLUMNS (of it), STATE_HEADS; DECAY, PAST, PRESENT as in
-// linear_attention_tokens.cu; THREADS.
+// A part with a factor above 1, or whose own state overflows, is computed here token after token: its own state and the
+// product may overflow where their sum with the state before does not.
+//
+// Macros: T, STATE_T; STATE (elements of a state), COLUMNS (of it), STATE_HEADS, K_HEADS; DECAY, PAST, PRESENT as in
+// linear_attention_tokens.cu; PART (tokens of a part); THREADS.
 #include "types.cuh"
 
 using i64 = long long;
 
 constexpr int ROWS = STATE / COLUMNS;
 constexpr int AHEAD = 8;  // parts that are loaded at once
+
+struct Operands { const T *query, *key, *value, *decay, *beta; };
 
 template <class T>
 __device__ __forceinline__ float element_of(const T* from) {
@@ -21,10 +26,23 @@ __device__ __forceinline__ float element_of(const T* from) {
     return value[0];
 }
 
+// Returns an element of the state of a head after `count` tokens from token `first` of all sequences on.
+__device__ float after_tokens(const Operands& p, float state, i64 first, int count, int head, int element) {
+    const int row = element / COLUMNS, column = element % COLUMNS;
+    for (i64 token = first; token < first + count; ++token) {
+        const i64 number = token * STATE_HEADS + head;
+        if (DECAY) state *= exp2_fast(element_of(p.decay + (DECAY == 2 ? number * ROWS + row : number)) * LOG2_E);
+        const T* const key = p.key + (token * K_HEADS + head / (STATE_HEADS / K_HEADS)) * ROWS + row;
+        state = fmaf(element_of(key), element_of(p.value + number * COLUMNS + column), state);
+    }
+    return state;
+}
+
 // `states` (sequences, parts, STATE_HEADS, STATE) holds what the tokens of parts leave behind, and then the states
 // before them. `decays` are the products of the parts' decays. A thread has one element of all states of a head.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    linear_attention_parts(const STATE_T* past, STATE_T* present, f32* states, const f32* decays, int parts) {
+    linear_attention_parts(const __grid_constant__ Operands p, const STATE_T* past, STATE_T* present, f32* states,
+                           const f32* decays, int length, int parts) {
     release_successor();
     wait_for_predecessor();
     const i64 block = blockIdx.x;
@@ -36,22 +54,27 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (element >= STATE) return;
     float state = 0.0f;
     if (PAST) state = element_of(past + own * STATE + element);
+    const int changed = parts - !PRESENT;  // nothing reads the state after the last part
     for (int first = 0; first < parts; first += AHEAD) {
         float added[AHEAD] = {}, factors[AHEAD] = {};
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
             const i64 of = (sequence * parts + first + i) * STATE_HEADS + head;
-            if (first + i >= parts - !PRESENT) continue;  // nothing reads the state after the last part
+            if (first + i >= changed) continue;
             added[i] = element_of(states + of * STATE + element);
             factors[i] = DECAY == 2 ? element_of(decays + of * ROWS + element / COLUMNS) : 1.0f;
             if (DECAY == 1) factors[i] = element_of(decays + of);
         }
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
-            if (first + i >= parts) break;
+            const int part = first + i;
+            if (part >= parts) break;
             const float before[1] = {state};
-            store<false>(states + ((sequence * parts + first + i) * STATE_HEADS + head) * STATE + element, before);
-            state = fmaf(factors[i], state, added[i]);
+            store<false>(states + ((sequence * parts + part) * STATE_HEADS + head) * STATE + element, before);
+            if (factors[i] <= 1.0f && fabsf(added[i]) <= LARGEST) state = fmaf(factors[i], state, added[i]);
+            else
+                state = after_tokens(p, state, sequence * length + part * PART, min(PART, length - part * PART), head,
+                                     element);
         }
     }
     const float value[1] = {state};

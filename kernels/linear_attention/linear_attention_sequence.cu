@@ -4,6 +4,9 @@
 // no exchange with other lanes, and passes these operands to another warp, which computes the results of the chunk one
 // step later. Further warps meanwhile copy later chunks to shared memory.
 //
+// Chunks round states and rows to T, and products of factors above 1 lose what states keep. If a result or a state is
+// not finite, which such factors also make it, the block computes its columns once more, token after token in fp32.
+//
 // Macros: those of linear_attention.cuh; STATE_T; PAST, PRESENT; WARPS that have states; STAGES of shared memory, 2 or more.
 #include "linear_attention.cuh"
 
@@ -117,8 +120,10 @@ __device__ __forceinline__ void retrieve(float (&u)[CHUNK / 8][4], const u32 (&s
         });
 }
 
-// Writes the results of `count` tokens: scale (diag(exp(b)) Q S + P u).
-__device__ __forceinline__ void write_results(T* y, const u32 (&state)[SIZE / 16][4], const u32 (&u)[CHUNK / 16][4],
+__device__ __forceinline__ bool is_finite(float x) { return fabsf(x) <= LARGEST; }
+
+// Writes the results of `count` tokens: scale (diag(exp(b)) Q S + P u). Returns whether all are finite.
+__device__ __forceinline__ bool write_results(T* y, const u32 (&state)[SIZE / 16][4], const u32 (&u)[CHUNK / 16][4],
                                               const char* stage, int count, float scale) {
     const int lane = threadIdx.x % 32;
     const u32 address = shared_address(stage);
@@ -151,6 +156,7 @@ __device__ __forceinline__ void write_results(T* y, const u32 (&state)[SIZE / 16
                 multiply(T(), sums[tile][1], a[tile], u[step][1], u[step][3]);
             }
         });
+    bool finite = true;
 #pragma unroll
     for (int tile = 0; tile < CHUNK / 16; ++tile)
 #pragma unroll
@@ -159,9 +165,12 @@ __device__ __forceinline__ void write_results(T* y, const u32 (&state)[SIZE / 16
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
                 const float own[2] = {sums[tile][n][2 * half] * scale, sums[tile][n][2 * half + 1] * scale};
-                if (t < count) store<false>(y + (i64)t * HEADS * VALUE_SIZE + n * 8 + lane % 4 * 2, own);
+                if (t >= count) continue;
+                store<false>(y + (i64)t * HEADS * VALUE_SIZE + n * 8 + lane % 4 * 2, own);
+                finite &= is_finite(own[0]) & is_finite(own[1]);
             }
         }
+    return finite;
 }
 
 // Multiplies the state by the decays of the chunk, and each token of u by the decays after it.
@@ -193,8 +202,9 @@ __device__ __forceinline__ void update(float (&s)[SIZE / 8][4], const u32 (&u)[C
         });
 }
 
-// Computes the results of all chunks, from operands that the warp of the state passes on.
-__device__ __forceinline__ void all_results(const Block& block, T* y, int warp, float scale) {
+// Computes the results of all chunks, from operands that the warp of the state passes on. Returns whether all are finite.
+__device__ __forceinline__ bool all_results(const Block& block, T* y, int warp, float scale) {
+    bool finite = true;
     for (int step = 0; step <= block.chunks; ++step) {
         __syncthreads();
         if (step == 0) continue;
@@ -203,9 +213,10 @@ __device__ __forceinline__ void all_results(const Block& block, T* y, int warp, 
         take(state, from), take(u, from + STATE_WORDS * 512);
         const i64 first = (i64)block.batch * block.length + (step - 1) * CHUNK;
         T* const to = y + (first * HEADS + block.head) * VALUE_SIZE + block.column + warp * 16;
-        write_results(to, state, u, shared_memory() + step % STAGES * STAGE,
-                      min(CHUNK, block.length - (step - 1) * CHUNK), scale);
+        finite &= write_results(to, state, u, shared_memory() + step % STAGES * STAGE,
+                                min(CHUNK, block.length - (step - 1) * CHUNK), scale);
     }
+    return finite;
 }
 
 // Computes the state `s` after all chunks.
@@ -238,6 +249,55 @@ __device__ __forceinline__ void all_states(const Block& block, float (&s)[SIZE /
     __syncthreads();  // the last results follow
 }
 
+__device__ __forceinline__ float sum_of_lanes(float x) {
+    for (int mask = 16; mask; mask /= 2) x += __shfl_xor_sync(0xffffffffu, x, mask);
+    return x;
+}
+
+// Computes the block's columns token after token. A warp has some columns of the state, and a lane some of their rows.
+__device__ __noinline__ void by_tokens(const Block& block, const States& to, i64 matrix, float scale) {
+    constexpr int ALL = COPYING / 32 + 2 * WARPS, COLUMNS = (16 * WARPS + ALL - 1) / ALL, LANE_ROWS = (SIZE + 31) / 32;
+    const Operands& p = block.p;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    float s[COLUMNS][LANE_ROWS] = {};
+    const auto each = [=](auto visit) {
+        for (int c = 0; c < COLUMNS && warp + c * ALL < 16 * WARPS; ++c)
+            for (int r = 0; r < LANE_ROWS && r * 32 + lane < SIZE; ++r)
+                visit(c, r, matrix + (r * 32 + lane) * VALUE_SIZE + warp + c * ALL);
+    };
+    if (PAST) each([&](int c, int r, i64 at) { s[c][r] = element(to.past + at); });
+    for (int t = 0; t < block.length; ++t) {
+        const i64 token = (i64)block.batch * block.length + t, number = token * STATE_HEADS + block.state_head;
+        const T* const k = p.key + (token * K_HEADS + block.state_head / (STATE_HEADS / K_HEADS)) * SIZE;
+        const T* const q = p.query + (token * Q_HEADS + block.head / (HEADS / Q_HEADS)) * SIZE;
+        const float factor = DECAY ? exponential(element(p.decay + number)) : 1.0f;
+        const float rate = BETA ? element(p.beta + (BETA == 1 ? number : token)) : 1.0f;
+        float found[COLUMNS] = {}, y[COLUMNS] = {}, w[COLUMNS] = {};
+        each([&](int c, int r, i64) {
+            s[c][r] *= factor;
+            found[c] = fmaf(s[c][r], element(k + r * 32 + lane), found[c]);
+        });
+        for (int c = 0; c < COLUMNS && warp + c * ALL < 16 * WARPS; ++c) {
+            w[c] = element(p.value + number * VALUE_SIZE + block.column + warp + c * ALL);
+            if (BETA) w[c] = rate * (w[c] - sum_of_lanes(found[c]));
+        }
+        each([&](int c, int r, i64) {
+            s[c][r] = fmaf(element(k + r * 32 + lane), w[c], s[c][r]);
+            y[c] = fmaf(s[c][r], element(q + r * 32 + lane), y[c]);
+        });
+        for (int c = 0; c < COLUMNS && warp + c * ALL < 16 * WARPS; ++c) {
+            const float own[1] = {sum_of_lanes(y[c]) * scale};
+            T* const row = to.y + (token * HEADS + block.head) * VALUE_SIZE + block.column;
+            if (lane == 0) store<false>(row + warp + c * ALL, own);
+        }
+    }
+    if (PRESENT && block.head % GROUP == 0)
+        each([&](int c, int r, i64 at) {
+            const float own[1] = {s[c][r]};
+            store<false>(to.present + at, own);
+        });
+}
+
 extern "C" __global__ void __launch_bounds__(COPYING + WARPS * 64, 1)
     linear_attention_sequence(const __grid_constant__ Operands p, const __grid_constant__ Scratch from,
                               const __grid_constant__ States to, int length, int chunks, float scale) {
@@ -246,23 +306,31 @@ extern "C" __global__ void __launch_bounds__(COPYING + WARPS * 64, 1)
     const int lane = threadIdx.x % 32, warp = (int(threadIdx.x) - COPYING) / 32, result = blockIdx.x / TILES;
     const int head = result % HEADS, batch = result / HEADS, state_head = head / GROUP;
     const Block block{p, from, length, chunks, batch, head, state_head, int(blockIdx.x % TILES) * WARPS * 16};
-    if (threadIdx.x < COPYING) return block.copy_all();
-    if (warp >= WARPS) return all_results(block, to.y, warp - WARPS, scale);
-    const i64 matrix = ((i64)batch * STATE_HEADS + state_head) * SIZE * VALUE_SIZE + block.column + warp * 16;
+    const bool has_state = threadIdx.x >= COPYING && warp < WARPS;
+    const i64 columns = ((i64)batch * STATE_HEADS + state_head) * SIZE * VALUE_SIZE + block.column;
+    const i64 matrix = columns + warp * 16;
+    bool finite = true;
     float s[SIZE / 8][4] = {};
-    if (PAST) {
+    if (threadIdx.x < COPYING) {
+        block.copy_all();
+    } else if (!has_state) {
+        finite = all_results(block, to.y, warp - WARPS, scale);
+    } else {
 #pragma unroll
         for (int n = 0; n < SIZE / 8; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int row = 8 * n + lane % 4 * 2 + i % 2;
-                float value[1];
-                unpack(load_once<1>(to.past + matrix + row * VALUE_SIZE + lane / 4 + i / 2 * 8), value);
-                s[n][i] = value[0];
+                if (PAST) s[n][i] = element(to.past + matrix + row * VALUE_SIZE + lane / 4 + i / 2 * 8);
             }
+        all_states(block, s, warp);
+#pragma unroll
+        for (int n = 0; n < SIZE / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) finite &= is_finite(s[n][i]);
     }
-    all_states(block, s, warp);
-    if (head % GROUP) return;
+    if (__syncthreads_or(!finite)) return by_tokens(block, to, columns, scale);
+    if (!has_state || head % GROUP) return;
 #pragma unroll
     for (int n = 0; n < SIZE / 8; ++n)
 #pragma unroll

@@ -40,7 +40,7 @@ struct Operands {
     const STATE_T* past;
     STATE_T* present;
     T* y;
-    f32* factors;  // (sequences, parts, STATE_HEADS), or SIZE times as many: products of the decays of a part
+    f32* factors;  // (sequences, parts, STATE_HEADS), or SIZE times as many: see State::follow
 };
 
 __device__ __forceinline__ float element(const T* from) {
@@ -132,6 +132,12 @@ struct State {
     float factors[DECAY == 2 ? ROWS : 1];  // without RESULTS, the products of decays
     int lane;
 
+    // Multiplies a product by a decay. NaN stands for products of a factor above 1, which may overflow, or leave the
+    // range of fp32 and return, where the states do not.
+    __device__ __forceinline__ static void follow(float& product, float decay) {
+        product = decay > 1.0f ? __uint_as_float(0x7fffffffu) : product * decay;
+    }
+
     __device__ __forceinline__ int row(int r) const { return (r / RUN * LANES + lane) * RUN + r % RUN; }
 
     __device__ __forceinline__ void multiply(const float (&k)[ROWS], float (&sums)[COLUMNS]) const {
@@ -161,7 +167,7 @@ struct State {
             for (int r = 0; r < ROWS; ++r)
 #pragma unroll
                 for (int c = 0; c < COLUMNS; ++c) s[r][c] *= numbers[0];
-            if (!RESULTS) factors[0] *= numbers[0];
+            if (!RESULTS) follow(factors[0], numbers[0]);
         } else if constexpr (DECAY == 2) {
             float own[ROWS];
             rows_of(token + DECAYS, own);
@@ -170,7 +176,7 @@ struct State {
                 own[r] = exponential(own[r]);
 #pragma unroll
                 for (int c = 0; c < COLUMNS; ++c) s[r][c] *= own[r];
-                if (!RESULTS) factors[r] *= own[r];
+                if (!RESULTS) follow(factors[r], own[r]);
             }
         }
         float k[ROWS];

@@ -37,6 +37,7 @@ class Case:
     present: bool = True  # whether the last state is an output
     by_head: bool = False  # whether operands and results have an axis of heads
     lowest: float = 0.3  # decays are at least minus this; below -100, some are minus infinity
+    extreme: str = ""  # a key of EXTREMES
 
     @property
     def key_heads(self) -> int:
@@ -67,6 +68,8 @@ class Case:
         if "delta" in self.rule:
             found["beta"] = rng.random((*rows, 1 if self.one_beta else self.state_heads))
         made = {name: x if name == "past_state" else x.astype(kind) for name, x in found.items()}
+        if self.extreme:
+            EXTREMES[self.extreme](made)
         heads = {"query": self.heads, "key": self.key_heads, "value": self.state_heads} if self.by_head else {}
         return made | {name: made[name].reshape(*rows, count, -1) for name, count in heads.items()}
 
@@ -89,6 +92,50 @@ class Case:
 
     def specs(self) -> list[TensorSpec]:
         return [TensorSpec(*each, self.aligned) for each in _described(self).values()]
+
+
+def _place(inputs: Arrays) -> np.ndarray:
+    """Return the place of each token of a sequence in its part or chunk."""
+    return np.arange(inputs["key"].shape[1])[:, None] % 64
+
+
+def _products_overflow(inputs: Arrays) -> None:
+    """The product of a part's decays overflows while the state is 0."""
+    place = _place(inputs)
+    inputs["decay"][:] = np.where(place == 63, -np.inf, np.where(place < 50, 2, inputs["decay"]))
+    inputs["key"][:] = np.where((place < 50) | (place == 63), 0, inputs["key"])
+
+
+def _products_underflow(inputs: Arrays) -> None:
+    """The product of a part's decays leaves the range of fp32 and returns, while a large state does not."""
+    place = _place(inputs)
+    inputs["decay"][:] = np.where(place < 25, -4, np.where(place < 50, 4, 0))
+    inputs["key"][:] = np.where(place < 50, 0, inputs["key"])
+    inputs["past_state"] *= 1e10
+
+
+def _parts_overflow(inputs: Arrays) -> None:
+    """What the tokens of a part add to a state overflows, but the state does not, which begins with the opposite."""
+    token = np.arange(inputs["key"].shape[1])[:, None]
+    inputs["key"][:] = np.where(token % 64 < 2, 1, 0)
+    largest = 2e4 if inputs["value"].dtype == np.float16 else 2e38
+    inputs["value"][:] = np.where(token // 64 % 2, -largest, largest)
+    inputs["past_state"][:] = -largest
+    inputs["query"][:] *= 1e-3
+
+
+def _states_overflow_in_half_precision(inputs: Arrays) -> None:
+    """States are beyond the range of float16, and results are not."""
+    inputs["past_state"] *= 1e6
+    inputs["query"] *= 1e-3
+
+
+EXTREMES = {
+    "products overflow": _products_overflow,
+    "products underflow": _products_underflow,
+    "parts overflow": _parts_overflow,
+    "states overflow": _states_overflow_in_half_precision,
+}
 
 
 @functools.cache  # drawing operands takes longer than making plans
@@ -172,6 +219,9 @@ CHUNKS = {
     "chunks_of_a_model": Case(70, rule="gated", heads=1, state_heads=4, past=False, present=False, by_head=True),
     "strong_decays": Case(140, lowest=60.0),
     "large": Case(100, size=128, value_size=128, heads=1, state_heads=1, state_dtype="float32"),
+    "products_overflow": Case(182, past=False, extreme="products overflow", heads=4, value_size=32),
+    "products_underflow": Case(130, rule="gated", extreme="products underflow", state_dtype="float32", scale=1e-8),
+    "states_overflow": Case(70, extreme="states overflow", state_dtype="float32", one_beta=True, size=48),
 }
 
 # Sequences that are split into parts of 64 tokens.
@@ -182,6 +232,11 @@ PARTS = {
     "parts_of_a_model": Case(600, rule="gated", heads=1, state_heads=4, past=False, present=False, by_head=True),
     "past_without_present": Case(600, rule="linear", dtype="float16", present=False),
     "strong_decays": Case(140, rule="gated", lowest=3000.0, size=32, value_size=8, heads=4),
+    "products_overflow": Case(182, rule="gated", past=False, extreme="products overflow", heads=4),
+    "products_of_rows_underflow": Case(
+        130, rule="gated", row_decays=True, extreme="products underflow", state_dtype="float32", scale=1e-8
+    ),
+    "parts_overflow": Case(200, rule="linear", extreme="parts overflow", state_dtype="float32", scale=1.0),
 }
 
 

@@ -12,6 +12,7 @@
 #define __global__
 #define __grid_constant__
 #define __forceinline__ inline
+#define __noinline__
 #define __launch_bounds__(...)
 
 using i64 = long long;
@@ -26,6 +27,26 @@ inline bool __any_sync(u32, bool value) {
     bool any = false;
     for (int i = 0; i < 32; ++i) any |= words[i][0] != 0;
     emulated::finish_exchange();
+    return any;
+}
+
+template <class Word>
+Word __shfl_xor_sync(unsigned, Word value, int mask) {
+    static_assert(sizeof(Word) == 4);
+    u32 word;
+    memcpy(&word, &value, 4);
+    word = emulated::exchange(&word, 1)[threadIdx.x % 32 ^ mask][0];
+    emulated::finish_exchange();
+    memcpy(&value, &word, 4);
+    return value;
+}
+inline int __syncthreads_or(int own) {
+    static bool any;
+    __syncthreads();
+    any = false;
+    __syncthreads();
+    any |= own != 0;
+    __syncthreads();
     return any;
 }
 

@@ -21,14 +21,3 @@ unsigned load_shared(unsigned from) {
     memcpy(&bits, emulated::memory + from, BYTES);
     return bits;
 }
-
-template <class Word>
-Word __shfl_xor_sync(unsigned, Word value, int mask) {
-    static_assert(sizeof(Word) == 4);
-    u32 word;
-    memcpy(&word, &value, 4);
-    word = emulated::exchange(&word, 1)[threadIdx.x % 32 ^ mask][0];
-    emulated::finish_exchange();
-    memcpy(&value, &word, 4);
-    return value;
-}
