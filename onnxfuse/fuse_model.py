@@ -47,6 +47,7 @@ from onnxfuse.pipeline import LATE_PASSES, PIPELINE
 from onnxfuse.recurrences.assign import ScanResult, assign_scans
 from onnxfuse.recurrences.form import NoScan
 from onnxfuse.recurrences.linear_attention import LINEAR_ATTENTION, LinearAttentionResult, assign_linear_attention
+from onnxfuse.recurrences.mlstm import assign_mlstm
 from onnxfuse.regions.assign import RegionResult, assign_regions
 from onnxfuse.regions.joining import Joining
 from onnxfuse.regions.prologue_fusion import fuse_prologues
@@ -468,6 +469,8 @@ def fuse_recurrences(work: Work) -> None:
         functions = LocalFunctions(graph, settings.operators)
         fold = functools.partial(simplify, without=settings.without_passes)
         scans = assign_scans(work.shapes, functions, fold, settings.exclude, work.keep)
+        mlstms, reasons = assign_mlstm(work.shapes, functions, _opened, settings.exclude, work.keep)
+        scans = ScanResult((*scans.fused, *mlstms), {**scans.reasons, **reasons})
         work.found = replace(work.found, scans=scans)
     for fusion in settings.fusions:
         if fusion.name == LINEAR_ATTENTION and settings.operators != "standard" and not graph.is_subgraph:

@@ -48,23 +48,26 @@ class Chunks:
     size: int
 
 
-def read_chunks(shapes: ShapeInfo, cumsum: Node) -> Iterator[Chunks]:
+def read_chunks(
+    shapes: ShapeInfo, cumsum: Node, allowed: Set[str] = ANALYTIC, spreading: Set[str] = SPREADING
+) -> Iterator[Chunks]:
     """Yield the nodes around a CumSum of a sorted graph, for each length that the sequence can have.
 
-    Raises NoScan if the nodes cannot be linear attention.
+    `allowed` are the operators inside, and `spreading` those between the operand `decay` and the CumSum.  Raises NoScan
+    if the nodes cannot be linear attention.
     """
-    decay = tensor_before(cumsum.inputs[0], SPREADING)
+    decay = tensor_before(cumsum.inputs[0], spreading)
     summed, axis, shape = shapes.shape(cumsum.inputs[0]), shapes.value(cumsum.inputs[1]), shapes.shape(decay)
     size = summed[int(axis.reshape(-1)[0])] if summed and axis is not None else None
     if not isinstance(size, int) or is_constant(decay) or shape is None or not 3 <= len(shape) <= 4:
         raise NoScan("it does not add up decays (batch, length, heads) in chunks of a known size")
-    firsts = [node for node in consumers(decay) if op_of(node) in SPREADING or node is cumsum]
-    end, dependent = _Flow(shapes, firsts).end()
+    firsts = [node for node in consumers(decay) if op_of(node) in spreading or node is cumsum]
+    end, dependent = _Flow(shapes, firsts, allowed).end()
     found = [(length, *each) for length in dict.fromkeys(shape[1:3]) if (each := rows_of(shapes, end, length))]
     if not found:
         raise NoScan(f"its chunks meet in '{end.name}', which does not become rows of tokens")
     for length, output, rows, joining in found:
-        inside = _Inside(shapes, dependent | {*joining}, length, shapes.dtype(output))
+        inside = _Inside(shapes, dependent | {*joining}, length, shapes.dtype(output), allowed, spreading)
         decay = inside.begin(cumsum.inputs[0])
         inside.add(output)
         others = tuple(tensor for tensor in inside.operands() if tensor is not decay)
@@ -85,9 +88,9 @@ def _in_order(output: Tensor, nodes: Set[Node]) -> list[Node]:
     return [*found]
 
 
-def _is_analytic(node: Node) -> bool:
-    """Return whether results are analytic functions of floats; a Scatter of maxima or minima has none."""
-    return op_of(node) in ANALYTIC and str_attribute(node, "reduction", "none") not in ("max", "min")
+def _is_allowed(node: Node, allowed: Set[str]) -> bool:
+    """Return whether an operator is allowed; a Scatter of maxima or minima is not."""
+    return op_of(node) in allowed and str_attribute(node, "reduction", "none") not in ("max", "min")
 
 
 @dataclass
@@ -96,6 +99,7 @@ class _Flow:
 
     shapes: ShapeInfo
     firsts: list[Node]
+    allowed: Set[str]
     waiting: dict[str, int] = field(default_factory=dict)
     dependent: set[Node] = field(default_factory=set)
 
@@ -133,7 +137,7 @@ class _Flow:
             return
         fixed = node.inputs[:1] if op_of(node) == "Where" else ()
         is_fixed = not any(producer(t) in self.dependent for t in fixed)
-        if not (_is_analytic(node) and is_fixed) or any(
+        if not (_is_allowed(node, self.allowed) and is_fixed) or any(
             self.shapes.dtype(tensor) not in FLOATS for tensor in node.outputs
         ):
             raise NoScan(f"'{node_label(node)}', {op_of(node)}, is not a part of linear attention")
@@ -157,6 +161,8 @@ class _Inside:
     dependent: set[Node]
     length: Size
     dtype: int
+    allowed: Set[str]
+    spreading: Set[str]
     nodes: set[Node] = field(default_factory=set)
     found: list[Tensor] = field(default_factory=list)  # operands
     seen: set[str] = field(default_factory=set)
@@ -184,7 +190,7 @@ class _Inside:
 
     def begin(self, tensor: Tensor) -> Tensor:
         """Follow views, Pads and Casts back from a tensor to an operand, and return it."""
-        while (node := producer(tensor)) is not None and op_of(node) in SPREADING and not self._is_cast(tensor):
+        while (node := producer(tensor)) is not None and op_of(node) in self.spreading and not self._is_cast(tensor):
             tensor = node.inputs[0]
         return tensor
 
@@ -214,7 +220,7 @@ class _Inside:
             return self._is_cast(tensor)
         if _rows(self.shapes, tensor, self.length) is not None:
             return True
-        if not _is_analytic(node):
+        if not _is_allowed(node, self.allowed):
             raise NoScan(f"'{node_label(node)}', {op_of(node)}, computes no rows of {self.length} tokens")
         return False
 

@@ -44,7 +44,8 @@ BATCHES: Final = (2, 1)  # for a batch whose size is dynamic: at first, and late
 OPERANDS: Final = ("query", "key", "value", "decay", "beta")
 NO_ROLES: Final = "it computes something else: no roles of its operands make the recurrence have its results"
 # Opens a model; the result runs it and returns its outputs by name.  Both raise NoScan if onnxruntime does not run it.
-Opener: TypeAlias = Callable[[onnx.ModelProto], Callable[[Mapping[str, Array]], Mapping[str, object]]]
+Runner: TypeAlias = Callable[[Mapping[str, Array]], Mapping[str, object]]
+Opener: TypeAlias = Callable[[onnx.ModelProto], Runner]
 Answer: TypeAlias = "tuple[int, float] | str"  # an index of `_roles`, and the scale; or why there are none
 
 
@@ -127,7 +128,8 @@ class Operand:
         return [n for n in counts if isinstance(n, int) and n and states % n == 0 == self.width % n]
 
 
-def _operand(shapes: ShapeInfo, tensor: Tensor, length: Size) -> Operand:
+def operand_of(shapes: ShapeInfo, tensor: Tensor, length: Size) -> Operand:
+    """Return a tensor as an operand.  Raises NoScan if it does not hold rows of `length` tokens."""
     shape = shapes.shape(tensor)
     if shape is None or not 3 <= len(shape) <= 4 or length not in shape[1:3]:
         raise NoScan(f"'{tensor.name}' does not hold rows of {length} tokens")
@@ -195,7 +197,7 @@ def _roles(given: Mapping[str, Operand], output: Operand) -> Iterator[Roles]:
 # --- what the nodes compute ------------------------------------------------------------------------------------------
 
 
-def _body(shapes: ShapeInfo, chunks: Chunks, given: Mapping[str, Operand], output: Operand) -> Written:
+def body_of(shapes: ShapeInfo, chunks: Chunks, given: Mapping[str, Operand], output: Operand) -> Written:
     """Return the nodes as those of a function of `given`, whose output `y` has tokens before heads."""
     written = Written(shapes, {each.tensor.name: name for name, each in given.items()}, "f", 0)
     for name, each in given.items():
@@ -233,7 +235,7 @@ def _add_sizes(shapes: ShapeInfo, node: Node, given: Mapping[str, Operand], writ
     written.names[node.outputs[0].name] = written.put("Concat", *parts, axis=0)
 
 
-def _in_double(nodes: Sequence[onnx.NodeProto], names: Mapping[str, Operand], opset: int) -> onnx.ModelProto:
+def in_double(nodes: Sequence[onnx.NodeProto], names: Mapping[str, Operand], opset: int) -> onnx.ModelProto:
     """Return a model of the nodes, all of whose floats are float64."""
     copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
     for attribute in (attribute for node in copies for attribute in node.attribute):
@@ -253,7 +255,7 @@ def _in_double(nodes: Sequence[onnx.NodeProto], names: Mapping[str, Operand], op
 class _Comparison:
     """Results of the nodes for operands drawn at random, next to those of the recurrence."""
 
-    run: Callable[[Mapping[str, Array]], Mapping[str, object]]
+    run: Runner
     given: Mapping[str, Operand]
     length: Size
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
@@ -301,7 +303,7 @@ def _compared(
         lengths = [chunks.length] * (1 if is_fixed else len(BATCHES))
     else:
         lengths = [2 * size + 1, 1, size - 1, size, 3 * size]
-    model = _in_double(written.nodes, given, written.shapes.graph.opset)
+    model = in_double(written.nodes, given, written.shapes.graph.opset)
     comparison = _Comparison(opened(model), given, chunks.length)
     return comparison.answer(roles, [length for length in lengths if length > 0])
 
@@ -363,7 +365,7 @@ class _Replacing:
     def _recognized(self, chunks: Chunks) -> tuple[Recognized, Sequence[onnx.NodeProto]]:
         """Return what chunks compute, and their nodes as those of a function; raises NoScan if it is something else."""
         shapes, tensors = self.shapes, (chunks.decay, *chunks.others)
-        given = {f"x{i}": _operand(shapes, tensor, chunks.length) for i, tensor in enumerate(tensors)}
+        given = {f"x{i}": operand_of(shapes, tensor, chunks.length) for i, tensor in enumerate(tensors)}
         output = Operand(chunks.output, chunks.shape, chunks.shape[1] != chunks.length, shapes.dtype(chunks.output))
         for each in given.values():
             if each.dtype != output.dtype:
@@ -374,7 +376,7 @@ class _Replacing:
                     f"'{each.tensor.name}' is [{shape_text(each.shape)}], its results are [{shape_text(output.shape)}]"
                 )
                 raise NoScan(f"{told}; required are one batch and sizes above 0")
-        roles, written = [*_roles(given, output)], _body(shapes, chunks, given, output)
+        roles, written = [*_roles(given, output)], body_of(shapes, chunks, given, output)
         key = str([each.shape for each in given.values()]).encode()
         key += b"".join(node.SerializeToString(deterministic=True) for node in written.nodes)
         if key not in self.known:

@@ -7,8 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from architectures import H200
+from mlstm_text import TEXT
 from scan_cases import CASES, GATED_DELTA, SELECTIVE, SIZES, ScanCase, expected, fused, specs_of
 
 from onnxfuse.kernels.scan.host import candidates, supports
@@ -66,6 +68,22 @@ def test_a_dim_of_one_element(name: str, tmp_path: Path) -> None:
 
 def test_states_that_are_matrices(tmp_path: Path) -> None:
     check(GATED_DELTA, {**SIZES, "n": 48, "v": 20, "t": 6}, tmp_path, slice(None))
+
+
+def test_an_mlstm(tmp_path: Path) -> None:
+    """All plans for a program that stands for chunks, whose states begin with numbers, and where gates are large."""
+    model, random = onnx.parser.parse_model(TEXT), np.random.default_rng(0)
+    call = fused(model)
+    shapes = {"q": (3, 4, 2, 3), "k": (3, 4, 2, 3), "v": (3, 4, 2, 5), "i": (3, 4, 2), "f": (3, 4, 2)}
+    for factor in 1, 4:
+        arrays = {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+        arrays |= {name: factor * arrays[name] for name in "if"}
+        numbers = [arrays.get(name, np.zeros((), np.float32)) for name in call.proto.input]
+        specs = [TensorSpec(each.shape, each.dtype.name) for each in numbers]
+        assert supports(call.node, [each.dtype.name for each in numbers], H200) is None
+        for plan in candidates(call.node, specs, H200):
+            (y,) = emulate(plan, numbers, tmp_path)
+            np.testing.assert_allclose(y, expected(model, arrays)["y"], 2e-5, 2e-5)
 
 
 def test_no_steps_give_the_first_states(tmp_path: Path) -> None:
