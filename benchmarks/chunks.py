@@ -1,10 +1,11 @@
-"""Time two layers of Mamba-2, and the linear attention in them, next to onnxruntime.
+"""Time two layers of Mamba-2, and the linear attention in them, or of xLSTM, next to onnxruntime.
 
-    python benchmarks/chunks.py --out FILE --exports FOLDER [--dtypes float32,float16]
+    python benchmarks/chunks.py --out FILE --exports FOLDER [--model xlstm] [--dtypes float32,float16]
 
-Needs torch, transformers and onnxscript, whose slow path is exported at the sizes of mamba2-130m, once for each length
-and exporter, in processes of their own, unless the folder has the file.  Rows of `model` are whole models.  Rows of
-`scan` are the linear attention of a layer, which onnxruntime computes as the model has it.  Inputs and outputs stay on
+Needs torch, transformers and onnxscript.  Layers of 768 channels, those of mamba2-130m or of xLSTM with four heads, are
+exported on their slow path, once for each length and exporter, in processes of their own, unless the folder has the
+file.  Rows of `model` are whole models.  Rows of `scan` are the linear attention of a layer of Mamba-2, which
+onnxruntime computes as the model has it.  Inputs and outputs stay on
 the GPU.  Engines run in turns; a time is the median of runs, each of which is waited for.
 """
 
@@ -34,8 +35,8 @@ SECONDS: Final = 0.6  # of runs of each engine
 HEADS, SIZE, VALUE_SIZE = 24, 128, 64
 
 
-def export(exporter: str, length: int, path: str) -> None:
-    """Export two layers of Mamba-2; TorchScript would write negative axes into a Transpose, which is invalid ONNX."""
+def export(kind: str, exporter: str, length: int, path: str) -> None:
+    """Export two layers; TorchScript would write Mamba-2's negative axes into a Transpose, which is invalid ONNX."""
     import torch
     import transformers
 
@@ -43,11 +44,17 @@ def export(exporter: str, length: int, path: str) -> None:
     if exporter == "torchscript":
         torch.Tensor.permute = lambda x, *perm: permute(x, *(i % x.dim() for i in perm))  # type: ignore[method-assign]
     torch.manual_seed(0)
-    config = transformers.Mamba2Config(
-        hidden_size=768, num_heads=HEADS, head_dim=VALUE_SIZE, n_groups=1, state_size=SIZE, num_hidden_layers=2,
-        vocab_size=512,
-    )  # fmt: skip
-    model = transformers.Mamba2Model(config).eval()
+    if kind == "xlstm":
+        xlstm = transformers.xLSTMConfig(
+            hidden_size=768, num_heads=4, num_blocks=2, num_hidden_layers=2, vocab_size=512
+        )
+        model = transformers.xLSTMModel(xlstm).eval()
+    else:
+        mamba2 = transformers.Mamba2Config(
+            hidden_size=768, num_heads=HEADS, head_dim=VALUE_SIZE, n_groups=1, state_size=SIZE, num_hidden_layers=2,
+            vocab_size=512,
+        )  # fmt: skip
+        model = transformers.Mamba2Model(mamba2).eval()
 
     class Hidden(torch.nn.Module):
         def __init__(self) -> None:
@@ -137,39 +144,46 @@ def scan_of(optimized: onnx.ModelProto, batch: int, length: int, dtype: str) -> 
     return model, feeds
 
 
-def rows_of(rows: Rows, exporter: str, length: int, path: Path, dtype: str) -> None:
+def rows_of(rows: Rows, kind: str, exporter: str, length: int, path: Path, dtype: str) -> None:
     """Measure the models of one export."""
     original = onnx.load(path)
     optimized, report = onnxfuse.optimize(original, dtype=None if dtype == "float32" else dtype, verify=False)
-    assert report.counts["linear_attention"] == 2, report.counts
+    fusion = "scan" if kind == "xlstm" else "linear_attention"
+    assert report.counts[fusion] == 2, report.counts
     reference = original if dtype == "float32" else onnxfuse.unfuse(optimized, verify=False)[0]
     for batch in BATCHES:
         row = {"exporter": exporter, "tokens": length, "batch": batch, "dtype": dtype}
         ids = {original.graph.input[0].name: np.random.default_rng(1).integers(0, 512, (batch, length))}
-        scan, operands = scan_of(optimized, batch, length, dtype)
-        for kind, model, other, feeds in (("model", optimized, reference, ids), ("scan", scan, scan, operands)):
+        timed = [("model", optimized, reference, ids)]
+        if kind == "mamba2":
+            scan, operands = scan_of(optimized, batch, length, dtype)
+            timed.append(("scan", scan, scan, operands))
+        for what, model, other, feeds in timed:
             session = fused(model)
             how = {each.fusion: each.how for each in explain_session(session)}
-            found = measured({"what": kind, **row}, Bound(session, feeds), Bound(plain(other), feeds))
-            print({**found, "how": how.get("linear_attention")}, flush=True)
+            found = measured({"what": what, **row}, Bound(session, feeds), Bound(plain(other), feeds))
+            print({**found, "how": how.get(fusion)}, flush=True)
             rows.put(found)
 
 
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="The JSON file to write.")
 @click.option("--exports", type=click.Path(path_type=Path), required=True, help="The folder of exports.")
+@click.option("--model", "kind", type=click.Choice(["mamba2", "xlstm"]), default="mamba2")
 @click.option("--dtypes", default="float32,float16", help="The dtypes of models.")
 @click.option("--exporters", default=",".join(EXPORTERS), help="The exporters of torch.")
 @click.option("--export", "exported", type=(str, int, str), help="Only export: the exporter, the length, the file.")
-def main(out: Path, exports: Path, dtypes: str, exporters: str, exported: tuple[str, int, str] | None) -> None:
+def main(
+    out: Path, exports: Path, kind: str, dtypes: str, exporters: str, exported: tuple[str, int, str] | None
+) -> None:
     """Measure all rows."""
     if exported is not None:
-        export(*exported)
+        export(kind, *exported)
         return
     ort.preload_dlls()
     jobs = [(exporter, length) for exporter in exporters.split(",") for length in LENGTHS]
-    paths = {job: exports / f"{job[0]}{job[1]}.onnx" for job in jobs}
-    command = [sys.executable, __file__, "--out", str(out), "--exports", str(exports), "--export"]
+    paths = {job: exports / f"{kind}{job[0]}{job[1]}.onnx" for job in jobs}
+    command = [sys.executable, __file__, "--out", str(out), "--exports", str(exports), "--model", kind, "--export"]
     running = {job: subprocess.Popen([*command, *map(str, (*job, path))])
                for job, path in paths.items() if not path.exists()}  # fmt: skip
     rows = Rows(out, ("what", "exporter", "tokens", "batch", "dtype"))
@@ -178,7 +192,7 @@ def main(out: Path, exports: Path, dtypes: str, exporters: str, exported: tuple[
             print(f"{job}: the export failed", flush=True)
             continue
         for dtype in dtypes.split(","):
-            rows_of(rows, *job, path, dtype)
+            rows_of(rows, kind, *job, path, dtype)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ SIZES: Final = ((128, 200, 1), (512, 200, 1), (512, 200, 32), (128, 200, 32), (2
 QUICK: Final = 3  # sizes
 GATES: Final = {"lstm": 4, "gru": 3}
 SECONDS: Final = 0.1  # of a measurement
+SETTLED: Final = 0.3  # seconds in which the kernels of new sizes are compiled or loaded, after the first run
 
 
 def weights(fusion: str, hidden: int, dtype: str) -> dict[str, np.ndarray]:
@@ -156,6 +157,8 @@ def main(out: Path, only: str, dtypes: str, quick: bool) -> None:
         own = InferenceSession(fused.SerializeToString(), providers=["CUDAExecutionProvider"], wait=True)
         other = ort.InferenceSession(plain.SerializeToString(), providers=["CUDAExecutionProvider"])
         (run, y), (run_other, right) = (in_session(each, x, hidden) for each in (own, other))
+        run()
+        time.sleep(SETTLED)
         times = [microseconds(each) for each in (run, run_other, in_torch(fusion, hidden, x))]
         error = float((y - right).abs().max())
         ways = plans(fusion, hidden, x)
