@@ -40,6 +40,7 @@ from onnxfuse.analysis.shape_rules.slices import slice_bounds
 from onnxfuse.analysis.two_numbers import TwoNumbers, chosen, compared, triangle, two_numbers
 from onnxfuse.errors import ModelError
 from onnxfuse.ir.attributes import int_attribute, perm_of, tensor_attribute
+from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of, producer, tensor_before
 
@@ -107,17 +108,25 @@ class IndexAnalysis:
             value = constant_value(self.graph, tensor)
         except ModelError:  # the file with the constant's data cannot be read
             return None
-        first = value.reshape(-1)[0].item()
-        if np.all(value == first):
-            return first if isinstance(first, bool) else Index(first)
-        long_axes = [axis for axis, size in enumerate(value.shape) if size > 1]
-        if value.dtype == np.bool_:
+        if value.dtype == np.bool_ and not np.all(value == value.reshape(-1)[0]):
             below, above = triangular_mask_value(value), triangular_mask_value(~value)
             return negated(above) if below is None and above is not None else below
-        steps = np.unique(np.diff(value.reshape(-1)))
-        if len(long_axes) > 1 or len(steps) > 1 or not 0 < steps[0] <= MAX_STEP:
-            return None
-        return axis_index(long_axes[0] - value.ndim, value.size) * int(steps[0]) + int(first)
+        return _contents(value)
+
+    def columns(self, tensor: Tensor) -> tuple[Value | None, ...]:
+        """Return the contents of columns of indices, which a Concat joins or a constant holds; none if not known.
+
+        A column has a last axis of size 1.  Those of a constant may repeat along all axes but one.
+        """
+        if not is_constant(tensor) or not 0 < math.prod(tensor.shape) <= MAX_INDEX_ELEMENTS:
+            return self.index_columns.get(tensor.name, ())
+        value, columns = constant_value(self.graph, tensor), list[Value | None]()
+        for column in np.split(value, value.shape[-1], axis=-1):
+            for axis in range(column.ndim):
+                first = column.take([0], axis)
+                column = first if np.all(column == first) else column
+            columns.append(_contents(column))
+        return tuple(columns)
 
     def fill_value(self, tensor: Tensor) -> bool | int | float | None:
         """Return the one number that fills a tensor of any dtype; None if no such number is known."""
@@ -280,6 +289,20 @@ def _divide(analysis: IndexAnalysis, node: Node) -> Value | None:
         return None
     found = divided(index, size)[op_of(node) == "Mod"]
     return found if all(atom.kind == "variable" for atom, _ in found.terms) else None
+
+
+def _contents(value: Array) -> Value | None:
+    """Return the contents of an array that is uniform or counts up along one axis; None for any other."""
+    first = value.reshape(-1)[0].item()
+    if np.all(value == first):
+        return first if isinstance(first, bool) else Index(first)
+    long_axes, steps = (
+        [axis for axis, size in enumerate(value.shape) if size > 1],
+        np.unique(np.diff(value.reshape(-1))),
+    )
+    if len(long_axes) > 1 or len(steps) > 1 or not 0 < steps[0] <= MAX_STEP:
+        return None
+    return axis_index(long_axes[0] - value.ndim, value.size) * int(steps[0]) + int(first)
 
 
 def _cum_sum(analysis: IndexAnalysis, node: Node) -> Value | None:

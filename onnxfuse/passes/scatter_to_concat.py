@@ -145,7 +145,7 @@ def _assignment(shapes: ShapeInfo, indices: IndexAnalysis, node: Node) -> Assign
         is_slice = grid == shapes.shape(updates) == (*shape[:along], 1, *shape[along + 1 :])
         place = _range_of(indices.value(places), along - len(grid), 1)
         return Assignment(along, place[0], updates) if is_slice and place is not None else None
-    columns = indices.index_columns.get(places.name, ())
+    columns = indices.columns(places)
     if grid[-1] == 1:
         columns = (indices.value(places),)
     if len(columns) != len(grid) - 1 or grid[-1] != len(columns):

@@ -4,7 +4,8 @@ The steps' results meet in a Concat, in their order or backwards.  From its inpu
 a bundle holds the tensors that have the same role in their steps.  A bundle is one tensor that all steps read, the
 slices of one tensor, the results of equal nodes, or the values that another bundle had one step earlier, which are a
 state.  Each bundle is compared once, so that the time grows with the number of nodes.  If nothing reads the last value
-of a state, the bundles that only this value would need end one step earlier.
+of a state, the bundles that only this value would need end one step earlier.  If others read it, its
+nodes are found from the tensors that they read.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import int_attribute
 from onnxfuse.ir.graph import constant_value
-from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
+from onnxfuse.ir.node import Node, Tensor, consumers, is_constant, op_of, producer
 from onnxfuse.ir.serde import node_proto
 from onnxfuse.recurrences.form import Recurrence, Sliced, State, needed
 
@@ -63,6 +64,7 @@ class _Trace:
         shape = self.shapes.shape(self.concat.outputs[0])
         if not shape or not self.follow(self.results) or not self.states or not self.inputs:
             return None
+        self._add_last_states()
         return self._made(int_attribute(self.concat, "axis", 0) % len(shape))
 
     def follow(self, results: Bundle) -> bool:
@@ -139,6 +141,55 @@ class _Trace:
         attributes = sorted(node_proto(self.shapes.graph, node).attribute, key=lambda each: each.name)
         texts = tuple(each.SerializeToString(deterministic=True) for each in attributes)
         return op_of(node), len(node.inputs), texts
+
+    def _add_last_states(self) -> None:
+        """Add what the last step computes of states on which no result depends, where the nodes for it are there."""
+        for _, later in self.states:
+            found = dict[Key, Tensor]()
+            if self._at(self.bundles[_key(later)], len(self.concat.inputs) - 1, found) is not None:
+                for key, tensor in found.items():
+                    (self.bundles.get(key) or self.inputs[key][0]).append(tensor)
+        self.states = [(now, self.bundles[_key(later)]) for now, later in self.states]
+
+    def _at(self, bundle: Bundle, step: int, found: dict[Key, Tensor]) -> Tensor | None:
+        """Return a bundle's tensor of a step, and add it to `found` if the bundle ends before it; None without one."""
+        key = _key(bundle)
+        known = self.bundles.get(key) or self.inputs.get(key, (bundle,))[0]
+        if step < len(known):
+            return known[step]
+        if bundle[0] is bundle[1] or all(map(is_constant, bundle)):
+            return bundle[0]
+        before = next((later for now, later in self.states if _key(now) == key), None)
+        if before is not None:
+            return self._at(before, step - 1, found)
+        if step > len(known) or key in found:
+            return found.get(key) if step == len(known) else None
+        tensors = self._sliced_at(key, step) if key in self.inputs else self._computed_at(known, step, found)
+        tensor = next(iter(tensors), None)
+        if tensor is not None:
+            found[key] = tensor
+        return tensor
+
+    def _sliced_at(self, key: Key, step: int) -> Iterator[Tensor]:
+        """Yield the slices, at the place of a step, of the tensor of which a bundle has the slices before it."""
+        _, data, axis, keeps_axis = self.inputs[key]
+        wanted = data, axis, len(self.concat.inputs) - 1 - step if self.backwards else step, keeps_axis
+        yield from (t for node in consumers(data) for t in node.outputs if _slice(self.shapes, node, t) == wanted)
+
+    def _computed_at(self, known: Bundle, step: int, found: dict[Key, Tensor]) -> Iterator[Tensor]:
+        """Yield the results, of nodes equal to those of a bundle, that a step computes from its own tensors."""
+        columns = zip(*(tensor.inputs[0].inputs for tensor in known), strict=True)
+        given = [self._at(list(column), step, found) for column in columns]
+        read = next((each for each in given if each is not None and not is_constant(each)), None)
+        if read is not None and all(each is not None for each in given):
+            form = self._form(known[0].inputs[0])
+            yield from (n.outputs[0] for n in consumers(read) if self._form(n) == form and self._reads(n, given))
+
+    def _reads(self, node: Node, given: Sequence[Tensor | None]) -> bool:
+        """Return whether a node's inputs are these tensors, or constants of their values."""
+        return len(node.outputs) == 1 and all(
+            a is b or (b is not None and self._is_shared([a, b])) for a, b in zip(node.inputs, given, strict=True)
+        )
 
     def _made(self, axis: int) -> Recurrence | None:
         """Return the recurrence, whose body is the second step: its states differ from what the first one begins with.

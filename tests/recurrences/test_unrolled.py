@@ -185,22 +185,48 @@ STEP = """
     r{i} = Unsqueeze (div{i}, one)  slow{i} = Add (m{i}, decay)  m{j} = Max (slow{i}, k{i})  g{i} = Sub (slow{i}, m{j})
     h{i} = Exp (g{i})  s{i} = Sub (k{i}, m{j})  t{i} = Exp (s{i})  tv{i} = Mul (t{i}, v{i})
     hn{i} = Mul (h{i}, n{i})  n{j} = Add (hn{i}, tv{i})  hq{i} = Mul (h{i}, q{i})  q{j} = Add (hq{i}, t{i})"""
-ASSIGNED = "  y{j} = ScatterElements <axis = 1> (y{i}, at{i}, r{i})"
+ASSIGNED = {
+    "": "",
+    "ScatterElements": "  y{j} = ScatterElements <axis = 1> (y{i}, at{i}, r{i})",
+    "ScatterND": "  y{j} = ScatterND (y{i}, places{i}, r{i})",
+}
 
 
-@pytest.mark.parametrize("scattered", [False, True])
-def test_results_that_depend_on_states_before_a_step(scattered: bool) -> None:
-    """As in RWKV; two states begin with one number, and what the first step adds to another number is folded."""
-    step, steps = STEP + ASSIGNED * scattered, range(5)
+def rwkv(assigned: str = "", outputs: str = "") -> onnx.ModelProto:
+    """Return five steps, as in RWKV: two states begin with one number, and what step 0 adds to another is folded."""
+    step, steps = STEP + ASSIGNED[assigned], range(5)
     at = "".join(f", int64[2,1,3] at{i} = {{{','.join(6 * str(i))}}}" for i in steps)
-    text = f"""<ir_version: 8, opset_import: ["" : 17]> main (float[2,5,3] k, float[2,5,3] v) => (float[2,5,3] y)
+    for i in steps:
+        places = [(b, i, c) for b in range(2) for c in range(3)]
+        at += f", int64[2,1,3,3] places{i} = {{{','.join(str(each) for place in places for each in place)}}}"
+    results = ", ".join(f"float[2,3] {name}" for name in outputs.split())
+    text = f"""<ir_version: 8, opset_import: ["" : 17]> main (float[2,5,3] k, float[2,5,3] v)
+        => (float[2,5,3] y{", " if results else ""}{results})
         <float[3] decay = {{-1,-2,-3}}, float[3] m0 = {{-1e38,-1e38,-1e38}}, float n0 = {{0}}, float q0 = {{0}},
         int64[1] one = {{1}}, float[2,5,3] y0 = {{{",".join(30 * "0")}}}
         {"".join(f", int64 i{i} = {{{i}}}" for i in steps)} {at}>
         {{ {"".join(step.format(i=i, j=i + 1) for i in steps)}
-        y = {"Identity (y5)" if scattered else "Concat <axis = 1> (r0, r1, r2, r3, r4)"} }}"""
-    _, report = optimize(onnx.parser.parse_model(text))
+        y = {"Identity (y5)" if assigned else "Concat <axis = 1> (r0, r1, r2, r3, r4)"} }}"""
+    return onnx.parser.parse_model(text)
+
+
+@pytest.mark.parametrize("assigned", ASSIGNED)
+def test_results_that_depend_on_states_before_a_step(assigned: str) -> None:
+    _, report = optimize(rwkv(assigned))
     assert report.counts == {"scan": 1} and report.verified.status == "verified"
+
+
+@pytest.mark.parametrize("outputs", ["m5 n5 q5", "n5", "m5"])
+def test_last_states_on_which_no_result_depends(outputs: str) -> None:
+    model, report = optimize(rwkv(outputs=outputs))
+    assert report.counts["scan"] == 1 and report.verified.status == "verified"
+    (node,) = (each for each in model.graph.node if each.op_type.startswith("scan"))
+    assert len(node.output) == 1 + len(outputs.split())
+
+
+def test_states_of_other_steps_that_others_read() -> None:
+    _, report = optimize(rwkv(outputs="m5 n4"))
+    assert "scan" not in report.counts and report.verified.status == "verified"
 
 
 def test_backwards() -> None:
