@@ -32,6 +32,7 @@ from onnxfuse.tuning.bound_session import BoundSession, Provider, TimedModel, bi
 from onnxfuse.tuning.dispatch import CUDA_GRAPH, PLAIN, Mode, NodeDispatch, TunePolicy
 from onnxfuse.tuning.memory_rate import copy_rate
 from onnxfuse.tuning.op_times import OpTime, op_times, timeline
+from onnxfuse.tuning.product_rate import product_rate
 from onnxfuse.tuning.timing import RunTimes, interleaved, runs_within
 from onnxfuse.tuning.tune import tune as tune_model
 from onnxfuse.verify.accepted import Accepted, accepted_of
@@ -178,10 +179,14 @@ def _times(result: Bench) -> Times | None:
     if not all(result.timelines.values()):
         return None
     before, after = (
-        tuple(NodeTime(name, op.fusion, op.how, op.seconds or 0.0, op.bytes, op.flops) for name, op in nodes)
+        tuple(
+            NodeTime(name, op.fusion, op.how, op.seconds or 0.0, op.bytes, op.flops, op.roofline) for name, op in nodes
+        )
         for nodes in result.timelines.values()
     )
-    return Times(result.device["name"], dict(result.inputs), before, after, result.copy_rate)
+    dtypes = sorted({op.dtype for nodes in result.timelines.values() for _, op in nodes if op.flops})
+    rates = {dtype: rate for dtype in dtypes if (rate := product_rate(result.provider, dtype))}
+    return Times(result.device["name"], dict(result.inputs), before, after, result.copy_rate, rates)
 
 
 def _load(path: Path, inputs: Mapping[str, Array]) -> tuple[onnx.ModelProto, Path | None]:

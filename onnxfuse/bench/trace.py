@@ -35,7 +35,7 @@ def _events(pid: int, model: str, nodes: Sequence[tuple[str, OpTime]]) -> Iterat
     start = 0.0
     for name, op in nodes:
         micros = 1e6 * (op.seconds or 0.0)
-        share = {} if op.share is None else {"share of the speed of a copy": round(op.share, 4)}
+        share = {} if op.roofline is None else {"share of the roofline": round(op.roofline, 4)}
         yield {
             "name": op.fusion, "cat": op.how, "ph": "X", "pid": pid, "tid": 0,
             "ts": round(start, 3), "dur": round(micros, 3),

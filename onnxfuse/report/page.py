@@ -123,7 +123,7 @@ def _shown(report: Shown) -> dict[str, Any]:
         "only_bodies": report.only_bodies_changed,
         "facts": report.facts,
         "timed": timed,
-        "roofline": roofline(timed.rows, times.copy_rate) if timed and times else None,
+        "roofline": roofline(timed.rows, times) if timed and times else None,
         "hues": hues_of(one.fusion for one in report.fused),
         "single": sum(len(one.replaces) <= 1 for one in report.fused),
         "sizes": report.verified.sizes,

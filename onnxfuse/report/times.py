@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from onnxfuse.passes.folded import Folded
@@ -27,13 +27,15 @@ class NodeTime:
     seconds: float
     bytes: int
     flops: int | None  # None: not known
+    roofline: float | None = None  # the share of its time that the device needs at least; None: not known
 
 
 @dataclass(frozen=True)
 class Times:
     """The nodes of the main graph before and after fusing that were timed, each in the order of the graph.
 
-    `inputs` has the shapes of the inputs.  `copy_rate` is the bytes that a copy reads and writes in a second, or None.
+    `inputs` has the shapes of the inputs.  `copy_rate` is the bytes that a copy reads and writes in a second, or None,
+    and `product_rates` has the FLOP/s of a product of large matrices by its dtype.
     """
 
     device: str
@@ -41,6 +43,7 @@ class Times:
     before: tuple[NodeTime, ...]
     after: tuple[NodeTime, ...]
     copy_rate: float | None
+    product_rates: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return the times as JSON values; those of nodes are in seconds."""
@@ -103,29 +106,29 @@ def timed_graph(times: Times, graph: Rewritten, fused: Sequence[Fused], folded: 
 
 @dataclass(frozen=True)
 class Dot:
-    """A node in the roofline: its place, its share of a copy's speed if that was timed, and its row."""
+    """A node in the roofline: its place, and its row."""
 
     x: float
     y: float
     row: Row
-    share: float | None
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """FLOP/s over FLOPs per byte, both logarithmic; `ticks` has places and labels, and `roof` the line of a copy."""
+    """FLOP/s over FLOPs per byte, both logarithmic; `ticks` has places and labels.
+
+    `roof` is the line of a copy, up to the highest of the level lines: those of large products, by their dtypes.
+    """
 
     dots: tuple[Dot, ...]
     x_ticks: tuple[tuple[float, str], ...]
     y_ticks: tuple[tuple[float, str], ...]
     roof: tuple[tuple[float, float], tuple[float, float]] | None
+    levels: Mapping[str, tuple[tuple[float, float], tuple[float, float]]]
 
 
-def roofline(rows: Iterable[Row], copy_rate: float | None) -> Roofline | None:
-    """Return the roofline of the nodes with products, convolutions and attentions; None if no such node was timed.
-
-    Nodes on the line of a copy move their bytes as fast as a copy does; `copy_rate` is in bytes a second.
-    """
+def roofline(rows: Iterable[Row], times: Times) -> Roofline | None:
+    """Return the roofline of the nodes with products, convolutions and attentions; None if no such node was timed."""
     found = [
         (row, math.log10(row.time.flops / row.time.bytes), math.log10(row.time.flops / row.time.seconds))
         for row in rows
@@ -133,21 +136,23 @@ def roofline(rows: Iterable[Row], copy_rate: float | None) -> Roofline | None:
     ]
     if not found:
         return None
-    rate = math.log10(copy_rate) if copy_rate else None
+    rate = math.log10(times.copy_rate) if times.copy_rate else None
+    peaks = {dtype: math.log10(each) for dtype, each in times.product_rates.items()} if rate else {}
     xs, ys = [x for _, x, _ in found], [y for _, _, y in found]
-    left, right = _decades(xs)
-    bottom, top = _decades([*ys, *([rate + max(xs)] if rate else [])])
+    left, right = _decades([*xs, *(peak - rate for peak in peaks.values() if rate)])
+    highest = max(peaks.values(), default=(rate or 0.0) + max(xs))
+    bottom, top = _decades([*ys, *([highest] if rate else [])])
 
     def place(x: float, y: float) -> tuple[float, float]:
         return round(WIDTH * (x - left) / (right - left), 1), round(HEIGHT * (top - y) / (top - bottom), 1)
 
-    roof = (max(left, bottom - rate), min(right, top - rate)) if rate else (0.0, 0.0)
-    dots = [Dot(*place(x, y), row, 10 ** (y - x - rate) if rate else None) for row, x, y in found]
+    roof = (max(left, bottom - rate), min(right, highest - rate if peaks else top - rate)) if rate else (0.0, 0.0)
     return Roofline(
-        tuple(dots),
+        tuple(Dot(*place(x, y), row) for row, x, y in found),
         tuple((place(x, bottom)[0], f"{10**x:g}") for x in range(left, right + 1)),
         tuple((place(left, y)[1], _flops_text(y)) for y in range(bottom, top + 1)),
         (place(roof[0], roof[0] + rate), place(roof[1], roof[1] + rate)) if rate else None,
+        {dtype: (place(max(left, peak - (rate or 0)), peak), place(right, peak)) for dtype, peak in peaks.items()},
     )  # fmt: skip
 
 

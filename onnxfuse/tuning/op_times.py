@@ -22,9 +22,10 @@ from onnxfuse.ir.domain import is_fused
 from onnxfuse.ir.protos import copy_without
 from onnxfuse.ir.validate import size_of
 from onnxfuse.runtime.target import PlanChoice
-from onnxfuse.tuning.bound_session import BoundSession, TimedModel, Value, size_of_value
+from onnxfuse.tuning.bound_session import BoundSession, Provider, TimedModel, Value, size_of_value
 from onnxfuse.tuning.dispatch import NodeDispatch, SessionSettings, all_kernels, explain_session
 from onnxfuse.tuning.memory_rate import cache_eviction, copy_rate
+from onnxfuse.tuning.product_rate import product_rate
 from onnxfuse.tuning.timing import interleaved, runs_within
 
 UNFUSED: Final = "onnxruntime"  # the value of `OpTime.how` for unfused nodes
@@ -54,6 +55,7 @@ class OpTime:
     kernel: float | None = None
     body: float | None = None
     share: float | None = None  # the time of a copy of as many bytes, as a share of the operator's time
+    roofline: float | None = None  # the longer of that time and of a large product's for as many FLOPs, as such a share
     cuda_graph: bool = False  # whether it was timed in a CUDA graph
     error: str = ""  # why it was not timed
 
@@ -63,6 +65,11 @@ class OpTime:
         if self.kernel is None or self.body is None:
             return None
         return "kernel" if self.kernel <= self.body else "body"
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the first input, in which products are computed, such as "float16"; "" without inputs."""
+        return self.shapes[0].rpartition(" ")[2] if self.shapes else ""
 
     @property
     def seconds(self) -> float | None:
@@ -75,7 +82,8 @@ class OpTime:
         for name in "kernel", "body":
             value = result.pop(name)
             result[f"{name}_us"] = None if value is None else round(1e6 * value, 3)
-        result["share"] = None if self.share is None else round(self.share, 4)
+        for name in "share", "roofline":
+            result[name] = None if result[name] is None else round(result[name], 4)
         return {**result, "nodes": list(self.nodes), "shapes": list(self.shapes)}
 
 
@@ -259,9 +267,19 @@ def _timed(op: _Operator, row: OpTime, cuda_graph: bool) -> OpTime:
     medians = [each.median for each in interleaved([b.run for b in bound], count, evict)]
     times = {kind: max(medians[2 * i + 1] - medians[2 * i], 0.0) / (COPIES - 1) for i, kind in enumerate(kinds)}
     row = replace(row, kernel=times.get("kernel"), body=times["body"], cuda_graph=cuda_graph)
-    rate = copy_rate(op.whole.provider, row.bytes)
-    share = row.bytes / row.seconds / rate if rate and row.seconds else None
-    return replace(row, share=share)
+    return _with_shares(row, op.whole.provider)
+
+
+def _with_shares(row: OpTime, provider: Provider) -> OpTime:
+    """Return the row with the shares of its time that a copy needs, and that the device's roofline allows."""
+    rate, seconds = copy_rate(provider, row.bytes), row.seconds
+    if not rate or not seconds:
+        return row
+    share = row.bytes / seconds / rate
+    peak = product_rate(provider, row.dtype) if row.flops else math.inf
+    if row.flops is None or peak is None:
+        return replace(row, share=share)
+    return replace(row, share=share, roofline=max(share, row.flops / seconds / peak))
 
 
 def _bound(op: _Operator, copies: int, kernels: bool, cuda_graph: bool) -> BoundSession:

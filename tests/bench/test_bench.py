@@ -168,6 +168,8 @@ def test_a_trace_shows_the_operators_of_both_models(tmp_path: Path, bert: Path) 
         assert each["dur"] >= 0 and each["args"]["bytes"] > 0 and each["args"]["node"]
         assert isinstance(each["args"]["FLOPs"], int)
         assert later["ts"] == pytest.approx(each["ts"] + each["dur"], abs=0.01)
+    for each in (node for of in nodes.values() for node in of if node["dur"] > 0):
+        assert each["args"]["share of the roofline"] >= 0, each
     flops = [sum(each["args"]["FLOPs"] for each in nodes[pid]) for pid in named]
     assert flops[0] == flops[1] > 2e5  # fusing changes nothing in products and attentions
     fused, _ = optimize(bert, verify=False)

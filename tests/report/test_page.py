@@ -185,21 +185,25 @@ def test_the_times_of_nodes_are_shown_before_above_after(report: Report) -> None
     assert "Where the time goes" not in write_page(report)
 
 
-def test_a_roofline_has_the_nodes_with_flops_and_the_line_of_a_copy(report: Report) -> None:
-    """Nodes of 200 FLOPs and 10 bytes in 2 us are at 20 FLOPs per byte and 100 MFLOP/s, 5 % of the speed of a copy."""
+def test_a_roofline_has_the_nodes_with_flops_and_the_lines_of_a_copy_and_of_products(report: Report) -> None:
+    """Nodes of 200 FLOPs and 10 bytes in 2 us are at 20 FLOPs per byte and 100 MFLOP/s; the copy has 100 MB/s."""
+    times = Times("a GPU", {}, (), (), 1e8)
     rows = [
         Row(i, f"n{i}", NodeTime(f"n{i}", "Conv", "kernel", 2e-6, 10, flops), 0.0) for i, flops in enumerate((200, 0))
     ]
-    drawn = roofline([*rows, Row(2, "n2", None, 1.0)], 1e8)
+    drawn = roofline([*rows, Row(2, "n2", None, 1.0)], times)
     assert drawn and [dot.row.node for dot in drawn.dots] == [0]
     (dot,) = drawn.dots
-    assert dot.share == pytest.approx(0.05)
     assert [label for _, label in drawn.x_ticks] == ["10", "100"]
     assert [label for _, label in drawn.y_ticks] == ["100 MFLOP/s", "1 GFLOP/s", "10 GFLOP/s"]
     assert dot.x == pytest.approx(WIDTH * math.log10(2), abs=0.1) and dot.y == HEIGHT
     (left, low), (right, high) = drawn.roof or ((0, 0), (0, 0))
     assert (left, low) == (0, HEIGHT / 2) and (right, high) == (WIDTH, 0)
-    assert roofline(rows[1:], 1e8) is None
+    assert roofline(rows[1:], times) is None
+    drawn = roofline(rows, replace(times, product_rates={"float16": 1e9, "float": 1e8}))
+    middle = WIDTH / 2  # 10 FLOPs per byte
+    assert drawn and drawn.roof == ((0, HEIGHT), (middle, 0))
+    assert drawn.levels == {"float16": ((middle, 0), (WIDTH, 0)), "float": ((0, HEIGHT), (WIDTH, HEIGHT))}
     page = write_page(timed(report, None))
     assert "Where the time goes" in page and "Roofline" not in page
 
