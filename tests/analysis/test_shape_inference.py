@@ -313,6 +313,9 @@ SHAPES = [
     (21, "float[b,6,t] x, float[6,1,4] w", "y, s = com.microsoft.CausalConvWithState (x, w)", "b 6 t"),
     (17, "float[seq,batch,8] x, float[1,16,8] w, float[1,16,4] r", "y = LSTM <hidden_size = 4> (x, w, r)",
      "seq 1 batch 4"),
+    (17, "float[seq,batch,8] x, uint8[2,8,16] w, uint8[2,4,16] r, float[2] ws, uint8[2] wz, float[2] rs, uint8[2] rz",
+     'y = com.microsoft.DynamicQuantizeLSTM <direction = "bidirectional", hidden_size = 4> '
+     "(x, w, r, , , , , , ws, wz, rs, rz)", "seq 2 batch 4"),
 ]  # fmt: skip
 AXES = "int64[1] a0 = {0}, int64[1] a1 = {1}, int64[1] a2 = {2}, int64[1] a3 = {3}"
 LIMITS = "float low = {-1e9}, float high = {1e9}, float half = {0.5}"

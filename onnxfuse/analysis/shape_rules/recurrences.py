@@ -1,4 +1,4 @@
-"""Shape rules of linear attention and of the causal convolutions before it."""
+"""Shape rules of linear attention, of the causal convolutions before it, and of quantized LSTMs."""
 
 from __future__ import annotations
 
@@ -34,3 +34,11 @@ def _causal_conv_with_state(shapes: ShapeInfo, node: Node) -> list[PartialShape 
         raise CannotInfer
     x, weight = input_shape(shapes, node, 0, 3), input_shape(shapes, node, 1, 3)
     return [x, (*x[:2], weight[2] - 1)]
+
+
+@RULES.rule("com.microsoft::DynamicQuantizeLSTM")
+def _quantized_lstm(shapes: ShapeInfo, node: Node) -> list[PartialShape | None]:
+    """Return the shapes of an LSTM's results; onnx infers those of ONNX's own recurrent layers."""
+    steps, batch, _ = input_shape(shapes, node, 0, 3)
+    state = (input_shape(shapes, node, 1, 3)[0], batch, required(int_attribute(node, "hidden_size")))
+    return [(steps, *state), state, state]
