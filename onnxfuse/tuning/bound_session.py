@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -131,15 +131,35 @@ def _start(
     providers: ProvidersWithOptions,
     make: Open,
 ) -> ort.InferenceSession:
-    content = serialize(model)
-    if content is None:
-        with tempfile.TemporaryDirectory() as scratch:
-            save(model, path := Path(scratch, "model.onnx"), folder=folder)
-            return make(str(path), settings, providers)
+    with _without_output_shapes(model):
+        content = serialize(model)
+        if content is None:
+            with tempfile.TemporaryDirectory() as scratch:
+                save(model, path := Path(scratch, "model.onnx"), folder=folder)
+                return make(str(path), settings, providers)
     if folder is not None:
         weights = str(folder.resolve())
         settings.add_session_config_entry("session.model_external_initializers_file_folder_path", weights)
     return make(content, settings, providers)
+
+
+@contextlib.contextmanager
+def _without_output_shapes(model: onnx.ModelProto) -> Iterator[None]:
+    """Leave out the shapes that the model records for its outputs.
+
+    If one of them is wrong, onnxruntime runs the model, but refuses to write the output to memory of its real shape.
+    """
+    tensors = [each.type.tensor_type for each in model.graph.output if each.type.HasField("tensor_type")]
+    shapes = [onnx.TensorShapeProto.FromString(each.shape.SerializeToString()) for each in tensors]
+    had = [each.HasField("shape") for each in tensors]
+    for each in tensors:
+        each.ClearField("shape")
+    try:
+        yield
+    finally:
+        for each, shape, was_there in zip(tensors, shapes, had, strict=True):
+            if was_there:
+                each.shape.CopyFrom(shape)
 
 
 def check_available(provider: Provider) -> None:

@@ -208,6 +208,18 @@ def test_a_trace_has_operators_with_attributes_that_are_tensors(tmp_path: Path) 
     assert filled["args"]["bytes"] > 0
 
 
+def test_a_model_that_records_a_wrong_shape_of_its_output_is_timed(tmp_path: Path) -> None:
+    """As `verify` and `optimize` run it, and onnxruntime with outputs of its own."""
+    text = """
+    <ir_version: 8, opset_import: ["" : 17]>
+    flat (float[2,3,4] x, int64[n] shape) => (float[1,m] y) { z = Reshape(x, shape) y = Relu(z) }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "m.onnx")
+    np.savez(tmp_path / "in.npz", x=np.ones((2, 3, 4), np.float32), shape=np.int64([6, 4]))
+    given = ("--input", tmp_path / "in.npz", "--runs", "2", "--no-ops")
+    result = run(tmp_path / "m.onnx", *given)
+    assert result.exit_code == DONE and "does not run" not in result.output, result.output
+
+
 def test_a_report_needs_the_original(tmp_path: Path, resnet: Path) -> None:
     onnx.save(optimize(resnet, verify=False)[0], tmp_path / "fused.onnx")
     result = run(tmp_path / "fused.onnx", "--report", tmp_path / "r.html")
