@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import linecache
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
@@ -20,9 +21,12 @@ from onnxfuse.printing import counted
 from onnxfuse.recurrences import SCAN
 from onnxfuse.report.similar import group
 from onnxfuse.rewrite.replace import REGION, Fused
+from onnxfuse.rules import RULES
 from onnxfuse.spell_out import Stays
 
 MAX_NAMED: Final = 5  # maximum number of nodes that a text names
+SIZE: Final = re.compile(r"(?<=\w)=\d+")  # of an axis, as in "channels=24"; misses that differ in it alone are alike
+RULE_NAMES: Final = frozenset(rule.left.name for rule in RULES)
 CONVOLUTIONS: Final = ("conv_bias_activation", "conv_transpose_bias_activation")
 
 
@@ -48,7 +52,9 @@ def explanations(result: FusedModel, fusion: str | None = None, node: str | None
     found += where_rewritten(result, fusion)
     if fusion not in (REGION, SCAN):
         misses = nearest(result.missed if fusion or node else result.near(with_regions=True), fusion, node)
-        alike = group(misses, lambda miss: miss.reason, lambda miss: (miss.fusion.name, miss.span))
+        once = {(miss.fusion.name, miss.node, miss.reason): miss for miss in reversed(misses)}
+        misses = [miss for miss in misses if once[miss.fusion.name, miss.node, miss.reason] is miss]
+        alike = group(misses, lambda miss: SIZE.sub("=…", miss.reason), lambda miss: (miss.fusion.name, miss.span))
         found += [explain(*each.items) + "\n" for each in sorted(alike, key=lambda each: misses.index(each.items[0]))]
     return found
 
@@ -65,7 +71,8 @@ def explain(miss: Miss, *alike: Miss) -> str:
 
     `alike` are misses that differ from `miss` only in names.
     """
-    head = f"{miss.fusion.name}: not at '{miss.node}' ({miss.matched} of {miss.of} nodes agree)"
+    what = f"rule {miss.fusion.name}" if miss.fusion.name in RULE_NAMES else miss.fusion.name
+    head = f"{what}: not at '{miss.node}' ({miss.matched} of {miss.of} nodes agree)"
     lines = [head, f"  {miss.reason}", *_source(miss.span)]
     if miss.hint:
         lines.append(f"  help: {miss.hint}")

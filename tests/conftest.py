@@ -17,6 +17,7 @@ import pytest
 from exported_models import unpack
 from shared_cubins import shared
 
+from onnxfuse.cli.terminal import console
 from onnxfuse.kernels.gemm import cublaslt
 from onnxfuse.runtime import nvrtc
 from onnxfuse.testing import emulated_build
@@ -178,3 +179,15 @@ def optimized(tmp_path_factory: pytest.TempPathFactory, exported: Callable[[str]
         return Optimized(exported(name), path, json.loads(report.read_text(encoding="utf-8")))
 
     return optimize_once
+
+
+@pytest.fixture
+def columns(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """Return a function after which commands print as a terminal of so many columns would."""
+
+    def print_columns(count: int) -> None:
+        monkeypatch.setenv("COLUMNS", str(count))
+        console.cache_clear()
+
+    yield print_columns
+    console.cache_clear()

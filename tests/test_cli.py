@@ -328,7 +328,8 @@ g (float[batch,8] x) => (float[batch,6] y)
 """
 
 
-def test_explain_shows_the_source_and_the_node(tmp_path: Path) -> None:
+def test_explain_shows_the_source_and_the_node(tmp_path: Path, columns: Callable[[int], None]) -> None:
+    columns(150)
     onnx.save(parse(ANOTHER_CONSTANT), tmp_path / "m.onnx")
     result = run("explain", tmp_path / "m.onnx", "gemm_bias_activation", "--node", "last_of_gelu")
     assert result.exit_code == DONE
@@ -341,6 +342,36 @@ def test_explain_shows_the_source_and_the_node(tmp_path: Path) -> None:
     assert source.splitlines()[int(number) - 1] == text
     underlined = text[carets.index("^") - line.index(" | ") - 3 : carets.rindex("^") + 1 - line.index(" | ") - 3]
     assert "1.4142135623730951" in underlined
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_explain_cuts_code_at_the_terminal_s_width(width: int, capsys, columns: Callable[[int], None]) -> None:
+    """What the carets underline stays, or its beginning, and the carets stay below it."""
+    columns(width)
+    code = "    return choose(" + "first, " * 9 + "underlined" + ", last" * 9 + ")"
+    for first, count in (4, 6), (code.index("underlined"), 10), (code.index("underlined"), 70):
+        terminal.show_text(f"  143 | {code}\n      | {' ' * first}{'^' * count}")
+        line, carets = capsys.readouterr().out.splitlines()
+        assert max(len(line), len(carets)) <= width and line.startswith("  143 | ")
+        marked = line[carets.index("^") : carets.rindex("^") + 1].removesuffix("...")
+        assert code[first : first + count].startswith(marked) and len(marked) >= min(count, 10)
+        assert "..." in line
+
+
+QUANTIZED_BY_ONE_SCALE = """g (uint8[1,4,8,8] x, float s) => (float[1,4,8,8] y, float[1,6,8,8] z)
+  <uint8[4,4,1,1] w, uint8[6,4,1,1] v, float t = {0.5}> {
+    scale = Mul (s, t)
+    a = ConvInteger (x, w) b = Cast <to = 1> (a) y = Mul (b, scale)
+    c = ConvInteger (x, v) d = Cast <to = 1> (c) z = Mul (d, scale)
+  }"""
+
+
+def test_explain_gives_a_reason_for_all_sizes_once(tmp_path: Path) -> None:
+    onnx.save(parse(QUANTIZED_BY_ONE_SCALE), tmp_path / "m.onnx")
+    lines = run("explain", tmp_path / "m.onnx", "scales_of_channels").stdout.splitlines()
+    assert lines[0] == "rule scales_of_channels: not at 'y' (3 of 3 nodes agree)"
+    assert [line for line in lines if "required (channels=" in line] == [lines[1]]
+    assert "  the same at 1 more node: 'z'" in lines
 
 
 def test_explain_says_where_a_node_went(block: Path) -> None:

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -191,11 +192,12 @@ def test_the_readme_shows_what_the_first_command_prints(quick_start: Path, monke
     assert lines == [line for line in shown.splitlines() if not line.startswith(("file", "Verified"))]
 
 
-def test_the_readme_shows_what_explain_prints(tmp_path: Path) -> None:
+def test_the_readme_shows_what_explain_prints(tmp_path: Path, columns: Callable[[int], None]) -> None:
+    columns(150)
     (tmp_path / "mobilenet.onnx").write_bytes(read_exported("mobilenetv3_ts13_bn_fp32.onnx"))
     (shown,) = re.findall(r"^```\n(conv_bias_activation: not at .*?)^```", README, re.DOTALL | re.MULTILINE)
     printed = CliRunner().invoke(main, ["explain", str(tmp_path / "mobilenet.onnx")]).output
-    words = shown.split()  # the page has the lines of a pipe, the tests' terminal 80 columns
+    words = shown.split()  # the page has the lines of a pipe
     assert printed.split()[: len(words)] == words
 
 

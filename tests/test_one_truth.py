@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -20,7 +20,6 @@ from test_optimize import BLOCK, parse
 from test_report import EVERYTHING, GELU_OF_ANOTHER_ROOT, text_of
 
 from onnxfuse import optimize
-from onnxfuse.cli import terminal
 from onnxfuse.half.result import half_lines
 from onnxfuse.inspection.inspect_model import inspect_model
 from onnxfuse.ir.protos import count_nodes, nodes
@@ -282,19 +281,12 @@ TESTS = Path(__file__).parent
 ARCHITECTURES = {name.split("_")[0]: name for name in sorted(read_index(), reverse=True)}  # one model of each
 
 
-@pytest.fixture
-def columns() -> Iterator[int]:
-    """Print as a terminal of this many columns would."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COLUMNS", "100")
-        terminal.console.cache_clear()
-        yield 100
-    terminal.console.cache_clear()
-
-
 @pytest.mark.parametrize("name", sampled(ARCHITECTURES.values(), 4))
-def test_all_commands_agree_about_a_model(name: str, columns: int, tmp_path: Path, monkeypatch) -> None:
+def test_all_commands_agree_about_a_model(
+    name: str, columns: Callable[[int], None], tmp_path: Path, monkeypatch
+) -> None:
     """Numbers of nodes, estimates and verdicts are the same everywhere, and no line is wider than the terminal."""
+    columns(100)
     monkeypatch.chdir(tmp_path)
     Path("given.onnx").write_bytes(read(name))
 
@@ -302,7 +294,7 @@ def test_all_commands_agree_about_a_model(name: str, columns: int, tmp_path: Pat
         done = run(*command.split())
         lines = done.stdout.splitlines()
         assert done.exit_code == code, done.output
-        assert [line for line in lines if len(line.rstrip()) > columns and not terminal.SOURCE.match(line)] == []
+        assert [line for line in lines if len(line.rstrip()) > 100] == []
         return done.stdout
 
     def row(text: str, what: str) -> list[str]:

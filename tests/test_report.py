@@ -229,7 +229,7 @@ def test_the_table(report: Report) -> None:
         "Other operators | before | after",
     ]
     assert "Folded: 1 batch_norm" in lines
-    assert "Nearly fused at 1 node" in lines
+    assert "Not fused, though it is an attention, at 1 node" in lines
     assert any(line.startswith("      'keys' (batch, 2, 4, 5) is not made by ") for line in lines)
     assert lines[-1].startswith("Verified: 4 outputs equal")
     assert max(map(len, lines)) <= 80
@@ -262,10 +262,19 @@ def test_misses_of_which_little_agrees_are_asked_for(near_misses: Report) -> Non
     report = replace(near_misses, missed=tuple(some))
     shown, everything = text_of(report), text_of(report, everything=True)
     assert "Nearly fused at 6 nodes" in shown
-    assert "Less than half of a pattern agrees at 3 other nodes; --all shows them." in shown
+    assert "At 3 other nodes, less than half of a pattern agrees; --all shows them." in shown
     assert "Nearly fused at 9 nodes" in everything
     assert not any("--all" in line for line in everything)
     assert "Nearly fused at 12 nodes" in text_of(near_misses)
+
+
+def test_an_attention_of_which_little_agrees_is_not_nearly_fused(report: Report) -> None:
+    """It is shown all the same, because an attention that is not fused costs most."""
+    (miss,) = (each for each in report.missed if each.fusion.name == "attention")
+    lines = text_of(replace(report, missed=(miss._replace(matched=1),)))
+    assert not any("Nearly fused" in line or "less than half" in line for line in lines)
+    head = lines.index("Not fused, though it is an attention, at 1 node")
+    assert lines[head + 1].startswith("   1x attention: 1 of ")
 
 
 @pytest.mark.parametrize(

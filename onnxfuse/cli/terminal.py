@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 SECONDS_WITHOUT_PROGRESS: Final = 2.0  # a progress bar appears after this many seconds
 SECONDS_BETWEEN_LINES: Final = 10.0  # between lines of progress in a pipe or a file
 SOURCE: Final = re.compile(r" *\d* *\|")  # begins a line of code that an explanation quotes
+CARETS: Final = re.compile(r" *\| *\^")  # begins the line below it
+DOTS: Final = "..."
 UNLIMITED: Final = 100_000  # columns; output into a pipe or a file is not wrapped
 
 
@@ -60,15 +62,32 @@ def is_quiet() -> bool:
 
 
 def show_text(text: str) -> None:
-    """Print lines without markup; on a terminal, a long one goes on under its first word, unless it is source code."""
+    """Print lines without markup; on a terminal, a long one goes on under its first word, and quoted code is cut."""
     from onnxfuse.printing import Line, escape
 
-    for line in text.splitlines():
+    lines = text.splitlines()
+    for number, line in enumerate(lines):
         words = line.lstrip()
         if SOURCE.match(line):
-            echo(line)
+            marks = next((each for each in lines[number : number + 2] if CARETS.match(each)), line)
+            echo(_cut(line, marks, console().width))
         else:
             console().print(Line(escape(words), line[: len(line) - len(words)]))
+
+
+def _cut(line: str, marks: str, width: int) -> str:
+    """Return a line of quoted code, or the line of carets below it, without what does not fit into `width` columns.
+
+    `marks` is the line of carets.  The first caret, and as many others as fit, are kept.
+    """
+    margin, first, end = line.index("|") + 2, marks.find("^"), len(marks)
+    from_left = 0 if end <= width - len(DOTS) else min(first - margin - len(DOTS), end - width + len(DOTS))
+    kept = line[margin:]
+    if from_left > 0:
+        kept = (DOTS if line is not marks else " " * len(DOTS)) + kept[from_left + len(DOTS) :]
+    if margin + len(kept) > width:
+        kept = kept[: width - margin] if line is marks else kept[: width - margin - len(DOTS)] + DOTS
+    return line[:margin] + kept
 
 
 json_option: Final = click.option("--json", "as_json", is_flag=True, help="Print JSON, on stdout.")

@@ -109,11 +109,26 @@ def missed_lines(missed: Sequence[Miss], everything: bool) -> Iterator[Line]:
     """
     half = {id(miss): miss for miss in missed if everything or 2 * miss.matched >= miss.of}
     explained = {miss.node for miss in half.values()}
-    near = [m for m in missed if id(m) in half or (has_softmax(m.fusion) and m.node not in explained)]
-    hidden = [miss for miss in missed if miss.node not in {each.node for each in near}]
-    if near:
-        yield Line(f"[bold]Nearly fused[/] at {_nodes_of(near)}")
-    groups = group(near, lambda miss: miss.reason, lambda miss: (miss.fusion.name, str(miss.span)))
+    near = list(half.values())
+    attentions = [miss for miss in missed if has_softmax(miss.fusion) and miss.node not in explained]
+    named = {each.node for each in (*near, *attentions)}
+    hidden = [miss for miss in missed if miss.node not in named]
+    for title, misses in ("Nearly fused", near), ("Not fused, though it is an attention,", attentions):
+        if misses:
+            yield Line(f"[bold]{title}[/] at {_nodes_of(misses)}")
+            yield from _groups_of(misses, everything)
+    if hidden:
+        where = _nodes_of(hidden, "other node" if named else "node")
+        yield Line(
+            f"At {where}, less than half of a pattern agrees; --all shows {'it' if where[:2] == '1 ' else 'them'}."
+        )
+    if named:
+        yield Line("`onnxfuse explain MODEL` shows the line of the pattern that differs.")
+
+
+def _groups_of(misses: Sequence[Miss], everything: bool) -> Iterator[Line]:
+    """Yield two lines for each reason: where the fusion is missed, and why."""
+    groups = group(misses, lambda miss: miss.reason, lambda miss: (miss.fusion.name, str(miss.span)))
     shown = groups if everything else groups[:MAX_SHOWN]
     for one in shown:
         first = one.items[0]
@@ -123,13 +138,6 @@ def missed_lines(missed: Sequence[Miss], everything: bool) -> Iterator[Line]:
         yield Line(escape(one.sentence), " " * 6)
     if rest := groups[len(shown) :]:
         yield Line(f"and {counted(len(rest), 'more reason')} (--all)", " " * 6)
-    if hidden:
-        where = _nodes_of(hidden, "other node" if near else "node")
-        yield Line(
-            f"Less than half of a pattern agrees at {where}; --all shows {'it' if where[:2] == '1 ' else 'them'}."
-        )
-    if near:
-        yield Line("`onnxfuse explain MODEL` shows where in the pattern each of them differs.")
 
 
 def _nodes_of(missed: Sequence[Miss], what: str = "node") -> str:

@@ -261,7 +261,7 @@ def _given(unfused: UnfusedGraph, part: Part, values: Mapping[str, Array]) -> Fe
         elif name in values:
             given[name] = values[name]
         elif name not in unfused.types:
-            raise VerificationError(f"the original has no tensor '{name}'")
+            raise VerificationError(f"no tensor of the original has the value of its operand '{name}'")
         else:
             raise VerificationError(f"the value of '{name}' in a run is no tensor")
     return given
