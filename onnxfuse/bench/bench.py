@@ -89,6 +89,7 @@ class Bench:
     # With `trace`: for the original and the fused model, the nodes that were timed, in the order of the graph.
     timelines: Mapping[str, tuple[tuple[str, OpTime], ...]] = field(default_factory=dict)
     report: Report | None = None  # with `report`: the report of the optimization, with the times of the nodes
+    estimates: Times | None = None  # with `trace` on a CPU: estimates of the times of the nodes on a GPU
 
     @property
     def passed(self) -> bool:
@@ -171,7 +172,10 @@ def bench(
         timelines, why = {models[0][0]: timeline(original, before), "fused": timeline(fused, rows)}, why or why_not
     given, rate = describe_feeds(feeds), copy_rate(provider, LARGE_COPY_BYTES)
     result = Bench(str(path), provider, device(provider), given, counts, contenders, tuple(rows), rate, why, timelines)
-    return replace(result, report=replace(report, times=_times(result))) if report and settings.report else result
+    if report and settings.report:
+        result = replace(result, report=replace(report, times=_times(result)))
+    estimated = report and settings.trace and provider == "cpu"
+    return replace(result, estimates=report.estimated_times) if report and estimated else result
 
 
 def _times(result: Bench) -> Times | None:
@@ -230,7 +234,9 @@ def _fused(
 ) -> tuple[onnx.ModelProto, dict[str, int], Report | None]:
     """Fuse the model unless it has fused nodes; return it, the number of fused nodes of each fusion, and the report."""
     if not any(map(is_fused, nodes(model.graph))):
-        fused, report = optimize(path, patterns=settings.patterns, verify=settings.report, progress=progress)
+        fused, report = optimize(
+            path, patterns=settings.patterns, shapes=settings.shapes, verify=settings.report, progress=progress
+        )
         return fused, report.counts, report
     if settings.report:
         raise UsageError("--report says how a model is fused, but this one is fused already; give the original")

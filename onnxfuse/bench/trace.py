@@ -6,40 +6,52 @@ The format is Chrome's: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from onnxfuse.bench.bench import Bench, write_text
 from onnxfuse.errors import printable
+from onnxfuse.report.times import NodeTime
 from onnxfuse.tuning.op_times import OpTime
 
-THREAD: Final = "operators, each timed alone"
+TIMED: Final = "operators, each timed alone"
+Row: TypeAlias = tuple[NodeTime, Mapping[str, str]]  # with further facts about the node
+ESTIMATED: Final = "operators, each by an estimate"
 
 
 def write_trace(result: Bench, path: Path) -> None:
     """Write a trace with a process for each model: one node after the other, as long as it takes alone.
 
-    Raises ModelError if the file cannot be written.
+    Two more have `result.estimates`.  Raises ModelError if the file cannot be written.
     """
-    events = [
-        event for pid, (name, nodes) in enumerate(result.timelines.items()) for event in _events(pid, name, nodes)
+    rows: list[tuple[str, str, list[Row]]] = [
+        (name, TIMED, [_timed(*each) for each in nodes]) for name, nodes in result.timelines.items()
     ]
+    if found := result.estimates:
+        sides = zip(result.timelines, (found.before, found.after), strict=True)
+        rows += [(f"{name}, estimated for an {found.device}", ESTIMATED, [(e, {}) for e in of]) for name, of in sides]
+    events = [event for pid, row in enumerate(rows) for event in _events(pid, *row)]
     about = {"model": printable(result.model), "inputs": dict(result.inputs), "device": dict(result.device)}
     write_text(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}) + "\n")
 
 
-def _events(pid: int, model: str, nodes: Sequence[tuple[str, OpTime]]) -> Iterator[Mapping[str, Any]]:
+def _timed(name: str, op: OpTime) -> Row:
+    time = NodeTime(name, op.fusion, op.how, op.seconds or 0.0, op.bytes, op.flops, op.roofline)
+    return time, {"why": printable(op.why), "inputs": ", ".join(op.shapes)}
+
+
+def _events(pid: int, model: str, thread: str, nodes: Iterable[Row]) -> Iterator[Mapping[str, Any]]:
     yield {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": printable(model)}}
-    yield {"name": "thread_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": THREAD}}
+    yield {"name": "thread_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": thread}}
     start = 0.0
-    for name, op in nodes:
-        micros = 1e6 * (op.seconds or 0.0)
-        share = {} if op.roofline is None else {"share of the roofline": round(op.roofline, 4)}
+    for time, more in nodes:
+        micros = 1e6 * time.seconds
+        share = {} if time.roofline is None else {"share of the roofline": round(time.roofline, 4)}
         yield {
-            "name": op.fusion, "cat": op.how, "ph": "X", "pid": pid, "tid": 0,
+            "name": time.op, "cat": time.how, "ph": "X", "pid": pid, "tid": 0,
             "ts": round(start, 3), "dur": round(micros, 3),
-            "args": {"node": printable(name), "runs as": op.how, "why": printable(op.why),
-                     "inputs": ", ".join(op.shapes), "bytes": op.bytes, "FLOPs": op.flops, **share},
+            "args": {"node": printable(time.node), "runs as": time.how, **more,
+                     "bytes": time.bytes, "FLOPs": time.flops, **share},
         }  # fmt: skip
         start += micros

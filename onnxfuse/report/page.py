@@ -116,12 +116,14 @@ def _shown(report: Shown) -> dict[str, Any]:
     """Return the variables for the page's templates."""
     plain, misses = report.to_dict(), miss_groups(report)
     left = stayed(report, plain)
-    times, graph = report.times, next(iter(report.facts.graphs), None) if report.facts else None
+    times = report.times or report.estimated_times
+    graph = next(iter(report.facts.graphs), None) if report.facts else None
     timed = timed_graph(times, graph, report.fused, report.folded) if times and graph else None
     return {
         "report": plain,
         "only_bodies": report.only_bodies_changed,
         "facts": report.facts,
+        "times": times,
         "timed": timed,
         "roofline": roofline(timed.rows, times) if timed and times else None,
         "hues": hues_of(one.fusion for one in report.fused),

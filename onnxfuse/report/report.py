@@ -23,6 +23,7 @@ from onnxfuse.match import Miss
 from onnxfuse.passes.folded import Folded
 from onnxfuse.printing import Line, bytes_text, cell, columns, counted, escape
 from onnxfuse.quantize.result import BesideReference, WeightsResult, reference_lines, weights_lines
+from onnxfuse.report.estimated_times import estimated_times
 from onnxfuse.report.facts import Facts
 from onnxfuse.report.lines import (
     estimate_line,
@@ -116,6 +117,12 @@ class Report:
     weights: WeightsResult | None = None  # the result of quantizing weights
     reference: BesideReference | None = None  # the errors relative to a given float model
     times: Times | None = None  # the times of nodes before and after, which `onnxfuse bench` measures
+
+    @property
+    def estimated_times(self) -> Times | None:
+        """Estimates of the times of the main graph's nodes on a GPU; None if there is no basis for them."""
+        graph = next(iter(self.facts.graphs), None) if self.facts else None
+        return estimated_times(self.before, self.after, graph, self.fused, self.folded) if graph else None
 
     @property
     def counts(self) -> dict[str, int]:

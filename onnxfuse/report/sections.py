@@ -79,6 +79,10 @@ class Shown(Protocol):
     def times(self) -> Times | None:
         """The times of nodes before and after fusing."""
 
+    @property
+    def estimated_times(self) -> Times | None:
+        """Estimates of them, where nothing was timed."""
+
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data."""
 

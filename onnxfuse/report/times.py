@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 from onnxfuse.passes.folded import Folded
@@ -14,6 +14,7 @@ from onnxfuse.report.outline import Rewritten
 from onnxfuse.rewrite.replace import Fused
 
 WIDTH, HEIGHT = 720, 340  # of the roofline, in units of its drawing, without the labels of its axes
+MAX_SEGMENTS: Final = 1000  # of a strip, about; a browser draws narrower ones as nothing
 UNITS: Final = {0: "", 3: "K", 6: "M", 9: "G", 12: "T", 15: "P"}  # prefixes of FLOP/s, by powers of 10
 
 
@@ -23,7 +24,7 @@ class NodeTime:
 
     node: str
     op: str  # the fusion; for an unfused node, its operator
-    how: str  # kernel or body; onnxruntime for an unfused node
+    how: str  # kernel or body; onnxruntime for an unfused node; estimate
     seconds: float
     bytes: int
     flops: int | None  # None: not known
@@ -34,8 +35,9 @@ class NodeTime:
 class Times:
     """The nodes of the main graph before and after fusing that were timed, each in the order of the graph.
 
-    `inputs` has the shapes of the inputs.  `copy_rate` is the bytes that a copy reads and writes in a second, or None,
-    and `product_rates` has the FLOP/s of a product of large matrices by its dtype.
+    `inputs` has the shapes of the inputs; of estimates, the sizes of the dynamic dims.  `copy_rate` is the bytes that a
+    copy reads and writes in a second, or None, and `product_rates` has the FLOP/s of a product of large matrices by its
+    dtype.
     """
 
     device: str
@@ -44,6 +46,7 @@ class Times:
     after: tuple[NodeTime, ...]
     copy_rate: float | None
     product_rates: Mapping[str, float] = field(default_factory=dict)
+    launch: float | None = None  # of estimates: the seconds of a launch; None if the nodes were timed
 
     def to_json(self) -> dict[str, Any]:
         """Return the times as JSON values; those of nodes are in seconds."""
@@ -67,11 +70,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Segment:
-    """The part of a strip that is a node's: its index and time, and the fusion that gives it its colour, or ""."""
+    """The part of a strip that is a node's: its index and time, and the fusion that gives it its colour, or "".
+
+    Where the parts would be too narrow to see, a part is that of `count` nodes, from `node` on.
+    """
 
     node: int
     time: NodeTime
     fusion: str
+    count: int = 1
+    seconds: float = 0.0  # of all of them
 
 
 @dataclass(frozen=True)
@@ -93,15 +101,29 @@ def timed_graph(times: Times, graph: Rewritten, fused: Sequence[Fused], folded: 
     for index, (node, by) in enumerate(zip(graph.before.nodes, fates.stands_for, strict=True)):
         if one := old.get(node.label):
             spent[by] += one.seconds
-            before.append(Segment(index, one, fusions.get(by, "") if by is not None else ""))
+            before.append(Segment(index, one, fusions.get(by, "") if by is not None else "", 1, one.seconds))
     after = [
-        Segment(index, new[node.label], fusions.get(index, ""))
+        Segment(index, new[node.label], fusions.get(index, ""), 1, new[node.label].seconds)
         for index, node in enumerate(graph.after.nodes)
         if node.label in new
     ]
     rows = [Row(i, node.label, new.get(node.label), spent[i]) for i, node in enumerate(graph.after.nodes)]
     timed = sorted((row for row in rows if row.time or row.before), key=lambda row: -max(row.before, row.after))
-    return TimedGraph(tuple(timed), tuple(before), tuple(after))
+    return TimedGraph(tuple(timed), _wide_enough(before), _wide_enough(after))
+
+
+def _wide_enough(segments: Sequence[Segment]) -> tuple[Segment, ...]:
+    """Join neighbours until a segment has 1/MAX_SEGMENTS of the seconds; a joined one has a colour if all share it."""
+    least = sum(one.seconds for one in segments) / MAX_SEGMENTS
+    result: list[Segment] = []
+    for one in segments:
+        last = result[-1] if result else None
+        if last and last.seconds + one.seconds <= least:
+            fusion = last.fusion if last.fusion == one.fusion else ""
+            result[-1] = replace(last, fusion=fusion, count=last.count + 1, seconds=last.seconds + one.seconds)
+        else:
+            result.append(one)
+    return tuple(result)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
+from onnx import TensorProto
+
 from onnxfuse.algebra.operators import FREE
 from onnxfuse.algebra.sizes import UNKNOWN, symbol, symbols
 from onnxfuse.analysis.flops import count_flops
@@ -26,6 +28,16 @@ NO_SIZES: Final[Mapping[str, Sequence[int]]] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
+class NodeTraffic:
+    """The bytes that a node moves, its floating-point operations, and the dtype of its first input, as "float16"."""
+
+    node: str  # its name, or its first output if it has none
+    bytes: int
+    flops: int
+    dtype: str
+
+
+@dataclass(frozen=True)
 class Traffic:
     """Bytes and launches of a graph in which every node reads its inputs and writes its outputs once, in one launch.
 
@@ -38,6 +50,7 @@ class Traffic:
     launches: int
     flops: int = 0
     assumed: Mapping[str, int] = field(default_factory=dict)
+    nodes: tuple[NodeTraffic, ...] = field(default=(), compare=False)
 
 
 def estimate_traffic(graph: Graph, shapes: ShapeInfo, requested: Mapping[str, Sequence[int]] = NO_SIZES) -> Traffic:
@@ -53,7 +66,7 @@ def estimate_traffic(graph: Graph, shapes: ShapeInfo, requested: Mapping[str, Se
 
 def _estimate(graph: Graph, shapes: ShapeInfo, inside: ShapeInfo | None) -> Traffic:
     """Return the traffic of a graph; `inside` has the shapes of the model as it was read, if it had fused nodes."""
-    total, launches, flops = 0, 0, 0
+    found: list[NodeTraffic] = []
     computed = {tensor.name: tensor for node in inside.graph.nodes for tensor in node.outputs} if inside else {}
     sizes: dict[object, int] = {}
     bodies = {f"{f.domain}::{f.name}": f for f in graph.functions}
@@ -70,7 +83,6 @@ def _estimate(graph: Graph, shapes: ShapeInfo, inside: ShapeInfo | None) -> Traf
     for node in graph.nodes:
         if (op := op_of(node)) in FREE:
             continue
-        launches += 1
         moved = {t.name: size_of(t) for t in (*node.inputs, *node.outputs) if t.name}
         axis = int_attribute(node, "axis") if op == "Gather" else None
         for table_index, rows_index in gathered_tables(op, axis, node.inputs, bodies.get(op)).items():
@@ -78,9 +90,12 @@ def _estimate(graph: Graph, shapes: ShapeInfo, inside: ShapeInfo | None) -> Traf
             if shapes.dtype(rows) and table.name in moved:
                 count = size_of(rows) // item_bytes(shapes.dtype(rows))
                 moved[table.name] = min(moved[table.name], count * size_of(table, 1))
-        total += sum(moved.values())
-        flops += assumed_number(shapes, count_flops(shapes, node) or 0)
-    return Traffic(total, launches, flops, _assumed_sizes(graph, shapes))
+        label = node.name or next((tensor.name for tensor in node.outputs if tensor.name), "")
+        flops = assumed_number(shapes, count_flops(shapes, node) or 0)
+        dtype = shapes.dtype(node.inputs[0]) if node.inputs and node.inputs[0].name else 0
+        found.append(NodeTraffic(label, sum(moved.values()), flops, TensorProto.DataType.Name(dtype).lower()))
+    total, flops = sum(one.bytes for one in found), sum(one.flops for one in found)
+    return Traffic(total, len(found), flops, _assumed_sizes(graph, shapes), tuple(found))
 
 
 def _with_bodies(graph: Graph) -> ShapeInfo | None:

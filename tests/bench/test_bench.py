@@ -160,7 +160,8 @@ def test_a_trace_shows_the_operators_of_both_models(tmp_path: Path, bert: Path) 
     assert result.exit_code == DONE, result.output
     events = json.loads((tmp_path / "t.json").read_text(encoding="utf-8"))["traceEvents"]
     named = {each["pid"]: each["args"]["name"] for each in events if each["name"] == "process_name"}
-    assert named == {0: "original", 1: "fused"}
+    estimated = ", estimated for an NVIDIA H200"
+    assert named == {0: "original", 1: "fused", 2: f"original{estimated}", 3: f"fused{estimated}"}
     nodes = {pid: [each for each in events if each["ph"] == "X" and each["pid"] == pid] for pid in named}
     assert {"layer_norm", "gemm_bias_activation"} <= {each["name"] for each in nodes[1]}
     assert {"MatMul", "Add"} <= {each["name"] for each in nodes[0]} and len(nodes[0]) > len(nodes[1])
@@ -172,6 +173,7 @@ def test_a_trace_shows_the_operators_of_both_models(tmp_path: Path, bert: Path) 
         assert each["args"]["share of the roofline"] >= 0, each
     flops = [sum(each["args"]["FLOPs"] for each in nodes[pid]) for pid in named]
     assert flops[0] == flops[1] > 2e5  # fusing changes nothing in products and attentions
+    assert flops[2:] == flops[:2] and {each["cat"] for pid in (2, 3) for each in nodes[pid]} == {"estimate"}
     fused, _ = optimize(bert, verify=False)
     order = [each.name for each in fused.graph.node]
     assert [order.index(each["args"]["node"]) for each in nodes[1]] == sorted(

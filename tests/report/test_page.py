@@ -18,6 +18,7 @@ from test_report import EVERYTHING
 
 from onnxfuse import Report, optimize
 from onnxfuse.quantize.result import OutputError, StayingWeights, WeightsResult
+from onnxfuse.report.estimated_times import COPY_RATE, LAUNCH, PRODUCT_RATES
 from onnxfuse.report.page import data, write_page
 from onnxfuse.report.sections import miss_groups, stayed
 from onnxfuse.report.times import HEIGHT, WIDTH, NodeTime, Row, Times, roofline
@@ -182,7 +183,23 @@ def test_the_times_of_nodes_are_shown_before_above_after(report: Report) -> None
     assert {int(at): (float(before), float(after)) for at, before, after in found} == {
         at: (count, 2.0) for at, count in stands_for.items()
     }
-    assert "Where the time goes" not in write_page(report)
+    assert "by estimates" not in page
+
+
+def test_a_page_without_times_has_estimates_and_says_so(report: Report) -> None:
+    """Of all nodes that launch kernels; the work of fused nodes is that of the nodes that they stand for."""
+    text = " ".join(" ".join(checked(write_page(report)).texts).split())
+    assert "Where the time goes, by estimates" in text and "was timed alone" not in text
+    assert "No GPU timed the nodes of the main graph: these are estimates for an NVIDIA H200, with batch = 1." in text
+    times = report.estimated_times
+    assert times and report.facts
+    assert len(times.before) == report.before.launches and len(times.after) == report.after.launches
+    assert sum(one.flops or 0 for one in times.before) == sum(one.flops or 0 for one in times.after) > 0
+    (conv,) = (one for one in times.after if one.op == "conv_bias_activation")
+    assert conv.bytes and conv.flops and conv.how == "estimate"
+    assert conv.seconds == pytest.approx(LAUNCH + max(conv.bytes / COPY_RATE, conv.flops / PRODUCT_RATES["float"]))
+    fused_before = replace(report.facts.graphs[0], before=report.facts.graphs[0].after)
+    assert replace(report, facts=replace(report.facts, graphs=(fused_before,))).estimated_times is None
 
 
 def test_a_roofline_has_the_nodes_with_flops_and_the_lines_of_a_copy_and_of_products(report: Report) -> None:
@@ -248,4 +265,6 @@ def test_ten_thousand_nodes_are_less_than_two_megabytes() -> None:
     assert len(model.graph.node) == 10_000
     page = write_page(optimize(model, verify=False, only=["gemm_bias_activation", "layer_norm"])[1])
     assert len(page.encode()) < 2e6
+    # Identities are not launched, and neighbours that are too narrow are drawn as one.
+    assert "Before: 9,500 nodes, " in page and 500 < page.count("<i data-jump") < 3000
     checked(page)

@@ -1,0 +1,52 @@
+"""Estimate the times of nodes on a GPU where none was there to measure them, by a roofline model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from onnxfuse.passes.folded import Folded
+from onnxfuse.report.fates import find_fates
+from onnxfuse.report.outline import Rewritten
+from onnxfuse.report.times import NodeTime, Times
+from onnxfuse.report.traffic import Traffic
+from onnxfuse.rewrite.replace import Fused
+
+# Measured on an H200: the copy by `onnxfuse bench`, the fastest products in gemm-h200-2026-11-21.json and
+# products_in_tf32-h200-2026-11-30.json of benchmarks/results, and an Add in a CUDA graph in node_cost-h200-2026-11-29.
+DEVICE: Final = "NVIDIA H200"
+COPY_RATE: Final = 4.0e12  # bytes a second, read and written
+PRODUCT_RATES: Final = {"float": 347e12, "float16": 728e12, "bfloat16": 728e12}  # FLOP/s; float in TF32
+LAUNCH: Final = 1.06e-6  # seconds
+
+
+def estimated_times(
+    before: Traffic, after: Traffic, graph: Rewritten, fused: Sequence[Fused], folded: Iterable[Folded]
+) -> Times | None:
+    """Return estimates for the nodes of the main graph; None if it had fused nodes before, or none is known.
+
+    A node takes as long as a launch, and its bytes at COPY_RATE or its operations at the rate of products of its dtype,
+    whichever take longer.  A fused node has the operations of the nodes that it stands for.
+    """
+    if any(node.is_fused for node in graph.before.nodes) or not (before.nodes and after.nodes):
+        return None
+    old, new = {one.node: one for one in before.nodes}, {one.node: one for one in after.nodes}
+    fates = find_fates(graph, [one for one in fused if one.where == graph.where], folded)
+    flops = dict.fromkeys(range(len(graph.after.nodes)), 0)
+    for node, by in zip(graph.before.nodes, fates.stands_for, strict=True):
+        if by is not None and node.label in old:
+            flops[by] += old[node.label].flops
+
+    def time_of(name: str, op: str, moved: int, count: int, dtype: str) -> NodeTime:
+        least = max(moved / COPY_RATE, count / PRODUCT_RATES.get(dtype, PRODUCT_RATES["float16"]))
+        return NodeTime(name, op, "estimate", LAUNCH + least, moved, count, least / (LAUNCH + least))
+
+    earlier = [(node, one, one.flops) for node in graph.before.nodes if (one := old.get(node.label))]
+    later = [(node, one, flops[i]) for i, node in enumerate(graph.after.nodes) if (one := new.get(node.label))]
+    sides = [
+        tuple(time_of(node.label, node.op, one.bytes, count, one.dtype) for node, one, count in side)
+        for side in (earlier, later)
+    ]
+    rates = {one.dtype: PRODUCT_RATES[one.dtype] for _, one, count in later if count and one.dtype in PRODUCT_RATES}
+    sizes = {name: str(size) for name, size in before.assumed.items()}
+    return Times(DEVICE, sizes, sides[0], sides[1], COPY_RATE, dict(sorted(rates.items())), LAUNCH)
