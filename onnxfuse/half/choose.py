@@ -44,11 +44,11 @@ QUANTIZED: Final = ("quantized_conv", "quantized_gemm", "quantized_matmul")  # f
 JOINING: Final = ELEMENTWISE | REARRANGING  # operators that an epilogue takes
 COMBINES: Final = "onnxruntime's CPU provider combines what is scattered in float32 alone"
 ANGLE: Final = "it is an angle, or its sine or cosine"
-EXACT: Final = "what is selected, or where is read, follows from it"
+EXACT: Final = "by its result, other nodes select values or places to read"
 VARIANCE: Final = "it is a variance, the difference of a mean of squares and a squared mean"
-INTEGERS: Final = "it is inside of a fused node, which multiplies integers"
-QUANTIZED_NEXT: Final = "it follows a product of integers, and quantizers read what follows from it"
-INSIDE: Final = "it is inside of a fused node, which computes it in float32"
+INTEGERS: Final = "it is inside a fused node, which multiplies integers"
+QUANTIZED_NEXT: Final = "it follows a product of integers, and its results are quantized next"
+INSIDE: Final = "it is inside a fused node, which computes it in float32"
 
 
 @dataclass(frozen=True)
@@ -303,7 +303,7 @@ def _by_range(
         is_score = node in scores or any(each in scores for each in tensor.outputs)
         reason = describe_range(name, seen, precision, is_score)
         if not reason and seen.smallest < precision.smallest and _is_divided_by(tensor):
-            reason = f"'{name}' goes down to {seen.smallest:.2g}, and is divided by, or its logarithm taken"
+            reason = f"'{name}' goes down to {seen.smallest:.2g}, and a node divides by it or takes its logarithm"
         unit = inside.get(name)
         if not reason:
             yield from () if unit else _by_cancelling(known, tensor)

@@ -35,20 +35,24 @@ SEQUENCES: Final = (  # operators whose sequences and optional values keep the d
 )  # fmt: skip
 STAY: Final = {  # operators that stay in float32 whatever they read, and why
     **dict.fromkeys(RANDOM, "it draws random numbers"),
-    **dict.fromkeys(CONTROL_FLOW, "values pass from one iteration or branch to another in one dtype"),
-    **dict.fromkeys(("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"), "it quantizes"),
-    **dict.fromkeys(("QLinearConv", "QLinearMatMul", "MatMulInteger", "ConvInteger"), "it quantizes"),
+    **dict.fromkeys(CONTROL_FLOW, "its values have one dtype in all iterations and branches"),
+    **dict.fromkeys(
+        ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"), "it reads or writes quantized numbers"
+    ),
+    **dict.fromkeys(
+        ("QLinearConv", "QLinearMatMul", "MatMulInteger", "ConvInteger"), "it reads or writes quantized numbers"
+    ),
     **dict.fromkeys(SEQUENCES, "it has sequences or optional values"),
     "MeanVarianceNormalization": "its definition in ONNX adds a number of float32",
     "CumSum": "sums of many terms are kept exact",
     "Range": "it counts positions, which half precision would round",
     "Sign": "onnxruntime gives 0 for the sign of a NaN in float16",
     "NonMaxSuppression": "it compares boxes in float32",
-    "TopK": "what it selects would change between values that half precision cannot tell apart",
-    "ArgMax": "what it selects would change between values that half precision cannot tell apart",
-    "ArgMin": "what it selects would change between values that half precision cannot tell apart",
-    "GridSample": "it reads at coordinates, of which half precision would lose parts of a pixel",
-    "RoiAlign": "it reads at coordinates, of which half precision would lose parts of a pixel",
+    "TopK": "it selects among values that half precision would make equal",
+    "ArgMax": "it selects among values that half precision would make equal",
+    "ArgMin": "it selects among values that half precision would make equal",
+    "GridSample": "it reads at coordinates, which half precision would round by parts of a pixel",
+    "RoiAlign": "it reads at coordinates, which half precision would round by parts of a pixel",
     "MelWeightMatrix": "its table is a constant of float32",
     "STFT": "it is a transform of audio, whose powers exceed half precision",
     "DFT": "it is a transform of audio, whose powers exceed half precision",

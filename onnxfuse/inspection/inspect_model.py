@@ -24,6 +24,7 @@ from onnxfuse.ir.node import Node, op_of
 from onnxfuse.ir.protos import ONNX_DOMAINS, is_constant, is_control_flow, nodes, operator_name, opset_of, tensors
 from onnxfuse.ir.validate import element_count, size_of
 from onnxfuse.passes.folded import node_label
+from onnxfuse.printing import counted
 from onnxfuse.report.blocks import Block as Repeated
 from onnxfuse.report.blocks import Blocks, Item, find_blocks
 from onnxfuse.verify.input_uses import integer_uses
@@ -258,8 +259,9 @@ def _wide_masks(model: onnx.ModelProto, inputs: Sequence[Value]) -> Iterator[Fin
 def _no_cuda_graph(model: onnx.ModelProto, placed: Placement) -> Iterator[str]:
     """Yield why onnxruntime cannot capture the model in a CUDA graph."""
     control = Counter(node.op_type for node in model.graph.node if is_control_flow(node))
-    if control:
-        yield f"{', '.join(f'{count} {op}' for op, count in control.items())}, whose bodies the host chooses"
+    for op, count in control.items():
+        what = "branch" if op == "If" else "iterations"
+        yield f"{counted(count, op)}, whose {what} the host chooses"
     if placed.without_kernel:
         yield f"{_nodes(len(placed.without_kernel))} on the CPU"
     if placed.copies:

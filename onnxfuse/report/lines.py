@@ -47,11 +47,14 @@ def estimate_line(assumed: Mapping[str, int], has_bodies: bool) -> Line:
 
 def subgraph_lines(subgraphs: Sequence[Any], everything: bool) -> Iterator[Line]:
     """Yield a line per subgraph with its numbers of nodes and fused nodes; subgraphs with fused nodes come first."""
-    ordered = sorted(subgraphs, key=lambda each: -sum(each.counts.values()))
+    ordered = sorted(
+        (each for each in subgraphs if each.nodes_before or each.nodes_after),
+        key=lambda each: -sum(each.counts.values()),
+    )
     shown = ordered if everything else ordered[:MAX_SHOWN]
     for each in shown:
         counts = "".join(f", {count} {fusion}" for fusion, count in each.counts.items())
-        yield Line(f"In {escape(each.where)}: {each.nodes_before} -> {each.nodes_after} nodes{counts}")
+        yield Line(f"In {escape(each.where)}: {each.nodes_before} -> {counted(each.nodes_after, 'node')}{counts}")
     rest = ordered[len(shown) :]
     if rest:
         fused = sum(sum(each.counts.values()) for each in rest)
@@ -97,9 +100,8 @@ def stays_lines(stays: Sequence[Stays]) -> Iterator[Line]:
 def quantized_lines(quantized: Mapping[str, int]) -> Iterator[Line]:
     """Yield one line with the operators on quantized numbers; none where there are none."""
     if quantized:
-        yield Line(
-            f"Quantized, which is not fused: {', '.join(f'{count} {escape(op)}' for op, count in quantized.items())}"
-        )
+        counts = ", ".join(f"{count} {escape(op)}" for op, count in quantized.items())
+        yield Line(f"Quantized operators that are not fused: {counts}")
 
 
 def missed_lines(missed: Sequence[Miss], everything: bool) -> Iterator[Line]:

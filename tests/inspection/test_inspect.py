@@ -125,7 +125,7 @@ def test_what_hurts(sick: Path) -> None:
     ]  # fmt: skip
     assert found.findings[0].details == ("2x the CUDA provider has no kernel of Det: 'volume', 'inner'",)
     assert found.no_cuda_graph == (
-        "1 If, whose bodies the host chooses", "2 nodes on the CPU",
+        "1 If, whose branch the host chooses", "2 nodes on the CPU",
         "1 NonMaxSuppression, whose sizes are read back from the GPU",
     )  # fmt: skip
     assert all(one.advice.endswith(".") for one in found.findings)
