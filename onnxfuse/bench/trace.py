@@ -30,10 +30,12 @@ def write_trace(result: Bench, path: Path) -> None:
     ]
     if found := result.estimates:
         sides = zip(result.timelines, (found.before, found.after), strict=True)
-        rows += [(f"{name}, estimated for an {found.device}", ESTIMATED, [(e, {}) for e in of]) for name, of in sides]
+        sizes = ", ".join(f"{name} = {size}" for name, size in found.inputs.items())
+        about = f"estimated for an {found.device}{f' with {sizes}' if sizes else ''}"
+        rows += [(f"{name}, {about}", ESTIMATED, [(each, {}) for each in of]) for name, of in sides]
     events = [event for pid, row in enumerate(rows) for event in _events(pid, *row)]
-    about = {"model": printable(result.model), "inputs": dict(result.inputs), "device": dict(result.device)}
-    write_text(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}) + "\n")
+    data = {"model": printable(result.model), "inputs": dict(result.inputs), "device": dict(result.device)}
+    write_text(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": data}) + "\n")
 
 
 def _timed(name: str, op: OpTime) -> Row:

@@ -12,11 +12,11 @@ from onnxfuse.report.times import NodeTime, Times
 from onnxfuse.report.traffic import Traffic
 from onnxfuse.rewrite.replace import Fused
 
-# Measured on an H200: the copy by `onnxfuse bench`, the fastest products in gemm-h200-2026-11-21.json and
-# products_in_tf32-h200-2026-11-30.json of benchmarks/results, and an Add in a CUDA graph in node_cost-h200-2026-11-29.
+# Measured on an H200 as `onnxfuse bench` measures rates, 2026-11-30; the launch is an Add's in a CUDA graph, in
+# benchmarks/results/node_cost-h200-2026-11-29.json.
 DEVICE: Final = "NVIDIA H200"
 COPY_RATE: Final = 4.0e12  # bytes a second, read and written
-PRODUCT_RATES: Final = {"float": 347e12, "float16": 728e12, "bfloat16": 728e12}  # FLOP/s; float in TF32
+PRODUCT_RATES: Final = {"float": 396e12, "float16": 741e12, "bfloat16": 774e12}  # FLOP/s; float in TF32
 LAUNCH: Final = 1.06e-6  # seconds
 
 

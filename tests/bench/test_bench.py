@@ -160,7 +160,7 @@ def test_a_trace_shows_the_operators_of_both_models(tmp_path: Path, bert: Path) 
     assert result.exit_code == DONE, result.output
     events = json.loads((tmp_path / "t.json").read_text(encoding="utf-8"))["traceEvents"]
     named = {each["pid"]: each["args"]["name"] for each in events if each["name"] == "process_name"}
-    estimated = ", estimated for an NVIDIA H200"
+    estimated = ", estimated for an NVIDIA H200 with batch = 2, seq = 8"
     assert named == {0: "original", 1: "fused", 2: f"original{estimated}", 3: f"fused{estimated}"}
     nodes = {pid: [each for each in events if each["ph"] == "X" and each["pid"] == pid] for pid in named}
     assert {"layer_norm", "gemm_bias_activation"} <= {each["name"] for each in nodes[1]}
