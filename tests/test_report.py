@@ -179,6 +179,16 @@ def test_the_estimate_is_for_one_image() -> None:
     assert report.before.bytes == 2 * 4 * (3 * 128 * 8 + 128 * 8)
 
 
+@pytest.mark.parametrize(("name", "size"), [("unk__749", 1), ("s6", 1), ("", 1), ("seq", 128), ("N", 128)])
+def test_the_estimate_is_for_one_sound(name: str, size: int) -> None:
+    """Unless the name of the first of three dims may mean a length."""
+    given = parse("g (float[N,80,800] x) => (float[N,80,800] y) { y = Relu (x) }")
+    dim = given.graph.input[0].type.tensor_type.shape.dim[0]
+    dim.Clear() if not name else setattr(dim, "dim_param", name)
+    report = optimize(given, verify=False)[1]
+    assert list(report.before.assumed.values()) == [size] and report.before.bytes == 2 * 4 * size * 80 * 800
+
+
 def test_the_estimate_is_for_the_sizes_that_are_asked_for() -> None:
     """Also of a model that is fused already, of dims without names, and of sizes that are computed from them."""
     text = "g (float[n,8] x) => (float y) { a = Add (x, x) b = Exp (a) c = Abs (b) y = ReduceSum (c) }"

@@ -6,6 +6,7 @@ size before the Pad, although the Pad could make the axis of any size.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
@@ -16,17 +17,20 @@ from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.analysis.tensor_bytes import assumed_number
 from onnxfuse.ir.node import Node, Tensor, op_of
 
+NAMELESS: Final = re.compile(rf"unk__\d+|s\d+|.*DynamicDimension\.\d+|{re.escape(UNKNOWN)}.*")  # exporters' names
 MIN_IMAGE_RANK: Final = 4  # the least rank of images, videos, and the keys and values of attention
 
 
 def relate_batch(shapes: ShapeInfo, tensor: Tensor) -> None:
     """Record 1 for the first dim of a graph input with at least MIN_IMAGE_RANK axes, if it is dynamic: a batch of one.
 
-    Exporters often give that dim a name such as "p2o.DynamicDimension.0", or none.
+    Exporters often give that dim a name such as "p2o.DynamicDimension.0", or none.  With one axis less, as of sounds,
+    the first dim is a batch if its name says nothing and the other dims are numbers.
     """
-    shape = shapes.shape(tensor)
-    name = name_of(shape[0]) if shape is not None and len(shape) >= MIN_IMAGE_RANK else None
-    if name is not None:
+    shape = shapes.shape(tensor) or ()
+    name = name_of(shape[0]) if shape else None
+    is_sound = len(shape) == MIN_IMAGE_RANK - 1 and all(isinstance(size, int) for size in shape[1:])
+    if name and (len(shape) >= MIN_IMAGE_RANK or (is_sound and NAMELESS.fullmatch(name))):
         shapes.related.setdefault(name, 1)
 
 
