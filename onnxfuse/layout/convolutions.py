@@ -53,8 +53,10 @@ def _stays(model: Model, operands: Mapping[str, Tensor], y: Tensor) -> str:
     if not is_constant(w):
         return f"its weights '{w.name}' are not constant"
     rank = len(w.shape)
-    if not rank == model.shapes.rank(x) == model.shapes.rank(y) or rank not in IMAGE_RANKS:
+    if rank not in IMAGE_RANKS:
         return f"it has {rank - 2} spatial axes, not 1 to {max(IMAGE_RANKS) - 2}"
+    if not rank == model.shapes.rank(x) == model.shapes.rank(y):
+        return f"the rank of its image '{x.name}' or of its result is not known"
     if is_constant(x):
         return "its image is a constant"
     if (dtype := model.shapes.dtype(y)) not in FUSIBLE_FLOATS:

@@ -46,12 +46,10 @@ def estimate_line(assumed: Mapping[str, int], has_bodies: bool) -> Line:
 
 
 def subgraph_lines(subgraphs: Sequence[Any], everything: bool) -> Iterator[Line]:
-    """Yield a line per subgraph with its numbers of nodes and fused nodes; subgraphs with fused nodes come first."""
-    ordered = sorted(
-        (each for each in subgraphs if each.nodes_before or each.nodes_after),
-        key=lambda each: -sum(each.counts.values()),
-    )
-    shown = ordered if everything else ordered[:MAX_SHOWN]
+    """Yield a line per subgraph that changed, with its numbers of nodes and fused nodes; those with most come first."""
+    ordered = sorted(subgraphs, key=lambda each: (-sum(each.counts.values()), each.nodes_before == each.nodes_after))
+    changed = [each for each in ordered if each.counts or each.nodes_before != each.nodes_after]
+    shown = ordered if everything else changed[:MAX_SHOWN]
     for each in shown:
         counts = "".join(f", {count} {fusion}" for fusion, count in each.counts.items())
         yield Line(f"In {escape(each.where)}: {each.nodes_before} -> {counted(each.nodes_after, 'node')}{counts}")
