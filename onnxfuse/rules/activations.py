@@ -14,7 +14,7 @@ from onnxfuse.dsl.words import choose, computed, either, op, scalar, shared, ten
 FUSED_PRODUCERS: Final = ("Conv", "Gemm", "MatMul", "BatchNormalization", "Add", "Sub", "Mul")
 UNIT_ROUNDING: Final = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 IMAGE: Final = (2, 4, 3, 5)  # the shape in examples
-SLOPES_BROADCAST: Final = "the slopes broadcast to x", lambda slope, x, broadcasts_to: broadcasts_to(slope, x)
+SLOPES_BROADCAST: Final = "the slopes must broadcast to x", lambda slope, x, broadcasts_to: broadcasts_to(slope, x)
 
 
 def _hard_sigmoid(x: Term, slope: Term, offset: Term, top: Term) -> tuple[Term, Term]:
@@ -22,9 +22,9 @@ def _hard_sigmoid(x: Term, slope: Term, offset: Term, top: Term) -> tuple[Term, 
 
     The HardSigmoid equals the clipped value divided by top.
     """
-    require("x is fused with its activation", lambda x, is_made_by: is_made_by(x, *FUSED_PRODUCERS))
+    require("x must be fused with its activation", lambda x, is_made_by: is_made_by(x, *FUSED_PRODUCERS))
     require(
-        "slope and offset are finite, and top is above 0",
+        "slope and offset must be finite, and top above 0",
         lambda slope, offset, top: slope and math.isfinite(slope * offset) and 0 < top < math.inf,
     )
     ramp = choose("ramp", sum=either(x * slope, x) + offset, product=(x + offset) * slope)
@@ -45,8 +45,8 @@ def hard_sigmoid(
 
     If x has no other consumers, slope and offset are instead folded into the operator that computes x.
     """
-    require("x has other readers", lambda x, has_readers: has_readers(x))
-    require("top is 1", lambda top: top == 1)
+    require("x must have other readers", lambda x, has_readers: has_readers(x))
+    require("top must be 1", lambda top: top == 1)
     yield _hard_sigmoid(x, slope, offset, top)
 
 
@@ -64,11 +64,11 @@ def scaled_hard_sigmoid(
     In a product with another tensor, the division can be applied to any factor or to the product.
     """
     require(
-        "the factor is 1 / top",
+        "the factor must be 1 / top",
         lambda inverse, top, dtype: inverse is not None and abs(inverse * top - 1) <= UNIT_ROUNDING[dtype],
     )
     require(
-        "it is not ONNX's HardSwish, which patterns know in this form",
+        "it must not be ONNX's HardSwish, which patterns know in this form",
         lambda clipped, slope, offset, top, x, other: (
             clipped != "clip" or (slope, offset, top) != (1, 3, 6) or other is not x
         ),
@@ -78,7 +78,7 @@ def scaled_hard_sigmoid(
     yield clipped * other * inverse, other * gate
 
 
-IS_FLOAT: Final = "x holds floats", lambda dtype: dtype in UNIT_ROUNDING
+IS_FLOAT: Final = "x must hold floats", lambda dtype: dtype in UNIT_ROUNDING
 
 
 @rewrite(example={"x": IMAGE, "low": -1.0, "high": 6.0})
@@ -88,7 +88,7 @@ def limits(x: Term = tensor(), low: Term = scalar(), high: Term = scalar()) -> R
     Both sides differ only in the sign of zeros.
     """
     require(*IS_FLOAT)
-    require("low is below high", lambda low, high: low is None or high is None or low < high)
+    require("low must be below high", lambda low, high: low is None or high is None or low < high)
     yield op.Min(op.Max(x, low), high), op.Clip(x, min=low, max=high)
     yield op.Max(op.Min(x, high), low), op.Clip(x, min=low, max=high)
     yield op.Max(x, 0.0), op.Relu(x)
@@ -98,8 +98,8 @@ def limits(x: Term = tensor(), low: Term = scalar(), high: Term = scalar()) -> R
 def selected_slopes(x: Term = tensor(), alpha: Term = scalar()) -> Rules:
     """A Where of x above 0 and `alpha x` elsewhere, as in JAX, becomes a LeakyRelu; both differ only for -0."""
     require(*IS_FLOAT)
-    require("the opset has GreaterOrEqual", lambda opset: opset >= 12)
-    require("the slope is finite", lambda alpha: math.isfinite(alpha))
+    require("the opset must have GreaterOrEqual", lambda opset: opset >= 12)
+    require("the slope must be finite", lambda alpha: math.isfinite(alpha))
     for is_above in (op.GreaterOrEqual(x, 0.0), op.Greater(x, 0.0)):
         yield op.Where(is_above, x, x * alpha), op.LeakyRelu(x, alpha=alpha)
     yield op.Where(op.Less(x, 0.0), x * alpha, x), op.LeakyRelu(x, alpha=alpha)
@@ -109,7 +109,7 @@ def selected_slopes(x: Term = tensor(), alpha: Term = scalar()) -> Rules:
 def selected_exponential(x: Term = tensor(), alpha: Term = scalar()) -> Rules:
     """A Where of x above 0 and `alpha (exp(min(x, 0)) - 1)` elsewhere, as in JAX, becomes an Elu."""
     require(*IS_FLOAT)
-    require("alpha is finite", lambda alpha: alpha is None or math.isfinite(alpha))
+    require("alpha must be finite", lambda alpha: alpha is None or math.isfinite(alpha))
     is_above = shared(op.Greater(x, 0.0))
     powers = op.Sub(op.Exp(op.Where(is_above, 0.0, x)), 1.0)
     yield op.Where(is_above, x, powers * alpha), op.Elu(x, alpha=alpha)
@@ -119,14 +119,14 @@ def selected_exponential(x: Term = tensor(), alpha: Term = scalar()) -> Rules:
 @rewrite(example={"x": IMAGE})
 def leaky_relu(x: Term = tensor(), alpha: Term = scalar()) -> Rules:
     """A PRelu with one slope for all elements becomes a LeakyRelu."""
-    require("the slope is finite", lambda alpha: math.isfinite(alpha))
+    require("the slope must be finite", lambda alpha: math.isfinite(alpha))
     yield op.PRelu(x, alpha), op.LeakyRelu(x, alpha=alpha)
 
 
 @rewrite(example={"x": IMAGE, "slope": (1, 4, 1, 1)})
 def prelu_of_channels(x: Term = tensor(), slope: Term = weight()) -> Rules:
     """The slopes of a PRelu lose the axis of size 1 that precedes the channels."""
-    require("the slopes begin with an axis of size 1", lambda slope, begins_with_one: begins_with_one(slope))
+    require("the slopes must begin with an axis of size 1", lambda slope, begins_with_one: begins_with_one(slope))
     require(*SLOPES_BROADCAST)
     yield op.PRelu(x, slope), op.PRelu(x, op.Squeeze(slope, axes=[0]))
 
@@ -134,7 +134,7 @@ def prelu_of_channels(x: Term = tensor(), slope: Term = weight()) -> Rules:
 @rewrite(example={"x": IMAGE, "slope": (4, 1, 1)})
 def prelu(x: Term = tensor(), slope: Term = weight(), factor: Term = scalar(if_absent=1.0)) -> Rules:
     """`relu(x) - slope relu(-x)` and `relu(x) + slope (x - |x|) / 2` become a PRelu."""
-    require("the slopes are finite", lambda slope, factor, is_finite: is_finite(slope) and math.isfinite(factor))
+    require("the slopes must be finite", lambda slope, factor, is_finite: is_finite(slope) and math.isfinite(factor))
     require(*SLOPES_BROADCAST)
     negative, twice = slope * factor * op.Relu(-x), slope * factor * (x - op.Abs(x))
     yield op.Relu(x) - negative, op.PRelu(x, slope * factor)

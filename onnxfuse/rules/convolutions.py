@@ -39,10 +39,14 @@ def conv_to_matmul(
         "{across} windows of {columns} columns cover the width {width}",
         lambda width, across, columns: width == across * columns,
     )
-    require("the number of windows is known", lambda down, across: isinstance(down, int) and isinstance(across, int))
-    require("nothing is padded", lambda pads, auto_pad: not any(pads or ()) and auto_pad in ("NOTSET", "VALID", None))
-    require("the windows are dense", lambda dilations: set(dilations or [1]) == {1})
-    require("a window has several pixels", lambda rows, columns: (rows, columns) != (1, 1))
+    require(
+        "the number of windows must be known", lambda down, across: isinstance(down, int) and isinstance(across, int)
+    )
+    require(
+        "nothing may be padded", lambda pads, auto_pad: not any(pads or ()) and auto_pad in ("NOTSET", "VALID", None)
+    )
+    require("the windows must be dense", lambda dilations: set(dilations or [1]) == {1})
+    require("a window must have several pixels", lambda rows, columns: (rows, columns) != (1, 1))
     down, across, rows, columns = size("down"), size("across"), size("rows"), size("columns")
     computed = op.Conv(
         image, kernel, bias, strides=[rows, columns], pads=pads, dilations=dilations, auto_pad=auto_pad,
@@ -82,8 +86,8 @@ def spread_affine(
     PaddlePaddle models have such an affine block of two learnt numbers after an activation, where it cannot be folded
     into the convolution's weights.  The fused convolution takes vectors over channels, of shape (channels, 1, 1).
     """
-    require("a convolution computes the image", lambda image, is_made_by: is_made_by(image, *CONVOLUTIONS))
-    require("there are several channels", lambda channels: isinstance(channels, int) and channels > 1)
+    require("a convolution must compute the image", lambda image, is_made_by: is_made_by(image, *CONVOLUTIONS))
+    require("there must be several channels", lambda channels: isinstance(channels, int) and channels > 1)
     total = either(image + residual, image)
     usual = (*spelled(ONE_OPERATOR, total, alpha, beta).values(), op.Gelu(total, approximate=approximate))
     shifted = known(activated, either(*usual))
@@ -104,7 +108,7 @@ def row_of_an_image(
     beta: Term = scalar(optional=True),
 ) -> Rules:
     """A bias, factor or activation moves before the Squeeze of a convolution's result of one row (Keras' Conv1D)."""
-    require("a convolution computes the image", lambda image, is_made_by: is_made_by(image, *CONVOLUTIONS))
+    require("a convolution must compute the image", lambda image, is_made_by: is_made_by(image, *CONVOLUTIONS))
     squeeze = "batch channels 1 width -> batch channels width"
     squeezed, vector = rearrange(image, squeeze), op.Unsqueeze(row, axes=[2])
     yield squeezed + row, rearrange(image + vector, squeeze)
@@ -121,7 +125,7 @@ def pixel_of_an_image(
     image: Term = tensor("batch channels 1 1"), alpha: Term = scalar(optional=True), beta: Term = scalar(optional=True)
 ) -> Rules:
     """An activation moves before the Transpose of a convolution's result of one pixel, as in squeeze-and-excite."""
-    require("a convolution computes the image", lambda image, is_made_by: is_made_by(image, *CONVOLUTIONS))
+    require("a convolution must compute the image", lambda image, is_made_by: is_made_by(image, *CONVOLUTIONS))
     yield activation(rearrange(image, PIXEL), alpha, beta), rearrange(activation(image, alpha, beta), PIXEL)
 
 
@@ -143,8 +147,8 @@ def scales_of_channels(
     sums: Term = tensor(IMAGE), x_scale: Term = tensor("1?"), w_scale: Term = weight("channels 1 1")
 ) -> Rules:
     """The scales per channel of an integer convolution become a vector, as kernels read them."""
-    require("integers are added", lambda sums, is_made_by: is_made_by(sums, "ConvInteger"))
-    require("scales are float32", lambda dtypes: dtypes["w_scale"] == "float32")
+    require("integers must be added", lambda sums, is_made_by: is_made_by(sums, "ConvInteger"))
+    require("scales must be float32", lambda dtypes: dtypes["w_scale"] == "float32")
     numbers = op.Cast(sums, to=TensorProto.FLOAT)
     scales = op.Mul(x_scale, rearrange(w_scale, "channels 1 1 -> channels"))
     yield numbers * op.Mul(x_scale, w_scale), numbers * rearrange(scales, "channels -> channels 1 1")

@@ -19,8 +19,10 @@ def subtracted_maximum(x: Term = tensor(), axis: Term = attribute()) -> Rules:
 
     Rows that hold infinity, or nothing but -infinity, become NaN with and without the subtraction.
     """
-    require("it is over the last axis", lambda axis, rank, opset: (axis or (-1 if opset > 12 else 1)) in (-1, rank - 1))
-    require("x is not wider", lambda dtypes: dtypes["x"] in ("float32", "float16", "bfloat16"))
+    require(
+        "it must be over the last axis", lambda axis, rank, opset: (axis or (-1 if opset > 12 else 1)) in (-1, rank - 1)
+    )
+    require("x must not be wider", lambda dtypes: dtypes["x"] in ("float32", "float16", "bfloat16"))
     shifted = shared(op.Sub(x, op.ReduceMax(x, axes=[-1], keepdims=1)))
     widened = op.Cast(shifted, to=TensorProto.FLOAT)
     yield op.Softmax(either(shifted, widened), axis=axis), op.Softmax(x, axis=axis)
@@ -29,7 +31,7 @@ def subtracted_maximum(x: Term = tensor(), axis: Term = attribute()) -> Rules:
 @rewrite(example={"x": ROWS, "v": (2, 4, 5)})
 def softmax_in_steps(x: Term = tensor(), v: Term = tensor()) -> Rules:
     """`exp(x - max(x)) / sum(exp(x - max(x)))` becomes a Softmax; a MatMul with v can precede the division."""
-    require("x is not wider", lambda dtypes: dtypes["x"] in ("float32", "float16", "bfloat16"))
+    require("x must not be wider", lambda dtypes: dtypes["x"] in ("float32", "float16", "bfloat16"))
     powers = op.Exp(op.Sub(x, op.ReduceMax(x, axes=[-1], keepdims=1)))
     total = op.ReduceSum(powers, axes=[-1], keepdims=1)
     yield op.Div(powers, total), op.Softmax(x, axis=-1)
@@ -40,7 +42,7 @@ def softmax_in_steps(x: Term = tensor(), v: Term = tensor()) -> Rules:
 @rewrite(out="... 1 d")
 def softmax_of_one_row(x: Term = tensor("... d"), scale: Term = scalar(optional=True)) -> Rules:
     """The scores of a single query get their axis of size 1 for queries before the Softmax, not after it."""
-    require("the result has four axes", lambda rank: rank == 4)
+    require("the result must have four axes", lambda rank: rank == 4)
     row = rearrange(x, "... d -> ... 1 d")
     for scores, with_axis in ((op.Mul(x, scale), op.Mul(row, scale)), (op.Div(x, scale), op.Div(row, scale)), (x, row)):
         yield rearrange(op.Softmax(scores, axis=-1), "... d -> ... 1 d"), op.Softmax(with_axis, axis=-1)

@@ -15,7 +15,7 @@ from onnxfuse.patterns._quantized_linear import require_blocks
 def _gated(w: Term, packed: Term, products: Sequence[Term]) -> Rules:
     """Yield (gate and up as halves of one product, gate and up as two products) for either order of the halves."""
     require("{columns} columns are two times {n}", lambda columns, n: columns == 2 * n)
-    require("nothing else reads the weight", lambda w, is_read_once: is_read_once(w))
+    require("nothing else may read the weight", lambda w, is_read_once: is_read_once(w))
     halves = [_half(packed, i, axis=-1) for i in (0, 1)]
     for gate, up in (0, 1), (1, 0):
         yield gate_activation(halves[gate]) * halves[up], products[up] * gate_activation(products[gate])

@@ -34,7 +34,7 @@ def power_of_mean(
 
     The power and the root differ only for -0 and -inf, which such a sum cannot be.
     """
-    require("epsilon is above 0", lambda epsilon: 0 < epsilon < math.inf)
+    require("epsilon must be above 0", lambda epsilon: 0 < epsilon < math.inf)
     positive = known(total, op.ReduceMean(x**2, axes=axes, keepdims=keepdims) + epsilon)
     yield op.Pow(positive, 0.5), op.Sqrt(positive)
     yield op.Pow(positive, -0.5), op.Reciprocal(op.Sqrt(positive))
@@ -140,7 +140,7 @@ def groups_of_channels_last(
     Keras computes x * slopes + (bias - mean * slopes), which is NaN for an infinite scale, so the scale must be finite.
     The variance can be written as mean(x^2) - mean^2, as in Flax.
     """
-    require("the scale is finite", lambda scale, is_finite: is_finite(scale))
+    require("the scale must be finite", lambda scale, is_finite: is_finite(scale))
     mean = op.ReduceMean(x, axes=[1, 2, 4], keepdims=1)
     fast = op.Sub(op.ReduceMean(x**2, axes=[1, 2, 4], keepdims=1), mean**2)
     variance = either(op.ReduceMean((x - mean) ** 2, axes=[1, 2, 4], keepdims=1), fast)
@@ -170,15 +170,15 @@ def variance_factor(
     An unbiased variance, as torch.var computes it, is the mean of squares times n / (n - 1), and
     `x / sqrt(factor * mean + epsilon) * w = x / sqrt(mean + epsilon / factor) * (w / sqrt(factor))`.
     """
-    require("epsilon is above 0", lambda epsilon: 0 < epsilon < math.inf)
-    require("the factor is above 0", lambda factor: 0 < factor < math.inf)
+    require("epsilon must be above 0", lambda epsilon: 0 < epsilon < math.inf)
+    require("the factor must be above 0", lambda factor: 0 < factor < math.inf)
     squares = known(mean, op.ReduceMean(y**2, axes=axes, keepdims=keepdims))
     root = op.Sqrt(shared(squares * factor + epsilon))
     new_root = op.Sqrt(squares + computed(lambda epsilon, factor: epsilon / factor))
     new_weight = op.Div(w, computed(lambda factor: math.sqrt(factor)))
     norm = either(op.Div(x, root) * w, x * (1 / root) * w)
     yield (
-        when(norm, "float32 holds the scaled numbers", lambda dtype: dtype == "float32"),
+        when(norm, "float32 must hold the scaled numbers", lambda dtype: dtype == "float32"),
         x / new_root * new_weight,
     )
 

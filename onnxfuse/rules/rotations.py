@@ -25,9 +25,9 @@ HAS_THREE_AXES: Final = (
     "a table has three axes",
     lambda cos_axes, sin_axes: {cos_axes, sin_axes} != {"plain"},
 )
-AXES_ARE_INPUTS: Final = "the axes of Squeeze and Unsqueeze are inputs", lambda opset: opset >= 13
-OF_ONE: Final = "a and b are slices of one tensor", lambda a, b, are_slices_of_one: are_slices_of_one(a, b)
-OF_X: Final = "a and b are slices of x", lambda x, a, b, are_slices_of_one: are_slices_of_one(a, b, of=x)
+AXES_ARE_INPUTS: Final = "the axes of Squeeze and Unsqueeze must be inputs", lambda opset: opset >= 13
+OF_ONE: Final = "a and b must be slices of one tensor", lambda a, b, are_slices_of_one: are_slices_of_one(a, b)
+OF_X: Final = "a and b must be slices of x", lambda x, a, b, are_slices_of_one: are_slices_of_one(a, b, of=x)
 TWO: Final = "{size} elements are {pairs} pairs", lambda size, pairs: pairs is None or 2 * pairs == size
 
 
@@ -64,8 +64,8 @@ def _joined(a: Term, b: Term) -> Term:
 @rewrite(example={"x": (2, 5, 4), "axes": [1]})
 def negated_table(x: Term = tensor(), axes: Term = attribute()) -> Rules:
     """The negation of a table moves before its Unsqueeze, so that both tables of a rotation have the same views."""
-    require("the axes are known", lambda axes: axes is not None)
-    require("it is added to tables of heads", lambda rank: rank == 4)
+    require("the axes must be known", lambda axes: axes is not None)
+    require("it must be added to tables of heads", lambda rank: rank == 4)
     yield -shared(op.Unsqueeze(x, axes=axes)), op.Unsqueeze(-x, axes=axes)
 
 
@@ -102,7 +102,7 @@ def signed_table(
     """Where the swapped halves of x (torch.roll) are multiplied by half-negated sines, half of x is negated instead."""
     require(*AXES_ARE_INPUTS)
     require(*OF_ONE)
-    require("the sines are tables", lambda a, first, second, is_table: is_table(first, a) and is_table(second, a))
+    require("the sines must be tables", lambda a, first, second, is_table: is_table(first, a) and is_table(second, a))
     yield (
         op.Mul(_by_halves(b, a), shared(_by_halves(-first, second))),
         op.Mul(_by_halves(-b, a), _by_halves(first, second)),
@@ -117,7 +117,7 @@ def cast_before_turned(x: Term = tensor(HEADS)) -> Rules:
     """A Cast to float32 of turned(x), which has pairs (-b, a) in place of (a, b), becomes a Cast of x."""
     require(*AXES_ARE_INPUTS)
     require(*TWO)
-    require("x is not wider", lambda dtypes: dtypes["x"] in ("float32", "float16", "bfloat16"))
+    require("x must not be wider", lambda dtypes: dtypes["x"] in ("float32", "float16", "bfloat16"))
     wide = float32(x)
     for joined, (a, b), (wide_a, wide_b) in (
         (_by_halves, halves(x, "size"), halves(wide, "size")),
@@ -144,8 +144,8 @@ def table_of_turned(
     require(*AXES_ARE_INPUTS)
     require(*TWO)
     require(*OF_ONE)
-    require("sin is a table", lambda turned, sin, is_table: is_table(sin, turned))
-    require("factor is a table", lambda turned, factor, is_table: factor is None or is_table(factor, turned))
+    require("sin must be a table", lambda turned, sin, is_table: is_table(sin, turned))
+    require("factor must be a table", lambda turned, factor, is_table: factor is None or is_table(factor, turned))
     forward, back, written = known(turned, _joined(-b, a)), known(turned, _joined(b, -a)), _joined(-b, a)
     scaled = op.Mul(sin, factor)
     yield op.Mul(back, sin), written * -sin
@@ -172,9 +172,9 @@ def table_of_x(
     require(*AXES_ARE_INPUTS)
     require(*TWO)
     require(*OF_X)
-    require("cos is a table", lambda x, cos, is_table: is_table(cos, x))
-    require("scale is a table", lambda x, scale, is_table: is_table(scale, x))
-    require("more is a table", lambda x, more, is_table: more is None or is_table(more, x))
+    require("cos must be a table", lambda x, cos, is_table: is_table(cos, x))
+    require("scale must be a table", lambda x, scale, is_table: is_table(scale, x))
+    require("more must be a table", lambda x, more, is_table: more is None or is_table(more, x))
     rotated, product = known(across, op.Mul(_joined(-b, a), sin)), either(op.Mul(x, more), x)
     yield op.Add(op.Mul(op.Mul(product, cos), scale), rotated), op.Mul(product, op.Mul(cos, scale)) + rotated
 
@@ -287,7 +287,7 @@ def sum_of_joined(
     """A Concat of products with cos plus a Concat of products with sin becomes a Concat of two sums."""
     require(*AXES_ARE_INPUTS)
     require(*OF_ONE)
-    require("cos and sin are tables", lambda a, cos, sin, is_table: is_table(cos, a) and is_table(sin, a))
+    require("cos and sin must be tables", lambda a, cos, sin, is_table: is_table(cos, a) and is_table(sin, a))
     negated = either(-op.Mul(b, sin), op.Mul(-b, sin))
     found = _by_halves(op.Mul(a, cos), op.Mul(b, cos)) + _by_halves(negated, op.Mul(a, sin))
     yield found, _by_halves(*_complex_product(a, b, cos, sin))
@@ -317,7 +317,7 @@ def complex_columns(
     """Where all tensors of a rotation have a last axis of size 1, this axis is added after the products instead."""
     require(*AXES_ARE_INPUTS)
     require(*OF_ONE)
-    require("cos and sin are tables", lambda a, cos, sin, is_table: is_table(cos, a) and is_table(sin, a))
+    require("cos and sin must be tables", lambda a, cos, sin, is_table: is_table(cos, a) and is_table(sin, a))
     found = when(_by_halves(*_rotation(a, b, cos, sin)), "the columns are a rotation", _is_rotation)
     yield found, _by_columns(*_written(*(op.Squeeze(each, axes=[-1]) for each in (a, b, cos, sin))))
 
@@ -336,8 +336,8 @@ def complex_in_one_form(
     """A product of complex numbers in another spelling, or with the other sign of the sines, becomes the usual one."""
     require(*AXES_ARE_INPUTS)
     require(*OF_ONE)
-    require("cos is a table", lambda a, cos, is_table: cos is None or is_table(cos, a))
-    require("sin is a table", lambda a, sin, is_table: sin is None or is_table(sin, a))
+    require("cos must be a table", lambda a, cos, is_table: cos is None or is_table(cos, a))
+    require("sin must be a table", lambda a, sin, is_table: sin is None or is_table(sin, a))
     cos_found, cos_written = _table("cos", cos, cos_rows, cos_middle)
     sin_found, sin_written = _table("sin", sin, sin_rows, sin_middle)
     other = when(

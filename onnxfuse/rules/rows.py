@@ -17,7 +17,7 @@ END: Final = 2**63 - 1  # the end of a Slice that goes on to the end of its axis
 
 def _of_rows(rows: Term, x: Term, kn: Term, nk: Term, beta: Term) -> Iterator[tuple[Term, Term]]:
     """Yield (product of the flattened `rows` with a weight, product of the unflattened x with the weight)."""
-    require("the bias of a Gemm is optional", lambda opset: opset >= 11)
+    require("the bias of a Gemm must be optional", lambda opset: opset >= 11)
     yield op.MatMul(rows, kn), op.MatMul(x, kn)
     yield op.Gemm(rows, kn, beta=beta), op.MatMul(x, kn)
     yield op.Gemm(rows, nk, transB=1, beta=beta), op.MatMul(x, op.Transpose(nk, perm=[1, 0]))
