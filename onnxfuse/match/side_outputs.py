@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -35,6 +36,7 @@ def side_outputs(fusion: Fusion) -> tuple[SideOutput, ...]:
     return tuple(found)
 
 
+@functools.cache
 def may_be_absent(fusion: Fusion, index: int) -> bool:
     """Return whether an output can be absent: it has operands that no earlier output has, and these are optional."""
     known = {term for output in fusion.outputs[:index] for term in walk(output) if isinstance(term, Capture)}

@@ -60,19 +60,9 @@ def body(
 
     Raises PatternError where the opset cannot express the body.
     """
-    builder, outputs = _written(fusion, variant, select)
-    return builder.nodes, outputs
-
-
-def _written(fusion: Fusion, variant: Variant, select: SelectOption) -> tuple[BodyBuilder, list[str]]:
     builder = BodyBuilder(variant, select)
-    outputs: list[str] = []
-    for term, dtype in zip(fusion.outputs, variant.out, strict=False):
-        value = builder.cast(builder.value(term), dtype)
-        if value.name in variant.dtypes or value.name in outputs:
-            value = builder.node("Identity", [value], value.dtype)
-        outputs.append(value.name)
-    return builder, outputs
+    outputs = builder.outputs(fusion)
+    return builder.nodes, outputs
 
 
 def function(fusion: Fusion, variant: Variant, name: str, attributes: Sequence[str]) -> onnx.FunctionProto:
@@ -81,7 +71,8 @@ def function(fusion: Fusion, variant: Variant, name: str, attributes: Sequence[s
     If a term is preferred for the variant's set of operators, but cannot be written, the metadata entry REFUSED of the
     function says why.
     """
-    builder, outputs = _written(fusion, variant, first_option)
+    builder = BodyBuilder(variant)
+    outputs = builder.outputs(fusion)
     domains = {node.domain for node in builder.nodes} - {""}
     imports = [helper.make_opsetid("", variant.opset), *(helper.make_opsetid(d, 1) for d in sorted(domains))]
     made = helper.make_function(
@@ -109,6 +100,16 @@ class BodyBuilder:
             is_narrower = dtype in FLOAT_BITS and FLOAT_BITS[dtype] < widest
             in_float32 = is_narrower or variant.in_float32
             self._operands[name] = self.cast(operand, TensorProto.FLOAT) if in_float32 else operand
+
+    def outputs(self, fusion: Fusion) -> list[str]:
+        """Add the nodes of a fusion, and return the names of its outputs."""
+        outputs: list[str] = []
+        for term, dtype in zip(fusion.outputs, self.variant.out, strict=False):
+            value = self.cast(self.value(term), dtype)
+            if value.name in self.variant.dtypes or value.name in outputs:
+                value = self.node("Identity", [value], value.dtype)
+            outputs.append(value.name)
+        return outputs
 
     def value(self, term: Term) -> Value:
         """Return the value of a term; its nodes are added on the first call."""

@@ -33,7 +33,7 @@ from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.ir.serde import read_graph
 from onnxfuse.match.named_dims import unify
 from onnxfuse.match.side_outputs import may_be_absent, side_outputs
-from onnxfuse.rewrite.function_body import BodyBuilder, body
+from onnxfuse.rewrite.function_body import BodyBuilder
 from onnxfuse.rewrite.variant import Variant
 
 NEWEST, OLDEST = 24, 7
@@ -108,6 +108,11 @@ class Spelling:
     def captures(self) -> tuple[Capture, ...]:
         """Return the parameters that the variant uses and that are present, in order."""
         return tuple(captures_of(self, self.terms))
+
+    @functools.cached_property
+    def computed(self) -> frozenset[str]:
+        """Return the names of the parameters that the variant computes."""
+        return frozenset(term.operand.name for term in self.terms if isinstance(term, Known))
 
     @functools.cached_property
     def specs(self) -> tuple[str, ...]:
@@ -203,8 +208,7 @@ def _label(spelling: Spelling, term: Alternatives) -> str:
 
 def captures_of(spelling: Spelling, terms: Iterable[Term]) -> Iterator[Capture]:
     """Yield the parameters among these terms that are present, in order."""
-    names = {term.name for term in terms if isinstance(term, Capture)} - spelling.absent
-    names -= {term.operand.name for term in spelling.terms if isinstance(term, Known)}  # they are computed
+    names = {term.name for term in terms if isinstance(term, Capture)} - spelling.absent - spelling.computed
     yield from (c for c in spelling.fusion.captures if c.name in names)
 
 
@@ -613,10 +617,10 @@ def _body(spelling: Spelling, variant: Variant) -> tuple[list[onnx.NodeProto], l
         if not builder.can_write(term):
             raise _why_not(spelling, variant)
     try:
-        nodes, results = body(spelling.fusion, variant, pick)
+        results = builder.outputs(spelling.fusion)
     except PatternError as error:
         raise Unwritable("reshape", str(error)) from error
-    return nodes, results, frozenset(written)
+    return builder.nodes, results, frozenset(written)
 
 
 def _looks(term: Alternatives) -> tuple[Any, ...]:
@@ -986,11 +990,12 @@ def _ways(
             yield from _ways(spelling, builder, term.parts, picks, seen)
 
 
-def every_option(fusion: Fusion) -> set[tuple[int, int]]:
+@functools.cache
+def every_option(fusion: Fusion) -> frozenset[tuple[int, int]]:
     """Return what `Spellings.options` must hold."""
     eithers = [t for t in walk(*fusion.outputs) if has_spellings(t)]
     options = ((t, index, option) for t in eithers for index, option in enumerate(t.options))
-    return {(id(t), index) for t, index, option in options if _is_possible(fusion, option)}
+    return frozenset((id(t), index) for t, index, option in options if _is_possible(fusion, option))
 
 
 def every_label(fusion: Fusion) -> set[tuple[str, str]]:
