@@ -136,11 +136,24 @@ def folder_of_the_run(tmp_path_factory: pytest.TempPathFactory, name: str) -> Pa
     return folder
 
 
+def folder_of_compiled(tmp_path_factory: pytest.TempPathFactory, name: str) -> Path:
+    """Return a folder for what is compiled: ONNXFUSE_TESTS_COMPILED outlives the run, because digests name its files.
+
+    A digest is of all that a compiler reads: the text, what it includes, the flags and the compiler's version.
+    """
+    kept = os.environ.get("ONNXFUSE_TESTS_COMPILED")
+    if not kept:
+        return folder_of_the_run(tmp_path_factory, name)
+    folder = Path(kept, name)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 @pytest.fixture(scope="session", autouse=True)
 def shared_machine_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Compile each kernel once for each architecture, whichever process of the run wants it first."""
     with pytest.MonkeyPatch.context() as patch:
-        folder = folder_of_the_run(tmp_path_factory, "machine_code")
+        folder = folder_of_compiled(tmp_path_factory, "machine_code")
         patch.setattr(nvrtc, "_compile", shared(nvrtc._compile, folder))
         yield
 
@@ -149,7 +162,7 @@ def shared_machine_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
 def shared_emulated_kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Compile each emulated kernel once, and its headers, whichever process of the run wants them first."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(emulated_build, "folder", folder_of_the_run(tmp_path_factory, "emulated"))
+        patch.setattr(emulated_build, "folder", folder_of_compiled(tmp_path_factory, "emulated"))
         yield
 
 

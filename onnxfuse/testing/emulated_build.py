@@ -49,7 +49,7 @@ def load(text: str, defines: Mapping[str, object], flags: Sequence[str], source:
         _run([*command, "-shared", *included, str(source), *map(str, objects), "-o", str(target)])
 
     target = source.with_name(f"{source.stem}-{next(_numbers)}.so")
-    shutil.copyfile(_made_once((command, macros, text, headers, objects), ".so", build), target)
+    shutil.copyfile(_built_once((command, macros, text, headers, objects), ".so", build), target)
     return ctypes.CDLL(str(target))
 
 
@@ -86,7 +86,7 @@ def _object(header: Path) -> Path:
     """Return the object file of the .cc file next to a header."""
     source = header.with_suffix(".cc")
     command, text = _command("-c", str(source)), source.read_text()
-    return _made_once((command, text, _headers(text)), ".o", lambda to: _run([*command, "-o", str(to)]))
+    return _built_once((command, text, _headers(text)), ".o", lambda to: _run([*command, "-o", str(to)]))
 
 
 def _standard_library(command: Sequence[str], headers: Sequence[str]) -> Path:
@@ -98,7 +98,7 @@ def _standard_library(command: Sequence[str], headers: Sequence[str]) -> Path:
         compiled = header.with_name(f"{header.name.removeprefix(DRAFT)}.gch")
         _run([*command, "-x", "c++-header", str(header), "-o", str(compiled)])
 
-    return _made_once((command, lines), ".h", build)
+    return _built_once((command, lines), ".h", build)
 
 
 @functools.cache
@@ -106,9 +106,21 @@ def _own_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="onnxfuse-emulated-")
 
 
-def _made_once(key: object, suffix: str, build: Callable[[Path], object]) -> Path:
-    """Return the file of a key; the first process that needs the file builds it."""
-    path = (folder or Path(_own_folder().name)) / f"{hashlib.sha256(repr(key).encode()).hexdigest()}{suffix}"
+def _built_once(key: object, suffix: str, build: Callable[[Path], object]) -> Path:
+    return made_once(folder or Path(_own_folder().name), (_compiler_version(), key), suffix, build)
+
+
+@functools.cache
+def _compiler_version() -> str:
+    return subprocess.run([*_command()[:1], "--version"], capture_output=True, text=True, check=False).stdout
+
+
+def made_once(folder: Path, key: object, suffix: str, build: Callable[[Path], object]) -> Path:
+    """Return the file of a key in a folder; the first process that needs the file builds it, and others wait for it.
+
+    A build that fails leaves no such file.
+    """
+    path = folder / f"{hashlib.sha256(repr(key).encode()).hexdigest()}{suffix}"
     with path.with_suffix(".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # which closing the file releases
         if not path.exists():

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import functools
-import hashlib
 import pickle
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 from onnxfuse.runtime.nvrtc import compiler_version
+from onnxfuse.testing.emulated_build import made_once
 
 Compile = Callable[[str, str, list[str]], tuple[bytes, str]]
 
@@ -18,22 +18,28 @@ def shared(compile_: Compile, folder: Path) -> Compile:
     """Return a compiler that keeps its results (machine code and log) under a folder.
 
     A result is found by the compiler's version, the source, its name and all flags, one of which is the architecture.
-    While one process compiles, others that want the same wait for it.  What does not compile is not kept.
+    The folder of CUDA's headers, which another environment has elsewhere, counts only for a source that includes any.
+    What does not compile is not kept.
     """
-    folder.mkdir(exist_ok=True)
 
     @functools.wraps(compile_)
     def compile_once(source: str, name: str, flags: list[str]) -> tuple[bytes, str]:
-        content = (compiler_version(), source, name, flags)
-        kept = folder / hashlib.sha256(repr(content).encode()).hexdigest()
-        with kept.open("a+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # which closing the file releases, also where compiling fails
-            file.seek(0)
-            data = file.read()
-            if not data:
-                data = pickle.dumps(compile_(source, name, flags))
-                file.write(data)
-        found: tuple[bytes, str] = pickle.loads(data)
+        read = [flag for flag in flags if "#include" in source or not flag.startswith("-I")]
+        key = (compiler_version(), _package(), source, name, read)
+
+        def build(path: Path) -> None:
+            path.write_bytes(pickle.dumps(compile_(source, name, flags)))
+
+        found: tuple[bytes, str] = pickle.loads(made_once(folder, key, ".cubin", build).read_bytes())
         return found
 
     return compile_once
+
+
+@functools.cache
+def _package() -> str:
+    """Return the version of NVRTC's wheel, which tells releases of one version apart; "" without the wheel."""
+    try:
+        return metadata.version("nvidia-cuda-nvrtc")
+    except metadata.PackageNotFoundError:
+        return ""
