@@ -19,7 +19,7 @@ from results import ROOT, dated, read, result, rows
 
 MARK: Final = re.compile(r"^<!-- table: (\w+) -->\n.*?^<!-- end of table -->$", re.DOTALL | re.MULTILINE)
 DECISION: Final = re.compile(
-    r"# (?P<title>.+)\n\n(?P<date>\d{4}-\d\d-\d\d)\n\n\*\*What\.\*\* (?P<what>.+?\.)(?=\s)(?=.*^\*\*Why\.\*\* )",
+    r"# (?P<title>.+)\n\n(?P<date>\d{4}-\d\d-\d\d)\n\n\*\*What\.\*\* .+?\.\s(?=.*^\*\*Why\.\*\* )",
     re.DOTALL | re.MULTILINE,
 )
 MODELS: Final = {
@@ -174,8 +174,8 @@ def trends() -> str:
 
 
 def readme_models() -> str:
-    """Return the README's table: some of the models, all of them from the newest result."""
-    chosen = {model.name: model for model in measurements(by_date(WHOLE_MODELS)[-1])}
+    """Return the README's table: some of the models, each by its newest result."""
+    chosen = {model.name: model for model in models()}
     lines = [
         [MODELS[name], three_digits(model.other), f"**{three_digits(model.ours)}**", f"{model.ratio:.2f}"]
         for name, model in ((name, chosen[name]) for name in OF_THE_README)
@@ -546,8 +546,8 @@ def decisions() -> str:
             found = DECISION.match(path.read_text(encoding="utf-8"))
             if found is None:
                 raise ValueError(f"{path.name} does not begin with '# title', a date and '**What.** sentence'")
-            lines.append([found["date"], f"[{found['title']}]({path.name})", " ".join(found["what"].split())])
-    return grid(["date", "decision", "what"], sorted(lines), text=(0, 1, 2))
+            lines.append([found["date"], f"[{found['title']}]({path.name})"])
+    return grid(["date", "decision"], sorted(lines), text=(0, 1))
 
 
 def grid(head: Sequence[str], lines: Iterable[Sequence[str]], text: Sequence[int] = (0,)) -> str:
