@@ -159,7 +159,7 @@ __device__ __forceinline__ void store_row(const Vector (&from)[COUNT], const Cac
 
 // Sixteen rows of the past, from `first` on, in the registers of a warp. Keys are row lane / 4 of two left operands of
 // mma, so that the scores that a lane has after a transposition are those of the keys whose values it has. In place of
-// rows that the past lacks, its last row is read.
+// rows that the past lacks, its last row is read; clear_missing then makes their values 0, because 0 * inf is NaN.
 struct Step {
     int keys[2], values[4];  // rows
     const T *from_k[2], *from_v[4];
@@ -195,6 +195,14 @@ struct Step {
     __device__ __forceinline__ void load_values() {
 #pragma unroll
         for (int i = 0; i < 4; ++i) load_row<64>(v[i], from_v[i]);
+    }
+
+    __device__ __forceinline__ void clear_missing(int past) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (values[i] >= past)
+#pragma unroll
+                for (Vector& each : v[i]) each = {};
     }
 
     __device__ __forceinline__ void store(const Cache& cached_keys, const Cache& cached_values, int past) const {
@@ -314,6 +322,7 @@ __device__ __forceinline__ void add_steps(Softmax& softmax, Step& step, const Ve
         if (has_next) step.begin(keys, values, past, first + STRIDE), step.load_keys();
         u32 p[2];
         softmax.add_scores(s, p);
+        if (first + STEP_KEYS > past) step.clear_missing(past);
         softmax.add_values(step, p);
         if (has_next) step.load_values();
     }

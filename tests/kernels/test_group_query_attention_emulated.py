@@ -129,6 +129,22 @@ def test_one_query(name: str, dtype: str, shared: bool, tmp_path: Path) -> None:
     check(case, plan, shared, tmp_path)
 
 
+@pytest.mark.parametrize("length", [33, 34, 48, 50])
+def test_an_infinite_value_stays_infinite(length: int, tmp_path: Path) -> None:
+    """Also in the last row of the past, which stands for the rows that a step of 16 keys lacks."""
+    case = Case((length,), past=64, heads=4, kv_heads=1, rotated=0)
+    plan = host.candidates(case.node(), case.specs(), H200)[0]
+    (step,) = plan.steps
+    assert isinstance(step, Launch) and step.kernel.source == "attention_one_query"
+    arrays = {Pointer("input", i): each for i, each in enumerate(case.inputs().values())}
+    arrays[Pointer("input", list(case.inputs()).index("past_value"))][0, 0, length - 2, 3] = np.inf
+    for i, spec in enumerate(plan.outputs):
+        arrays[Pointer("output", i)] = unwritten(spec.shape, spec.dtype)
+    run(step, arrays, tmp_path)
+    found = arrays[Pointer("output", 0)].reshape(case.heads, case.size).astype(np.float32)
+    assert (found[:, 3] == np.inf).all() and np.isfinite(np.delete(found, 3, 1)).all()
+
+
 @pytest.mark.parametrize("before", [-5, 20, 1000])
 def test_a_length_that_the_previous_kernel_writes(before: int, tmp_path: Path) -> None:
     """The kernel then has read the old length, and keys of the sequence of that length."""
