@@ -36,7 +36,8 @@ from onnxfuse.kernels.gemm.mma import MmaConfig
 from onnxfuse.kernels.gemm.operands import gemm_of
 from onnxfuse.kernels.gemm.pad import Copy, padded, padded_columns
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.runtime.plan import Device, FusedNode, Launch, Pointer, TensorSpec
+from onnxfuse.runtime.plan import Device, FusedNode, Launch, Plan, Pointer, TensorSpec
+from onnxfuse.testing import emulated_launches
 from onnxfuse.testing.emulated_launches import emulate
 
 SMALL = [case(kind, lead=lead, n=n, k=19) for kind in KINDS for lead, n in (((2, 3), 21), ((1,), 8))]
@@ -144,19 +145,35 @@ def test_wgmma(config: HopperConfig, each: JoinedCase, blocks: int | None, tmp_p
     made.check(run(made, config, blocks, tmp_path))
 
 
-@pytest.mark.parametrize("kind", ["quantized", "only float32", "modulated"])
-def test_attention_by_wgmma(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "dtype"), [
+    ("quantized", "float16"), ("only float32", "float16"), ("modulated", "float16"),
+    ("quantized", "float32"), ("several", "float32"),
+])  # fmt: skip
+def test_attention_by_wgmma(kind: str, dtype: str, tmp_path: Path) -> None:
     """A program without an output of q's dtype stores all outputs, and gets eight neighbouring columns."""
-    made = attention_case(kind, Case(batch=2, heads=2, kv_heads=2, queries=70, keys=50, size=40, value_size=40)).made()
+    of = Case(
+        batch=2, heads=2, kv_heads=1, queries=70, keys=50, size=40, value_size=40, dtype=dtype, scale=0.125
+    )  # fmt: skip
+    made = attention_case(kind, of).made()
     specs = made.specs()
-    plans = attention_host.candidates(made.node(), specs, H200)
-    steps = [step for plan in plans for step in plan.steps[:1] if len(plan.steps) == 1 and isinstance(step, Launch)]
-    step = next(step for step in steps if step.kernel.source == "attention_hopper")
+    found = attention_host.candidates(made.node(), specs, H200)
+    plan = next(each for each in found if sources(each)[-1] == "attention_hopper")
     arrays = {Pointer("input", i): array for i, array in enumerate(made.arrays)}
-    written = [np.zeros(spec.shape, NUMPY[spec.dtype]) for spec in plans[0].outputs]
+    written = [np.zeros(spec.shape, NUMPY[spec.dtype]) for spec in plan.outputs]
     arrays |= {Pointer("output", i): each for i, each in enumerate(written)}
-    hopper_emulation.run(step, {pointer: array.ctypes.data for pointer, array in arrays.items()}, tmp_path)
-    made.check(written)
+    arrays |= {Pointer("scratch", i): np.full(size, 0xFF, np.uint8) for i, size in enumerate(plan.scratch)}
+    addresses = {pointer: array.ctypes.data for pointer, array in arrays.items()}
+    *before, last = plan.steps
+    for step in before:  # in TF32, values are transposed first
+        assert isinstance(step, Launch)
+        emulated_launches.launch(step, emulated_launches.library(step.kernel, tmp_path), addresses.__getitem__)
+    assert isinstance(last, Launch)
+    hopper_emulation.run(last, addresses, tmp_path)
+    made.check(written, tf32=dtype == "float32")
+
+
+def sources(plan: Plan) -> list[str]:
+    return [step.kernel.source for step in plan.steps if isinstance(step, Launch)]
 
 
 CONVS = [
@@ -171,6 +188,7 @@ CONVS = [
 STEMS = [
     conv_case("mixed", ConvCase(2, 3, 32, (13, 15), (3, 3), (2, 2), (1,) * 4, x_nchw=True)),
     conv_case("only float32", ConvCase(1, 3, 40, (9, 30), (7, 7), (2, 2), (3,) * 4, x_nchw=True)),
+    conv_case("broadcasts", ConvCase(2, 3, 33, (9, 11), (5, 3), (2, 1), (2, 1, 2, 1), dtype="bfloat16", x_nchw=True)),
 ]
 
 
