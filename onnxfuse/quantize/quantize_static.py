@@ -24,7 +24,7 @@ from onnxfuse.analysis.shape_inference import read_and_infer
 from onnxfuse.errors import ModelError, first_line
 from onnxfuse.ir.dtypes import Array, dtype_name
 from onnxfuse.ir.external_data import with_values
-from onnxfuse.ir.protos import external_tensors
+from onnxfuse.ir.protos import external_tensors, nodes
 from onnxfuse.ir.validate import size_of
 from onnxfuse.quantize.library import logging_unchanged, quantizer
 from onnxfuse.quantize.merge_projections import merge_projections
@@ -138,9 +138,12 @@ def _with_names(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _quantize_before_pools(model: onnx.ModelProto) -> None:
-    """Exchange each MaxPool and the QuantizeLinear that alone reads its result; the largest integer stays the same."""
+    """Exchange each MaxPool and the QuantizeLinear that alone reads its result; the largest integer stays the same.
+
+    Nodes of subgraphs count as readers.
+    """
     graph, outputs = model.graph, {each.name for each in model.graph.output}
-    readers = Counter(name for node in graph.node for name in node.input)
+    readers = Counter(name for node in nodes(graph) for name in node.input)
     makers = {node.output[0]: i for i, node in enumerate(graph.node) if node.op_type == "MaxPool"}
     for node in graph.node:
         at = makers.get(node.input[0], -1) if node.op_type == "QuantizeLinear" else -1

@@ -163,6 +163,26 @@ def test_a_second_step_stores_no_float32_between_layers() -> None:
     assert ["Cast" in each for each in programs if "Quantize" in each and "Add" not in each] == [False, False]
 
 
+BRANCHES = """(float[batch,16,10,10] x) => (float[batch,16,5,5] y)
+<float[16,16,3,3] w1, float[16,16,1,1] w2, float zero = {0}>
+{
+  c = Conv <pads = [1, 1, 1, 1]> (x, w1)
+  p = MaxPool <kernel_shape = [2, 2], strides = [2, 2]> (c)
+  d = Conv (p, w2)
+  m = ReduceMax <keepdims = 0> (x)
+  is_above = Greater (m, zero)
+  b = If (is_above) <then_branch = one () => (float[batch,16,5,5] r) { r = Neg (p) },
+    else_branch = two () => (float[batch,16,5,5] s) { s = Exp (p) }>
+  y = Add (d, b)
+}"""
+
+
+def test_a_branch_reads_a_pool_that_is_not_quantized() -> None:
+    source, data = model(BRANCHES), samples(IMAGE)
+    made, report = onnxfuse.optimize(source, dtype="int8", calibrate={"x": data})
+    assert report.verified.status == "verified" and error(source, made, data) < 0.05
+
+
 def test_onnxruntime_optimizes_float8_without_changing_results() -> None:
     """By default it removes a Relu before a quantizer to float8, as if 0 were the lowest number."""
     made, report = onnxfuse.optimize(model(LAYER), dtype="float8", calibrate={"x": samples(TOKENS)})
