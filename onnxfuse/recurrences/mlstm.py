@@ -5,7 +5,8 @@
 
 f is the sigmoid of a gate, i another gate, and q is scaled (Beck et al. 2024, arXiv:2405.04517); states begin as 0.
 As in linear_attention.py, results in float64 are compared with these steps.  The nodes are analytic functions of their
-operands except where two sides of a maximum are equal; the compared rows have either side.
+operands except where two sides of a maximum are equal.  The compared rows have either side of the denominator's; the
+other maxima cancel out.  A maximum with a number is refused, because no row may have that side.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ import numpy as np
 import onnx
 from onnx import helper
 
+from onnxfuse.algebra.operators import MOVES
 from onnxfuse.algebra.sizes import Size
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.dtypes import FLOATS, Array, dtype_name
 from onnxfuse.ir.graph import constant_value
-from onnxfuse.ir.node import Node, Tensor, is_constant, op_of
+from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
 from onnxfuse.match.diagnostics import node_name
 from onnxfuse.passes.emit import integers, write
 from onnxfuse.passes.folded import node_label
@@ -53,6 +55,7 @@ MAXIMA: Final = frozenset({"Max", "ReduceMax"})
 STABILIZED: Final = ANALYTIC | GATES | MAXIMA | {"Abs", "Div"}
 MAX_EPSILON: Final = 1e-2
 ROLES: Final = ("query", "key", "value", "input_gate", "forget_gate")
+MASKED: Final = -1e9  # at most this, a number in a maximum is a mask
 MIN_SIDE: Final = 0.02  # of the compared rows that have each side of the denominator's maximum
 
 
@@ -174,6 +177,7 @@ def assign_mlstm(
             try:
                 if (SCAN, chunks.output.name) in exclude or keep & {*map(node_label, chunks.nodes)}:
                     raise NoScan("it belongs to a match that is switched off")
+                _require_no_bounds(shapes, chunks.nodes)
                 fused.append(_replace(shapes, functions, opened, chunks, known))
                 reasons.pop(label, None)
                 break
@@ -190,6 +194,23 @@ def _stabilized(shapes: ShapeInfo, cumsum: Node) -> Iterator[Chunks]:
             for chunks in read_chunks(shapes, cumsum, STABILIZED, SPREADING | GATES):
                 if any(op_of(node) in MAXIMA for node in chunks.nodes):
                     yield chunks
+
+
+def _require_no_bounds(shapes: ShapeInfo, nodes: Sequence[Node]) -> None:
+    """Raise NoScan if a side of a maximum is a number: rows that are drawn at random may all be above it."""
+
+    def is_bound(tensor: Tensor) -> bool:
+        if is_constant(tensor):
+            values = constant_value(shapes.graph, tensor)
+            return values.dtype.kind == "f" and not bool((values <= MASKED).all())
+        node = producer(tensor)
+        if node is None or op_of(node) not in MOVES:
+            return False
+        return op_of(node) == "Pad" or any(map(is_bound, node.inputs if op_of(node) == "Concat" else node.inputs[:1]))
+
+    for node in nodes:
+        if op_of(node) in MAXIMA and any(map(is_bound, node.inputs[: None if op_of(node) == "Max" else 1])):
+            raise NoScan(f"'{node_label(node)}', {op_of(node)}, is of a number, which no maximum of an mLSTM is")
 
 
 def _replace(

@@ -58,3 +58,23 @@ def test_near_misses(name: str) -> None:
     result = fuse_model(onnx.parser.parse_model(text), None, Settings(list(builtin()), regions=True, scans=True))
     assert "scan" not in {each.fusion for each in result.fused}
     assert SOMETHING_ELSE in "".join(explanations(result, "scan"))
+
+
+BOUNDS = {
+    "denominator": ("below = Add (most, small)", "more = Max (most, small)  below = Add (more, small)"),
+    "gate": ("ic = Transpose <perm = [0,3,1,2]> (i4)", "it = Transpose <perm = [0,3,1,2]> (i4)  ic = Max (it, lowest)"),
+    "joined gate": (
+        "tops = ReduceMax (a, axis3)",
+        "all = Concat <axis = 3> (a, lowests)  tops = ReduceMax (all, axis3)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_a_bound_that_no_drawn_row_reaches_stays(name: str) -> None:
+    assert BOUNDS[name][0] in TEXT
+    more = "float lowest = {-9.0}, float[1,2,2,1] lowests = {-99.0,-99.0,-99.0,-99.0}, float small"
+    text = TEXT.replace(*BOUNDS[name]).replace("float small", more).replace("float[b,", "float[1,")
+    result = fuse_model(onnx.parser.parse_model(text), None, Settings(list(builtin()), regions=True, scans=True))
+    assert "scan" not in {each.fusion for each in result.fused}
+    assert "is of a number" in "".join(explanations(result, "scan"))
