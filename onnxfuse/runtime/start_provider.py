@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -20,7 +21,7 @@ PROBE: Final = (
     b"b\x0f\n\x01y\x12\n\n\x08\x08\x01\x12\x04\n\x02\x08\x01B\x04\n\x00\x10\x11"
 )
 _working: Final[set[int]] = set()  # the GPUs on which the provider has started
-_lock: Final = threading.Lock()  # held while it starts
+_lock = threading.Lock()  # held while it starts
 
 
 def default_providers(options: ort.SessionOptions | None) -> Providers | None:
@@ -68,3 +69,13 @@ def start_early(
             with suppress(RuntimeError, ValueError):  # no more threads, or no number: opening the session says so
                 ordinal = int(str(given.get("device_id", 0)))
                 threading.Thread(target=starts, args=(ordinal,), name="onnxfuse provider").start()
+
+
+def _forget() -> None:
+    """Begin anew in a forked process, which does not have the thread that may hold the lock."""
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):  # Windows cannot fork
+    os.register_at_fork(after_in_child=_forget)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -24,6 +25,17 @@ try:
     make(b"no model")
 except onnxfuse.ModelError:
     print(*seen, "onnx" in sys.modules)
+"""
+FORK = """
+import os, signal
+from onnxfuse.runtime import start_provider
+start_provider._lock.acquire()  # as a thread that starts the provider
+child = os.fork()
+if not child:
+    signal.alarm(60)
+    start_provider.starts(0)
+    os._exit(0)
+print(os.waitpid(child, 0)[1])
 """
 
 
@@ -60,3 +72,9 @@ def test_only_sessions_on_a_gpu_start_the_provider(
     start_provider.start_early(None, providers, options)
     assert is_done.wait(5 if expected is not None else 0) == (expected is not None)
     assert started == ([] if expected is None else [expected])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+def test_a_forked_process_waits_for_no_thread_of_its_parent() -> None:
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0"]
