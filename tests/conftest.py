@@ -144,7 +144,7 @@ def folder_of_compiled(tmp_path_factory: pytest.TempPathFactory, name: str) -> P
     kept = os.environ.get("ONNXFUSE_TESTS_COMPILED")
     if not kept:
         return folder_of_the_run(tmp_path_factory, name)
-    folder = Path(kept, name)
+    folder = Path(kept, name).resolve()  # tests change the working directory
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
