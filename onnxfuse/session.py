@@ -146,9 +146,11 @@ def open_session(
     ):
         session = plain_session(whole, options, providers, provider_options, **arguments)
     if path and stamp_of(path) != stamp:
+        prepared.close_bodies()
         raise ModelError(f"'{path}' was written to while it was loaded; make the session again")
     if outside is None and nodes.any_fails():
         del session  # the next session will run the ONNX functions of the failed nodes
+        prepared.close_bodies()
         return open_session(path_or_bytes, sess_options, providers, provider_options, settings=settings, **arguments)
     prepared.compile_others(session)
     record_dispatches(session, nodes.dispatches(), nodes.places())

@@ -63,16 +63,16 @@ class Preparation:
     def compile_others(self, session: object | None = None) -> None:
         """Compile the other kernels in the background, until they are compiled or the session is gone."""
         if self.equipped.is_set():
-            compile_in_background(self.templates, session, self._close_bodies)
+            compile_in_background(self.templates, session, self.close_bodies)
             return
         owner = weakref.ref(session) if session is not None else None
 
         def go_on() -> None:
             self.equipped.wait()
             if owner is None or owner() is not None:
-                compile_in_background(self.templates, owner and owner(), self._close_bodies)
+                compile_in_background(self.templates, owner and owner(), self.close_bodies)
             else:
-                self._close_bodies()
+                self.close_bodies()
 
         late_work.start(go_on, "onnxfuse later plans")
 
@@ -91,9 +91,10 @@ class Preparation:
         """End without a session."""
         self.end()
         self.is_left.set()
-        self._close_bodies()
+        self.close_bodies()
 
-    def _close_bodies(self) -> None:
+    def close_bodies(self) -> None:
+        """Close the sessions of bodies that were opened early, and that no run has needed."""
         if self.bodies:
             self.bodies.close()
 

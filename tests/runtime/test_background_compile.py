@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
+import os
 import sys
 import threading
 import time
@@ -847,6 +848,30 @@ def test_a_session_that_cannot_be_made_leaves_no_body(
     with pytest.raises(RuntimeError, match="no memory"):
         session(model(ROWS))
     late_work.wait()
+    assert not any(body_runs._early.values())
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_a_session_whose_file_changes_leaves_no_body(
+    gpu: Stage, compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """onnxruntime makes its session, which nobody gets."""
+    compiler.few_go_on.clear()
+    plain = onnxfuse.session.plain_session
+
+    def slow(*given: Any, **named: Any) -> ort.InferenceSession:
+        deadline = time.monotonic() + 5
+        while not any(each.done() for of in body_runs._early.values() for each in of.values()):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        os.utime(path, ns=(0, 0))
+        return plain(*given, **named)
+
+    monkeypatch.setattr(onnxfuse.session, "plain_session", slow)
+    path = tmp_path / "model.onnx"
+    path.write_bytes(model(ROWS))
+    with pytest.raises(ModelError, match="was written to while it was loaded"):
+        InferenceSession(path, providers=[CPU])
     assert not any(body_runs._early.values())
 
 
