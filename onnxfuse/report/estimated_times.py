@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from onnx import TensorProto
+
 from onnxfuse.passes.folded import Folded
 from onnxfuse.report.fates import find_fates
 from onnxfuse.report.outline import Rewritten
@@ -28,7 +30,7 @@ def estimated_times(
     A node takes as long as a launch, and its bytes at COPY_RATE or its operations at the rate of products of its dtype,
     whichever take longer.  A fused node has the operations of the nodes that it stands for.
     """
-    if any(node.is_fused for node in graph.before.nodes) or not (before.nodes and after.nodes):
+    if any(node.is_fused for node in graph.before.nodes) or not (before.rows and after.rows):
         return None
     old, new = {one.node: one for one in before.nodes}, {one.node: one for one in after.nodes}
     fates = find_fates(graph, [one for one in fused if one.where == graph.where], folded)
@@ -37,7 +39,8 @@ def estimated_times(
         if by is not None and node.label in old:
             flops[by] += old[node.label].flops
 
-    def time_of(name: str, op: str, moved: int, count: int, dtype: str) -> NodeTime:
+    def time_of(name: str, op: str, moved: int, count: int, number: int) -> NodeTime:
+        dtype = TensorProto.DataType.Name(number).lower()
         least = max(moved / COPY_RATE, count / PRODUCT_RATES.get(dtype, PRODUCT_RATES["float16"]))
         return NodeTime(name, op, "estimate", LAUNCH + least, moved, count, least / (LAUNCH + least))
 
@@ -47,6 +50,7 @@ def estimated_times(
         tuple(time_of(node.label, node.op, one.bytes, count, one.dtype) for node, one, count in side)
         for side in (earlier, later)
     ]
-    rates = {one.dtype: PRODUCT_RATES[one.dtype] for _, one, count in later if count and one.dtype in PRODUCT_RATES}
+    dtypes = {TensorProto.DataType.Name(one.dtype).lower() for _, one, count in later if count}
+    rates = {dtype: PRODUCT_RATES[dtype] for dtype in dtypes & PRODUCT_RATES.keys()}
     sizes = {name: str(size) for name, size in before.assumed.items()}
     return Times(DEVICE, sizes, sides[0], sides[1], COPY_RATE, dict(sorted(rates.items())), LAUNCH)

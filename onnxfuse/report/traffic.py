@@ -6,9 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Final
-
-from onnx import TensorProto
+from typing import Final, NamedTuple
 
 from onnxfuse.algebra.operators import FREE
 from onnxfuse.algebra.sizes import UNKNOWN, symbol, symbols
@@ -27,14 +25,13 @@ from onnxfuse.ir.node import Tensor, op_of
 NO_SIZES: Final[Mapping[str, Sequence[int]]] = MappingProxyType({})
 
 
-@dataclass(frozen=True)
-class NodeTraffic:
-    """The bytes that a node moves, its floating-point operations, and the dtype of its first input, as "float16"."""
+class NodeTraffic(NamedTuple):
+    """The bytes that a node moves, its floating-point operations, and the TensorProto.DataType of its first input."""
 
     node: str  # its name, or its first output if it has none
     bytes: int
     flops: int
-    dtype: str
+    dtype: int
 
 
 @dataclass(frozen=True)
@@ -50,7 +47,12 @@ class Traffic:
     launches: int
     flops: int = 0
     assumed: Mapping[str, int] = field(default_factory=dict)
-    nodes: tuple[NodeTraffic, ...] = field(default=(), compare=False)
+    rows: Sequence[tuple[str, int, int, int]] = field(default=(), compare=False, repr=False)  # of `nodes`
+
+    @property
+    def nodes(self) -> list[NodeTraffic]:
+        """The traffic of each node that is not free."""
+        return [NodeTraffic(*row) for row in self.rows]
 
 
 def estimate_traffic(graph: Graph, shapes: ShapeInfo, requested: Mapping[str, Sequence[int]] = NO_SIZES) -> Traffic:
@@ -66,7 +68,8 @@ def estimate_traffic(graph: Graph, shapes: ShapeInfo, requested: Mapping[str, Se
 
 def _estimate(graph: Graph, shapes: ShapeInfo, inside: ShapeInfo | None) -> Traffic:
     """Return the traffic of a graph; `inside` has the shapes of the model as it was read, if it had fused nodes."""
-    found: list[NodeTraffic] = []
+    of_nodes: list[tuple[str, int, int, int]] = []
+    total, flops = 0, 0
     computed = {tensor.name: tensor for node in inside.graph.nodes for tensor in node.outputs} if inside else {}
     sizes: dict[object, int] = {}
     bodies = {f"{f.domain}::{f.name}": f for f in graph.functions}
@@ -91,11 +94,12 @@ def _estimate(graph: Graph, shapes: ShapeInfo, inside: ShapeInfo | None) -> Traf
                 count = size_of(rows) // item_bytes(shapes.dtype(rows))
                 moved[table.name] = min(moved[table.name], count * size_of(table, 1))
         label = node.name or next((tensor.name for tensor in node.outputs if tensor.name), "")
-        flops = assumed_number(shapes, count_flops(shapes, node) or 0)
-        dtype = shapes.dtype(node.inputs[0]) if node.inputs and node.inputs[0].name else 0
-        found.append(NodeTraffic(label, sum(moved.values()), flops, TensorProto.DataType.Name(dtype).lower()))
-    total, flops = sum(one.bytes for one in found), sum(one.flops for one in found)
-    return Traffic(total, len(found), flops, _assumed_sizes(graph, shapes), tuple(found))
+        count = assumed_number(shapes, count_flops(shapes, node) or 0)
+        dtype = shapes.dtype(node.inputs[0]) if count and node.inputs and node.inputs[0].name else 0
+        own = sum(moved.values())
+        total, flops = total + own, flops + count
+        of_nodes += [(label, own, count, dtype)]
+    return Traffic(total, len(of_nodes), flops, _assumed_sizes(graph, shapes), of_nodes)
 
 
 def _with_bodies(graph: Graph) -> ShapeInfo | None:
