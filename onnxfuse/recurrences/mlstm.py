@@ -171,7 +171,7 @@ def assign_mlstm(
     Returns the records of the fused nodes and, by the label of a CumSum with maxima after it, why its nodes stay.
     """
     fused, reasons, known = list[Fused](), dict[str, str](), dict[bytes, Mlstm]()
-    for node in [node for node in shapes.graph.nodes if op_of(node) == "CumSum"]:
+    for node in [node for node in shapes.graph.nodes if node.op == "CumSum" == op_of(node)]:
         for chunks in _stabilized(shapes, node):
             label = node_label(node)
             try:
