@@ -15,7 +15,7 @@ def result_text(result: Mapping[str, Any]) -> str:
 
     A list of objects is a table, at any depth: it is written as {"columns": names, "rows": lists of values}; null is a
     value that a row does not have. Several named objects of equal keys are one too, whose rows keep their names.
-    Numbers have four digits, and "nan" and "inf" are strings.
+    Numbers have five digits, and "nan" and "inf" are strings.
     """
     entries = ",\n".join(f"{json.dumps(name)}: {_entry(_plain(value))}" for name, value in result.items())
     return f"{{\n{entries}\n}}\n"
@@ -29,7 +29,7 @@ def read_result(text: str) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     """Return a value with tables in place of objects, and with short numbers."""
     if isinstance(value, float):
-        return float(f"{value:.4g}") if math.isfinite(value) else str(value)
+        return float(f"{value:.5g}") if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
         objects = list(value.values())
         if len(objects) > 1 and _are_objects(objects) and all(each.keys() == objects[0].keys() for each in objects):

@@ -83,7 +83,7 @@ def test_every_row_of_a_result_is_a_line() -> None:
         "{",
         '"versions": {"cuda":"13.0"},',
         '"rows": {"columns": ["us","shape","best"], "rows": [',
-        "[1.235,[1,2],null],",
+        "[1.2346,[1,2],null],",
         '["inf",[3],"a"]',
         "]},",
         '"models": {',
@@ -91,7 +91,7 @@ def test_every_row_of_a_result_is_a_line() -> None:
         "}",
         "}",
     ]
-    rows = [{"us": 1.235, "shape": [1, 2]}, {"us": "inf", "shape": [3], "best": "a"}]
+    rows = [{"us": 1.2346, "shape": [1, 2]}, {"us": "inf", "shape": [3], "best": "a"}]
     assert module.read_result(text) == {**result, "rows": rows}
 
 
