@@ -55,7 +55,7 @@ static_assert(sizeof(Memory) == SHARED_BYTES, "the host knows this layout");
 
 extern __shared__ __align__(128) char shared_bytes[];
 
-// Transposes an 8 x 8 matrix of 16-bit elements, of which a lane has two of row lane / 4.
+// Transposes an 8 x 8 matrix of 16-bit elements. A lane has two elements of row lane / 4.
 __device__ __forceinline__ u32 transposed(u32 pair) {
     u32 result = 0;
 #if __CUDA_ARCH__ >= 750
@@ -75,7 +75,7 @@ __device__ __forceinline__ float over_rows(float value) {
     return value;
 }
 
-// Returns the number whose difference to scores is exponentiated: a maximum, or 0 if there are no scores.
+// Returns the number to subtract from scores before they are exponentiated: their maximum, or 0 without scores.
 __device__ __forceinline__ float zero_of(float top) { return top == MINUS_INFINITY ? 0.0f : top; }
 
 struct Sizes { int past, keys, kv_heads, same_offsets; };
@@ -95,7 +95,7 @@ struct Rows {
 #if TURNS
 static_assert(LANES == 4 && WIDTH == 8 && (ROTATED == 0 || ROTATED == HEAD_DIM), "a lane has both elements of a pair");
 
-// Normalizes and rotates a head, of which a lane has the vectors lane % 4, lane % 4 + 4, ...
+// Normalizes and rotates a head. A lane has its vectors lane % 4, lane % 4 + 4, ...
 struct Turn {
     Rotation rotations[STEPS];
 
@@ -220,7 +220,7 @@ struct Softmax {
     float top[2] = {MINUS_INFINITY, MINUS_INFINITY}, sum[2] = {};
     float o[PARTS][4][4] = {};  // element [t][c + 2 * i] is column column_of_value() + 2 * t + i of row c
 
-    // Begins with a single key, of which a lane has the same elements as of its query, and the value of this key.
+    // Begins with a single key and its value. A lane has the same elements of the key as of its query.
     __device__ __forceinline__ void begin(const Vector (&k)[CHUNKS], const Vector (&v)[PARTS],
                                           const Vector (&q)[CHUNKS], float scale) {
         float product = 0.0f;

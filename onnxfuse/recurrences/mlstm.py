@@ -326,7 +326,7 @@ def _compared(run: Runner, given: Mapping[str, Operand], chunks: Chunks, roles: 
 
 
 def _agrees(roles: Mlstm, feeds: Mapping[str, Array], y: Array, min_side: float) -> bool:
-    """Return whether the steps have these results, of which at least `min_side` have each side of the maximum."""
+    """Return whether the steps have these results, and a share of `min_side` or more has each side of the maximum."""
     results, sums, maxima = roles.steps(feeds)
     sums, least = roles.scale * sums, np.exp(-maxima)
     if not min_side <= (sums > least).mean() <= 1 - min_side:

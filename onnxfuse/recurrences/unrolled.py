@@ -171,7 +171,7 @@ class _Trace:
         return tensor
 
     def _sliced_at(self, key: Key, step: int) -> Iterator[Tensor]:
-        """Yield the slices, at the place of a step, of the tensor of which a bundle has the slices before it."""
+        """Yield the slices at the place of a step; a bundle has the slices of the same tensor at earlier places."""
         _, data, axis, keeps_axis = self.inputs[key]
         wanted = data, axis, len(self.concat.inputs) - 1 - step if self.backwards else step, keeps_axis
         yield from (t for node in consumers(data) for t in node.outputs if _slice(self.shapes, node, t) == wanted)

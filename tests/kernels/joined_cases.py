@@ -391,7 +391,7 @@ def group_norm_case(kind: str, norm: GroupNormCase) -> JoinedCase:
 
 
 def attention_case(kind: str, of: Case) -> JoinedCase:
-    """Return a case of one of these programs behind an attention; quantizers read it in float32."""
+    """Return a case of one of these programs after an attention; quantizers read it in float32."""
     attention, dtype = AttentionCase(of), "float32" if kind == "quantized" else of.dtype
     *lead, n = attention.shape()
     return replace(case(kind, lead=tuple(lead), n=n, k=of.keys, dtype=dtype), instead=attention)
