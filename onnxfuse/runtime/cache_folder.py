@@ -5,6 +5,7 @@ Cached machine code is executed.  So no file is read from a folder that another 
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import stat
@@ -60,7 +61,7 @@ def make_folder(folder: Path) -> None:
     """
     root = cache_folder()
     if root is None or not folder.is_relative_to(root):
-        raise OSError(f"'{folder}' is not in the cache folder")
+        raise OSError(errno.ENOENT, f"the cache folder has changed to {root}")
     root.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
     mode = root.stat().st_mode & READABLE
     for each in (*reversed(folder.parents), folder):

@@ -64,6 +64,27 @@ def test_a_folder_that_cannot_be_made_costs_the_cache_only(
     assert record.getMessage().startswith("compiled kernels cannot be kept in ")
 
 
+def test_a_cache_that_changes_while_a_kernel_compiles_is_named(
+    compiled: list[tuple[Kernel, int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A background thread can still compile after the process has chosen another folder."""
+
+    def compile_cubin(*_: object) -> Cubin:
+        monkeypatch.setenv("ONNXFUSE_CACHE_DIR", str(tmp_path / "other"))
+        return Cubin(b"code", 0, 0, 0, 0, 0, "")
+
+    monkeypatch.setattr(code_cache, "compile_cubin", compile_cubin)
+    assert cached_cubin(KERNEL, 90) == b"code"
+    (record,) = caplog.records
+    assert (
+        f"cannot be kept in {tmp_path}/cache/code: the cache folder has changed to {tmp_path}/other"
+        in record.getMessage()
+    )
+
+
 @pytest.mark.parametrize("which", ["cache", "cache/code", "file"])
 def test_code_that_others_could_have_written_is_not_loaded(
     compiled: list[tuple[Kernel, int]], tmp_path: Path, caplog: pytest.LogCaptureFixture, which: str
