@@ -169,6 +169,15 @@ def sum_of_readers(nodes: int) -> onnx.ModelProto:
     return b.model(b.add("Sum", *readers))
 
 
+def chain_of_constants(nodes: int) -> onnx.ModelProto:
+    """Operators that each read the result of the one before, and constants alone."""
+    b = Builder()
+    x = b.weight(HIDDEN)
+    for i in range(nodes - 1):
+        x = b.add("Add", x, b.constant(np.float32(i)))
+    return b.model(b.add("Mul", "x", x))
+
+
 def small() -> onnx.ModelProto:
     b = Builder()
     return b.model(feed_forward(b, layer_norm(b, "x")))

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import onnx
 import pytest
 from counted_calls import counted_calls
-from large_models import BLOCK, MODELS, OF_REGIONS, small
+from large_models import BLOCK, MODELS, OF_REGIONS, chain_of_constants, small
 from onnx import TensorProto, helper
 from onnx_graphsurgeon.util.misc import SynchronizedList
 
@@ -79,6 +79,12 @@ def test_visits_of_inputs_and_outputs(name: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(SynchronizedList, "__iter__", visited, raising=False)
     half, whole = visits_of(COUNTED // 2), visits_of(COUNTED)
     assert COUNTED < whole <= 2.2 * half, f"{half} visits, and {whole} for twice the nodes"
+
+
+def test_calls_of_folding_constants_that_depend_on_each_other() -> None:
+    """All nodes but the last are one group, which is folded as a whole."""
+    half, whole = (calls(chain_of_constants(nodes).SerializeToString()) for nodes in (COUNTED // 2, COUNTED))
+    assert COUNTED < whole <= 2.2 * half, f"{half} calls, and {whole} for twice the nodes"
 
 
 def assert_calls_grow_with_nodes(name: str, nodes: int) -> None:

@@ -188,15 +188,16 @@ def _is_of_indices(node: Node) -> bool:
 
 
 def _groups(nodes: Sequence[Node]) -> list[list[Node]]:
-    """Split the nodes into connected groups, in order; no node reads a result of another group."""
+    """Split the nodes into connected groups; no node reads a result of another group."""
     group_of: dict[int, list[Node]] = {}  # a node's group, by the node's id
     producers = {id(tensor): node for node in nodes for tensor in node.outputs}
     for node in nodes:
         group_of[id(node)] = own = [node]
-        for before in {id(group_of[id(producers[id(t)])]): t for t in node.inputs if id(t) in producers}.values():
-            merged = group_of[id(producers[id(before)])]
-            own = [*merged, *own]
-            group_of.update((id(each), own) for each in own)
+        for before in [producers[id(tensor)] for tensor in node.inputs if id(tensor) in producers]:
+            if (other := group_of[id(before)]) is not own:
+                smaller, own = sorted((own, other), key=len)  # so that a node changes its group log(n) times at most
+                own += smaller
+                group_of |= dict.fromkeys(map(id, smaller), own)
     return list({id(group): group for group in group_of.values()}.values())
 
 
