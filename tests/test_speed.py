@@ -7,6 +7,7 @@ close above what it is.
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Iterator
 
 import onnx
@@ -17,6 +18,7 @@ from onnx import TensorProto, helper
 from onnx_graphsurgeon.util.misc import SynchronizedList
 
 from onnxfuse import optimize
+from onnxfuse.fuse_model import no_garbage_collection
 from onnxfuse.ir.node import Tensor
 from onnxfuse.report.report import Report
 
@@ -85,6 +87,20 @@ def test_calls_of_folding_constants_that_depend_on_each_other() -> None:
     """All nodes but the last are one group, which is folded as a whole."""
     half, whole = (calls(chain_of_constants(nodes).SerializeToString()) for nodes in (COUNTED // 2, COUNTED))
     assert COUNTED < whole <= 2.2 * half, f"{half} calls, and {whole} for twice the nodes"
+
+
+def test_collections_after_fusing_leave_out_what_existed_before() -> None:
+    before = [object()]
+    gc.unfreeze()  # conftest.py freezes what pytest imports
+    try:
+        with no_garbage_collection():
+            assert not gc.isenabled()
+            during = [object()]
+            young = {id(each) for each in gc.get_objects(generation=0)}
+        assert gc.isenabled() and not gc.get_freeze_count()
+        assert id(during) in young and id(before) not in young
+    finally:
+        gc.freeze()
 
 
 def assert_calls_grow_with_nodes(name: str, nodes: int) -> None:
