@@ -62,7 +62,7 @@ from onnxfuse.verify.accepted import NOTHING_ACCEPTED, Accepted, state_accepted
 from onnxfuse.verify.check_bodies import faults_of_bodies
 from onnxfuse.verify.compare import NOT_VERIFIED, Verification
 from onnxfuse.verify.compare_parts import PartFinding, PartsVerification
-from onnxfuse.verify.extent import FULL, LEFT_OUT_BY_QUICK, Extent, Level, extent_of
+from onnxfuse.verify.extent import FULL, LEFT_OUT_BY_QUICK, Budget, Extent, Level, extent_of
 from onnxfuse.verify.inputs import load_samples, model_inputs
 from onnxfuse.verify.observed import NotCompared
 from onnxfuse.verify.own_process import DEFAULT_TIMEOUT, own_process
@@ -106,8 +106,9 @@ def optimize(
               and lets no operators join
     plan      a file of `onnxfuse plan` for this model; the nodes of a match that it switches off stay unfused
     verify    run each fused node and the nodes that it replaced, and both models, in onnxruntime; undo fusions that
-              differ.  True is "full", False is "off".  "quick" compares at one combination of sizes, and the report
-              says what it leaves out
+              differ.  True is "full", False is "off".  "quick" compares at one combination of sizes.  "full" goes on
+              like that after about ten times the original's own run, and at least 30 s; the report says what is left
+              out
     inputs    arrays to verify with, by input name; others are generated
     shapes    sizes to verify and to estimate traffic with, as "input:8x512"; others are chosen
     timeout   seconds that opening a model in onnxruntime, or one run of it, may take in a process of its own; None runs
@@ -434,7 +435,7 @@ def _fuse_verified(job: _Job, source: onnx.ModelProto) -> _Found:
     chosen = Chosen(job.choices) if job.choices else None
     verifier = Verifier(
         job.original, job.folder, job.inputs, job.timer, job.shapes, job.tolerance, job.is_converted, job.is_standard,
-        job.verify,
+        replace(job.verify, budget=Budget()),
     ) if job.verify else None  # fmt: skip
     search = _Search(job, source, verifier, chosen)
     try:

@@ -2,17 +2,63 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import time
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
 from onnxfuse.errors import UsageError
 
 Level: TypeAlias = Literal["full", "quick", "off"]
 
-LEFT_OUT_BY_QUICK: Final = (
-    "a second combination of sizes, sizes of 0 and 1, inverted flags, fully masked rows, drawn values of fused nodes, "
-    "and runs with onnxruntime's own optimizations"
-)
+OTHER_SIZES: Final = "a second combination of sizes"
+EDGES: Final = "sizes of 0 and 1"
+FLAGS: Final = "inverted flags"
+MASK_ROWS: Final = "fully masked rows"
+DRAWN: Final = "drawn values of fused nodes"
+OPTIMIZED: Final = "runs with onnxruntime's own optimizations"
+LEFT_OUT_BY_QUICK: Final = f"{', '.join((OTHER_SIZES, EDGES, FLAGS, MASK_ROWS, DRAWN))}, and {OPTIMIZED}"
+
+MIN_SECONDS: Final = 30.0  # before this time, a full verification leaves nothing out for lack of time
+MAX_OWN_RUNS: Final = 10.0  # times the original's own run, after which a full verification goes on as a quick one
+# The shares of this time after which the original, and then fused nodes, get no further runs.  The optimized model then
+# takes as long as the original took.
+OF_ORIGINAL, OF_PARTS = 0.4, 0.6
+
+
+@dataclass
+class Budget:
+    """The time for the runs that a full verification makes beyond those of a quick one, and which it leaves out.
+
+    The time is MAX_OWN_RUNS times the seconds until onnxruntime has opened the original and run it once, and at least
+    MIN_SECONDS.  It begins with this object, and has no limit until `own` is known.
+    """
+
+    own: float = math.inf
+    began: float = field(default_factory=time.monotonic)
+    left_out: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def seconds(self) -> float:
+        """The time; infinite as long as `own` is not known."""
+        return max(MIN_SECONDS, MAX_OWN_RUNS * self.own)
+
+    def allows(self, what: str, share: float) -> bool:
+        """Return whether a share of the time is not over; else record that a run, named `what`, is left out."""
+        if time.monotonic() - self.began <= share * self.seconds:
+            return True
+        self.left_out[what] += 1
+        return False
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A sentence about what was left out; nothing if all was done."""
+        if not self.left_out:
+            return ()
+        names = [f"{name} ({count})" if name == DRAWN else name for name, count in self.left_out.items()]
+        why = f"{MIN_SECONDS:g} s, or {MAX_OWN_RUNS:g} times the original's own run of {self.own:.1f} s"
+        return (f"to end after about {self.seconds:.0f} s ({why}), the verification left out {', '.join(names)}",)
 
 
 @dataclass(frozen=True)
@@ -22,17 +68,25 @@ class Extent:
     sizes     the number of combinations of sizes at which whole models run
     repeats   whether whole models run on inverted flags, too, and fused nodes on drawn values
     extremes  whether whole models run at sizes 0 and 1, with fully masked rows, and with onnxruntime's optimizations
+    budget    the time for what `sizes`, `repeats` and `extremes` add to a quick verification; None is no limit
     """
 
     level: Level = "full"
     sizes: int = 2
     repeats: bool = True
     extremes: bool = True
+    budget: Budget | None = field(default=None, compare=False)
+
+    def allows(self, what: str, share: float = OF_ORIGINAL) -> bool:
+        """Return whether there is time for a run that a quick verification leaves out, named `what` in the report."""
+        return self.budget is None or self.budget.allows(what, share)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """A sentence about the runs that this level leaves out; nothing for "full"."""
-        return (f"the verification was quick: it left out {LEFT_OUT_BY_QUICK}",) if self.level == "quick" else ()
+        """A sentence about the runs that this level, or its budget, leaves out; nothing if it leaves out none."""
+        if self.level == "quick":
+            return (f"the verification was quick: it left out {LEFT_OUT_BY_QUICK}",)
+        return self.budget.notes if self.budget else ()
 
 
 FULL: Final = Extent()

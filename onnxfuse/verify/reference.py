@@ -7,6 +7,7 @@ nothing, so the original runs on more inputs.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -30,7 +31,7 @@ from onnxfuse.verify.difference import (
     with_numbers_for_nan,
     worst,
 )
-from onnxfuse.verify.extent import FULL, Extent
+from onnxfuse.verify.extent import EDGES, FLAGS, FULL, MASK_ROWS, OPTIMIZED, OTHER_SIZES, Extent
 from onnxfuse.verify.input_uses import trip_counts
 from onnxfuse.verify.inputs import check_inputs, model_inputs
 from onnxfuse.verify.larger_inputs import depends_on, largest_first
@@ -189,7 +190,7 @@ def run_original(
         )
     hidden = _hidden_outputs(runs, random) | random
     result = Reference(model, folder, tell, runs, half, tensors, False, "", hidden, frozenset(random), edges=at_edges)
-    if extent.extremes:
+    if extent.extremes and extent.allows(OPTIMIZED):
         result = replace(result, optimized=_run_optimized_by_onnxruntime(prepared, runs[0], tell))
     if not half:
         return result
@@ -243,14 +244,18 @@ class _Original:
         follow.  Outputs in `random` are never compared.  Raises VerificationError if the model does not run at any
         sizes.
         """
+        begun, budget = time.monotonic(), self.extent.budget
         session = _session_of_original(model)
 
         def run_at(sizes: dict[str, int], feeds: dict[str, Array]) -> Run:
-            return Run(sizes, feeds, run(session, arrays_to_float32(feeds) if in_float32 else feeds), {})
+            found = Run(sizes, feeds, run(session, arrays_to_float32(feeds) if in_float32 else feeds), {})
+            if budget and math.isinf(budget.own):
+                budget.own = time.monotonic() - begun
+            return found
 
         drawn = draws(self.model, self.shapes, self.given)
         left = drawn.usual()
-        runs = _first_runs(left, run_at, tell, bool(self.given), self.extent.sizes)
+        runs = _first_runs(left, run_at, tell, bool(self.given), self.extent)
         with suppress(VerificationError):  # after a run that exceeds the time limit, no others are tried
             self._run_more(runs, left, run_at, tell)
         return runs, list(self._at_edges(drawn, runs, run_at, tell)) if self.extent.extremes else []
@@ -272,9 +277,12 @@ class _Original:
         for sizes, feeds in largest_first(self.model, self.folder, left) if may_show else ():
             if add(_named(sizes), sizes, feeds):
                 break
-        if self.extent.repeats and (flags := inverted_flags(first.feeds, self.given)):
+        flags = inverted_flags(first.feeds, self.given) if self.extent.repeats else {}
+        if flags and self.extent.allows(FLAGS):
             add(" with flags inverted", first.sizes, first.feeds | flags)
         for feeds in with_mask_rows(last.feeds, mask_inputs(self.model, self.given)) if self.mask_rows else ():
+            if not self.extent.allows(MASK_ROWS):
+                break
             add(" on masks that leave nothing", last.sizes, feeds)
         for kind in REDRAWS if may_show else ():
             feeds = redrawn(first.feeds, kind, self.given)
@@ -293,7 +301,7 @@ class _Original:
         for draw in (*self._without_iterations(runs[0]), *drawn.at_edges(done[0])):
             if draw.sizes in done or (0 in draw.sizes.values() and current_worker() is None):
                 continue
-            if time.monotonic() - started > MAX_SECONDS_AT_EDGES:
+            if time.monotonic() - started > MAX_SECONDS_AT_EDGES or not self.extent.allows(EDGES):
                 break
             tell("run the original" + _named(draw.sizes))
             try:
@@ -319,8 +327,8 @@ def _named(sizes: Mapping[str, int]) -> str:
     return "".join(f", {name}={size}" for name, size in sizes.items())
 
 
-def _first_runs(left: Iterator[Draw], run_at: RunAt, tell: Progress, is_given: bool, count: int) -> list[Run]:
-    """Run the original on sets of drawn inputs (`left`), in order; return the first `count` runs that succeed.
+def _first_runs(left: Iterator[Draw], run_at: RunAt, tell: Progress, is_given: bool, extent: Extent) -> list[Run]:
+    """Run the original on sets of drawn inputs (`left`), in order; return the first `extent.sizes` runs that succeed.
 
     Raises VerificationError if none succeeds.
     """
@@ -328,6 +336,8 @@ def _first_runs(left: Iterator[Draw], run_at: RunAt, tell: Progress, is_given: b
     failures: list[tuple[dict[str, int], str]] = []
     crashes = 0
     for draw in left:
+        if runs and not extent.allows(OTHER_SIZES):
+            break
         tell("run the original" + _named(draw.sizes))
         started = time.monotonic()
         try:
@@ -342,7 +352,7 @@ def _first_runs(left: Iterator[Draw], run_at: RunAt, tell: Progress, is_given: b
             is_large = max(draw.sizes.values(), default=0) >= LARGE_SIZE
             if is_large and time.monotonic() - started > MAX_SECONDS_REFUSED:
                 break
-        if len(runs) == count:
+        if len(runs) == extent.sizes:
             break
     if not runs:
         raise VerificationError(describe_failures(failures, is_given))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import html
 import json
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,20 @@ from test_parts import wrong_relu
 from onnxfuse import UsageError, optimize, optimizer
 from onnxfuse.cli import main
 from onnxfuse.unfuse_model import unfuse
-from onnxfuse.verify.extent import LEFT_OUT_BY_QUICK, QUICK
+from onnxfuse.verify import extent
+from onnxfuse.verify.extent import (
+    DRAWN,
+    EDGES,
+    FLAGS,
+    FULL,
+    LEFT_OUT_BY_QUICK,
+    OF_ORIGINAL,
+    OF_PARTS,
+    OPTIMIZED,
+    OTHER_SIZES,
+    QUICK,
+    Budget,
+)
 from onnxfuse.verify.reference import run_original
 
 QUICK_NOTE = f"the verification was quick: it left out {LEFT_OUT_BY_QUICK}"
@@ -89,6 +104,34 @@ def test_a_long_verification_names_the_quick_one(monkeypatch: pytest.MonkeyPatch
     assert note == f"the verification took 0 s; with `--verify quick` it leaves out {LEFT_OUT_BY_QUICK}"
     assert optimize(SOFTMAX, verify="quick")[1].verified.notes == (QUICK_NOTE,)
     assert optimize(SOFTMAX, verify=False)[1].verified.notes == ()
+
+
+def test_a_budget_gives_the_original_and_fused_nodes_shares_of_ten_own_runs() -> None:
+    budget = Budget(began=time.monotonic() - 50.0)
+    assert budget.allows(EDGES, OF_ORIGINAL) and not budget.notes  # the own run is not known yet
+    budget.own = 10.0
+    assert not budget.allows(EDGES, OF_ORIGINAL) and budget.allows(DRAWN, OF_PARTS)
+    budget.own = 1.0
+    assert not any(budget.allows(DRAWN, OF_PARTS) for _ in range(3))
+    why = "to end after about 30 s (30 s, or 10 times the original's own run of 1.0 s)"
+    assert budget.notes == (f"{why}, the verification left out {EDGES}, {DRAWN} (3)",)
+    assert Budget(0.001, time.monotonic()).allows(DRAWN, OF_ORIGINAL)  # the least is 30 s
+
+
+def test_a_verification_without_time_goes_on_as_a_quick_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It makes the runs of a quick one, and the report names all others that it would have made."""
+    flagged = model(
+        "(float[b, s] x, bool flag, float[b, s] z) => (float[b, s] y) { r = Relu(x)  y = Where(flag, r, z) }"
+    )
+    monkeypatch.setattr(extent, "MIN_SECONDS", 0.0)
+    monkeypatch.setattr(extent, "MAX_OWN_RUNS", 0.0)
+    patterns = [wrong_relu(tmp_path, "op.Clip(x, 0.0, 100.0)")]  # it is wrong on drawn values
+    _, report = optimize(flagged, only=["wrong_relu"], patterns=patterns)
+    assert (report.counts, report.verified.level, report.verified.status) == ({"wrong_relu": 1}, "full", "verified")
+    note = report.verified.notes[0]
+    assert note.endswith(f"the verification left out {OTHER_SIZES}, {FLAGS}, {EDGES}, {OPTIMIZED}, {DRAWN} (1)")
+    found = run_original(flagged, None, {}, lambda line: None, extent=replace(FULL, budget=Budget()))
+    assert len(found.runs) == 1 and not found.edges and not found.optimized
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
