@@ -11,6 +11,7 @@ import gc
 from collections.abc import Iterator
 
 import onnx
+import onnx.parser
 import pytest
 from counted_calls import counted_calls
 from large_models import BLOCK, MODELS, OF_REGIONS, chain_of_constants, small
@@ -20,6 +21,7 @@ from onnx_graphsurgeon.util.misc import SynchronizedList
 from onnxfuse import optimize
 from onnxfuse.fuse_model import no_garbage_collection
 from onnxfuse.ir.node import Tensor
+from onnxfuse.match import Match, Matcher, Miss
 from onnxfuse.report.report import Report
 
 NODES = 5_000
@@ -101,6 +103,24 @@ def test_collections_after_fusing_leave_out_what_existed_before() -> None:
         assert id(during) in young and id(before) not in young
     finally:
         gc.freeze()
+
+
+def test_rules_are_tried_where_the_shape_is_that_of_their_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule for rows, of three axes, is tried after the Squeeze, and not at the sums of images."""
+    tried: list[tuple[str, str]] = []
+    at = Matcher.at
+
+    def recorded(matcher: Matcher, tensor: Tensor) -> Match | Miss:
+        tried.append((matcher.fusion.name, tensor.name))
+        return at(matcher, tensor)
+
+    monkeypatch.setattr(Matcher, "at", recorded)
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[2, 3, 1, 9] x) => (float[2, 4, 9] y)
+        <float[4, 3, 1, 1] w = {1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3}, float[4, 1, 1] b = {1, 2, 3, 4},
+        float[1, 4, 1] r = {1, 2, 3, 4}, int64[1] axis = {2}> {
+        c = Conv(x, w)  s = Add(c, b)  t = Add(s, c)  q = Squeeze(t, axis)  y = Add(q, r) }"""
+    optimize(onnx.parser.parse_model(text), verify=False)
+    assert {tensor for rule, tensor in tried if rule == "row_of_an_image"} == {"y"}
 
 
 def assert_calls_grow_with_nodes(name: str, nodes: int) -> None:

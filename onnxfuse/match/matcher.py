@@ -85,10 +85,15 @@ class Matcher(MatchContext):
                     return found
         return self.nearest.miss(tensor)
 
+    def has_shape_of_output(self, tensor: Tensor) -> bool:
+        """Return whether the shape of a tensor, if it is known, is one that the fusion declares for its output."""
+        shape, spec = self.shapes.shape(tensor), self.fusion.out[0]
+        return shape is None or "(" in spec or unify_first(spec, shape) is not None
+
     def _start(self, tensor: Tensor) -> State:
         """Return the initial state: the output's named dimensions are bound, and operands must agree with them."""
         shape, spec = self.shapes.shape(tensor), self.fusion.out[0]
-        return State(dims=unify_first(spec, shape) if shape is not None and "(" not in spec else {})
+        return State(dims=(unify_first(spec, shape) or {}) if shape is not None and "(" not in spec else {})
 
     # --- the walk ------------------------------------------------------------------------------------------------
 

@@ -35,9 +35,9 @@ def _token(text: str) -> Token:
 
 
 @functools.lru_cache(maxsize=4096)  # called for every fusion at every node, with the few shapes of a model
-def unify_first(spec: str, shape: tuple[Size, ...]) -> Dims:
-    """Return the sizes that `shape` gives the names in `spec`; empty if `shape` does not fit `spec`."""
-    return unify(spec, shape, {}) or {}
+def unify_first(spec: str, shape: tuple[Size, ...]) -> Dims | None:
+    """Return the sizes that `shape` gives the names in `spec`; None if `shape` does not fit `spec`."""
+    return unify(spec, shape, {})
 
 
 def unify(

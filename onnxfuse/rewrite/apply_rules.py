@@ -50,6 +50,7 @@ def _apply_rules(graph: Graph, shapes: ShapeInfo, rules: Sequence[Rewrite]) -> i
     return sum(
         _apply(graph, shapes, matcher, rule, node.outputs[0])
         for node, rule, matcher in _candidates(graph, shapes, rules)
+        if "..." in rule.left.out[0] or matcher.has_shape_of_output(node.outputs[0])
     )
 
 
