@@ -212,19 +212,17 @@ def slower(taken: Taken) -> dict[Case, float]:
     return {case: times[tiling(plan)] / min(times.values()) for case, (plan, times) in here.items()}
 
 
-def assert_fast(ratios: dict[Case, float], mean: float, missed: Case, limit: float) -> None:
-    """Assert that one case alone is more than 12 % slower than the fastest tiling; it has a limit of its own."""
-    assert 1.12 < ratios.pop(missed) < limit, "if it is fast now, it needs no limit of its own"
-    assert math.exp(sum(map(math.log, ratios.values())) / len(ratios)) < mean and max(ratios.values()) < 1.12
+def assert_fast(ratios: dict[Case, float]) -> None:
+    assert math.exp(sum(map(math.log, ratios.values())) / len(ratios)) < 1.007 and max(ratios.values()) < 1.12, ratios
 
 
 def test_tilings_of_attention_are_fast_ones() -> None:
     taken = {case: (attention_host.candidates(*attention(*case), H200)[0], times) for case, times in timed_attention()}
-    assert_fast(slower(taken), 1.007, ("plain", 64, 4, 12, 257), 1.26)
+    assert_fast(slower(taken))
 
 
 def test_tilings_of_attention_of_any_length_are_fast_ones() -> None:
-    """Nodes of dynamic length have few kernels, none of them with tiles of 48 keys."""
+    """Nodes of dynamic length have few kernels."""
     taken: Taken = {}
     for case, times in timed_attention():
         form, size, batch, heads, length = case
@@ -232,7 +230,4 @@ def test_tilings_of_attention_of_any_length_are_fast_ones() -> None:
         variant = template.chosen([batch, length])
         assert variant
         taken[case] = concrete_plan(template, variant, [batch, length]), times
-    known = {case: (plan, {key: us for key, us in times.items() if "x48*" not in key})
-             for case, (plan, times) in taken.items()}  # fmt: skip
-    assert_fast(slower(known), 1.012, ("plain", 64, 8, 12, 257), 1.18)
-    assert max(slower(taken).values()) < 1.62
+    assert_fast(slower(taken))

@@ -41,7 +41,7 @@ def test_no_batch_has_a_plan_wherever_it_has_one_for_that_size_alone(case: Case)
 
 @GPUS
 def test_usual_nodes_have_few_kernels(device: Device) -> None:
-    most = {"padding": 5, "causal": 5, "step": 3, "steps": 4}  # one more for short caches
+    most = {"padding": 6, "causal": 6, "step": 3, "steps": 4}  # one more for short caches
     for case in [*CASES, *CACHES]:
         if case.name in most:
             template = template_of(case.node, case.inputs, device)
