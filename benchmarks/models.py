@@ -57,16 +57,20 @@ from onnxfuse.errors import first_line
 from onnxfuse.tuning.bound_session import WARM_UP_RUNS, default_provider
 from onnxfuse.tuning.timing import interleaved, runs_within
 
-GROUPS = ("default", "conv", "regions", "eight bits")
-BOTH, CONV, REGIONS, EIGHT = GROUPS[:2], ("conv",), ("regions",), ("eight bits",)
+GROUPS = ("default", "conv", "regions", "eight bits", "slow")
+BOTH, CONV, REGIONS, EIGHT, SLOW = GROUPS[:2], ("conv",), ("regions",), ("eight bits",), ("slow",)
 CASES = (
     Case("bert-b8-s512", "bert", {"batch": 8, "seq": 512}, "bert"),
-    Case("bert-b1-s128", "bert", {"batch": 1, "seq": 128}, "bert"),
+    Case("bert-b8-s512-tf32", "bert", {"batch": 8, "seq": 512}, "bert", dtype="fp32", groups=SLOW),
+    Case("bert-b1-s128", "bert", {"batch": 1, "seq": 128}, "bert", groups=("default", "slow")),
     Case("llama-s2048", "llama", {"batch": 1, "seq": 2048}, "qwen3"),
     Case("llama-s128", "llama", {"batch": 1, "seq": 128}, "qwen3"),
     Case("llama-decode-4k", "llama_decode", {"batch": 1, "past": 4096, "seq": 1}, fixed=True),
     Case("vit-b32", "vit", {"batch": 32}, "vit"),
-    Case("vit-b1", "vit", {"batch": 1}, "vit"),
+    Case("vit-b1", "vit", {"batch": 1}, "vit", groups=("default", "slow")),
+    Case("clip-text-b32", "clip_text", {"batch": 32, "seq": 77}, "clip", fixed=True, groups=SLOW),
+    Case("dinov2-b8", "dinov2", {"batch": 8}, "vit", groups=SLOW),
+    Case("gpt-neox-s1024", "gpt_neox", {"batch": 1, "seq": 1024}, "gpt_neox", fixed=True, groups=SLOW),
     Case("resnet50-b32", "resnet50", {"batch": 32}, convolutions=True, groups=BOTH),
     Case("resnet50-b1", "resnet50", {"batch": 1}, convolutions=True, groups=BOTH),
     Case("resnet50-b32-tf32", "resnet50", {"batch": 32}, convolutions=True, dtype="fp32", groups=CONV),

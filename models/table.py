@@ -10,6 +10,7 @@ from modules import (
     GPT2_NAMES,
     MAMBA2_NAMES,
     MAMBA_NAMES,
+    NAMES,
     SWIN_NAMES,
     T5_NAMES,
     from_transformers,
@@ -131,11 +132,14 @@ SMALL_BERT = {"layers": 2, "heads": 2, "hidden": 16, "intermediate": 24, "vocab"
 SMALL_LLAMA = SMALL_BERT | {"kv_heads": 1, "head_dim": 8}
 BERT_BASE = {"layers": 12, "heads": 12, "hidden": 768, "intermediate": 3072, "vocab": 30522, "positions": 512}
 VIT_BASE = {"layers": 12, "heads": 12, "hidden": 768, "intermediate": 3072, "image": 224, "patch": 16}
+CLIP_BASE = BERT_BASE | {"heads": 8, "hidden": 512, "intermediate": 2048, "vocab": 49408, "positions": 77}
+DINOV2_BASE = {"layers": 12, "heads": 12, "hidden": 768, "ratio": 4, "image": 224, "patch": 14}
 T5_BASE = {key: value for key, value in BERT_BASE.items() if key != "positions"} | {"head_dim": 64, "vocab": 32128}
 WHISPER_SMALL = {"layers": 12, "heads": 12, "hidden": 768, "intermediate": 3072, "positions": 1500, "mel_bins": 80}
 SWIN_TINY = {"depths": [2, 2, 6, 2], "stage_heads": [3, 6, 12, 24], "stem": 96, "window": 7, "image": 224, "patch": 4}
 LLAMA_BLOCKS = {"layers": 4, "heads": 32, "kv_heads": 8, "head_dim": 64, "hidden": 2048, "intermediate": 8192,
                 "vocab": 32000, "positions": 2048}  # fmt: skip
+PYTHIA_BLOCKS = {"layers": 4, "heads": 16, "hidden": 2048, "intermediate": 8192, "vocab": 50304, "positions": 2048}
 
 bert = Architecture(
     "bert",
@@ -412,7 +416,7 @@ ARCHITECTURES = [
         TS,
         pad_token_id=0,
     ),
-    decoder("gpt_neox", "GPTNeoXForCausalLM", "GPTNeoXConfig", SMALL_BERT, TS),
+    dataclasses.replace(decoder("gpt_neox", "GPTNeoXForCausalLM", "GPTNeoXConfig", SMALL_BERT, TS), full=PYTHIA_BLOCKS),
     decoder("gemma", "GemmaForCausalLM", "GemmaConfig", SMALL_LLAMA),
     Architecture(
         "clip_text",
@@ -422,6 +426,17 @@ ARCHITECTURES = [
         SMALL_BERT,
         (DYNAMO, TS),
         TEXT,
+        full=CLIP_BASE,
+    ),
+    Architecture(  # for benchmarks only: the operators are those of `vit`
+        "dinov2",
+        from_transformers("Dinov2Model", "Dinov2Config", NAMES | {"ratio": "mlp_ratio"}),
+        image,
+        IMAGE_POOLED,
+        {},
+        (),
+        IMAGE,
+        full=DINOV2_BASE,
     ),
     Architecture(
         "transformer_encoder",
