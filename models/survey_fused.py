@@ -67,9 +67,12 @@ def fused_structures(model: onnx.ModelProto) -> Counter[str]:
 
 
 def in_program(program: dict) -> Counter[str]:
-    """Return how many norms and activations are in the program of a region, or of what follows a product."""
+    """Return how many norms and activations are in the program of a region, or of what follows a product.
+
+    A Max and a Min are one activation, such as a ReLU6 or a hard sigmoid.
+    """
     operators = Counter(operator for operator, *_ in program["ops"])
-    activations = sum(operators[name] for name in ACTIVATIONS)
+    activations = sum(operators[name] for name in ACTIVATIONS) + min(operators["Max"], operators["Min"])
     norms = min(operators["ReduceMean"], operators["Sqrt"]) + operators["ReduceL2"]
     return Counter(norms=norms, activations=activations)
 

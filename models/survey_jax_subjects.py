@@ -287,9 +287,17 @@ SUBJECTS: Final[dict[str, Subject]] = {
 
 
 def export(subject: Subject, path: str) -> Counter[str]:
-    """Export a model.  Returns how many of each structure its layers compute."""
+    """Export a model.  Returns how many of each structure its layers compute.
+
+    Biases of new layers are zeros, which onnxfuse drops; here they are drawn.
+    """
     build, (shape, dtype), counts = subject
-    onnx.save(to_onnx(build(), [jax.ShapeDtypeStruct(shape, dtype)]), path)
+    model, random = to_onnx(build(), [jax.ShapeDtypeStruct(shape, dtype)]), np.random.default_rng(SEED)
+    for each in model.graph.initializer:
+        value = onnx.numpy_helper.to_array(each)
+        if value.dtype == np.float32 and value.ndim == 1 and not value.any():
+            each.CopyFrom(onnx.numpy_helper.from_array(random.normal(0, 0.1, value.shape).astype("f4"), each.name))
+    onnx.save(model, path)
     return Counter(counts)
 
 
