@@ -35,7 +35,7 @@ MODELS: Final = {
     "qwen2-s1024": "Qwen2, 4 layers, 1024 tokens",
     "gemma2-s1024": "Gemma 2, 4 layers, 1024 tokens",
     "gptj-s1024-eager": "GPT-J, 4 layers, 1024 tokens, eager attention",
-    "gpt-neox-s1024": "GPT-NeoX, 1024 tokens",
+    "gpt-neox-s1024": "GPT-NeoX, 4 layers, 1024 tokens",
     "gpt2-b4-s1024": "GPT-2, batch 4, 1024 tokens",
     "gpt2-decode-b8-1000": "GPT-2, batch 8, one token after 1000",
     "whisper-encoder-b4": "Whisper, encoder, batch 4",
@@ -63,11 +63,13 @@ OF_THE_README: Final = (
     "bert-b8-s512", "bert-b1-s128", "llama-s2048", "gpt2-decode-b8-1000", "whisper-encoder-b4", "swin-b16",
     "resnet50-b32", "efficientnet-b32", "small-detector-b8", "deberta-b8-s128",
 )  # fmt: skip
-WHOLE_MODELS: Final = ("models-h200", "convolutional_models-h200", "whole_models-h200")  # results with peers
+# results with peers
+WHOLE_MODELS: Final = ("models-h200", "convolutional_models-h200", "whole_models-h200", "slow_models-h200")
 TRENDS: Final = (*WHOLE_MODELS, "models-latest-h200")
 PEERS: Final = {  # of these results, those that are compared with onnxfuse in a CUDA graph
     "ort": "onnxruntime", "ort-graph": "onnxruntime", "ort-nhwc-graph": "prefer_nhwc",
-    "ort-transformers": "its transformers optimizer", "onnxscript": "onnxscript", "torch-eager": "PyTorch",
+    "ort-transformers": "its transformers optimizer", "onnxscript": "onnxscript",
+    "onnxscript-graph": "onnxscript", "torch-eager": "PyTorch",
     "torch-compile": "torch.compile", "torch-reduce-overhead": "reduce-overhead",
     "torch-channels-last": "channels_last", "torch-static-cache": "static cache",
 }  # fmt: skip
