@@ -27,6 +27,7 @@ from onnxfuse.runtime.plan import FusedNode, Launch, Plan, Step, TensorSpec
 from onnxfuse.runtime.template import Template
 
 SAME, WIDE = (1, 1, 1, 1), (2, 2, 2, 2)
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +102,18 @@ def test_few_rows_have_narrow_tiles_where_all_weights_are_in_flight(rows: int, c
     assert step.kernel.source == "gemm_hopper" or step.kernel.defines["TILE_N"] == 32
 
 
+def test_few_rows_take_nearly_the_fastest_plan() -> None:
+    results = json.loads((RESULTS / "few_rows-h200-2026-11-30.json").read_text(encoding="utf-8"))
+    times: dict[tuple[Any, ...], dict[str, float]] = {}
+    for *case, plan, us in results["rows"]["rows"]:
+        times.setdefault(tuple(case), {})[plan] = us
+    ratios = []
+    for (rows, columns, k, epilogue), found in times.items():
+        gemm = product(rows, columns, k, "gelu" if "gelu" in epilogue else "none")
+        ratios.append(found[implementations(gemm, H200)[0].name] / min(found.values()))
+    assert math.exp(sum(map(math.log, ratios)) / len(ratios)) < 1.012 and max(ratios) < 1.15
+
+
 CONVOLUTIONS = [
     (ConvCase(32, 96, 96, (112, 112), (3, 3), (2, 2), SAME, group=96, w_hwio=True), "conv_depthwise"),  # 31.5; mma 45.5
     (ConvCase(32, 144, 144, (56, 56), (5, 5), (2, 2), WIDE, group=144, w_hwio=True), "conv_depthwise"),  # 20.3 and 24.4
@@ -154,9 +167,6 @@ def test_convolutions_in_tf32_run_on_wgmma() -> None:
     assert kernel_of(conv_host.implementations(case.problem(), H200)[0].steps[0]) == "conv_hopper_tf32"
     exact = replace(case, tf32=False)  # a session that forbids TF32
     assert {kernel_of(way.steps[0]) for way in conv_host.implementations(exact.problem(), H200)} == {"conv_mma"}
-
-
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def timed_attention() -> Iterator[tuple[tuple[Any, ...], dict[str, float]]]:
