@@ -160,6 +160,26 @@ def test_normalized_rows_are_one_region() -> None:
     ]
 
 
+CENTERED = "m = ReduceMean <axes = [{axis}]> (x) d = Sub(x, m) q = Mul(d, d) v = ReduceMean <axes = [{axis}]> (q) "
+IMAGE, ROWS = "float[b, 6, r, c] x, float[6, 1, 1] g, float[6, 1, 1] a", "float[b, r, 6] x, float[6] g, float[6] a"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "inputs"),
+    [
+        (CENTERED.format(axis=1) + "w = Add(v, e) s = Sqrt(w) n = Div(d, s) k = Mul(n, g) z = Add(k, a)", IMAGE),
+        ("q = Mul(x, x) v = ReduceMean <axes = [1]> (q) w = Add(v, e) s = Sqrt(w) n = Div(x, s) z = Mul(n, g)", IMAGE),
+        (CENTERED.format(axis=-1) + "s = Sqrt(v) w = Add(s, e) n = Div(d, w) k = Mul(n, g) z = Add(k, a)", ROWS),
+        ("l = ReduceL2 <axes = [-1]> (x) s = Max(l, e) n = Div(x, s) k = Mul(n, e) z = Mul(k, g)", ROWS),
+        ("l = ReduceL2 <axes = [-1]> (x) k = Mul(l, e) s = Max(k, e) n = Div(x, s) z = Mul(n, g)", ROWS),
+    ],
+    ids=["over channels", "of squares over channels", "by deviation and epsilon", "by length", "by scaled length"],
+)
+def test_norms_that_no_pattern_names_are_one_region(nodes: str, inputs: str) -> None:
+    (ops,) = ops_of("e := float {0.4} " + nodes, inputs=inputs)
+    assert len(ops) == nodes.count(" = ") - nodes.count("axes = ")
+
+
 def test_a_row_is_expanded_where_it_is_reduced() -> None:
     nodes = "s := int64[2] {8, 8} m = ReduceMax <axes = [1], keepdims = 1> (x) e = Expand(m, s) z = Exp(e)"
     assert ops_of(nodes) == [["ReduceMax", "Expand", "Exp"]]
