@@ -1,6 +1,7 @@
 """Models of JAX for the survey: layers of flax.nnx, flax.linen and Equinox, and attentions written by hand.
 
-Needs jax, flax, equinox and jax2onnx.  Structures are counted by the layers that a model is built of.
+Needs jax==0.10.2, flax==0.12.8, equinox==0.13.8 and jax2onnx==0.17.1.  Structures are counted by the layers that a
+model is built of.
 """
 
 from __future__ import annotations

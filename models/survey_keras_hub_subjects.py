@@ -1,6 +1,6 @@
 """Models of KerasHub for the survey: backbones of one or two layers, with random weights.
 
-Needs tensorflow, keras-hub and tf2onnx.
+Needs tensorflow==2.21.0, keras==3.15.1, keras-hub==0.32.0 and tf2onnx==1.17.0.
 """
 
 from __future__ import annotations

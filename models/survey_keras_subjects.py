@@ -1,6 +1,7 @@
 """Models of Keras' layers for the survey: one or two layers each, with as many heads and inputs as spellings need.
 
-Needs keras with a backend and its exporter: tensorflow and tf2onnx, or torch and onnxscript.
+Needs keras==3.15.1 with a backend and its exporter: tensorflow==2.21.0 and tf2onnx==1.17.0, or torch==2.13.0 and
+onnxscript==0.7.2.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The architectures of other PyTorch packages: configurations of x-transformers, and classes of vit-pytorch."""
+"""The architectures of other PyTorch packages: configurations of x-transformers, and classes of vit-pytorch.
+
+Needs x-transformers==2.31.10 and vit-pytorch==1.26.14.
+"""
 
 from __future__ import annotations
 
