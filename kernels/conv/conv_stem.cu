@@ -17,6 +17,8 @@
 //      multiplied.
 //   5. Filters are assigned to the columns of the mma tiles so that the sums of a lane belong to neighbouring filters:
 //      a lane applies the epilogue in registers and stores whole vectors.
+//   6. If x has 8 bits, the patch arrives as bytes, and threads write the numbers x - x_zero to a second patch, as fp16.
+//      The sums are exact, because they are below 2^24. The epilogue multiplies them by x_scale * w_scale[filter].
 //
 // Macros:
 //   CHANNELS, FILTERS   channels of x and of y           KH, KW, SH, SW    filter sizes and strides
@@ -31,15 +33,36 @@
 //   W_COPY              elements of w that are copied at a time; divides FILTERS if W_HWIO
 //   WEIGHTS_CONSTANT    1: no kernel writes w
 //   MIN_BLOCKS          blocks that must fit on a multiprocessor: a bound on registers
+//   EIGHT_BITS          1: x has 8 bits and w is s8 (step 6); 0: both are of T, as is y
+//   with EIGHT_BITS: OPERAND, W_SCALES and X_ZERO as in gemm_hopper_eight_bits.cuh
 //   and those of epilogue.cuh
 // CHANNELS * height * width and the numbers of elements of an image of y and of pixels of y are less than 2^31.
 #include "types.cuh"
 #include "epilogue.cuh"
 #include "conv_sizes.cuh"
 #include "gemm_multiply.cuh"
+#include "packed_words.cuh"
 
 constexpr int THREADS = 32 * WARPS_M * WARPS_N, PIXELS = TP * TQ;
-constexpr int ITEM = sizeof(T), EACH = 4 / ITEM;  // EACH: elements of a word
+#if EIGHT_BITS
+using X = OPERAND;
+using W = s8;
+using M = f16;  // the type of the numbers that are multiplied
+
+// Scales and the zero point, as an argument of the kernel; stem.py writes the fields in this order.
+struct Integers {
+    const T *x_scale, *w_scale;
+    const X* x_zero;
+};
+#define INTEGER_PARAMETERS , Integers integers
+#else
+using X = T;
+using W = T;
+using M = T;
+#define INTEGER_PARAMETERS
+#endif
+
+constexpr int ITEM = sizeof(M), EACH = 4 / ITEM;  // EACH: elements of a word
 constexpr bool SHIFTED = EACH == 2 && SW % 2;     // the patch has a shifted copy
 
 // A pixel's columns begin LEAD columns before its first tap, so that they begin at the start of a word. The patch
@@ -60,37 +83,46 @@ constexpr int pitch_of(int words) {
 constexpr int PITCH = pitch_of(COLUMNS / EACH);
 constexpr int PATCH = CHANNELS * ROWS * PITCH;                             // words per patch
 constexpr int PATCH_SPAN = SHIFTED ? (PATCH + 15) / 32 * 32 + 16 : PATCH;  // the shifted copy is in other banks
-constexpr int BUFFER = SHIFTED ? 2 * PATCH_SPAN : PATCH_SPAN;
+constexpr int NUMBERS = SHIFTED ? 2 * PATCH_SPAN : PATCH_SPAN;             // words per patch and its shifted copy
+constexpr int X_PITCH = EIGHT_BITS ? COLUMNS : PITCH * EACH;               // elements from a row to the next, as copied
+// Words of what is copied for a tile, and after both buffers, words of the numbers of the present tile.
+constexpr int BUFFER = EIGHT_BITS ? CHANNELS * ROWS * X_PITCH / 4 : NUMBERS, CONVERTED = EIGHT_BITS ? NUMBERS : 0;
 
 constexpr int BLOCK_N = WARPS_N * TILES_N * 8, TAPS = CHANNELS * KH * KW;
-constexpr int RAW_WORDS = BLOCK_N * TAPS / EACH;  // words of the block's weights in the layout of w
+constexpr int RAW_WORDS = BLOCK_N * TAPS * int(sizeof(W)) / 4;  // words of the block's weights in the layout of w
+constexpr int COPIED_WORDS = 2 * BUFFER + CONVERTED;
 constexpr int WEIGHT_WORDS = HELD ? RAW_WORDS : STEPS * BLOCK_N * 8;
-constexpr int PATCH_WORDS = HELD || 2 * BUFFER > RAW_WORDS ? 2 * BUFFER : RAW_WORDS;
+constexpr int PATCH_WORDS = HELD || COPIED_WORDS > RAW_WORDS ? COPIED_WORDS : RAW_WORDS;
 
 static_assert(PIXELS % (16 * WARPS_M) == 0 && TQ * SW % COPY == 0 && FILTERS % WIDTH == 0, "see above");
 static_assert(!BIAS_IN_PRODUCT || (EACH == 2 && WORDS % 8 && !HAS_BIAS), "there is a word for the bias");
+static_assert(!EIGHT_BITS || (TAPS * 255 * 128 < 1 << 24 && (COPY == 1 || COPY % 4 == 0)), "sums are exact");
 static_assert(EXTRA % EACH == 0 && PATCH % 4 == 0 && PATCH_SPAN % 4 == 0, "words and copies are aligned");
 
 // ---- global memory -> shared memory ------------------------------------------------------------------------------
 
-// Copies N elements if they exist in x or w; writes zeros otherwise. A single element of 16 bits is copied
-// synchronously, through a register.
-template <int N>
-__device__ __forceinline__ void copy_elements(T* to, const T* from, bool exist) {
-    if constexpr (N * ITEM >= 4) {
-        copy_async<N * ITEM>(shared_address(to), reinterpret_cast<const char*>(from), exist ? N * ITEM : 0);
-    } else {
+// Copies N elements if they exist in x or w; writes zeros otherwise. A single element of 16 bits or 8 bits is copied
+// synchronously, through a register; `other` is written if one of 8 bits does not exist.
+template <int N, class S>
+__device__ __forceinline__ void copy_elements(S* to, const S* from, bool exist, S other = {}) {
+    constexpr int BYTES = N * sizeof(S);
+    if constexpr (BYTES >= 4) {
+        copy_async<BYTES>(shared_address(to), reinterpret_cast<const char*>(from), exist ? BYTES : 0);
+    } else if constexpr (BYTES == 2) {
         u32 bits = 0;
         if (exist) bits = load_cached<1>(from).words[0];
         to->bits = bits;
+    } else {
+        *to = exist ? *from : other;
     }
 }
 
 struct Tile { int image, p, q; };  // the tile's image, and the row and column of its first pixel
 
 struct Image {
-    const T* x;
+    const X* x;
     int height, width, pad_h, tiles_h, tiles_w;
+    X zero;  // the zero point of x
 
     __device__ __forceinline__ Tile tile(int index) const {
         const u32 row = u32(index) / u32(tiles_w), image = row / u32(tiles_h);
@@ -103,7 +135,7 @@ struct Image {
         constexpr int COPIES = COLUMNS / COPY, LANES = COPIES < THREADS ? COPIES : THREADS;
         constexpr int LINES = CHANNELS * ROWS, AT_ONCE = THREADS / LANES, TIMES = (LINES + AT_ONCE - 1) / AT_ONCE;
         const int top = tile.p * SH - pad_h, left = tile.q * SW - PAD_W - LEAD - EXTRA;
-        const T* from = x + i64(tile.image) * (CHANNELS * height * width);
+        const X* from = x + i64(tile.image) * (CHANNELS * height * width);
         if (threadIdx.x >= LANES * AT_ONCE) return;
 #pragma unroll
         for (int first = 0; first < COPIES; first += LANES) {
@@ -117,10 +149,31 @@ struct Image {
                 const int channel = line / ROWS, row = top + line % ROWS;
                 const bool exist = inside && unsigned(row) < unsigned(height);
                 const int at = exist ? (channel * height + row) * width + column : 0;
-                copy_elements<COPY>(reinterpret_cast<T*>(to + line * PITCH) + place * COPY, from + at, exist);
+                copy_elements<COPY>(reinterpret_cast<X*>(to) + line * X_PITCH + place * COPY, from + at, exist, zero);
             }
         }
     }
+
+#if EIGHT_BITS
+    // Writes the numbers x - zero of a patch that was copied `from` x; outside x they are 0. A byte b in the low bits of
+    // the fp16 number 1024 makes 1024 + b. If COPY is 1, bytes outside x are the zero point.
+    __device__ __forceinline__ void convert(const u32* from, u32* to, const Tile& tile) const {
+        constexpr int QUADS = COLUMNS / 4;  // four bytes each
+        constexpr u32 SIGN = X(-1) < X(0) ? 0x80808080 : 0;
+        const int top = tile.p * SH - pad_h, left = tile.q * SW - PAD_W - LEAD - EXTRA;
+        const float origin[2] = {1024.0f + (SIGN ? 128 : 0) + zero, 1024.0f + (SIGN ? 128 : 0) + zero};
+        const u32 subtracted = pack<f16>(origin).words[0];
+#pragma unroll 4
+        for (int i = threadIdx.x; i < CHANNELS * ROWS * QUADS; i += THREADS) {
+            const int line = i / QUADS, quad = i % QUADS, row = top + line % ROWS, column = left + 4 * quad;
+            const bool exist = COPY == 1 || (unsigned(row) < unsigned(height) && unsigned(column) < unsigned(width));
+            const u32 bytes = from[i] ^ SIGN;
+            u32 numbers[2] = {__byte_perm(bytes, 0x64646464, 0x4140), __byte_perm(bytes, 0x64646464, 0x4342)};
+            for (u32& each : numbers) each = exist ? subtract_words(f16(), each, subtracted) : 0;
+            reinterpret_cast<uint2*>(to + line * PITCH)[quad] = make_uint2(numbers[0], numbers[1]);
+        }
+    }
+#endif
 };
 
 // Writes the copy of a patch that is shifted by one column.
@@ -129,13 +182,13 @@ __device__ __forceinline__ void shift(const u32* from, u32* to) {
 }
 
 // Starts the copies of the block's weights: (BLOCK_N, KH, KW, CHANNELS), or (KH, KW, CHANNELS, BLOCK_N) if W_HWIO.
-__device__ __forceinline__ void begin_weights(const T* w, int first_filter, T* to) {
+__device__ __forceinline__ void begin_weights(const W* w, int first_filter, W* to) {
     const int filters = FILTERS - first_filter < BLOCK_N ? FILTERS - first_filter : BLOCK_N;
     if constexpr (W_HWIO) {
 #pragma unroll 4
         for (int i = threadIdx.x * W_COPY; i < TAPS * BLOCK_N; i += THREADS * W_COPY) {
             const int filter = i % BLOCK_N;
-            const T* from = w + i / BLOCK_N * FILTERS + first_filter + filter;
+            const W* from = w + i / BLOCK_N * FILTERS + first_filter + filter;
             if (filter < filters) copy_elements<W_COPY>(to + i, from, true);
         }
     } else {
@@ -191,10 +244,11 @@ __device__ __forceinline__ Word word_of(int k, int lane) {
 
 // The block's weights in shared memory, and the bias.
 struct Weights {
-    const T *raw, *bias;
+    const W* raw;
+    const T* bias;
     int first_filter;  // the block's first filter
 
-    // Returns two weights of a 16-bit type or one of fp32; zeros where there is no tap. `filter` counts from the first
+    // Returns two weights of 8 or 16 bits, or one of fp32; zeros where there is no tap. `filter` counts from the first
     // filter of the block.
     __device__ __forceinline__ u32 word(Word at, int filter) const {
         if (at.is_bias()) {
@@ -205,7 +259,13 @@ struct Weights {
         const auto bits = [&](int s) -> u32 {
             if (!at.exists() || s < 0 || s >= KW) return 0;
             const int tap = (r * KW + s) * CHANNELS + channel;
-            return raw[W_HWIO ? tap * BLOCK_N + filter : filter * TAPS + tap].bits;
+            const W weight = raw[W_HWIO ? tap * BLOCK_N + filter : filter * TAPS + tap];
+#if EIGHT_BITS
+            const float number[1] = {float(weight)};
+            return pack<M>(number).words[0];
+#else
+            return weight.bits;
+#endif
         };
         const int s = at.word * EACH - LEAD;
         if constexpr (EACH == 2) return bits(s) | bits(s + 1) << 16;
@@ -311,7 +371,7 @@ __device__ __forceinline__ void multiply_pixels(float (&sums)[TILES_N][4], const
 #pragma unroll
         for (int j = 0; j < TILES_N; ++j) {
             const uint2 b = filters.at(step, j);
-            multiply(T(), sums[j], a, b.x, b.y);
+            multiply(M(), sums[j], a, b.x, b.y);
         }
     }
 }
@@ -319,6 +379,8 @@ __device__ __forceinline__ void multiply_pixels(float (&sums)[TILES_N][4], const
 struct Output : EpilogueOperands {
     int height, width, first_filter;  // sizes of y, and the warp's first filter
     ColumnValues<2> values[TILES_N];
+    float x_scale;     // with EIGHT_BITS
+    const T* w_scale;  // with EIGHT_BITS; read for each pixel, because registers are few
     Program program;
 
     __device__ __forceinline__ void load_columns() {
@@ -329,6 +391,16 @@ struct Output : EpilogueOperands {
                 const int filter = first_filter + filter_of(j, threadIdx.x % 4 * 2 + i);
                 if (filter < FILTERS) vectors().load(values[j], i, filter);
             }
+    }
+
+    // Loads what the sums of VECTOR filters from `filter` on are multiplied by.
+    template <int VECTOR>
+    __device__ __forceinline__ void load_factors(float (&factors)[VECTOR], int filter) const {
+        constexpr int SCALES = EIGHT_BITS && W_SCALES ? VECTOR : 1;
+        float scales[SCALES] = {1.0f};
+        if constexpr (EIGHT_BITS) unpack(load_cached<SCALES>(w_scale + W_SCALES * filter), scales);
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) factors[i] = EIGHT_BITS ? x_scale * scales[W_SCALES ? i : 0] : 1.0f;
     }
 
     // Applies the epilogue to the lane's sums of one pixel and stores the results: first for the group of mma tiles
@@ -342,13 +414,14 @@ struct Output : EpilogueOperands {
 #pragma unroll
         for (int i = 0; i < 2 * SIZE; i += VECTOR) {
             if (FILTERS % BLOCK_N && filter + i >= FILTERS) continue;
-            float added[VECTOR] = {}, results[VECTOR];
+            float added[VECTOR] = {}, results[VECTOR], factors[VECTOR];
+            load_factors(factors, filter + i);
             if constexpr (HAS_RESIDUAL) unpack(load_once<VECTOR>(residual + at + filter + i), added);
 #pragma unroll
             for (int e = 0; e < VECTOR; ++e) {
                 const int j = FIRST + (i + e) / 2, column = (i + e) % 2;
-                results[e] =
-                    epilogue_columns(sums[j][2 * half + column], 0.0f, values[j], column, added[e], alpha, beta);
+                const float sum = sums[j][2 * half + column] * factors[e];
+                results[e] = epilogue_columns(sum, 0.0f, values[j], column, added[e], alpha, beta);
             }
             apply_program(program, {pixel, 0, at}, filter + i, results, added);
             if constexpr (STORES_Y) store<false>(y + at + filter + i, results);
@@ -370,18 +443,19 @@ struct Output : EpilogueOperands {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    conv_stem(const T* x, const T* w, EpilogueOperands epilogue_operands, ConvSizes sizes PROGRAM_PARAMETERS) {
+    conv_stem(const X* x, const W* w, EpilogueOperands epilogue_operands,
+              ConvSizes sizes INTEGER_PARAMETERS PROGRAM_PARAMETERS) {
     extern __shared__ __align__(16) char memory[];
     u32* weights = reinterpret_cast<u32*>(memory);
     u32* patches = weights + WEIGHT_WORDS;
     Tile* ahead = reinterpret_cast<Tile*>(patches + PATCH_WORDS);  // each patch's tile; shared memory saves registers
     // The weights in the layout of w. With HELD 0, patches overwrite them later.
-    T* raw = reinterpret_cast<T*>(HELD ? weights : patches);
+    W* raw = reinterpret_cast<W*>(HELD ? weights : patches);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_filter = blockIdx.y * BLOCK_N;
 
-    const Image of{x, sizes.x.h, sizes.x.w, sizes.pads.h, (sizes.y.h + TP - 1) / TP, (sizes.y.w + TQ - 1) / TQ};
+    Image of{x, sizes.x.h, sizes.x.w, sizes.pads.h, (sizes.y.h + TP - 1) / TP, (sizes.y.w + TQ - 1) / TQ, {}};
     const int tiles = sizes.images * of.tiles_h * of.tiles_w;
-    Output output{epilogue_operands,  sizes.y.h, sizes.y.w, first_filter + warp % WARPS_N * (TILES_N * 8), {},
+    Output output{epilogue_operands,  sizes.y.h, sizes.y.w, first_filter + warp % WARPS_N * (TILES_N * 8), {}, {}, {},
                   {PROGRAM_ARGUMENTS}};
     Filters filters;
     const auto begin_patch = [&](int which, int index) {
@@ -395,6 +469,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     begin_weights(w, first_filter, raw);
     commit_copies();
     if constexpr (WEIGHTS_CONSTANT) wait_for_predecessor();
+#if EIGHT_BITS
+    if (X_ZERO) of.zero = *integers.x_zero;
+    output.x_scale = ColumnVectors::value(integers.x_scale), output.w_scale = integers.w_scale;
+#endif
     if constexpr (HELD) begin_patch(0, blockIdx.x);
     commit_copies();
     output.load_columns();
@@ -416,6 +494,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         const Tile tile = ahead[current];
         u32* patch = patches + current * BUFFER;
         current = 1 - current;
+#if EIGHT_BITS
+        of.convert(patch, patches + 2 * BUFFER, tile);
+        patch = patches + 2 * BUFFER;
+        __syncthreads();
+#endif
         if constexpr (SHIFTED) {
             shift(patch, patch + PATCH_SPAN);
             __syncthreads();

@@ -1,4 +1,4 @@
-"""The host side of conv_stem.cu: convolutions of channels-first images with few channels."""
+"""The host side of conv_stem.cu: convolutions of channels-first images with few channels, of floats or integers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from onnxfuse.kernels.conv.problem import Conv, plain_pads, two
 from onnxfuse.kernels.conv.ranking import Limits, Ranking, few_configs, varied
 from onnxfuse.kernels.conv.representative_sizes import usual
 from onnxfuse.kernels.epilogue_program import with_program
+from onnxfuse.kernels.gemm.problem import EightBits
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.multiprocessor import MMA_ARCH, REGISTERS, fitting_blocks
-from onnxfuse.kernels.tensors import ITEM_BYTES, VECTOR_BYTES
-from onnxfuse.runtime.plan import Device, Kernel, Launch
+from onnxfuse.kernels.tensors import ABSENT, EIGHT_BITS, ITEM_BYTES, VECTOR_BYTES, Defines
+from onnxfuse.runtime.plan import Device, Kernel, Launch, Struct
 from onnxfuse.runtime.symint import is_symbolic, maximum, minimum
 
 MAX_CHANNELS: Final = 4
@@ -28,6 +29,7 @@ MAX_TILES_N: Final = 6  # mma tiles per warp, of 8 filters each
 WARPS: Final = 4
 TILE_BYTES: Final = 2 * 3 * 4  # bytes of shared memory for the positions of two tiles
 MAX_IMAGE: Final = 2**31 - 1  # elements of an image of x, and of y
+MAX_LENGTH: Final = (2**24 - 1) // (255 * 128)  # maximum number of products of integers whose sum is exact in float32
 TILE_PIXELS: Final = (64, 512)  # pixels per block: the fewest and the most
 TILE_COLUMNS: Final = (16, 32, 56, 64, 80, 96, 112, 128)
 ROW_COLUMNS: Final = (256, 512)  # additional tile widths for images of one row
@@ -67,7 +69,7 @@ class _Geometry:
     row_words: int
     words: int  # 32-bit words along k
     steps: int
-    patch: int  # words per patch, including its shifted copy
+    patches: int  # words of two patches as copied, of shifted copies, and of the numbers of integers
 
 
 def implementations(conv: Conv, device: Device) -> list[Implementation]:
@@ -106,10 +108,15 @@ def is_supported(conv: Conv, device: Device) -> bool:
         and conv.group == 1
         and len(conv.kernel) <= 2
         and set(conv.dilations) <= {1}
-        and (conv.dtype != "float32" or conv.tf32)
+        and (_item(conv) == 2 or conv.tf32)
+        and (conv.eight_bits is None or _is_exact(conv, conv.eight_bits))
         and conv.pixels > 0
         and maximum(conv.pixels, conv.c * math.prod(conv.sizes), conv.m * math.prod(conv.y_sizes)) <= MAX_IMAGE
     )
+
+
+def _is_exact(conv: Conv, values: EightBits) -> bool:
+    return values.is_symmetric and not values.are_float8 and conv.taps * conv.c <= MAX_LENGTH
 
 
 def implementation(conv: Conv, config: StemConfig, device: Device) -> Implementation:
@@ -117,7 +124,8 @@ def implementation(conv: Conv, config: StemConfig, device: Device) -> Implementa
     (kh, kw), (sh, sw) = two(conv.kernel), two(conv.strides)
     in_product = int(_bias_in_product(conv, config))
     defines = {
-        **conv.epilogue_defines(), "HAS_BIAS": int(bool(conv.bias) and not in_product), "BIAS_IN_PRODUCT": in_product,
+        **conv.epilogue_defines(), **_of_eight_bits(conv),
+        "HAS_BIAS": int(bool(conv.bias) and not in_product), "BIAS_IN_PRODUCT": in_product,
         "CHANNELS": conv.c, "FILTERS": conv.m, "KH": kh, "KW": kw, "SH": sh, "SW": sw, "PAD_W": _pad_w(conv),
         "COPY": _copy(conv), "TP": config.tp, "TQ": config.tq, "WARPS_M": config.warps_m, "WARPS_N": config.warps_n,
         "TILES_N": config.tiles_n, "HELD": int(_held(conv, config)), "WIDTH": _width(conv),
@@ -127,9 +135,21 @@ def implementation(conv: Conv, config: StemConfig, device: Device) -> Implementa
     kernel = Kernel("conv_stem", "conv_stem", defines)
     threads = 32 * config.warps_m * config.warps_n
     pdl = device.has_pdl
-    kernel, given = with_program(kernel, conv.arguments, conv.program)
+    values = conv.eight_bits
+    integers = (Struct((values.x_scale, values.w_scale, values.x_zero or ABSENT)),) if values else ()
+    kernel, given = with_program(kernel, (*conv.arguments, *integers), conv.program)
     launch = Launch(kernel, grid(conv, config, device), (threads, 1, 1), given, shared(conv, config), pdl=pdl)
     return Implementation(config.name, (launch,))
+
+
+def _of_eight_bits(conv: Conv) -> Defines:
+    """Return the macros that say how x and w are stored."""
+    if (values := conv.eight_bits) is None:
+        return {"EIGHT_BITS": 0, "W_SCALES": 0}
+    return {
+        "EIGHT_BITS": 1, "OPERAND": EIGHT_BITS[values.x_dtype], "W_SCALES": int(values.w_scales > 1),
+        "X_ZERO": int(values.x_zero is not None),
+    }  # fmt: skip
 
 
 def resident(conv: Conv, config: StemConfig, device: Device) -> int:
@@ -151,20 +171,25 @@ def _pad_w(conv: Conv) -> int:
     return two(conv.pads_begin, missing=0)[1]
 
 
+def _item(conv: Conv) -> int:
+    """Return the bytes of a number that is multiplied; integers are multiplied as float16."""
+    return 2 if conv.eight_bits else ITEM_BYTES[conv.dtype]
+
+
 def _vector(conv: Conv) -> int:
     """Return the elements of the widest access for which the addresses are aligned."""
-    return VECTOR_BYTES // ITEM_BYTES[conv.dtype] if conv.aligned else 1
+    return VECTOR_BYTES // _item(conv) if conv.aligned else 1
 
 
 def _copy(conv: Conv) -> int:
-    """Return the elements of x per copy: a divisor of the width of x, at most 16 bytes.
+    """Return the elements of x per copy: a divisor of the width of x, at most 16 bytes; 1, 4 or 8 integers.
 
     For dynamic widths, at most three copy sizes are distinguished, because each is compiled.
     """
     copy, width = _vector(conv), conv.sizes[-1]
     while width % copy:
         copy = 2 if is_symbolic(width) and copy > 2 else copy // 2
-    return copy
+    return 1 if conv.eight_bits and copy < 4 else copy
 
 
 def _width(conv: Conv) -> int:
@@ -187,7 +212,7 @@ def _held_registers(conv: Conv, config: StemConfig) -> int:
 
 def _bias_in_product(conv: Conv, config: StemConfig) -> bool:
     """Return whether the bias is one more weight: the last mma has room for it, and does not round it to TF32."""
-    return conv.bias is not None and conv.dtype != "float32" and _geometry(conv, config).words % 8 > 0
+    return conv.bias is not None and conv.item == 2 and _geometry(conv, config).words % 8 > 0
 
 
 def _registers(conv: Conv, config: StemConfig) -> int:
@@ -195,16 +220,16 @@ def _registers(conv: Conv, config: StemConfig) -> int:
     geometry = _geometry(conv, config)
     held = _held_registers(conv, config) if _held(conv, config) else 0
     # If a row of the filter is not a multiple of four words, each lane holds an offset and a mask per word.
-    words = 0 if geometry.row_words % 4 == 0 or not held else geometry.steps * (2 if conv.dtype == "float32" else 4)
+    words = 0 if geometry.row_words % 4 == 0 or not held else geometry.steps * (2 if _item(conv) == 4 else 4)
     vectors = bool(conv.bias and not _bias_in_product(conv, config)) + bool(conv.extra) + bool(conv.column_scale)
-    others = 24 + (8 if conv.residual else 0) + (16 if conv.dtype == "float32" else 0)
+    others = 24 + (8 if conv.residual else 0) + (16 if _item(conv) == 4 else 0)
     others += conv.program.registers if conv.program else 0
     return held + words + (4 + 2 * vectors) * config.tiles_n + others
 
 
 def _geometry(conv: Conv, config: StemConfig) -> _Geometry:
     (kh, kw), (sh, sw), copy = two(conv.kernel), two(conv.strides), _copy(conv)
-    each = 4 // ITEM_BYTES[conv.dtype]
+    each = 4 // _item(conv)
     lead = _pad_w(conv) % 2 if copy > 1 and each == 2 else 0
     extra = -(_pad_w(conv) + lead) % copy
     row_words = -(-(lead + kw) // each)
@@ -217,14 +242,15 @@ def _geometry(conv: Conv, config: StemConfig) -> _Geometry:
     patch = conv.c * rows * pitch
     span = 2 * ((patch + 15) // 32 * 32 + 16) if shifted else patch
     words = conv.c * kh * row_words
-    return _Geometry(row_words, words, -(-words // 8), span)
+    patches = span + 2 * (conv.c * rows * columns // 4) if conv.eight_bits else 2 * span
+    return _Geometry(row_words, words, -(-words // 8), patches)
 
 
 def shared(conv: Conv, config: StemConfig) -> int:
     """Return the bytes of dynamic shared memory: the weights, two patches of x, and the position of each patch."""
     geometry = _geometry(conv, config)
-    raw = config.block_n * conv.c * conv.taps * ITEM_BYTES[conv.dtype]  # bytes of weights in the layout of w
-    patches = 4 * 2 * geometry.patch
+    raw = config.block_n * conv.c * conv.taps * conv.item  # bytes of weights in the layout of w
+    patches = 4 * geometry.patches
     if _held(conv, config):
         return raw + patches + TILE_BYTES
     return 4 * geometry.steps * config.block_n * 8 + max(patches, raw) + TILE_BYTES

@@ -25,7 +25,7 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
     length = conv.taps * conv.c
     vectors = -(-length // VECTOR_BYTES)
     row = vectors * VECTOR_BYTES
-    if conv.group != 1 or length > MAX_LENGTH or conv.pixels * row > MAX_BYTES:
+    if conv.x_nchw or conv.group != 1 or length > MAX_LENGTH or conv.pixels * row > MAX_BYTES:
         return []
     conv = plain_pads(conv)
     gemm = replace(as_gemm(conv), k=row, weights_constant=False)

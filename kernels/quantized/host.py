@@ -11,6 +11,7 @@ from typing import Any, Final
 from onnxfuse.algebra.filter_edges import row_count
 from onnxfuse.ir.dtypes import FLOAT8
 from onnxfuse.kernels.conv import host as conv_host
+from onnxfuse.kernels.conv import stem
 from onnxfuse.kernels.conv.matrix import as_gemm
 from onnxfuse.kernels.conv.operands import AUTO_PADS, conv_of
 from onnxfuse.kernels.conv.problem import Conv, of_fewer_axes
@@ -71,8 +72,10 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
     if (given["x"] == FLOAT8) != (given["w"] == FLOAT8):
         return f"{node.fusion}: x is {given['x']} and w is {given['w']}; required integers, or both {FLOAT8}"
     if node.fusion == CONV:
-        return unsupported_choice(node, "layout", ("nhwc",), "nchw") or unsupported_choice(
-            node, "auto_pad", AUTO_PADS, "NOTSET"
+        return (
+            unsupported_choice(node, "layout", ("nhwc",), "nchw")
+            or unsupported_choice(node, "x_layout", ("nhwc", "nchw"), "nhwc")
+            or unsupported_choice(node, "auto_pad", AUTO_PADS, "NOTSET")
         )
     return unsupported_choice(node, "weight_layout", ("kn", "nk"), "kn")
 
@@ -173,7 +176,8 @@ def _of_values(problem: Gemm | Conv, device: Device) -> list[Implementation]:
         return hopper.products(problem, device)
     if problem.pointwise:
         return hopper.products(as_gemm(problem), device)
-    return hopper.convolutions(problem, device) or columns.implementations(problem, device)
+    kinds = (hopper.convolutions, stem.implementations, columns.implementations)
+    return next((found for kind in kinds if (found := kind(problem, device))), [])
 
 
 def _of_numbers(problem: Gemm | Conv, numbers: Sequence[Numbers], device: Device) -> list[Implementation]:

@@ -75,7 +75,8 @@ def _converted(node: Node, call: ImageCall) -> Conversion:
     assert is_constant(w)
     is_transposed, has_floats = call.fusion == TRANSPOSED_CONVOLUTION, call.fusion != QUANTIZED_CONVOLUTION
     is_depthwise = has_floats and w.shape[1] == 1 and w.shape[0] == group > 1
-    is_stem = call.fusion == CONVOLUTION and group == 1 and w.shape[1] <= MAX_STEM_CHANNELS and not _is_transposed(x)
+    takes_first = call.fusion == CONVOLUTION or (not has_floats and len(w.shape) == 4)
+    is_stem = takes_first and group == 1 and w.shape[1] <= MAX_STEM_CHANNELS and not _is_transposed(x)
     w_layout = WEIGHT_LAYOUTS[is_transposed, is_depthwise]
     index = {name: i for i, name in enumerate(call.operands)}
 

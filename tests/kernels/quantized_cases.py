@@ -30,6 +30,7 @@ class Case:
     per_column      w has a scale for each column of y
     layout          of the weight of a product: kn or nk
     sums            whether the node has the sums of its weights
+    first           whether x has its channels first
     after           what follows: nothing, or relu and a quantizer, or a dequantized residual before these
     """
 
@@ -52,6 +53,7 @@ class Case:
     dilations: tuple[int, ...] = ()
     pads: tuple[int, ...] = ()
     group: int = 1
+    first: bool = False
 
     def __str__(self) -> str:
         named = {
@@ -105,7 +107,7 @@ class Case:
         attributes: dict = {"weight_layout": self.layout}
         if self.sizes:
             attributes = {name: list(value) for name, value in self.filter.items()}
-            attributes |= {"layout": "nhwc", "group": self.group}
+            attributes |= {"layout": "nhwc", "group": self.group, "x_layout": "nchw" if self.first else "nhwc"}
         if self.after:
             attributes["program"] = self._program()
             outputs = (self.x_dtype,)
@@ -142,7 +144,8 @@ class Case:
 
         of_w = (self.n, *self.kernel, self.k // self.group) if self.sizes else (self.n, self.k)
         w = values(self.w_dtype, of_w)
-        found = {"x": values(self.x_dtype, (self.m, *self.sizes, self.k))}
+        of_x = (self.m, self.k, *self.sizes) if self.first else (self.m, *self.sizes, self.k)
+        found = {"x": values(self.x_dtype, of_x)}
         found["x_scale"] = np.array(1 / 128, NUMPY[self.dtype])
         if self.x_zero is not None:
             found["x_zero_point"] = np.array(self.x_zero, NUMPY[self.x_dtype])
@@ -177,6 +180,7 @@ class Case:
         wide = np.float64 if self.is_float8 else np.int64
         x = arrays["x"].astype(wide) - (self.x_zero or 0)
         w = arrays["w"].astype(wide) - (self.w_zero or 0)
+        x = np.moveaxis(x, 1, -1) if self.first else x
         if self.sizes:
             sums, terms = self._convolved(x, w), self._convolved(np.abs(x), np.abs(w))
         else:
@@ -271,6 +275,9 @@ CONVS = [
     Case(2, 64, 64, sizes=(14, 14), kernel=(1, 1), strides=(2, 2), x_dtype="int8"),
     Case(1, 48, 16, sizes=(20, 20), kernel=(5, 5), pads=(2,) * 4, dilations=(2, 2), x_zero=200),
     Case(1, 64, 3, sizes=(32, 32), kernel=(7, 7), strides=(2, 2), pads=(3,) * 4, x_zero=128),
+    Case(1, 64, 3, sizes=(32, 32), kernel=(7, 7), strides=(2, 2), pads=(3,) * 4, x_zero=128, first=True),
+    Case(2, 40, 3, sizes=(17, 19), kernel=(3, 3), pads=(0, 1, 2, 1), x_dtype="int8", x_zero=-7, first=True),
+    Case(2, 35, 4, sizes=(8, 12), kernel=(2, 2), strides=(2, 2), per_column=False, first=True, dtype="float16"),
     Case(2, 64, 64, sizes=(9, 9), kernel=(3, 3), pads=SAME, group=64, x_zero=12),
     Case(2, 64, 64, sizes=(9, 9), kernel=(3, 3), pads=SAME, group=4),
     Case(2, 64, 64, sizes=(33,), kernel=(3,), pads=(1, 1), x_zero=9),

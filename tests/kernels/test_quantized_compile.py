@@ -51,7 +51,7 @@ def test_hopper_multiplies_integers_in_one_launch_after_the_sums(case: Case) -> 
     assert sources[:-1] == (["quantized_sums"] if case.x_zero is not None and not case.sums else [])
 
 
-(STEM,) = (case for case in CONVS if case.k == 3)
+(STEM,) = (case for case in CONVS if case.k == 3 and not case.first)
 
 
 @pytest.mark.parametrize("sums", [False, True])
@@ -60,6 +60,19 @@ def test_hopper_multiplies_integers_of_few_channels_as_columns(sums: bool) -> No
     added = [] if sums else ["quantized_sums"]
     assert [kernel.source for kernel in kernels] == ["quantized_columns", *added, "quantized_gemm"]
     assert not any(kernel.defines["WEIGHTS_CONSTANT"] for kernel in kernels[1:])  # the first launch writes them
+
+
+@pytest.mark.parametrize("case", [case for case in CONVS if case.first], ids=str)
+def test_integers_of_images_with_their_channels_first_are_multiplied_in_one_launch(case: Case) -> None:
+    for device in (A100, H200):
+        (step,) = plans_of(case, device)[0].steps
+        assert isinstance(step, Launch) and step.kernel.defines["EIGHT_BITS"]
+
+
+def test_sums_of_images_with_their_channels_first_are_exact() -> None:
+    longest = replace(STEM, k=4, kernel=(11, 11), first=True)  # 484 products
+    assert "'EIGHT_BITS': 1" in str(plans_of(longest, H200)[0])
+    assert "'EIGHT_BITS': 1" not in str(plans_of(replace(longest, kernel=(11, 12)), H200))
 
 
 def test_rows_of_taps_fit_into_a_block(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,13 @@ import hopper_emulation
 import numpy as np
 import pytest
 from architectures import H200
+from conv_emulation import launch_emulated
 from quantized_cases import NUMPY, SAME, Case
 from sampling import sampled
 
 from onnxfuse.ir.dtypes import FLOAT8
 from onnxfuse.kernels.quantized.host import candidates
-from onnxfuse.runtime.plan import Launch, Plan, Pointer
+from onnxfuse.runtime.plan import Kernel, Launch, Plan, Pointer
 from onnxfuse.testing.emulated_launches import launch, library
 
 OWN = ("quantized_gemm", "quantized_conv")  # kernels that run by the instructions of Hopper
@@ -27,6 +28,10 @@ CASES = [
     Case(1, 64, 128, sizes=(5, 5), kernel=(1, 1), x_zero=9),
     Case(33, 40, 128, x_zero=5, sums=True),
     Case(1, 35, 3, sizes=(11, 13), kernel=(7, 7), strides=(2, 2), pads=(3,) * 4, x_zero=128, sums=True),
+    Case(1, 40, 3, sizes=(11, 16), kernel=(7, 7), strides=(2, 2), pads=(3,) * 4, x_zero=128, first=True),
+    Case(2, 24, 3, sizes=(9, 20), kernel=(3, 3), pads=(0, 1, 2, 1), dtype="float16", x_dtype="int8", first=True),
+    Case(1, 16, 4, sizes=(8, 11), kernel=(2, 3), strides=(2, 1), pads=SAME, x_zero=9, per_column=False, first=True),
+    Case(1, 64, 3, sizes=(16, 24), kernel=(7, 7), strides=(2, 2), pads=(3,) * 4, x_zero=3, first=True, after="relu"),
     Case(2, 40, 5, sizes=(3, 4, 5), kernel=(2, 3, 2), pads=(0, 1, 2, 1, 1, 0), dilations=(1, 1, 2), x_dtype="int8"),
     Case(1, 64, 128, sizes=(2, 9), kernel=(3, 5), pads=(2, 4, 2, 3), dilations=(1, 2), x_zero=9, sums=True),
     Case(70, 96, 256, after="relu"), Case(133, 72, 144, x_dtype="int8", x_zero=5, after="relu"),
@@ -46,7 +51,7 @@ def test_matches_exact_sums(case: Case, tmp_path: Path) -> None:
     arrays = case.arrays()
     whole = np.empty((int(np.prod(case.y_shape)) + 64,), NUMPY[case.node().output_dtypes[0]])
     every = candidates(case.node(), case.specs(), device)
-    plans = [p for p in every if isinstance(p.steps[-1], Launch) and p.steps[-1].kernel.source in OWN]
+    plans = [p for p in every if isinstance(p.steps[-1], Launch) and multiplies_integers(p.steps[-1].kernel)]
     assert plans
     for plan in plans[:2]:
         whole.view(np.uint8)[:] = 0xFF  # floats are NaN
@@ -54,6 +59,10 @@ def test_matches_exact_sums(case: Case, tmp_path: Path) -> None:
         count = int(np.prod(case.y_shape))
         case.check(arrays, whole[:count].reshape(case.y_shape), exact=True)
         assert (whole[count:].view(np.uint8) == 0xFF).all(), "written beyond the end"
+
+
+def multiplies_integers(kernel: Kernel) -> bool:
+    return kernel.source in OWN or bool(kernel.defines.get("EIGHT_BITS"))
 
 
 def run(plan: Plan, arrays: list[np.ndarray], y: np.ndarray, folder: Path) -> None:
@@ -65,7 +74,9 @@ def run(plan: Plan, arrays: list[np.ndarray], y: np.ndarray, folder: Path) -> No
     addresses[Pointer("output", 0)] = y.ctypes.data
     for step in plan.steps:
         assert isinstance(step, Launch)
-        if step.kernel.source in OWN:
+        if step.kernel.source == "conv_stem":
+            launch_emulated(step, arrays, [y], folder)
+        elif step.kernel.source in OWN:
             hopper_emulation.run(step, addresses, folder)
         else:
             launch(step, library(step.kernel, folder), addresses.__getitem__)

@@ -4,9 +4,11 @@
 // The threads of a block take turns on one thread of the CPU: each runs until it waits for others. What is read or
 // written in global memory must lie in one of the arrays that `allow` has named. Shared memory is NaN at the beginning
 // of each block. Asynchronous copies happen when something waits for them, at the latest possible time.
+#include "byte_perm_emulated.h"
 #include "call_emulated.h"
 #include "cuda_threads.h"
 #include "types_emulated.h"
+#include "packed_words_emulated.h"
 
 #define __device__
 #define __global__
