@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import onnx
 
@@ -17,6 +17,7 @@ from onnxfuse.match import Match
 from onnxfuse.region_operators import ELEMENTWISE, PRODUCTS, VIEWS
 from onnxfuse.regions.cluster import MAX_OPERANDS, MAX_OUTPUTS, Cluster, Clusters
 from onnxfuse.regions.joining import Joining
+from onnxfuse.regions.rows import DYNAMIC
 from onnxfuse.regions.steps import Step
 from onnxfuse.regions.write import body, measured_besides, order_by_reading, program
 from onnxfuse.rewrite.chain_bodies import chained
@@ -85,7 +86,7 @@ def find_epilogue_fusion(
     for maker, tensor, match in found:
         if joining.takes_selection(maker, match) and (join := _join_selection(clusters, cluster, tensor, results)):
             return replace(join, match=match)
-    for join_part in _join, _join_up_to_quantizers:
+    for join_part in _join, _join_up_to_quantizers, _join_up_to_dynamic_quantizers:
         for _, tensor, match in found:
             join = join_part(clusters, cluster, tensor, results, joining)
             if join is not None:
@@ -182,6 +183,25 @@ def _join_up_to_quantizers(
             return join
         staying |= {node for tensor in between for node in _readers(cluster, tensor)}
     return None
+
+
+def _join_up_to_dynamic_quantizers(
+    clusters: Clusters, cluster: Cluster, result: Tensor, results: Collection[str], joining: Joining
+) -> Join | None:
+    """Return how the operators of a cluster before its DynamicQuantizeLinears can join the node that computes `result`.
+
+    A DynamicQuantizeLinear reads its operand twice: for the scale, and to quantize it.  So its region would compute the
+    operators before it twice.
+    """
+    readers, part = _readers(cluster, result), set[Node]()
+    for node in (node for node in reversed(cluster.nodes) if node in readers and op_of(node) != DYNAMIC):
+        read_by = {*chain.from_iterable(map(consumers, node.outputs))}
+        if any(each in part or op_of(each) == DYNAMIC for each in read_by):
+            part.add(node)
+    keeps_order = all(_keeps_order(step) for node in part for step in clusters.forms[node])
+    if not part or not keeps_order or not _gives_rows_of(clusters, part, result):
+        return None
+    return _join_part(clusters, cluster, result, part, results)
 
 
 def _up_to_quantizers(clusters: Clusters, cluster: Cluster, result: Tensor, staying: Collection[Node]) -> set[Node]:

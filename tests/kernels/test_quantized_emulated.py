@@ -30,6 +30,7 @@ CASES = [
     Case(1, 35, 3, sizes=(11, 13), kernel=(7, 7), strides=(2, 2), pads=(3,) * 4, x_zero=128, sums=True),
     Case(1, 40, 3, sizes=(11, 16), kernel=(7, 7), strides=(2, 2), pads=(3,) * 4, x_zero=128, first=True),
     Case(2, 24, 3, sizes=(9, 20), kernel=(3, 3), pads=(0, 1, 2, 1), dtype="float16", x_dtype="int8", first=True),
+    Case(2, 35, 4, sizes=(8, 12), kernel=(2, 2), strides=(2, 2), per_column=False, first=True, dtype="float16"),
     Case(1, 16, 4, sizes=(8, 11), kernel=(2, 3), strides=(2, 1), pads=SAME, x_zero=9, per_column=False, first=True),
     Case(1, 64, 3, sizes=(16, 24), kernel=(7, 7), strides=(2, 2), pads=(3,) * 4, x_zero=3, first=True, after="relu"),
     Case(2, 40, 5, sizes=(3, 4, 5), kernel=(2, 3, 2), pads=(0, 1, 2, 1, 1, 0), dilations=(1, 1, 2), x_dtype="int8"),

@@ -21,7 +21,7 @@ from onnxfuse.runtime import cuda_driver
 from onnxfuse.runtime.plan import Device, Launch, Plan
 
 pytestmark = pytest.mark.gpu
-OF_VALUES = ("quantized_gemm", "quantized_conv", "conv_stem")
+OF_VALUES = ("quantized_gemm", "quantized_conv")
 
 
 @pytest.fixture(scope="module")

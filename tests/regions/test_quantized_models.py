@@ -164,6 +164,14 @@ def test_cpus_compute_what_they_did_in_the_same_integer_operators(name: str, tmp
     assert assert_programs_agree(fused, feeds) == len(regions(fused))
 
 
+def test_what_a_dynamic_quantizer_reads_twice_is_computed_once(tmp_path: Path) -> None:
+    """The Gelu joins the product before it, and not the region of the quantizer after it."""
+    fused, _ = optimized(quantized(LAYER, tmp_path, "dynamic")[0])
+    programs = [(call.node.fusion, call.node.text("program", "")) for call in read_calls(fused)]
+    assert [fusion for fusion, program in programs if "Erf" in program] == ["quantized_gemm"]
+    assert sum("ReduceMin" in program for _, program in programs) == 3
+
+
 def test_layers_of_float8_have_kernels(tmp_path: Path) -> None:
     """Nodes are those of a model whose products alone are quantized to int8, and products read and write float8."""
     model, feeds = quantized(LAYER, tmp_path, "float8")
