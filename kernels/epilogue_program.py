@@ -314,6 +314,7 @@ class _Text:
                 given.append(Pointer("input", self.both.own + others.index(name) - 1))
         located = self._located(members, given) if self.strides else ""
         results = [self.writer.value(name, self.places[name]).text for name in self.both.outputs]
+        results, computed = ([self.arguments.numbers(each) for each in found] for found in (results, self.writer.lines))
         for i, name in enumerate(self.both.outputs):
             if i != self.stored:
                 lines.append(_output(i, STORED[dtypes[name]], results[i]))
@@ -325,7 +326,7 @@ class _Text:
         assert not self.writer.accesses
         members += self.arguments.declared
         parts = {kind: [each[kind] for each in lines if kind in each] for kind in KINDS}
-        inner = "\n".join([*self.writer.lines, *(f"            {each}" for each in parts["computing"])])
+        inner = "\n".join([*computed, *(f"            {each}" for each in parts["computing"])])
         names = [each.split()[-1].lstrip("*") for each in members]
         text = TEXT.format(
             operators=" ".join(each.name for each in self.program.operations), residual=int(bool(residual)),

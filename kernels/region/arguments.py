@@ -1,30 +1,46 @@
-"""The sizes that a kernel takes as arguments, because they depend on dynamic dims."""
+"""What a kernel takes as arguments: sizes that depend on dynamic dims, and numbers of quantizers."""
 
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from onnxfuse.algebra.sizes import Size
 from onnxfuse.kernels.region.sizes import Sizes
 from onnxfuse.kernels.tensors import divisor
 from onnxfuse.runtime.plan import Argument, Scalar
 
+NUMBER: Final = re.compile(r"ARGUMENT\((-?[\d.e+-]+)f\)")
+
 
 @dataclass
 class Arguments:
-    """The size arguments of a kernel, without duplicates."""
+    """The arguments of a kernel besides pointers, without duplicates."""
 
     sizes: Sizes
     is_wide: bool  # whether indices have 64 bits
     declared: list[str] = field(default_factory=list)
     values: list[Argument] = field(default_factory=list)
-    names: dict[tuple[str, Size], str] = field(default_factory=dict)
+    names: dict[tuple[str, Size | str], str] = field(default_factory=dict)
 
     @property
     def index_type(self) -> str:
         """The type of an index in C++."""
         return "long long" if self.is_wide else "int"
+
+    def numbers(self, text: str) -> str:
+        """Return C++ code in which arguments stand for its numbers in ARGUMENT(...)."""
+        return NUMBER.sub(lambda found: self._number(found[1]), text)
+
+    def _number(self, text: str) -> str:
+        key = ("number", text)
+        if key not in self.names:
+            self.names[key] = name = f"n{len(self.names)}"
+            self.declared.append(f"float {name}")
+            self.values.append(Scalar(float(text), "float32"))
+        return self.names[key]
 
     def size(self, size: Size) -> str:
         """Return a size as an expression: a number, or an argument."""

@@ -79,6 +79,7 @@ def _launch(
     arguments = Arguments(sizes, region.is_wide)
     given = str(is_released(total, region.device)), leaving
     body, shared = _body(region, works, blocks, arguments, stored, given)
+    body = arguments.numbers(body)
     read = {name: each for name, each in parameters.items() if re.search(rf"\b{name}\b", body)}
     declared = ", ".join([*(text for text, _ in read.values()), *arguments.declared])
     operators = " ".join(each.name for each in program.operations if each.name != "Constant")

@@ -138,7 +138,8 @@ def expression(
     if name == "DequantizeLinear":
         is_float8 = of in LARGEST_FLOAT8
         number = f"float8_number({given[0]})" if is_float8 else _number(given[0], given[2], of)
-        return f"product({number}, {given[1]})" if nearest else f"{number} * {given[1]}"
+        scale = argument(given[1])
+        return f"product({number}, {scale})" if nearest else f"{number} * {scale}"
     if name == "BitShift":
         return f"shifted_{operation.attributes['direction'].lower()}({given[0]}, {given[1]})"
     if name in ("Pow", "Mod"):
@@ -150,8 +151,16 @@ def dequantized_step(quantize: Operation, given: Sequence[str], target: str, nea
     """Return the number that integers of dtype `target`, the result of a QuantizeLinear, represent, without these."""
     step, origin = _saturated(quantize, given, target, nearest), "ROUNDER"
     if step is not None:  # the last byte is the integer, so that the zero point is subtracted, too
-        origin = literal(ROUNDER + int(given[2]) - 2 * LOWEST[target], "float32")
-    return f"product({step or _step(quantize, given, target, nearest)} - {origin}, {given[1]})"
+        origin = argument(literal(ROUNDER + int(given[2]) - 2 * LOWEST[target], "float32"))
+    return f"product({step or _step(quantize, given, target, nearest)} - {origin}, {argument(given[1])})"
+
+
+def argument(number: str) -> str:
+    """Return the expression of a number of a quantizer, which a kernel can take as an argument (see arguments.py).
+
+    Quantizers that differ only in scales and zero points then have one kernel.  Numbers that the code computes remain.
+    """
+    return f"ARGUMENT({number})" if number.endswith("f") and NUMERAL.fullmatch(number) else number
 
 
 def _saturated(quantize: Operation, given: Sequence[str], target: str, nearest: bool) -> str | None:
@@ -165,7 +174,7 @@ def _saturated(quantize: Operation, given: Sequence[str], target: str, nearest: 
     if nearest or is_half or target not in LOWEST or not scale or not re.fullmatch(r"-?\d+", given[2]):
         return None
     steps = 1.0 / (255 * scale), (int(given[2]) - LOWEST[target]) / 255
-    factor, offset = (literal(float(np.float32(each)), "float32") for each in steps)
+    factor, offset = (argument(literal(float(np.float32(each)), "float32")) for each in steps)
     return f"step_in<{NUMBER[target]}>({given[0]}, {factor}, {offset})"
 
 
@@ -234,7 +243,8 @@ def _number(x: str, zero: str, dtype: str) -> str:
     """Return x - zero in float."""
     if dtype not in LOWEST or not re.fullmatch(r"-?\d+", zero):
         return f"converted({x} - {zero})"
-    return f"(byte_number<{NUMBER[dtype]}>({x}) - {literal(BYTE_ORIGIN + int(zero) - LOWEST[dtype], 'float32')})"
+    origin = argument(literal(BYTE_ORIGIN + int(zero) - LOWEST[dtype], "float32"))
+    return f"(byte_number<{NUMBER[dtype]}>({x}) - {origin})"
 
 
 def _activation(operation: Operation, x: str, is_coarse: bool) -> str:

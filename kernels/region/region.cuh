@@ -6,6 +6,7 @@
 
 #define INFINITE __uint_as_float(0x7f800000u)
 #define NOT_A_NUMBER __uint_as_float(0x7fffffffu)
+#define ARGUMENT(number) number  // a number that some kernels take as an argument (arguments.py)
 
 template <bool, class Yes, class> struct Either { using Type = Yes; };
 template <class Yes, class No> struct Either<false, Yes, No> { using Type = No; };

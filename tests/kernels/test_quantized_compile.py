@@ -114,6 +114,18 @@ def test_threads_have_registers_for_two_sets_of_float8_sums(case: Case) -> None:
                 check_compiles(step.kernel, H200, spills=16 if step.kernel.defines["CONSUMERS"] == 3 else 0)
 
 
+@pytest.mark.parametrize("device", [A100, H200], ids=lambda each: each.name)
+def test_layers_that_differ_in_scales_and_zero_points_have_the_same_kernels(device: Device) -> None:
+    case = AFTER[0]
+    node, (scale, zero) = case.node(), case.step
+    text = str(node.attributes["program"]).replace(f'"value": {scale}', '"value": 0.7').replace(f": {zero}}}", ": 9}")
+    other = replace(node, attributes={**node.attributes, "program": text})
+    plans = [candidates(each, case.specs(), device)[0] for each in (node, other)]
+    first, second = ([step for step in plan.steps if isinstance(step, Launch)] for plan in plans)
+    assert text != node.attributes["program"] and [each.kernel for each in first] == [each.kernel for each in second]
+    assert first[-1].arguments != second[-1].arguments
+
+
 @pytest.mark.parametrize("case", [GEMMS[0], CONVS[0], OF_FLOAT8[0]], ids=str)
 def test_other_gpus_multiply_numbers(case: Case) -> None:
     for plan in plans_of(case, A100):
