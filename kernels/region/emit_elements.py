@@ -35,6 +35,9 @@ class ElementsText:
         if self.tiling.is_scattered:
             self._scattered(variables)
             return
+        if self.tiling.rounds > 1:
+            self._in_rounds(variables)
+            return
         writer.line(f"const {self.type} at = ({self.type})block * {self.tiling.threads} + threadIdx.x;")
         if self.tiling.has_tail:
             self._elements_with_tail(variables[0])
@@ -56,6 +59,18 @@ class ElementsText:
             linear = _place_of(variables) if len(variables) > 1 else None
             writer.lanes = Lanes(variables[-1].name, width, linear=linear)
         self.store.write()
+
+    def _in_rounds(self, variables: Sequence[Variable]) -> None:
+        """Write a loop over a thread's vectors."""
+        writer, width, threads, rounds = self.writer, self.tiling.width, self.tiling.threads, self.tiling.rounds
+        with writer.block(f"for (int round = 0; round < {rounds}; ++round)"):
+            first = f"(({self.type})block * {rounds} + round) * {threads}"
+            writer.line(f"const {self.type} at = {first} + threadIdx.x;")
+            writer.line(f"if (at >= {self.parts.bound(ELEMENTS, width)}) break;")
+            self.parts.split("at", variables, width)
+            linear = _place_of(variables) if len(variables) > 1 else None
+            writer.lanes = Lanes(variables[-1].name, width, linear=linear)
+            self.store.write()
 
     def _alike(self, variable: Variable, alike: DominantPart) -> None:
         """Write vectors as if a Concat's dominant part had all elements, and single elements outside the part.

@@ -16,7 +16,16 @@ from onnxfuse.kernels.region.reductions import Instance, Key
 from onnxfuse.kernels.region.region import Region
 from onnxfuse.kernels.region.scratch_reductions import Stored, StoredByKey, stored
 from onnxfuse.kernels.region.shapes import Shapes
-from onnxfuse.kernels.region.tilings import THREADS, Columns, Merge, Tiling, fastest_variables, of_one_block, tiling_of
+from onnxfuse.kernels.region.tilings import (
+    THREADS,
+    Columns,
+    Merge,
+    Tiling,
+    fastest_variables,
+    in_rounds,
+    of_one_block,
+    tiling_of,
+)
 from onnxfuse.kernels.region.traffic import accesses, with_contiguous_last
 from onnxfuse.region_operators import REDUCTIONS
 from onnxfuse.runtime.symint import estimate
@@ -164,14 +173,25 @@ def _with_common_rows(region: Region, own: Mapping[Keys, Nest], found: StoredByK
     joined = dict[Keys, Nest]()
     for keys, nest in own.items():
         for others, other in joined.items():
-            made = _stored_nest(region, (*others, *keys), found) if nest.reads & set(others) else None
-            if made and _has_rows_of(region, made, (nest, other)) and made.reads <= other.reads:
+            is_of_same, reads = _share_the_same(region, nest, other), bool(nest.reads & set(others))
+            made = _stored_nest(region, (*others, *keys), found) if reads or is_of_same else None
+            if made and (is_of_same or (_has_rows_of(region, made, (nest, other)) and made.reads <= other.reads)):
                 del joined[others]
                 joined[*others, *keys] = made
                 break
         else:
             joined[keys] = nest
     return joined
+
+
+def _share_the_same(region: Region, nest: Nest, other: Nest) -> bool:
+    """Return whether blocks share the single row of both loop nests, which read the same operands and no reductions."""
+    pair = nest, other
+    if any(each.reads or each.inner or each.count(ROWS) != 1 for each in pair):
+        return False
+    shares = [tiling_of(each, region).shares for each in pair]
+    read = [{name for name, _ in each.accesses} for each in pair]
+    return shares[0] == shares[1] != 1 and read[0] == read[1]
 
 
 def _has_rows_of(region: Region, made: Nest, nests: Sequence[Nest]) -> bool:
@@ -223,7 +243,10 @@ def _in_order(region: Region, nests: Sequence[Nest], own: Mapping[Keys, Nest], f
             stages.stored |= shared
         stages.add(launch, Work(nest, tiling, tuple(shared.values())))
     for nest in nests:
-        stages.add(first_launch(nest), Work(nest, tiling_of(nest, region)))
+        tiling = tiling_of(nest, region)
+        if any(stages.stored[key].is_whole for key in nest.reads):
+            tiling = in_rounds(tiling, nest, region)
+        stages.add(first_launch(nest), Work(nest, tiling))
     stages.launches = [_of_one_launch(works) for works in stages.launches]
     return stages
 

@@ -97,7 +97,7 @@ def _blocks(nest: Nest, tiling: Tiling, sizes: Sizes) -> int:
             count, width = sizes.value(product(nest.shape)), tiling.width
             if tiling.has_tail:
                 return -(-(count // width + count % width) // tiling.threads)
-            return -(-count // (width * tiling.repeats * tiling.threads))
+            return -(-count // (width * tiling.repeats * tiling.rounds * tiling.threads))
         case Tile():
             return math.prod(sizes.value(each.extent) for each in tiles(nest, tiling, sizes))
     rows, shares = sizes.value(nest.count(ROWS)), sizes.value(tiling.shares)

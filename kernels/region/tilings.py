@@ -72,6 +72,8 @@ MAX_CHAIN: Final = 3  # maximum number of reductions of dynamic length that need
 MANY_DIMS: Final = 2  # dynamic dims that count rows of dynamic length: from this number on, blocks do not share rows
 MAX_SHARES: Final = 512  # maximum number of blocks per row; one block or warp merges their accumulators
 MAX_COLUMN_SHARES: Final = 16  # maximum blocks per column; each thread that reads the result merges their accumulators
+MERGING_ROUNDS: Final = 8  # vectors per thread of blocks that merge the shares of a reduction with a single result
+MERGING_BLOCKS: Final = 4  # minimum blocks per multiprocessor, for blocks to have so many vectors per thread
 MIN_ROUNDS: Final = 4  # minimum number of vectors per thread of a block that has a share of a row
 Repeats: TypeAlias = tuple[str, int]  # a variable, and the number of its neighbouring values per thread
 ONCE: Final[Repeats] = ("", 1)
@@ -104,6 +106,7 @@ class Elements(Tiling):
     repeats: int = 1  # the number of values of `repeated` per thread
     reads_ahead: bool = False  # a thread loads its operands for all `repeats` values before it computes
     has_tail: bool = False  # each element after the last whole vector gets its own thread
+    rounds: int = 1  # vectors of a thread, which are a block's threads apart
 
 
 @dataclass(frozen=True)
@@ -169,6 +172,16 @@ def _elements(nest: Nest, region: Region) -> Elements:
     has_tail = width > 1 and len(variables) == 1 and sizes.divisor(variables[0].extent) % width != 0
     ahead = repeats > 1 and not is_between and _are_few(count, width * repeats, device)
     return Elements(THREADS, width, False, repeated, repeats, ahead, has_tail)
+
+
+def in_rounds(tiling: Tiling, nest: Nest, region: Region) -> Tiling:
+    """Return the tiling of a loop nest each of whose blocks merges shares: fewer blocks, which have more vectors."""
+    is_plain = isinstance(tiling, Elements) and not tiling.has_tail and not tiling.is_scattered and tiling.repeats == 1
+    if not is_plain or not isinstance(tiling, Elements) or len(nest.outputs) != 1:
+        return tiling
+    count = region.sizes.value(nest.count(ELEMENTS))
+    least = tiling.width * tiling.threads * MERGING_ROUNDS * MERGING_BLOCKS * region.device.multiprocessors
+    return replace(tiling, rounds=MERGING_ROUNDS) if estimate(count) >= least else tiling
 
 
 def _rows(nest: Nest, name: str, region: Region) -> Rows:

@@ -52,6 +52,19 @@ def test_operators_maps_and_reductions(part: int, tmp_path: Path) -> None:
     check_all({name: CASES[name] for name in list(CASES)[part::PARTS]}, tmp_path)
 
 
+def test_extremes_of_all_elements_are_found_together_and_merged_by_few_blocks(tmp_path: Path) -> None:
+    """As for a DynamicQuantizeLinear."""
+    program = RegionProgram()
+    x = program.operand(np.random.default_rng(0).standard_normal((300, 512)).astype(np.float32))
+    low, high = (program.op(f"Reduce{each}", x, axes=[0, 1], keepdims=1) for each in ("Min", "Max"))
+    program.outputs = [program.op("Add", program.op("Sub", x, low), high)]
+    first, second = plan_of(program, GPU).steps
+    assert isinstance(first, Launch) and isinstance(second, Launch)
+    assert first.kernel.text.count("float x0_1[4][4]") == 2  # of whole rounds, and of the last one
+    assert second.grid[0] == 300 * 512 // (4 * 128 * 8) + 1
+    check_all({"": program}, tmp_path)
+
+
 def test_quantizers_of_special_numbers_and_scales(tmp_path: Path) -> None:
     check_all({name: case for name, case in CASES.items() if name.startswith("QuantizeLinear")}, tmp_path)
 
