@@ -72,12 +72,16 @@ def _command(*flags: str) -> list[str]:
     found = compiler()
     if found is None:
         raise KernelError("kernels are emulated by a C++ compiler, and none was found; install g++ or clang++")
-    return [found, *FLAGS, *(f"-I{each}" for each in header_folders), *flags]
+    return [found, *FLAGS, *flags]
 
 
 def _run(command: Sequence[str]) -> None:
-    """Run the compiler.  Raises KernelError, with its messages, if it fails."""
-    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    """Run the compiler, which looks for headers in `header_folders`.  Raises KernelError with its messages if it fails.
+
+    `_built_once` compares the texts of headers in place of the folders, because another checkout has the same texts.
+    """
+    folders = [f"-I{each}" for each in header_folders]
+    made = subprocess.run([*command, *folders], capture_output=True, text=True, check=False)
     if made.returncode:
         raise KernelError(f"the C++ compiler refuses an emulated kernel: {made.stderr.strip()}")
 
@@ -85,8 +89,8 @@ def _run(command: Sequence[str]) -> None:
 def _object(header: Path) -> Path:
     """Return the object file of the .cc file next to a header."""
     source = header.with_suffix(".cc")
-    command, text = _command("-c", str(source)), source.read_text()
-    return _built_once((command, text, _headers(text)), ".o", lambda to: _run([*command, "-o", str(to)]))
+    command, text = _command("-c"), source.read_text()
+    return _built_once((command, text, _headers(text)), ".o", lambda to: _run([*command, str(source), "-o", str(to)]))
 
 
 def _standard_library(command: Sequence[str], headers: Sequence[str]) -> Path:

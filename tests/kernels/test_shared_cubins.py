@@ -9,6 +9,7 @@ import shared_cubins
 from shared_cubins import Compile, shared
 
 from onnxfuse.errors import KernelError
+from onnxfuse.testing import emulated_build
 
 FLAGS = ["-arch=sm_90", "-DN=1", "-I/one/include"]
 
@@ -60,3 +61,22 @@ def test_what_does_not_compile_is_not_kept(tmp_path: Path) -> None:
         with pytest.raises(KernelError, match="does not compile"):
             compile_("wrong", "a.cu", FLAGS)
     assert len(compiled) == 2
+
+
+def test_emulated_kernels_of_another_checkout_are_not_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another text of a header is compiled: the library, the header's object file and the standard headers."""
+    run, commands = emulated_build._run, []
+    monkeypatch.setattr(emulated_build, "_run", lambda command: commands.append(command) or run(command))
+    monkeypatch.setattr(emulated_build, "folder", tmp_path)
+    for checkout, number, compiled in ("one", 3, 3), ("other", 3, 0), ("third", 4, 2):
+        folder = tmp_path / checkout
+        folder.mkdir()
+        (folder / "number.h").write_text("#include <cmath>\nint number();\n")
+        (folder / "number.cc").write_text(f'#include "number.h"\nint number() {{ return {number}; }}\n')
+        monkeypatch.setattr(emulated_build, "header_folders", [folder])
+        commands.clear()
+        text = '#include "number.h"\nextern "C" int twice() { return 2 * number(); }\n'
+        assert emulated_build.load(text, {}, [], folder / "text.cc").twice() == 2 * number
+        assert len(commands) == compiled
