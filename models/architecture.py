@@ -71,4 +71,5 @@ class Architecture:
     full: Config | None = None
     calibrated: bool = False  # in public sizes, running statistics are those of random inputs
     gain: float = 1.0  # factor of random weights; outputs of deep gated networks hardly depend on inputs without it
+    redrawn: bool = True  # whether reading the archive draws the parameters; False if bfloat16 needs these
     metadata: Mapping[str, str] | None = None

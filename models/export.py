@@ -27,7 +27,7 @@ import onnxscript
 import torch
 import transformers
 from architecture import Input
-from exported_models import ARCHIVE, EXPORTED, INDEX, compress, decompress, files_of, round_folded
+from exported_models import ARCHIVE, EXPORTED, INDEX, compress, decompress, draw_parameters, files_of
 from exporters import SEED, Job, as_tuple, build_model, export_graph, number_values, strip_traces
 from onnxruntime.transformers.float16 import convert_float_to_float16
 from table import ARCHITECTURES
@@ -183,8 +183,8 @@ def lay_out(index: dict) -> str:
 def record(job: Job, result: Result, out: Path) -> None:
     """Write a model and its index entry: into the archive, or a model of full size beside the index."""
     archive, index, path = out / ARCHIVE, out / INDEX, out / job.file_name
-    if result.proto and job.config is job.architecture.config:
-        round_folded(result.proto)
+    if result.proto and job.config is job.architecture.config and job.architecture.redrawn:
+        draw_parameters(result.proto)
     model = result.proto.SerializeToString() if result.proto else None
     if job.config is job.architecture.config:
         content = archive.read_bytes() if archive.exists() else None

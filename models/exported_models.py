@@ -2,17 +2,17 @@
 
 `tar -xOf models/exported/models.tar.xz index.json` prints the index: what feeds each model, and what it was made with.
 `python models/exported_models.py bert_sdpa_dynamo_fp16.onnx bert.onnx` writes one of the models to a file.
-The variants of an architecture share their random weights. So the floats of all models are in one file for each dtype,
-which holds each tensor once, and the models refer to them as ONNX refers to external data, without lengths. A float16
-tensor that is a float32 one rounded is a place in the float32 file. Most weights are multiples of a power of two, as
-export.py draws them, and are stored as int8: this makes the archive a tenth smaller. Rounding weights that an exporter
-folded (round_folded) makes it a sixth smaller, and names that are written short (short_names.py) and offsets that count
-from the tensor before make it a third smaller.
+Most parameters are random, and no file holds them: they are drawn when a model is read (`drawn`), so they are not those
+with which export.py verified the model. All other floats of all models are in one file for each dtype, which holds each
+tensor once, and the models refer to them as ONNX refers to external data, without lengths. A float16 tensor that is a
+float32 one rounded is a place in the float32 file. Names that are written short (short_names.py) and offsets that count
+from the tensor before make the archive smaller too.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import io
 import json
 import lzma
@@ -21,7 +21,7 @@ import os
 import sys
 import tarfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,13 @@ ARCHIVE, INDEX = "models.tar.xz", "index.json"
 FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 4, "lp": 0, "pb": 0}]  # the smallest
 DTYPES = {TensorProto.FLOAT: np.dtype("<f4"), TensorProto.FLOAT16: np.dtype("<f2")}
 LOCATIONS = {TensorProto.FLOAT: "float32", TensorProto.FLOAT16: "float16"}  # of external data, files of the archive
-MULTIPLES, STEP = "int8", "step"  # the location of multiples, and the entry with the exponent of their power of two
-MINUS_ZERO = -128  # of int8: the zeros that rounding made of negative numbers
-WIDTHS = {MULTIPLES: 1, **{location: DTYPES[dtype].itemsize for dtype, location in LOCATIONS.items()}}  # bytes
+WIDTHS = {location: DTYPES[dtype].itemsize for dtype, location in LOCATIONS.items()}  # bytes
+DRAWN, STEP, MEAN = "drawn", "step", "mean"  # the location of parameters that no file holds, and their two entries
+UNIT = 2.0**-24  # of steps: the smallest number of float16
+PARAMETERS = {  # operators, and those of their inputs that are random if they are initializers
+    **dict.fromkeys(("Conv", "ConvTranspose", "Gemm", "LayerNormalization"), (1, 2)),
+    "BatchNormalization": (1, 2, 3, 4), "MatMul": (1,), "Gather": (0,),
+}  # fmt: skip
 SMALLEST = 16  # bytes of a tensor that is external
 
 
@@ -81,6 +85,8 @@ def compress(models: Mapping[str, bytes], index: str) -> bytes:
     if wrong := [name for name in models if not name.endswith(".onnx")]:
         raise ValueError(f"names {wrong}, required: names that end in .onnx")
     parsed = {name: onnx.load_from_string(models[name]) for name in sorted(models)}
+    for model in parsed.values():
+        leave_out_drawn(model)
     files = make_external(parsed.values())
     for model in parsed.values():
         count_from_ends(model)
@@ -113,62 +119,68 @@ def files_of(content: bytes) -> dict[str, bytes]:
 def make_external(models: Iterable[ModelProto]) -> dict[str, bytes]:
     """Replace the floats of these models by places in files.  Returns the files by location."""
     tensors = [each for model in models for each in tensors_of(model) if len(each.raw_data) >= SMALLEST]
-    files = {location: bytearray() for location in (*LOCATIONS.values(), MULTIPLES)}
+    files = {location: bytearray() for location in LOCATIONS.values()}
     places: dict[tuple[int, bytes], dict[str, str]] = {}  # a dtype and values: entries of external data
     for dtype, location in LOCATIONS.items():  # float32 first, of which float16 may be rounded
         for tensor in tensors:
             if tensor.data_type == dtype:
                 values = tensor.raw_data
                 if (dtype, values) not in places:
-                    step, stored = as_multiples(values, dtype)
-                    file = location if step is None else MULTIPLES
-                    place = {"location": file, "offset": str(len(files[file]))}
-                    files[file] += stored
-                    places[dtype, values] = place if step is None else {**place, STEP: str(step)}
+                    places[dtype, values] = {"location": location, "offset": str(len(files[location]))}
+                    files[location] += values
                     places.setdefault((TensorProto.FLOAT16, rounded(values, dtype)), places[dtype, values])
                 refer(tensor, places[dtype, values])
     return {location: bytes(data) for location, data in files.items()}
 
 
-def as_multiples(values: bytes, dtype: int) -> tuple[int | None, bytes]:
-    """Return an exponent, and the values as int8 multiples of that power of two; None and the values if they are not.
+def draw_parameters(model: ModelProto) -> None:
+    """Replace parameters, which are random, by those that `drawn` gives.
 
-    If there are such powers, the largest is returned.
+    They keep their means, rounded to integers, and their standard deviations, within an eighth.
     """
-    floats = np.frombuffer(values, DTYPES[dtype]).astype(np.float64)
-    largest = np.abs(floats).max()
-    if 0 < largest < np.inf:
-        first = math.frexp(largest)[1] - 7  # so that the largest is between 64 and 128
-        for step in range(first + 6, first - 1, -1):
-            stored = np.round(floats / 2.0**step).clip(-127, 127).astype(np.int8)
-            stored[(floats == 0) & np.signbit(floats)] = MINUS_ZERO
-            if of_multiples(stored.tobytes(), step, dtype) == values:
-                return step, stored.tobytes()
-    return None, values
+    wanted = {
+        name
+        for node in model.graph.node
+        for slot, name in enumerate(node.input)
+        if slot in PARAMETERS.get(node.op_type, ())
+    }
+    for tensor, number in numbered(model):
+        if tensor.name in wanted:
+            values = np.frombuffer(tensor.raw_data, DTYPES[tensor.data_type]).astype(np.float64)
+            step = values.std() / odd_numbers(tensor.dims, number).std() / UNIT
+            power = 2 ** max(math.frexp(step)[1] - 3, 0)  # three bits of the step, so that float16 has all multiples
+            tensor.raw_data = drawn(tensor, number, round(values.mean()), round(step / power) * power)
 
 
-def round_folded(model: ModelProto) -> None:
-    """Round the weights of convolutions into which an exporter folded a BatchNormalization, so that int8 holds them.
-
-    They were drawn at random.  In the archive they then take a third of the bytes.
-    """
-    weights = {node.input[1] for node in model.graph.node if node.op_type in ("Conv", "ConvTranspose")}
+def numbered(model: ModelProto) -> Iterator[tuple[TensorProto, int]]:
+    """Yield the initializers that may be drawn, each with the number of those before it that have its dims."""
+    seen: Counter[tuple[int, ...]] = Counter()
     for tensor in model.graph.initializer:
-        if tensor.name in weights and tensor.data_type in DTYPES and len(tensor.raw_data) >= SMALLEST:
-            dtype = tensor.data_type
-            if as_multiples(tensor.raw_data, dtype)[0] is None:
-                floats = np.frombuffer(tensor.raw_data, DTYPES[dtype]).astype(np.float64)
-                step = 2.0 ** (math.frexp(np.abs(floats).max())[1] - 4)
-                counts = np.round(floats / step)
-                tensor.raw_data = (counts * step).astype(DTYPES[dtype]).tobytes()
+        if tensor.data_type in DTYPES and math.prod(tensor.dims) * 2 >= SMALLEST:
+            yield tensor, seen[tuple(tensor.dims)]
+            seen[tuple(tensor.dims)] += 1
 
 
-def of_multiples(stored: bytes, step: int, dtype: int) -> bytes:
-    """Return the values of int8 multiples of a power of two; float16 is float32 rounded."""
-    counts = np.frombuffer(stored, np.int8).astype(np.float32)
-    with np.errstate(over="ignore"):  # where values are not such multiples
-        floats = np.ldexp(np.where(counts == MINUS_ZERO, np.float32(-0.0), counts), step).astype("<f4").tobytes()
-    return floats if dtype == TensorProto.FLOAT else rounded(floats, TensorProto.FLOAT)
+def odd_numbers(dims: Sequence[int], number: int) -> np.ndarray:
+    """Return odd numbers from -127 to 127, one for each element: the same on every machine, others for each number."""
+    stream = hashlib.shake_128(f"{number} of {list(dims)}".encode())
+    return np.frombuffer(stream.digest(math.prod(dims)), np.int8) | 1
+
+
+def drawn(tensor: TensorProto, number: int, mean: int, step: int) -> bytes:
+    """Return the values of a tensor: a mean, and multiples of `step * UNIT` around it."""
+    return (mean + odd_numbers(tensor.dims, number) * (step * UNIT)).astype(DTYPES[tensor.data_type]).tobytes()
+
+
+def leave_out_drawn(model: ModelProto) -> None:
+    """Replace the parameters that `drawn` gives by their means and steps."""
+    for tensor, number in numbered(model):
+        values = np.frombuffer(tensor.raw_data, DTYPES[tensor.data_type]).astype(np.float64)
+        if np.abs(values).max() < 256:  # others are masks
+            mean = round(values.mean())
+            step = round((values[0] - mean) / UNIT / odd_numbers(tensor.dims, number)[0])
+            if drawn(tensor, number, mean, step) == tensor.raw_data:
+                refer(tensor, {"location": DRAWN, STEP: str(step), **({MEAN: str(mean)} if mean else {})})
 
 
 def refer(tensor: TensorProto, place: Mapping[str, str]) -> None:
@@ -184,16 +196,20 @@ def count_from_ends(model: ModelProto) -> None:
     ends: Counter[str] = Counter()
     for tensor in tensors_of(model):
         place = {each.key: each for each in tensor.external_data}
-        if place:
+        if "offset" in place:
             location, offset = place["location"].value, int(place["offset"].value)
             place["offset"].value = str(offset - ends[location])
             ends[location] = offset + math.prod(tensor.dims) * WIDTHS[location]
 
 
 def restored(name: str, files: Mapping[str, bytes]) -> bytes:
-    """Return a model with its names in full, and with the floats that `make_external` took out of it."""
+    """Return a model with its names in full, and with the floats that `compress` took out of it."""
     model = onnx.load_from_string(files[name])
     rename(model.graph, short=False)
+    for tensor, number in numbered(model):
+        place = {each.key: each.value for each in tensor.external_data}
+        if STEP in place:
+            hold(tensor, drawn(tensor, number, int(place.get(MEAN, 0)), int(place[STEP])))
     ends: Counter[str] = Counter()
     for tensor in tensors_of(model):
         if tensor.data_location == TensorProto.EXTERNAL:
@@ -201,18 +217,16 @@ def restored(name: str, files: Mapping[str, bytes]) -> bytes:
             location = place["location"]
             offset = ends[location] + int(place["offset"])
             ends[location] = offset + math.prod(tensor.dims) * WIDTHS[location]
-            tensor.raw_data = stored_values(place, files[location][offset : ends[location]], tensor.data_type)
-            tensor.ClearField("external_data")
-            tensor.ClearField("data_location")
+            stored = files[location][offset : ends[location]]
+            hold(tensor, stored if location == LOCATIONS[tensor.data_type] else rounded(stored, TensorProto.FLOAT))
     return model.SerializeToString()
 
 
-def stored_values(place: Mapping[str, str], stored: bytes, dtype: int) -> bytes:
-    """Return the values of a dtype that are stored in their place as these bytes."""
-    if STEP in place:
-        return of_multiples(stored, int(place[STEP]), dtype)
-    (kind,) = (each for each, location in LOCATIONS.items() if location == place["location"])
-    return stored if dtype == kind else rounded(stored, kind)
+def hold(tensor: TensorProto, values: bytes) -> None:
+    """Give a tensor its values in place of a reference."""
+    tensor.raw_data = values
+    tensor.ClearField("external_data")
+    tensor.ClearField("data_location")
 
 
 def rounded(values: bytes, dtype: int) -> bytes:

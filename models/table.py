@@ -230,6 +230,7 @@ qwen3_next_layers = Architecture(
      "chunk": 8, "vocab": 48, "steps": 19},
     (DYNAMO_PLAIN,),
     IMAGE,
+    redrawn=False,
 )  # fmt: skip
 llama_kvcache = Architecture(
     "llama_kvcache",
