@@ -347,8 +347,8 @@ def as_real(trace: Trace, value: Any) -> SymReal:
 
 
 def _pairwise(op: Op, a: Any, b: Any) -> Any:
-    symbolic = next((each for each in (a, b) if isinstance(each, Symbolic)), None)
-    if symbolic is None:
+    symbolic = a if isinstance(a, Symbolic) else b
+    if not isinstance(symbolic, Symbolic):
         return _COMPUTE[op](a, b)
     if isinstance(symbolic, SymInt) and all(isinstance(each, int | SymInt) for each in (a, b)):
         other = b if symbolic is a else a

@@ -63,14 +63,12 @@ def ways(device: Device) -> Iterator[Implementation]:
             yield from HOSTS[kind].implementations(case.problem(), device)[:1]
 
 
-def launches(device: Device) -> Iterator[Launch]:
-    for way in ways(device):
-        for step in way.steps:
-            assert isinstance(step, Launch)
-            yield step
-
-
 @functools.cache
+def launches(device: Device) -> list[Launch]:
+    steps = [step for way in ways(device) for step in way.steps]
+    return [step for step in steps if isinstance(step, Launch)]
+
+
 def kernels(device: Device) -> list[Kernel]:
     """Return the kernels of these implementations, each once."""
     return list({repr(step.kernel): step.kernel for step in launches(device)}.values())
