@@ -24,7 +24,8 @@ def shared(compile_: Compile, folder: Path) -> Compile:
 
     @functools.wraps(compile_)
     def compile_once(source: str, name: str, flags: list[str]) -> tuple[bytes, str]:
-        read = [flag for flag in flags if "#include" in source or not flag.startswith("-I")]
+        includes = "#include" in source
+        read = [flag for flag in flags if includes or not flag.startswith("-I")]
         key = (compiler_version(), _package(), source, name, read)
 
         def build(path: Path) -> None:
