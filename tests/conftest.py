@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
@@ -149,20 +150,25 @@ def folder_of_compiled(tmp_path_factory: pytest.TempPathFactory, name: str) -> P
     return folder
 
 
+@pytest.fixture(scope="session")
+def compiled_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that gives the folder of a name for what is compiled."""
+    return functools.partial(folder_of_compiled, tmp_path_factory)
+
+
 @pytest.fixture(scope="session", autouse=True)
-def shared_machine_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def shared_machine_code(compiled_folder: Callable[[str], Path]) -> Iterator[None]:
     """Compile each kernel once for each architecture, whichever process of the run wants it first."""
     with pytest.MonkeyPatch.context() as patch:
-        folder = folder_of_compiled(tmp_path_factory, "machine_code")
-        patch.setattr(nvrtc, "_compile", shared(nvrtc._compile, folder))
+        patch.setattr(nvrtc, "_compile", shared(nvrtc._compile, compiled_folder("machine_code")))
         yield
 
 
 @pytest.fixture(scope="session", autouse=True)
-def shared_emulated_kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def shared_emulated_kernels(compiled_folder: Callable[[str], Path]) -> Iterator[None]:
     """Compile each emulated kernel once, and its headers, whichever process of the run wants them first."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(emulated_build, "folder", folder_of_compiled(tmp_path_factory, "emulated"))
+        patch.setattr(emulated_build, "folder", compiled_folder("emulated"))
         yield
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pdl_cases import ATTENTION, NODES, node_of, specs_of
 from sampling import sampled
+from shared_cubins import shared
 
 from onnxfuse.runtime.hosts import find_host
 from onnxfuse.runtime.nvrtc import COMMON_FLAGS, compile_flags, kernel_text
@@ -44,27 +46,33 @@ def launches(device: Device) -> dict[str, dict[str, Launch]]:
     return found
 
 
-@functools.cache
-def ptx(kernel_text: str, flags: tuple[str, ...]) -> str:
-    """What NVRTC makes of a source, as PTX for sm_90a."""
-    program = nvrtc.nvrtcCreateProgram(kernel_text.encode(), b"kernel.cu", 0, [], [])[1]
-    flags = ("-arch=compute_90a", *flags, *COMMON_FLAGS)
+def compile_ptx(source: str, name: str, flags: list[str]) -> tuple[bytes, str]:
+    """Return what NVRTC makes of a source, as PTX for sm_90a, and no log."""
+    program = nvrtc.nvrtcCreateProgram(source.encode(), name.encode(), 0, [], [])[1]
     (code,) = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
     assert code == nvrtc.nvrtcResult.NVRTC_SUCCESS
     buffer = bytes(nvrtc.nvrtcGetPTXSize(program)[1])
     nvrtc.nvrtcGetPTX(program, buffer)
     nvrtc.nvrtcDestroyProgram(program)
-    return buffer.decode()
+    return buffer, ""
 
 
-def entry(kernel: Kernel) -> str:
-    """The PTX of the kernel's entry alone."""
-    parts = ptx(kernel_text(kernel), compile_flags(kernel)).split(".entry ")
-    return next(part for part in parts[1:] if part.startswith(f"{kernel.entry}("))
+@pytest.fixture(scope="module")
+def entry(compiled_folder: Callable[[str], Path]) -> Callable[[Kernel], str]:
+    """Return a function that gives the PTX of a kernel's entry alone."""
+    compile_once = shared(compile_ptx, compiled_folder("ptx"))
+
+    @functools.cache
+    def found(text: str, name: str, flags: tuple[str, ...]) -> str:
+        ptx, _ = compile_once(text, "kernel.cu", ["-arch=compute_90a", *flags, *COMMON_FLAGS])
+        parts = ptx.decode().split(".entry ")
+        return next(part for part in parts[1:] if part.startswith(f"{name}("))
+
+    return lambda kernel: found(kernel_text(kernel), kernel.entry, compile_flags(kernel))
 
 
 @pytest.mark.parametrize("name", sampled([*NODES, *ATTENTION], 4))
-def test_who_starts_early_waits(name: str) -> None:
+def test_who_starts_early_waits(name: str, entry: Callable[[Kernel], str]) -> None:
     """Before it writes anything, and before it reads anything but constants."""
     for step in launches(HOPPER)[name].values():
         if step.pdl:
