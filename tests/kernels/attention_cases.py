@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import ml_dtypes
 import numpy as np
+from described import described
 
 from onnxfuse.runtime.plan import FusedNode, TensorSpec
 
@@ -160,18 +160,6 @@ class Case:
 
 
 # ---- the formula ---------------------------------------------------------------------------------------------------
-
-
-class HasInputs(Protocol):
-    """A case whose inputs are drawn at random."""
-
-    def inputs(self) -> dict[str, np.ndarray]: ...
-
-
-@functools.cache  # drawing the caches of 22 cases eight times each took 14 s of a test that plans
-def described(case: HasInputs) -> Mapping[str, tuple[tuple[int, ...], str]]:
-    """Return the shape and the dtype of each input of a case, by name."""
-    return {name: (array.shape, array.dtype.name) for name, array in case.inputs().items()}
 
 
 def split(x: np.ndarray, layout: str, heads: int) -> np.ndarray:

@@ -6,7 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
-from attention_cases import Case, described, joined, split
+from attention_cases import Case, joined, split
+from described import described
 
 from onnxfuse.runtime.plan import FusedNode, TensorSpec
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from attention_cases import FLOATS, HALF_ULP, NUMPY, SMALLEST, joined, split
+from described import described
 
 from onnxfuse.runtime.plan import FusedNode, TensorSpec
 
@@ -37,7 +38,7 @@ class Case:
         given: dict[str, Any] = {**layouts, "out_layout": self.out_layout, "heads": self.heads}
         given |= {"size": self.size, "value_size": self.value_size, "mask_kind": self.mask, "masked_score": self.masked}
         given |= {"scale": 0.07, "key_positions_scale": 0.08, "query_positions_scale": 0.05}
-        return FusedNode("disentangled_attention", "n", tuple(self.inputs()), given, (self.dtype,))
+        return FusedNode("disentangled_attention", "n", tuple(described(self)), given, (self.dtype,))
 
     def inputs(self) -> Arrays:
         """Return random operands; the mask leaves the second query no key, and some indices count from the end."""
@@ -72,7 +73,7 @@ class Case:
         return made
 
     def specs(self) -> tuple[TensorSpec, ...]:
-        return tuple(TensorSpec(each.shape, each.dtype.name, self.aligned) for each in self.inputs().values())
+        return tuple(TensorSpec(*each, self.aligned) for each in described(self).values())
 
 
 def formula(case: Case, inputs: Arrays) -> tuple[np.ndarray, np.ndarray]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 from attention_cases import NUMPY as FLOATS
+from described import described
 
 from onnxfuse.runtime.plan import FusedNode, TensorSpec
 
@@ -80,12 +80,12 @@ class Case:
 
     def node(self) -> FusedNode:
         given, cache = {**self.attributes(), "size": self.size}, self.cache or self.dtype
-        return FusedNode("group_query_attention", "n", tuple(_described(self)), given, (self.dtype, cache, cache))
+        return FusedNode("group_query_attention", "n", tuple(described(self)), given, (self.dtype, cache, cache))
 
     def specs(self) -> tuple[TensorSpec, ...]:
         """The inputs as a plan has them: the shape of total_sequence_length is its value."""
         found = []
-        for name, (shape, dtype) in _described(self).items():
+        for name, (shape, dtype) in described(self).items():
             given = (self.total_length,) if name == "total_sequence_length" else shape
             found.append(TensorSpec(given, dtype, self.aligned))
         return tuple(found)
@@ -130,11 +130,6 @@ class Case:
             low, high = (0.004, 0.008) if self.cache != "int8" else (0.015, 0.03)
             found |= {name: random.uniform(low, high, scales).astype(np.float32) for name in SCALES}
         return found
-
-
-@functools.cache  # plans need no numbers, which take longer to draw than plans to make
-def _described(case: Case) -> dict[str, tuple[tuple[int, ...], str]]:
-    return {name: (value.shape, value.dtype.name) for name, value in case.inputs().items()}
 
 
 NEW = ("query", "key", "value")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+from described import described
 
 from onnxfuse.runtime.plan import FusedNode, TensorSpec
 
@@ -79,7 +79,7 @@ class Case:
         }  # fmt: skip
 
     def node(self) -> FusedNode:
-        inputs = _described(self)
+        inputs = described(self)
         attributes = self.attributes() | {
             "width": self.heads * self.size, "key_width": self.key_heads * self.size,
             "value_width": self.state_heads * self.value_size, "results_by_head": int(self.by_head),
@@ -91,7 +91,7 @@ class Case:
         return FusedNode("linear_attention", "node", tuple(inputs), attributes, dtypes)
 
     def specs(self) -> list[TensorSpec]:
-        return [TensorSpec(*each, self.aligned) for each in _described(self).values()]
+        return [TensorSpec(*each, self.aligned) for each in described(self).values()]
 
 
 def _place(inputs: Arrays) -> np.ndarray:
@@ -136,11 +136,6 @@ EXTREMES = {
     "parts overflow": _parts_overflow,
     "states overflow": _states_overflow_in_half_precision,
 }
-
-
-@functools.cache  # drawing operands takes longer than making plans
-def _described(case: Case) -> dict[str, tuple[tuple[int, ...], str]]:
-    return {name: (x.shape, x.dtype.name) for name, x in case.inputs().items()}
 
 
 def expected(case: Case, inputs: Arrays) -> tuple[np.ndarray, np.ndarray]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import ml_dtypes
 import numpy as np
+from described import described
 
 from onnxfuse.algebra.filter_edges import most_taps_beyond, sums_inside
 from onnxfuse.ir.dtypes import FLOAT8
@@ -103,7 +104,7 @@ class Case:
 
     def node(self) -> FusedNode:
         """Return the fused node, with what follows the product as its program."""
-        names, outputs = tuple(self.arrays()), (self.dtype,)
+        names, outputs = tuple(described(self)), (self.dtype,)
         attributes: dict = {"weight_layout": self.layout}
         if self.sizes:
             attributes = {name: list(value) for name, value in self.filter.items()}
@@ -171,8 +172,8 @@ class Case:
     def specs(self, aligned: bool = True) -> list[TensorSpec]:
         """Return the shapes and dtypes of the operands; weights, scales and the bias are constants."""
         return [
-            TensorSpec(a.shape, a.dtype.name, aligned, constant=aligned and name not in ("x", self.residual))
-            for name, a in self.arrays().items()
+            TensorSpec(shape, dtype, aligned, constant=aligned and name not in ("x", self.residual))
+            for name, (shape, dtype) in described(self).items()
         ]
 
     def expected(self, arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnx
 from attention_cases import NUMPY
+from described import described
 from onnx import helper
 
 from onnxfuse.activations import ACTIVATIONS, activations_of_recurrence
@@ -69,12 +70,11 @@ class Case:
         if "activations" in given:
             given["activations"] = " ".join(given["activations"])
         given |= {"hidden": self.hidden, "directions": self.directions}
-        return FusedNode(self.fusion, "n", tuple(self.arrays()), given, (self.dtype,) * self.count)
+        return FusedNode(self.fusion, "n", tuple(described(self)), given, (self.dtype,) * self.count)
 
     def specs(self) -> list[TensorSpec]:
         return [
-            TensorSpec(value.shape, value.dtype.name, self.aligned, name in WEIGHTS)
-            for name, value in self.arrays().items()
+            TensorSpec(shape, dtype, self.aligned, name in WEIGHTS) for name, (shape, dtype) in described(self).items()
         ]
 
     def arrays(self) -> Arrays:

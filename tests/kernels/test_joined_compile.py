@@ -11,6 +11,7 @@ import pytest
 from architectures import DEVICES, H200, T4, check_compiles, to_compile
 from conv_cases import ConvCase
 from conv_transpose_cases import SAME, ConvTransposeCase, depthwise, shuffled
+from described import ones
 from joined_cases import KINDS_OF_PRODUCTS, JoinedCase, case, conv_case
 from kernel_hosts import host_of
 from sampling import by_parts
@@ -29,6 +30,12 @@ PARTS = 48  # of the kernels, of which one is compiled in a plain run
 def no_cublaslt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cublaslt, "_is_available", lambda: False)
     monkeypatch.setattr(cudnn, "_is_available", lambda: False)
+
+
+@pytest.fixture(autouse=True)
+def no_numbers() -> Iterator[None]:
+    with ones():
+        yield
 
 
 def cases(device: Device) -> Iterator[JoinedCase]:
@@ -57,6 +64,7 @@ def products(device: Device) -> Iterator[JoinedCase]:
     yield case("mixed", lead=(300,), n=512, k=512, dtype="float32", operands=("x", "w", "bias", "residual"))
 
 
+@functools.cache
 def plans(each: JoinedCase, device: Device) -> list[Plan]:
     made = each.made()
     node = made.node()
