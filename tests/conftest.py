@@ -54,6 +54,15 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Spare it what the tests of a file leave, too, such as what functions have cached."""
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture
 def each_case(request: pytest.FixtureRequest, subtests: pytest.Subtests) -> EachCase:
     """Return an iterator over generated cases that runs each one, which has an `id`, as a subtest of its own.
