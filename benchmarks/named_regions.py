@@ -14,7 +14,7 @@ from named_region_texts import TEXTS
 
 OPSET = 17
 DRAWN = 1 << 20  # values
-LARGE = re.compile(r"\b(1024|2048|4096)\b")
+LARGE = re.compile(r"\b(512|1024|2048|4096)\b")
 CONSTANT = re.compile(r"(\w+) := (\w+)(\[[\d, ]*\])? \{([^}]*)\}")
 
 
