@@ -26,6 +26,8 @@ CHUNK_THREADS: Final = 128
 PART: Final = 64  # tokens of a part of a sequence that is split
 MIN_PARTS: Final = 3  # from which an H200 took less time than without them: 62 and 56 us for two, 90 and 212 for 8
 STATE_THREADS: Final = 256
+MAX_PRODUCT_COLUMNS: Final = 64  # of a state in a block of linear_attention_products.cu
+PRODUCT_THREADS: Final = 256
 SCHEDULERS: Final = 4  # of a multiprocessor
 COPYING: Final = 128  # threads of linear_attention_sequence.cu that copy
 MIN_STAGES: Final = 2  # of shared memory; a third one hides more of the time of copies
@@ -52,7 +54,8 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
     tokens = [_by_tokens(problem, device)]
     if problem.length >= 2 * PART and not problem.beta:
         is_small = problem.batch * _blocks(problem) * TOKEN_WARPS < SCHEDULERS * device.multiprocessors
-        tokens.insert(0 if is_small and problem.length >= MIN_PARTS * PART else 1, _by_parts(problem, device))
+        is_fast = _has_products(problem, device) or (is_small and problem.length >= MIN_PARTS * PART)
+        tokens.insert(0 if is_fast else 1, _by_parts(problem, device))
     if not _is_chunkable(problem, device) or problem.length < MIN_CHUNKED:
         return tokens
     widths = _widths(problem, device)
@@ -98,9 +101,9 @@ def _by_parts(problem: LinearAttention, device: Device) -> Plan:
     state = problem.size * problem.value_size
     states = problem.batch * parts * problem.state_heads
     scratch = (4 * states * state, 4 * states * (problem.size if problem.decay == 2 else 1))
-    floats: Defines = {"STATE_T": STORAGE["float32"], "PAST": 0, "RESULTS": 0}
     first = Struct((*problem.operands, ABSENT, between, y, decays))
     last = Struct((*problem.operands, between, ABSENT, y, ABSENT))
+    launch = _products if _has_products(problem, device) else _tokens_of_parts
     names = "T", "STATE_T", "STATE_HEADS", "K_HEADS", "DECAY", "PAST", "PRESENT"
     own = {name: problem.defines[name] for name in names}
     defines: Defines = {
@@ -111,12 +114,16 @@ def _by_parts(problem: LinearAttention, device: Device) -> Plan:
         (problem.batch * problem.state_heads * -(-state // STATE_THREADS), 1, 1), (STATE_THREADS, 1, 1),
         (Struct(problem.operands), past, present, between, decays, *int32(problem.length, parts)), pdl=device.has_pdl,
     )  # fmt: skip
-    steps = (
-        _tokens(problem, device, first, PART, parts, floats),
-        combine,
-        _tokens(problem, device, last, PART, parts, {**floats, "PAST": 1, "PRESENT": 0, "RESULTS": 1}),
-    )
+    steps = (launch(problem, device, first, parts, False), combine, launch(problem, device, last, parts, True))
     return _plan(problem, steps, scratch, same_start=True)
+
+
+def _tokens_of_parts(
+    problem: LinearAttention, device: Device, operands: Struct, parts: int, with_results: bool
+) -> Launch:
+    """Return the launch for the parts' own states or, after they were combined, for the results."""
+    of_results: Defines = {"PAST": 1, "PRESENT": 0, "RESULTS": 1} if with_results else {"PAST": 0, "RESULTS": 0}
+    return _tokens(problem, device, operands, PART, parts, {"STATE_T": STORAGE["float32"], **of_results})
 
 
 def _tokens(
@@ -154,6 +161,46 @@ def _tokens(
 def _width(problem: LinearAttention, widest: int, *extents: int) -> int:
     """Return the most elements of an aligned access, a power of two that divides all extents."""
     return math.gcd(widest, *extents) if problem.aligned else 1
+
+
+# --- parts in float32 on tensor cores ---------------------------------------------------------------------------------
+
+
+def _has_products(problem: LinearAttention, device: Device) -> bool:
+    return (
+        device.arch >= MMA_ARCH
+        and problem.dtype == "float32"
+        and problem.aligned
+        and problem.decay < 2
+        and problem.size % 16 == problem.value_size % 16 == 0
+        and _product_bytes(problem, True) <= device.shared_per_block
+    )
+
+
+def _product_columns(problem: LinearAttention) -> int:
+    return math.gcd(problem.value_size, MAX_PRODUCT_COLUMNS)
+
+
+def _product_bytes(problem: LinearAttention, with_results: bool) -> int:
+    values, keys = _product_columns(problem) + 8, problem.size + (4 if with_results else 8)
+    state, scores = problem.size * values, PART * (keys + PART + 4)
+    tiles = max(state, PART * keys) + scores if with_results else PART * keys
+    return 4 * (tiles + PART * values) + 20 * PART
+
+
+def _products(problem: LinearAttention, device: Device, operands: Struct, parts: int, with_results: bool) -> Launch:
+    """Return the launch that `_tokens_of_parts` returns, by linear_attention_products.cu."""
+    columns = _product_columns(problem)
+    names = "SIZE", "VALUE_SIZE", "STATE_HEADS", "Q_HEADS", "K_HEADS", "HEADS", "DECAY", "PRESENT"
+    own = {name: problem.defines[name] for name in names}
+    defines: Defines = {**own, "COLUMNS": columns, "RESULTS": int(with_results)}
+    heads = problem.heads if with_results else problem.state_heads
+    return Launch(
+        Kernel("linear_attention_products", "linear_attention_products", defines),
+        (problem.batch * parts * heads * (problem.value_size // columns), 1, 1), (PRODUCT_THREADS, 1, 1),
+        (operands, *int32(problem.length, parts), *float32(problem.scale)), _product_bytes(problem, with_results),
+        pdl=device.has_pdl,
+    )  # fmt: skip
 
 
 # --- chunks ----------------------------------------------------------------------------------------------------------

@@ -124,6 +124,14 @@ def _parts_overflow(inputs: Arrays) -> None:
     inputs["query"][:] *= 1e-3
 
 
+def _scores_overflow(inputs: Arrays) -> None:
+    """Products of queries and keys overflow, but states and results do not."""
+    if inputs["key"].dtype == np.float32:
+        inputs["key"] *= 1e20
+        inputs["query"] *= 1e20
+        inputs["value"] *= 1e-30
+
+
 def _states_overflow_in_half_precision(inputs: Arrays) -> None:
     """States are beyond the range of float16, and results are not."""
     inputs["past_state"] *= 1e6
@@ -134,6 +142,7 @@ EXTREMES = {
     "products overflow": _products_overflow,
     "products underflow": _products_underflow,
     "parts overflow": _parts_overflow,
+    "scores overflow": _scores_overflow,
     "states overflow": _states_overflow_in_half_precision,
 }
 
@@ -232,6 +241,10 @@ PARTS = {
         130, rule="gated", row_decays=True, extreme="products underflow", state_dtype="float32", scale=1e-8
     ),
     "parts_overflow": Case(200, rule="linear", extreme="parts overflow", state_dtype="float32", scale=1.0),
+    "parts_of_groups": Case(
+        129, rule="gated", batch=2, heads=6, state_heads=3, k_heads=1, size=48, value_size=80, lowest=20.0
+    ),
+    "scores_overflow": Case(130, rule="gated", extreme="scores overflow", past=False),
 }
 
 

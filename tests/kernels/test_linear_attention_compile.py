@@ -65,10 +65,23 @@ def test_sequences_take_chunks_where_products_are_on_tensor_cores() -> None:
 
 
 def test_few_sequences_are_split_without_the_delta_rule() -> None:
-    gated = replace(LARGE, rule="gated")
+    gated = replace(LARGE, rule="gated", row_decays=True)
     for case, split in (gated, True), (replace(gated, batch=8), False), (replace(gated, length=191), False):
         assert (len(plans(case, H200)[0].steps) == 3) == split
     assert len(plans(replace(gated, batch=8), H200)) == 2 and len(plans(LARGE, H200)) == 1
+
+
+def test_parts_of_float32_are_products_where_tensor_cores_are() -> None:
+    gated = replace(LARGE, rule="gated", batch=8)
+    for device in DEVICES:
+        for case, taken in (
+            (gated, device.arch >= 80 and device.shared_per_block > 110000),
+            (replace(gated, size=64, length=128), device.arch >= 80),
+            (replace(gated, length=127), False),
+            (replace(gated, value_size=120), False),
+        ):
+            sources = [step.kernel.source for step in plans(case, device)[0].steps if isinstance(step, Launch)]
+            assert ("linear_attention_products" in sources) == taken, (device, case)
 
 
 TEMPLATES = {

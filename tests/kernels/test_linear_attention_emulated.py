@@ -47,15 +47,31 @@ def by_chunks(case: Case, inputs: Arrays, folder: Path) -> list[np.ndarray]:
     """Return the outputs of the last plan that takes chunks."""
     plans = [plan for plan in host.candidates(case.node(), case.specs(), A100) if len(plan.steps) == 2]
     assert {*map(tuple, map(sources, plans))} == {("linear_attention_chunks", "linear_attention_sequence")}
+    return on_tensor_cores(plans[-1], inputs, folder)
+
+
+def on_tensor_cores(plan: Plan, inputs: Arrays, folder: Path) -> list[np.ndarray]:
+    """Return the outputs of a plan."""
     arrays = {Pointer("input", i): placed(x, True) for i, x in enumerate(inputs.values())}
-    for i, size in enumerate(plans[-1].scratch):
+    for i, size in enumerate(plan.scratch):
         arrays[Pointer("scratch", i)] = placed(np.full(size, 0xFF, np.uint8), True)
-    for i, spec in enumerate(plans[-1].outputs):
+    for i, spec in enumerate(plan.outputs):
         arrays[Pointer("output", i)] = placed(np.full(spec.shape, np.nan, NUMPY[spec.dtype]), True)
-    for step in plans[-1].steps:
+    for step in plan.steps:
         assert isinstance(step, Launch)
         conv_mma_emulation.launch(step, arrays, A100, False, folder)
-    return [arrays[Pointer("output", i)] for i in range(len(plans[-1].outputs))]
+    return [arrays[Pointer("output", i)] for i in range(len(plan.outputs))]
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_on_tensor_cores(name: str, tmp_path: Path) -> None:
+    case = PARTS[name]
+    plans = host.candidates(case.node(), case.specs(), A100)
+    is_taken = case.dtype == "float32" and not case.row_decays and case.value_size % 16 == 0
+    assert ("linear_attention_products" in sources(plans[0])) == is_taken
+    if is_taken:
+        inputs = case.inputs()
+        check(case, inputs, *on_tensor_cores(plans[0], inputs, tmp_path))
 
 
 @pytest.mark.parametrize(("name", "dtype"), sampled(itertools.product(CHUNKS, ("float16", "bfloat16")), 2))

@@ -28,6 +28,8 @@ SIZES = {
     "few_tokens": replace(MODEL, length=9, row_decays=True),
     "long": replace(MODEL, length=3000, heads=2, state_heads=2, lowest=0.02),
     "resets": replace(MODEL, length=700, lowest=3000.0),
+    "a_mamba2": replace(MODEL, rule="gated", value_size=64, batch=2, heads=24, state_heads=24, k_heads=1),
+    "resets_of_a_mamba2": replace(MODEL, rule="gated", value_size=64, length=700, lowest=3000.0),
 }
 
 
@@ -76,9 +78,10 @@ def test_causal_convolutions(device: Device, name: str, dtype: str) -> None:
                 check_conv(each, each.inputs(), *run(each, plan, shared))
 
 
-@pytest.mark.parametrize("length", [1, 300])
-def test_a_cuda_graph_replays_what_its_inputs_hold_then(device: Device, length: int) -> None:
-    case = replace(MODEL, length=length, dtype="float16")
+@pytest.mark.parametrize(
+    "case", [replace(MODEL, length=1, dtype="float16"), replace(MODEL, length=300, dtype="float16"), SIZES["a_mamba2"]]
+)
+def test_a_cuda_graph_replays_what_its_inputs_hold_then(device: Device, case: Case) -> None:
     plan = plans(case, device)[0]
     compile_native()
     read = [upload(value) for value in case.inputs().values()]
