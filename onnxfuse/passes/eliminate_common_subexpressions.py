@@ -1,4 +1,4 @@
-"""Merge nodes with the same operator, attributes and inputs; also merge equal constant tables that Muls read."""
+"""Merge nodes with the same operator, attributes and inputs; also merge equal constant tables."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from onnxfuse.ir.attributes import schema
 from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of
 from onnxfuse.passes.graph_pass import graph_pass
+from onnxfuse.region_operators import ELEMENTWISE
 
 MAX_COMPARED_BYTES = 4096  # constants up to this size are compared by value, larger ones by identity
 MAX_TABLE_SIZE = 2**20  # maximum elements of a table that is compared by value: 8192 rows of 128
@@ -46,12 +47,13 @@ def eliminate_common_subexpressions(graph: Graph, shapes: ShapeInfo) -> int:
 
 
 def _merge_tables(graph: Graph) -> int:
-    """Merge equal constants of two or more axes that Muls read; return how many were removed.
+    """Merge equal constants of two or more axes that elementwise operators read; return how many were removed.
 
     JAX writes the table of a rotary embedding once for each Mul that reads it.  Patterns of rotary embeddings require
-    that the Muls of both halves of the heads read the same table.
+    that the Muls of both halves of the heads read the same table.  TorchScript writes the first state of an RWKV once
+    for each operator of the first step that reads it, but the operators of later steps read one tensor.
     """
-    read = (tensor for node in graph.nodes if op_of(node) == "Mul" for tensor in node.inputs)
+    read = (tensor for node in graph.nodes if op_of(node) in ELEMENTWISE for tensor in node.inputs)
     by_type: dict[Hashable, dict[int, Constant]] = {}
     for tensor in read:
         if is_constant(tensor) and len(tensor.shape) > 1 and math.prod(tensor.shape) <= MAX_TABLE_SIZE:

@@ -224,6 +224,20 @@ def test_last_states_on_which_no_result_depends(outputs: str) -> None:
     assert len(node.output) == 1 + len(outputs.split())
 
 
+def test_a_state_that_begins_with_two_constants_of_one_value() -> None:
+    """TorchScript writes such constants for a state that is an output, too."""
+    model = rwkv(outputs="m5 n5 q5")
+    graph = model.graph
+    (first,) = (each for each in graph.initializer if each.name == "m0")
+    for name in "m0", "again":
+        graph.initializer.add().CopyFrom(numpy_helper.from_array(np.full((2, 3), -1e38, np.float32), name))
+    graph.initializer.remove(first)
+    (node,) = (each for each in graph.node if each.output[0] == "d0")
+    node.input[0] = "again"
+    _, report = optimize(model)
+    assert report.counts == {"scan": 1} and report.verified.status == "verified"
+
+
 def test_states_of_other_steps_that_others_read() -> None:
     _, report = optimize(rwkv(outputs="m5 n4"))
     assert "scan" not in report.counts and report.verified.status == "verified"
