@@ -152,7 +152,7 @@ def rows_of(rows: Rows, kind: str, exporter: str, length: int, path: Path, dtype
     assert report.counts[fusion] == 2, report.counts
     reference = original if dtype == "float32" else onnxfuse.unfuse(optimized, verify=False)[0]
     for batch in BATCHES:
-        row = {"exporter": exporter, "tokens": length, "batch": batch, "dtype": dtype}
+        row = {"model": kind, "exporter": exporter, "tokens": length, "batch": batch, "dtype": dtype}
         ids = {original.graph.input[0].name: np.random.default_rng(1).integers(0, 512, (batch, length))}
         timed = [("model", optimized, reference, ids)]
         if kind == "mamba2":
@@ -186,7 +186,7 @@ def main(
     command = [sys.executable, __file__, "--out", str(out), "--exports", str(exports), "--model", kind, "--export"]
     running = {job: subprocess.Popen([*command, *map(str, (*job, path))])
                for job, path in paths.items() if not path.exists()}  # fmt: skip
-    rows = Rows(out, ("what", "exporter", "tokens", "batch", "dtype"))
+    rows = Rows(out, ("what", "model", "exporter", "tokens", "batch", "dtype"))
     for job, path in paths.items():
         if job in running and running[job].wait():
             print(f"{job}: the export failed", flush=True)
