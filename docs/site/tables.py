@@ -403,6 +403,19 @@ def scans() -> str:
     return grid(["milliseconds", "nodes", "after fusion", "onnxfuse", "onnxruntime", "ratio"], lines)
 
 
+def models_in_chunks() -> str:
+    """Return the times of two layers of models that compute a recurrence in chunks of tokens."""
+    names = {"mamba2": "Mamba-2", "xlstm": "xLSTM"}
+    lines = [
+        [f"{names[row['model']]}, {row['tokens']} tokens, batch {row['batch']}",
+         f"**{three_digits(row['onnxfuse_us'] / 1e3)}**", three_digits(row["onnxruntime_us"] / 1e3),
+         f"{row['onnxruntime_us'] / row['onnxfuse_us']:.1f}"]
+        for row in rows("chunks-h200")
+        if row["what"] == "model"
+    ]  # fmt: skip
+    return grid(["milliseconds", "onnxfuse", "onnxruntime", "ratio"], lines)
+
+
 def attention() -> str:
     """Return the times of attention in float16."""
     lines = [
@@ -571,8 +584,8 @@ TABLES: Final[Mapping[str, Callable[[], str]]] = {
     for table in (
         whole_models, trends, readme_models, engines, new_shapes, starts, load, regions_of_models, generated_kernels,
         joined, products, quantized_products, float8, integers, decoding, tokens_per_second, attention,
-        attention_forms, linear_attention, recurrent_layers, scans, kernels, convolutions, gates, other_gpus,
-        on_the_cpu, memory, optimizers, decisions,
+        attention_forms, linear_attention, recurrent_layers, scans, models_in_chunks, kernels, convolutions, gates,
+        other_gpus, on_the_cpu, memory, optimizers, decisions,
     )
 }  # fmt: skip
 
