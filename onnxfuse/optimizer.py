@@ -376,6 +376,9 @@ def _optimize(job: _Job, path: str | None) -> tuple[onnx.ModelProto, Report]:
     accepted = _accepted(job, found)
     if accepted != NOTHING_ACCEPTED and found.model.written is not job.original:
         state_accepted(found.model.written, job.original, accepted)
+    if found.halving:
+        written = found.model.written
+        found = replace(found, verified=found.halving.compare_noisy(found.verified, written, accepted))
     return found.model.written, _report(job, path, found)
 
 
