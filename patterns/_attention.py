@@ -54,7 +54,7 @@ class Scores(NamedTuple):
 def require_grouped_heads() -> None:
     """Require that each key head serves `repeats` query heads, or that the products broadcast a single key head."""
     require(
-        "{heads} query heads are {kv_heads} key heads times {repeats}, or one key head is broadcast",
+        "there are {heads} query heads; required {kv_heads} key heads times {repeats}, or one key head for all",
         lambda heads, kv_heads, repeats: (
             heads == kv_heads * repeats or (isinstance(heads, int) and kv_heads == 1 == repeats)
         ),

@@ -260,7 +260,7 @@ def rotated_by_operator(x: Term, cos: Term, sin: Term, rows: str, **heads: Attri
     if rows == "patches":
         x = when(
             x,
-            "the tables have {patches} rows, and {seq} less {kept} are rotated: as many",
+            "the tables of cos and sin have {patches} rows; required {seq} - {kept}, as many as are rotated",
             lambda seq, kept, patches: seq == kept + patches,
         )
     part: dict[str, AttributeValue] = {"rotary_embedding_dim": size("rotated")}

@@ -39,7 +39,7 @@ def both_scales(x_scale: Term, w_scale: Term) -> Term:
 def require_eight_bits() -> None:
     """Require that x and w are integers of 8 bits, or both float8: kernels multiply no others."""
     require(
-        "x and w are integers of 8 bits, or both are float8_e4m3fn; found {dtypes}",
+        "x and w are integers of 8 bits, or both are float8_e4m3fn",
         lambda dtypes: (
             {dtypes["x"], dtypes["w"]} <= {"int8", "uint8"} or {dtypes["x"], dtypes["w"]} == {"float8_e4m3fn"}
         ),

@@ -5,7 +5,7 @@ from onnxfuse.dsl import Term, either, float32, op, require, when
 
 def require_epsilon() -> None:
     """Require an epsilon that onnxruntime accepts when it fuses the operators of a norm into its own operator."""
-    require("epsilon is {epsilon}: 0 or more", lambda epsilon: epsilon is None or epsilon >= 0)
+    require("epsilon is {epsilon}; required 0 or more", lambda epsilon: epsilon is None or epsilon >= 0)
 
 
 def layer_normalized(x: Term, scale: Term, bias: Term, epsilon: Term) -> Term:

@@ -78,7 +78,7 @@ def require_blocks() -> None:
 
     Integers without blocks are left to `quantized_gemm`.
     """
-    require("weights have 2, 4 or 8 bits; bits is {bits}", lambda bits: bits in (None, 2, 4, 8))
+    require("bits is {bits}; required 2, 4 or 8", lambda bits: bits in (None, 2, 4, 8))
     require(
         "a weight without blocks is of float8 numbers",
         lambda block_size, dtypes: block_size or "float8_e4m3fn" in dtypes.values(),
@@ -88,15 +88,15 @@ def require_blocks() -> None:
         lambda block_size, x, is_made_by: block_size or not is_made_by(x, "DequantizeLinear"),
     )
     require(
-        "a block has a power of two of elements, and at least 16; block_size is {block_size}",
+        "block_size is {block_size}; required a power of two, and at least 16",
         lambda block_size: not block_size or (block_size >= 16 and block_size & (block_size - 1) == 0),
     )
     require(
-        "{blocks} blocks of {block_size} cover the {k} elements of a column",
+        "a column of {k} elements has {blocks} blocks of {block_size}; required as many as cover it",
         lambda k, blocks, block_size: isinstance(k, int) and blocks == (-(-k // block_size) if block_size else None),
     )
     require(
-        "a block of {block_size} elements of {bits} bits has {bytes} bytes",
+        "a block has {bytes} bytes; required {block_size} elements of {bits} bits",
         lambda bytes, bits, block_size: bytes is None or 8 * bytes == (bits or 4) * block_size,
     )
     require(

@@ -12,16 +12,16 @@ DIRECTIONS: Final = {"forward": 1, "reverse": 1, "bidirectional": 2}
 def require_recurrent_layer(count: int) -> None:
     """Declare the conditions of a layer that has `count` activations in each direction."""
     require(
-        "direction {direction} has {directions} directions of weights",
+        "the weights have {directions} directions; required as many as {direction} has",
         lambda direction, directions: DIRECTIONS.get(direction or "forward") == directions,
     )
     require(
-        f"kernels have the activations {{activations}}: {count} for each direction, the same for both",
+        f"the activations are {{activations}}; required {count} that kernels have, the same in each direction",
         lambda activations, activation_alpha, activation_beta, directions: (
             not activations or _are_known(activations, activation_alpha, activation_beta, count, directions)
         ),
     )
-    require("clip {clip} is more than 0", lambda clip: clip is None or clip > 0)
+    require("clip is {clip}; required more than 0", lambda clip: clip is None or clip > 0)
     require(
         "one dtype of the input, weights, biases and states",
         lambda dtypes: len({dtype for name, dtype in dtypes.items() if name != "sequence_lens"}) == 1,

@@ -11,7 +11,7 @@ END: Final = 2**63 - 1  # the end of a Slice that goes on to the end of its axis
 def require_cos_batch() -> None:
     """Require that the tables have the batch size of the tensor that they rotate, or 1."""
     require(
-        "cos has the batch size {batch}, or 1; it has {cos_batch}",
+        "cos has the batch size {cos_batch}; required {batch} or 1",
         lambda batch, cos_batch: cos_batch is None or cos_batch in (1, batch),
     )
 
@@ -45,11 +45,17 @@ def rotated(x: Term, cos: Term, sin: Term, axes: str, *, of_heads: bool = False)
     rotate_half and rotate_part, but a pair is two neighbours.  The forms complex_… multiply pairs as complex numbers:
     tables have a column for each pair.  complex_pairs_to_halves reads pairs of neighbours and returns them as halves.
     """
-    require("{rotated} of {size} elements are rotated: a part", _is_part)
-    require("{size} elements are {pairs} pairs", lambda size, pairs: pairs is None or 2 * pairs == size)
-    require("{rotated} elements are {part} pairs", lambda rotated, part: part is None or 2 * part == rotated)
-    require("pairs have {two} elements: two", lambda two: two in (None, 2))
-    require("a table has {half} columns for heads of {size}: half", lambda half, size: half is None or 2 * half == size)
+    require("{rotated} of {size} elements are rotated; required a part of them", _is_part)
+    require("there are {size} elements; required {pairs} pairs", lambda size, pairs: pairs is None or 2 * pairs == size)
+    require(
+        "{rotated} elements are rotated; required {part} pairs",
+        lambda rotated, part: part is None or 2 * part == rotated,
+    )
+    require("pairs have {two} elements; required 2", lambda two: two in (None, 2))
+    require(
+        "a table has {half} columns; required half of {size}, the size of a head",
+        lambda half, size: half is None or 2 * half == size,
+    )
     first = op.Slice(x, starts=[0], ends=[size("rotated")], axes=[-1], steps=[1])
     rest = op.Slice(x, starts=[size("rotated")], ends=[END], axes=[-1], steps=[1])
     (leading, whole), part = axes.rsplit(" ", 1), "rotated"

@@ -118,7 +118,9 @@ def attention_with_cache(
     the body of attention(); docs/decisions/fallback-ort.md lists the forms that GroupQueryAttention does not take.
     """
     require_grouped_heads()
-    require("{keys} keys are {past} of the past and {new} more", lambda keys, past, new: keys == past + new)
+    require(
+        "there are {keys} keys; required {past} of the past and {new} more", lambda keys, past, new: keys == past + new
+    )
     scores = Scores(mask, bias, slopes, positions, scale, masked_score, is_causal, softcap, cap, sinks)
     queries = query_rows(q, "batch heads queries size")
     present_key, present_value = appended(past_key, k, "k", "size"), appended(past_value, v, "v", "value_size")

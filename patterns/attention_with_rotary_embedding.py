@@ -156,10 +156,10 @@ def attention_with_rotary_embedding(
     With `--fallback ort`, NaN and infinite inputs spread to the same elements of the result as in attention().
     """
     require_grouped_heads()
-    require("{queries} queries are rotated as {keys} keys are", lambda queries, keys: queries == keys)
+    require("{queries} queries and {keys} keys are rotated; required as many", lambda queries, keys: queries == keys)
     require_cos_batch()
     require(
-        "{queries} rows are {kept} that stay and {patches} more",
+        "there are {queries} rows; required {kept} that stay and {patches} more",
         lambda queries, kept, patches: is_sum(queries, kept, patches),
     )
     scores = Scores(mask, bias, slopes, positions, scale, masked_score, is_causal, softcap, cap, sinks)

@@ -20,7 +20,7 @@ def embedding_layer_norm(
 ) -> tuple[Term, Term]:
     """sum = table[ids] + table_2[ids_2] + table_3[ids_3] + added + row, at most three of them; y = layer_norm(sum)"""
     require(
-        "as many positions as ids, {s}, or one are added; there are {p}",
+        "{p} positions are added; required {s}, as many as ids, or one",
         # A slice [:s] of a table of 512 rows has p = min(512, s) rows, so s and p share the symbol s.
         lambda s, p, share_symbols: p in (None, s) or share_symbols(s, p),
     )

@@ -71,9 +71,12 @@ def group_norm(
     Wu and He 2018, arXiv:1803.08494.  An InstanceNorm (Ulyanov et al. 2016, arXiv:1607.08022) has as many groups as
     channels.
     """
-    require("{channels} channels make {groups} groups", lambda channels, groups: groups and channels % groups == 0)
     require(
-        "{channels} channels make {groups} groups of {size}",
+        "there are {channels} channels; required a multiple of {groups} groups",
+        lambda channels, groups: groups and channels % groups == 0,
+    )
+    require(
+        "there are {channels} channels; required {groups} groups of {size}",
         lambda channels, groups, size: size is None or channels == groups * size,
     )
     require(

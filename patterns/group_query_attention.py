@@ -66,39 +66,40 @@ def group_query_attention(
     they are.
     """
     require(
-        "keys and values are quantized alike ({k_quant_type}, {v_quant_type}) and have scales, or neither is quantized",
+        "keys and values are quantized alike and have scales, or neither is quantized",
         lambda k_quant_type, v_quant_type, k_scale, v_scale: (
             (k_quant_type or "NONE") == (v_quant_type or "NONE")
             and (k_quant_type in (None, "NONE")) == (k_scale is None) == (v_scale is None)
         ),
     )
     require(
-        "a quantized cache has a past of int8 or float8e4m3fn, and kv_cache_bit_width ({kv_cache_bit_width}) is 8",
+        "kv_cache_bit_width is {kv_cache_bit_width}; required 8, of a past in int8 or float8e4m3fn",
         lambda k_scale, kv_cache_bit_width, dtypes: (
             k_scale is None
             or (kv_cache_bit_width == 8 and {dtypes.get(name) for name in CACHES} in ({"int8"}, {"float8_e4m3fn"}))
         ),
     )
     require(
-        "{num_heads} heads of queries are a multiple of {kv_num_heads} heads of keys",
+        "num_heads is {num_heads}; required a multiple of kv_num_heads, {kv_num_heads}",
         lambda num_heads, kv_num_heads: num_heads >= kv_num_heads > 0 == num_heads % kv_num_heads,
     )
     require(
-        "a row of queries has {num_heads} heads of {size} elements, and {kv_num_heads} of keys and of values if packed",
+        "a row of queries has {width} elements; required {num_heads} heads of {size}, and if packed {kv_num_heads} "
+        "more of keys and of values",
         lambda width, size, num_heads, kv_num_heads, key: (
             not isinstance(width, int) or width == (num_heads + (2 * kv_num_heads if key is None else 0)) * size
         ),
     )
     require(
-        "do_rotary ({do_rotary}), rotary_interleaved ({rotary_interleaved}) and smooth_softmax ({smooth_softmax}) are "
-        "0 or 1",
+        "do_rotary is {do_rotary}, rotary_interleaved {rotary_interleaved} and smooth_softmax {smooth_softmax}; "
+        "required 0 or 1 for each",
         lambda do_rotary, rotary_interleaved, smooth_softmax: (
             {do_rotary, rotary_interleaved, smooth_softmax} <= {None, 0, 1}
         ),
     )
     require("softcap is {softcap}; required 0 or more", lambda softcap: softcap is None or softcap >= 0)
     require("causal is {causal}; required 1", lambda causal: causal in (None, 1))
-    require("no result of queries and keys (qk_output {qk_output})", lambda qk_output: not qk_output)
+    require("qk_output is {qk_output}; required none", lambda qk_output: not qk_output)
     require("no cache of the size of a window", lambda sliding_window_cache: not sliding_window_cache)
     require(
         "one dtype of queries, keys, values, caches, tables, sinks and norms; quantized caches have one of their own",

@@ -37,7 +37,7 @@ def linear_attention(
     are the body then.
     """
     require(
-        "the update rule {update_rule} has decays and rates (beta) as it requires",
+        "there are the decays and rates (beta) that the update rule has",
         lambda update_rule, decay, beta: (
             update_rule in (None, "linear", "gated", "delta", "gated_delta")
             and (decay is not None or update_rule not in DECAYED)
@@ -45,7 +45,7 @@ def linear_attention(
         ),
     )
     require(
-        "the heads of queries ({q_num_heads}) or of the state ({kv_num_heads}) are a multiple of the other",
+        "the state has {kv_num_heads} heads and queries have {q_num_heads}; required a multiple, or a divisor",
         lambda q_num_heads, kv_num_heads: (
             q_num_heads > 0 < kv_num_heads and (q_num_heads % kv_num_heads == 0 or kv_num_heads % q_num_heads == 0)
         ),

@@ -30,7 +30,7 @@ def quantized_conv(
     """
     require_eight_bits()
     require(
-        "float8 is made channels-last by Transposes, which take it from opset 21 on; the model has opset {opset}",
+        "the model has opset {opset}; required 21, from which on Transposes take float8",
         lambda dtypes, opset: "float8_e4m3fn" not in dtypes.values() or opset >= 21,
     )
     require("the weights have one scale or {m}; found {scales}", lambda scales, m: scales in (None, m))

@@ -44,7 +44,7 @@ def quantized_matmul(
     """
     require_eight_bits()
     require(
-        "{heads} heads of x are {w_heads} heads of w times {repeats}",
+        "x has {heads} heads; required {w_heads} heads of w times {repeats}",
         lambda heads, w_heads, repeats: heads is None or heads == w_heads * repeats,
     )
     of_w, axes = (w, w_scale, w_zero_point), "batch (w_heads repeats) k n"

@@ -43,7 +43,10 @@ def rotary_embedding(
     ONNX's RotaryEmbedding if all heads share the tables, and the columns of cos and sin are known to repeat.
     """
     require_cos_batch()
-    require("{seq} rows are {kept} that stay and {patches} more", lambda seq, kept, patches: is_sum(seq, kept, patches))
+    require(
+        "there are {seq} rows; required {kept} that stay and {patches} more",
+        lambda seq, kept, patches: is_sum(seq, kept, patches),
+    )
 
     def heads(axes: str) -> Term:
         return choose(

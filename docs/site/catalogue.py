@@ -39,7 +39,7 @@ def _section(fusion: Fusion, gain: str) -> str:
     lines += [f"- `{c.name}{'?' if c.optional else ''}`: {_kind(c)}" for c in fusion.captures]
     lines += [f"- output: `{out}`" for out in fusion.out]
     lines += [f"- `{name}`: {', '.join(labels)}" for name, labels in variants(fusion).items()]
-    lines += [f"- required: {guard.sentence}" for guard in fusion.guards]
+    lines += [f"- {guard.requirement}" for guard in fusion.guards]
     return "\n".join(lines) + f"\n\n[The pattern](../patterns/{fusion.name}.py) shows all spellings.\n"
 
 

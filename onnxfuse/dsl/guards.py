@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -34,11 +35,12 @@ RELATIONS: Final = (
     "are_slices_of_one", "begins_with_one", "holds_zero_or_one", "is_triangle", "is_of_distance", "is_made_by",
     "has_readers", "is_read_once",
 )  # fmt: skip
+SAYS_REQUIRED: Final = re.compile(r"\b(required|must|may)\b")  # a sentence with one of these reads as a requirement
 
 
 @dataclass(frozen=True)
 class Guard:
-    """A condition on captured values; its sentence is the message if the condition does not hold."""
+    """A condition on captured values; its sentence states the requirement, and may show values as {name}."""
 
     sentence: str
     holds: Callable[..., bool]
@@ -58,6 +60,21 @@ class Guard:
     def is_known_first(self) -> bool:
         """Whether the condition names only facts that are known before anything is matched."""
         return {"rank", "opset"}.issuperset(self.names)
+
+    @property
+    def requirement(self) -> str:
+        """The sentence, as one that cannot be taken for a finding."""
+        return self.sentence if SAYS_REQUIRED.search(self.sentence) else f"required: {self.sentence}"
+
+    def reason(self, known: Mapping[str, object]) -> str:
+        """Return why the condition does not hold: the requirement, and the values if the sentence shows none of them.
+
+        `known` maps the names of the condition to their values, and a name that the model lacks to None.
+        """
+        values = {name: f"{each:g}" if isinstance(each := known.get(name), float) else each for name in self.names}
+        shown = "{" in self.sentence or "found" in self.sentence
+        found = "" if shown else ", ".join(map(_value_text, values.keys(), values.values()))
+        return self.requirement.format(**values) + (f"; found {found}" if found else "")
 
     def check(self, known: Mapping[str, object], relations: Mapping[str, Relation] = MappingProxyType({})) -> bool:
         """Return whether the condition is known to hold; see `answer`."""
@@ -82,6 +99,12 @@ class Guard:
             if not unknown:
                 raise
             return unknown
+
+
+def _value_text(name: str, value: object) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {each}" for key, each in value.items())
+    return f"no {name}" if value is None or value is False else name if value is True else f"{name} {value}"
 
 
 def _unrelated(*values: object, **options: object) -> bool:

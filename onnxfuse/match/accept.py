@@ -12,7 +12,7 @@ from onnxfuse.dsl.terms import Term
 from onnxfuse.dsl.words import Output
 from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.ir.graph import Graph
-from onnxfuse.ir.node import Node, Tensor, consumers, op_of, producer
+from onnxfuse.ir.node import Node, Tensor, consumers, is_tensor, op_of, producer
 from onnxfuse.match.context import MatchContext
 from onnxfuse.match.precision import computing_dtype, lossy_precision
 from onnxfuse.match.relations import relations
@@ -112,8 +112,8 @@ def guard_holds(m: MatchContext, guard: Guard, root: Tensor, state: State, term:
         m.fail(term or m.fusion.outputs[0], state, lambda: _unknown(answer, root), guard.span, agreed="the term")
     elif not answer and term is not None:
         asked = {name: known.get(name) for name in guard.names}
-        shown = {name: getattr(value, "name", value) for name, value in asked.items()}
-        m.fail(term, state, lambda: guard.sentence.format(**shown), guard.span, agreed="the term")
+        shown = {name: f"'{value.name}'" if is_tensor(value) else value for name, value in asked.items()}
+        m.fail(term, state, lambda: guard.reason(shown), guard.span, agreed="the term")
     return answer is True
 
 

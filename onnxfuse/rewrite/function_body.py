@@ -145,7 +145,7 @@ class BodyBuilder:
         If there are several ways to write a term, this is the reason for the last one, which is the most general.
         """
         if isinstance(term, When) and not self.holds(term.guard):
-            return f"required: {self.variant.sentence(term.guard)}"
+            return self.variant.reason(term.guard)
         parts = [term.labelled(self.label(term.name))] if isinstance(term, Choose) else term.parts
         lacking = [part for part in parts if not (self.can_write(part) or part.is_optional)]
         if lacking:

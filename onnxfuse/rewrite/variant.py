@@ -38,9 +38,9 @@ class Variant:
         """Return whether a pattern's condition is true of the values, sizes and choices of this variant."""
         return guard.check(self._known)
 
-    def sentence(self, guard: Guard) -> str:
-        """Return the sentence that states a pattern's condition, with this variant's values in its placeholders."""
-        return guard.sentence.format(**{name: self._known.get(name) for name in guard.names})
+    def reason(self, guard: Guard) -> str:
+        """Return why a pattern's condition is not true of this variant."""
+        return guard.reason(self._known)
 
     @functools.cached_property
     def _known(self) -> Mapping[str, object]:

@@ -373,7 +373,7 @@ def test_the_sentence_of_require_is_the_reason() -> None:
 def test_require_sees_dimensions_scalars_and_operands() -> None:
     even = "s = Concat<axis=0>(a, b) t = Abs(s) y = Add(t, {})"
     assert call(for_even_rows, even.format("half"))["by"] == 0.5
-    assert "by or a bias, but 1.0 is 1" in why_not(for_even_rows, even.format("one"))
+    assert "by or a bias, but 1 is 1" in why_not(for_even_rows, even.format("one"))
     assert call(for_even_rows, even.format("row"), row=np.ones(8, np.float32))["operands"] == "x bias"
 
 
@@ -403,14 +403,28 @@ def unrelated(x=tensor("n d"), y=tensor("n d")):
 
 def test_a_condition_may_ask_for_relations_of_operands() -> None:
     assert is_fused(unrelated, "t = Abs(a) y = Mul(t, b)")
-    assert "x is no multiple of b" in why_not(unrelated, "s = Mul(b, half) t = Abs(s) y = Mul(t, b)")
+    assert "required: x is no multiple of 'b'" in why_not(unrelated, "s = Mul(b, half) t = Abs(s) y = Mul(t, b)")
     assert unrelated.guards[0].names == ("x", "y")
     assert unrelated.guards[0].check({"x": 1, "y": 1}), "without a graph no two values are related"
 
 
+@pytest.mark.parametrize(
+    ("sentence", "text"),
+    [
+        ("no bias", "required: no bias; found bias 'b', no scale, how relu"),
+        ("{how} and tanh", "required: relu and tanh"),
+        ("how is {how}; required tanh", "how is relu; required tanh"),
+        ("tanh; found {how}", "required: tanh; found relu"),
+    ],
+)
+def test_a_condition_that_does_not_hold_says_what_is_required_and_what_was_found(sentence: str, text: str) -> None:
+    guard = Guard(sentence, lambda bias, scale, how: False, here())
+    assert guard.reason({"bias": "'b'", "how": "relu"}) == text
+
+
 def test_when_holds_for_its_spelling_only() -> None:
     assert call(small_steps, "m = Mul(a, half) y = Exp(m)")["by"] == 0.5
-    assert "the step 6.0 is at most 1" in why_not(small_steps, "m = Mul(a, six) y = Exp(m)")
+    assert "required: the step 6 is at most 1" in why_not(small_steps, "m = Mul(a, six) y = Exp(m)")
     assert call(small_steps, "t = Abs(a) m = Mul(t, six) y = Exp(m)")["reads"] == ["a"]
 
 
