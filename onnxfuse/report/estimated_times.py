@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -18,7 +19,11 @@ from onnxfuse.rewrite.replace import Fused
 # benchmarks/results/node_cost-h200-2026-11-29.json.
 DEVICE: Final = "NVIDIA H200"
 COPY_RATE: Final = 4.0e12  # bytes a second, read and written
-PRODUCT_RATES: Final = {"float": 396e12, "float16": 741e12, "bfloat16": 774e12}  # FLOP/s; float in TF32
+# FLOP/s of a product of large matrices; float in TF32, 8 bits in benchmarks/results/float8-h200-2026-11-30.json.
+PRODUCT_RATES: Final = {
+    "float": 396e12, "float16": 741e12, "bfloat16": 774e12,
+    "int8": 1414e12, "uint8": 1414e12, "float8e4m3fn": 1372e12,
+}  # fmt: skip
 LAUNCH: Final = 1.06e-6  # seconds
 
 
@@ -27,8 +32,9 @@ def estimated_times(
 ) -> Times | None:
     """Return estimates for the nodes of the main graph; None if it had fused nodes before, or none is known.
 
-    A node takes as long as a launch, and its bytes at COPY_RATE or its operations at the rate of products of its dtype,
-    whichever take longer.  A fused node has the operations of the nodes that it stands for.
+    A node takes as long as a launch, and its bytes at COPY_RATE or its operations at the rate of products of its first
+    input's dtype, whichever take longer; without a rate, its bytes decide.  A fused node has the operations of the
+    nodes that it stands for.
     """
     if any(node.is_fused for node in graph.before.nodes) or not (before.rows and after.rows):
         return None
@@ -41,7 +47,7 @@ def estimated_times(
 
     def time_of(name: str, op: str, moved: int, count: int, number: int) -> NodeTime:
         dtype = TensorProto.DataType.Name(number).lower()
-        least = max(moved / COPY_RATE, count / PRODUCT_RATES.get(dtype, PRODUCT_RATES["float16"]))
+        least = max(moved / COPY_RATE, count / PRODUCT_RATES.get(dtype, math.inf))
         return NodeTime(name, op, "estimate", LAUNCH + least, moved, count, least / (LAUNCH + least))
 
     earlier = [(node, one, one.flops) for node in graph.before.nodes if (one := old.get(node.label))]

@@ -95,7 +95,7 @@ def _estimate(graph: Graph, shapes: ShapeInfo, inside: ShapeInfo | None) -> Traf
                 moved[table.name] = min(moved[table.name], count * size_of(table, 1))
         label = node.name or next((tensor.name for tensor in node.outputs if tensor.name), "")
         count = assumed_number(shapes, count_flops(shapes, node) or 0)
-        dtype = shapes.dtype(node.inputs[0]) if count and node.inputs and node.inputs[0].name else 0
+        dtype = shapes.dtype(node.inputs[0]) if node.inputs and node.inputs[0].name else 0
         own = sum(moved.values())
         total, flops = total + own, flops + count
         of_nodes += [(label, own, count, dtype)]

@@ -10,9 +10,11 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from exported_models import load_exported
 from large_graphs import transformer_like
+from onnx import numpy_helper
 from test_optimize import BLOCK, parse
 from test_report import EVERYTHING
 
@@ -200,6 +202,25 @@ def test_a_page_without_times_has_estimates_and_says_so(report: Report) -> None:
     assert conv.seconds == pytest.approx(LAUNCH + max(conv.bytes / COPY_RATE, conv.flops / PRODUCT_RATES["float"]))
     fused_before = replace(report.facts.graphs[0], before=report.facts.graphs[0].after)
     assert replace(report, facts=replace(report.facts, graphs=(fused_before,))).estimated_times is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op"), [("float", "MatMul"), ("float16", "MatMul"), ("int8", "MatMulInteger"), ("float", "Relu")]
+)
+def test_an_estimate_takes_the_rate_of_its_dtype(dtype: str, op: str) -> None:
+    """A product alone, and one that is fused with a Relu, of square matrices of 2048."""
+    size, out = 2048, "int32" if dtype == "int8" else dtype
+    body = f"y = {op} (x, w)" if op != "Relu" else "h = MatMul (x, w) y = Relu (h)"
+    text = f"g ({dtype}[{size},{size}] x, {dtype}[{size},{size}] w) => ({out}[{size},{size}] y) {{ {body} }}"
+    model = parse(text)
+    if op == "Relu":
+        weight = numpy_helper.from_array(np.ones((size, size), np.float32), "w")
+        model.graph.initializer.append(weight)
+        del model.graph.input[1]
+    times = optimize(model, verify=False)[1].estimated_times
+    assert times and times.product_rates == {dtype: PRODUCT_RATES[dtype]}
+    (node,) = times.after
+    assert node.flops == 2 * size**3 and node.seconds == pytest.approx(LAUNCH + node.flops / PRODUCT_RATES[dtype])
 
 
 def test_a_roofline_has_the_nodes_with_flops_and_the_lines_of_a_copy_and_of_products(report: Report) -> None:
