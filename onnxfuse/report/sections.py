@@ -302,8 +302,9 @@ def advice(
         yield Advice("Quantized operators are not fused", f"{listed}. `onnxfuse inspect` says how they run.", "stayed")
     for why in plain["functions"].get("kept", ())[:1]:
         yield Advice("A function of the model is not inlined", f"{why}; its nodes are not fused.", "stayed")
-    yield Advice(
-        "Measure on your GPU",
-        "Launches and memory traffic are estimates. `onnxfuse bench MODEL` times the model as it was and fused, and "
-        "compares their outputs there; `onnxfuse tune` chooses the fastest way to run each fused node.", "trust",
-    )  # fmt: skip
+    if not report.times:
+        yield Advice(
+            "Measure on your GPU",
+            "Launches and memory traffic are estimates. `onnxfuse bench MODEL` times the model, as it was and fused, "
+            "and compares their outputs; `onnxfuse tune` chooses the fastest way to run each fused node.", "trust",
+        )  # fmt: skip

@@ -175,8 +175,9 @@ def test_the_times_of_nodes_are_shown_before_above_after(report: Report) -> None
     """Each node after fusing has the time of all nodes that it stands for, and strips are as wide as their sums."""
     page = write_page(timed(report))
     text = " ".join(" ".join(checked(page).texts).split())
+    assert "Measure on your GPU" not in text and "Measure on your GPU" in write_page(report)
     assert "timed alone on a GPU, with x 2x8 float ;" in text and "as fast as a copy, 100 MB a second" in text
-    assert "Before: 13 nodes, 13.0 µs After: 5 nodes, 10.0 µs" in text
+    assert "Before: 13 nodes timed, 13.0 µs After: 5 nodes timed, 10.0 µs" in text
     assert [float(each) for each in re.findall(r'class="strip".*?width:([\d.]+)%', page)] == [100, 76.92]
     found = re.findall(
         r'<tr><th scope="row"><button[^>]*data-at="(\d+)">.*?</i>([\d.]+) µs.*?</i>([\d.]+) µs', page, re.S
