@@ -77,7 +77,8 @@ def explain(miss: Miss, *alike: Miss) -> str:
     if miss.hint:
         lines.append(f"  help: {miss.hint}")
     if alike:
-        names = ", ".join(f"'{each.node}'" for each in alike[:MAX_NAMED]) + (" ..." if len(alike) > MAX_NAMED else "")
+        others = list(dict.fromkeys(each.node for each in alike))  # nodes of several bodies can share a name
+        names = ", ".join(f"'{each}'" for each in others[:MAX_NAMED]) + (" ..." if len(others) > MAX_NAMED else "")
         lines.append(f"  the same at {counted(len(alike), 'more node')}: {names}")
     return "\n".join(map(printable, lines))
 

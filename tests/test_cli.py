@@ -25,6 +25,9 @@ from rich.progress import Progress
 from test_optimize import BLOCK, LONE_RELU, SQUARE_ROOT_OF_RELU, STORED, WRONG, parse
 
 from onnxfuse.cli import main, terminal
+from onnxfuse.dsl import catalogue
+from onnxfuse.explain import explain, nearest
+from onnxfuse.fuse_model import Settings, fuse_model
 from onnxfuse.ir.digest import graph_digest
 from onnxfuse.rules import RULES
 from onnxfuse.runtime.nvrtc import compile_cubin
@@ -372,6 +375,18 @@ def test_explain_gives_a_reason_for_all_sizes_once(tmp_path: Path) -> None:
     assert lines[0] == "rule scales_of_channels: not at 'y' (3 of 3 nodes agree)"
     assert [line for line in lines if "required (channels=" in line] == [lines[1]]
     assert "  the same at 1 more node: 'z'" in lines
+
+
+def test_explain_names_nodes_of_several_bodies_once() -> None:
+    miss = nearest(fuse_model(parse(ANOTHER_CONSTANT), None, Settings(catalogue.builtin())).missed)[0]
+    assert f"  the same at 3 more nodes: '{miss.node}'" in explain(miss, miss, miss, miss).splitlines()
+
+
+def test_verify_says_once_who_set_the_tolerances(tmp_path: Path) -> None:
+    onnx.save(parse("g (float[n] x) => (float[n] y, float[n] z) { y = Exp (x) z = Neg (y) }"), tmp_path / "m.onnx")
+    run("optimize", tmp_path / "m.onnx", tmp_path / "half.onnx", "--dtype", "float16")
+    shown = " ".join(run("verify", tmp_path / "m.onnx", tmp_path / "half.onnx").stdout.split())
+    assert "the tolerance of 'y' and 1 more is the error that was allowed for float16 equal" in shown
 
 
 def test_explain_says_where_a_node_went(block: Path) -> None:

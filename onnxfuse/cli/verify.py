@@ -42,6 +42,7 @@ def verify_command(
     from onnxfuse.ir.load import load
     from onnxfuse.printing import cell, columns
     from onnxfuse.report.lines import not_compared_lines
+    from onnxfuse.report.similar import group
     from onnxfuse.verify.compare import compare
     from onnxfuse.verify.own_process import own_process
 
@@ -61,8 +62,9 @@ def verify_command(
         table.add_row(cell(one.name), f"{one.max_abs:.3g}", f"{one.max_rel:.3g}", f"{one.tolerance:.3g}")
     if result.outputs:
         console().print(table)
-    for one in filter(lambda one: one.set_by, result.outputs):
-        show_text(f"the tolerance of '{one.name}' is {one.set_by}")
+    for same in group([one for one in result.outputs if one.set_by], lambda one: one.set_by):
+        more = f" and {len(same.items) - 1} more" if len(same.items) > 1 else ""
+        show_text(f"the tolerance of '{same.items[0].name}'{more} is {same.sentence}")
     for line in not_compared_lines(result.not_compared, everything=True):
         console().print(line)
     for note in result.notes:

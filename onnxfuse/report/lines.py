@@ -56,7 +56,8 @@ def subgraph_lines(subgraphs: Sequence[Any], everything: bool) -> Iterator[Line]
     rest = ordered[len(shown) :]
     if rest:
         fused = sum(sum(each.counts.values()) for each in rest)
-        yield Line(f"In {counted(len(rest), 'more subgraph')}: {counted(fused, 'fused node')}")
+        what = f": {counted(fused, 'fused node')}" if fused else " nothing was fused"
+        yield Line(f"In {counted(len(rest), 'more subgraph' if shown else 'subgraph')}{what}")
 
 
 def function_lines(inlined: Inlined | None) -> Iterator[Line]:

@@ -231,7 +231,7 @@ def test_the_report_counts_by_subgraph() -> None:
     _, report = optimize(parse(BRANCHES.format(condition="c = Identity (f)")))
     assert lines(report, "In ") == [
         "In the then branch of If 'y': 3 -> 1 node, 1 region",
-        "In 1 more subgraph: 0 fused nodes",
+        "In 1 more subgraph nothing was fused",
     ]
     assert report.to_json()["subgraphs"][0] == {
         "where": "the then branch of If 'y'", "nodes_before": 3, "nodes_after": 1, "counts": {"region": 1},
