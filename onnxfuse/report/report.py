@@ -356,7 +356,8 @@ def _region_lines(regions: RegionGain, has_bodies: bool) -> Iterator[Line]:
     parts += [f"{counted(regions.joined, 'node')} in epilogues"] if regions.joined else []
     launches = counted(regions.launches_saved, "more launch", "more launches")
     where = " in the main graph" if has_bodies else ""
-    without = f"; without them, there would be {launches} and {bytes_text(regions.bytes_saved)} more traffic{where}"
+    traffic = f"{bytes_text(abs(regions.bytes_saved))} {'more' if regions.bytes_saved >= 0 else 'less'} traffic"
+    without = f"; without them, there would be {launches} and {traffic}{where}"
     yield Line(f"Regions: {', '.join(parts)}{without if regions.launches_saved else ''}")
 
 
