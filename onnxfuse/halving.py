@@ -43,6 +43,8 @@ from onnxfuse.verify.cpu_session import open_session, run
 from onnxfuse.verify.difference import compare_output
 from onnxfuse.verify.extent import Extent
 from onnxfuse.verify.inputs import input_dtypes
+from onnxfuse.verify.judge import too_coarse
+from onnxfuse.verify.observed import NotCompared
 from onnxfuse.verify.reference import Reference, run_original
 from onnxfuse.verify.requested_shapes import draws
 from onnxfuse.verify.rounded_results import model_that_rounds
@@ -271,24 +273,27 @@ class Halving:
                 return replace(result, note=f"its errors were not measured: {first_line(error)}")
 
     def compare_noisy(self, verified: Verification, written: onnx.ModelProto, accepted: Accepted) -> Verification:
-        """Return a verification in which outputs that are too noisy in half precision are compared with the original.
+        """Return a verification of the same outputs as in `onnxfuse verify`, which compares with the original.
 
         `verified` compares the optimized model with the converted one.  Where the noise is too large for that, the
-        error that was allowed decides, as it does in `onnxfuse verify`.
+        error that was allowed decides.  Where even that is too large, the output counts as not compared.
         """
-        noisy = accepted.tolerances.keys() & {each.name for each in verified.not_compared}
-        if verified.passed is False or not noisy or self.reference is None:
+        if verified.passed is False or self.reference is None:
             return verified
-        reference = replace(self.reference, accepted=accepted, numbers_for_nan=accepted.numbers_for_nan)
-        with self.timer.stage("verify"):
-            found = compare_with(reference, written)
-        equal = {each.name: each for each in found.outputs if each.passed and each.name in noisy}
-        if not equal:
-            return verified
-        left = tuple(each for each in verified.not_compared if each.name not in equal)
-        outputs = (*verified.outputs, *equal.values())
-        reason = "" if verified.passed is None else verified.reason
-        return replace(verified, passed=True, reason=reason, outputs=outputs, not_compared=left)
+        coarse = {name: NotCompared(name, why) for name, why in too_coarse(accepted).items()}
+        outputs = [each for each in verified.outputs if each.name not in coarse]
+        missing = {each.name: each for each in verified.not_compared}
+        missing |= {each.name: coarse[each.name] for each in verified.outputs if each.name in coarse}
+        if accepted.tolerances.keys() & missing.keys() - coarse.keys():
+            reference = replace(self.reference, accepted=accepted, numbers_for_nan=accepted.numbers_for_nan)
+            with self.timer.stage("verify"):
+                found = compare_with(reference, written)
+            for each in found.outputs:
+                if each.passed and each.name in missing:
+                    del missing[each.name]
+                    outputs.append(each)
+        passed = True if outputs or verified.equal_parts else None
+        return replace(verified, passed=passed, outputs=tuple(outputs), not_compared=tuple(missing.values()))
 
     def settle(self, attempt: Callable[[bool], tuple[Made, HalfResult]]) -> tuple[Made, HalfResult]:
         """Try to convert the model with more and more nodes in float32, until its errors are allowed.

@@ -116,7 +116,6 @@ def misfits(value: Any, schema: Any, place: str = "report") -> list[str]:
 
 
 def test_regions_that_move_more_bytes_say_so() -> None:
-    """They save launches; the body of a region can hold what the graph shares."""
     (line,) = _region_lines(RegionGain(2, 7, 0, -212_000, 5), False)
     assert "there would be 5 more launches and 212 KB less traffic" in str(line)
 

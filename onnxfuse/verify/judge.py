@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Final
 
 from onnxfuse.ir.extract import extract
+from onnxfuse.verify.accepted import Accepted
 from onnxfuse.verify.difference import TOLERANCES, OutputDifference
 from onnxfuse.verify.own_noise import measure_noise, unsteady_outputs
 from onnxfuse.verify.quantizer_steps import source_quantizer
@@ -40,12 +41,14 @@ def settled(
     If an output exceeds its tolerance, measure the original's noise, and look for ties (nearly equal scores), which can
     excuse it.
     """
-    hidden: dict[str, str] = {}
+    hidden = {} if reference.tolerance is not None else too_coarse(reference.accepted)
+    hidden = {each.name: hidden[each.name] for each in errors if each.passed and each.name in hidden}
     if all(each.passed for each in errors):
         return errors, hidden
     if reference.tolerance is None and any(not each.passed and math.isfinite(each.max_rel) for each in errors):
         reference.tell("measure the noise of the original")
-        errors, hidden = _allow_noise(reference, errors)
+        errors, unsteady = _allow_noise(reference, errors)
+        hidden |= unsteady
     errors = tuple(_allow_steps(reference, results, each) for each in errors)
     if reference.accepted.is_converted:
         exact = [each for each in errors if not (each.passed or each.tolerance) and each.name in results[0]]
@@ -57,6 +60,12 @@ def settled(
     if any(not each.passed for each in errors):
         hidden |= unsteady_outputs(reference, results, errors)
     return _excused(errors, hidden), hidden
+
+
+def too_coarse(accepted: Accepted) -> dict[str, str]:
+    """Return the outputs whose accepted error is above MAX_NOISE, so that a comparison would prove nothing."""
+    large = {name: each for name, each in accepted.tolerances.items() if each > MAX_NOISE}
+    return {name: f"{accepted.set_by} is {each:.1e} of its largest value" for name, each in large.items()}
 
 
 def _excused(errors: Sequence[OutputDifference], hidden: Mapping[str, str]) -> tuple[OutputDifference, ...]:
