@@ -416,6 +416,23 @@ def models_in_chunks() -> str:
     return grid(["milliseconds", "onnxfuse", "onnxruntime", "ratio"], lines)
 
 
+def triton_kernel() -> str:
+    """Return the times of the tutorial's model by its kernel in Triton and by others."""
+    names = ("onnxruntime_us", "triton_us", "region_us")
+    lines = [[f"{row['rows']:,}", *(_time(row, name) for name in names)] for row in rows("triton_kernel-h200")]
+    return grid(["rows", "onnxruntime", "the kernel in Triton", "a generated kernel"], lines)
+
+
+def timed_pages() -> str:
+    """Return the times of models whose reports an H200 timed, and the sums of their nodes'."""
+    lines = [
+        [row["model"], *(_time(row, name) for name in ("original_ms", "fused_ms")),
+         f"{row['before_us'] / 1e3:.3g}", f"{row['after_us'] / 1e3:.3g}"]
+        for row in rows("pages-h200")
+    ]  # fmt: skip
+    return grid(["milliseconds", "original", "fused", "its nodes, each alone", "fused nodes, each alone"], lines)
+
+
 def attention() -> str:
     """Return the times of attention in float16."""
     lines = [
@@ -584,8 +601,8 @@ TABLES: Final[Mapping[str, Callable[[], str]]] = {
     for table in (
         whole_models, trends, readme_models, engines, new_shapes, starts, load, regions_of_models, generated_kernels,
         joined, products, quantized_products, float8, integers, decoding, tokens_per_second, attention,
-        attention_forms, linear_attention, recurrent_layers, scans, models_in_chunks, kernels, convolutions, gates,
-        other_gpus, on_the_cpu, memory, optimizers, decisions,
+        attention_forms, linear_attention, recurrent_layers, scans, models_in_chunks, triton_kernel, timed_pages,
+        kernels, convolutions, gates, other_gpus, on_the_cpu, memory, optimizers, decisions,
     )
 }  # fmt: skip
 

@@ -19,9 +19,10 @@ from onnxfuse.rewrite.replace import Fused
 # benchmarks/results/node_cost-h200-2026-11-29.json.
 DEVICE: Final = "NVIDIA H200"
 COPY_RATE: Final = 4.0e12  # bytes a second, read and written
-# FLOP/s of a product of large matrices; float in TF32, 8 bits in benchmarks/results/float8-h200-2026-11-30.json.
+# FLOP/s of a product of large matrices; float in TF32, 8 bits in benchmarks/results/float8-h200-2026-11-30.json, double
+# in pages-h200-2026-11-30.json.
 PRODUCT_RATES: Final = {
-    "float": 396e12, "float16": 741e12, "bfloat16": 774e12,
+    "double": 56e12, "float": 396e12, "float16": 741e12, "bfloat16": 774e12,
     "int8": 1414e12, "uint8": 1414e12, "float8e4m3fn": 1372e12,
 }  # fmt: skip
 LAUNCH: Final = 1.06e-6  # seconds

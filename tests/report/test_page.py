@@ -206,7 +206,8 @@ def test_a_page_without_times_has_estimates_and_says_so(report: Report) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "op"), [("float", "MatMul"), ("float16", "MatMul"), ("int8", "MatMulInteger"), ("float", "Relu")]
+    ("dtype", "op"),
+    [("float", "MatMul"), ("float16", "MatMul"), ("int8", "MatMulInteger"), ("double", "MatMul"), ("float", "Relu")],
 )
 def test_an_estimate_takes_the_rate_of_its_dtype(dtype: str, op: str) -> None:
     """A product alone, and one that is fused with a Relu, of square matrices of 2048."""
