@@ -328,37 +328,43 @@ __device__ __forceinline__ void add_steps(Softmax& softmax, Step& step, const Ve
     }
 }
 
+// Softmaxes of one row over different keys as one: its maximum, its sum, and an element of its result.
+struct Merged { float top = MINUS_INFINITY, sum = 0.0f, y = 0.0f; };
+
+// Merges COUNT softmaxes; the functions return the numbers of softmax i.
+template <int COUNT, class Top, class Sum, class Element>
+__device__ __forceinline__ Merged merged(const Top& top, const Sum& sum, const Element& element) {
+    Merged all;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) all.top = fmaxf(all.top, top(i));
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+        const float factor = exp2_fast(top(i) - zero_of(all.top));
+        all.sum = fmaf(sum(i), factor, all.sum), all.y = fmaf(element(i), factor, all.y);
+    }
+    return all;
+}
+
 // Adds up the results of the block's warps, and sends each slice to the block that writes it.
 __device__ __forceinline__ void send_results(Memory& memory, int rank) {
     for (int i = threadIdx.x; i < GQA_GROUP * HEAD_DIM; i += THREADS) {
         const int row = i / HEAD_DIM, column = i % HEAD_DIM, to = i / SLICE, at = i % SLICE;
-        float top = MINUS_INFINITY, sum = 0.0f, y = 0.0f;
-#pragma unroll
-        for (int warp = 0; warp < WARPS; ++warp) top = fmaxf(top, memory.tops[warp][row]);
-#pragma unroll
-        for (int warp = 0; warp < WARPS; ++warp) {
-            const float factor = exp2_fast(memory.tops[warp][row] - zero_of(top));
-            sum = fmaf(memory.sums[warp][row], factor, sum);
-            y = fmaf(memory.results[warp][row][column], factor, y);
-        }
+        const Merged all = merged<WARPS>([&](int warp) { return memory.tops[warp][row]; },
+                                         [&](int warp) { return memory.sums[warp][row]; },
+                                         [&](int warp) { return memory.results[warp][row][column]; });
         float* const share = memory.shares[rank];
-        send_peer(share + at, to, y, memory.inbox);
+        send_peer(share + at, to, all.y, memory.inbox);
         if (at > 0) continue;
-        send_peer(share + SLICE, to, top, memory.inbox), send_peer(share + SLICE + 1, to, sum, memory.inbox);
+        send_peer(share + SLICE, to, all.top, memory.inbox), send_peer(share + SLICE + 1, to, all.sum, memory.inbox);
     }
 }
 
 // Returns an element of the block's slice of the result.
 __device__ __forceinline__ float combined(const Memory& memory, int at) {
-    float top = MINUS_INFINITY, sum = 0.0f, y = 0.0f;
-#pragma unroll
-    for (int i = 0; i < CLUSTER; ++i) top = fmaxf(top, memory.shares[i][SLICE]);
-#pragma unroll
-    for (int i = 0; i < CLUSTER; ++i) {
-        const float factor = exp2_fast(memory.shares[i][SLICE] - zero_of(top));
-        sum = fmaf(memory.shares[i][SLICE + 1], factor, sum), y = fmaf(memory.shares[i][at], factor, y);
-    }
-    return normalized(y, sum);
+    const Merged all = merged<CLUSTER>([&](int i) { return memory.shares[i][SLICE]; },
+                                       [&](int i) { return memory.shares[i][SLICE + 1]; },
+                                       [&](int i) { return memory.shares[i][at]; });
+    return normalized(all.y, all.sum);
 }
 
 // `present_keys` and `present_values` may be the past caches.
