@@ -19,6 +19,7 @@
 // Macros:
 //   TILE_M   rows of x: 1, 2, 4 or a multiple of 8    TILE_N   columns of y, a multiple of 16
 //   WARPS, DEPTH   as above
+//   AHEAD    of a warp's first DEPTH stages, those whose weights are read before x, which arrives after them
 //   STAGED_X   1: a stage has its elements of x, and TILE_M is at most 8; 0: x is read from L1, or is normalized
 //   NORM       1: the rows of x are normalized first (norm_of_rows.cuh), and are kept in shared memory
 //   MIN_BLOCKS   blocks that should fit on a multiprocessor
@@ -473,8 +474,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const Place first{warp < STAGES ? int(blockIdx.x) : TILES, warp};
     Place ahead = first;
     if constexpr (!WEIGHTS_CONSTANT) wait_for_predecessor();
+    const auto fill_first = [&](int begin, int end) {
 #pragma unroll
-    for (int i = 0; i < DEPTH; ++i, ahead.step()) fill(slots + i * SLOT_BYTES, ahead), commit_copies();
+        for (int i = begin; i < end; ++i, ahead.step()) fill(slots + i * SLOT_BYTES, ahead), commit_copies();
+    };
+    fill_first(0, AHEAD);
 #if NORM
     NormalizedRows of_norm;
     of_norm.load_scales(norm);
@@ -484,6 +488,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #if NORM
     of_norm.normalize(normalized, partial[0][0][0], x, norm, row, rows);
 #endif
+    fill_first(AHEAD, DEPTH);
 
     const Masks masks(m);
     int slot = 0, buffer = 0;

@@ -38,6 +38,17 @@ def test_few_rows_are_one_launch(case: Case) -> None:
     assert len(plans[-1].steps) >= 1 + len(case.weights)
 
 
+@pytest.mark.parametrize(
+    ("n", "k", "tile_n", "ahead"), [(8192, 2048, 32, 1), (14336, 4096, 16, 1), (2048, 2048, 16, 1)]
+)
+def test_a_gate_of_one_row_reads_half_of_its_first_stages_before_x(n: int, k: int, tile_n: int, ahead: int) -> None:
+    """Where a block would have two tiles of 16 columns, and a warp one stage of each, it has one tile of 32."""
+    case = Case(1, n, k, gate="silu", norm="add_rms_norm")
+    (step,) = candidates(case.node(), case.specs(), H200)[0].steps
+    assert isinstance(step, Launch)
+    assert (step.kernel.defines["TILE_N"], step.kernel.defines["AHEAD"]) == (tile_n, ahead)
+
+
 @pytest.mark.parametrize("device", [each for each in DEVICES if each is not T4], ids=lambda device: f"sm_{device.arch}")
 @pytest.mark.parametrize("bits", [4, 8])
 def test_gates_of_up_to_64_rows_read_weights_as_they_are(bits: int, device: Device) -> None:
