@@ -1,23 +1,18 @@
-"""Run a fused node as its body, the ONNX function that the node calls, where its kernel is not compiled.
+"""Open sessions that run fused nodes as their bodies, the ONNX functions that they call, where no kernel is compiled.
 
 The body runs inside a run of the user's session, but in a session of its own; the model of that session is one call of
-the function.  On a GPU, that session has a stream of its own.  Its work follows earlier work of the node's stream, and
-precedes later work, so that a CUDA graph captures the body's kernels too.  Runs are waited for until a graph captures
-one.  Equal nodes share a session, but each stream has its own, because the runs of a session share its memory.
+the function.  The native library runs and closes these sessions (native/body_session.h), without Python.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import importlib
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 import onnx
@@ -26,17 +21,9 @@ from onnx import helper
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.dtypes import DTYPE_NUMBERS
 from onnxfuse.ir.protos import subgraphs
-from onnxfuse.runtime.cuda_driver import SideStream, is_capturing
-from onnxfuse.runtime.hosts import numbers_of
+from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime.kernel_failures import Place, place_of
-from onnxfuse.runtime.native_library import BodyRequest
 from onnxfuse.runtime.plan import Device, FusedNode, TensorSpec
-from onnxfuse.runtime.provider_names import CPU
-
-if TYPE_CHECKING:
-    import onnxruntime as ort
-
-DEVICE_TYPES: Final = {CPU: "cpu"}  # type of memory by provider; other providers use GPU memory
 
 
 @dataclass(frozen=True)
@@ -49,77 +36,16 @@ class Body:
     ir_version: int
 
 
-@dataclass
-class BodySession:
-    """A session that runs a body (a node's ONNX function), and on a GPU the stream that it uses.
-
-    The stream is not the node's, because onnxruntime destroys the streams of a session before the nodes, and this
-    session closes with its node.  Runs are waited for, because onnxruntime frees the host memory from which operators
-    such as LSTM copy to the GPU only at the end of such runs; a CUDA graph reads this memory in each replay.
-    """
-
-    session: ort.InferenceSession
-    stream: SideStream | None
-    outputs: tuple[str, ...]  # their names
-    captured: bool = False  # whether a CUDA graph holds a run
-    holds_memory: bool = False  # whether host memory of a run is not freed
-
-    def run(self, binding: ort.IOBinding, stream: int) -> None:
-        """Run the body on bound inputs, after the earlier and before the later work of `stream`."""
-        if self.stream is None:
-            self.session.run_with_iobinding(binding, _run_options(waits=False))
-            return
-        if not self.captured and is_capturing(stream):
-            self.captured = True
-            self._keep()
-        self.holds_memory = True
-        with self.stream.in_place_of(stream):
-            self.session.run_with_iobinding(binding, _run_options(waits=not self.captured))
-        self.holds_memory = self.captured
-
-    def close(self) -> None:
-        """Destroy the session, and its stream afterwards."""
-        if self.holds_memory:
-            self._keep()
-            return
-        del self.session
-        if self.stream is not None:
-            self.stream.close()
-
-    def _keep(self) -> None:
-        """Keep the session until the process ends, because it holds host memory.
-
-        onnxruntime would free the memory in a callback of the stream, where CUDA refuses it, which ends the process.
-        """
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.session))
-
-
 # Nodes with one place can have inputs of different dtypes, and then call functions that differ in their Casts.
 _bodies: Final[dict[Place, list[Body]]] = {}
-# Whether TF32 is allowed, and the inputs' dtypes and ranks.
-Types = tuple[bool, tuple[tuple[str, int], ...]]
-SessionKey = tuple[int, Types]  # the first is the node's stream
-# The sessions that run bodies (ONNX functions of nodes), for all nodes with one place.
-_sessions: Final[dict[Place, dict[SessionKey, BodySession]]] = {}
-# Those that are opened before a run needs them.
-_early: Final[dict[Place, dict[Types, Future[BodySession]]]] = {}
+Types = tuple[tuple[str, int], ...]  # the inputs' dtypes and ranks
+# The addresses of sessions that are opened before a run needs them.
+_early: Final[dict[Place, dict[Types, Future[int]]]] = {}
 # The dtypes of the inputs of bodies that run before they are needed.  On zeros these run without an error; integers, as
 # indices and lengths, may not.
 RUN_ON_ZEROS: Final = ("float16", "float32", "float64", "int8", "uint8")
 DYNAMIC_SIZE: Final = 16  # the dynamic dims of their inputs
 MAX_ZEROS: Final = 1 << 26  # bytes of their inputs
-
-
-@dataclass(frozen=True)
-class _Known:
-    """A node that has run as its body: its key, the indices of its inputs that are numbers, and its sessions' keys."""
-
-    place: Place
-    numbers: tuple[int, ...]
-    sessions: set[SessionKey] = field(default_factory=set)
-
-
-_known: Final[dict[int, _Known]] = {}  # by the node's number
 _lock: Final = threading.Lock()
 
 
@@ -163,159 +89,98 @@ def has_body(node: FusedNode, device: Device) -> bool:
     return place_of(node, device) in _bodies
 
 
-def run_body(request: BodyRequest, read_node: Callable[[], tuple[FusedNode, Device]]) -> None:
-    """Run the body (ONNX function) of a node, and copy its outputs to the node's outputs on the node's stream.
+def open_body(node: FusedNode, inputs: Sequence[TensorSpec], provider: str, device: Device) -> int:
+    """Return the address of a session that runs the body of a node for inputs of these dtypes and ranks.
 
-    read_node  returns the node and its GPU; it is called at the node's first run alone
-
-    Raises any error of onnxruntime.
+    Raises NativeError if onnxruntime refuses the body.
     """
-    if (known := _known.get(request.kernel)) is None:
-        node, device = read_node()
-        known = _known[request.kernel] = _Known(place_of(node, device), numbers_of(node))
-    body, kind = _session(request, known), DEVICE_TYPES.get(request.provider, "cuda")
-    binding = body.session.io_binding()
-    for i, (spec, address) in enumerate(zip(request.inputs, request.addresses, strict=True)):
-        if i in known.numbers:
-            binding.bind_cpu_input(f"i{i}", np.array(spec.shape, np.int32))
-            continue
-        binding.bind_input(f"i{i}", kind, request.device, DTYPE_NUMBERS[spec.dtype], spec.shape, address)
-    for name in body.outputs:
-        binding.bind_output(name, kind, request.device)
-    body.run(binding, request.stream)
-    for i, value in enumerate(binding.get_outputs()):
-        shape = value.shape()
-        request.put(i, shape, value.data_ptr() if math.prod(shape) else 0)
-
-
-def forget_node(kernel: int) -> None:
-    """Close the sessions that ran the body (the ONNX function) of a node, except those that other nodes use."""
-    if known := _known.pop(kernel, None):
-        others = [each.sessions for each in list(_known.values()) if each.place == known.place]
-        of_place = _sessions.get(known.place, {})
-        for key in known.sessions.difference(*others):
-            if body := of_place.pop(key, None):
-                body.close()
-        if not of_place:
-            _sessions.pop(known.place, None)
-
-
-def _session(request: BodyRequest, known: _Known) -> BodySession:
-    """Return the session that runs a body (a node's ONNX function) for a stream, and for inputs of these types."""
-    types = _types(request.tf32, request.inputs)
-    key = request.stream, types
+    place = place_of(node, device)
     with _lock:
-        known.sessions.add(key)
-        of_place = _sessions.setdefault(known.place, {})
-        if key not in of_place:
-            where = request.provider, request.device, request.tf32
-            if early := _early.get(known.place, {}).pop(types, None):
-                with suppress(Exception):  # it could not be opened early
-                    of_place[key] = early.result()
-            if key not in of_place:
-                of_place[key] = _opened(known.place, request.inputs, *where)
-        return of_place[key]
+        early = _early.get(place, {}).pop(_types(inputs), None)
+    if early is not None and not early.cancel():
+        with suppress(Exception):  # it could not be opened early
+            return early.result()
+    return _opened(place, inputs, provider, device)
 
 
-def _types(tf32: bool, inputs: Sequence[TensorSpec]) -> Types:
-    return tf32, tuple((spec.dtype, len(spec.shape)) for spec in inputs)
+def _types(inputs: Sequence[TensorSpec]) -> Types:
+    return tuple((spec.dtype, len(spec.shape)) for spec in inputs)
 
 
-def open_early(node: FusedNode, inputs: Sequence[TensorSpec], provider: str, device: Device) -> None:
-    """Open the session for the body of a node, and of nodes equal to it, before a run needs it.
+class EarlySessions:
+    """The sessions for the bodies of nodes that a thread opens before runs need them; equal nodes share one.
 
-    The body runs once on zeros, because onnxruntime loads libraries and kernels in the first run: 0.1 s for cuBLAS.  A
-    run that needs the session meanwhile waits for it.
-
-    inputs  dynamic dim number k is written as -1 - k
+    Each body runs once on zeros.  A run that needs a session which is being opened waits for it.
     """
-    place, types, opened = place_of(node, device), _types(device.tf32, inputs), Future[BodySession]()
-    with _lock:
-        of_place = _early.setdefault(place, {})
-        if types in of_place or place not in _bodies or place in _sessions:
-            return
-        of_place[types] = opened
-    try:
-        body = _opened(place, inputs, provider, device.ordinal, device.tf32)
-        if provider not in DEVICE_TYPES:
+
+    def __init__(self, nodes: Iterable[tuple[FusedNode, Sequence[TensorSpec]]], provider: str, device: Device) -> None:
+        """Store what `open` needs; a dynamic dim of the nodes' inputs with the number k is written as -1 - k."""
+        self._nodes, self._provider, self._device = nodes, provider, device
+        self._found: list[tuple[Place, Sequence[TensorSpec], Future[int]]] = []
+        self._is_closed, self._is_open = threading.Event(), threading.Event()
+
+    def open(self) -> None:
+        """Open the sessions that no run has opened, until `close` is called."""
+        try:
+            self._note()
+            for place, inputs, opened in self._found:
+                if not self._is_closed.is_set() and opened.set_running_or_notify_cancel():
+                    self._open_one(place, inputs, opened)
+        finally:
+            self._is_open.set()
+
+    def _note(self) -> None:
+        for node, inputs in self._nodes:
+            place, types = place_of(node, self._device), _types(inputs)
+            with _lock:
+                of_place = _early.setdefault(place, {})
+                if place in _bodies and types not in of_place:
+                    of_place[types] = Future()
+                    self._found.append((place, inputs, of_place[types]))
+
+    def _open_one(self, place: Place, inputs: Sequence[TensorSpec], opened: Future[int]) -> None:
+        try:
+            body = _opened(place, inputs, self._provider, self._device)
             _run_on_zeros(body, inputs)
-        opened.set_result(body)
-    except Exception as error:  # the run that needs the body reports the error
-        opened.set_exception(error)
+            opened.set_result(body)
+        except Exception as error:  # the run that needs the body reports the error
+            opened.set_exception(error)
+
+    def close(self) -> None:
+        """Close the sessions that no run has needed, once `open` has ended."""
+        self._is_closed.set()
+        self._is_open.wait()
+        for place, inputs, opened in self._found:
+            with _lock:
+                of_place = _early.get(place, {})
+                is_unused = of_place.get(_types(inputs)) is opened
+                if is_unused:
+                    del of_place[_types(inputs)]
+            if is_unused and not opened.cancel() and not opened.exception():
+                native.close_body(opened.result())
 
 
-def _run_on_zeros(body: BodySession, inputs: Sequence[TensorSpec]) -> None:
-    shapes = [tuple(DYNAMIC_SIZE if dim < 0 else dim for dim in spec.shape) for spec in inputs]
+def _run_on_zeros(body: int, inputs: Sequence[TensorSpec]) -> None:
     dtypes = [spec.dtype for spec in inputs]
+    shapes = [tuple(DYNAMIC_SIZE if dim < 0 else dim for dim in spec.shape) for spec in inputs]
     if all(dtype in RUN_ON_ZEROS for dtype in dtypes):
         sizes = [math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
         if sum(sizes) <= MAX_ZEROS:
-            zeros = (np.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
-            with suppress(Exception):  # sizes that the body refuses
-                body.session.run(None, {f"i{i}": value for i, value in enumerate(zeros)})
+            with suppress(native.NativeError):  # sizes that the body refuses
+                given = [replace(spec, shape=shape) for spec, shape in zip(inputs, shapes, strict=True)]
+                native.run_on_zeros(body, given)
 
 
-def close_early(nodes: Iterable[FusedNode], device: Device) -> None:
-    """Close the sessions that were opened early for these nodes, and that no run has needed."""
-    with _lock:
-        unused = [_early.pop(place, {}) for place in {place_of(node, device) for node in nodes}]
-    for of_place in unused:
-        for opened in of_place.values():
-            with suppress(Exception):  # it could not be opened
-                opened.result().close()
+def _opened(place: Place, inputs: Sequence[TensorSpec], provider: str, device: Device) -> int:
+    """Open a session for the first body that accepts the dtypes of these inputs, and return its address.
 
-
-def _opened(place: Place, inputs: Sequence[TensorSpec], provider: str, ordinal: int, tf32: bool) -> BodySession:
-    """Open a session for the first body that accepts the dtypes of these inputs.
-
-    Raises onnxruntime's error for the last body if none does.
+    Raises NativeError, with onnxruntime's error for the last body, if none does.
     """
-    from onnxfuse.runtime.plain_session import plain_session  # imported here, because planning needs no onnxruntime
-
-    options = _onnxruntime().SessionOptions()
-    options.log_severity_level = 4  # a body that does not accept the dtypes is not an error of the user's
-    # With memory patterns, the second run allocates memory, maybe while a CUDA graph is captured.
-    options.enable_mem_pattern = False
-    options.intra_op_num_threads = 1  # the default, one for each processor, would compete with the compiler
-    stream = None if provider in DEVICE_TYPES else SideStream()
-    with_options = provider, _options(ordinal, tf32, stream)
-
-    def opened(body: Body) -> BodySession:
-        session = plain_session(model_of(body, inputs).SerializeToString(), options, [with_options])
-        return BodySession(session, stream, tuple(each.name for each in session.get_outputs()))
-
     *others, last = _bodies[place]
     for body in others:
-        with suppress(Exception):  # onnxruntime has several classes of errors, without a common one
-            return opened(body)
-    try:
-        return opened(last)
-    except BaseException:
-        if stream is not None:
-            stream.close()
-        raise
-
-
-def _onnxruntime() -> Any:
-    """Return the onnxruntime module, imported only here because planning does not need it."""
-    return importlib.import_module("onnxruntime")
-
-
-@functools.cache
-def _run_options(waits: bool) -> Any:
-    """Return options for runs that are waited for or not, and that onnxruntime captures in no CUDA graph of its own."""
-    options = _onnxruntime().RunOptions()
-    options.add_run_config_entry("disable_synchronize_execution_providers", str(int(not waits)))
-    options.add_run_config_entry("gpu_graph_id", "-1")  # onnxruntime's Python code takes 40 us to see that it is absent
-    return options
-
-
-def _options(ordinal: int, tf32: bool, stream: SideStream | None) -> dict[str, Any]:
-    """Return the options of the provider: the user's options that change results, and the stream to run on."""
-    if stream is None:
-        return {}
-    device = {"device_id": str(ordinal)} if ordinal else {}  # onnxruntime logs a warning about device 0
-    return {"use_tf32": str(int(tf32)), **device, "user_compute_stream": str(stream.handle)}
+        with suppress(native.NativeError):
+            return native.open_body(provider, device.ordinal, device.tf32, model_of(body, inputs).SerializeToString())
+    return native.open_body(provider, device.ordinal, device.tf32, model_of(last, inputs).SerializeToString())
 
 
 def model_of(body: Body, inputs: Sequence[TensorSpec]) -> onnx.ModelProto:

@@ -190,6 +190,11 @@ class PreparedTemplate:
         load_all([self], lambda _: wanted, goes_on=goes_on)  # without the lock, which the loading threads take
         return self._bytes(wanted)
 
+    @property
+    def has_more_to_send(self) -> bool:
+        """Whether kernels were loaded since the template's bytes were last written."""
+        return bool(self._absent & self.kernels.keys())
+
     def data_so_far(self) -> bytes:
         """Return the template's bytes with the kernels that are loaded by now."""
         return self._bytes(set(self.kernels))

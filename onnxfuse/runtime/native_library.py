@@ -1,6 +1,7 @@
 """Load the native library, which implements the fused ops for onnxruntime, and answer its requests.
 
-The library requests templates (the plans of a node for all sizes), and runs of bodies (the ONNX functions of nodes).
+The library requests templates (the plans of a node for all sizes), and sessions that run bodies (the ONNX functions of
+nodes).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import atexit
 import ctypes
 import functools
 import os
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,9 +19,9 @@ from typing import Any, Final
 
 from onnxfuse.errors import OnnxfuseError
 from onnxfuse.runtime.plan import Attribute, TensorSpec
-from onnxfuse.runtime.plan_bytes import read_attributes, read_inputs
+from onnxfuse.runtime.plan_bytes import input_words, read_attributes, read_inputs
 
-ABI: Final = 15  # onnxfuse_abi in native/exports.cc
+ABI: Final = 16  # onnxfuse_abi in native/exports.cc
 TF32: Final = 1  # TF32 to CUDA_GRAPH are flags of a session's settings
 VERDICTS: Final = 2
 MEASURE: Final = 4
@@ -54,19 +56,6 @@ class _Request(ctypes.Structure):  # PlanRequest in native/python.h
 
 # PYFUNCTYPE: calls keep Python's lock, because who releases it may wait for a thread that makes plans.
 _REPLY: Final = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t)
-_PUT: Final = ctypes.PYFUNCTYPE(
-    ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64, ctypes.POINTER(ctypes.c_int64), ctypes.c_uint64, ctypes.c_void_p
-)
-
-
-class _BodyRequest(ctypes.Structure):  # BodyRequest in native/python.h
-    _fields_ = (
-        ("node", ctypes.POINTER(_Request)),
-        ("inputs", ctypes.POINTER(ctypes.c_void_p)),
-        ("stream", ctypes.c_void_p),
-        ("put", _PUT),
-        ("outputs", ctypes.c_void_p),
-    )
 
 
 class _Interrupt(ctypes.Structure):  # Interrupt in native/python.h
@@ -81,7 +70,7 @@ class _Interrupt(ctypes.Structure):  # Interrupt in native/python.h
 
 @dataclass(frozen=True)
 class Request:
-    """A request of the native library for a template, because a node has none for its inputs."""
+    """A request of the native library for a template or a body's session, because a node has none for its inputs."""
 
     kernel: int  # identifies the node of a session until the session ends
     provider: str
@@ -100,29 +89,13 @@ class Request:
     all_kernels: bool  # whether kernels for other sizes must be loaded, too
 
 
-@dataclass(frozen=True)
-class BodyRequest:
-    """A request of the native library to run the body of a node: the ONNX function that the node calls."""
-
-    kernel: int  # the next fields are those of `Request`
-    provider: str
-    device: int
-    tf32: bool
-    inputs: tuple[TensorSpec, ...]
-    read: Callable[[], Request]  # reads the whole request, which takes longer
-    addresses: tuple[int, ...]  # of the inputs
-    stream: int  # the CUDA stream on which the node runs
-    put: Callable[[int, Sequence[int], int], None]  # (i, shape, address): makes output i and copies its data
-
-
 AnswerRequest = Callable[[Request], bytes | None]  # a template's bytes; None if the node's ONNX function must run
-RunBody = Callable[[BodyRequest], None]
+OpenBody = Callable[[Request], int]  # what `open_body` of this module returns
 ForgetNode = Callable[[int], None]
 _PLAN: Final = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Request), ctypes.c_void_p)
 _DROP: Final = ctypes.CFUNCTYPE(None, ctypes.c_uint64)
 _NODE: Final = ctypes.CFUNCTYPE(None, ctypes.POINTER(_Request))
 _RUNS: Final = ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_int64), ctypes.c_size_t, ctypes.c_uint64)
-_BODY: Final = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_BodyRequest), ctypes.c_void_p)
 _FAILED, _INTERRUPT, _RUNS_BODY = 1, 2, 3  # results of callbacks: kInterrupt and kBody in native/python.h
 _kept_alive: list[object] = []  # objects that the library holds pointers to
 
@@ -173,6 +146,10 @@ def _declare(library: ctypes.CDLL) -> None:
         "onnxfuse_take_runs": (None, [ctypes.c_uint64, _RUNS]),
         "onnxfuse_new_nodes": (None, [_NODE]),
         "onnxfuse_give": (text, [ctypes.c_uint64, text, size]),
+        "onnxfuse_preparations": (None, [number]),
+        "onnxfuse_open_body": (text, [text, number, number, text, size, ctypes.POINTER(handle)]),
+        "onnxfuse_run_on_zeros": (text, [handle, handle, size]),
+        "onnxfuse_close_body": (None, [handle]),
         "onnxfuse_kernels_alive": (ctypes.c_int64, []),
         "onnxfuse_plans_made": (ctypes.c_int64, []),
         "onnxfuse_plans_alive": (ctypes.c_int64, []),
@@ -195,19 +172,19 @@ def _declare(library: ctypes.CDLL) -> None:
         function.restype, function.argtypes = result, arguments
 
 
-def connect(library: ctypes.CDLL, answer: AnswerRequest, run_body: RunBody, forget: ForgetNode) -> None:
-    """Make the library call `answer` for plans, `run_body` to run ONNX functions, and `forget` for nodes that are gone.
+def connect(library: ctypes.CDLL, answer: AnswerRequest, open_body: OpenBody, forget: ForgetNode) -> None:
+    """Make the library call `answer` for plans, `open_body` for sessions of bodies, `forget` for nodes that are gone.
 
-    The library makes these calls until Python exits. An exception of `answer` or `run_body` becomes an onnxruntime
+    The library makes these calls until Python exits. An exception of `answer` or `open_body` becomes an onnxruntime
     error. A program may catch that error, so KeyboardInterrupt and SystemExit also raise KeyboardInterrupt in the main
     thread: native/python.cc says how.
     """
     reply_with = _REPLY(_address(library.onnxfuse_reply))
 
-    def replied(call: Callable[[], bytes | None], reply: int, without: int) -> int:
+    def replied(call: Callable[[], bytes | None], reply: int) -> int:
         try:
             data = call()
-            code = without if data is None else 0
+            code = _RUNS_BODY if data is None else 0
         except BaseException as error:  # no exception may reach C++
             data = f"{type(error).__name__}: {error}".encode(errors="replace")
             code = _FAILED if isinstance(error, Exception) else _INTERRUPT
@@ -215,15 +192,15 @@ def connect(library: ctypes.CDLL, answer: AnswerRequest, run_body: RunBody, forg
         return code
 
     def on_plan(request: Any, reply: int) -> int:
-        return replied(lambda: answer(_read(request.contents)), reply, _RUNS_BODY)
+        return replied(lambda: answer(_read(request.contents)), reply)
 
     def on_body(request: Any, reply: int) -> int:
-        return replied(lambda: run_body(_read_body(request.contents)), reply, 0)
+        return replied(lambda: open_body(_read(request.contents)).to_bytes(8, sys.byteorder), reply)
 
     python = ctypes.pythonapi
     functions = (python.PyGILState_Ensure, python.PyGILState_Release, python.PyThreadState_SetAsyncExc)
     interrupt = _Interrupt(*map(_address, functions), threading.main_thread().ident, KeyboardInterrupt)
-    callbacks = (_PLAN(on_plan), _BODY(on_body), _DROP(forget))
+    callbacks = (_PLAN(on_plan), _PLAN(on_body), _DROP(forget))
     _kept_alive.extend((*callbacks, interrupt))
     library.onnxfuse_set_callbacks(*map(_address, callbacks), ctypes.addressof(interrupt))
     atexit.register(library.onnxfuse_set_callbacks, None, None, None, None)
@@ -253,30 +230,25 @@ def _read(raw: Any) -> Request:
     )
 
 
-def _read_body(raw: Any) -> BodyRequest:
-    node = raw.node.contents
+def open_body(provider: str, device: int, tf32: bool, model: bytes) -> int:
+    """Open a session for a body: a model with inputs i0, i1, ... and outputs o0, o1, ...  Return its address.
 
-    def put(index: int, shape: Sequence[int], address: int) -> None:
-        if not raw.put(raw.outputs, index, (ctypes.c_int64 * len(shape))(*shape), len(shape), address):
-            raise NativeError(f"output {index} cannot be made")
-
-    inputs = _inputs_of(tuple(node.key[: node.key_size]))
-    return BodyRequest(
-        node.kernel,
-        node.provider.decode(),
-        node.device,
-        bool(node.settings & TF32),
-        inputs,
-        lambda: _read(node),
-        tuple(raw.inputs[i] or 0 for i in range(len(inputs))),
-        raw.stream or 0,
-        put,
-    )
+    Raises NativeError if onnxruntime refuses the model.
+    """
+    body = ctypes.c_void_p()
+    check(load().onnxfuse_open_body(provider.encode(), device, tf32, model, len(model), ctypes.byref(body)))
+    return body.value or 0
 
 
-@functools.lru_cache(1024)
-def _inputs_of(key: tuple[int, ...]) -> tuple[TensorSpec, ...]:
-    return read_inputs(key)
+def close_body(body: int) -> None:
+    """Close the session of a body that no node has got."""
+    load().onnxfuse_close_body(body)
+
+
+def run_on_zeros(body: int, inputs: Sequence[TensorSpec]) -> None:
+    """Run the session of a body once on zeros of these shapes.  Raises NativeError if the body refuses them."""
+    words = input_words(inputs)
+    check(load().onnxfuse_run_on_zeros(body, (ctypes.c_int64 * len(words))(*words), len(words)))
 
 
 def new_nodes() -> list[Request]:

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
 
-from onnxfuse.errors import KernelError, OnnxfuseError, first_line
+from onnxfuse.errors import KernelError, OnnxfuseError
 from onnxfuse.runtime import body_runs, kernel_failures, late_work
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime.backends import BACKENDS, device_of
@@ -88,6 +88,19 @@ class Planner:
         # Held while the bytes of a template are made and sent, so that older bytes never replace newer ones.
         self._sending: Final = threading.RLock()
 
+    def begin_preparation(self, ends: threading.Event) -> None:
+        """Note that templates are made for a new session; nodes without templates request none meanwhile."""
+        with self._sending:
+            self.preparations.add(ends)
+            native.load().onnxfuse_preparations(1)
+
+    def end_preparation(self, ends: threading.Event) -> None:
+        """Note, once or more often, that the nodes of a new session have their templates."""
+        with self._sending:
+            if ends in self.preparations:
+                self.preparations.discard(ends)
+                native.load().onnxfuse_preparations(-1)
+
     def answer_request(self, request: native.Request) -> bytes | None:
         """Return the bytes of the template that the native library asks for; None if the node's body must run.
 
@@ -119,18 +132,10 @@ class Planner:
             kernel_failures.note(situation.node, situation.device, error, "body")
             return None
 
-    def run_body(self, request: native.BodyRequest) -> None:
-        """Run the body of a node (its ONNX function).  An exception becomes an onnxruntime error of the node."""
-
-        def node_and_device() -> tuple[FusedNode, Device]:
-            situation = _situation(request.read())
-            return situation.node, situation.device
-
-        try:
-            body_runs.run_body(request, node_and_device)
-        except Exception as error:  # onnxruntime's errors have no common class
-            log.warning("the body of node '%s' does not run: %s", request.read().node, first_line(error))
-            raise
+    def open_body(self, request: native.Request) -> int:
+        """Open a session for the body of a node (its ONNX function), and return the session's address."""
+        situation = _situation(request)
+        return body_runs.open_body(situation.node, request.inputs, situation.provider, situation.device)
 
     def _template_bytes(self, request: native.Request, situation: Situation) -> bytes:
         with self._lock:
@@ -286,9 +291,8 @@ class Planner:
         return self._nodes.setdefault(request.kernel, _SessionNode(counts, counts and not request.cuda_graph))
 
     def forget_node(self, kernel: int) -> None:
-        """Forget the templates of a node whose session is gone, and the sessions that ran the node's ONNX function."""
+        """Forget the templates of a node whose session is gone."""
         self._nodes.pop(kernel, None)
-        body_runs.forget_node(kernel)
 
     def templates_in_use(self) -> list[PreparedTemplate | GivenTemplate]:
         """Return the templates of all sessions' nodes, each of them once."""

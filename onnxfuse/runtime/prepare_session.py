@@ -7,27 +7,25 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Final
 
 from onnxfuse.errors import OnnxfuseError
 from onnxfuse.runtime import body_runs, late_work
 from onnxfuse.runtime.background_compile import compile_in_background, likely_keys
 from onnxfuse.runtime.call_inputs import inputs_of
-from onnxfuse.runtime.cuda_driver import DriverError, current_in_thread
 from onnxfuse.runtime.fused_calls import Call
 from onnxfuse.runtime.loaded_templates import GivenTemplate, PreparedTemplate, load_all
-from onnxfuse.runtime.plan import Device
 from onnxfuse.runtime.planner import planner
-from onnxfuse.runtime.provider_names import CUDA
 from onnxfuse.runtime.target import NoTarget, PlanChoice, Target
 from onnxfuse.runtime.template_key import Situation
 
 log: Final = logging.getLogger("onnxfuse")
+PATIENCE: Final = 0.02  # seconds that a session waits for its plans if their kernels are compiled; more with `wait`
 
 
 @dataclass
@@ -39,7 +37,7 @@ class Preparation:
     ends: threading.Event = field(default_factory=threading.Event)  # all templates are made
     is_left: threading.Event = field(default_factory=threading.Event)  # the session is made, or cannot be made
     equipped: threading.Event = field(default_factory=threading.Event)  # the nodes have all templates
-    bodies: OpenBodies | None = None  # if the first run needs bodies
+    bodies: body_runs.EarlySessions | None = None  # if the first run needs bodies
 
     @property
     def templates(self) -> list[PreparedTemplate]:
@@ -58,7 +56,7 @@ class Preparation:
     def end(self) -> None:
         """Let requests of nodes wait for this preparation no more."""
         self.equipped.set()
-        planner.preparations.discard(self.equipped)
+        planner.end_preparation(self.equipped)
 
     def compile_others(self, session: object | None = None) -> None:
         """Compile the other kernels in the background, until they are compiled or the session is gone."""
@@ -78,14 +76,16 @@ class Preparation:
 
     def open_bodies(self, calls: Sequence[Call], target: Target) -> None:
         """Open the sessions of the nodes' bodies in a thread, because the first run needs them."""
-        bodies = self.bodies = OpenBodies(calls, target.provider, target.device)
-        if self.is_left.is_set():  # `abandon` may have looked for bodies already
-            bodies.are_open.set()
-            return
+        inputs = ((call.node, inputs_of(call)) for call in calls if call.has_body)
+        known = ((node, specs) for node, specs in inputs if specs is not None)
+        bodies = body_runs.EarlySessions(known, target.provider, target.device)
         try:
-            late_work.start(partial(bodies.open, self.is_left), "onnxfuse bodies")
+            late_work.start(bodies.open, "onnxfuse bodies")
         except RuntimeError:  # the process has too many threads
-            bodies.are_open.set()
+            return
+        self.bodies = bodies
+        if self.is_left.is_set():  # `abandon` may have looked for bodies already
+            self.close_bodies()
 
     def abandon(self) -> None:
         """End without a session."""
@@ -99,34 +99,6 @@ class Preparation:
             self.bodies.close()
 
 
-@dataclass(frozen=True)
-class OpenBodies:
-    """The sessions of nodes' bodies (ONNX functions) that are opened before a run needs them."""
-
-    calls: Sequence[Call]
-    provider: str
-    device: Device
-    are_open: threading.Event = field(default_factory=threading.Event)
-
-    def open(self, until: threading.Event) -> None:
-        """Open them in a thread of its own, until an event is set."""
-        try:
-            with current_in_thread(self.device.ordinal) if self.provider == CUDA else nullcontext():
-                for call in self.calls:
-                    inputs = inputs_of(call) if call.has_body and not until.is_set() else None
-                    if inputs is not None:
-                        body_runs.open_early(call.node, inputs, self.provider, self.device)
-        except DriverError as error:
-            log.info("bodies are opened by the runs that need them: %s", error)
-        finally:
-            self.are_open.set()
-
-    def close(self) -> None:
-        """Close those that no run has needed."""
-        self.are_open.wait()
-        body_runs.close_early((call.node for call in self.calls), self.device)
-
-
 @contextmanager
 def preparation(
     calls: Sequence[Call], target: Target | NoTarget, choice: PlanChoice, wait: bool
@@ -134,7 +106,8 @@ def preparation(
     """Prepare the nodes that run as kernels, in a thread, while the `with` block runs; then wait for the thread.
 
     The thread loads the kernels that first runs probably need; without `wait`, it leaves out those that it would have
-    to compile.  If there is one, its node runs as its body for now, and the other templates are not waited for either.
+    to compile.  If there is one, or if making the templates takes longer than PATIENCE, the session waits for none of
+    them: nodes run as their bodies until they get theirs.
 
     A node that cannot be prepared, because its shapes are unknown, is planned in its first run.  Kernels that do not
     compile are left out, and a warning names the node.
@@ -144,7 +117,7 @@ def preparation(
         prepared.equipped.set()
         yield prepared
         return
-    planner.preparations.add(prepared.equipped)
+    planner.begin_preparation(prepared.equipped)
     given = (calls, target, choice, wait, prepared)
     thread = threading.Thread(target=_prepare, args=given, name="onnxfuse preparation")
     try:
@@ -165,13 +138,21 @@ def _prepare(calls: Sequence[Call], target: Target, choice: PlanChoice, wait: bo
     If the session does not wait for all templates, the nodes get the others here, after the session is made.
     """
 
+    def hurry() -> None:
+        if not wait and not prepared.suffices.is_set():
+            prepared.open_bodies(calls, target)
+            prepared.suffices.set()
+
     def templates() -> Iterator[PreparedTemplate]:
         known: set[int] = set()
+        patient_until = time.monotonic() + PATIENCE
         for situation, template in _templates(calls, target, choice):
             prepared.made.append((situation, template))
             if isinstance(template, PreparedTemplate) and id(template) not in known:
                 known.add(id(template))
                 template.is_loaded_later = True
+                if time.monotonic() > patient_until and len(prepared.made) < len(calls):
+                    hurry()
                 yield template
 
     def wanted(of: PreparedTemplate) -> set[str]:
@@ -180,15 +161,15 @@ def _prepare(calls: Sequence[Call], target: Target, choice: PlanChoice, wait: bo
             return likely
         compiled = of.compiled(likely)
         if compiled < likely:
-            if not prepared.suffices.is_set():
-                prepared.open_bodies(calls, target)
-            prepared.suffices.set()
+            hurry()
         return compiled
 
     try:
         load_all(templates(), wanted)
         for template in prepared.templates:
             planner.mend(template)
+            if template.has_more_to_send:
+                planner.send(template)
     except Exception as error:  # CuPy and the driver have no common error class
         log.info("nodes ask for their plans when they first run: %s: %s", type(error).__name__, error)
     finally:

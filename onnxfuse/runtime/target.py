@@ -118,5 +118,5 @@ def _unusable(target: Target) -> str | None:
 def native_library() -> ctypes.CDLL:
     """Return the native library, connected to the planner.  Raises NativeError."""
     library = native.load()
-    native.connect(library, planner.answer_request, planner.run_body, planner.forget_node)
+    native.connect(library, planner.answer_request, planner.open_body, planner.forget_node)
     return native.driver()

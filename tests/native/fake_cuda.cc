@@ -38,7 +38,10 @@ constexpr unsigned kStaticShared = 1024;  // bytes; every kernel has so much sta
 std::mutex mutex;
 std::map<void*, unsigned> dynamic_limits;  // by kernel; others may use what static memory leaves of 48 KB
 Launched last{};
-std::atomic<int64_t> launches{0}, modules{0};
+std::atomic<int64_t> launches{0}, modules{0}, streams{0};
+std::atomic<int> synchronized{0};
+std::atomic<int> earlier{0}, later{0};  // waits of streams for the default stream, and of it for others
+std::atomic<int> fail_event{0};
 std::atomic<int> fail_with{0}, capturing{0}, shared_limit{0};
 std::atomic<int> gpus{2};
 std::atomic<bool> other_captures{false}, has_all_functions{false};
@@ -271,6 +274,37 @@ EXPORT int cuTensorMapEncodeIm2col(void* map, int type, uint32_t rank, void* add
                                 fill);
 }
 #endif
+EXPORT int cuStreamCreate(void** stream, unsigned) {
+  ++streams;
+  *stream = new int;
+  return 0;
+}
+EXPORT int cuStreamDestroy_v2(void* stream) {
+  --streams;
+  delete static_cast<int*>(stream);
+  return 0;
+}
+EXPORT int cuStreamSynchronize(void*) {
+  ++synchronized;
+  return 0;
+}
+EXPORT int cuEventCreate(void** event, unsigned) {
+  const int code = fail_event.exchange(0);
+  if (!code) *event = new void*(nullptr);
+  return code;
+}
+EXPORT int cuEventDestroy_v2(void* event) {
+  delete static_cast<void**>(event);
+  return 0;
+}
+EXPORT int cuEventRecord(void* event, void* stream) {
+  *static_cast<void**>(event) = stream;
+  return 0;
+}
+EXPORT int cuStreamWaitEvent(void* stream, void* event, unsigned) {
+  ++(stream ? earlier : later);
+  return 0;
+}
 EXPORT int cuStreamIsCapturing(void*, int* status) {
   *status = capturing;
   return 0;
@@ -337,6 +371,13 @@ EXPORT int fake_last_mode() { return last_mode; }
 EXPORT int fake_last_pdl() { return last.pdl; }
 EXPORT int64_t fake_launches() { return launches; }
 EXPORT int64_t fake_modules() { return modules; }
+EXPORT int64_t fake_streams() { return streams; }
+// Writes how often a stream was synchronized, and how often streams waited for the default stream and it for others.
+EXPORT void fake_waits(int* out) {
+  const int counts[] = {synchronized, earlier, later};
+  std::memcpy(out, counts, sizeof counts);
+}
+EXPORT void fake_fail_event(int code) { fail_event = code; }
 EXPORT int fake_shared_limit() { return shared_limit; }
 EXPORT void fake_fail_next(int code) { fail_with = code; }
 // Sets the number of GPUs; a negative one lets the driver fail as it does where there is no GPU.

@@ -120,7 +120,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     monkeypatch.setattr(prepare_session, "compile_in_background", at_once)
     monkeypatch.setattr(onnxfuse.kernels, "__path__", [*onnxfuse.kernels.__path__, str(HERE / "kernels")])
     cuda, cublaslt, cudnn = (ctypes.CDLL(str(path)) for path in (libcuda, libcublaslt, libcudnn))
-    cuda.fake_launches.restype = cuda.fake_modules.restype = ctypes.c_int64
+    cuda.fake_launches.restype = cuda.fake_modules.restype = cuda.fake_streams.restype = ctypes.c_int64
     cublaslt.fake_products.restype = cublaslt.fake_handles.restype = ctypes.c_int64
     for name in "fake_runs", "fake_handles", "fake_plans", "fake_packs", "fake_descriptors":
         getattr(cudnn, name).restype = ctypes.c_int64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import gc
 import itertools
@@ -19,10 +20,10 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from onnx import helper
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
 
+import stand_in
 from stand_in import CPU, DEVICE, Stage, feed, load, model, node, session, stage
 
 import onnxfuse.session
@@ -39,7 +40,8 @@ from onnxfuse.runtime.template import Template
 from onnxfuse.runtime.template_key import Situation
 from onnxfuse.session import InferenceSession, explain_session, register
 
-ROWS = f"g (float[n, 3] x, float[3] b) => (float[n, 3] y) {{ {node('shift', 'x, b', 'y', operands='x bias')} }}"
+ROWS_NODE = node("shift", "x, b", "y", operands="x bias")
+ROWS = f"g (float[n, 3] x, float[3] b) => (float[n, 3] y) {{ {ROWS_NODE} }}"
 WITH_RANKS = ROWS.replace("output_types = [1]", "output_types = [1], output_ranks = [2]")
 MANY = 1000  # rows, from which on the host takes another kernel
 
@@ -396,21 +398,21 @@ def test_nodes_of_other_input_dtypes_have_other_bodies(gpu: Stage, compiler: Com
 
 @pytest.mark.usefixtures("no_wait")
 def test_the_error_of_a_body_is_logged(
-    gpu: Stage, compiler: Compiler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    gpu: Stage, compiler: Compiler, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The run then waits for the compiler, which must not be a secret."""
     compiler.goes_on.set()
     run = session(of_unknown_rank())
 
-    def run_body(*_: object) -> None:
+    def open_body(*_: object) -> int:
         raise RuntimeError("no memory")
 
     with planner._lock:  # which the answer needs
-        monkeypatch.setattr(body_runs, "run_body", run_body)
+        monkeypatch.setattr(body_runs, "open_body", open_body)
         monkeypatch.setattr(late_work, "PATIENCE", 0.0)
         threading.Timer(0.1, compiler.few_go_on.set).start()
         check(run, 8)
-    assert "the body of node 'node_0' does not run: no memory" in caplog.text
+    assert "the body of node 'node_0' does not run: RuntimeError: no memory" in capfd.readouterr().err
 
 
 TWO = f"""g (float[n, 3] x, float[3] b) => (float[n, 3] y) {{
@@ -710,67 +712,95 @@ def test_a_late_answer_keeps_no_node_of_a_session_that_is_gone(gpu: Stage, compi
 
 
 @pytest.mark.usefixtures("no_wait")
-def test_sessions_of_bodies_end_with_their_streams(
-    gpu: Stage, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bodies_are_shared_and_end_with_their_nodes(gpu: Stage, compiler: Compiler) -> None:
+    """Each has a stream.  Here, all nodes run on one stream, so that equal ones share a body."""
     compiler.few_go_on.clear()
-    own, stream = body_runs._session, itertools.count(1)
-    kept = session(model(ROWS))
-    for run in (kept, *(session(model(ROWS)) for _ in range(3))):
-        one = next(stream)
-        monkeypatch.setattr(
-            body_runs, "_session", lambda r, known, at=one: own(dataclasses.replace(r, stream=at), known)
-        )
+    before = gpu.cuda.fake_streams()
+    kept = [session(model(ROWS)) for _ in range(4)]
+    for run in kept:
         check(run, 8)
+    compiler.few_go_on.set()
+    compiler.goes_on.set()
+    late_work.wait()  # closes what was opened early and not used
+    assert gpu.cuda.fake_streams() == before + 1
+    del run, kept[1:]
+    gc.collect()
+    assert gpu.cuda.fake_streams() == before + 1
+    del kept[:]
+    gc.collect()
+    assert gpu.cuda.fake_streams() == before
+
+
+def waits(gpu: Stage) -> list[int]:
+    """Return how often streams were synchronized, waited for the default stream, and it waited for others."""
+    counts = (ctypes.c_int * 3)()
+    gpu.cuda.fake_waits(counts)
+    return list(counts)
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_a_body_runs_after_the_earlier_work_of_the_stream(gpu: Stage, compiler: Compiler) -> None:
+    """onnxruntime copies inputs that the body reads in host memory before it starts anything."""
+    compiler.few_go_on.clear()
+    run, before = session(model(ROWS)), waits(gpu)
+    check(run, 8)
+    assert waits(gpu) == [before[0] + 1, *before[1:]]
+
+
+def test_a_body_that_cannot_be_opened_leaves_no_stream(gpu: Stage) -> None:
+    """Each later run of the node tries again, and would leave another one."""
+    session(model(ROWS))
+    before = gpu.cuda.fake_streams()
+    with pytest.raises(native.NativeError, match="protobuf"):
+        native.open_body(CPU, 0, True, b"no model")
+    gpu.cuda.fake_fail_event(700)
+    with pytest.raises(native.NativeError, match="cuEventCreate failed: CUDA_ERROR_ILLEGAL_ADDRESS"):
+        native.open_body(CPU, 0, True, b"no model")
+    assert gpu.cuda.fake_streams() == before
+
+
+@pytest.mark.usefixtures("no_wait")
+@pytest.mark.parametrize("ends_well", [False, True])
+def test_a_body_that_fails_keeps_its_session(gpu: Stage, compiler: Compiler, ends_well: bool) -> None:
+    """Only the end of a run frees the host memory that the run used."""
+    body = (
+        "(x, bias) => (y) { two = Constant <value_ints = [-1, 6]> () s = Shape (x) pairs = Reshape (x, two) "
+        "same = Reshape (pairs, s) y = Add (same, bias) }"
+    )
+    compiler.few_go_on.clear()
+    before, run, begun = gpu.cuda.fake_streams(), session(model(ROWS, shift=body)), waits(gpu)[0]
+    with ThreadPoolExecutor(1) as pool:
+        refused = pool.submit(check, run, 9)  # waits for the kernel
+        while waits(gpu)[0] == begun:
+            time.sleep(0.001)
+        if ends_well:
+            check(run, 8)
+        compiler.few_go_on.set()
+        compiler.goes_on.set()
+        refused.result()
+    late_work.wait()
     del run
     gc.collect()
-    (of_place,) = body_runs._sessions.values()
-    assert [key[0] for key in of_place] == [1]
+    assert gpu.cuda.fake_streams() == before + (not ends_well)
 
 
-def test_runs_of_bodies_are_waited_for_until_a_graph_holds_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    session, stream, capturing = MagicMock(), MagicMock(), False
-    monkeypatch.setattr(body_runs, "_run_options", lambda waits: waits)
-    monkeypatch.setattr(body_runs, "is_capturing", lambda _: capturing)
-    body = body_runs.BodySession(session, stream, ("o0",))
-    for capturing in (False, True, False):  # noqa: B007
-        body.run(MagicMock(), 7)
-        assert body.holds_memory == body.captured
-    assert [call.args[1] for call in session.run_with_iobinding.call_args_list] == [True, False, False]
-    assert stream.in_place_of.call_count == 3
-    body.close()
-    stream.close.assert_not_called()
+@pytest.mark.usefixtures("no_wait")
+def test_threads_run_one_body(gpu: Stage, compiler: Compiler) -> None:
+    compiler.few_go_on.clear()
+    run, before = session(model(ROWS)), gpu.launches()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda rows: check(run, rows), range(1, 200)))
+    assert gpu.launches() == before
 
 
-def test_a_body_that_cannot_be_opened_leaves_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each later run of the node tries again, and would leave another one."""
-    node = helper.make_node("shift", [], [], domain="onnxfuse", output_types=[1])
-    body, streams = body_runs.Body(node.SerializeToString(), (), (("onnxfuse", 1),), 8), MagicMock()
-    monkeypatch.setattr(body_runs, "_bodies", {("shift", "GPU", 0): [body, body]})
-    monkeypatch.setattr(body_runs, "SideStream", streams)
-    monkeypatch.setattr(
-        "onnxfuse.runtime.plain_session.plain_session", MagicMock(side_effect=RuntimeError("no memory"))
-    )
-    with pytest.raises(RuntimeError, match="no memory"):
-        body_runs._opened(("shift", "GPU", 0), [], "CUDAExecutionProvider", 0, tf32=True)
-    streams().close.assert_called_once()
-
-
-def test_a_body_that_fails_keeps_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the end of a run frees the host memory that the run used."""
-    session, stream = MagicMock(), MagicMock()
-    monkeypatch.setattr(body_runs, "is_capturing", lambda _: False)
-    body = body_runs.BodySession(session, stream, ("o0",))
-    session.run_with_iobinding.side_effect = RuntimeError("no memory")
-    stream.in_place_of.return_value.__exit__.return_value = False
-    with pytest.raises(RuntimeError, match="no memory"):
-        body.run(MagicMock(), 7)
-    body.close()
-    stream.close.assert_not_called()
-    session.run_with_iobinding.side_effect = None
-    body.run(MagicMock(), 7)
-    body.close()
-    stream.close.assert_called_once()
+@pytest.mark.usefixtures("no_wait")
+@pytest.mark.parametrize("kind", ["number", "empty"])
+def test_bodies_take_all_kinds_of_inputs(gpu: Stage, compiler: Compiler, kind: str) -> None:
+    compiler.few_go_on.clear()
+    run, given = session(model(stand_in.ROWS)), feed(5, 3)
+    rows = 3 if kind == "number" else 0
+    given["x"], given["count"] = given["x"][: 5 if rows else 0], np.array(rows, np.int32)
+    np.testing.assert_array_equal(run.run(None, given)[0], given["x"][:rows] + given["b"])
 
 
 @pytest.mark.usefixtures("no_wait")
@@ -878,20 +908,15 @@ def test_a_session_whose_file_changes_leaves_no_body(
 @pytest.mark.parametrize(
     "dtype, size, runs", [("float16", -1, True), ("int64", -1, False), ("float32", 1 << 28, False)]
 )
-def test_bodies_run_once_on_zeros_before_they_are_needed(dtype: str, size: int, runs: bool) -> None:
+def test_bodies_run_once_on_zeros_before_they_are_needed(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, size: int, runs: bool
+) -> None:
     """Zeros as indices or lengths may be wrong, and large weights take too much memory."""
-    session = MagicMock()
-    session.run.side_effect = RuntimeError("the body refuses the sizes")
-    body = body_runs.BodySession(session, None, ("o0",))
-    body_runs._run_on_zeros(body, [TensorSpec((size, 3), dtype), TensorSpec((3,), "float32")])
-    assert session.run.call_count == runs
-    for call in session.run.call_args_list:
-        given = call.args[1]
-        assert [(given[name].shape, str(given[name].dtype)) for name in ("i0", "i1")] == [
-            ((body_runs.DYNAMIC_SIZE, 3), dtype),
-            ((3,), "float32"),
-        ]
-        assert not given["i0"].any()
+    refuses = MagicMock(side_effect=native.NativeError("the body refuses the sizes"))
+    monkeypatch.setattr(native, "run_on_zeros", refuses)
+    body_runs._run_on_zeros(7, [TensorSpec((size, 3), dtype), TensorSpec((3,), "float32")])
+    given = (7, [TensorSpec((body_runs.DYNAMIC_SIZE, 3), dtype), TensorSpec((3,), "float32")])
+    assert [call.args for call in refuses.call_args_list] == [given] * runs
 
 
 @pytest.mark.usefixtures("no_wait")
@@ -901,7 +926,7 @@ def test_a_run_opens_the_body_that_could_not_be_opened_early(
     compiler.few_go_on.clear()
     own, failed = body_runs._opened, threading.Event()
 
-    def opened(*given: Any) -> body_runs.BodySession:
+    def opened(*given: Any) -> int:
         if threading.current_thread().name == "onnxfuse bodies":
             failed.set()
             raise RuntimeError("no memory")
@@ -914,3 +939,72 @@ def test_a_run_opens_the_body_that_could_not_be_opened_early(
         onnxfuse.session, "plain_session", lambda *given, **named: (failed.wait(5), plain(*given, **named))[1]
     )
     check(session(model(ROWS)), 8)
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_a_run_does_not_wait_for_bodies_of_other_nodes(
+    gpu: Stage, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread opens one after another; a run opens what the thread has not begun."""
+    compiler.few_go_on.clear()
+    own, goes_on, by_runs = body_runs._opened, threading.Event(), list[str]()
+
+    def opened(*given: Any) -> int:
+        if threading.current_thread().name == "onnxfuse bodies":
+            assert goes_on.wait(10)
+        else:
+            by_runs.append(given[0][0])
+        return own(*given)
+
+    monkeypatch.setattr(body_runs, "_opened", opened)
+    both = f"g (float[n, 3] x, float[3] b) => (float[n, 3] y, float[n, 3] z) {{ {ROWS_NODE} "
+    run = session(model(both + node("scale", "x", "z", operands="x", more=", factor = 2.0") + " }"))
+    threading.Timer(0.1, goes_on.set).start()
+    given = feed(8, 3)
+    y, z = run.run(None, given)
+    np.testing.assert_array_equal(y, given["x"] + given["b"])
+    np.testing.assert_array_equal(z, 2 * given["x"])
+    assert len(by_runs) == 1
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_runs_at_new_sizes_do_not_call_python(gpu: Stage, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would wait for threads that make plans."""
+    goes_on, scale, calls = threading.Event(), gpu.kernels("scale"), list[str]()
+    own = scale.candidates
+    monkeypatch.setattr(scale, "candidates", lambda *given: (goes_on.wait(10), own(*given))[1])
+    compiler.few_go_on.clear()
+    run, given = session(model(TWO)), feed(8, 3)
+    run.run(None, given)  # opens the bodies
+    for module, name in (body_runs, "open_body"), (late_work, "soon"):
+        call = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *given, call=call, name=name: (calls.append(name), call(*given))[1])
+    for rows in 1, 9, MANY:
+        given = feed(rows, 3)
+        np.testing.assert_array_equal(run.run(None, given)[0], 2 * (given["x"] + given["b"]))
+    assert not calls
+    goes_on.set()
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_a_session_does_not_wait_for_plans_whose_kernels_are_compiled(
+    gpu: Stage, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading them from the disk also takes a while: nodes get their templates again when that is done."""
+    monkeypatch.setitem(BACKENDS, CPU, dataclasses.replace(BACKENDS[CPU], is_compiled=lambda *_: True))
+    monkeypatch.setattr(prepare_session, "PATIENCE", 0.0)
+    goes_on, scale = threading.Event(), gpu.kernels("scale")
+    own = scale.candidates
+    monkeypatch.setattr(scale, "candidates", lambda *given: (goes_on.wait(10), own(*given))[1])
+    compiler.few_go_on.clear()
+    run, given, before = session(model(TWO)), feed(8, 3), gpu.launches()
+    np.testing.assert_array_equal(run.run(None, given)[0], 2 * (given["x"] + given["b"]))
+    assert gpu.launches() == before and len(planner.preparations) == 1
+    for each in compiler.few_go_on, compiler.goes_on, goes_on:
+        each.set()
+    late_work.wait()
+    while planner.preparations:
+        time.sleep(0.001)
+    late_work.wait()
+    np.testing.assert_array_equal(run.run(None, given)[0], 2 * (given["x"] + given["b"]))
+    assert gpu.launches() == before + 2

@@ -193,23 +193,23 @@ def test_bodies_read_numbers_in_host_memory() -> None:
 
 @pytest.mark.usefixtures("late")
 def test_bodies_go_with_their_session(gpu: Stage) -> None:
-    run = session(model(SHIFT))
+    run, before = session(model(SHIFT)), gpu.cuda.fake_streams()
     given = feed(2, 3)
     run.run(None, {**given, "x": unaligned(given["x"])})
-    assert sum(map(len, body_runs._sessions.values())) == 1
+    assert gpu.cuda.fake_streams() == before + 1
     del run
     gc.collect()
-    assert not body_runs._sessions
+    assert gpu.cuda.fake_streams() == before
 
 
 @pytest.mark.usefixtures("late")
 def test_bodies_start_no_threads_of_onnxruntime(gpu: Stage) -> None:
     """Otherwise each would have as many threads as the machine has processors, and these compile kernels meanwhile."""
-    run, given = session(model(SHIFT)), feed(2, 3)
+    run, given, streams = session(model(SHIFT)), feed(2, 3), gpu.cuda.fake_streams()
     before = set(Path("/proc/self/task").iterdir())
     run.run(None, {**given, "x": unaligned(given["x"])})
     late_work.wait()
-    assert sum(map(len, body_runs._sessions.values())) == 1
+    assert gpu.cuda.fake_streams() == streams + 1
     assert set(Path("/proc/self/task").iterdir()) <= before
 
 
@@ -217,10 +217,10 @@ def test_bodies_start_no_threads_of_onnxruntime(gpu: Stage) -> None:
 def test_what_a_body_raises_is_the_error_of_the_node(gpu: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     run, given = session(model(SHIFT)), feed(2, 3)
 
-    def run_body(*_: object) -> None:
+    def open_body(*_: object) -> int:
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(body_runs, "run_body", run_body)
+    monkeypatch.setattr(body_runs, "open_body", open_body)
     with pytest.raises(Exception, match=r"shift 'node_0' \(float32\[2,3\], float32\[3\]\): RuntimeError: no memory"):
         run.run(None, {**given, "x": unaligned(given["x"])})
 

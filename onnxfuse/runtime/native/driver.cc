@@ -95,6 +95,13 @@ void Driver::open(const std::string& path) {
   find(library, "cuTensorMapEncodeTiled", driver->cuTensorMapEncodeTiled, false);
   find(library, "cuTensorMapEncodeIm2col", driver->cuTensorMapEncodeIm2col, false);
   find(library, "cuMemcpyDtoDAsync_v2", driver->cuMemcpyDtoDAsync_v2);
+  find(library, "cuStreamCreate", driver->cuStreamCreate);
+  find(library, "cuStreamDestroy_v2", driver->cuStreamDestroy_v2);
+  find(library, "cuStreamSynchronize", driver->cuStreamSynchronize);
+  find(library, "cuStreamWaitEvent", driver->cuStreamWaitEvent);
+  find(library, "cuEventCreate", driver->cuEventCreate);
+  find(library, "cuEventDestroy_v2", driver->cuEventDestroy_v2);
+  find(library, "cuEventRecord", driver->cuEventRecord);
   find(library, "cuStreamIsCapturing", driver->cuStreamIsCapturing);
   find(library, "cuThreadExchangeStreamCaptureMode", driver->cuThreadExchangeStreamCaptureMode);
   find(library, "cuModuleLoadData", driver->cuModuleLoadData);

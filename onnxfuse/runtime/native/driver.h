@@ -12,6 +12,7 @@ namespace onnxfuse {
 using Function = void*;  // CUfunction
 using Stream = void*;    // CUstream
 using Context = void*;   // CUcontext
+using Event = void*;     // CUevent
 
 struct Dim {
   uint32_t x, y, z;
@@ -89,6 +90,13 @@ struct Driver {
                                  const uint32_t* element_strides, int interleave, int swizzle, int promotion,
                                  int fill);  // null before CUDA 12.0
   int (*cuMemcpyDtoDAsync_v2)(void* to, const void* from, size_t bytes, Stream);
+  int (*cuStreamCreate)(Stream*, unsigned flags);
+  int (*cuStreamDestroy_v2)(Stream);
+  int (*cuStreamSynchronize)(Stream);
+  int (*cuStreamWaitEvent)(Stream, Event, unsigned flags);
+  int (*cuEventCreate)(Event*, unsigned flags);
+  int (*cuEventDestroy_v2)(Event);
+  int (*cuEventRecord)(Event, Stream);
   int (*cuStreamIsCapturing)(Stream, int*);
   int (*cuThreadExchangeStreamCaptureMode)(int*);
   int (*cuModuleLoadData)(void**, const void*);

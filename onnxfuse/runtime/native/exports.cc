@@ -5,7 +5,7 @@
 
 using namespace onnxfuse;
 
-ONNXFUSE_EXPORT int onnxfuse_abi() { return 15; }
+ONNXFUSE_EXPORT int onnxfuse_abi() { return 16; }
 
 ONNXFUSE_EXPORT void onnxfuse_set_callbacks(PlanCallback plan, BodyCallback body, DropCallback drop,
                                             const Interrupt* interrupt) {
@@ -41,6 +41,9 @@ ONNXFUSE_EXPORT void onnxfuse_new_nodes(void (*each)(const PlanRequest*)) {
 ONNXFUSE_EXPORT const char* onnxfuse_give(uint64_t kernel, const char* bytes, size_t size) {
   return reported([&] { FusedKernel::with(kernel, [&](FusedKernel& node) { node.give({bytes, size}); }); });
 }
+
+// Adds `change` to the number of sessions for which Python makes templates.
+ONNXFUSE_EXPORT void onnxfuse_preparations(int change) { FusedKernel::change_preparations(change); }
 
 ONNXFUSE_EXPORT int64_t onnxfuse_plans_made() { return Template::plans_made(); }
 

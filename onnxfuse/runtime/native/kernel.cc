@@ -10,6 +10,7 @@
 #include <set>
 #include <stdexcept>
 
+#include "body_session.h"
 #include "profiler.h"
 #include "run_steps.h"
 #include "utf8.h"
@@ -19,6 +20,7 @@ namespace {
 
 std::atomic<uint64_t> next_id{1};
 std::atomic<int64_t> alive_count{0};
+std::atomic<int> preparations{0};
 
 // The nodes of all sessions by number.  Code that uses a node from outside the node's session must hold the mutex.
 struct Nodes {
@@ -28,6 +30,29 @@ struct Nodes {
 Nodes& nodes() {
   static auto* nodes = new Nodes();  // never deleted: sessions may outlive static objects
   return *nodes;
+}
+
+// The sessions that run bodies, which nodes with equal identities share.
+struct Bodies {
+  using Where = std::pair<std::string, BodyKey>;
+  std::mutex mutex;
+  std::map<Where, std::weak_ptr<BodySession>> known;
+
+  std::shared_ptr<BodySession> find(const Where& where) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto found = known.find(where);
+    return found == known.end() ? nullptr : found->second.lock();
+  }
+
+  void add(const Where& where, const std::shared_ptr<BodySession>& body) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    for (auto each = known.begin(); each != known.end();) each = each->second.expired() ? known.erase(each) : ++each;
+    known[where] = body;
+  }
+};
+Bodies& bodies() {
+  static auto* bodies = new Bodies();  // never deleted: sessions may outlive static objects
+  return *bodies;
 }
 
 constexpr uintptr_t kAlignment = 16;  // bytes
@@ -50,10 +75,14 @@ std::vector<bool> constants_of(const Ort& ort, const OrtKernelInfo* info) {
   return constants;
 }
 
+void log_warning(const Ort& ort, const OrtLogger* logger, const std::string& text) {
+  check(ort, ort.Logger_LogMessage(logger, kLogWarning, utf8(text).c_str(), __FILE__, __LINE__, __func__));
+}
+
 void log_warning(const Ort& ort, const OrtKernelInfo* info, const std::string& text) {
   const OrtLogger* logger = nullptr;
   check(ort, ort.KernelInfo_GetLogger(info, &logger));
-  check(ort, ort.Logger_LogMessage(logger, kLogWarning, utf8(text).c_str(), __FILE__, __LINE__, __func__));
+  log_warning(ort, logger, text);
 }
 
 // Logs once that runs have no NVTX ranges although a profiler is attached.
@@ -80,9 +109,34 @@ void log_other_kind(const Ort& ort, const OrtKernelInfo* info, const PlanFile& f
 
 bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % kAlignment == 0; }
 
+// Appends the words of a tensor to a key.
+void add_tensor(const Ort& ort, const OrtValue* value, int64_t flags, Key& key) {
+  int dtype = 0;
+  size_t rank = 0;
+  if (ort.GetTensorElementTypeAndShapeDataReference) {
+    const int64_t* shape = nullptr;
+    check(ort, ort.GetTensorElementTypeAndShapeDataReference(value, &dtype, &shape, &rank));
+    key.insert(key.end(), {dtype, flags, static_cast<int64_t>(rank)});
+    key.insert(key.end(), shape, shape + rank);
+    return;
+  }
+  OrtTensorTypeAndShapeInfo* info = nullptr;
+  check(ort, ort.GetTensorTypeAndShape(value, &info));
+  OrtStatus* status = ort.GetTensorElementType(info, &dtype);
+  if (!status) status = ort.GetDimensionsCount(info, &rank);
+  if (!status) {
+    key.insert(key.end(), {dtype, flags, static_cast<int64_t>(rank)});
+    key.resize(key.size() + rank);
+    status = ort.GetDimensions(info, key.data() + key.size() - rank, rank);
+  }
+  ort.ReleaseTensorTypeAndShapeInfo(info);
+  check(ort, status);
+}
+
 // The tensors of one run.
 struct Tensors {
   Key key;
+  std::vector<const OrtValue*> values;  // the inputs
   std::vector<void*> inputs, outputs;
 
   void read_inputs(const Ort& ort, const OrtKernelContext* context, const std::vector<bool>& constants,
@@ -95,10 +149,11 @@ struct Tensors {
       if (!value) throw std::runtime_error("input " + std::to_string(i) + " is absent; leave absent operands out");
       void* pointer = nullptr;
       check(ort, ort.GetTensorMutableData(const_cast<OrtValue*>(value), &pointer));
+      values.push_back(value);
       inputs.push_back(pointer);
       const int64_t constant = kConstant * (i < constants.size() && constants[i]);
       if (std::binary_search(numbers.begin(), numbers.end(), i)) add_number(ort, value, pointer, constant);
-      else add(ort, value, kAligned * aligned(pointer) | constant);
+      else add_tensor(ort, value, kAligned * aligned(pointer) | constant, key);
     }
   }
 
@@ -122,36 +177,13 @@ struct Tensors {
   // Appends an int32 n from host memory to the key, as if it were a tensor of shape [n].
   void add_number(const Ort& ort, const OrtValue* value, const void* pointer, int64_t flags) {
     const size_t start = key.size();
-    add(ort, value, 0);
+    add_tensor(ort, value, 0, key);
     const auto dims = key.begin() + static_cast<std::ptrdiff_t>(start) + 3;
     if (key[start] != kInt32 || std::any_of(dims, key.end(), [](int64_t dim) { return dim != 1; })) {
       throw std::runtime_error("input " + std::to_string(inputs.size() - 1) + " is not one int32");
     }
     key.resize(start);
     key.insert(key.end(), {kInt32, kAligned | flags, 1, *static_cast<const int32_t*>(pointer)});
-  }
-
-  void add(const Ort& ort, const OrtValue* value, int64_t flags) {
-    int dtype = 0;
-    size_t rank = 0;
-    if (ort.GetTensorElementTypeAndShapeDataReference) {
-      const int64_t* shape = nullptr;
-      check(ort, ort.GetTensorElementTypeAndShapeDataReference(value, &dtype, &shape, &rank));
-      key.insert(key.end(), {dtype, flags, static_cast<int64_t>(rank)});
-      key.insert(key.end(), shape, shape + rank);
-      return;
-    }
-    OrtTensorTypeAndShapeInfo* info = nullptr;
-    check(ort, ort.GetTensorTypeAndShape(value, &info));
-    OrtStatus* status = ort.GetTensorElementType(info, &dtype);
-    if (!status) status = ort.GetDimensionsCount(info, &rank);
-    if (!status) {
-      key.insert(key.end(), {dtype, flags, static_cast<int64_t>(rank)});
-      key.resize(key.size() + rank);
-      status = ort.GetDimensions(info, key.data() + key.size() - rank, rank);
-    }
-    ort.ReleaseTensorTypeAndShapeInfo(info);
-    check(ort, status);
   }
 };
 
@@ -162,6 +194,7 @@ class ReusedTensors {
   ReusedTensors() {
     std::swap(tensors, spare());
     tensors.key.clear();
+    tensors.values.clear();
     tensors.inputs.clear();
     tensors.outputs.clear();
   }
@@ -178,40 +211,6 @@ class ReusedTensors {
 };
 
 constexpr size_t kMaxInputsForNow = 1024;  // maximum size of FusedKernel::for_now_
-
-// The destination of the outputs if a node runs as its body, the ONNX function that it calls.
-struct BodyOutputs {
-  const Ort& ort;
-  const Driver& driver;
-  OrtKernelContext* context;
-  Stream stream;
-  int device;
-  const std::vector<int64_t>& dtypes;
-  std::string error;
-
-  static int put(void* outputs, uint64_t index, const int64_t* shape, uint64_t rank, const void* source) {
-    auto& own = *static_cast<BodyOutputs*>(outputs);
-    try {
-      own.put(index, {static_cast<int>(own.dtypes.at(index)), {shape, shape + rank}}, source);
-      return 1;
-    } catch (const std::exception& error) {
-      own.error = error.what();
-      return 0;
-    }
-  }
-
- private:
-  void put(uint64_t index, const TensorType& type, const void* source) const {
-    OrtValue* value = nullptr;
-    void* memory = nullptr;
-    check(ort, ort.KernelContext_GetOutput(context, index, type.shape.data(), type.shape.size(), &value));
-    if (!value) throw std::runtime_error("output " + std::to_string(index) + " is absent");
-    check(ort, ort.GetTensorMutableData(value, &memory));
-    const CurrentContext current(driver, driver.context_of(device));
-    if (type.bytes() == 0) return;
-    driver.check(driver.cuMemcpyDtoDAsync_v2(memory, source, type.bytes(), stream), "cuMemcpyDtoDAsync");
-  }
-};
 
 // Returns the key with all inputs marked as unaligned.  The plan for such inputs can also write unaligned outputs.
 Key without_alignment(Key key) {
@@ -309,6 +308,7 @@ FusedKernel::~FusedKernel() {
     nodes().by_id.erase(id_);
   }
   const RelaxedCapture relaxed(driver_);
+  bodies_.clear();
   if (setup_.asks_python) tell_dropped(id_);
   ort_.ReleaseAllocator(allocator_);
   --alive_count;
@@ -383,6 +383,7 @@ FusedKernel::SharedPlan FusedKernel::make(const Key& key, Stream stream) {
     // A thread compiles the kernels of each template, and then sends the template again.
     const auto is_being_compiled = [&](const auto& each) { return each->fits(key) && each->has_variant(key); };
     if (std::any_of(templates.begin(), templates.end(), is_being_compiled)) return keep_for_now(key, nullptr, added);
+    if (templates.empty() && preparations > 0) return nullptr;
   }
   if (!setup_.asks_python) {
     throw std::runtime_error("plan files have no plan for these inputs: " + onnxfuse::describe(setup_.files) +
@@ -432,16 +433,44 @@ std::optional<FusedKernel::SharedPlan> FusedKernel::for_now(const Key& key) {
   return found == for_now_.end() ? std::nullopt : std::optional(found->second);
 }
 
-void FusedKernel::run_body(OrtKernelContext* context, const Key& key, void* const* inputs, Stream stream) const {
-  BodyOutputs outputs{ort_, driver_, context, stream, device_, output_dtypes_, ""};
-  const PlanRequest node = request_for(key);
-  const RelaxedCapture relaxed(driver_);  // this call can create a session, for the node's ONNX function
-  try {
-    start_body({&node, inputs, stream, &BodyOutputs::put, &outputs});
-  } catch (const std::exception&) {
-    if (!outputs.error.empty()) throw std::runtime_error(outputs.error);
-    throw;
+std::shared_ptr<BodySession> FusedKernel::body_for(const Key& key, Stream stream) {
+  BodyKey of{static_cast<int64_t>(reinterpret_cast<intptr_t>(stream))};
+  for (const TensorType& type : types_of(key)) {
+    of.insert(of.end(), {type.dtype, static_cast<int64_t>(type.shape.size())});
   }
+  {
+    const std::shared_lock<std::shared_mutex> lock(mutex_);
+    if (const auto found = bodies_.find(of); found != bodies_.end()) return found->second;
+  }
+  const std::string place = std::to_string(device_) + (setup_.settings & kTf32 ? " tf32 " : " ") + setup_.provider;
+  const Bodies::Where where{place + " " + op_ + " " + attributes_, of};
+  std::shared_ptr<BodySession> body = bodies().find(where);
+  if (!body) {
+    body = ask_for_body(request_for(key));  // without a lock: two threads may open a session each
+    bodies().add(where, body);
+  }
+  const std::unique_lock<std::shared_mutex> lock(mutex_);
+  return bodies_.emplace(of, body).first->second;
+}
+
+void FusedKernel::run_body(OrtKernelContext* context, const Key& key, const std::vector<const OrtValue*>& inputs,
+                           Stream stream) {
+  const RelaxedCapture relaxed(driver_);  // this call can create a session
+  const auto take = [&](size_t index, OrtValue* value) {
+    Key words;
+    add_tensor(ort_, value, 0, words);
+    const TensorType type = types_of(words).front();
+    OrtValue* output = nullptr;
+    void *source = nullptr, *memory = nullptr;
+    check(ort_, ort_.KernelContext_GetOutput(context, index, type.shape.data(), type.shape.size(), &output));
+    if (!output) throw std::runtime_error("output " + std::to_string(index) + " is absent");
+    if (type.bytes() == 0) return;
+    check(ort_, ort_.GetTensorMutableData(value, &source));
+    check(ort_, ort_.GetTensorMutableData(output, &memory));
+    const CurrentContext current(driver_, driver_.context_of(device_));
+    driver_.check(driver_.cuMemcpyDtoDAsync_v2(memory, source, type.bytes(), stream), "cuMemcpyDtoDAsync");
+  };
+  body_for(key, stream)->run(inputs, numbers_, memory_, stream, take);
 }
 
 std::shared_ptr<Template> FusedKernel::add(const std::string& bytes) {
@@ -454,6 +483,8 @@ std::shared_ptr<Template> FusedKernel::add(const std::string& bytes) {
   ++added_;
   return added;
 }
+
+void FusedKernel::change_preparations(int change) { preparations += change; }
 
 void FusedKernel::with(uint64_t id, const std::function<void(FusedKernel&)>& function) {
   const std::lock_guard<std::mutex> lock(nodes().mutex);
@@ -503,10 +534,13 @@ void FusedKernel::compute(OrtKernelContext* context) {
     // Returns null if the body ran.  If onnxruntime cannot run it, waits for the kernel instead.
     const auto run_as_body = [&]() -> SharedPlan {
       try {
-        run_body(context, tensors.key, tensors.inputs.data(), stream);
+        run_body(context, tensors.key, tensors.values, stream);
         return nullptr;
-      } catch (const std::exception&) {
+      } catch (const std::exception& error) {
         if (setup_.settings & kWait || driver_.is_capturing(stream)) throw;
+        const OrtLogger* logger = nullptr;
+        check(ort_, ort_.KernelContext_GetLogger(context, &logger));
+        log_warning(ort_, logger, "onnxfuse: the body of node '" + node_ + "' does not run: " + error.what());
         // The outputs of the body may have been made, and need not be aligned.
         if (SharedPlan plan = plan_by_python(without_alignment(tensors.key), stream, kWait)) return plan;
         throw;

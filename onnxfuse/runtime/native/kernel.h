@@ -38,6 +38,12 @@ struct Setup {
   int settings = 0;          // flags of the session, repeated in requests to Python
 };
 
+// A stream, because the runs of a session share its memory, and the dtypes and ranks of a node's inputs.
+using BodyKey = std::vector<int64_t>;
+
+// Returns the onnxruntime that Python uses.  Throws std::runtime_error if no session has used this library there.
+const Ort& ort_of_python();
+
 class FusedKernel {
  public:
   // Throws std::runtime_error if the files have no template for the node, and Python is not asked.
@@ -58,6 +64,9 @@ class FusedKernel {
   static void with(uint64_t id, const std::function<void(FusedKernel&)>& function);
   // Returns the inputs at which the node, or an equal one, ran since the last call, and how often, if runs are counted.
   std::vector<std::pair<Key, uint64_t>> take_runs();
+  // While Python makes templates for new sessions, which it then gives to their nodes, nodes without any do not ask.
+  // Adds `change` to the number of such sessions.
+  static void change_preparations(int change);
   // Makes later runs use the plans of a template, which replaces a template for the same inputs.
   void give(const std::string& bytes);
 
@@ -85,7 +94,9 @@ class FusedKernel {
   std::optional<SharedPlan> for_now(const Key& key);
   // Lets the node run so until a template is added, unless one was added since `added_` had the value `added`.
   SharedPlan keep_for_now(const Key& key, const SharedPlan& plan, uint64_t added);
-  void run_body(OrtKernelContext* context, const Key& key, void* const* inputs, Stream stream) const;
+  void run_body(OrtKernelContext* context, const Key& key, const std::vector<const OrtValue*>& inputs, Stream stream);
+  // Returns the session that runs the body for inputs of these dtypes and ranks on a stream.
+  std::shared_ptr<BodySession> body_for(const Key& key, Stream stream);
   std::shared_ptr<Template> add(const std::string& bytes);
 
   const Ort& ort_;
@@ -100,10 +111,11 @@ class FusedKernel {
   OrtAllocator* allocator_ = nullptr;
   const OrtMemoryInfo* memory_ = nullptr;
   int device_ = 0;
-  std::shared_mutex mutex_;  // guards the next three members
+  std::shared_mutex mutex_;  // guards the next four members
   Templates templates_;      // shared by equal nodes; the newest is the first
   uint64_t added_ = 0;       // the number of templates that were added
   std::map<Key, SharedPlan> for_now_;  // see for_now
+  std::map<BodyKey, std::shared_ptr<BodySession>> bodies_;  // see body_for
   std::vector<std::shared_ptr<const GivenTemplate>> given_;  // the templates of plan files
   std::once_flag given_are_chosen_;                          // set when choose_given has added them to templates_
 };

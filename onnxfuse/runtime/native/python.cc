@@ -2,7 +2,10 @@
 #include "python.h"
 
 #include <atomic>
+#include <cstring>
 #include <stdexcept>
+
+#include "body_session.h"
 
 namespace onnxfuse {
 namespace {
@@ -54,11 +57,15 @@ std::optional<std::string> ask_for_plan(const PlanRequest& request) {
   return reply;
 }
 
-void start_body(const BodyRequest& request) {
+std::shared_ptr<BodySession> ask_for_body(const PlanRequest& request) {
   const BodyCallback body = body_callback;
-  if (!body) throw std::runtime_error("its body runs, and Python, which would start it, has shut down");
+  if (!body) throw std::runtime_error("its body runs, and Python, which would open a session for it, has shut down");
   std::string reply;
   check_code(body(&request, &reply), reply);
+  BodySession* session = nullptr;
+  if (reply.size() != sizeof session) throw std::runtime_error("Python did not reply with an address");
+  std::memcpy(&session, reply.data(), sizeof session);
+  return std::shared_ptr<BodySession>(session);
 }
 
 void tell_dropped(uint64_t kernel) {

@@ -1,11 +1,15 @@
-// The calls into Python: make a template, run a body (a node's ONNX function), forget a node, interrupt the program.
+// The calls into Python: make a template, open a session for a body (a node's ONNX function), forget a node, interrupt
+// the program.
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 
 namespace onnxfuse {
+
+class BodySession;
 
 // Flags of a session's settings: TF32 is allowed, the runs of each plan are counted, the session's aim is throughput,
 // and runs wait for the compiler.
@@ -28,21 +32,11 @@ struct PlanRequest {
   int32_t settings;  // flags of the session, as onnxfuse_prepare received them, and of the request
 };
 
-// A request to Python to run the body of a node.  native_library.py declares the same layout.
-struct BodyRequest {
-  const PlanRequest* node;
-  void* const* inputs;  // the addresses of the inputs, in the order of the key
-  void* stream;
-  // Makes an output of this shape, and starts to copy it from `source`.  Returns whether that worked.
-  int (*put)(void* outputs, uint64_t index, const int64_t* shape, uint64_t rank, const void* source);
-  void* outputs;
-};
-
 // Replies with a template and returns 0, or returns kBody if the node's body must run for these inputs, or replies with
 // the text of an error and returns another number: kInterrupt if the error was KeyboardInterrupt or SystemExit.
 using PlanCallback = int (*)(const PlanRequest*, void* reply);
-// Starts a node's body, and calls `put` for its outputs; replies and returns as PlanCallback does.
-using BodyCallback = int (*)(const BodyRequest*, void* reply);
+// Replies with the address of a BodySession for the node, which the library deletes; returns as PlanCallback does.
+using BodyCallback = PlanCallback;
 using DropCallback = void (*)(uint64_t kernel);
 constexpr int kInterrupt = 2, kBody = 3;
 
@@ -62,7 +56,7 @@ void set_callbacks(PlanCallback plan, BodyCallback body, DropCallback drop, cons
 // text.  The caller may hold no lock.
 std::optional<std::string> ask_for_plan(const PlanRequest& request);
 // Throws std::runtime_error with Python's text.  The caller may hold no lock.
-void start_body(const BodyRequest& request);
+std::shared_ptr<BodySession> ask_for_body(const PlanRequest& request);
 void tell_dropped(uint64_t kernel);
 
 }  // namespace onnxfuse

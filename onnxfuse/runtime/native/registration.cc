@@ -1,5 +1,6 @@
 // Registering the fused operators with session options: those that Python names, or those of plan files.
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <map>
 #include <memory>
@@ -76,9 +77,12 @@ Registry& registry() {
   return *only;
 }
 
+std::atomic<const Ort*> of_python{nullptr};
+
 void add_prepared(const Ort& ort, OrtSessionOptions* options, const Prepared& what) {
   const Setup setup{what.provider, configured_files(ort, options), true, what.settings};
   registry().add(ort, options, setup, read_operators(what.operators));
+  of_python = &ort;
 }
 
 // Says on stderr why nodes run as ONNX functions, because onnxruntime gives no logger to a library that registers
@@ -115,6 +119,13 @@ OrtStatus* refuse_runtime(const OrtApiBase& base, const std::exception& error) {
 }
 
 }  // namespace
+
+const Ort& ort_of_python() {
+  const Ort* ort = of_python;
+  if (!ort) throw std::runtime_error("no session options of Python have operators of this library");
+  return *ort;
+}
+
 }  // namespace onnxfuse
 
 using namespace onnxfuse;
