@@ -13,8 +13,8 @@ from typing import Final, TypeVar
 
 PATIENCE: Final = 0.02  # seconds that a run waits for its kernels, if nothing else is being compiled
 MAX_THREADS: Final = 4  # maximum threads that `soon` works in
-# Seconds for which a thread that makes plans keeps Python from a run that meanwhile calls it, once for each node whose
-# body runs.  Python's default is 0.005.
+# Seconds for which a thread that makes plans keeps Python from the program whose run has ended.  Python's default is
+# 0.005.
 SWITCH_INTERVAL: Final = 0.00002
 T = TypeVar("T")
 _working: Final[set[threading.Thread]] = set()

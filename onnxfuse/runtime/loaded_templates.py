@@ -56,6 +56,7 @@ class GivenTemplate:
         self._load, self._lock = load, threading.Lock()
         self._kernels: list[LoadedKernel] = []
         self._data = b""
+        self.has_kernels: Final = True  # `data` loads all of them
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -189,6 +190,11 @@ class PreparedTemplate:
         wanted = self.keys() if part is None else {kernel.key for kernel in part}
         load_all([self], lambda _: wanted, goes_on=goes_on)  # without the lock, which the loading threads take
         return self._bytes(wanted)
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether some kernels are loaded, or none are needed, so that nodes can run by some of the plans."""
+        return bool(self.kernels) or not any(self.launches())
 
     @property
     def has_more_to_send(self) -> bool:

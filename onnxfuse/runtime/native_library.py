@@ -145,6 +145,7 @@ def _declare(library: ctypes.CDLL) -> None:
         "onnxfuse_keep_plans": (size, [size]),
         "onnxfuse_take_runs": (None, [ctypes.c_uint64, _RUNS]),
         "onnxfuse_new_nodes": (None, [_NODE]),
+        "onnxfuse_has_node": (number, [ctypes.c_uint64]),
         "onnxfuse_give": (text, [ctypes.c_uint64, text, size]),
         "onnxfuse_preparations": (None, [number]),
         "onnxfuse_open_body": (text, [text, number, number, text, size, ctypes.POINTER(handle)]),
@@ -256,6 +257,11 @@ def new_nodes() -> list[Request]:
     found: list[Request] = []
     load().onnxfuse_new_nodes(_NODE(lambda raw: found.append(_read(raw.contents))))
     return found
+
+
+def has_node(kernel: int) -> bool:
+    """Return whether the session of a node still exists."""
+    return bool(load().onnxfuse_has_node(kernel))
 
 
 def take_runs(kernel: int) -> list[tuple[tuple[TensorSpec, ...], int]]:

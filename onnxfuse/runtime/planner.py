@@ -270,11 +270,10 @@ class Planner:
             is_empty = isinstance(template, PreparedTemplate) and not template.template.variants
             if template is not None and not is_empty and not request.measure:
                 found.append((request, template, self._node(request)))
-        alive = {each.kernel for each in native.new_nodes()} if found else set()
         for request, template, node in found:
             try:
                 with self._sending:
-                    if request.kernel not in alive and not node.templates:  # it was forgotten before it was added
+                    if not native.has_node(request.kernel):  # it was forgotten, maybe before it was added
                         self._nodes.pop(request.kernel, None)
                         continue
                     data = template.data() if isinstance(template, GivenTemplate) else template.data_so_far()

@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -38,6 +38,7 @@ class Preparation:
     is_left: threading.Event = field(default_factory=threading.Event)  # the session is made, or cannot be made
     equipped: threading.Event = field(default_factory=threading.Event)  # the nodes have all templates
     bodies: body_runs.EarlySessions | None = None  # if the first run needs bodies
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # held while bodies begin to be opened
 
     @property
     def templates(self) -> list[PreparedTemplate]:
@@ -45,10 +46,11 @@ class Preparation:
         return list({id(each): each for _, each in self.made if isinstance(each, PreparedTemplate)}.values())
 
     def equip(self) -> None:
-        """Give the nodes the templates that are made by now."""
+        """Give the nodes the templates that are made by now; if others follow, only those that can run somewhere."""
         has_all = self.ends.is_set()
         try:
-            planner.equip(list(self.made))
+            made = list(self.made)
+            planner.equip(made if has_all else [each for each in made if each[1].has_kernels])
         finally:
             if has_all:
                 self.end()
@@ -79,18 +81,16 @@ class Preparation:
         inputs = ((call.node, inputs_of(call)) for call in calls if call.has_body)
         known = ((node, specs) for node, specs in inputs if specs is not None)
         bodies = body_runs.EarlySessions(known, target.provider, target.device)
-        try:
-            late_work.start(bodies.open, "onnxfuse bodies")
-        except RuntimeError:  # the process has too many threads
-            return
-        self.bodies = bodies
-        if self.is_left.is_set():  # `abandon` may have looked for bodies already
-            self.close_bodies()
+        with self._lock, suppress(RuntimeError):  # the process has too many threads
+            if not self.is_left.is_set():
+                late_work.start(bodies.open, "onnxfuse bodies")
+                self.bodies = bodies
 
     def abandon(self) -> None:
         """End without a session."""
         self.end()
-        self.is_left.set()
+        with self._lock:
+            self.is_left.set()
         self.close_bodies()
 
     def close_bodies(self) -> None:

@@ -687,7 +687,7 @@ def test_python_exits_while_a_thread_starts(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_runs_get_python_soon_from_threads_that_make_plans() -> None:
-    """Each body of a first run calls Python, and would wait 5 ms for a thread that does not release it."""
+    """The program would wait 5 ms for a thread that does not release it, and so would a run that opens a body."""
     goes_on, before = threading.Event(), sys.getswitchinterval()
     for _ in range(2):
         late_work.start(lambda: bool(goes_on.wait(10)), "busy")

@@ -37,6 +37,12 @@ ONNXFUSE_EXPORT void onnxfuse_new_nodes(void (*each)(const PlanRequest*)) {
   }
 }
 
+ONNXFUSE_EXPORT int onnxfuse_has_node(uint64_t kernel) {
+  bool found = false;
+  FusedKernel::with(kernel, [&](FusedKernel&) { found = true; });
+  return found;
+}
+
 // Makes later runs of a node use the plans of a template; does nothing if the node is gone.
 ONNXFUSE_EXPORT const char* onnxfuse_give(uint64_t kernel, const char* bytes, size_t size) {
   return reported([&] { FusedKernel::with(kernel, [&](FusedKernel& node) { node.give({bytes, size}); }); });

@@ -383,7 +383,7 @@ FusedKernel::SharedPlan FusedKernel::make(const Key& key, Stream stream) {
     // A thread compiles the kernels of each template, and then sends the template again.
     const auto is_being_compiled = [&](const auto& each) { return each->fits(key) && each->has_variant(key); };
     if (std::any_of(templates.begin(), templates.end(), is_being_compiled)) return keep_for_now(key, nullptr, added);
-    if (templates.empty() && preparations > 0) return nullptr;
+    if (templates.empty() && preparations > 0 && !driver_.is_capturing(stream)) return nullptr;
   }
   if (!setup_.asks_python) {
     throw std::runtime_error("plan files have no plan for these inputs: " + onnxfuse::describe(setup_.files) +
