@@ -57,9 +57,9 @@ def InferenceSession(
     aim     "throughput": kernels are planned for several runs at the same time, as in a server with several threads.
             Matrix products then leave more of the GPU to other runs (on Hopper GPUs), and a single run takes longer.
             Measurements are not used, because they time each kernel alone. A plan file is for sessions of one aim.
-    wait    whether the session and its runs wait for the compiler. If not, nodes whose kernels are not compiled yet,
-            here or by an earlier process, run by other kernels or as their bodies meanwhile; the results of these runs
-            may differ by rounding from those of later runs. Sessions with `enable_cuda_graph` always wait, because
+    wait    whether the session and its runs wait for plans and the compiler. If not, nodes whose kernels are not
+            planned, compiled and loaded yet run by other kernels or as their bodies meanwhile; the results of these
+            runs may differ by rounding from those of later runs. Sessions with `enable_cuda_graph` always wait, because
             a CUDA graph keeps what its first runs launched. The environment variable ONNXFUSE_WAIT=1 makes all wait.
 
     If a node's kernel does not compile, now or at sizes that occur later, its body runs instead; a warning says so.

@@ -1,4 +1,4 @@
-"""Call the CUDA driver for GPUs and streams without CuPy, whose import takes longer than all other work."""
+"""Call the CUDA driver for GPUs without CuPy, whose import takes longer than all other work."""
 
 from __future__ import annotations
 

@@ -146,6 +146,7 @@ def _declare(library: ctypes.CDLL) -> None:
         "onnxfuse_take_runs": (None, [ctypes.c_uint64, _RUNS]),
         "onnxfuse_new_nodes": (None, [_NODE]),
         "onnxfuse_has_node": (number, [ctypes.c_uint64]),
+        "onnxfuse_drop_bodies": (None, [ctypes.c_uint64]),
         "onnxfuse_give": (text, [ctypes.c_uint64, text, size]),
         "onnxfuse_preparations": (None, [number]),
         "onnxfuse_open_body": (text, [text, number, number, text, size, ctypes.POINTER(handle)]),

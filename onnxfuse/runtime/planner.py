@@ -333,6 +333,16 @@ class Planner:
                 if has_it and (node.may_change or not only_observed):
                     native.give_template(kernel, data)
 
+    def drop_bodies(self, templates: Iterable[PreparedTemplate]) -> None:
+        """Close the sessions that ran bodies of nodes with these templates, except templates that lack kernels.
+
+        A run that needs one opens it again.
+        """
+        of_nodes = {id(each) for each in templates if not each.missing()}
+        for kernel, node in list(self._nodes.items()):
+            if any(id(each) in of_nodes for each in list(node.templates)):
+                native.load().onnxfuse_drop_bodies(kernel)
+
     def _give(self, kernel: int, data: bytes | None) -> None:
         """Send its templates, with the kernels that are loaded by now, to a node, unless the node's body must run."""
         try:

@@ -94,9 +94,10 @@ class Preparation:
         self.close_bodies()
 
     def close_bodies(self) -> None:
-        """Close the sessions of bodies that were opened early, and that no run has needed."""
+        """Close the sessions of bodies, also those that runs have needed, because kernels run now."""
         if self.bodies:
             self.bodies.close()
+            planner.drop_bodies(self.templates)
 
 
 @contextmanager

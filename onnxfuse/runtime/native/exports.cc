@@ -48,6 +48,11 @@ ONNXFUSE_EXPORT const char* onnxfuse_give(uint64_t kernel, const char* bytes, si
   return reported([&] { FusedKernel::with(kernel, [&](FusedKernel& node) { node.give({bytes, size}); }); });
 }
 
+ONNXFUSE_EXPORT void onnxfuse_drop_bodies(uint64_t kernel) {
+  const RelaxedCapture relaxed(Driver::get());
+  FusedKernel::drop_bodies(kernel);
+}
+
 // Adds `change` to the number of sessions for which Python makes templates.
 ONNXFUSE_EXPORT void onnxfuse_preparations(int change) { FusedKernel::change_preparations(change); }
 

@@ -484,6 +484,14 @@ std::shared_ptr<Template> FusedKernel::add(const std::string& bytes) {
   return added;
 }
 
+void FusedKernel::drop_bodies(uint64_t id) {
+  std::map<BodyKey, std::shared_ptr<BodySession>> dropped;  // closed here, without a lock
+  with(id, [&](FusedKernel& node) {
+    const std::unique_lock<std::shared_mutex> lock(node.mutex_);
+    dropped.swap(node.bodies_);
+  });
+}
+
 void FusedKernel::change_preparations(int change) { preparations += change; }
 
 void FusedKernel::with(uint64_t id, const std::function<void(FusedKernel&)>& function) {

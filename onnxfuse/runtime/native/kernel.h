@@ -67,6 +67,8 @@ class FusedKernel {
   // While Python makes templates for new sessions, which it then gives to their nodes, nodes without any do not ask.
   // Adds `change` to the number of such sessions.
   static void change_preparations(int change);
+  // Closes the sessions that ran the body of a node, once runs and equal nodes need them no more.
+  static void drop_bodies(uint64_t id);
   // Makes later runs use the plans of a template, which replaces a template for the same inputs.
   void give(const std::string& bytes);
 
