@@ -126,7 +126,7 @@ def _join(
     if not _gives_rows_of(clusters, part, result):
         return None
     join = _join_part(clusters, cluster, result, part, results)
-    between = join and join.apart and [t for t in join.apart.outputs.values() if t.name in join.cluster.operands]
+    between = _between(join)
     return None if between and clusters.bytes_of(between) >= clusters.bytes_of([result]) else join
 
 
@@ -176,13 +176,17 @@ def _join_up_to_quantizers(
     staying = set[Node]()
     while consumers(result) and (part := _up_to_quantizers(clusters, cluster, result, staying)) >= {*consumers(result)}:
         join = _join_part(clusters, cluster, result, part, results) if _gives_rows_of(clusters, part, result) else None
-        if join is None or join.apart is None:
-            return join
-        between = [t for name, t in join.apart.outputs.items() if name in join.cluster.operands]
-        if not between:
+        if not (between := _between(join)):
             return join
         staying |= {node for tensor in between for node in _readers(cluster, tensor)}
     return None
+
+
+def _between(join: Join | None) -> list[Tensor]:
+    """Return the operands of the operators that join which the rest of the cluster computes."""
+    if join is None or join.apart is None:
+        return []
+    return [tensor for name, tensor in join.apart.outputs.items() if name in join.cluster.operands]
 
 
 def _join_up_to_dynamic_quantizers(
@@ -191,7 +195,8 @@ def _join_up_to_dynamic_quantizers(
     """Return how the operators of a cluster before its DynamicQuantizeLinears can join the node that computes `result`.
 
     A DynamicQuantizeLinear reads its operand twice: for the scale, and to quantize it.  So its region would compute the
-    operators before it twice.
+    operators before it twice.  No operator of the rest computes an operand of the operators that join: that would be a
+    cycle, because the rest reads their results.
     """
     readers, part = _readers(cluster, result), set[Node]()
     for node in (node for node in reversed(cluster.nodes) if node in readers and op_of(node) != DYNAMIC):
@@ -201,7 +206,8 @@ def _join_up_to_dynamic_quantizers(
     keeps_order = all(_keeps_order(step) for node in part for step in clusters.forms[node])
     if not part or not keeps_order or not _gives_rows_of(clusters, part, result):
         return None
-    return _join_part(clusters, cluster, result, part, results)
+    join = _join_part(clusters, cluster, result, part, results)
+    return None if _between(join) else join
 
 
 def _up_to_quantizers(clusters: Clusters, cluster: Cluster, result: Tensor, staying: Collection[Node]) -> set[Node]:

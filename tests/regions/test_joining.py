@@ -392,6 +392,18 @@ def test_operators_that_depend_on_the_sum_do_not_join() -> None:
         same(source, result)
 
 
+def test_operators_between_dynamic_quantizers_do_not_join() -> None:
+    """The sum joins no product whose result the first quantizer needs before: that would be a cycle."""
+    nodes = (
+        "q, s, o = DynamicQuantizeLinear(c) d = DequantizeLinear(q, s, o) e = Add(d, y) "
+        "z, r, p = DynamicQuantizeLinear(e)"
+    )
+    inputs = "float[6, 8] x, float[6, 16] y"
+    _, found = joined_of(model_of(f"{PRODUCT} {nodes}", inputs=inputs, outputs="z r p"))
+    assert [(fusion, ops) for fusion, ops in found if "region" not in fusion] == [("gemm_bias_activation", [])]
+    assert [ops.count("ReduceMin") for fusion, ops in found if fusion == "region"] == [2]
+
+
 def test_what_is_excluded_stays_a_region() -> None:
     source = model_of(f"{PRODUCT} d = Tanh(c) z = Mul(d, y)")
     fusions = optimize_fusions()
