@@ -51,12 +51,15 @@ def _merge_tables(graph: Graph) -> int:
 
     JAX writes the table of a rotary embedding once for each Mul that reads it.  Patterns of rotary embeddings require
     that the Muls of both halves of the heads read the same table.  TorchScript writes the first state of an RWKV once
-    for each operator of the first step that reads it, but the operators of later steps read one tensor.
+    for each operator of the first step that reads it, but the operators of later steps read one tensor.  Strings stay,
+    because the bytes of an array of them are addresses.
     """
     read = (tensor for node in graph.nodes if op_of(node) in ELEMENTWISE for tensor in node.inputs)
     by_type: dict[Hashable, dict[int, Constant]] = {}
     for tensor in read:
-        if is_constant(tensor) and len(tensor.shape) > 1 and math.prod(tensor.shape) <= MAX_TABLE_SIZE:
+        if not is_constant(tensor) or np.dtype(object) == tensor.dtype:
+            continue
+        if len(tensor.shape) > 1 and math.prod(tensor.shape) <= MAX_TABLE_SIZE:
             by_type.setdefault((tensor.dtype, *tensor.shape), {})[id(tensor)] = tensor
     count = 0
     for same_type in by_type.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from onnx_models import apply, assert_same, ops, parse, random
 
@@ -44,3 +45,11 @@ def test_equal_tables_of_elementwise_operators_are_merged(nodes: str, tables: in
     after, _ = apply(model, eliminate_common_subexpressions)
     assert len({name for node in after.graph.node for name in node.input} & {*"tuv"}) == tables
     assert_same(model, after, (2, 40, 32), tol=0)
+
+
+def test_tables_of_strings_stay() -> None:
+    """The bytes of an array of strings are addresses, which other strings have once these are freed."""
+    table = np.array([["a", "b"]], dtype=object)  # Python has one object for each letter
+    model = parse("(string[N,2] x) => (bool[N,2] y, bool[N,2] z) { y = Equal(x, t) z = Equal(x, u) }", t=table, u=table)
+    after, _ = apply(model, eliminate_common_subexpressions)
+    assert [list(node.input) for node in after.graph.node] == [["x", "t"], ["x", "u"]]
