@@ -13,6 +13,7 @@ from onnxfuse.kernels.tensors import divisor
 from onnxfuse.runtime.plan import Argument, Scalar
 
 NUMBER: Final = re.compile(r"ARGUMENT\((-?[\d.e+-]+)f\)")
+MAX_VALUES: Final = 16  # from which numbers stay in the code: a launch has up to 64 arguments, most of them pointers
 
 
 @dataclass
@@ -31,16 +32,17 @@ class Arguments:
         return "long long" if self.is_wide else "int"
 
     def numbers(self, text: str) -> str:
-        """Return C++ code in which arguments stand for its numbers in ARGUMENT(...)."""
-        return NUMBER.sub(lambda found: self._number(found[1]), text)
+        """Return C++ code in which arguments stand for its numbers in ARGUMENT(...), as long as these are few."""
 
-    def _number(self, text: str) -> str:
-        key = ("number", text)
-        if key not in self.names:
-            self.names[key] = name = f"n{len(self.names)}"
-            self.declared.append(f"float {name}")
-            self.values.append(Scalar(float(text), "float32"))
-        return self.names[key]
+        def given(found: re.Match[str]) -> str:
+            key = ("number", found[1])
+            if key not in self.names and len(self.values) < MAX_VALUES:
+                self.names[key] = name = f"n{len(self.names)}"
+                self.declared.append(f"float {name}")
+                self.values.append(Scalar(float(found[1]), "float32"))
+            return self.names.get(key, found[0])
+
+        return NUMBER.sub(given, text)
 
     def size(self, size: Size) -> str:
         """Return a size as an expression: a number, or an argument."""

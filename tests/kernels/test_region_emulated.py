@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import os
 import subprocess
@@ -62,6 +63,20 @@ def test_extremes_of_all_elements_are_found_together_and_merged_by_few_blocks(tm
     assert isinstance(first, Launch) and isinstance(second, Launch)
     assert first.kernel.text.count("float x0_1[4][4]") == 2  # of whole rounds, and of the last one
     assert second.grid[0] == 300 * 512 // (4 * 128 * 8) + 1
+    check_all({"": program}, tmp_path)
+
+
+def test_launches_have_few_arguments_for_the_numbers_of_many_quantizers(tmp_path: Path) -> None:
+    """The runtime takes up to 64: here 25 pointers, and some of 48 numbers."""
+    program, parts = RegionProgram(), list[str]()
+    for i in range(24):
+        x = program.operand(np.random.default_rng(i).integers(0, 256, (5, 8)).astype(np.uint8))
+        scale = program.op("Constant", dtype="float32", value=0.01 + 0.001 * i)
+        zero = program.op("Constant", dtype="uint8", value=i)
+        parts.append(program.op("DequantizeLinear", x, scale, zero, dtype="float32"))
+    program.outputs = [functools.reduce(lambda a, b: program.op("Add", a, b), parts)]
+    (step,) = plan_of(program, GPU).steps
+    assert isinstance(step, Launch) and 25 < len(step.arguments) < 64
     check_all({"": program}, tmp_path)
 
 
