@@ -35,7 +35,7 @@ from onnxfuse.match.operands import match_absent, match_capture, match_causal, m
 from onnxfuse.match.operators import match_operator, match_output
 from onnxfuse.match.scaling import match_scaled
 from onnxfuse.match.side_outputs import computed_from
-from onnxfuse.match.state import Match, Miss, State
+from onnxfuse.match.state import Dims, Match, Miss, State
 from onnxfuse.match.sums_and_products import AssociativeMatcher, Decompositions
 from onnxfuse.match.views import ViewSources, match_rearrange
 from onnxfuse.region_operators import QUANTIZED
@@ -87,13 +87,16 @@ class Matcher(MatchContext):
 
     def has_shape_of_output(self, tensor: Tensor) -> bool:
         """Return whether the shape of a tensor, if it is known, is one that the fusion declares for its output."""
+        return self._dims_of_output(tensor) is not None
+
+    def _dims_of_output(self, tensor: Tensor) -> Dims | None:
+        """Return the sizes of the output's named dimensions, if they are known; None if the shape does not fit."""
         shape, spec = self.shapes.shape(tensor), self.fusion.out[0]
-        return shape is None or "(" in spec or unify_first(spec, shape) is not None
+        return unify_first(spec, shape) if shape is not None and "(" not in spec else {}
 
     def _start(self, tensor: Tensor) -> State:
         """Return the initial state: the output's named dimensions are bound, and operands must agree with them."""
-        shape, spec = self.shapes.shape(tensor), self.fusion.out[0]
-        return State(dims=(unify_first(spec, shape) or {}) if shape is not None and "(" not in spec else {})
+        return State(dims=self._dims_of_output(tensor) or {})
 
     # --- the walk ------------------------------------------------------------------------------------------------
 
