@@ -176,8 +176,9 @@ def _elements(nest: Nest, region: Region) -> Elements:
 
 def in_rounds(tiling: Tiling, nest: Nest, region: Region) -> Tiling:
     """Return the tiling of a loop nest each of whose blocks merges shares: fewer blocks, which have more vectors."""
-    is_plain = isinstance(tiling, Elements) and not tiling.has_tail and not tiling.is_scattered and tiling.repeats == 1
-    if not is_plain or not isinstance(tiling, Elements) or len(nest.outputs) != 1:
+    if not isinstance(tiling, Elements) or tiling.has_tail or tiling.is_scattered or tiling.repeats > 1:
+        return tiling
+    if len(nest.outputs) != 1:
         return tiling
     count = region.sizes.value(nest.count(ELEMENTS))
     least = tiling.width * tiling.threads * MERGING_ROUNDS * MERGING_BLOCKS * region.device.multiprocessors
