@@ -1,12 +1,13 @@
-// Parts of 64 tokens of linear attention on tensor cores, in the precision of fp32. linear_attention_parts.cu runs
-// between two launches of this kernel, and says why sequences have parts.
+// Parts of 64 tokens of linear attention in fp32, on tensor cores. linear_attention_parts.cu runs between two launches of
+// this kernel, and says why sequences have parts.
 //
 // Within a part, b is the sum of the logarithms of decays up to a token. Without RESULTS, a block computes what the
 // tokens add to a state, K^T diag(exp(b[last] - b)) V. With RESULTS, it computes scale (diag(exp(b)) Q S + P V), where
 // S is the state before the part, and P[t][j] = exp(b[t] - b[j]) q[t] k[j] for j <= t.
 //
-// Each operand of a product is the sum of two TF32 numbers, so that products lack only the product of both small ones.
-// A result that is not finite may overflow in P alone: then the block computes its results token after token.
+// Each operand of a product is split into two TF32 numbers, which keep 22 of its 24 bits; the product of both smaller
+// ones is left out. A result that is not finite may overflow in P alone: then the block computes its results token after
+// token.
 //
 // Macros: SIZE, VALUE_SIZE, STATE_HEADS, Q_HEADS, K_HEADS, HEADS, DECAY of 0 or 1, PRESENT, RESULTS as in
 // linear_attention_tokens.cu; COLUMNS of a state in a block.
