@@ -18,27 +18,29 @@ log: Final = logging.getLogger("onnxfuse")
 
 
 def compile_in_background(
-    templates: Sequence[PreparedTemplate], session: object | None = None, finish: Callable[[], None] = lambda: None
+    templates: Sequence[PreparedTemplate], session: object | None = None, finish: Callable[[], None] | None = None
 ) -> None:
     """Start a thread that loads the missing kernels of plan templates, and sends the templates to their nodes.
 
     A template has the plans of a node for all sizes.  If a session is given, the thread stops with it.
 
-    finish  is called afterwards, also if no kernel is missing
+    finish  is called by the thread afterwards, also if no kernel is missing
     """
-    if not any(template.missing() for template in templates):
-        finish()
-    else:
-        owner = weakref.ref(session) if session is not None else None
+    is_missing = any(template.missing() for template in templates)
+    if not (is_missing or finish):
+        return
+    owner = weakref.ref(session) if session is not None else None
 
-        def goes_on() -> bool:
-            return not late_work.exits() and (owner is None or owner() is not None)
+    def goes_on() -> bool:
+        return not late_work.exits() and (owner is None or owner() is not None)
 
-        def work() -> None:
+    def work() -> None:
+        if is_missing:
             load_and_send(templates, goes_on)
+        if finish:
             finish()
 
-        late_work.start(work, "onnxfuse later kernels")
+    late_work.start(work, "onnxfuse later kernels")
 
 
 def load_and_send(

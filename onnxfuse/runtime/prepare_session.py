@@ -63,7 +63,7 @@ class Preparation:
     def compile_others(self, session: object | None = None) -> None:
         """Compile the other kernels in the background, until they are compiled or the session is gone."""
         if self.equipped.is_set():
-            compile_in_background(self.templates, session, self.close_bodies)
+            compile_in_background(self.templates, session, self.close_bodies if self.bodies else None)
             return
         owner = weakref.ref(session) if session is not None else None
 

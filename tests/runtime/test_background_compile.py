@@ -1048,3 +1048,35 @@ def test_sessions_come_and_go_while_bodies_are_opened(gpu: Stage, compiler: Comp
     late_work.wait()
     gc.collect()
     assert gpu.cuda.fake_streams() == before
+
+
+@pytest.mark.usefixtures("no_wait")
+@pytest.mark.parametrize("gpu", [200], indirect=True, ids=["all kernels are likely"])
+def test_a_session_that_has_all_kernels_waits_for_no_body(
+    gpu: Stage, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread began to open bodies, but all kernels were loaded before onnxruntime had made its session."""
+    monkeypatch.setitem(BACKENDS, CPU, dataclasses.replace(BACKENDS[CPU], is_compiled=lambda *_: True))
+    monkeypatch.setattr(prepare_session, "PATIENCE", 0.0)
+    compiler.goes_on.set()
+    goes_on, opened, prepared = threading.Event(), list[int](), list[prepare_session.Preparation]()
+    own, prepare, plain = body_runs._opened, prepare_session._prepare, onnxfuse.session.plain_session
+
+    def slow(*given: Any) -> int:
+        assert goes_on.wait(5)
+        opened.append(own(*given))
+        return opened[-1]
+
+    monkeypatch.setattr(body_runs, "_opened", slow)
+    monkeypatch.setattr(prepare_session, "_prepare", lambda *given: (prepared.append(given[-1]), prepare(*given))[1])
+    monkeypatch.setattr(
+        onnxfuse.session, "plain_session", lambda *given, **named: (prepared[0].ends.wait(5), plain(*given, **named))[1]
+    )
+    streams, launches, given = gpu.cuda.fake_streams(), gpu.launches(), feed(8, 3)
+    threading.Timer(0.5, goes_on.set).start()
+    run = session(model(TWO))
+    assert prepared[0].bodies and not opened
+    np.testing.assert_array_equal(run.run(None, given)[0], 2 * (given["x"] + given["b"]))
+    assert gpu.launches() == launches + 2
+    late_work.wait()
+    assert len(opened) == 1 and gpu.cuda.fake_streams() == streams
