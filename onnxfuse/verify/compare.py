@@ -172,7 +172,7 @@ def _compare(reference: Reference, optimized: Source) -> Verification:
     refused = next((each for each in at_edges if isinstance(each, str) and _refuses_empty_tensors(each)), None)
     empty = () if refused is None else (f"nothing was compared at sizes of 0: {refused}",)
     fault, notes = with_default_optimizations(reference, after)
-    notes = (*found.notes, *notes, *empty)
+    notes = (*found.notes, *notes, *empty, *reference.cut)
     return replace(found, passed=False if fault else found.passed, reason=fault or found.reason, notes=notes)
 
 

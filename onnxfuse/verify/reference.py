@@ -91,6 +91,7 @@ class Reference:
     is_converted: bool = False  # whether the optimized model was converted to half precision, and casts its inputs
     tolerance: float | None = None  # replaces the tolerances by dtype and by the original's noise
     edges: Sequence[Run] = ()
+    cut: tuple[str, ...] = ()  # sentences about runs that a time limit left out
     optimized: Mapping[str, object] | str = field(default_factory=dict)
     scales: Mapping[str, float] = field(default_factory=dict)  # by output: the least value that errors are divided by
     noise: dict[str, dict[str, float]] = field(default_factory=dict)  # by cause and output: how far the output changes
@@ -186,10 +187,14 @@ def run_original(
             raise error from None
         note, hidden = f"compared in float32: {error}", _hidden_outputs(runs, random) | random
         return Reference(
-            model, folder, tell, runs, half, tensors, True, note, hidden, frozenset(random), edges=at_edges
-        )
+            model, folder, tell, runs, half, tensors, True, note, hidden, frozenset(random), edges=at_edges,
+            cut=tuple(original.cut),
+        )  # fmt: skip
     hidden = _hidden_outputs(runs, random) | random
-    result = Reference(model, folder, tell, runs, half, tensors, False, "", hidden, frozenset(random), edges=at_edges)
+    result = Reference(
+        model, folder, tell, runs, half, tensors, False, "", hidden, frozenset(random), edges=at_edges,
+        cut=tuple(original.cut),
+    )  # fmt: skip
     if extent.extremes and extent.allows(OPTIMIZED):
         result = replace(result, optimized=_run_optimized_by_onnxruntime(prepared, runs[0], tell))
     if not half:
@@ -234,6 +239,7 @@ class _Original:
     random: Collection[str]
     extent: Extent
     mask_rows: bool
+    cut: list[str] = field(default_factory=list)  # see Reference
 
     def run(self, model: Prepared, tell: Progress, *, in_float32: bool = False) -> tuple[list[Run], list[Run]]:
         """Run the original, or its float32 version; return the usual runs, and the runs at sizes 0 and 1.
@@ -301,7 +307,10 @@ class _Original:
         for draw in (*self._without_iterations(runs[0]), *drawn.at_edges(done[0])):
             if draw.sizes in done or (0 in draw.sizes.values() and current_worker() is None):
                 continue
-            if time.monotonic() - started > MAX_SECONDS_AT_EDGES or not self.extent.allows(EDGES):
+            if time.monotonic() - started > MAX_SECONDS_AT_EDGES:
+                self.cut.append(f"runs at {EDGES} ended after {MAX_SECONDS_AT_EDGES:g} s, before all of them were made")
+                break
+            if not self.extent.allows(EDGES):
                 break
             tell("run the original" + _named(draw.sizes))
             try:
