@@ -56,7 +56,6 @@ Bodies& bodies() {
 }
 
 constexpr uintptr_t kAlignment = 16;  // bytes
-constexpr int kInt32 = 6;             // onnx::TensorProto::INT32
 
 // Returns for each input whether the model holds its values.  If onnxruntime reports an error about an input, the input
 // counts as computed, because plans for computed inputs are also correct for constants.  The values are not read: they
