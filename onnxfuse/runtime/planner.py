@@ -334,11 +334,12 @@ class Planner:
                     native.give_template(kernel, data)
 
     def drop_bodies(self, templates: Iterable[PreparedTemplate]) -> None:
-        """Close the sessions that ran bodies of nodes with these templates, except templates that lack kernels.
+        """Close the sessions that ran bodies of nodes with these templates, except where no kernel can run, or not yet.
 
         A run that needs one opens it again.
         """
-        of_nodes = {id(each) for each in templates if not each.missing()}
+        can_run = (each for each in templates if any(of.plan.steps for of in each.template.variants))
+        of_nodes = {id(each) for each in can_run if not each.missing()}
         for kernel, node in list(self._nodes.items()):
             if any(id(each) in of_nodes for each in list(node.templates)):
                 native.load().onnxfuse_drop_bodies(kernel)

@@ -1080,3 +1080,29 @@ def test_a_session_that_has_all_kernels_waits_for_no_body(
     assert gpu.launches() == launches + 2
     late_work.wait()
     assert len(opened) == 1 and gpu.cuda.fake_streams() == streams
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_a_body_stays_open_where_no_kernel_compiles(
+    gpu: Stage, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later runs would open it again."""
+
+    def fails(kernel: Kernel, ordinal: int) -> LoadedKernel:
+        compiler.load(kernel, ordinal)
+        raise KernelError("shift.cu does not compile")
+
+    monkeypatch.setitem(BACKENDS, CPU, dataclasses.replace(BACKENDS[CPU], load=fails))
+    own, opened = body_runs._opened, list[int]()
+    monkeypatch.setattr(body_runs, "_opened", lambda *given: (opened.append(own(*given)), opened[-1])[1])
+    compiler.few_go_on.clear()
+    run = session(model(ROWS))
+    check(run, 8)
+    before = len(opened)
+    compiler.few_go_on.set()
+    compiler.goes_on.set()
+    late_work.wait()
+    check(run, 8)
+    late_work.wait()
+    check(run, 8)
+    assert len(opened) == before
