@@ -32,17 +32,22 @@ class Budget:
     """The time for the runs that a full verification makes beyond those of a quick one, and which it leaves out.
 
     The time is MAX_OWN_RUNS times the seconds until onnxruntime has opened the original and run it once, and at least
-    MIN_SECONDS.  It begins with this object, and has no limit until `own` is known.
+    MIN_SECONDS.  It begins when the original is opened, and has no limit until `own` is known.
     """
 
     own: float = math.inf
-    began: float = field(default_factory=time.monotonic)
+    began: float = math.inf  # by time.monotonic
     left_out: Counter[str] = field(default_factory=Counter)
 
     @property
     def seconds(self) -> float:
         """The time; infinite as long as `own` is not known."""
         return max(MIN_SECONDS, MAX_OWN_RUNS * self.own)
+
+    def begin(self, began: float) -> None:
+        """Note that the original was opened at this time, by time.monotonic, and has run; later calls do nothing."""
+        if math.isinf(self.own):
+            self.began, self.own = began, time.monotonic() - began
 
     def allows(self, what: str, share: float) -> bool:
         """Return whether a share of the time is not over; else record that a run, named `what`, is left out."""

@@ -7,7 +7,6 @@ nothing, so the original runs on more inputs.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -255,8 +254,8 @@ class _Original:
 
         def run_at(sizes: dict[str, int], feeds: dict[str, Array]) -> Run:
             found = Run(sizes, feeds, run(session, arrays_to_float32(feeds) if in_float32 else feeds), {})
-            if budget and math.isinf(budget.own):
-                budget.own = time.monotonic() - begun
+            if budget:
+                budget.begin(begun)
             return found
 
         drawn = draws(self.model, self.shapes, self.given)

@@ -134,6 +134,17 @@ def test_a_verification_without_time_goes_on_as_a_quick_one(tmp_path: Path, monk
     assert len(found.runs) == 1 and not found.edges and not found.optimized
 
 
+def test_a_budget_begins_with_the_run_of_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large models take longer to fuse than to run."""
+    own, budgets, fusing = optimizer.fuse_model, list[Budget](), list[float]()
+    monkeypatch.setattr(
+        optimizer, "fuse_model", lambda *given, **named: (fusing.append(time.monotonic()), own(*given, **named))[1]
+    )
+    monkeypatch.setattr(optimizer, "Budget", lambda: budgets.append(Budget()) or budgets[-1])
+    optimize(SOFTMAX)
+    assert fusing[0] < budgets[0].began < budgets[0].began + budgets[0].own < time.monotonic()
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision(dtype: str) -> None:
     _, report = optimize(SOFTMAX, dtype=dtype, verify="quick")  # type: ignore[call-overload]
