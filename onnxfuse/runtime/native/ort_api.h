@@ -73,7 +73,6 @@ constexpr int kCudaUseTf32 = 10011;
   X(KernelInfoGetAttribute_int64, 86, OrtStatus*, (const OrtKernelInfo*, const char*, int64_t*))                      \
   X(KernelInfoGetAttribute_string, 87, OrtStatus*, (const OrtKernelInfo*, const char*, char*, size_t*))               \
   X(KernelContext_GetInputCount, 88, OrtStatus*, (const OrtKernelContext*, size_t*))                                  \
-  X(KernelContext_GetOutputCount, 89, OrtStatus*, (const OrtKernelContext*, size_t*))                                 \
   X(KernelContext_GetInput, 90, OrtStatus*, (const OrtKernelContext*, size_t, const OrtValue**))                      \
   X(KernelContext_GetOutput, 91, OrtStatus*, (OrtKernelContext*, size_t, const int64_t*, size_t, OrtValue**))         \
   X(ReleaseEnv, 92, void, (OrtEnv*))                                                                                  \
