@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
@@ -37,7 +36,7 @@ class Budget:
 
     own: float = math.inf
     began: float = math.inf  # by time.monotonic
-    left_out: Counter[str] = field(default_factory=Counter)
+    left_out: dict[str, None] = field(default_factory=dict)  # names of runs, in order
 
     @property
     def seconds(self) -> float:
@@ -53,7 +52,7 @@ class Budget:
         """Return whether a share of the time is not over; else record that a run, named `what`, is left out."""
         if time.monotonic() - self.began <= share * self.seconds:
             return True
-        self.left_out[what] += 1
+        self.left_out[what] = None
         return False
 
     @property
@@ -61,9 +60,10 @@ class Budget:
         """A sentence about what was left out; nothing if all was done."""
         if not self.left_out:
             return ()
-        names = [f"{name} ({count})" if name == DRAWN else name for name, count in self.left_out.items()]
         why = f"{MIN_SECONDS:g} s, or {MAX_OWN_RUNS:g} times the original's own run of {self.own:.1f} s"
-        return (f"to end after about {self.seconds:.0f} s ({why}), the verification left out {', '.join(names)}",)
+        return (
+            f"to end after about {self.seconds:.0f} s ({why}), the verification left out {', '.join(self.left_out)}",
+        )
 
 
 @dataclass(frozen=True)
