@@ -113,7 +113,7 @@ def _parsed(path: Path, data: Any) -> Choices:
     if not (isinstance(model, dict) and isinstance(model.get("digest"), str)):
         raise _not_a_plan(path, '"model" lacks the "digest"')
     if not isinstance(listed, list):
-        raise _not_a_plan(path, '"matches" is no list')
+        raise _not_a_plan(path, '"matches" is not a list')
     matches = tuple(_match(path, i, each) for i, each in enumerate(listed))
     seen: set[str] = set()
     for one in matches:
@@ -136,7 +136,7 @@ def _match(path: Path, place: int, data: Any) -> Choice:
 
 
 def _not_a_plan(path: Path, why: str) -> UsageError:
-    return UsageError(f"'{path}' is no plan that can be read: {why}; {ADVICE}")
+    return UsageError(f"'{path}' is not a plan that can be read: {why}; {ADVICE}")
 
 
 # --- applying ---------------------------------------------------------------------------------------------------------

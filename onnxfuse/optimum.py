@@ -34,7 +34,7 @@ def optimize_folder(
     source, out = Path(folder), Path(target)
     models = sorted(source.rglob("*.onnx"))
     if not models:
-        raise UsageError(f"'{source}' is no folder with ONNX models; `optimum-cli export onnx` writes one")
+        raise UsageError(f"'{source}' is not a folder with ONNX models; `optimum-cli export onnx` writes one")
     if out.exists() or out.resolve().is_relative_to(source.resolve()):
         raise UsageError(f"'{out}' is there already, or in the folder to read; give another folder")
     left_out = {path.resolve() for model in models for path in (model, *external_files(model))}

@@ -50,7 +50,7 @@ class Extension:
             why = f"does not load: {type(failure).__name__}: {failure}"
             raise error(f"{subject} {why}; repair the package, or {self.remedy}") from failure
         if not isinstance(module, ModuleType):
-            raise error(f"{subject} is no module; repair the package, or {self.remedy}")
+            raise error(f"{subject} is not a module; repair the package, or {self.remedy}")
         return module
 
 

@@ -165,7 +165,7 @@ def _check_replaced(folder: Path, overwrite: bool) -> None:
     if not overwrite:
         raise UsageError(f"'{folder}' is there already; give another --name, or --overwrite to replace it")
     if not folder.is_dir() or (any(folder.iterdir()) and not (folder / "config.pbtxt").is_file()):
-        raise UsageError(f"'{folder}' is no model of a repository, and is not replaced; give another --name")
+        raise UsageError(f"'{folder}' is not a model of a repository, and is not replaced; give another --name")
 
 
 # --- checks of the plans ----------------------------------------------------------------------------------------------

@@ -172,7 +172,7 @@ def masked(biased: Term, queries: Term, columns: Term, scores: Scores) -> Term:
             when(op.Where(mask, biased, masked_score), IN_RANGE, survives_cast),
             when(
                 when(biased + keep, SWALLOWS, _swallows),
-                "a bias under a mask that adds {masked_score} is no mask itself: both would be -inf, one is not",
+                "a bias under a mask that adds {masked_score} is not a mask itself: both would be -inf, one is not",
                 lambda masked_score, bias, slopes, positions, is_ordinary: (
                     masked_score == -INFINITY
                     or is_ordinary(*(each for each in (bias, slopes, positions) if each is not None))

@@ -12,7 +12,7 @@ def gated_activation(gate: Term = tensor(), up: Term = tensor()) -> Term:
         lambda gate, up, gate_offset, up_offset: gate is not up or gate_offset != up_offset,
     )
     require(
-        "gate is no multiple of {up}, as in x * sigmoid(1.702 x)",
+        "gate is not a multiple of {up}, as in x * sigmoid(1.702 x)",
         lambda gate, up, is_multiple: not is_multiple(gate, up),
     )
     gates, values = (rearrange(packed_slice(x, name), "... d -> ... d") for name, x in (("gate", gate), ("up", up)))

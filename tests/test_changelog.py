@@ -19,7 +19,7 @@ NO_FRAGMENTS = {"README.md", "template.md.jinja"}
 
 
 def fault(name: str, text: str) -> str | None:
-    """Return why a file is no fragment, or None if it is one."""
+    """Return why a file is not a fragment, or None if it is one."""
     if not NAME.fullmatch(name):
         return f"changelog.d/{name} is not named <name>.<kind>.md, where kind is one of {', '.join(KINDS)}"
     if not re.fullmatch(r"[A-Z`@].*[.)]\n", text, re.DOTALL) or "\n\n" in text:

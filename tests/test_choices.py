@@ -169,7 +169,7 @@ def changed(data: dict[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
         ({"model": {"name": "m"}}, '"model" lacks the "digest"'),
         ({"model": {"name": "bert.onnx", "digest": "0" * 64}},
          "was made for another model, 'bert.onnx': the digest of its nodes differs; make it again"),
-        ({"matches": {}}, '"matches" is no list'),
+        ({"matches": {}}, '"matches" is not a list'),
         ({"matches": [{"name": "softmax:y", "fusion": "softmax", "nodes": [], "apply": 1}]},
          '"matches"[0] needs "apply", which is true or false'),
         ({"matches": [{"name": "softmax:y", "fusion": "softmax", "nodes": ["y", ["y"]], "apply": True}]},
@@ -216,7 +216,7 @@ def test_a_file_that_is_none(block: Path, tmp_path: Path) -> None:
 
 
 def test_files_of_strangers(block: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is no plain file, or larger than any plan, is not read; JSON may nest as deep as it likes."""
+    """What is not a plain file, or larger than any plan, is not read; JSON may nest as deep as it likes."""
     (tmp_path / "deep.json").write_text('{"matches":' + "[" * 100_000 + "]" * 100_000 + "}", encoding="utf-8")
     os.mkfifo(tmp_path / "pipe.json")
     (tmp_path / "zero.json").symlink_to("/dev/zero")
@@ -232,7 +232,7 @@ def test_files_of_strangers(block: Path, tmp_path: Path, monkeypatch: pytest.Mon
         with pytest.raises(UsageError, match=f"cannot read the plan '{path}': .*{sentence}; `onnxfuse plan` writes"):
             optimize(block, plan=path)
     monkeypatch.undo()
-    with pytest.raises(UsageError, match="no plan that can be read: its JSON is nested too deeply"):
+    with pytest.raises(UsageError, match="not a plan that can be read: its JSON is nested too deeply"):
         optimize(block, plan=tmp_path / "deep.json")
 
 

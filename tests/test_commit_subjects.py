@@ -37,8 +37,8 @@ def test_an_imperative_of_at_most_72_characters_is_fine(checker: ModuleType, sub
         ("Fix " + 69 * "x", "has 73 characters; at most 72 are allowed"),
         ("Fix the Resize.", "ends with a period"),
         ("Verify: ran the reference as it is, which fixed NaN", None),
-        ("Fixed the Resize", "begins with 'Fixed', which is no imperative"),
-        ("Regions: tests of masks", "begins with 'tests', which is no imperative"),
+        ("Fixed the Resize", "begins with 'Fixed', which is not an imperative"),
+        ("Regions: tests of masks", "begins with 'tests', which is not an imperative"),
         ("Let vectors have a tail", "begins with 'Let', which does not say what is done"),
         ("Verify: ", "says nothing"),
     ],
@@ -61,4 +61,4 @@ def test_a_clone_without_the_first_commit_checks_newer_ones(tmp_path: Path) -> N
     git("commit", "--allow-empty", "--message", "Fixes the Pad")
     found = subprocess.run([sys.executable, SCRIPT], cwd=tmp_path, check=False, capture_output=True, text=True)
     assert found.returncode == 1
-    assert found.stdout.endswith("'Fixes the Pad' begins with 'Fixes', which is no imperative\n")
+    assert found.stdout.endswith("'Fixes the Pad' begins with 'Fixes', which is not an imperative\n")

@@ -103,7 +103,7 @@ def test_every_drawing_leads_from_operands_to_outputs() -> None:
 
 
 def test_the_page_of_the_api_has_every_public_name() -> None:
-    """`op` and `contrib` are no functions: the page says in words what they are."""
+    """`op` and `contrib` are not functions: the page says in words what they are."""
     shown = re.findall(r"^::: onnxfuse\.(\w+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert sorted([*shown, "contrib", "op"]) == sorted(onnxfuse.__all__)
 

@@ -61,7 +61,7 @@ def test_a_model_of_three_files_generates_the_same_tokens() -> None:
 
 def test_folders_that_are_refused() -> None:
     Path("empty").mkdir()
-    with pytest.raises(UsageError, match="'empty' is no folder with ONNX models"):
+    with pytest.raises(UsageError, match="'empty' is not a folder with ONNX models"):
         optimize_folder("empty", "fused")
     Path("empty/model.onnx").touch()
     with pytest.raises(UsageError, match="give another folder"):

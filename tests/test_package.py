@@ -83,7 +83,7 @@ def test_without_a_compiler_of_kernels_compile_says_what_to_install(tmp_path: Pa
 
 @pytest.fixture
 def sources(tmp_path: Path) -> Path:
-    """Return a folder with what setup.py reads, which is no repository of git."""
+    """Return a folder with what setup.py reads, which is not a repository of git."""
     for name in "setup.py", "pyproject.toml", "README.md", "LICENSE", "onnxfuse/__init__.py", "onnxfuse/version.py":
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)

@@ -107,7 +107,7 @@ def test_two_packages_that_declare_one_fusion_are_both_named(site: Path) -> None
 def test_an_entry_point_that_is_no_module(site: Path) -> None:
     files = {"stranger_value.py": FUSION.format(name="root_of_relu")}
     install(site, "value", {"onnxfuse.patterns": {"root": "stranger_value:root_of_relu"}}, files)
-    sentence = "stranger_value:root_of_relu, its entry point 'root' of onnxfuse.patterns, is no module"
+    sentence = "stranger_value:root_of_relu, its entry point 'root' of onnxfuse.patterns, is not a module"
     with pytest.raises(PatternError, match=sentence):
         catalogue.with_folders(())
 

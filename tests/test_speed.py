@@ -37,7 +37,7 @@ ALL = {**MODELS, **OF_REGIONS}
 
 @pytest.fixture(scope="module", autouse=True)
 def warm() -> Iterator[None]:
-    """Loading the patterns and schemas once is no part of the work."""
+    """Loading the patterns and schemas once is not a part of the work."""
     optimize(small(), verify=False)
     yield
 

@@ -33,7 +33,7 @@ LARGEST_CLONE = 4_000_000  # bytes of a clone without history, in which git comp
 
 
 def test_each_test_file_has_a_name_of_its_own() -> None:
-    """The folders of tests are no packages, so that pytest would take the second file of a name for the first."""
+    """The folders of tests are not packages, so that pytest would take the second file of a name for the first."""
     names = Counter(path.name for path in Path(__file__).parent.rglob("test_*.py"))
     assert [name for name, count in names.items() if count > 1] == []
 
@@ -41,7 +41,7 @@ def test_each_test_file_has_a_name_of_its_own() -> None:
 def test_the_tracked_tree_is_small() -> None:
     listed = subprocess.run(["git", "-C", ROOT, "ls-files", "-z"], capture_output=True, check=False)
     if listed.returncode:
-        pytest.skip("this is no checkout of git")
+        pytest.skip("this is not a checkout of git")
     paths = [ROOT / name for name in listed.stdout.decode().split("\0") if name]
     contents = (path.read_bytes() for path in paths if path.is_file() and not path.is_symlink())
     assert sum(len(zlib.compress(content)) for content in contents) <= LARGEST_CLONE

@@ -350,7 +350,7 @@ def test_what_is_no_model_is_not_replaced(fused: Path, tmp_path: Path) -> None:
     (tmp_path / "mine" / "file").touch()
     for name in "mine", "shift.onnx":
         message = refusal(fused, tmp_path, "--name", name, "--overwrite")
-        assert "is no model of a repository, and is not replaced" in message
+        assert "is not a model of a repository, and is not replaced" in message
     assert (tmp_path / "mine" / "file").exists() and fused.is_file()
 
 

@@ -83,7 +83,7 @@ def _add_source(files: Files, config: MkDocsConfig, path: Path) -> None:
 
 
 def _tracked(folder: Path) -> list[Path]:
-    """Return the files of a folder that belong to the repository; where git is not there, those that are no caches."""
+    """Return the files of a folder that belong to the repository; where git is not there, those that are not caches."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=folder, capture_output=True, text=True, check=False)
     if listed.returncode == 0:
         return [folder / name for name in listed.stdout.split("\0") if name]

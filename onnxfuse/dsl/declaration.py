@@ -238,7 +238,7 @@ def _checked_example(
 ) -> Mapping[str, ExampleValue]:
     unknown = sorted(example.keys() - {c.name for c in captures})
     if unknown:
-        raise PatternError(f"{span}: example= names '{unknown[0]}', which is no parameter")
+        raise PatternError(f"{span}: example= names '{unknown[0]}', which is not a parameter")
     return example
 
 
@@ -247,7 +247,7 @@ def _checked_images(names: Sequence[str], captures: tuple[Capture, ...], outputs
     tensors = {capture.name for capture in captures if capture.kind == "tensor"}
     for name in names:
         if name not in tensors:
-            raise PatternError(f"{span}: channels_last= names '{name}', which is no parameter declared with tensor()")
+            raise PatternError(f"{span}: channels_last= names '{name}', which no parameter declares with tensor()")
     if names and outputs > 1:
         raise PatternError(f"{span}: channels_last= is for fusions of one output; this one has {outputs}")
     return tuple(names)

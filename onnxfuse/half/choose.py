@@ -37,7 +37,7 @@ LARGE_MASK: Final = 1e4  # a constant this large that is added to scores is a ma
 LARGE_ANGLE: Final = 64.0  # radians; float16 can round an angle from this one on by 0.03 or more
 BITS_LEFT: Final = 3  # a sum with fewer correct bits than this after cancellation stays in float32
 
-CANNOT: Final = "{precision} is no dtype of this operator in opset {opset}"
+CANNOT: Final = "{precision} is not a dtype of this operator in opset {opset}"
 UNTYPED: Final = "the dtype of '{name}' is not known"
 COUNTS: Final = "it is computed from integers: positions and lengths"
 QUANTIZED: Final = ("quantized_conv", "quantized_gemm", "quantized_matmul")  # fusions of products of integers

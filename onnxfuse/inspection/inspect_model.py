@@ -271,7 +271,7 @@ def _no_cuda_graph(model: onnx.ModelProto, placed: Placement) -> Iterator[str]:
         yield f"{', '.join(f'{count} {op}' for op, count in data.items())}, whose sizes are read back from the GPU"
     others = [v.name for v in (*model.graph.input, *model.graph.output) if not v.type.HasField("tensor_type")]
     if others:
-        yield f"'{others[0]}', which is no tensor"
+        yield f"'{others[0]}', which is not a tensor"
 
 
 def _nodes(count: int) -> str:

@@ -185,7 +185,7 @@ def _check_attribute(node: onnx.NodeProto, attribute: AttributeProto) -> None:
         names_dtype = attribute.name in DTYPE_ATTRIBUTES and node.domain in ONNX_DOMAINS
         # An attribute that refers to a function's attribute has the value 0.
         if names_dtype and attribute.i not in KNOWN_DTYPES | {TensorProto.UNDEFINED}:
-            raise ModelError(f"{label(node)} has {attribute.name}={attribute.i}, which is no data type of ONNX")
+            raise ModelError(f"{label(node)} has {attribute.name}={attribute.i}, which is not a data type of ONNX")
     elif kind in (AttributeProto.INTS, AttributeProto.FLOAT, AttributeProto.FLOATS):
         return
     elif kind in (AttributeProto.STRING, AttributeProto.STRINGS):

@@ -62,7 +62,7 @@ def _stays(model: Model, operands: Mapping[str, Tensor], y: Tensor) -> str:
     if (dtype := model.shapes.dtype(y)) not in FUSIBLE_FLOATS:
         return f"it computes in {dtype_name(dtype)}"
     if residual and not image_rank(model.shapes, residual):
-        return f"its residual '{residual.name}' is no computed tensor of three to five axes"
+        return f"its residual '{residual.name}' is not a computed tensor of three to five axes"
     return ""
 
 

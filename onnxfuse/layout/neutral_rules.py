@@ -79,7 +79,7 @@ def changes_axes(model: Model, node: Node) -> str:
     A list of indices keeps the rank, as in a shuffle of channels.
     """
     is_list = model.shapes.rank(node.inputs[1]) == 1
-    return "" if is_list else "its indices are no list, so that its result has other axes"
+    return "" if is_list else "its indices are not a list, so that its result has other axes"
 
 
 def broadcasting(model: Model, node: Node) -> Conversion | str:
@@ -115,7 +115,7 @@ def concat(model: Model, node: Node) -> Conversion | str:
     if axis is None or not rank or not images:
         return NOT_AN_IMAGE
     if not all(i in images or is_constant(tensor) for i, tensor in enumerate(node.inputs)):
-        return f"an operand is no tensor of {rank} axes"
+        return f"an operand is not a tensor of {rank} axes"
     constants = {
         i: stored(f"{t.name}/nhwc", np.ascontiguousarray(constant_value(model.graph, t).transpose(to_last(rank))))
         for i, t in enumerate(node.inputs)

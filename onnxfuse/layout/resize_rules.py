@@ -131,7 +131,7 @@ def _target(model: Model, node: Node, before: Shape, after: Shape) -> _Target | 
     if scales := _scales(model, node):
         exact = [scales.get(axis, 1.0) for axis in to_last(rank)]
         if is_symmetric and not all(scale.is_integer() for scale in exact):
-            return f"its coordinate_transformation_mode is {SYMMETRIC}, and its scales are no integers"
+            return f"its coordinate_transformation_mode is {SYMMETRIC}, and its scales are not integers"
         is_rounded = model.graph.opset < BEFORE_COORDINATES and str_attribute(node, "mode", "nearest") == "nearest"
         if is_rounded and min(exact) < 1 < max(exact):
             return "it makes one axis larger and another smaller, whose pixels its opset rounds in two ways"
@@ -145,7 +145,7 @@ def _target(model: Model, node: Node, before: Shape, after: Shape) -> _Target | 
     is_multiple = all(isinstance(factor, int) and factor > 0 for factor in factors)
     if is_symmetric and not is_multiple:
         return (
-            f"its coordinate_transformation_mode is {SYMMETRIC}, and its sizes are no multiples of those of its image"
+            f"its coordinate_transformation_mode is {SYMMETRIC}, and its sizes are not multiples of those of its image"
         )
     sizes = _sizes_of(model, node)
     return _sizes(before, after, tuple(factors) if is_multiple else (), sizes is not None and is_constant(sizes))

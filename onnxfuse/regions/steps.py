@@ -147,7 +147,7 @@ class Steps:
         values = found if isinstance(found, list) else [found]
         numbers = [int(each) for each in values if isinstance(each, int | float)]
         if len(numbers) < len(values):  # an invalid model, with values that are not numbers
-            raise StaysOut(f"its {name} are no numbers")
+            raise StaysOut(f"its {name} are not numbers")
         return numbers
 
     def sizes(self, name: str) -> list[Expression] | None:
@@ -177,7 +177,7 @@ class Steps:
         try:
             return expression_of(size, dims)
         except KeyError as error:
-            raise StaysOut(f"its {name} depends on {error.args[0]}, which is no dim of a tensor in front") from error
+            raise StaysOut(f"its {name} depends on {error.args[0]}, which is not a dim of a tensor in front") from error
 
     def _indexed(self, expression: Expression, sources: Sequence[Tensor]) -> Expression:
         """Replace the tensors in an expression by input indices; record those tensors, except the first input."""

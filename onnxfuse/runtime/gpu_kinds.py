@@ -101,7 +101,7 @@ def named_gpus(archs: Sequence[str], names: Sequence[str], present: Sequence[Dev
 def _arch_of(text: str) -> int:
     found = re.fullmatch(r"sm_(\d+)", text)
     if not found:
-        raise UsageError(f"'{text}' is no compute capability; give it as in --arch sm_90")
+        raise UsageError(f"'{text}' is not a compute capability; give it as in --arch sm_90")
     return int(found[1])
 
 

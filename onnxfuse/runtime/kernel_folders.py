@@ -160,7 +160,7 @@ def _family(module: ModuleType, origin: Origin) -> Family:
     if not isinstance(fusions, tuple | list) or not fusions or not all(isinstance(each, str) for each in fusions):
         name = module.__name__.rpartition(".")[2]
         what = f"has a family '{name}' without FUSIONS, a tuple of the names of the fusions that it has kernels of"
-        raise origin.error(what, "add it to __init__.py, or rename a folder that is no family so that it begins with _")
+        raise origin.error(what, "add it to __init__.py, or begin the name of a folder that is not a family with _")
     return Family(module.__name__, tuple(fusions), origin, getattr(module, "NUMBERS", {}))
 
 

@@ -134,7 +134,7 @@ def check_plan_target(target: Path, model: Path | None = None) -> None:
     except OSError as error:
         raise PlanFileError(f"{target}: cannot be written: {error}") from error
     if start != MAGIC:
-        raise PlanFileError(f"'{target}' is there and is no plan file; give another name, or remove it first")
+        raise PlanFileError(f"'{target}' is there and is not a plan file; give another name, or remove it first")
 
 
 def write_plan_file(path: Path, file: PlanFile) -> None:
@@ -231,7 +231,7 @@ def _refuse(path: Path, why: str) -> NoReturn:
 def _read(reader: WordReader) -> PlanFile:
     found = json.loads(reader.text("versions"))
     if not isinstance(found, dict):
-        raise ValueError("its versions are no table")
+        raise ValueError("its versions are not a table")
     found |= {name: reader.word() or None for name in LIBRARIES}
     devices = [_device(reader) for _ in range(reader.count("devices"))]
     codes = [reader.string("a cubin") for _ in range(reader.count("cubins"))]

@@ -278,7 +278,7 @@ class SymReal(Symbolic):
         raise TypeError("a number that depends on dynamic sizes cannot be a key; compare it instead")
 
     def __float__(self) -> float:
-        raise TypeError("a number that depends on dynamic sizes is no plain one; use arithmetic and comparisons only")
+        raise TypeError("a number that depends on dynamic sizes is not plain; use arithmetic and comparisons only")
 
 
 def _simplified(rows: Expressions, op: Op, a: int, b: int) -> int:

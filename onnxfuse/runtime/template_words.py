@@ -135,7 +135,7 @@ def read_template(data: bytes) -> TemplateWords:
     """Decode the words of a template.  Raises a ValueError that names the fault if they are malformed."""
     reader = WordReader(data)
     if reader.word() != TEMPLATE_MARK:
-        raise ValueError("it is no template of this format")
+        raise ValueError("it is not a template of this format")
     inputs = _inputs(reader)
     sizes = size_count(inputs)
     start = reader.position

@@ -61,7 +61,7 @@ def _name_sizes(call: Call) -> None:
     repeats = 1
     if heads != kv_heads:
         if not isinstance(heads, int) or not isinstance(kv_heads, int) or not kv_heads or heads % kv_heads:
-            raise NoSpelling(f"{heads} heads of queries are no multiple of {kv_heads} heads of keys")
+            raise NoSpelling(f"{heads} heads of queries are not a multiple of {kv_heads} heads of keys")
         repeats = heads // kv_heads
     call.dims |= {
         "batch": q[0], "heads": heads, "queries": q[-2], "size": size, "kv_heads": kv_heads, "new": k[-2],

@@ -265,7 +265,7 @@ def _given(unfused: UnfusedGraph, part: Part, values: Mapping[str, Array]) -> Fe
         elif name not in unfused.types:
             raise VerificationError(f"no tensor of the original has the value of its operand '{name}'")
         else:
-            raise VerificationError(f"the value of '{name}' in a run is no tensor")
+            raise VerificationError(f"the value of '{name}' in a run is not a tensor")
     return given
 
 

@@ -118,7 +118,7 @@ def worst(errors: Iterable[OutputDifference]) -> OutputDifference:
 def _describe_mismatch(expected: Array, actual: object, tolerance: float) -> str:
     """Return how dtype, shape or exact elements (integers) differ, in words that follow the output's name, else ''."""
     if not isinstance(actual, np.ndarray):
-        return "is missing" if actual is None else "is no tensor any more"
+        return "is missing" if actual is None else "is not a tensor any more"
     if (expected.dtype, expected.shape) != (actual.dtype, actual.shape):
         return f"is {type_and_shape(actual)}; the original has {type_and_shape(expected)}"
     wrong = 0 if tolerance else int(unequal(expected, actual).sum())
@@ -228,7 +228,7 @@ def _compare_objects(
         size = 0.0 if same else math.inf
         return OutputDifference(name, size, size, 0.0, same, "" if same else f"output '{name}' differs; a map is exact")
     if not isinstance(actual, list) or len(actual) != len(expected):
-        text = f"output '{name}' is no sequence of {len(expected)} tensors, as it is in the original"
+        text = f"output '{name}' is not a sequence of {len(expected)} tensors, as it is in the original"
         return OutputDifference(name, math.inf, math.inf, 0.0, False, text)
     exacts = exact if isinstance(exact, list) and len(exact) == len(expected) else [None] * len(expected)
     triples = zip(expected, actual, exacts, strict=True)

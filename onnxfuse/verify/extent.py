@@ -73,7 +73,7 @@ class Extent:
     sizes     the number of combinations of sizes at which whole models run
     repeats   whether whole models run on inverted flags, too, and fused nodes on drawn values
     extremes  whether whole models run at sizes 0 and 1, with fully masked rows, and with onnxruntime's optimizations
-    budget    the time for what `sizes`, `repeats` and `extremes` add to a quick verification; None is no limit
+    budget    the time for what `sizes`, `repeats` and `extremes` add to a quick verification; None means no limit
     """
 
     level: Level = "full"

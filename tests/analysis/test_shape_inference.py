@@ -213,7 +213,7 @@ SHAPES = [
     (9, X4, "y = Pad <pads = [0, 0, 1, 1, 0, 0, 1, 2]> (x)", "batch 3 h + 2 w + 3"),
     (17, X3, "s = Shape(x) i = Constant <value_int = 1> () d = Gather(s, i) z = Constant <value_int = 0> () "
              "y = Range(z, d, i)", "seq"),
-    # sizes that are no int64
+    # sizes that are not int64
     (17, X3, "r = Constant <value_ints = [1, 2, 1152921504606846976]> () y = Tile(x, r)", "batch 2*seq ?"),
     (17, X3, "a = Constant <value_int = -9223372036854775808> () b = Constant <value_int = 1> () "
              "y = Range(a, b, b)", "?"),

@@ -1,4 +1,4 @@
-"""Attention in half precision whose scores are computed in float32: fused nodes are no less exact than the model."""
+"""Attention in half precision whose scores are computed in float32: fused nodes are at least as exact as the model."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_rotations_that_are_not_rounded_stay_apart() -> None:
 
 
 def test_keys_that_are_copied_before_probabilities_in_float32() -> None:
-    """The Cast of the probabilities is no part of the match, whose keys must not depend on it."""
+    """The Cast of the probabilities is not a part of the match, whose keys must not depend on it."""
     model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17]>
         g (float16[2,4,6,8] q, float16[2,4,8,6] k, float16[2,4,6,8] v) => (float16[2,4,6,8] y) <float zero = {0}> {
           r = Relu (k)  s = MatMul (q, r)  p = Softmax <axis = -1> (s)  is_nan = IsNaN (p)  wide = Cast <to = 1> (p)

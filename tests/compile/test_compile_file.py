@@ -430,12 +430,12 @@ def test_only_a_plan_file_is_replaced(fused: Path, tmp_path: Path) -> None:
     for target, why in (
         (fused, "is the model to read; give another name for the plan file"),
         (tmp_path / "link.onnx", "is the model to read; give another name for the plan file"),
-        (weights, "is there and is no plan file; give another name, or remove it first"),
+        (weights, "is there and is not a plan file; give another name, or remove it first"),
     ):
         result = command(fused, "--arch", "sm_90", "-o", target)
         assert (result.exit_code, result.stderr) == (1, f"error: '{target}' {why}\n")
     assert (fused.read_bytes(), weights.read_bytes()) == (before, bytes(64))
-    with pytest.raises(PlanFileError, match="is no plan file; give another name"):
+    with pytest.raises(PlanFileError, match="is not a plan file; give another name"):
         write_plan_file(weights, PlanFile({}, [], []))
     for _ in range(2):
         assert command(fused, "--arch", "sm_90", "-o", tmp_path / "p").exit_code == 0

@@ -396,14 +396,14 @@ def test_a_condition_sees_dtypes_and_the_opset() -> None:
 
 @fusion(out="n d")
 def unrelated(x=tensor("n d"), y=tensor("n d")):
-    """|x| * y, where x is no multiple of y."""
-    require("x is no multiple of {y}", lambda x, y, is_multiple: not is_multiple(x, y))
+    """|x| * y, where x is not a multiple of y."""
+    require("x is not a multiple of {y}", lambda x, y, is_multiple: not is_multiple(x, y))
     return op.Abs(x) * y
 
 
 def test_a_condition_may_ask_for_relations_of_operands() -> None:
     assert is_fused(unrelated, "t = Abs(a) y = Mul(t, b)")
-    assert "required: x is no multiple of 'b'" in why_not(unrelated, "s = Mul(b, half) t = Abs(s) y = Mul(t, b)")
+    assert "required: x is not a multiple of 'b'" in why_not(unrelated, "s = Mul(b, half) t = Abs(s) y = Mul(t, b)")
     assert unrelated.guards[0].names == ("x", "y")
     assert unrelated.guards[0].check({"x": 1, "y": 1}), "without a graph no two values are related"
 
@@ -708,8 +708,8 @@ def two_images() -> Fusion:
         (no_score, "causal() needs a scalar parameter as its third argument"),
         (no_node, "results() needs an operator, or a choice of operators, as its first argument"),
         (not_stored, "'wrong' has results() outside another value of stored()"),
-        (no_parameter, "example= names 'z', which is no parameter"),
-        (no_image, "channels_last= names 'w', which is no parameter declared with tensor()"),
+        (no_parameter, "example= names 'z', which is not a parameter"),
+        (no_image, "channels_last= names 'w', which no parameter declares with tensor()"),
         (two_images, "channels_last= is for fusions of one output; this one has 2"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

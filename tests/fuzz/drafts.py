@@ -29,7 +29,7 @@ WORD = re.compile(r"[A-Za-z_]\w*")
 TARGETS = {"ConstantOfShape": 0, "Expand": 1, "Reshape": 1, "Slice": 4, "Tile": 1}
 RESIZING = ("Resize", "Upsample")
 MAX_SIZE = 2**20  # that inference is asked about
-FIRST_IR_WITH_CONSTANTS = 4  # initializers that are no inputs
+FIRST_IR_WITH_CONSTANTS = 4  # initializers that are not inputs
 FIRST_IR_WITH_FUNCTIONS = 8
 Dim = int | str | None
 

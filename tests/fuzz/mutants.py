@@ -3,7 +3,7 @@
     python tests/fuzz/mutants.py --cases 300 --seed 1
 
 A mutant counts where it is visible: on the inputs of the judge, its outputs differ by a hundredth of their largest
-value (a quarter in half precision), in their shape, or in which values are no numbers.
+value (a quarter in half precision), in their shape, or in which values are not numbers.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from onnxfuse.verify.widen import arrays_to_float32, model_to_float32
 DTYPE_ATTRIBUTES = {"to", "dtype"}
 ROUNDING = 2.0**-50  # of float64, of the largest value on the way to a result
 NEAR_LARGEST = float(np.finfo(np.float32).max) / 2**10  # a sum or a product on the way to such a number may overflow
-LOST = 1e-6  # of a value: with more noise, float64 is no better than float32
+LOST = 1e-6  # of a value: with more noise, float64 is not better than float32
 
 
 def without_overflow(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> tuple[dict[str, Any], float] | None:

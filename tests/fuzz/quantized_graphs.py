@@ -63,7 +63,7 @@ class Quantized(Writer):
     def end(self, dtype: int) -> list[str]:
         """Store the scale and the zero point of an operator's result.
 
-        The scale is no power of two: operators on integers round ties after they add the zero point.
+        The scale is not a power of two: operators on integers round ties after they add the zero point.
         """
         return [self.draft.constant(np.float32(abs(self.normal(1)[0]) * 0.05 + 0.01)), self.zero(dtype)]
 

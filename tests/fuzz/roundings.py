@@ -35,7 +35,7 @@ def nudged(feeds: Mapping[str, Any], by: float) -> dict[str, Any]:
     with np.errstate(all="ignore"):
         for name, value in feeds.items():
             signs = numbers.choice([-1, 1], value.shape)
-            new = np.asarray(value * (1 + 2 * by * signs), value.dtype)  # of a scalar it is no array
+            new = np.asarray(value * (1 + 2 * by * signs), value.dtype)  # of a scalar it is not an array
             moved[name] = new if value.dtype in kinds else value
     return moved
 

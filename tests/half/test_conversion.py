@@ -176,7 +176,7 @@ def test_an_output_without_a_type_keeps_its_dtype() -> None:
 
 
 def test_integers_positions_and_their_angles_stay() -> None:
-    """A position above 2,048 is no float16; the table of a rotary embedding is, once it is computed."""
+    """A position above 2,048 is not a float16; the table of a rotary embedding is, once it is computed."""
     text = """
     angles (int64[n] position, float[n,4] x) => (float[n,4] y)
     <float[1,4] frequency>
@@ -264,8 +264,8 @@ def test_a_variance_that_is_a_difference_of_means_stays(dtype: str) -> None:
     ("opset", "dtype", "line", "reason"),
     [
         (15, "float16", "y = MeanVarianceNormalization (x)", "its definition in ONNX adds a number of float32"),
-        (8, "float16", "y = com.microsoft.Gelu (x)", "float16 is no dtype of this operator in opset 8"),
-        (12, "bfloat16", "y = com.microsoft.QuickGelu (x)", "bfloat16 is no dtype of this operator in opset 12"),
+        (8, "float16", "y = com.microsoft.Gelu (x)", "float16 is not a dtype of this operator in opset 8"),
+        (12, "bfloat16", "y = com.microsoft.QuickGelu (x)", "bfloat16 is not a dtype of this operator in opset 12"),
         (18, "float16", 'y = ScatterND <reduction = "add"> (x, i, u)', "onnxruntime's CPU provider combines what is s"),
     ],
 )

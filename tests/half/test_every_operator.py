@@ -24,7 +24,7 @@ LACKS_KERNEL = "NOT_IMPLEMENTED"  # of onnxruntime's CPU provider, which has few
 DISCONTINUOUS = {
     "Cast", "Ceil", "DynamicQuantizeLinear", "Floor", "Hardmax", "Mod", "QuantizeLinear", "Round", "Unique",
 }  # fmt: skip
-# They draw, or inputs that are no tensors cannot be given.
+# They draw, or inputs that are not tensors cannot be given.
 LEFT_OUT = {
     "Bernoulli", "Multinomial", "Optional", "OptionalGetElement", "OptionalHasElement", "RandomNormalLike",
     "RandomUniformLike", "SequenceConstruct", "SequenceInsert", "SequenceMap",

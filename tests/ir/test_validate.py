@@ -124,7 +124,7 @@ def test_dtypes_of_types_and_attributes() -> None:
     source.graph.value_info.add(name="w").type.sequence_type.elem_type.tensor_type.elem_type = 77
     assert "the type of 'w' has the unknown data type 77" in sentence(source)
     source = model(f"{HEAD} g (float[2] x) => (y) {{ y = Cast<to = 65>(x) }}")
-    assert "the Cast node of 'y' has to=65, which is no data type of ONNX" in sentence(source)
+    assert "the Cast node of 'y' has to=65, which is not a data type of ONNX" in sentence(source)
 
 
 @pytest.mark.parametrize(

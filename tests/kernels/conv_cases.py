@@ -189,8 +189,8 @@ def image(
 
 BOTH: Final = ("bias", "residual")
 
-# Filters that are unrolled and looped over; strides; dilations; asymmetric padding; widths that are no multiple of a
-# strip; channels that are no multiple of a vector; one and three axes; long rows of the filter, which are cut.
+# Filters that are unrolled and looped over; strides; dilations; asymmetric padding; widths that are not a multiple of a
+# strip; channels that are not a multiple of a vector; one and three axes; long rows of the filter, which are cut.
 DEPTHWISE: Final = [
     depthwise(1, 24, (9, 11), (3, 3), (2, 2), (1, 1, 1, 1), extra=BOTH),
     depthwise(2, 40, (7, 7), (3, 3), (1, 1), (1, 1, 1, 1), dtype="bfloat16", extra=BOTH, residual_first=False),
@@ -207,7 +207,7 @@ DEPTHWISE: Final = [
 ]
 
 # Taps in pairs along rows and along an odd last column, of even and odd heights; strides 1 to 4; dilations; asymmetric
-# padding; one row, one column, one axis; channels that are no whole blocks; a strip without a partner; large filters.
+# padding; one row, one column, one axis; channels that are not whole blocks; a strip without a partner; large filters.
 DEPTHWISE_MMA: Final = [
     depthwise(1, 24, (9, 11), (3, 3), (2, 2), (1, 1, 1, 1), extra=BOTH),
     depthwise(2, 40, (7, 7), (3, 3), (1, 1), (1, 1, 1, 1), dtype="bfloat16", extra=BOTH, residual_first=False),
@@ -237,7 +237,7 @@ DEPTHWISE_SLIDING: Final = [
 ]
 
 # Weights in registers and in shared memory; odd and even strides and padding; widths that are whole vectors, even and
-# odd; filters that are no multiple of 8; k that ends inside an mma, where the bias is a weight, and k that does not;
+# odd; filters that are not a multiple of 8; k that ends inside an mma, where the bias is a weight, and k that does not;
 # several slices of filters; one axis.
 STEMS: Final = [
     image(2, 3, 64, (30, 32), (7, 7), (2, 2), (3, 3, 3, 3)),

@@ -119,7 +119,7 @@ def widths() -> Iterator[ConvTransposeCase]:
 
 
 def products() -> Iterator[ConvTransposeCase]:
-    """Yield those that are one product: columns that are no whole vectors, one filter, other axes, tiles and dtypes."""
+    """Yield those that are one product: columns of no whole vectors, one filter, other axes, tiles and dtypes."""
     for dtype, tf32 in KINDS:
         given: dict[str, Any] = {"dtype": dtype, "tf32": tf32}
         yield shuffled(2, 64, 64, (5, 7), (2, 2), extra=BOTH, **given)

@@ -105,7 +105,7 @@ def formula(case: Case, inputs: Arrays) -> tuple[np.ndarray, np.ndarray]:
     return joined(weights @ v, case.out_layout), joined(tolerance, case.out_layout)
 
 
-# Lengths on and off the edges of tiles of 64, 32 and 16 queries and keys; heads that are no multiple of a product's 16.
+# Lengths on and off the edges of tiles of 64, 32 and 16 queries and keys; heads not a multiple of a product's 16.
 CASES = {
     "one_tile": Case(64, 64),
     "several_tiles": Case(130, 190, heads=1),

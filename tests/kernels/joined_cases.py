@@ -224,7 +224,7 @@ class MadeCase:
         if self.case.instead:
             y, *others = self.case.instead.expect(self.own)
             operands = {**self.program.operands, "x0": y.astype(np.float32)}
-            results = () if self.case.conv else others  # a convolution's other array is no result
+            results = () if self.case.conv else others  # a convolution's other array is not a result
             return [*replace(self.program, operands=operands).expected(), *results]
         wide = {name: array.astype(np.float64) for name, array in self.own.items()}
         turned = {

@@ -14,7 +14,7 @@ NUMPY = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bflo
 # Relative to the numbers that are added: half a unit in the last place, and in float32 the error of sin.
 TOLERANCE = {"float32": 4e-7, "float16": 5e-4, "bfloat16": 4e-3}
 # Batch, channels and length, channels-first. One element; rows shorter than a vector; an odd length, whose vectors
-# cross rows; channels that are no multiple of a vector; as many as a vector; many vectors and a rest; and nothing.
+# cross rows; channels that are not a multiple of a vector; as many as a vector; many vectors and a rest; and nothing.
 SHAPES = (
     (1, 1, 1), (2, 5, 1), (1, 3, 2), (2, 7, 33), (3, 12, 50), (2, 24, 40), (2, 8, 1023), (1, 64, 257),
     (2, 0, 5), (0, 8, 4), (2, 8, 0),

@@ -61,7 +61,7 @@ def runs() -> Iterator[Run]:
     yield Run(ConvCase(2, 16, 32, (9, 9), (1, 1), (2, 2)))
     yield Run(ConvCase(1, 96, 96, (40,), (24,), (), (12, 12), group=2, activation="gelu"))
     yield Run(ConvCase(2, 32, 64, (3, 5, 6), (3, 3, 3), (), (1,) * 6, group=2, extra=BOTH))
-    # Groups of few and of many channels, and of a number of filters that is no multiple of a tile.
+    # Groups of few and of many channels, and of a number of filters that is not a multiple of a tile.
     yield Run(ConvCase(2, 24, 48, (6, 7), (3, 3), (), (1, 1, 1, 1), group=3, extra=BOTH))
     yield Run(ConvCase(1, 80, 160, (6, 7), (3, 3), (), (1, 1, 1, 1), group=2), WIDE)
     yield Run(ConvCase(1, 9, 15, (6, 7), (3, 3), (), (1, 1, 1, 1), group=3))

@@ -98,7 +98,7 @@ def test_the_program_is_in_the_epilogue_first() -> None:
 
 
 def test_what_reads_numbers_of_rows_takes_the_tiles_of_a_fixed_epilogue() -> None:
-    """A program with more operands needs registers, so that the largest tiles are no candidates."""
+    """A program with more operands needs registers, so that the largest tiles are not candidates."""
     tiles = {}
     for kind in ("rows", "chain", "fixed"):
         made = case("rows" if kind == "fixed" else kind, lead=(32, 128), n=3072, k=768).made()

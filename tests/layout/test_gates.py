@@ -28,7 +28,7 @@ SE = "m = GlobalAveragePool (a) s = Conv (m, k3) e = Sigmoid (s) g = Mul (a, e)"
         ("q = Sigmoid (g) r = Mul (g, q) b = Add (r, q)", "x gate", "none", "g", {"Sigmoid": 1, "Mul": 1, "Add": 1}),
         ("r = Add (g, a) t = Tanh (r) b = Sub (r, t)", "x gate residual", "none", "gr", {"Tanh": 1, "Sub": 1}),
         ("r = Relu (g) b = Mul (r, r)", "x gate", "relu", "gr", {"Mul": 1}),
-        ("r = Add (g, c) b = Relu (r)", "x gate", "none", "g", {"Add": 1, "Relu": 1}),  # a constant is no residual
+        ("r = Add (g, c) b = Relu (r)", "x gate", "none", "g", {"Add": 1, "Relu": 1}),  # a constant is not a residual
     ],
 )
 def test_what_follows_a_gate(body: str, operands: str, activation: str, replaced: str, beside: dict[str, int]) -> None:

@@ -571,7 +571,7 @@ def test_rows_of_pixels() -> None:
          "int64[2] sizes = {9,9}", 4, "it keeps the ratio of its sizes (keep_aspect_ratio_policy is not_larger)"),
         ("b = Resize <coordinate_transformation_mode = \"half_pixel_symmetric\"> (a, , scales)",
          "float[4] scales = {1,1,2,1.3}", 4,
-         "its coordinate_transformation_mode is half_pixel_symmetric, and its scales are no integers"),
+         "its coordinate_transformation_mode is half_pixel_symmetric, and its scales are not integers"),
         ("b = Resize <coordinate_transformation_mode = \"tf_crop_and_resize\"> (a, roi, scales)",
          "float[8] roi = {0,0,0,0,1,1,1,1}, float[4] scales = {1,1,2,2}", 4,
          "its coordinate_transformation_mode is tf_crop_and_resize"),

@@ -105,7 +105,7 @@ def test_a_mean_without_its_axes_is_a_pool() -> None:
 @pytest.mark.parametrize(
     ("body", "fused"),
     [
-        # The gate has another reader, or is no number of each channel, or something lies in between.
+        # The gate has another reader, or is not a number of each channel, or something lies in between.
         (f"{GATE} p = Conv (h, k5) b = Add (p, h)", {**ONE_NODE, "channel_scale": 1}),
         (f"{GATE} q = Relu (h) b = Conv (q, k5)", {**ONE_NODE, "channel_scale": 1}),
         (f"{GATE} b = Conv <strides = [2, 2]> (h, k5)", {**ONE_NODE, "channel_scale": 1}),

@@ -230,6 +230,6 @@ def test_no_spelling_leaves_fewer_operators(fusion: Fusion, part: int, each_case
                 try:
                     best = remaining(framed(other), tmp_path)
                 except Exception:
-                    continue  # onnxruntime cannot run this spelling, so that it is no better one
+                    continue  # onnxruntime cannot run this spelling, so that it is not a better one
                 allowed = best.total() + EXTRA.get(fusion.name, 0)
                 assert found.total() <= allowed, f"{dict(found)} remain, of another spelling {dict(best)}"

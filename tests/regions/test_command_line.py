@@ -130,7 +130,7 @@ def test_show_prints_the_kernels_of_a_region(fused: Path) -> None:
         (["region", "MODEL", "--node", "last/regin"], "there is no region 'last/regin'. Did you mean 'last/region'?"),
         (["region", "--node", "z"], "give the fused model that has the region"),
         (["region", "MODEL", "--cuda"], "--cuda is of one region; name it with --node"),
-        (["region", "MODEL", "--node", "z", "--cuda", "--arch", "90"], "'90' is no compute capability"),
+        (["region", "MODEL", "--node", "z", "--cuda", "--arch", "90"], "'90' is not a compute capability"),
         (["softmax", "MODEL"], "only the regions of a model are shown, not its nodes of 'softmax'"),
         (["region", "PLAIN"], "has no regions; `onnxfuse optimize` makes them of what no pattern names"),
     ],

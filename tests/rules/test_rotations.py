@@ -89,7 +89,7 @@ def test_what_is_cast_once_it_is_turned_is_turned_wide() -> None:
     assert_same_at_all_sizes(before, after)
 
 
-# Forms that are no rotations, or whose rewritten form would compute more.
+# Forms that are not rotations, or whose rewritten form would compute more.
 OTHERS = {
     "both halves are negated": (f"{HALVES} n = Neg (a) m = Neg (b) t = Concat <axis = -1> (m, n) {SUM}", WHOLE),
     "no half is negated": (f"{HALVES} t = Concat <axis = -1> (b, a) {SUM}", WHOLE),

@@ -42,8 +42,8 @@ def test_words_of_a_name_may_be_left_out() -> None:
 @pytest.mark.parametrize(
     "arch, message",
     [
-        ("90", "'90' is no compute capability; give it as in --arch sm_90"),
-        ("sm_90a", "'sm_90a' is no compute capability"),
+        ("90", "'90' is not a compute capability; give it as in --arch sm_90"),
+        ("sm_90a", "'sm_90a' is not a compute capability"),
         ("sm_70", "no GPU of compute capability sm_70 is known; known are sm_75, sm_80, sm_86, sm_89, sm_90"),
     ],
 )

@@ -224,7 +224,7 @@ def test_no_word_of_a_template_can_crash_the_process(
                 said.add(str(error))
     text = "\n".join(said)
     for what in (
-        "it is no template of this format", "a patch", "the number of variants is",
+        "it is not a template of this format", "a patch", "the number of variants is",
         "a launch is of none of the template's functions", "a pointer's offset is", "the format mark is",
         "an operation is", "a guard's answer is", "an output's rank is",
     ):  # fmt: skip

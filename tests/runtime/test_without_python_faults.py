@@ -72,10 +72,10 @@ def for_other_gpus(path: Path) -> Path:
 MISFITS = [
     (damaged, "edited.plans: it is damaged; make it again"),
     (of_other_format, "it is of format 6, this library reads 9; make it with the library's version of onnxfuse"),
-    (no_plans, "it is no plan file"),
+    (no_plans, "it is not a plan file"),
     (lambda path: path.with_name("absent"), "absent: No such file or directory"),
     (lambda path: path.parent, "it is a directory; name a file in it"),
-    (lambda path: Path("/dev/null"), "it is no regular file"),
+    (lambda path: Path("/dev/null"), "it is not a regular file"),
     (
         for_other_gpus,
         "plan files do not fit: {folder}/edited.plans (for other (sm_80, 132 multiprocessors)); "

@@ -113,7 +113,7 @@ DAMAGE = {
     "binary": lambda text: "\0\1\2",
     "a newer format": lambda text: text.replace('"format": 1', '"format": 2'),
     "about another node": lambda text: text.replace("layer_norm", "softmax"),
-    "times that are no numbers": lambda text: text.replace("1.0", '"fast"'),
+    "times that are not numbers": lambda text: text.replace("1.0", '"fast"'),
     "times that are not positive": lambda text: text.replace("1.0", "-1.0"),
     "times too large": lambda text: text.replace("1.0", "9" * 400),
     "another case": lambda text: text.replace('"4x8 float16"', "5"),

@@ -153,7 +153,7 @@ def compared(old: list[float], new: list[float], exact: list[float], dtype: Any 
         ([INF, 1], [INF, 1], [7e4, 1], True),
         ([INF, 1], [2, 1], [2, 1], True),  # an intermediate overflow that is gone
         ([INF, 1], [2.05, 1], [2, 1], False),
-        ([INF, 1.01], [2.05, 1], [2, 1], False),  # the original's error in another element is no excuse
+        ([INF, 1.01], [2.05, 1], [2, 1], False),  # the original's error in another element is not an excuse
         ([NAN, 1], [2, 1], [2, 1], True),
         ([NAN, 1], [2, 1], [NAN, 1], False),
         ([NAN, 1], [INF, 1], [2, 1], False),
@@ -178,7 +178,7 @@ def test_what_passes(old: list[float], new: list[float], exact: list[float], pas
 
 @pytest.mark.parametrize(("new", "passed"), [(0.997, True), (1.006, False)])
 def test_products_in_tf32_are_judged_by_float32(new: float, passed: bool) -> None:
-    """The original, off by 1.5e-3 the other way, is no standard; large numbers are no mask, as they are in float16."""
+    """The original, off by 1.5e-3 the other way, sets no standard; large numbers do not mask, as in float16."""
     old, found, exact = (np.array([first * 1e5, 1], np.float32) for first in (1.0015, new, 1.0))
     assert compare_output("y", old, found, exact, Standard(TF32)).passed is passed
     assert not compare_output("y", old, found).passed

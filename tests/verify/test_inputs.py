@@ -86,7 +86,7 @@ def test_the_total_length_is_the_sum_of_past_and_new() -> None:
 
 
 def test_names_that_only_look_like_expressions() -> None:
-    """`decoder-length` is a name, because neither `decoder` nor `length` is a dim; `a b` is no expression."""
+    """`decoder-length` is a name, because neither `decoder` nor `length` is a dim; `a b` is not an expression."""
     source = with_dims(("x", ["decoder-length", "a b"]), ("z", ["a b", "decoder-length"]), ("u", ["f(n)", 3]))
     assert [s["x"] == s["z"][::-1] for s in shapes(source)] == [True, True]
     assert compare(source, source).sizes[0] == {"decoder-length": 2, "a b": 5, "f(n)": 7}

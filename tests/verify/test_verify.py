@@ -1,4 +1,4 @@
-"""Test verification: equal models pass, every difference is named, and an original that cannot run is no failure."""
+"""Test verification: equal models pass, every difference is named, and an original that cannot run is not a failure."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_sequences_are_compared_tensor_by_tensor() -> None:
     assert compare(pair("Identity"), pair("Identity")).passed is True
     assert "output 'y' is off by 2.0e+00" in compare(pair("Identity"), pair("Neg")).reason
     shorter = model("(float[b, d] x) => (seq(float[b, d]) y)", "y = SequenceConstruct(x)")
-    assert "is no sequence of 2 tensors" in compare(pair("Identity"), shorter).reason
+    assert "is not a sequence of 2 tensors" in compare(pair("Identity"), shorter).reason
 
 
 def test_json_is_strict() -> None:

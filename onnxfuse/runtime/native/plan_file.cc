@@ -88,7 +88,7 @@ std::shared_ptr<const PlanFile> read_file(const std::string& path, size_t size) 
   data.resize(size);
   if (!stream.read(data.data(), static_cast<std::streamsize>(size))) throw std::runtime_error("it cannot be read");
   if (data.size() < kBodyAt || data.compare(0, kMagic.size(), kMagic) != 0) {
-    throw std::runtime_error("it is no plan file");
+    throw std::runtime_error("it is not a plan file");
   }
   int64_t format = 0;
   std::memcpy(&format, data.data() + kFormatAt, sizeof format);
@@ -114,7 +114,7 @@ std::shared_ptr<const PlanFile> PlanFile::load(const std::string& path) {
     struct stat found {};
     if (stat(path.c_str(), &found) != 0) throw std::runtime_error(std::strerror(errno));
     if (S_ISDIR(found.st_mode)) throw std::runtime_error("it is a directory; name a file in it");
-    if (!S_ISREG(found.st_mode)) throw std::runtime_error("it is no regular file");
+    if (!S_ISREG(found.st_mode)) throw std::runtime_error("it is not a regular file");
     const Stamp stamp{found.st_dev, found.st_ino, found.st_size, found.st_mtim.tv_sec, found.st_mtim.tv_nsec};
     std::lock_guard<std::mutex> lock(*mutex);
     const auto at = known->find(path);

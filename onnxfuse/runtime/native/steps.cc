@@ -197,7 +197,7 @@ Launch read_launch(WordReader& reader, const Extents& extents) {
   for (size_t i = 0; i < arguments; ++i) read_argument(reader, extents, launch);
   config.shared = static_cast<uint32_t>(reader.next("shared memory", 0, 1 << 20));
   config.cluster = static_cast<uint32_t>(reader.next("a cluster size", 1, 16));
-  if (config.grid.x % config.cluster != 0) malformed("the grid's width is no multiple of the cluster's");
+  if (config.grid.x % config.cluster != 0) malformed("the grid's width is not a multiple of the cluster's");
   config.pdl = reader.flag("whether a launch is a programmatic dependent one");
   return launch;
 }
