@@ -1,6 +1,5 @@
 // What nbits_mma.cu needs beside conv_mma_emulated.h, which is included before: its own functions of these names, whose
 // instructions a CPU does not have.
-#include "byte_perm_emulated.h"
 
 template <class T>
 T __ldg(const T* from) {
