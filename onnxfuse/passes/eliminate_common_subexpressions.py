@@ -32,7 +32,7 @@ def eliminate_common_subexpressions(graph: Graph, shapes: ShapeInfo) -> int:
         for i, tensor in enumerate(node.inputs):
             if id(tensor) in merged:
                 node.inputs[i] = _latest(merged, tensor)
-        coarse_key = node.op, tuple(None if is_constant(t) else id(t) for t in node.inputs)
+        coarse_key = node.op, tuple(id(t) if t.inputs or not is_constant(t) else None for t in node.inputs)
         similar = first.setdefault(coarse_key, node)
         if similar is node:
             continue
@@ -54,13 +54,15 @@ def _merge_tables(graph: Graph) -> int:
     for each operator of the first step that reads it, but the operators of later steps read one tensor.  Strings stay,
     because the bytes of an array of them are addresses.
     """
-    read = (tensor for node in graph.nodes if op_of(node) in ELEMENTWISE for tensor in node.inputs)
     by_type: dict[Hashable, dict[int, Constant]] = {}
-    for tensor in read:
-        if not is_constant(tensor) or np.dtype(object) == tensor.dtype:
+    for node in graph.nodes:
+        if op_of(node) not in ELEMENTWISE:
             continue
-        if len(tensor.shape) > 1 and math.prod(tensor.shape) <= MAX_TABLE_SIZE:
-            by_type.setdefault((tensor.dtype, *tensor.shape), {})[id(tensor)] = tensor
+        for tensor in node.inputs:
+            if tensor.inputs or not is_constant(tensor) or len(tensor.shape) < 2 or tensor.dtype == object:
+                continue
+            if math.prod(tensor.shape) <= MAX_TABLE_SIZE:
+                by_type.setdefault((tensor.dtype, *tensor.shape), {})[id(tensor)] = tensor
     count = 0
     for same_type in by_type.values():
         first: dict[bytes, Constant] = {}
