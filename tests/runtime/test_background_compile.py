@@ -250,6 +250,21 @@ def no_wait(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     late_work.wait()
 
 
+@pytest.fixture
+def filled_cache(no_wait: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let sessions find all kernels in the cache, and wait for no plan."""
+    monkeypatch.setitem(BACKENDS, CPU, dataclasses.replace(BACKENDS[CPU], is_compiled=lambda *_: True))
+    monkeypatch.setattr(prepare_session, "PATIENCE", 0.0)
+
+
+def held_plans(gpu: Stage, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Return an event for which the plans of `scale` wait."""
+    goes_on, scale = threading.Event(), gpu.kernels("scale")
+    own = scale.candidates
+    monkeypatch.setattr(scale, "candidates", lambda *given: (goes_on.wait(10), own(*given))[1])
+    return goes_on
+
+
 @pytest.mark.usefixtures("no_wait")
 def test_the_body_runs_until_a_kernel_is_compiled(gpu: Stage, compiler: Compiler) -> None:
     compiler.few_go_on.clear()
@@ -452,9 +467,7 @@ def test_a_preparation_ends_though_its_session_is_refused(
 ) -> None:
     """Answers wait for preparations: one that never ends would leave all nodes on their bodies, and hang the exit."""
     compiler.goes_on.set()
-    goes_on, scale, path = threading.Event(), gpu.kernels("scale"), tmp_path / "m.onnx"
-    own = scale.candidates
-    monkeypatch.setattr(scale, "candidates", lambda *given: (goes_on.wait(10), own(*given))[1])
+    goes_on, path = held_plans(gpu, monkeypatch), tmp_path / "m.onnx"
     path.write_bytes(model(TWO))
     stamps = itertools.count()
     monkeypatch.setattr(onnxfuse.session, "stamp_of", lambda _: next(stamps))
@@ -962,9 +975,7 @@ def test_a_run_does_not_wait_for_bodies_of_other_nodes(
 @pytest.mark.usefixtures("no_wait")
 def test_runs_at_new_sizes_do_not_call_python(gpu: Stage, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     """They would wait for threads that make plans."""
-    goes_on, scale, calls = threading.Event(), gpu.kernels("scale"), list[str]()
-    own = scale.candidates
-    monkeypatch.setattr(scale, "candidates", lambda *given: (goes_on.wait(10), own(*given))[1])
+    goes_on, calls = held_plans(gpu, monkeypatch), list[str]()
     compiler.few_go_on.clear()
     run, given = session(model(TWO)), feed(8, 3)
     run.run(None, given)  # opens the bodies
@@ -978,16 +989,12 @@ def test_runs_at_new_sizes_do_not_call_python(gpu: Stage, compiler: Compiler, mo
     goes_on.set()
 
 
-@pytest.mark.usefixtures("no_wait")
+@pytest.mark.usefixtures("filled_cache")
 def test_a_session_does_not_wait_for_plans_whose_kernels_are_compiled(
     gpu: Stage, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Loading them from the disk also takes a while: nodes get their templates again when that is done."""
-    monkeypatch.setitem(BACKENDS, CPU, dataclasses.replace(BACKENDS[CPU], is_compiled=lambda *_: True))
-    monkeypatch.setattr(prepare_session, "PATIENCE", 0.0)
-    goes_on, scale = threading.Event(), gpu.kernels("scale")
-    own = scale.candidates
-    monkeypatch.setattr(scale, "candidates", lambda *given: (goes_on.wait(10), own(*given))[1])
+    goes_on = held_plans(gpu, monkeypatch)
     compiler.few_go_on.clear()
     run, given, before = session(model(TWO)), feed(8, 3), gpu.launches()
     np.testing.assert_array_equal(run.run(None, given)[0], 2 * (given["x"] + given["b"]))
@@ -1002,16 +1009,12 @@ def test_a_session_does_not_wait_for_plans_whose_kernels_are_compiled(
     assert gpu.launches() == before + 2
 
 
-@pytest.mark.usefixtures("no_wait")
+@pytest.mark.usefixtures("filled_cache")
 @pytest.mark.parametrize("gpu", [200], indirect=True, ids=["both kernels are likely"])
 def test_nodes_get_kernels_that_are_loaded_after_their_session_is_made(
     gpu: Stage, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(BACKENDS, CPU, dataclasses.replace(BACKENDS[CPU], is_compiled=lambda *_: True))
-    monkeypatch.setattr(prepare_session, "PATIENCE", 0.0)
-    goes_on, scale, plain = threading.Event(), gpu.kernels("scale"), onnxfuse.session.plain_session
-    own = scale.candidates
-    monkeypatch.setattr(scale, "candidates", lambda *given: (goes_on.wait(10), own(*given))[1])
+    goes_on, plain = held_plans(gpu, monkeypatch), onnxfuse.session.plain_session
 
     def slow(*given: Any, **named: Any) -> ort.InferenceSession:
         deadline = time.monotonic() + 5
@@ -1050,14 +1053,12 @@ def test_sessions_come_and_go_while_bodies_are_opened(gpu: Stage, compiler: Comp
     assert gpu.cuda.fake_streams() == before
 
 
-@pytest.mark.usefixtures("no_wait")
+@pytest.mark.usefixtures("filled_cache")
 @pytest.mark.parametrize("gpu", [200], indirect=True, ids=["all kernels are likely"])
 def test_a_session_that_has_all_kernels_waits_for_no_body(
     gpu: Stage, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread began to open bodies, but all kernels were loaded before onnxruntime had made its session."""
-    monkeypatch.setitem(BACKENDS, CPU, dataclasses.replace(BACKENDS[CPU], is_compiled=lambda *_: True))
-    monkeypatch.setattr(prepare_session, "PATIENCE", 0.0)
     compiler.goes_on.set()
     goes_on, opened, prepared = threading.Event(), list[int](), list[prepare_session.Preparation]()
     own, prepare, plain = body_runs._opened, prepare_session._prepare, onnxfuse.session.plain_session
