@@ -2,9 +2,9 @@
 //
 // A sequence is split into parts in float32, and where batches and heads are too few for a GPU. First,
 // linear_attention_products.cu or, without tensor cores, linear_attention_tokens.cu computes for all parts at once the
-// state that a part's tokens leave behind if it begins with 0, and the product of its decays. This kernel makes of
-// these the state with which each part begins, one part after another. Then the first kernel computes the results of
-// all parts at once.
+// state that a part's tokens leave behind if it begins with 0, and the product of its decays. From these, this kernel
+// computes the state with which each part begins, one part after another. Then the first kernel computes the results
+// of all parts at once.
 //
 // A part with a factor above 1, or whose own state overflows, is computed here token after token: its own state and the
 // product may overflow where their sum with the state before does not.

@@ -13,7 +13,7 @@ from onnxfuse.kernels.tensors import divisor
 from onnxfuse.runtime.plan import Argument, Scalar
 
 NUMBER: Final = re.compile(r"ARGUMENT\((-?[\d.e+-]+)f\)")
-MAX_VALUES: Final = 16  # from which numbers stay in the code: a launch has up to 64 arguments, most of them pointers
+MAX_VALUES: Final = 16  # with so many values, further numbers stay in the code: a launch has at most 64 arguments
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Arguments:
         return "long long" if self.is_wide else "int"
 
     def numbers(self, text: str) -> str:
-        """Return C++ code in which arguments stand for its numbers in ARGUMENT(...), as long as these are few."""
+        """Return C++ code in which arguments replace numbers in ARGUMENT(...), until there are MAX_VALUES values."""
 
         def given(found: re.Match[str]) -> str:
             key = ("number", found[1])

@@ -166,16 +166,17 @@ def _stored_nest(region: Region, keys: Keys, found: StoredByKey) -> Nest:
 
 
 def _with_common_rows(region: Region, own: Mapping[Keys, Nest], found: StoredByKey) -> dict[Keys, Nest]:
-    """Merge loop nests that read stored reductions into the nests that store these, if both reduce the same rows.
+    """Merge loop nests that store reductions of the same rows: one launch computes all, and reads each row once.
 
-    One launch then computes all these reductions, and reads each row once.
+    A nest is merged into one whose results it reads, or into one with which it shares a single row that blocks share,
+    such as the minimum and the maximum of a DynamicQuantizeLinear.
     """
     joined = dict[Keys, Nest]()
     for keys, nest in own.items():
         for others, other in joined.items():
-            is_of_same, reads = _share_the_same(region, nest, other), bool(nest.reads & set(others))
-            made = _stored_nest(region, (*others, *keys), found) if reads or is_of_same else None
-            if made and (is_of_same or (_has_rows_of(region, made, (nest, other)) and made.reads <= other.reads)):
+            of_one_row, reads = _share_one_row(region, nest, other), bool(nest.reads & set(others))
+            made = _stored_nest(region, (*others, *keys), found) if reads or of_one_row else None
+            if made and (of_one_row or (_has_rows_of(region, made, (nest, other)) and made.reads <= other.reads)):
                 del joined[others]
                 joined[*others, *keys] = made
                 break
@@ -184,7 +185,7 @@ def _with_common_rows(region: Region, own: Mapping[Keys, Nest], found: StoredByK
     return joined
 
 
-def _share_the_same(region: Region, nest: Nest, other: Nest) -> bool:
+def _share_one_row(region: Region, nest: Nest, other: Nest) -> bool:
     """Return whether blocks share the single row of both loop nests, which read the same operands and no reductions."""
     pair = nest, other
     if any(each.reads or each.inner or each.count(ROWS) != 1 for each in pair):
