@@ -56,7 +56,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """Spare it what the tests of a file leave, too, such as what functions have cached."""
+    """Spare later collections what the tests of a file leave, too, such as what functions have cached."""
     yield
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
