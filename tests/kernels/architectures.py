@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 import pytest
 
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.runtime.nvrtc import Cubin, compile_cubin
+from onnxfuse.runtime.nvrtc import Cubin, compile_cubin, compile_flags
 from onnxfuse.runtime.plan import Device, Kernel, Launch
 
 # Compute capability, multiprocessors and shared memory of a block on a GPU that has it.
@@ -27,6 +28,7 @@ OF_ARCH = {device.arch: device for device in DEVICES}
 # What the sources tell apart: instructions from sm_80 on, conversions to float8 from sm_89 on, whose test compiles them
 # for every GPU, and griddepcontrol, which takes no registers, from sm_90 on.
 TOLD_APART = ("__CUDA_ARCH__ >= 800", "__CUDA_ARCH__ >= 890", "__CUDA_ARCH__ >= 900")
+CHOICES = 8  # a macro that has more values among kernels of one source is a number, such as a size
 
 
 def to_compile(
@@ -48,6 +50,30 @@ def to_compile(
         return new
     taken = {repr(kernel) for kernel in new}
     return [*new, *(each for each in own if firsts[each.source] == repr(each) and repr(each) not in taken)]
+
+
+def covering(kernels: Iterable[Kernel], part: int, of: int) -> list[Kernel]:
+    """Return part 0 of the kernels: few in which each source, value of a macro and line of a generated text occurs.
+
+    Parts 1 to `of` - 1 share the others.  A macro of more than CHOICES values counts as a number, not as a choice.
+    """
+    named = {repr(kernel): kernel for kernel in kernels}
+    values = defaultdict[tuple[str, str], set[str]](set)
+    for kernel in named.values():
+        for flag in compile_flags(kernel):
+            values[kernel.source, flag.partition("=")[0]].add(flag)
+    choices = {(source, flag) for (source, _), flags in values.items() if len(flags) <= CHOICES for flag in flags}
+    has = {
+        name: choices & {(kernel.source, flag) for flag in compile_flags(kernel)}
+        | {(kernel.source, line) for line in kernel.text.splitlines()}
+        for name, kernel in named.items()
+    }
+    lacking, chosen = set[tuple[str, str]]().union(*has.values()), list[str]()
+    while lacking:
+        chosen.append(max(has, key=lambda name: len(has[name] & lacking)))
+        lacking -= has[chosen[-1]]
+    others = [name for name in named if name not in chosen]
+    return [named[name] for name in (others[part - 1 :: of - 1] if part else chosen)]
 
 
 def check_compiles(kernel: Kernel, device: Device, spills: int | None = 0, stack: int | None = None) -> Cubin:

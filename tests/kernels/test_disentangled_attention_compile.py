@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from architectures import DEVICES, H200, check_compiles, to_compile
+from architectures import DEVICES, H200, check_compiles, covering, to_compile
 from disentangled_cases import CASES, Case
+from sampling import by_parts
 
 from onnxfuse.kernels.attention import host
 from onnxfuse.runtime.plan import Device, Kernel, Launch, TensorSpec
@@ -28,9 +29,10 @@ def kernels(device: Device) -> list[Kernel]:
     return [step.kernel for step in steps]
 
 
+@by_parts(2)
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
-def test_compiles_without_spills(device: Device) -> None:
-    for kernel in to_compile(device, kernels):
+def test_compiles_without_spills(device: Device, part: int) -> None:
+    for kernel in covering(to_compile(device, kernels), part, 2):
         check_compiles(kernel, device)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from architectures import DEVICES, H200, TOLD_APART, check_compiles, to_compile
+from architectures import DEVICES, H200, TOLD_APART, check_compiles, covering, to_compile
 from kernel_hosts import host_of
 from sampling import by_parts
 
@@ -128,6 +128,16 @@ def kernels(device: Device) -> list[Kernel]:
     cases += [*list(row_cases("bfloat16"))[:4], *list(element_cases("bfloat16"))[:4]]
     found = [step.kernel for case in cases for each in candidates(case, device) for step in each.steps]
     return list({(kernel.source, tuple(sorted(kernel.defines.items()))): kernel for kernel in found}.values())
+
+
+def test_the_first_part_of_kernels_has_each_value_of_a_macro() -> None:
+    kernels = [Kernel("a", "a", {"SIZE": i, "MASK": i % 2, "STAGES": i % 4}) for i in range(12)]
+    kernels += [Kernel("b", "b", {"MASK": 1}, text=text) for text in ("x\ny", "x", "z")]
+    parts = [covering(kernels, part, 3) for part in range(3)]
+    assert sorted(repr(each) for part in parts for each in part) == sorted(map(repr, kernels))
+    assert sorted(each.source for each in parts[0]) == [*"aaaabb"] and abs(len(parts[1]) - len(parts[2])) <= 1
+    assert {each.defines.get("STAGES") for each in parts[0]} == {0, 1, 2, 3, None}
+    assert {each.text for each in parts[0]} == {"", "x\ny", "z"}
 
 
 @by_parts(PARTS)

@@ -6,28 +6,32 @@ import json
 from dataclasses import replace
 
 import pytest
-from architectures import A100, DEVICES, H200, T4, check_compiles
+from architectures import A100, DEVICES, H200, T4, check_compiles, covering
 from nbits_cases import CASES, FLOAT8, GATED, PARALLEL, Case
-from sampling import sampled
+from sampling import by_parts
 from template_checks import check_template
 
 from onnxfuse.kernels.gemm import cublaslt
 from onnxfuse.kernels.matmul_nbits.host import candidates, supports
-from onnxfuse.runtime.plan import Device, FusedNode, Launch, Plan, TensorSpec
+from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, TensorSpec
 
 ONE_OF_EACH = [Case(4, 64, 512, zeros="packed", bias=True), GATED[0], PARALLEL[1]]
+PARTS = 8  # of the kernels of all plans
 
 
-@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "misaligned"])
-@pytest.mark.parametrize("case", sampled(CASES, 6), ids=str)
-def test_all_plans_compile(case: Case, aligned: bool) -> None:
-    check_plans(case, H200, aligned)
+@by_parts(PARTS)
+def test_all_plans_compile(part: int) -> None:
+    kernels = [each for case in CASES for aligned in (True, False) for each in kernels_of_case(case, H200, aligned)]
+    for kernel in covering(kernels, part, PARTS):
+        check_compiles(kernel, H200)
 
 
+@by_parts(2)
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
-@pytest.mark.parametrize("case", ONE_OF_EACH, ids=str)
-def test_plans_compile_for_every_gpu(case: Case, device: Device) -> None:
-    check_plans(case, device)
+def test_plans_compile_for_every_gpu(device: Device, part: int) -> None:
+    kernels = [kernel for case in ONE_OF_EACH for kernel in kernels_of_case(case, device)]
+    for kernel in covering(kernels, part, 2):
+        check_compiles(kernel, device)
 
 
 @pytest.mark.parametrize("case", ONE_OF_EACH, ids=str)
@@ -113,19 +117,31 @@ def test_what_no_kernel_runs_is_refused() -> None:
         assert reason in (supports(changed, given, H200) or "")
 
 
-def check_plans(case: Case, device: Device, aligned: bool = True) -> None:
+def kernels_of_case(case: Case, device: Device, aligned: bool = True) -> list[Kernel]:
+    """Return the kernels of this family in all plans of a case, whose outputs have the case's shapes."""
     shapes = [(case.m, n) for name, n in case.weights.items() if name != "up"]
     shapes += [(case.m, case.k)] if case.norm == "add_rms_norm" else []
-    for plan in check_node(case.node(), case.specs(aligned), device):
+    plans = plans_of(case.node(), case.specs(aligned), device)
+    for plan in plans:
         assert [spec.shape for spec in plan.outputs] == shapes
+    return own_kernels(plans)
 
 
 def check_node(node: FusedNode, specs: list[TensorSpec], device: Device) -> list[Plan]:
     """Compile the kernels of this family in all plans of a node, and return the plans."""
+    plans = plans_of(node, specs, device)
+    for kernel in own_kernels(plans):
+        check_compiles(kernel, device)
+    return plans
+
+
+def plans_of(node: FusedNode, specs: list[TensorSpec], device: Device) -> list[Plan]:
     assert supports(node, [spec.dtype for spec in specs], device) is None
     plans = candidates(node, specs, device)
     assert plans
-    for step in (step for plan in plans for step in plan.steps):
-        if isinstance(step, Launch) and step.kernel.source.startswith("nbits"):
-            check_compiles(step.kernel, device)
     return plans
+
+
+def own_kernels(plans: list[Plan]) -> list[Kernel]:
+    kernels = [step.kernel for plan in plans for step in plan.steps if isinstance(step, Launch)]
+    return [kernel for kernel in kernels if kernel.source.startswith("nbits")]

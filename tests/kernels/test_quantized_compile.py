@@ -5,19 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from architectures import A100, DEVICES, H200, T4, check_compiles
+from architectures import A100, DEVICES, H200, T4, check_compiles, covering
 from quantized_cases import AFTER, CASES, CONVS, GEMMS, OF_FLOAT8, Case
-from sampling import sampled
+from sampling import by_parts
 
 from onnxfuse.kernels.quantized import columns
 from onnxfuse.kernels.quantized.host import candidates, supports
 from onnxfuse.kernels.region import host as region
 from onnxfuse.kernels.tensors import ITEM_BYTES
-from onnxfuse.runtime.plan import Device, Launch, Plan, TensorMap
+from onnxfuse.runtime.plan import Device, Kernel, Launch, Plan, TensorMap
 from onnxfuse.runtime.symint import only_first_plans
 
 IN_INTEGERS = [case for case in CASES if case.k % 16 == 0 and case.m and case.layout == "nk"]
 IN_INTEGERS = [case for case in IN_INTEGERS if case.group == 1 and case.w_zero is None]
+PARTS = 8  # of the kernels of all plans
 
 
 def plans_of(case: Case, device: Device, aligned: bool = True) -> list[Plan]:
@@ -26,22 +27,26 @@ def plans_of(case: Case, device: Device, aligned: bool = True) -> list[Plan]:
     return candidates(node, specs, device)
 
 
-@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "misaligned"])
-@pytest.mark.parametrize("case", sampled(CASES, 11), ids=str)
-def test_all_plans_compile(case: Case, aligned: bool) -> None:
-    for plan in plans_of(case, H200, aligned):
-        for step in plan.steps:
-            if isinstance(step, Launch):
-                check_compiles(step.kernel, H200, spills=128)
+def kernels_of(plans: list[Plan]) -> list[Kernel]:
+    """Return the kernels of plans except those of regions, which have tests of their own."""
+    kernels = [step.kernel for plan in plans for step in plan.steps if isinstance(step, Launch)]
+    return [kernel for kernel in kernels if kernel.source != "region"]
 
 
+@by_parts(PARTS)
+def test_all_plans_compile(part: int) -> None:
+    plans = [plan for case in CASES for aligned in (True, False) for plan in plans_of(case, H200, aligned)]
+    for kernel in covering(kernels_of(plans), part, PARTS):
+        check_compiles(kernel, H200, spills=128)
+
+
+@by_parts(2)
 @pytest.mark.parametrize("device", [each for each in DEVICES if each is not T4], ids=lambda each: f"sm_{each.arch}")
-@pytest.mark.parametrize("case", [replace(GEMMS[3], dtype="float16"), CONVS[1], AFTER[-3], OF_FLOAT8[-1]], ids=str)
-def test_plans_compile_for_every_gpu(case: Case, device: Device) -> None:
-    for plan in plans_of(case, device)[:2]:
-        for step in plan.steps:
-            if isinstance(step, Launch):
-                check_compiles(step.kernel, device, spills=None)
+def test_plans_compile_for_every_gpu(device: Device, part: int) -> None:
+    cases = [replace(GEMMS[3], dtype="float16"), CONVS[1], AFTER[-3], OF_FLOAT8[-1]]
+    plans = [plan for case in cases for plan in plans_of(case, device)[:2]]
+    for kernel in covering(kernels_of(plans), part, 2):
+        check_compiles(kernel, device, spills=None)
 
 
 @pytest.mark.parametrize("case", IN_INTEGERS, ids=str)
