@@ -24,6 +24,11 @@ def part_of(cases: Sequence[T], part: int, of: int) -> Sequence[T]:
     return cases[part::of] or cases[:1]
 
 
+def in_turn(ways: Sequence[T], turn: int, part: int, of: int) -> Sequence[T]:
+    """Return a part of the ways in which the case of a turn is run: another part 0 in each of `of` turns."""
+    return part_of(ways, (turn + part) % of, of)
+
+
 def by_parts(of: int) -> pytest.MarkDecorator:
     """Return a decorator of tests that take `part` of their cases, from 0 to `of` - 1; only part 0 is not slow."""
     return pytest.mark.parametrize("part", sampled(range(of), of), ids=lambda part: f"part{part}")

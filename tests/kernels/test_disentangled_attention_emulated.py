@@ -11,15 +11,17 @@ from architectures import H200, T4
 from attention_cases import NUMPY
 from conv_emulation import placed
 from disentangled_cases import CASES, formula
+from sampling import by_parts, in_turn
 from test_group_query_attention_emulated import run
 
 from onnxfuse.kernels.attention import host
 from onnxfuse.runtime.plan import Device, Launch, Pointer
 
 
+@by_parts(2)
 @pytest.mark.parametrize("device", [T4, H200], ids=lambda device: f"sm_{device.arch}")
-@pytest.mark.parametrize("name", CASES)
-def test_plans(name: str, device: Device, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("turn", "name"), [*enumerate(CASES)])
+def test_plans(turn: int, name: str, device: Device, part: int, tmp_path: Path) -> None:
     case = CASES[name]
     inputs = case.inputs()
     expected, tolerance = formula(case, inputs)
@@ -30,7 +32,7 @@ def test_plans(name: str, device: Device, tmp_path: Path) -> None:
         return
     plans = host.candidates(case.node(), case.specs(), exact)
     assert len(plans) == 3 or device is T4, "blocks of 64, 32 and 16 queries"
-    for plan in plans:
+    for plan in in_turn(plans, turn, part, 2):
         (spec,), (step,) = plan.outputs, plan.steps
         assert isinstance(step, Launch)
         arrays = {Pointer("input", i): placed(each, case.aligned) for i, each in enumerate(inputs.values())}

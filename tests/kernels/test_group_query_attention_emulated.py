@@ -15,7 +15,7 @@ from architectures import A100, H200, T4
 from attention_cases import HALF_ULP, NUMPY
 from group_query_cases import NUMPY as GROUP_QUERY_NUMPY
 from group_query_cases import PASTS, Case, expected, near, unwritten
-from sampling import sampled
+from sampling import by_parts, in_turn, sampled
 
 from onnxfuse.kernels.attention import host
 from onnxfuse.runtime.nvrtc import kernel_text
@@ -96,12 +96,15 @@ def test_matches_float64(name: str, shared: bool, tmp_path: Path) -> None:
                 check(case, plan, shared, tmp_path)
 
 
-@pytest.mark.parametrize(("name", "dtype"), sampled(itertools.product(QUANTIZED, NUMPY), 2))
-def test_quantized_caches(name: str, dtype: str, tmp_path: Path) -> None:
-    """In every plan; products of fp16 and bf16 are emulated, too."""
-    case = dataclasses.replace(QUANTIZED[name], dtype=dtype)
-    for device in (A100, T4) if case.new <= 16 else (T4,):
-        for plan in host.candidates(case.node(), case.specs(), device):
+@by_parts(3)
+@pytest.mark.parametrize(("turn", "form"), sampled([*enumerate(itertools.product(QUANTIZED, NUMPY))], 2), ids=str)
+def test_quantized_caches(turn: int, form: tuple[str, str], part: int, tmp_path: Path) -> None:
+    """A third of the plans of the same kernels, in turn; products of fp16 and bf16 are emulated, too."""
+    case = dataclasses.replace(QUANTIZED[form[0]], dtype=form[1])
+    devices = (A100, T4) if case.new <= 16 else (T4,)
+    plans = [plan for device in devices for plan in host.candidates(case.node(), case.specs(), device)]
+    for _, same in itertools.groupby(sorted(plans, key=sources), sources):
+        for plan in in_turn([*same], turn // 2, part, 3):
             for shared in (False, True) if case.past == case.rows else (False,):
                 check(case, plan, shared, tmp_path)
 

@@ -14,7 +14,7 @@ from conv_mma_emulation import launch as launch_mma
 from conv_mma_emulation import text_of
 from hopper_emulation import run as run_on_hopper
 from nbits_cases import CASES, NORMALIZED, NUMPY, Case, check_within, stored_arrays
-from sampling import sampled
+from sampling import by_parts, in_turn, sampled
 
 from onnxfuse.kernels.matmul_nbits import hopper
 from onnxfuse.kernels.matmul_nbits.hopper import HopperConfig
@@ -104,22 +104,23 @@ def test_weights_as_numbers(case: Case, aligned: bool, tmp_path: Path) -> None:
         np.testing.assert_allclose(found.astype(np.float64), expected, rtol=unit, atol=0)
 
 
+@by_parts(2)
 @pytest.mark.parametrize(("index", "case"), sampled([*enumerate(WITH_MMA)], 8), ids=str)
-def test_matrix_instructions(index: int, case: Case, tmp_path: Path) -> None:
+def test_matrix_instructions(index: int, case: Case, part: int, tmp_path: Path) -> None:
     """No access is outside of the operands or of shared memory, whether copies happen as early or as late as they may.
 
     On a GPU of one multiprocessor a block has several tiles, and with little shared memory few warps.
     """
-    stored = stored_arrays(case)
+    turn, stored = index // 8, stored_arrays(case)
     given = {Pointer("input", i): placed(each, True) for i, each in enumerate(stored.values())}
     for device in (H200, replace(H200, multiprocessors=1, shared_per_block=101376)):
         plans = [plan for plan in candidates(case.node(), case.specs(), device) if _sources(plan) == {"nbits_mma"}]
         assert plans
-        for i, plan in enumerate(plans):
+        for i, plan in in_turn([*enumerate(plans)], turn, part, 2):
             results = [placed(np.full(y.shape, np.nan, NUMPY[y.dtype]), True) for y in plan.outputs]
             (step,) = (each for each in plan.steps if isinstance(each, Launch))
             arrays = given | {Pointer("output", j): y for j, y in enumerate(results)}
-            launch_mma(step, arrays, device, (index + i) % 2 == 1, tmp_path, _with_mma)
+            launch_mma(step, arrays, device, (turn // 2 + i // 2) % 2 == 1, tmp_path, _with_mma)
             check_within(case, stored, results)
 
 

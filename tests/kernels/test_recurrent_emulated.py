@@ -13,6 +13,7 @@ import pytest
 from architectures import H200
 from attention_cases import NUMPY
 from recurrent_cases import CASES, Case
+from sampling import by_parts, in_turn
 
 from onnxfuse.kernels.recurrent import host
 from onnxfuse.runtime.nvrtc import kernel_text
@@ -73,24 +74,28 @@ def smallest_and_largest(case: Case, device: Device) -> list[host.Config]:
     """Return the fastest way, and ways in clusters of 2 and 16 blocks with the fewest and most registers."""
     layer = host.layer_of(case.node(), case.specs())
     every = host.configs(layer, device)
-    found = {host.ranked(layer, device)[0]}
+    found = [host.ranked(layer, device)[0]]
     for cluster in (1, 2, 16):
         own = [each for each in every if each.cluster == cluster]
-        found |= {*own[:1], *own[-1:]}
-    return list(found)
+        found += [*own[:1], *own[-1:]]
+    return list(dict.fromkeys(found))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_matches_float64(name: str, tmp_path: Path) -> None:
-    for config in smallest_and_largest(CASES[name], EXACT):
+@by_parts(2)
+@pytest.mark.parametrize(("turn", "name"), [*enumerate(CASES)])
+def test_matches_float64(turn: int, name: str, part: int, tmp_path: Path) -> None:
+    for config in in_turn(smallest_and_largest(CASES[name], EXACT), turn, part, 2):
         check(CASES[name], config, EXACT, tmp_path)
 
 
+@by_parts(2)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("name", ["both_directions", "gru", "gru_linear", "rnn", "many_sequences"])
-def test_products_by_mma(name: str, dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("turn", "name"), [*enumerate(["both_directions", "gru", "gru_linear", "rnn", "many_sequences"])]
+)
+def test_products_by_mma(turn: int, name: str, dtype: str, part: int, tmp_path: Path) -> None:
     case = dataclasses.replace(CASES[name], dtype=dtype)
-    for config in smallest_and_largest(case, H200):
+    for config in in_turn(smallest_and_largest(case, H200), turn + [*NUMPY].index(dtype), part, 2):
         check(case, config, H200, tmp_path)
 
 
