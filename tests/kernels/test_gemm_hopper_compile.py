@@ -62,8 +62,11 @@ def test_compiles_without_spills(config: hopper.HopperConfig, gemm: Gemm) -> Non
     assert "C75" not in log, "the assembler serialises wgmma, or ignores setmaxnreg"
 
 
-@pytest.mark.parametrize("config", hopper.TF32_CONFIGS, ids=lambda config: config.name)
-@pytest.mark.parametrize("gemm", TF32_PRODUCTS.values(), ids=TF32_PRODUCTS)
+@pytest.mark.parametrize(
+    ("config", "gemm"),
+    sampled(itertools.product(hopper.TF32_CONFIGS, TF32_PRODUCTS.values()), 2),  # each config, and each product
+    ids=[f"{config.name}-{name}" for config in hopper.TF32_CONFIGS for name in TF32_PRODUCTS],
+)
 def test_products_in_tf32_compile(config: hopper.HopperConfig, gemm: Gemm) -> None:
     assert hopper.fits(gemm, config, H200)
     step = launch(hopper.implementation(gemm, config, H200))
