@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,20 @@ def test_emulated_kernels_of_another_checkout_are_not_compiled_again(
         text = '#include "number.h"\nextern "C" int twice() { return 2 * number(); }\n'
         assert emulated_build.load(text, {}, [], folder / "text.cc").twice() == 2 * number
         assert len(commands) == compiled
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_library_is_linked_by_gold_or_without_it(
+    installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if installed and not shutil.which("ld.gold"):
+        pytest.skip("gold is not installed")
+    run, commands, which = emulated_build._run, [], shutil.which
+    monkeypatch.setattr(shutil, "which", lambda name: which(name) if installed or name != "ld.gold" else None)
+    monkeypatch.setattr(emulated_build, "_run", lambda command: commands.append(command) or run(command))
+    monkeypatch.setattr(emulated_build, "folder", tmp_path)
+    emulated_build._linker.cache_clear()
+    text = 'extern "C" int three() { return 3; }\n'
+    assert emulated_build.load(text, {}, [], tmp_path / "text.cc").three() == 3
+    assert [("-fuse-ld=gold" in each) for each in commands if "-shared" in each] == [installed]
+    emulated_build._linker.cache_clear()
