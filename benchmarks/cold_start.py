@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -29,6 +30,7 @@ def main() -> None:
         from onnxfuse.runtime.saved_plans import save_plans
 
         save_plans(task["save_plans"], task["provider"])
+    os._exit(0)  # the next start must not wait for this one's compiler
 
 
 def opened(task: dict[str, Any]) -> Any:
@@ -42,11 +44,8 @@ def opened(task: dict[str, Any]) -> Any:
         return onnxruntime.InferenceSession(task["model"], providers=[task["provider"]])
     import onnxfuse
 
-    if task["plans"]:
-        from onnxfuse.runtime.loaded_plans import load_plans
-
-        load_plans(task["plans"], task["provider"])
-    return onnxfuse.InferenceSession(task["model"], providers=[task["provider"]], tune=task["tune"])
+    plans = task["plans"] or None
+    return onnxfuse.InferenceSession(task["model"], providers=[task["provider"]], tune=task["tune"], plans=plans)
 
 
 if __name__ == "__main__":

@@ -101,6 +101,11 @@ class Planner:
                 self.preparations.discard(ends)
                 native.load().onnxfuse_preparations(-1)
 
+    def wait_for_preparations(self) -> None:
+        """Wait until the nodes of all sessions that are open by now have their templates."""
+        for each in list(self.preparations):
+            each.wait()
+
     def answer_request(self, request: native.Request) -> bytes | None:
         """Return the bytes of the template that the native library asks for; None if the node's body must run.
 
@@ -117,8 +122,7 @@ class Planner:
         was_equipped = node.is_equipped
 
         def answer() -> bytes | None:
-            for each in list(self.preparations):
-                each.wait()
+            self.wait_for_preparations()
             if node.is_equipped and not was_equipped:
                 return None  # the next run finds that template, or requests another one
             return self._template_or_body(request, situation)

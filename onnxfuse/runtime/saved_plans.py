@@ -26,11 +26,12 @@ Codes = dict[tuple[int, str], bytes]  # cubins by compute capability and Kernel.
 def save_plans(path: str | Path, provider: str = CUDA, device_id: int = 0) -> int:
     """Write the templates of this process's sessions on GPUs of the same kind as GPU number `device_id`.
 
-    Returns the number of templates, which include those that came from plan files.  Raises PlanFileError if the
-    file cannot be written, UsageError for a provider that has no kernels.
+    Waits for templates that are still being made.  Returns the number of templates, which include those that came from
+    plan files.  Raises PlanFileError if the file cannot be written, UsageError for a provider that has no kernels.
     """
     backend = backend_of(provider)
     kind = gpu_kind(backend.device(device_id))
+    planner.wait_for_preparations()
     used = [each for each in planner.templates_in_use() if gpu_kind(each.situation.device) == kind]
     prepared = [each for each in used if isinstance(each, PreparedTemplate)]
     given = [each.saved for each in used if isinstance(each, GivenTemplate)]

@@ -35,6 +35,7 @@ from onnxfuse.runtime.likely_sizes import likely_sizes
 from onnxfuse.runtime.loaded_templates import PreparedTemplate
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Plan, TensorSpec
 from onnxfuse.runtime.planner import planner
+from onnxfuse.runtime.saved_plans import save_plans
 from onnxfuse.runtime.template import Template
 from onnxfuse.runtime.template_key import Situation
 from onnxfuse.session import InferenceSession, explain_session, register
@@ -1034,6 +1035,19 @@ def test_nodes_get_kernels_that_are_loaded_after_their_session_is_made(
         given, before = feed(rows, 3), gpu.launches()
         np.testing.assert_array_equal(run.run(None, given)[0], 2 * (given["x"] + given["b"]))
         assert gpu.launches() == before + launches, (rows, launches)
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_saved_plans_include_those_that_are_being_made(
+    gpu: Stage, compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    goes_on = held_plans(gpu, monkeypatch)
+    compiler.goes_on.set()
+    run = session(model(TWO))
+    run.run(None, feed(8, 3))
+    assert planner.preparations
+    threading.Timer(0.1, goes_on.set).start()
+    assert save_plans(tmp_path / "plans", CPU) == 2
 
 
 @pytest.mark.usefixtures("no_wait")
