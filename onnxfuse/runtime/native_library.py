@@ -21,7 +21,7 @@ from onnxfuse.errors import OnnxfuseError
 from onnxfuse.runtime.plan import Attribute, TensorSpec
 from onnxfuse.runtime.plan_bytes import input_words, read_attributes, read_inputs
 
-ABI: Final = 16  # onnxfuse_abi in native/exports.cc
+ABI: Final = 17  # onnxfuse_abi in native/exports.cc
 TF32: Final = 1  # TF32 to CUDA_GRAPH are flags of a session's settings
 VERDICTS: Final = 2
 MEASURE: Final = 4
@@ -148,7 +148,8 @@ def _declare(library: ctypes.CDLL) -> None:
         "onnxfuse_has_node": (number, [ctypes.c_uint64]),
         "onnxfuse_drop_bodies": (None, [ctypes.c_uint64]),
         "onnxfuse_give": (text, [ctypes.c_uint64, text, size]),
-        "onnxfuse_preparations": (None, [number]),
+        "onnxfuse_next_number": (ctypes.c_uint64, []),
+        "onnxfuse_expect_templates": (None, [ctypes.c_uint64]),
         "onnxfuse_open_body": (text, [text, number, number, text, size, ctypes.POINTER(handle)]),
         "onnxfuse_run_on_zeros": (text, [handle, handle, size]),
         "onnxfuse_close_body": (None, [handle]),

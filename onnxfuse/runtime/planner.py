@@ -77,7 +77,8 @@ class Planner:
         """Start without nodes, plan files and measurements."""
         self.verdicts: Verdicts | None = None  # measurements that decide between plans, in sessions that use them
         self.plan_files: Final[dict[PlanFileKey, TemplateSource]] = {}  # searched from the last loaded to the first
-        self.preparations: Final[set[threading.Event]] = set()  # those of sessions whose nodes lack templates so far
+        # For sessions whose nodes lack templates so far: the least number that their nodes can have.
+        self.preparations: Final[dict[threading.Event, int]] = {}
         self._nodes: Final[dict[int, _SessionNode]] = {}  # by the number that the native library gave the node
         self._prepared: Final = weakref.WeakValueDictionary[tuple[str, str, int, bool], PreparedTemplate]()
         self._recent: Final = deque[PreparedTemplate](maxlen=MAX_UNUSED_TEMPLATES)
@@ -89,22 +90,28 @@ class Planner:
         self._sending: Final = threading.RLock()
 
     def begin_preparation(self, ends: threading.Event) -> None:
-        """Note that templates are made for a new session; nodes without templates request none meanwhile."""
+        """Note that templates are made for a new session, whose nodes request none meanwhile.
+
+        Nodes that are older do: sessions may be made so often that some preparation is always under way.
+        """
         with self._sending:
-            self.preparations.add(ends)
-            native.load().onnxfuse_preparations(1)
+            self.preparations[ends] = native.load().onnxfuse_next_number()
+            self._expect()
 
     def end_preparation(self, ends: threading.Event) -> None:
         """Note, once or more often, that the nodes of a new session have their templates."""
         with self._sending:
-            if ends in self.preparations:
-                self.preparations.discard(ends)
-                native.load().onnxfuse_preparations(-1)
+            if self.preparations.pop(ends, None) is not None:
+                self._expect()
 
-    def wait_for_preparations(self) -> None:
-        """Wait until the nodes of all sessions that are open by now have their templates."""
-        for each in list(self.preparations):
-            each.wait()
+    def _expect(self) -> None:
+        native.load().onnxfuse_expect_templates(min(self.preparations.values(), default=2**64 - 1))
+
+    def wait_for_preparations(self, kernel: int | None = None) -> None:
+        """Wait until a node, or else the nodes of all sessions that are made by now, have their templates."""
+        for ends, first in list(self.preparations.items()):
+            if kernel is None or kernel >= first:
+                ends.wait()
 
     def answer_request(self, request: native.Request) -> bytes | None:
         """Return the bytes of the template that the native library asks for; None if the node's body must run.
@@ -122,7 +129,7 @@ class Planner:
         was_equipped = node.is_equipped
 
         def answer() -> bytes | None:
-            self.wait_for_preparations()
+            self.wait_for_preparations(request.kernel)
             if node.is_equipped and not was_equipped:
                 return None  # the next run finds that template, or requests another one
             return self._template_or_body(request, situation)

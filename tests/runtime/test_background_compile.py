@@ -483,6 +483,21 @@ def test_a_preparation_ends_though_its_session_is_refused(
 
 
 @pytest.mark.usefixtures("no_wait")
+def test_a_node_requests_a_template_while_later_sessions_are_made(gpu: Stage, compiler: Compiler) -> None:
+    """A server may make sessions without a pause; the node's own session gave it no template."""
+    compiler.goes_on.set()
+    run, later, before = session(of_unknown_rank()), threading.Event(), gpu.launches()
+    planner.begin_preparation(later)
+    try:
+        check(run, 8)
+        late_work.wait()
+        check(run, 8)
+    finally:
+        planner.end_preparation(later)
+    assert gpu.launches() > before
+
+
+@pytest.mark.usefixtures("no_wait")
 def test_a_request_is_answered_though_the_kernel_of_another_fails(
     gpu: Stage, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,7 @@
 
 using namespace onnxfuse;
 
-ONNXFUSE_EXPORT int onnxfuse_abi() { return 16; }
+ONNXFUSE_EXPORT int onnxfuse_abi() { return 17; }
 
 ONNXFUSE_EXPORT void onnxfuse_set_callbacks(PlanCallback plan, BodyCallback body, DropCallback drop,
                                             const Interrupt* interrupt) {
@@ -53,8 +53,10 @@ ONNXFUSE_EXPORT void onnxfuse_drop_bodies(uint64_t kernel) {
   FusedKernel::drop_bodies(kernel);
 }
 
-// Adds `change` to the number of sessions for which Python makes templates.
-ONNXFUSE_EXPORT void onnxfuse_preparations(int change) { FusedKernel::change_preparations(change); }
+ONNXFUSE_EXPORT uint64_t onnxfuse_next_number() { return FusedKernel::next_number(); }
+
+// Lets nodes from this number on wait for templates that Python makes, rather than ask for one.
+ONNXFUSE_EXPORT void onnxfuse_expect_templates(uint64_t first) { FusedKernel::expect_templates(first); }
 
 ONNXFUSE_EXPORT int64_t onnxfuse_plans_made() { return Template::plans_made(); }
 

@@ -20,7 +20,7 @@ namespace {
 
 std::atomic<uint64_t> next_id{1};
 std::atomic<int64_t> alive_count{0};
-std::atomic<int> preparations{0};
+std::atomic<uint64_t> first_expecting{UINT64_MAX};  // see expect_templates
 
 // The nodes of all sessions by number.  Code that uses a node from outside the node's session must hold the mutex.
 struct Nodes {
@@ -382,7 +382,7 @@ FusedKernel::SharedPlan FusedKernel::make(const Key& key, Stream stream) {
     // A thread compiles the kernels of each template, and then sends the template again.
     const auto is_being_compiled = [&](const auto& each) { return each->fits(key) && each->has_variant(key); };
     if (std::any_of(templates.begin(), templates.end(), is_being_compiled)) return keep_for_now(key, nullptr, added);
-    if (templates.empty() && preparations > 0 && !driver_.is_capturing(stream)) return nullptr;
+    if (templates.empty() && id_ >= first_expecting && !driver_.is_capturing(stream)) return nullptr;
   }
   if (!setup_.asks_python) {
     throw std::runtime_error("plan files have no plan for these inputs: " + onnxfuse::describe(setup_.files) +
@@ -491,7 +491,9 @@ void FusedKernel::drop_bodies(uint64_t id) {
   });
 }
 
-void FusedKernel::change_preparations(int change) { preparations += change; }
+uint64_t FusedKernel::next_number() { return next_id; }
+
+void FusedKernel::expect_templates(uint64_t first) { first_expecting = first; }
 
 void FusedKernel::with(uint64_t id, const std::function<void(FusedKernel&)>& function) {
   const std::lock_guard<std::mutex> lock(nodes().mutex);

@@ -64,9 +64,10 @@ class FusedKernel {
   static void with(uint64_t id, const std::function<void(FusedKernel&)>& function);
   // Returns the inputs at which the node, or an equal one, ran since the last call, and how often, if runs are counted.
   std::vector<std::pair<Key, uint64_t>> take_runs();
-  // While Python makes templates for new sessions, which it then gives to their nodes, nodes without any do not ask.
-  // Adds `change` to the number of such sessions.
-  static void change_preparations(int change);
+  // The number that the next node gets; numbers ascend.
+  static uint64_t next_number();
+  // Nodes from this number on belong to sessions that Python makes templates for; those without any do not ask for one.
+  static void expect_templates(uint64_t first);
   // Closes the sessions that ran the body of a node, once runs and equal nodes need them no more.
   static void drop_bodies(uint64_t id);
   // Makes later runs use the plans of a template, which replaces a template for the same inputs.
