@@ -276,7 +276,8 @@ class Halving:
         """Return a verification of the same outputs as in `onnxfuse verify`, which compares with the original.
 
         `verified` compares the optimized model with the converted one.  Where the noise is too large for that, the
-        error that was allowed decides.  Where even that is too large, the output counts as not compared.
+        error that was allowed decides; the model fails if that is exceeded.  Where even that is too large, the output
+        counts as not compared.
         """
         if verified.passed is False or self.reference is None:
             return verified
@@ -288,8 +289,10 @@ class Halving:
             reference = replace(self.reference, accepted=accepted, numbers_for_nan=accepted.numbers_for_nan)
             with self.timer.stage("verify"):
                 found = compare_with(reference, written)
+            if found.passed is False:
+                return replace(verified, passed=False, reason=found.reason, outputs=found.outputs)
             for each in found.outputs:
-                if each.passed and each.name in missing:
+                if each.name in missing:
                     del missing[each.name]
                     outputs.append(each)
         passed = True if outputs or verified.equal_parts else None

@@ -100,7 +100,8 @@ def verdict(verified: Verification, fused: int) -> Verdict:
     """Return the verdict of the verification as a word and a sentence."""
     outputs, parts = counted(len(verified.outputs), "output"), counted(verified.equal_parts, "fused node")
     if not verified.passed:
-        return Verdict("Not verified", "bad", f"Nothing was compared with the original: {verified.reason}.")
+        what = "Nothing was compared with the original" if verified.passed is None else "It differs from the original"
+        return Verdict("Not verified", "bad", f"{what}: {verified.reason}.")
     equal = " and ".join([*([outputs] if verified.outputs else []), *([parts] if verified.equal_parts else [])])
     how = f"{equal} of {counted(fused, 'fused node')}" if verified.equal_parts < fused else equal
     sentence = f"{how} computed what the original computes, in onnxruntime on the CPU"

@@ -15,10 +15,11 @@ import pytest
 from exported_models import read_index
 from onnx import TensorProto
 
-from onnxfuse import optimize
+from onnxfuse import halving, optimize
 from onnxfuse.ir.protos import nodes, tensors
+from onnxfuse.report.sections import verdict
 from onnxfuse.verify import reference
-from onnxfuse.verify.compare import compare
+from onnxfuse.verify.compare import Verification, compare
 from onnxfuse.verify.difference import TF32, OutputDifference, Standard, compare_output
 from onnxfuse.verify.reference import run_original
 from onnxfuse.verify.widen import half_precision_of, model_to_float32
@@ -309,3 +310,12 @@ def test_an_output_too_noisy_in_half_precision_is_compared_as_by_verify() -> Non
     assert report.verified.status == "verified" and report.verified.equal_parts == len(report.fused)
     assert report.verified.outputs == compare(source, model).outputs
     assert report.verified.outputs[0].set_by == "the error that was allowed for bfloat16"
+
+
+def test_a_noisy_output_beyond_the_allowed_error_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parent / "quantized_attention.txt").read_text(encoding="utf-8")
+    wrong = Verification(False, (), "output 'y' is off by 3.0e-01 of its largest value", ())
+    monkeypatch.setattr(halving, "compare_with", lambda *_: wrong)
+    _, report = optimize(onnx.parser.parse_model(text), dtype="bfloat16")
+    assert (report.verified.status, report.verified.reason) == ("failed", wrong.reason)
+    assert verdict(report.verified, 6).how == f"It differs from the original: {wrong.reason}."
