@@ -22,6 +22,7 @@ PROGRAMS = sorted([*ROOT.glob("benchmarks/*.py"), *ROOT.glob("models/*.py"), ROO
 WITH_OPTIONS = (
     "attention",
     "attention_forms",
+    "compile_seconds",
     "conv",
     "cpp_start",
     "cpu",
