@@ -49,7 +49,7 @@ from result_text import read_result, result_text
 from serving_cold import caches_in, cold
 from serving_engines import ENGINES, Bounds, Served
 from serving_growth import beyond_onnxruntime, growing_cache, memory
-from serving_load import load, unprepared, visits
+from serving_load import bodies, load, unprepared, visits
 from serving_tables import table
 from serving_tuning import background
 
@@ -104,7 +104,9 @@ def measured(task: Mapping[str, Any]) -> dict[str, Any]:
         case "visits":
             return visits(served, task["fresh"], bounds)
         case "unprepared":
-            return unprepared(served, task["first"], bounds)
+            return unprepared(served, task["first"], task["alone"], bounds)
+        case "bodies":
+            return bodies(served, task["first"], bounds)
         case "load":
             return load(served, task["threads"], task["seconds"], REQUESTS, bounds)
         case "cache":
@@ -169,6 +171,10 @@ def measure(run: Run, part: str, model: Mapping[str, Any]) -> dict[str, Any]:
     if part == "memory":
         found = {each: run.result(part, served=served, engine=each, **amounts) for each in ENGINES}
         found["beyond_onnxruntime"] = beyond_onnxruntime(found)
+    elif part == "unprepared":
+        found = run.result("bodies", served=served, **amounts)
+        if "error" not in found:
+            found = run.result(part, served=served, alone=found, **amounts)
     else:
         found = run.result(part, served=served, **amounts)
     return {"fused": model["counts"], **found}

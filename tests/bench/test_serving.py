@@ -17,10 +17,10 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 ENGINES = ("onnxruntime", "onnxfuse")
-PARTS = ("visits", "load", "cache", "memory", "cold")
+PARTS = ("unprepared", "visits", "load", "cache", "memory", "cold")
 FEW = [
     "--parts", ",".join(PARTS), "--provider", "cpu", "--range", "batch:1..3", "--range", "seq:2..32", "--fresh", "12",
-    "--threads", "1,3", "--seconds", "0.1", "--tokens", "16", "--shapes", "60", "--starts", "1",
+    "--first", "3", "--threads", "1,3", "--seconds", "0.1", "--tokens", "16", "--shapes", "60", "--starts", "1",
 ]  # fmt: skip
 
 
@@ -130,6 +130,16 @@ def test_memory_is_sampled_along_the_shapes(measured: dict[str, Any]) -> None:
         assert found["second_half"] == {
             "host_mib": pytest.approx(second_half, abs=1e-3 * samples[-1]["host_mib"])
         }  # of four digits
+
+
+def test_first_visits_are_compared_with_bodies(measured: dict[str, Any]) -> None:
+    part = measured["parts"]["unprepared"]
+    first, *others = part["rows"]
+    assert len(others) == 2 and part["agrees"] and part["relative_error"] < 1e-5
+    assert (part["first_run_ms"], part["first_run_body_ms"]) == (first["first_ms"], first["body_ms"])
+    for kind in "body", "body_later":
+        slowest = max(row["first_ms"] - row[f"{kind}_ms"] for row in others)
+        assert part[f"beyond_{kind}_ms"] == pytest.approx(slowest, rel=1e-3, abs=1e-3)
 
 
 def test_cold_starts_are_processes_that_answer_alike(measured: dict[str, Any]) -> None:
