@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -12,6 +11,7 @@ from onnxfuse.runtime import late_work
 from onnxfuse.runtime.likely_sizes import likely_sizes
 from onnxfuse.runtime.loaded_templates import PreparedTemplate, load_all
 from onnxfuse.runtime.planner import planner
+from onnxfuse.runtime.priority_pool import processors
 from onnxfuse.runtime.template import size_count
 
 log: Final = logging.getLogger("onnxfuse")
@@ -61,11 +61,11 @@ def load_and_send(
             name = template.situation.node.name
             log.warning("node '%s' goes on as its body: %s: %s", name, type(error).__name__, error)
 
-    processors = os.cpu_count() or 1
+    threads = processors()
     try:
         likely.update((id(template), likely_keys(template)) for template in templates)
-        load_all(templates, lambda each: likely[id(each)], max(1, processors - 1), goes_on, send)
-        load_all(templates, threads=max(1, processors // 2), goes_on=goes_on)
+        load_all(templates, lambda each: likely[id(each)], max(1, threads - 1), goes_on, send)
+        load_all(templates, threads=max(1, threads // 2), goes_on=goes_on)
         for template in templates:
             send(template)
     except Exception as error:  # CuPy and the driver have no common error class

@@ -14,6 +14,11 @@ MAX_THREADS: Final = 32
 _Task = Callable[[], None]
 
 
+def processors() -> int:
+    """Return how many processors this process may use: a container may get a few of a machine's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class PriorityThreadPool:
     """A context manager that waits for its tasks at its end, and then raises the first error of a task.
 
@@ -21,8 +26,8 @@ class PriorityThreadPool:
     """
 
     def __init__(self, threads: int | None = None) -> None:
-        """Set the largest number of threads, by default the number of processors; start none yet."""
-        self._max_threads = threads or min(MAX_THREADS, os.cpu_count() or 1)
+        """Set the largest number of threads, by default that of `processors`; start none yet."""
+        self._max_threads = threads or min(MAX_THREADS, processors())
         self._tasks: queue.PriorityQueue[tuple[int, int, _Task | None]] = queue.PriorityQueue()
         self._numbers = count()  # of tasks of equal length, the one that was added first runs first
         self._threads: list[threading.Thread] = []

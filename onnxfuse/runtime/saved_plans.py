@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -14,6 +13,7 @@ from onnxfuse.runtime.loaded_templates import GivenTemplate, PreparedTemplate, s
 from onnxfuse.runtime.plan import Kernel
 from onnxfuse.runtime.plan_file import KernelCode, PlanFile, SavedTemplate, node_identity, versions, write_plan_file
 from onnxfuse.runtime.planner import planner
+from onnxfuse.runtime.priority_pool import processors
 from onnxfuse.runtime.provider_names import CUDA
 from onnxfuse.runtime.run_plan import LIBRARIES, libraries_of
 from onnxfuse.runtime.template_key import Situation
@@ -63,7 +63,7 @@ def compile_kernels(
     errors: dict[tuple[int, str], KernelError] = {}
     longest = sorted(wanted.items(), key=lambda each: -source_length(each[1][0]))  # one that starts last ends alone
     progress(0, len(wanted))
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+    with ThreadPoolExecutor(processors()) as pool:
         tasks = {
             pool.submit(backend.machine_code, kernel, situation.device): key for key, (kernel, situation) in longest
         }
