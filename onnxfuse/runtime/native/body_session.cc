@@ -72,6 +72,7 @@ SideStream::SideStream(const Driver& driver) : driver_(driver) {
 }
 
 SideStream::~SideStream() {
+  // Without a current context, driver 580.159 returns CUDA_SUCCESS for both.
   driver_.cuStreamDestroy_v2(stream);
   driver_.cuEventDestroy_v2(event_);
 }
