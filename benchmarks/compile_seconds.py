@@ -33,7 +33,12 @@ from onnxfuse.ir.save import save
 from onnxfuse.optimizer import optimize
 from onnxfuse.runtime import code_cache, nvrtc
 
-CASES = [Case(name, name, {}) for name in ("bert", "llama", "resnet50", "detector")]
+CASES = (
+    Case("BERT-base", "bert", {}),
+    Case("Llama, 4 layers", "llama", {}),
+    Case("ResNet-50", "resnet50", {}),
+    Case("YOLO-like detector", "detector", {}),
+)
 
 
 def worker(model: Path, processors: int, arch: str) -> None:
@@ -79,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.worker:
         return worker(options.worker, int(options.processors), options.arch)
     rows: list[dict[str, Any]] = []
-    for case in (each for each in CASES if fnmatch.fnmatch(each.name, options.only)):
+    for case in (each for each in CASES if fnmatch.fnmatch(each.architecture, options.only)):
         path = fused(case, options.out / "onnx")
         for processors in options.processors.split(","):
             command = [sys.executable, __file__, "--out", str(options.out), "--worker", str(path), "--arch",

@@ -217,6 +217,17 @@ def _spread(times: Mapping[str, float]) -> list[str]:
     return [three_digits(times[name]) for name in ("median", "p90", "worst")]
 
 
+def compiling() -> str:
+    """Return the seconds of compiling whole models with an empty cache."""
+    found = rows("compile_seconds-h200")
+    lines = []
+    for model in dict.fromkeys(row["model"] for row in found):
+        few, many = (next(row for row in found if (row["model"], row["processors"]) == (model, n)) for n in (2, 16))
+        seconds = (few["nvrtc_s"], few["clock_s"], many["clock_s"])
+        lines.append([model, str(few["kernels"]), *map(three_digits, seconds)])
+    return grid(["seconds", "kernels", "of one processor in NVRTC", "2 processors", "16 processors"], lines)
+
+
 def starts() -> str:
     """Return the seconds from the start of a process to its first answer."""
     cold = result("first_runs-h200")["parts"]["cold"]["rows"]
@@ -599,10 +610,10 @@ def _dims(shape: Sequence[int]) -> str:
 TABLES: Final[Mapping[str, Callable[[], str]]] = {
     table.__name__: table
     for table in (
-        whole_models, trends, readme_models, engines, new_shapes, starts, load, regions_of_models, generated_kernels,
-        joined, products, quantized_products, float8, integers, decoding, tokens_per_second, attention,
-        attention_forms, linear_attention, recurrent_layers, scans, models_in_chunks, triton_kernel, timed_pages,
-        kernels, convolutions, gates, other_gpus, on_the_cpu, memory, optimizers, decisions,
+        whole_models, trends, readme_models, engines, new_shapes, starts, compiling, load, regions_of_models,
+        generated_kernels, joined, products, quantized_products, float8, integers, decoding, tokens_per_second,
+        attention, attention_forms, linear_attention, recurrent_layers, scans, models_in_chunks, triton_kernel,
+        timed_pages, kernels, convolutions, gates, other_gpus, on_the_cpu, memory, optimizers, decisions,
     )
 }  # fmt: skip
 
