@@ -69,6 +69,7 @@ class Children:
         }  # fmt: skip
         command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("cold_start.py")), json.dumps(task)]
         environment = os.environ | caches_in(caches)
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # installed packages have their bytecode
         started = time.monotonic()  # of the whole machine: the child reads the same clock
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=self._bounds.left())
         if done.returncode:
