@@ -207,6 +207,7 @@ def new_shapes() -> str:
         ["onnxruntime, first visit of a shape", *_spread(parts["visits"]["onnxruntime"]["first_ms"])],
         ["onnxruntime, later visits", *_spread(parts["visits"]["onnxruntime"]["later_ms"])],
         ["onnxfuse, first visit while kernels are compiled", *_spread(parts["unprepared"]["first_ms"])],
+        ["onnxruntime, first visit with the bodies of the fused file", *_spread(parts["unprepared"]["body_ms"])],
         ["onnxfuse, first visit", *_spread(parts["visits"]["onnxfuse"]["first_ms"])],
         ["onnxfuse, later visits", *_spread(parts["visits"]["onnxfuse"]["later_ms"])],
     ]
