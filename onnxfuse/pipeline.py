@@ -13,6 +13,7 @@ from onnxfuse.passes.fold_pads import fold_pads
 from onnxfuse.passes.fold_quantized_weights import fold_quantized_weights
 from onnxfuse.passes.fold_shapes import fold_shapes
 from onnxfuse.passes.merge_equal_sizes import merge_equal_sizes
+from onnxfuse.passes.merge_integer_projections import merge_integer_projections
 from onnxfuse.passes.move_integers import move_integers
 from onnxfuse.passes.name_results import name_results
 from onnxfuse.passes.normalize import normalize
@@ -49,6 +50,7 @@ PIPELINE: tuple[Pass, ...] = (
     rules_pass("write_roots", ROOTS),  # before normalize, which then merges equal means
     rules_pass("write_one_form", NO_OPS),
     normalize,  # so that the passes below, and patterns, find each computation in one form
+    merge_integer_projections,
     rules_pass("write_masked_sums", MASKED_SUMS),
     rules_pass("merge_fills", MASKS),  # before canonicalize_scores writes fills as sums
     *ATTENTION,  # after normalize, which composes views

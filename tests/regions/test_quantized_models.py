@@ -131,7 +131,7 @@ LEFT = {BLOCK: {"quantized_conv": 2, "quantized_gemm": 1, "region": 1, "global_a
                 "Reshape": 1},
         LAYER: {"quantized_gemm": 5, "quantized_matmul": 2, "region": 3, "QuantizeLinear": 1}}  # fmt: skip
 DYNAMIC = {BLOCK: {"quantized_conv": 2, "quantized_gemm": 1, "region": 3, "global_average_pool": 1},
-           LAYER: {"quantized_gemm": 5, "attention": 1, "add_layer_norm": 2, "region": 3}}  # fmt: skip
+           LAYER: {"quantized_gemm": 3, "attention": 1, "add_layer_norm": 2, "region": 3}}  # fmt: skip
 INT8 = {BLOCK: {"quantized_conv": 2, "quantized_gemm": 1, "region": 2, "global_average_pool": 1},
         LAYER: {**LEFT[LAYER], "region": 4}}  # fmt: skip
 OTHERS = {"dynamic": DYNAMIC, "int8": INT8}
@@ -139,7 +139,8 @@ OTHERS = {"dynamic": DYNAMIC, "int8": INT8}
 
 def in_integers(operators: Counter[str]) -> dict[str, int]:
     """Return the operators of onnxruntime that compute in integers."""
-    return {op: count for op, count in operators.items() if op.startswith(("QLinear", "QGemm")) or "Integer" in op}
+    kinds = ("QLinear", "QGemm", "DynamicQuantizeMatMul")
+    return {op: count for op, count in operators.items() if op.startswith(kinds) or "Integer" in op}
 
 
 WAYS = {f"{name}, {how}": (text, how) for name, text in (("block", BLOCK), ("layer", LAYER))
@@ -156,6 +157,9 @@ def test_cpus_compute_what_they_did_in_the_same_integer_operators(name: str, tmp
     assert kinds(again) == kinds(fused)
     assert kinds(fused) == OTHERS.get(how, LEFT)[text]
     found, wanted = (left_by_onnxruntime(each, tmp_path) for each in (fused, model))
+    if (text, how) == (LAYER, "dynamic"):  # the projections are one product, whose quantizer joins it
+        wanted += Counter({"DynamicQuantizeMatMul": 1, "Split": 1})
+        wanted -= Counter({"MatMulIntegerToFloat": 3})
     # Views give attention of one head four axes, and onnxruntime quantizes again after a Transpose that it moves.
     assert (found - wanted).keys() <= {"Reshape", "Transpose", "QuantizeLinear", "DequantizeLinear"}
     assert in_integers(found) == in_integers(wanted) != {}
