@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Final
 
 from onnxfuse.algebra.index_maps import Place
 from onnxfuse.algebra.indices import Index, flat, variable_index
@@ -19,24 +20,30 @@ from onnxfuse.kernels.region.operators import BYTES, NUMBER
 from onnxfuse.kernels.region.references import Reference
 from onnxfuse.kernels.region.tilings import Elements
 
+MAX_LOADED: Final = 64  # maximum number of elements that a thread loads for all its rounds before it computes
+
 
 class ElementsText:
     """Writes the code that finds a thread's elements, computes them and stores them."""
 
-    def __init__(self, tiling: Elements, parts: PartsText, store: StoreText) -> None:
-        """Store the tiling (the division among threads), the writer of variables, and the writer of stores."""
-        self.tiling, self.parts, self.store = tiling, parts, store
+    def __init__(self, tiling: Elements, parts: PartsText, store: StoreText, merge: Callable[[Writer], None]) -> None:
+        """Store the tiling (the division among threads), the writer of variables, and the writer of stores.
+
+        `merge` writes the merges of the reductions that the elements read.
+        """
+        self.tiling, self.parts, self.store, self.merge = tiling, parts, store, merge
         self.nest, self.writer, self.type = parts.nest, parts.writer, parts.type
 
     def write(self) -> None:
         """Write the code of independent elements."""
         nest, writer, width = self.nest, self.writer, self.tiling.width
         variables = nest.lists[ELEMENTS]
-        if self.tiling.is_scattered:
-            self._scattered(variables)
-            return
         if self.tiling.rounds > 1:
             self._in_rounds(variables)
+            return
+        self.merge(writer)
+        if self.tiling.is_scattered:
+            self._scattered(variables)
             return
         writer.line(f"const {self.type} at = ({self.type})block * {self.tiling.threads} + threadIdx.x;")
         if self.tiling.has_tail:
@@ -61,16 +68,46 @@ class ElementsText:
         self.store.write()
 
     def _in_rounds(self, variables: Sequence[Variable]) -> None:
-        """Write a loop over a thread's vectors."""
+        """Write loops over a thread's vectors: the loads of all, if there are registers for them, and the results.
+
+        Reductions are merged while the loads are in flight.
+        """
         writer, width, threads, rounds = self.writer, self.tiling.width, self.tiling.threads, self.tiling.rounds
-        with writer.block(f"for (int round = 0; round < {rounds}; ++round)"):
-            first = f"(({self.type})block * {rounds} + round) * {threads}"
-            writer.line(f"const {self.type} at = {first} + threadIdx.x;")
-            writer.line(f"if (at >= {self.parts.bound(ELEMENTS, width)}) break;")
+        linear = _place_of(variables) if len(variables) > 1 else None
+        writer.line(f"const {self.type} first = ({self.type})block * {rounds * threads} + threadIdx.x;")
+        writer.lanes = Lanes(variables[-1].name, width, linear=linear)
+        trial = self._trial(self.merge).vectors
+        keys = list(dict.fromkeys(trial)) if rounds * width * len(dict.fromkeys(trial)) <= MAX_LOADED else []
+        loaded = {key: writer.new_name(f"{key[0]}_") for key in keys}
+        each = f'_Pragma("unroll") for (int round = 0; round < {rounds}; ++round)'
+        at, bound = f"const {self.type} at = first + round * {threads};", self.parts.bound(ELEMENTS, width)
+        self._declare(loaded, rounds)
+        if loaded:
+            with writer.block(each):
+                writer.line(at)
+                writer.line(f"if (at >= {bound}) break;")
+                self.parts.split("at", variables, width)
+                self._load(loaded, "round")
+        self.merge(writer)
+        with writer.block(each if loaded else each.partition(") ")[2]):
+            writer.line(at)
+            writer.line(f"if (at >= {bound}) break;")
+            for key, name in loaded.items():
+                writer.keep(key, Reference(f"{name}[round]", varies=True))
             self.parts.split("at", variables, width)
-            linear = _place_of(variables) if len(variables) > 1 else None
-            writer.lanes = Lanes(variables[-1].name, width, linear=linear)
             self.store.write()
+
+    def _declare(self, loaded: Mapping[tuple[str, Place], str], count: int) -> None:
+        """Declare arrays for `count` vectors of each of some operands."""
+        for (operand, _), name in loaded.items():
+            kind = NUMBER[self.writer.program.dtypes[operand]]
+            self.writer.line(f"{kind} {name}[{count}][{self.tiling.width}];")
+
+    def _load(self, loaded: Mapping[tuple[str, Place], str], index: str) -> None:
+        """Write the loads of vector `index`, a variable of the code, of each of some operands."""
+        for (operand, place), name in loaded.items():
+            address = self.writer.address(operand, flat(place, self.writer.shapes.of[operand]))
+            self.writer.line(f"load({address}, {name}[{index}]);")
 
     def _alike(self, variable: Variable, alike: DominantPart) -> None:
         """Write vectors as if a Concat's dominant part had all elements, and single elements outside the part.
@@ -137,10 +174,15 @@ class ElementsText:
     def _each_repeat(self) -> AbstractContextManager[None]:
         return self.writer.block(f'_Pragma("unroll") for (int k = 0; k < {self.tiling.repeats}; ++k)')
 
-    def _trial(self) -> Writer:
-        """Write the values and the stores of a thread as a trial; return its writer, whose lines are not used."""
+    def _trial(self, merge: Callable[[Writer], None] | None = None) -> Writer:
+        """Write the values and the stores of a thread as a trial; return its writer, whose lines are not used.
+
+        Reductions are merged before, if `merge` writes this.
+        """
         trial = StoreText(self.nest, self.writer.copy(), self.store.release, self.store.leaving, ())
         trial.writer.lanes = self.writer.lanes
+        if merge is not None:
+            merge(trial.writer)
         trial.write()
         return trial.writer
 
@@ -155,14 +197,10 @@ class ElementsText:
             for operand, place in dict.fromkeys(self._trial().vectors)
             if any(repeated.name in index.variables() for index in place)
         }
-        for (operand, _), name in found.items():
-            kind = NUMBER[writer.program.dtypes[operand]]
-            writer.line(f"{kind} {name}[{self.tiling.repeats}][{self.tiling.width}];")
+        self._declare(found, self.tiling.repeats)
         with self._each_repeat():
             writer.line(value)
-            for (operand, place), name in found.items():
-                address = writer.address(operand, flat(place, writer.shapes.of[operand]))
-                writer.line(f"load({address}, {name}[k]);")
+            self._load(found, "k")
         return found
 
     def _write_without(self, repeated: Variable) -> None:

@@ -47,6 +47,11 @@ class NestText:
         self.release, self.leaving = release, leaving
         self.type = writer.arguments.index_type
         self.shifted = tiling.shifted if isinstance(tiling, Rows) else {}
+        # Extremes of all elements are found from the end on: L2 may still hold what the kernel before has written last,
+        # and afterwards it holds the first elements, which the next launch reads first.
+        kinds = [each.instance.accumulator(writer.program) for each in own]
+        is_shared = bool(own) and tiling.shares != 1 and nest.count(ROWS) == 1
+        self.is_backward = is_shared and {"Min<float>", "Max<float>"}.issuperset(kinds)
         self.parts, self.store = PartsText(nest, writer), StoreText(nest, writer, release, leaving, own)
         self.reads: list[tuple[str, list[tuple[str, Place]]]] = []  # for each loop: its list, and the vectors it reads
         # For each list of variables (see Nest.lists): the vectors that registers hold, and the names of their arrays.
@@ -81,15 +86,20 @@ class NestText:
                     self.batched[number] = own
         self._write()
 
-    def _write(self) -> None:
+    def _merge_whole(self, writer: Writer) -> None:
+        """Write the merges of the reductions with a single result that the nest reads."""
         for key in sorted(self.nest.reads):
-            if self.writer.stored[key].is_whole:
-                merge_whole(self.writer, self.writer.stored[key], self.tiling.threads)
+            if writer.stored[key].is_whole:
+                merge_whole(writer, writer.stored[key], self.tiling.threads)
+
+    def _write(self) -> None:
+        if not isinstance(self.tiling, Elements):
+            self._merge_whole(self.writer)
         match self.tiling:
             case Merge():
                 merge_shares(self.writer, self.own[0], self.tiling, self.parts.bound(ROWS, 1))
             case Elements():
-                ElementsText(self.tiling, self.parts, self.store).write()
+                ElementsText(self.tiling, self.parts, self.store, self._merge_whole).write()
             case Tile():
                 self._tile(self.tiling)
             case Columns():
@@ -343,6 +353,8 @@ class NestText:
             writer.lanes = self.shifted[name]
             writer.line(f"const {self.type} {variables[0].name} = {head} + {at} * {writer.lanes.width};")
             return
+        if self.is_backward:
+            at = f"({self.parts.bound(name, width)} - 1 - {at})"
         if variables:
             self.parts.split(at, variables, width)
         if not isinstance(self.tiling, Columns):
