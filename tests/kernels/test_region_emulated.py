@@ -62,7 +62,10 @@ def test_extremes_of_all_elements_are_found_together_and_merged_by_few_blocks(tm
     first, second = plan_of(program, GPU).steps
     assert isinstance(first, Launch) and isinstance(second, Launch)
     assert first.kernel.text.count("float x0_1[4][4]") == 2  # of whole rounds, and of the last one
+    assert "38400 - 1 - at" in first.kernel.text  # from the end on
     assert second.grid[0] == 300 * 512 // (4 * 128 * 8) + 1
+    loaded, merged = map(second.kernel.text.index, ("x0_1[8][4]", "stored_by_block"))
+    assert loaded < merged  # the loads of all rounds come before the merges
     check_all({"": program}, tmp_path)
 
 
