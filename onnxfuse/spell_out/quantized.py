@@ -14,7 +14,7 @@ from onnx import TensorProto
 
 from onnxfuse.analysis.rules import RuleTable
 from onnxfuse.dsl.terms import Term
-from onnxfuse.dsl.words import op
+from onnxfuse.dsl.words import op, results
 from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.ir.node import consumers, is_constant, op_of
 from onnxfuse.ir.quantizers import is_quantized_twice
@@ -28,6 +28,7 @@ TWICE: Final = "is quantized, dequantized and quantized again; onnxruntime would
 LARGEST_SCALE: Final = 2.0**32  # with it, dequantized numbers are below 2^40, so sums of 2^31 products stay finite
 QUANTIZERS_WITH_AXES_SINCE: Final = 13
 QUANTIZERS_OF_FLOAT16_SINCE: Final = 19
+DYNAMIC_QUANTIZERS_SINCE: Final = 11
 DEQUANTIZED: Final = (TensorProto.INT8, TensorProto.UINT8, TensorProto.INT32)  # dtypes; int32 is for biases
 GEMM_ATTRIBUTES: Final[Mapping[str, float]] = {"alpha": 1.0, "transA": 0, "transB": 0}
 
@@ -59,6 +60,33 @@ def _gemm(call: Call) -> dict[int, Term]:
     bias = _bias(call, 6, (call.rank(6) or 1) - 1, attributes["alpha"])
     product = op.Gemm(numbers(call, 0), numbers(call, 3, axis=int(not attributes["transB"])), bias, **attributes)
     return quantized(call, product, 7) if call.has(7) else {0: product}
+
+
+@RULES.rule("com.microsoft::MatMulIntegerToFloat")
+def _product_to_float(call: Call) -> dict[int, Term]:
+    return {0: _scaled_sums(call, call.input(0), call.input(2), call.optional(4), weight_scale=3)}
+
+
+@RULES.rule("com.microsoft::DynamicQuantizeMatMul")
+def _product_of_floats(call: Call) -> dict[int, Term]:
+    since = DYNAMIC_QUANTIZERS_SINCE
+    stay_if(call.graph.opset < since, f"ONNX has DynamicQuantizeLinear from opset {since} on")
+    call.may_remain.add("DynamicQuantizeLinear")  # regions take it
+    x, scale, zero = results(op.DynamicQuantizeLinear(call.input(0)), 3)
+    return {0: _scaled_sums(call, x, scale, zero, weight_scale=2)}
+
+
+def _scaled_sums(call: Call, x: Term, scale: Term, zero: Term | None, weight_scale: int) -> Term:
+    """Return the product of integers x and the weight, input 1, times both scales, and the bias that is added.
+
+    The zero point of the weight and the bias are the inputs after the zero point, if the node has one, and its scale.
+    """
+    stay_if(not is_constant(call.tensor(1)), "its weight is computed; kernels take constant weights")
+    stay_if(call.dtype(weight_scale) != TensorProto.FLOAT, "its result is not float32")
+    own = weight_scale + 1 + (op_of(call.node) == "com.microsoft::MatMulIntegerToFloat")
+    sums = op.MatMulInteger(x, call.input(1), zero, call.optional(own))
+    scaled = op.Mul(op.Cast(sums, to=TensorProto.FLOAT), op.Mul(scale, call.input(weight_scale)))
+    return op.Add(scaled, call.input(own + 1)) if call.has(own + 1) else scaled
 
 
 def _bias(call: Call, index: int, axis: int, alpha: float) -> Term | None:

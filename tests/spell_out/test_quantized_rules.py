@@ -71,6 +71,14 @@ FLOATS = {
     "{ y = com.microsoft.DequantizeLinear <axis = -2> (x, each) }",
     "dequantize_bias": f"(uint8[5] x) => (float[5] y) <{STEPS}, int32[5] b> "
     "{ d = com.microsoft.DequantizeLinear (b, s) e = DequantizeLinear (x, s, z) y = Add (d, e) }",
+    "product_to_float": f"(float[3,5,8] x) => (float[3,5,6] y) <int8[8,6] w, {STEPS}> "
+    "{ q, a, o = DynamicQuantizeLinear (x) y = com.microsoft.MatMulIntegerToFloat (q, w, a, t, o, i) }",
+    "product_to_float_of_columns": f"(int8[5,8] x) => (float[5,6] y) <int8[8,6] w, {STEPS}, {COLUMNS}, float[6] f> "
+    "{ y = com.microsoft.MatMulIntegerToFloat (x, w, s, each, , zeros, f) }",
+    "product_of_floats": f"(float[3,5,8] x) => (float[3,5,6] y) <int8[8,6] w, {STEPS}> "
+    "{ y = com.microsoft.DynamicQuantizeMatMul (x, w, t, i) }",
+    "product_of_floats_of_columns": f"(float[5,8] x) => (float[5,6] y) <int8[8,6] w, {STEPS}, {COLUMNS}, float[6] f> "
+    "{ y = com.microsoft.DynamicQuantizeMatMul (x, w, each, , f) }",
     "gemm_of_floats": f"(uint8[5,8] x) => (float[5,6] y) <int8[8,6] w, {STEPS}, int32[1,6] b> "
     "{ y = com.microsoft.QGemm(x, s, z, w, t, i, b) }",
     "gemm_of_a_factor": f"(uint8[5,8] x) => (float[5,6] y) <int8[8,6] w, {STEPS}, int32[6] b> "
@@ -127,6 +135,13 @@ def test_a_rule_computes_the_integers_that_the_operator_does(name: str, optimize
 def test_a_product_is_fused_in_every_opset(name: str, fusion: str, opset: int) -> None:
     _, report = optimize(with_integers(EXACT[name], opset))
     assert [one.fusion for one in report.fused if one.fusion != "region"] == [fusion]
+    assert report.verified.status == "verified" and not report.dropped
+
+
+@pytest.mark.parametrize("name", ["product_to_float", "product_of_floats", "product_of_floats_of_columns"])
+def test_products_that_onnxruntime_joined_with_scales_or_quantizers_are_fused(name: str) -> None:
+    _, report = optimize(with_integers(FLOATS[name]))
+    assert report.counts == {"quantized_gemm": 1, "region": 1}
     assert report.verified.status == "verified" and not report.dropped
 
 
