@@ -180,9 +180,10 @@ struct Gate {
 // Loads the columns of a tile of w (n x k) at k, from `column` on. Columns of operands of 8 bits come in the order of
 // gemm_hopper_eight_bits.cuh.
 [[maybe_unused]] __device__ __forceinline__ void load_columns(const TensorMap& w, u32 to, u32 full, int k, int column) {
-#if EIGHT_BITS && WIDTH == 8
+#if EIGHT_BITS && WIDTH >= 4
 #pragma unroll
-    for (int i = 0; i < TILE_N; i += 32) hopper::load(w, to + i * BLOCK_ROW_BYTES, full, k, 0, (column + i) / WIDTH, 0);
+    for (int i = 0; i < TILE_N; i += 4 * WIDTH)
+        hopper::load(w, to + i * BLOCK_ROW_BYTES, full, k, 0, (column + i) / WIDTH, 0);
 #else
     hopper::load(w, to, full, k, column);
 #endif

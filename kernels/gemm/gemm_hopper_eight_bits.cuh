@@ -8,13 +8,13 @@
 // sums. Its w_sums has a row for each possible range of taps inside x (conv_edges.cuh), with the sums of w over these
 // taps.
 //
-// In wgmma's layout, four lanes hold eight columns of a row, two neighbouring columns each. If WIDTH is 8, TMA loads the
-// columns of w in another order (load_columns of gemm_hopper.cuh): of 32 columns, 8 * i + 2 * j and 8 * i + 2 * j + 1
-// become columns 8 * j + 2 * i and 8 * j + 2 * i + 1, which lane i has. So each lane has eight neighbouring columns of y.
-// If y is stored in 8 bits, which is the usual case, the four lanes store a whole sector of L2.
+// In wgmma's layout, four lanes hold eight columns of a row, two neighbouring columns each. If WIDTH is 8 or 4, TMA
+// loads the columns of w in another order (load_columns of gemm_hopper.cuh): of 4 * WIDTH columns, 2 * i and 2 * i + 1
+// of the WIDTH columns of lane j become columns 8 * i + 2 * j and 8 * i + 2 * j + 1, which lane j has. So each lane has
+// WIDTH neighbouring columns of y. It stores these at once, and four lanes store whole sectors of L2.
 //
 // Macros, besides those of gemm_hopper.cuh:
-//   WIDTH      columns of y that a thread computes at a time: 8, 2 or 1; divides n
+//   WIDTH      columns of y that a thread computes at a time: 8, 4, 2 or 1; divides n
 //   W_SCALES   1: w_scale has one number per column; 0: one number
 //   OPERAND    s8, u8 or e4m3, the type of x and of x_zero
 //   X_ZERO     1: x has a zero point, and there are w_sums; 0: the zero point is 0
@@ -24,10 +24,10 @@
 
 namespace {
 
-constexpr int OWN_COLUMNS = WIDTH == 8 ? 8 : 2;  // columns of a thread in a group of columns
+constexpr int OWN_COLUMNS = WIDTH > 2 ? WIDTH : 2;  // columns of a thread in a group of columns
 constexpr int GROUP = 4 * OWN_COLUMNS;
 
-static_assert(TILE_N % GROUP == 0 && (WIDTH == 8 || WIDTH <= 2));
+static_assert(TILE_N % GROUP == 0 && 8 % WIDTH == 0);
 
 #ifndef DIMS  // a product of matrices
 struct Edges {
@@ -95,7 +95,10 @@ struct GroupElements {
 // other elements, but are not stored. This avoids branches, so the compiler computes numbers once if they depend only
 // on scales of the program (the operators fused into the product).
 struct EightBitResults {
-    static constexpr int AHEAD = 2, STEPS = TILE_N / GROUP * ATOMS;
+    static constexpr int STEPS = TILE_N / GROUP * ATOMS;
+    // With PINGPONG, another consumer computes while this one waits, and loading further ahead is no faster.
+    static constexpr bool ALL_AHEAD = !PINGPONG && !EDGES && !HAS_RESIDUAL && sizeof(Program::OfElements<WIDTH>) <= 8;
+    static constexpr int AHEAD = ALL_AHEAD ? STEPS : 2;
 
     const EightBitOutput& of;
     int left, first, column;  // columns of y from the tile's first on; the thread's first row and column

@@ -56,6 +56,19 @@ def test_hopper_multiplies_integers_in_one_launch_after_the_sums(case: Case) -> 
     assert sources[:-1] == (["quantized_sums"] if case.x_zero is not None and not case.sums else [])
 
 
+@pytest.mark.parametrize(
+    ("case", "width"),
+    [(GEMMS[0], 4), (replace(GEMMS[0], dtype="float16"), 8), (replace(GEMMS[0], after="relu"), 8),
+     (replace(GEMMS[0], n=254), 2), (replace(GEMMS[0], n=100, after="relu"), 4)],
+    ids=str,
+)  # fmt: skip
+def test_a_thread_stores_as_many_columns_as_divide_a_row(case: Case, width: int) -> None:
+    (step,) = plans_of(case, H200)[0].steps
+    assert isinstance(step, Launch) and step.kernel.defines["WIDTH"] == width
+    (_, weights) = (each for each in step.arguments if isinstance(each, TensorMap))
+    assert len(weights.sizes) == (4 if width > 2 else 2)
+
+
 (STEM,) = (case for case in CONVS if case.k == 3 and not case.first)
 
 

@@ -36,7 +36,7 @@ CASES = [
     Case(2, 40, 5, sizes=(3, 4, 5), kernel=(2, 3, 2), pads=(0, 1, 2, 1, 1, 0), dilations=(1, 1, 2), x_dtype="int8"),
     Case(1, 64, 128, sizes=(2, 9), kernel=(3, 5), pads=(2, 4, 2, 3), dilations=(1, 2), x_zero=9, sums=True),
     Case(70, 96, 256, after="relu"), Case(133, 72, 144, x_dtype="int8", x_zero=5, after="relu"),
-    Case(70, 40, 256, after="residual"),
+    Case(70, 40, 256, after="residual"), Case(70, 100, 256, after="residual"), Case(65, 36, 128, dtype="float16"),
     Case(70, 40, 256, x_dtype=FLOAT8, w_dtype=FLOAT8), Case(133, 35, 272, x_dtype=FLOAT8, w_dtype=FLOAT8, bias=False),
     Case(65, 64, 144, x_dtype=FLOAT8, w_dtype=FLOAT8, after="residual"),
     Case(140, 104, 656, x_dtype=FLOAT8, w_dtype=FLOAT8, dtype="float16", per_column=False, after="relu"),
