@@ -39,12 +39,15 @@ HALF_SHARE: Final = 0.85  # with `half`: share of a multiprocessor's time that o
 # of a y that is stored in 8 bits.
 FLOAT8_INSTRUCTIONS: Final = 12
 # The same for integers, and cycles of their epilogue for each column of a tile, whose scale and bias are loaded. A
-# stage is multiplied in INTEGER_STEP of the time of one of float16. Fitted to six to nine configs of each of 21 layers
-# of BERT-base and ResNet-50 on an H200: the config with the lowest estimate takes 0.7 % longer than the fastest in the
-# geometric mean, and 6 % at most.
+# stage is multiplied in INTEGER_STEP of the time of one of float16. From its first load to its last store, a tile takes
+# TILE_LATENCY longer, which other tiles hide only in part. Fitted to six to nine configs of each of 22 layers of
+# BERT-base and ResNet-50 on an H200: the config with the lowest estimate takes 1.1 % longer than the fastest in the
+# geometric mean, and 7 % at most.
 INTEGER_INSTRUCTIONS: Final = 8
 INTEGER_COLUMN_CYCLES: Final = 8
 INTEGER_STEP: Final = 0.85
+TILE_LATENCY: Final = 3000
+INTEGER_TILE_CYCLES: Final = 600  # SHARED_TILE_CYCLES for integers
 START_CYCLES: Final = 2000.0  # from a block's start on a multiprocessor to its first products
 L2_BYTES: Final = 3950  # bytes per cycle that all multiprocessors together read from L2
 ALONE_SHARE: Final = 0.15  # weight of the product's own latency in `shared_cycles`
@@ -182,6 +185,12 @@ def cycles(gemm: Gemm, config: HopperConfig, device: Device, row_cycles: float =
         waiting: int = maximum(0, blocks_beyond_room(gemm, config, device))
         return mainloop + exchange + CLUSTER_CYCLES + PENALTY * waiting
     rounds = -(-tile_count(gemm, config) // device.multiprocessors)
+    if gemm.eight_bits is not None and not gemm.eight_bits.are_float8:
+        if not config.pingpong:
+            return rounds * (mainloop + epilogue + INTEGER_TILE_CYCLES)
+        alternating = (TILE_LATENCY + mainloop + epilogue) / 2  # two consumers have tiles in turns
+        each: float = maximum(mainloop + 0.55 * epilogue, alternating)
+        return rounds * each + 0.45 * epilogue
     if config.pingpong or config.half:  # another consumer multiplies during a part of the epilogue
         return rounds * (mainloop + 0.45 * epilogue) + 0.55 * epilogue
     return rounds * (mainloop + epilogue + SHARED_TILE_CYCLES)

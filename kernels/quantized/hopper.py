@@ -27,7 +27,9 @@ WGMMA_ARCH: Final = 90
 CONFIGS: Final = (
     *(each for each in hopper.CONFIGS if each.pingpong),
     HopperConfig(192, 64, pingpong=True),
+    HopperConfig(128, 96, pingpong=True),
     HopperConfig(128, 192),
+    HopperConfig(256, 128),
 )
 # For float8, consumers share tiles: while one adds the sums of a stage, wgmmas of the others are in flight. These sums
 # take as many registers as the accumulators.
