@@ -80,6 +80,16 @@ def new_variable(name: str, dtype: DType | None = None, shape: Sequence[int | st
     return gs.Variable(name, dtype, shape)  # type: ignore[no-any-return]
 
 
+def disconnect(nodes: Sequence[Node]) -> None:
+    """Clear the inputs of nodes.  Each tensor's list of consumers is searched once, and not once for each node."""
+    gone = set(map(id, nodes))
+    for tensor in {id(tensor): tensor for node in nodes for tensor in node.inputs}.values():
+        # The methods of `list` leave out what SynchronizedList does for each element.
+        list.__setitem__(tensor.outputs, slice(None), [each for each in tensor.outputs if id(each) not in gone])
+    for node in nodes:
+        list.clear(node.inputs)
+
+
 def make_constant(tensor: Tensor, value: Array) -> None:
     """Turn a computed tensor into an initializer of the same name; its consumers then read the initializer."""
     tensor.inputs.clear()

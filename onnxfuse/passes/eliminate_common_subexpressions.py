@@ -11,6 +11,7 @@ from onnxfuse.algebra.operators import RANDOM
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import schema
 from onnxfuse.ir.graph import Graph, constant_value
+from onnxfuse.ir.graphsurgeon import disconnect
 from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of
 from onnxfuse.passes.graph_pass import graph_pass
 from onnxfuse.region_operators import ELEMENTWISE
@@ -27,7 +28,7 @@ def eliminate_common_subexpressions(graph: Graph, shapes: ShapeInfo) -> int:
     has_exact: set[Node] = set()
     constant_keys: dict[int, Hashable] = {}
     merged: dict[int, Tensor] = {}  # id of a tensor -> the tensor that its consumers, which follow, read in its place
-    count = _merge_tables(graph)
+    count, removed = _merge_tables(graph), list[Node]()
     for node in list(graph.nodes):
         for i, tensor in enumerate(node.inputs):
             if id(tensor) in merged:
@@ -42,8 +43,9 @@ def eliminate_common_subexpressions(graph: Graph, shapes: ShapeInfo) -> int:
         key = _key(graph, node, constant_keys)
         equal = exact.setdefault(key, node)
         if key is not None and equal is not node and _merge(graph, equal, node, merged):
-            count += 1
-    return count
+            removed.append(node)
+    disconnect(removed)
+    return count + len(removed)
 
 
 def _merge_tables(graph: Graph) -> int:
@@ -88,7 +90,6 @@ def _merge(graph: Graph, kept: Node, node: Node, merged: dict[int, Tensor]) -> b
     pairs = list(zip(list(node.outputs), list(kept.outputs), strict=True))
     if any(graph.is_kept(old) and graph.is_kept(new) for old, new in pairs):
         return False
-    node.inputs.clear()
     for old, new in pairs:
         if old.name and graph.is_kept(old):
             graph.replace(old, new)
