@@ -27,6 +27,7 @@ def run() -> None:
             main(prog_name="onnxfuse")
         finally:
             interrupts.ignore()
+            gc.freeze()  # else Python's shutdown searches all objects for garbage: 0.1 s, and more for a large model
     except SystemExit as error:
         if interrupts.seen():
             _end(error.code if isinstance(error.code, int) else 1)
