@@ -43,7 +43,10 @@ Message = TypeVar("Message", onnx.ModelProto, onnx.GraphProto)
 
 def subgraphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
     """Return the graphs in a node's attributes."""
-    return [g for a in node.attribute for g in (*((a.g,) if a.HasField("g") else ()), *a.graphs)]
+    return [
+        g for a in node.attribute if a.type not in PLAIN_ATTRIBUTES
+        for g in (*((a.g,) if a.HasField("g") else ()), *a.graphs)
+    ]  # fmt: skip
 
 
 def is_control_flow(node: onnx.NodeProto) -> bool:
@@ -130,7 +133,8 @@ def tensors(*parts: NodeContainer) -> Iterator[onnx.TensorProto]:
 
 def _tensors_of(attributes: Iterable[onnx.AttributeProto]) -> Iterator[onnx.TensorProto]:
     for attribute in attributes:
-        yield from (*([attribute.t] if attribute.HasField("t") else ()), *attribute.tensors)
+        if attribute.type not in PLAIN_ATTRIBUTES:
+            yield from (*([attribute.t] if attribute.HasField("t") else ()), *attribute.tensors)
 
 
 def has_external_data(model: onnx.ModelProto) -> bool:
@@ -162,6 +166,16 @@ def stored_integers(tensor: onnx.TensorProto | None) -> Array:
     if tensor is None or tensor.data_type not in integers or uses_external_data(tensor):
         return np.zeros(0, np.int64)
     return onnx.numpy_helper.to_array(tensor)
+
+
+def value_info(name: str, dtype: int, dims: Iterable[int | str | None] | None) -> onnx.ValueInfoProto:
+    """Return the type of a tensor, like onnx's make_tensor_value_info; `dims` is None for a tensor of unknown rank."""
+    return onnx.ValueInfoProto(name=name, type=_tensor_type(dtype, None if dims is None else tuple(dims)))
+
+
+@functools.lru_cache(maxsize=4096)  # the tensors of a model have few types, and copying one takes a tenth of making it
+def _tensor_type(dtype: int, dims: tuple[int | str | None, ...] | None) -> onnx.TypeProto:
+    return onnx.helper.make_tensor_type_proto(dtype, dims)
 
 
 def copy_without(message: Message, *fields: str) -> Message:

@@ -87,6 +87,8 @@ def _outline_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterable[OutlineNode]:
 def _module_scope(node: onnx.NodeProto) -> tuple[str, ...]:
     """Return the modules of torch around a node, such as ("blocks.2", "mlp"); () if none are recorded."""
     text = next((each.value for each in node.metadata_props if each.key == NAME_SCOPES), "")
+    if not text:
+        return ()
     modules = re.findall("'([^']*)'", text)[:-1]
     return tuple(name.removeprefix(f"{outer}.") for outer, name in itertools.pairwise(modules))
 
