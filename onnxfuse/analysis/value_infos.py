@@ -8,12 +8,11 @@ from typing import Final, TypeAlias
 
 import onnx
 import onnx.shape_inference
-from onnx import TensorProto
 
 from onnxfuse.algebra.size_parser import is_name, parse_size
 from onnxfuse.algebra.sizes import UNKNOWN, Size
 from onnxfuse.ir.noted_sizes import noted_sizes
-from onnxfuse.ir.protos import ONNX_DOMAINS, nodes, opset_of, overridable_initializers, subgraphs
+from onnxfuse.ir.protos import ONNX_DOMAINS, nodes, opset_of, overridable_initializers, subgraphs, value_info
 from onnxfuse.ir.slices import hide_ends
 
 MAX_COPIED_BYTES = 1024  # onnx's shape inference reads only small constants, so it gets a model without larger ones
@@ -151,13 +150,13 @@ def _without_weights(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[onnx
     for node in source.node:
         is_large = node.op_type == "Constant" and node.ByteSize() > MAX_COPIED_BYTES
         if is_large and node.attribute[0].HasField("t"):
-            graph.input.append(_value_info(node.output[0], node.attribute[0].t))
+            value = node.attribute[0].t
+            graph.input.append(value_info(node.output[0], value.data_type, value.dims))
         else:
             graph.node.append(node)
     inputs = {info.name for info in source.input}
-    weights = [_value_info(tensor.name, tensor) for tensor in source.initializer if tensor.name not in inputs]
-    weights += [_value_info(t.values.name, TensorProto(dims=t.dims, data_type=t.values.data_type))
-                for t in source.sparse_initializer]  # fmt: skip
+    weights = [value_info(t.name, t.data_type, t.dims) for t in source.initializer if t.name not in inputs]
+    weights += [value_info(t.values.name, t.values.data_type, t.dims) for t in source.sparse_initializer]
     defaults = overridable_initializers(model)
     small = {t.name: t for t in source.initializer if t.name not in defaults and t.ByteSize() <= MAX_COPIED_BYTES}
     graph.initializer.extend(small.values())
@@ -182,8 +181,4 @@ def _without_shape(info: onnx.ValueInfoProto) -> onnx.ValueInfoProto:
         return onnx.helper.make_tensor_sequence_value_info(info.name, elements, None)
     if not info.type.HasField("tensor_type"):
         return info
-    return onnx.helper.make_tensor_value_info(info.name, info.type.tensor_type.elem_type, None)
-
-
-def _value_info(name: str, tensor: TensorProto) -> onnx.ValueInfoProto:
-    return onnx.helper.make_tensor_value_info(name, tensor.data_type, list(tensor.dims))
+    return value_info(info.name, info.type.tensor_type.elem_type, None)

@@ -19,7 +19,7 @@ from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.execution_order import execution_order, is_in_order, outer_reads
 from onnxfuse.ir.external_data import with_values
 from onnxfuse.ir.node import AttributeValue, Constant, Node, Tensor, consumers, has_subgraph, is_constant, op_of
-from onnxfuse.ir.protos import subgraphs
+from onnxfuse.ir.protos import subgraphs, value_info
 from onnxfuse.ir.quantizers import joined_quantizers
 
 OPSET_OF_UNCUT_SLICES: Final = 10  # in this opset, onnx's inference gives a Slice the named sizes of its input
@@ -215,7 +215,7 @@ class Graph:
         """Record a tensor's type in the written model, for tools that lack its operator and cannot infer the type."""
         if dtype:
             known = shape if shape is None else [d if isinstance(d, int) else self._dim_param(d) for d in shape]
-            self.recorded_types[tensor.name] = onnx.helper.make_tensor_value_info(tensor.name, dtype, known)
+            self.recorded_types[tensor.name] = value_info(tensor.name, dtype, known)
 
     def _dim_param(self, size: object) -> str | None:
         """Return the name of a size for a recorded type; None for an unknown size, whose text contains "?".
@@ -224,8 +224,10 @@ class Graph:
         named sizes of its input.  With names, onnxruntime would assume that two Slices of a tensor are equally large,
         and fail where one reuses the other's memory.
         """
-        is_named = size is not None and "?" not in str(size) and self.opset != OPSET_OF_UNCUT_SLICES
-        return str(size) if is_named else None
+        if size is None or self.opset == OPSET_OF_UNCUT_SLICES:
+            return None
+        text = str(size)
+        return None if "?" in text else text
 
     def correct_type(self, tensor: Tensor, dtype: int, shape: Iterable[object] | None) -> None:
         """Record a tensor's type in place of the type that the model records, or declares for an output.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar
 
 import numpy as np
 import onnx
+import onnx.helper
 import onnx.numpy_helper
 from onnx.external_data_helper import uses_external_data
 
@@ -15,6 +17,11 @@ from onnxfuse.algebra.operators import CONTROL_FLOW
 from onnxfuse.ir.dtypes import Array
 
 ONNX_DOMAINS: Final = ("", "ai.onnx")
+# The types of attributes that hold neither tensors nor graphs: most attributes, whose other fields are not read.
+PLAIN_ATTRIBUTES: Final = frozenset({
+    onnx.AttributeProto.INT, onnx.AttributeProto.INTS, onnx.AttributeProto.FLOAT, onnx.AttributeProto.FLOATS,
+    onnx.AttributeProto.STRING, onnx.AttributeProto.STRINGS,
+})  # fmt: skip
 
 
 class NodeContainer(Protocol):
