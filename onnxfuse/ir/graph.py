@@ -103,6 +103,8 @@ class Graph:
     # Operators that fused nodes will replace, unless a region (a generated kernel) takes them first.
     deferred: dict[Node, Deferred] = field(default_factory=dict)
     rewritten: list[tuple[str, str]] = field(default_factory=list)  # (name of an applied rule, node that it replaced)
+    # Id of a constant -> the constant, and its number; see `number`.
+    _numbers: dict[int, tuple[Constant, float | None]] = field(default_factory=dict)
 
     @property
     def nodes(self) -> list[Node]:
@@ -137,10 +139,14 @@ class Graph:
 
     def number(self, tensor: Tensor) -> float | None:
         """Return the number in a one-element constant; None for strings and for any other tensor."""
-        if not is_constant(tensor) or math.prod(tensor.shape) != 1:
+        if not is_constant(tensor):
             return None
-        value = constant_value(self, tensor)
-        return float(value.reshape(())) if value.dtype != object else None
+        known = self._numbers.get(id(tensor))
+        if known is None:
+            value = constant_value(self, tensor) if math.prod(tensor.shape) == 1 else None
+            number = None if value is None or value.dtype == object else float(value.reshape(()))
+            known = self._numbers[id(tensor)] = tensor, number
+        return known[1]
 
     def have_one_scale(self, node: Node, other: Node) -> bool:
         """Return whether two quantizers are known to have the same scale and the same zero point."""

@@ -31,12 +31,12 @@ class MatchContext(ABC):
     def __init__(self, graph: Graph, shapes: ShapeInfo, fusion: Fusion, joined: bool = False) -> None:
         """Create the context; `joined` says whether operators or a norm will be fused into the match."""
         self.graph, self.shapes, self.fusion, self.casts = graph, shapes, fusion, fusion.casts
+        self.number = graph.number
         self.joined = joined
         self.nearest = NearestMiss(fusion)
         self.fail = self.nearest.fail
         self.prefilter = Prefilter(fusion, self.float_cast if fusion.casts else None)
         self.fits, self.wanted = self.prefilter.fits, self.prefilter.wanted
-        self._numbers: dict[str, float | None] = {}
 
     @abstractmethod
     def match(self, term: Term, tensor: Tensor, state: State) -> Iterator[State]:
@@ -64,21 +64,13 @@ class MatchContext(ABC):
 
     # --- constants -----------------------------------------------------------------------------------------------
 
-    def number(self, tensor: Tensor) -> float | None:
-        """Return the value of a constant of one element; None for any other tensor."""
-        if not is_constant(tensor):
-            return None
-        if tensor.name not in self._numbers:
-            self._numbers[tensor.name] = self.graph.number(tensor)
-        return self._numbers[tensor.name]
-
     def is_zero(self, tensor: Tensor) -> bool:
         """Return whether a tensor is a constant of zeros."""
         return is_constant(tensor) and not constant_value(self.graph, tensor).any()
 
     def rank_raising_constant(self, node: Node) -> Constant | None:
         """Return the one-element constant that has more axes than the node's other inputs, or None."""
-        numbers = [t for t in node.inputs if is_constant(t) and t.shape and math.prod(t.shape) == 1]
+        numbers = [t for t in node.inputs if is_constant(t) and self.number(t) is not None and t.shape]
         if not numbers:
             return None
         widest = max(numbers, key=lambda t: len(t.shape))
