@@ -70,8 +70,19 @@ def ends_of_attention(graph: Graph) -> list[Node]:
     """Return the last products of attentions: their first operand comes from a Softmax of another product."""
     softmaxes = (node for node in graph.nodes if op_of(node) == "Softmax")
     scores = {node for node in softmaxes if any(map(_is_product, nodes_up_to_products(node.inputs)))}
-    ends = (node for node in graph.nodes if _is_product(node))
+    after = _nodes_down_to_products(scores)  # most products are after no scores, and are not searched back from
+    ends = (node for node in graph.nodes if node in after and _is_product(node))
     return [node for node in ends if any(each in scores for each in nodes_up_to_products(node.inputs[:1]))]
+
+
+def _nodes_down_to_products(nodes: Iterable[Node]) -> set[Node]:
+    """Return the nodes that nodes lead to, down to products, which are included."""
+    work, seen = list(nodes), set[Node]()
+    while work:
+        read = {reader for tensor in work.pop().outputs for reader in tensor.outputs} - seen
+        seen |= read
+        work += (node for node in read if not _is_product(node))
+    return seen
 
 
 def _is_product(node: Node) -> bool:
