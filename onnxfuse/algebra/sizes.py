@@ -211,6 +211,8 @@ def symbols(size: Size) -> Iterator[str]:
 def divide(a: Size, b: Size) -> Size | None:
     """Return the quotient of two polynomials by long division; None if there is a remainder."""
     if isinstance(b, int):
+        if b == 1:
+            return a
         if b == 0 or any(coefficient % b for _, coefficient in terms_of(a)):
             return None
         return _size({monomial: coefficient // b for monomial, coefficient in terms_of(a)})

@@ -107,7 +107,7 @@ def guard_holds(m: MatchContext, guard: Guard, root: Tensor, state: State, term:
     known["joined"] = m.joined
     if "dtypes" in guard.names:
         known["dtypes"] = {name: _dtype_name(m, tensor) for name, tensor in state.operands.items()}
-    answer = guard.answer(known, relations(m))
+    answer = guard.answer(known, relations(m) if guard.relations else {})
     if isinstance(answer, str):
         m.fail(term or m.fusion.outputs[0], state, lambda: _unknown(answer, root), guard.span, agreed="the term")
     elif not answer and term is not None:

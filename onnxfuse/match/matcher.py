@@ -11,12 +11,8 @@ from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.dsl.guards import Guard
 from onnxfuse.dsl.terms import (
-    Absent,
     Alternatives,
-    Apply,
     Capture,
-    Constant,
-    Number,
     Product,
     Rearrange,
     Sum,
@@ -26,14 +22,12 @@ from onnxfuse.dsl.terms import (
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS, dtype_name
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Tensor
+from onnxfuse.match import operands, operators, scaling
 from onnxfuse.match.accept import accept, guard_holds
 from onnxfuse.match.context import MatchContext
 from onnxfuse.match.diagnostics import origin
 from onnxfuse.match.fusion_terms import fusion_terms
 from onnxfuse.match.named_dims import unify_first
-from onnxfuse.match.operands import match_absent, match_capture, match_causal, match_constant, match_full
-from onnxfuse.match.operators import match_operator, match_output
-from onnxfuse.match.scaling import match_scaled
 from onnxfuse.match.side_outputs import computed_from
 from onnxfuse.match.state import Dims, Match, Miss, State
 from onnxfuse.match.sums_and_products import AssociativeMatcher, Decompositions
@@ -158,27 +152,15 @@ class Matcher(MatchContext):
         assert self._root is not None
         return guard_holds(self, guard, self._root, state, term)
 
-    def match_absent(self, term: Absent, tensor: Tensor, state: State) -> Iterator[State]:
-        """Match an omitted input: no tensor matches it."""
-        return match_absent(self, term, tensor, state)
-
-    def match_capture(self, term: Capture, tensor: Tensor, state: State) -> Iterator[State]:
-        """Bind the tensor to a parameter of the fused operator."""
-        return match_capture(self, term, tensor, state)
-
-    def match_constant(self, term: Constant, tensor: Tensor, state: State) -> Iterator[State]:
-        """Match a number with a constant of one element."""
-        return match_constant(self, term, tensor, state)
-
-    def match_full(self, term: Term, value: Number, dims: str, tensor: Tensor, state: State) -> Iterator[State]:
-        """Match a constant of the dimensions `dims` in which all elements are `value`."""
-        return match_full(self, term, value, dims, tensor, state)
-
-    def match_causal(
-        self, term: Term, dims: str, score: Capture | None, tensor: Tensor, state: State
-    ) -> Iterator[State]:
-        """Match a causal mask of the dimensions `dims`: a boolean mask or, with `score`, an additive one."""
-        return match_causal(self, term, dims, score, tensor, state)
+    # Rules with files of their own.
+    match_absent = operands.match_absent
+    match_capture = operands.match_capture
+    match_constant = operands.match_constant
+    match_full = operands.match_full
+    match_causal = operands.match_causal
+    match_operator = operators.match_operator
+    match_output = operators.match_output
+    match_scaled = scaling.match_scaled
 
     def is_widened(self, term: Term, tensor: Tensor, state: State) -> bool:
         """Return whether a tensor is the result of a Cast to float32; if so, record why the term does not match it."""
@@ -188,21 +170,9 @@ class Matcher(MatchContext):
         self.fail(term, state, lambda: f"'{tensor.name}' is cast to float32; required a value that is not rounded")
         return True
 
-    def match_operator(self, term: Apply, tensor: Tensor, state: State) -> Iterator[State]:
-        """Match an operator with the node that computes the tensor."""
-        return match_operator(self, term, tensor, state)
-
-    def match_output(self, operator: Term, index: int, tensor: Tensor, state: State) -> Iterator[State]:
-        """Match the output `index` of an operator."""
-        return match_output(self, operator, index, tensor, state)
-
     def match_rearrange(self, term: Rearrange, tensor: Tensor, state: State) -> Iterator[State]:
         """Match the inner term with its axes rearranged, or a slice of it that the fusion's attributes describe."""
         return match_rearrange(self, self._view_sources, term, tensor, state)
-
-    def match_scaled(self, term: Term, inner: Term, scale: Capture, tensor: Tensor, state: State) -> Iterator[State]:
-        """Match `inner` times a scalar; the factors of the scalar can be at several nodes."""
-        return match_scaled(self, term, inner, scale, tensor, state)
 
     def match_associative(self, term: Sum | Product, tensor: Tensor, state: State) -> Iterator[State]:
         """Match a sum or product in any order and grouping."""

@@ -26,7 +26,7 @@ def may_be(endings: Sequence[Ending], tensor: Tensor) -> bool:
     if not tensor.inputs:
         return False
     node = tensor.inputs[0]
-    op = op_of(node)
+    op = op_of(node) if node.domain else node.op  # this is asked more often than anything else
     for ending in endings:
         if op in ending.ops:
             for part, place in ending.parts:
@@ -72,10 +72,11 @@ class Prefilter:
         ops = self._root_ops[id(term)]
         if ops is None:
             return True
-        producers = tensor.inputs
-        return bool(producers) and (
-            op_of(producers[0]) in ops or (self._float_cast is not None and self._float_cast(tensor) is not None)
-        )
+        if not tensor.inputs:
+            return False
+        node = tensor.inputs[0]
+        op = op_of(node) if node.domain else node.op  # this is asked more often than anything else
+        return op in ops or (op == "Cast" and self._float_cast is not None and self._float_cast(tensor) is not None)
 
     def fitting(self, term: Alternatives, tensor: Tensor) -> Sequence[int]:
         """Return the indices of the options that `fits` accepts.

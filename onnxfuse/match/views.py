@@ -78,12 +78,12 @@ def match_rearrange(
     The value can be `tensor`, or any tensor that `tensor` is a view of.  The one most views away is tried first.
     """
     inner, pattern, value = term.inner, term.pattern, term.inner.unwrapped
-    keep = isinstance(value, Capture) or m.is_output(value)  # true if the source stays in the graph
     arranged, nearest_source = False, tensor
-    farthest = sources.of(tensor, scaling=False, slicing=False)[-1].tensor
-    if isinstance(value, Capture) and value.kind == "weight" and not is_constant(farthest):
-        m.fail(term, state, lambda: f"'{tensor.name}' is computed; required a constant for {value.name}")
-        return
+    if isinstance(value, Capture) and value.kind == "weight":
+        farthest = sources.of(tensor, scaling=False, slicing=False)[-1].tensor
+        if not is_constant(farthest):
+            m.fail(term, state, lambda: f"'{tensor.name}' is computed; required a constant for {value.name}")
+            return
     candidates = sources.of(tensor, scaling=state.factor is not None, slicing=term.slice_name is not None)
     for view in reversed(candidates):
         source, nodes, factor = view
@@ -95,6 +95,7 @@ def match_rearrange(
             continue
         arranged = True
         after = after._replace(factor=None if state.factor is None else state.factor * factor)
+        keep = isinstance(value, Capture) or m.is_output(value)  # true if the source stays in the graph
         fits = False
         for inside in m.match(inner, source, after.with_nodes(nodes, keep=keep)):
             fits = True
