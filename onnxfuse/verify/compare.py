@@ -194,7 +194,7 @@ def _fault_at_edges(reference: Reference, results: Sequence[Result]) -> str:
             if 0 in each.sizes.values() and _refuses_empty_tensors(result):
                 continue
             return f"{DOES_NOT_RUN} at {at}, where the original does: {result}"
-        errors, _ = differences(replace(edges, runs=[each], noise={}), [result])
+        errors, _ = differences(replace(edges, runs=[each]), [result])
         failed = [error for error in errors if not error.passed]
         reasons = [error.reason for error in failed if not _is_misshapen(reference, each, error.name)]
         if reasons:

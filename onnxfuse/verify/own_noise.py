@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -50,11 +51,12 @@ def measure_noise(reference: Reference, names: Sequence[str]) -> dict[str, float
     for cause in _causes(reference):
         if cause.optimize and not reference.by_optimizations:
             continue
-        if cause.name not in reference.noise:
-            reference.noise[cause.name] = _moved_by(cause, reference)
-        noise = reference.noise[cause.name]
+        known = reference.noise.setdefault(cause.name, {})
+        if missing := [each for each in reference.runs if id(each) not in known]:
+            known |= _moved_by(cause, reference, missing)
+        moved = [known[id(each)] for each in reference.runs]
         affected = [name for name in names if not cause.of_half_alone or name in reference.half_tensors]
-        found |= {name: max(found[name], noise.get(name, 0.0)) for name in affected}
+        found |= {name: max(found[name], *(each.get(name, 0.0) for each in moved)) for name in affected}
     return found
 
 
@@ -70,19 +72,17 @@ def _causes(reference: Reference) -> Iterator[_Cause]:
                      of_half_alone=True)  # fmt: skip
 
 
-def _moved_by(cause: _Cause, reference: Reference) -> dict[str, float]:
-    """Return how far a cause of noise changes each output; empty if onnxruntime does not run the changed model."""
-    found: dict[str, float] = {}
-    try:
+def _moved_by(cause: _Cause, reference: Reference, runs: Sequence[Run]) -> dict[int, dict[str, float]]:
+    """Return by id how far a cause of noise changes each output of runs; nothing where onnxruntime fails."""
+    found: dict[int, dict[str, float]] = {id(each): {} for each in runs}
+    with suppress(OnnxruntimeFailure):  # onnxruntime's optimizations break some models
         session = reference.open(cause.model(), optimize=cause.optimize)
-        for each in reference.runs:
+        for each in runs:
             outputs = reference.run(session, {n: cause.move(n, v) for n, v in each.feeds.items()})
             for name, expected in each.outputs.items():
                 standard = Standard(scale=reference.scales.get(name, 0.0))
-                other = compare_output(name, expected, outputs.get(name), standard=standard).max_rel
-                found[name] = max(found.get(name, 0.0), other if math.isfinite(other) else 0.0)
-    except OnnxruntimeFailure:  # onnxruntime's optimizations break some models
-        return {}
+                moved = compare_output(name, expected, outputs.get(name), standard=standard).max_rel
+                found[id(each)][name] = moved if math.isfinite(moved) else 0.0
     return found
 
 

@@ -93,7 +93,8 @@ class Reference:
     cut: tuple[str, ...] = ()  # sentences about runs that a time limit left out
     optimized: Mapping[str, object] | str = field(default_factory=dict)
     scales: Mapping[str, float] = field(default_factory=dict)  # by output: the least value that errors are divided by
-    noise: dict[str, dict[str, float]] = field(default_factory=dict)  # by cause and output: how far the output changes
+    # By cause, id of a run and output: how far the output changes.  References with the same runs can share it.
+    noise: dict[str, dict[int, dict[str, float]]] = field(default_factory=dict)
     by_optimizations: bool = True  # whether changes by onnxruntime's graph optimizations count as noise
 
     def open(self, model: onnx.ModelProto, *, optimize: bool = False) -> Session:
