@@ -17,7 +17,8 @@ from onnxfuse.algebra.operators import CONTROL_FLOW
 from onnxfuse.ir.dtypes import Array
 
 ONNX_DOMAINS: Final = ("", "ai.onnx")
-# The types of attributes that hold neither tensors nor graphs: most attributes, whose other fields are not read.
+# The types of attributes that hold neither tensors nor graphs.  Most attributes have one of them, so their other fields
+# are not read; `load` refuses an attribute whose type does not fit its fields.
 PLAIN_ATTRIBUTES: Final = frozenset({
     onnx.AttributeProto.INT, onnx.AttributeProto.INTS, onnx.AttributeProto.FLOAT, onnx.AttributeProto.FLOATS,
     onnx.AttributeProto.STRING, onnx.AttributeProto.STRINGS,

@@ -278,6 +278,17 @@ def test_an_initializer_of_another_size_than_its_shape() -> None:
         assert "w" in sentence(wrong)
 
 
+@pytest.mark.parametrize("domain", ["", "foreign"])
+def test_an_attribute_that_hides_external_data_behind_its_type(domain: str) -> None:
+    imports = 'opset_import: ["" : 17, "foreign" : 1]'
+    odd = onnx.parser.parse_model(f"<ir_version: 8, {imports}> g (float[2] x) => (float[2] y) {{ y = Relu(x) }}")
+    odd.graph.node[0].domain = domain
+    attribute = odd.graph.node[0].attribute.add(name="alpha", type=onnx.AttributeProto.INT, i=1)
+    attribute.t.CopyFrom(onnx.TensorProto(name="w", data_type=1, dims=[1], data_location=onnx.TensorProto.EXTERNAL))
+    attribute.t.external_data.add(key="location", value="../secret")
+    assert "type field and data field mismatch in attribute alpha" in sentence(odd)
+
+
 def test_a_reference_to_an_attribute_outside_functions() -> None:
     """onnxruntime and onnx's checker accept it beside a value, which counts."""
     for text, attribute in (
