@@ -565,20 +565,31 @@ def memory() -> str:
 
 def optimizers() -> str:
     """Return the CPU seconds of `optimize` and of other optimizers of files."""
-    found = rows("tool-cpu")
+    return _optimizers("tool-cpu", "CPU seconds", "cpu_s")
+
+
+def idle_optimizers() -> str:
+    """Return the seconds of the clock that `optimize` and other optimizers take on idle processors."""
+    return _optimizers("tool-idle", "seconds", "wall_s")
+
+
+def _optimizers(name: str, head: str, field: str) -> str:
+    """Return the seconds in `field` of each model and tool in a result."""
+    found = rows(name)
     tools = dict.fromkeys(row["tool"] for row in found)
     lines = []
-    for model in dict.fromkeys(row["model"] for row in found):
-        of_model = {row["tool"]: row for row in found if row["model"] == model}
-        nodes = next(iter(of_model.values()))["nodes"]
-        lines.append([f"{model}, {nodes:,} nodes", *(_seconds(of_model[tool]) for tool in tools)])
-    return grid(["CPU seconds", *tools], lines)
+    for model, nodes in dict.fromkeys((row["model"], row["nodes"]) for row in found):
+        of_model = {row["tool"]: row for row in found if (row["model"], row["nodes"]) == (model, nodes)}
+        lines.append([f"{model}, {nodes:,} nodes", *(_seconds(of_model.get(tool), field) for tool in tools)])
+    return grid([head, *tools], lines)
 
 
-def _seconds(row: Mapping[str, Any]) -> str:
-    """Return the CPU seconds of a row of optimizers; "failed" for an error, or that it exceeded the limit."""
-    if "cpu_s" in row:
-        return three_digits(row["cpu_s"])
+def _seconds(row: Mapping[str, Any] | None, field: str) -> str:
+    """Return a field of a row of optimizers; "" without a row, "failed" for an error, or that it exceeded the limit."""
+    if row is None:
+        return ""
+    if field in row:
+        return three_digits(row[field])
     return row["error"] if row["error"].startswith("more than") else "failed"
 
 
@@ -614,7 +625,8 @@ TABLES: Final[Mapping[str, Callable[[], str]]] = {
         whole_models, trends, readme_models, engines, new_shapes, starts, compiling, load, regions_of_models,
         generated_kernels, joined, products, quantized_products, float8, integers, decoding, tokens_per_second,
         attention, attention_forms, linear_attention, recurrent_layers, scans, models_in_chunks, triton_kernel,
-        timed_pages, kernels, convolutions, gates, other_gpus, on_the_cpu, memory, optimizers, decisions,
+        timed_pages, kernels, convolutions, gates, other_gpus, on_the_cpu, memory, optimizers, idle_optimizers,
+        decisions,
     )
 }  # fmt: skip
 
