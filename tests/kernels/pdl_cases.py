@@ -165,6 +165,8 @@ ATTENTION: dict[str, Case | CachedCase | GroupQueryCase | LinearCase | Conv] = {
     "a prompt of quantized caches": GroupQueryCase((170, 20), new=170, past=400, cache="int8", per_channel=True),
     "one token of linear_attention": LinearCase(1, dtype="float16"),
     "chunks of linear_attention": LinearCase(150, dtype="float16", size=32, value_size=32),
+    "linear_attention in TF32": LinearCase(100, rule="gated"),
+    "parts of linear_attention in TF32": LinearCase(200, rule="gated"),
     "a causal convolution": Conv(40, dtype="float16"),
 }
 

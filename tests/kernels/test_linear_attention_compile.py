@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from architectures import DEVICES, H200, T4, check_compiles, covering, to_compile
-from linear_attention_cases import CHUNKS, CONVS, NUMPY, PARTS, TOKENS, Case, Conv
+from linear_attention_cases import CHUNKS, CONVS, NUMPY, PARTS, STEPS, TOKENS, Case, Conv
 from sampling import by_parts
 from template_checks import check_template, with_dynamic_dims
 
@@ -33,13 +33,14 @@ def kernels(device: Device) -> list[Kernel]:
         *TOKENS.values(),
         *CHUNKS.values(),
         *PARTS.values(),
+        *STEPS.values(),
         *CONVS.values(),
         LARGE,
         replace(LARGE, length=1, batch=8),
     ]
     every = [replace(each, dtype=dtype) for each in cases for dtype in NUMPY]
-    steps = [step for each in every for plan in plans(each, device) for step in plan.steps]
-    return [step.kernel for step in steps if isinstance(step, Launch)]
+    found = [plan for each in every for one in (device, replace(device, tf32=False)) for plan in plans(each, one)]
+    return [step.kernel for plan in found for step in plan.steps if isinstance(step, Launch)]
 
 
 @by_parts(COMPILED)
@@ -73,7 +74,7 @@ def test_few_sequences_are_split_without_the_delta_rule() -> None:
 
 def test_parts_of_float32_are_products_where_tensor_cores_are() -> None:
     gated = replace(LARGE, rule="gated", batch=8)
-    for device in DEVICES:
+    for device in (replace(each, tf32=False) for each in DEVICES):
         for case, taken in (
             (gated, device.arch >= 80 and device.shared_per_block > 110000),
             (replace(gated, size=64, length=128), device.arch >= 80),
@@ -84,8 +85,29 @@ def test_parts_of_float32_are_products_where_tensor_cores_are() -> None:
             assert ("linear_attention_products" in sources) == taken, (device, case)
 
 
+def test_blocks_go_along_sequences_where_products_may_be_tf32() -> None:
+    mamba = Case(512, rule="gated", heads=24, state_heads=24, k_heads=1, size=128, value_size=64, present=False)
+    for case, columns in (
+        (mamba, 16),
+        (replace(mamba, batch=8), 32),
+        (replace(mamba, length=16), 16),
+        (replace(mamba, heads=4, state_heads=4), None),  # too few blocks
+        (replace(mamba, length=15), None),
+        (replace(mamba, rule="gated_delta"), None),
+        (replace(mamba, state_dtype="float16"), None),
+        (replace(mamba, row_decays=True), None),
+    ):
+        for device in H200, replace(H200, tf32=False), T4:
+            (first, *_) = plans(case, device)[0].steps
+            assert isinstance(first, Launch)
+            taken = columns is not None and device == H200
+            assert (first.kernel.source == "linear_attention_tf32") == taken, (device, case)
+            assert not taken or first.kernel.defines["COLUMNS"] == columns
+
+
 TEMPLATES = {
     "": Case(137, batch=3, dtype="float16", heads=8), "parts": Case(137, batch=3, rule="gated"),
+    "steps": Case(137, batch=3, rule="gated", heads=16, state_heads=16, value_size=32),
     "conv": Conv(137, batch=3),
 }  # fmt: skip
 

@@ -12,7 +12,19 @@ import onnxruntime
 import pytest
 from architectures import A100, T4
 from conv_emulation import placed
-from linear_attention_cases import CHUNKS, CONVS, NUMPY, PARTS, TOKENS, Arrays, Case, Conv, check, check_conv
+from linear_attention_cases import (
+    CHUNKS,
+    CONVS,
+    NUMPY,
+    PARTS,
+    STEPS,
+    TOKENS,
+    Arrays,
+    Case,
+    Conv,
+    check,
+    check_conv,
+)
 from onnx import TensorProto, helper
 from sampling import sampled
 
@@ -31,7 +43,7 @@ def test_tokens(name: str, tmp_path: Path) -> None:
     plan = host.candidates(case.node(), case.specs(), T4)[-1]
     assert sources(plan) == ["linear_attention_tokens"] * bool(case.batch)
     inputs = case.inputs()
-    check(case, inputs, *emulate(plan, list(inputs.values()), tmp_path, case.aligned))
+    check(case, inputs, plan, *emulate(plan, list(inputs.values()), tmp_path, case.aligned))
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -40,7 +52,7 @@ def test_parts(name: str, tmp_path: Path) -> None:
     plan = next(plan for plan in host.candidates(case.node(), case.specs(), T4) if len(plan.steps) == 3)
     assert sources(plan) == ["linear_attention_tokens", "linear_attention_parts", "linear_attention_tokens"]
     inputs = case.inputs()
-    check(case, inputs, *emulate(plan, list(inputs.values()), tmp_path, case.aligned))
+    check(case, inputs, plan, *emulate(plan, list(inputs.values()), tmp_path, case.aligned))
 
 
 def by_chunks(case: Case, inputs: Arrays, folder: Path) -> list[np.ndarray]:
@@ -63,22 +75,37 @@ def on_tensor_cores(plan: Plan, inputs: Arrays, folder: Path) -> list[np.ndarray
     return [arrays[Pointer("output", i)] for i in range(len(plan.outputs))]
 
 
+def is_on_tensor_cores(case: Case) -> bool:
+    return case.dtype == "float32" and not case.row_decays and case.value_size % 16 == 0
+
+
 @pytest.mark.parametrize("name", PARTS)
 def test_parts_on_tensor_cores(name: str, tmp_path: Path) -> None:
     case = PARTS[name]
-    plans = host.candidates(case.node(), case.specs(), A100)
-    is_taken = case.dtype == "float32" and not case.row_decays and case.value_size % 16 == 0
-    assert ("linear_attention_products" in sources(plans[0])) == is_taken
-    if is_taken:
+    plans = host.candidates(case.node(), case.specs(), dataclasses.replace(A100, tf32=False))
+    assert ("linear_attention_products" in sources(plans[0])) == is_on_tensor_cores(case)
+    if is_on_tensor_cores(case):
         inputs = case.inputs()
-        check(case, inputs, *on_tensor_cores(plans[0], inputs, tmp_path))
+        check(case, inputs, plans[0], *on_tensor_cores(plans[0], inputs, tmp_path))
+
+
+@pytest.mark.parametrize(("name", "wide"), sampled(itertools.product({**PARTS, **STEPS}, (False, True)), 2))
+def test_steps_in_tf32(name: str, wide: bool, tmp_path: Path) -> None:
+    case = {**PARTS, **STEPS}[name]
+    device = dataclasses.replace(A100, multiprocessors=1 if wide else 1000)
+    plans = [plan for plan in host.candidates(case.node(), case.specs(), device)
+             if sources(plan) == ["linear_attention_tf32"]]  # fmt: skip
+    assert bool(plans) == is_on_tensor_cores(case)
+    if plans:
+        inputs = case.inputs()
+        check(case, inputs, plans[0], *on_tensor_cores(plans[0], inputs, tmp_path))
 
 
 @pytest.mark.parametrize(("name", "dtype"), sampled(itertools.product(CHUNKS, ("float16", "bfloat16")), 2))
 def test_chunks(name: str, dtype: str, tmp_path: Path) -> None:
     case = dataclasses.replace(CHUNKS[name], dtype=dtype)
     inputs = case.inputs()
-    check(case, inputs, *by_chunks(case, inputs, tmp_path))
+    check(case, inputs, None, *by_chunks(case, inputs, tmp_path))
 
 
 def test_a_decay_that_is_nan_reaches_all_later_tokens(tmp_path: Path) -> None:
@@ -130,7 +157,7 @@ def test_the_formula_is_what_the_operator_computes(name: str, domain: str) -> No
     if not domain and case.heads < case.state_heads:
         pytest.skip("onnx's operator has no more heads of states than of queries")
     inputs = case.inputs()
-    check(case, inputs, *by_the_operator(case, inputs, domain))
+    check(case, inputs, None, *by_the_operator(case, inputs, domain))
 
 
 @pytest.mark.parametrize("domain", ["", "com.microsoft"])

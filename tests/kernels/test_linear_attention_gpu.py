@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from kernel_hosts import require_support
 from kernel_runs import compile_native, cupy, launch, result, upload
-from linear_attention_cases import CHUNKS, CONVS, NUMPY, PARTS, TOKENS, Case, Conv, check, check_conv
+from linear_attention_cases import CHUNKS, CONVS, NUMPY, PARTS, STEPS, TOKENS, Case, Conv, check, check_conv
 
 from onnxfuse.kernels.linear_attention import host
 from onnxfuse.runtime import cuda_driver
@@ -59,13 +59,14 @@ def run(case: Case | Conv, plan: Plan, shared: bool) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("dtype", NUMPY)
-@pytest.mark.parametrize("name", [*TOKENS, *(f"chunks_{name}" for name in CHUNKS), *PARTS, *SIZES])
+@pytest.mark.parametrize("name", [*TOKENS, *(f"chunks_{name}" for name in CHUNKS), *PARTS, *STEPS, *SIZES])
 def test_every_plan(device: Device, name: str, dtype: str) -> None:
-    cases = {**TOKENS, **{f"chunks_{key}": case for key, case in CHUNKS.items()}, **PARTS, **SIZES}
+    cases = {**TOKENS, **{f"chunks_{key}": case for key, case in CHUNKS.items()}, **PARTS, **STEPS, **SIZES}
     case = replace(cases[name], dtype=dtype)
-    for plan in plans(case, device):
+    found = [plan for tf32 in (True, False) for plan in plans(case, replace(device, tf32=tf32))]
+    for plan in {repr(each): each for each in found}.values():
         for shared in {False, *map(in_place, plan.no_alias)}:
-            check(case, case.inputs(), *run(case, plan, shared))
+            check(case, case.inputs(), plan, *run(case, plan, shared))
 
 
 @pytest.mark.parametrize("dtype", NUMPY)
@@ -108,4 +109,4 @@ def test_a_cuda_graph_replays_what_its_inputs_hold_then(device: Device, case: Ca
         graph.launch(stream)
         stream.synchronize()
         found = [result(buffer, spec, True) for buffer, spec in zip(written, plan.outputs, strict=True)]
-        check(case, inputs, *found)
+        check(case, inputs, plan, *found)

@@ -34,12 +34,14 @@ inline bool __any_sync(u32, bool value) {
 
 template <class Word>
 Word __shfl_xor_sync(unsigned, Word value, int mask) {
-    static_assert(sizeof(Word) == 4);
-    u32 word;
-    memcpy(&word, &value, 4);
-    word = emulated::exchange(&word, 1)[threadIdx.x % 32 ^ mask][0];
+    constexpr int N = sizeof(Word) / 4;
+    static_assert(sizeof(Word) % 4 == 0);
+    u32 words[N];
+    memcpy(words, &value, sizeof(Word));
+    const auto& all = emulated::exchange(words, N);
+    for (int i = 0; i < N; ++i) words[i] = all[threadIdx.x % 32 ^ mask][i];
     emulated::finish_exchange();
-    memcpy(&value, &word, 4);
+    memcpy(&value, words, sizeof(Word));
     return value;
 }
 inline int __syncthreads_or(int own) {
