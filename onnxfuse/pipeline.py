@@ -26,7 +26,7 @@ from onnxfuse.rewrite.apply_rules import rules_pass
 from onnxfuse.rules.activations import ACTIVATIONS, LIMITS
 from onnxfuse.rules.convolutions import AFFINE, IMAGES
 from onnxfuse.rules.masks import MASKED_SUMS, MASKS
-from onnxfuse.rules.no_ops import NO_OPS
+from onnxfuse.rules.no_ops import GROUPS, NO_OPS
 from onnxfuse.rules.products import GATES
 from onnxfuse.rules.roots import ROOTS, VARIANCES
 from onnxfuse.rules.rotations import ROTATIONS
@@ -49,6 +49,7 @@ PIPELINE: tuple[Pass, ...] = (
     sizes_of_operands,
     rules_pass("write_roots", ROOTS),  # before normalize, which then merges equal means
     rules_pass("write_one_form", NO_OPS),
+    rules_pass("write_scales_of_norms", GROUPS, of=frozenset({"ReduceMean"})),
     normalize,  # so that the passes below, and patterns, find each computation in one form
     merge_integer_projections,
     rules_pass("write_masked_sums", MASKED_SUMS),

@@ -1,7 +1,8 @@
-"""Fold a Pad into the pads of the convolutions and pools that read it.
+"""Fold a Pad into the pads of the convolutions and pools that read it, and the Slice of a convolution into its pads.
 
-TensorFlow's converters write a Pad before strided convolutions, and other exporters before causal convolutions.  A Conv
-and an AveragePool pad with zeros.  A MaxPool pads with -inf, so zeros fit only if no element of its image is negative.
+A causal convolution of PyTorch pads both ends of a sequence, and a Slice removes the last columns.  TensorFlow's
+converters write a Pad before strided convolutions, and other exporters before causal convolutions.  A Conv and an
+AveragePool pad with zeros.  A MaxPool pads with -inf, so zeros fit only if no element of its image is negative.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias, TypeGuard
 
 from onnxfuse.algebra.operators import NONNEGATIVE
-from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.algebra.sizes import Shape
+from onnxfuse.analysis.shape_info import CannotInfer, ShapeInfo
+from onnxfuse.analysis.shape_rules.slices import slice_bounds
 from onnxfuse.ir.attributes import attribute_or_input, int_attribute, ints_attribute, perm_of, str_attribute
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, consumers, op_of, producer
@@ -35,8 +38,50 @@ class Window:
 
 @graph_pass()
 def fold_pads(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
-    """Fold each Pad whose consumers can all do the padding themselves; return the nodes that vanished."""
-    return [one for node in list(graph.nodes) if op_of(node) == "Pad" for one in _fold(graph, shapes, node)]
+    """Fold each Pad whose consumers can all do the padding themselves, and Slices; return the nodes that vanished."""
+    folds = {"Pad": _fold, "Slice": _fold_slice}
+    return [
+        one for node in list(graph.nodes) if op_of(node) in folds for one in folds[op_of(node)](graph, shapes, node)
+    ]
+
+
+def _fold_slice(graph: Graph, shapes: ShapeInfo, node: Node) -> Iterator[Folded]:
+    """Fold a Slice that removes columns of a convolution's result into smaller pads of the convolution."""
+    conv, shape = producer(node.inputs[0]), shapes.shape(node.inputs[0])
+    if conv is None or op_of(conv) != "Conv" or shape is None or graph.sole_consumer(node.inputs[0]) is not node:
+        return
+    pads = _pads_after(shapes, conv, node, shape)
+    if pads is None:
+        return
+    yield Folded("pad", node_label(node), node_label(conv))
+    inputs, outputs = [*conv.inputs], [*node.outputs]
+    for each in (conv, node):
+        each.inputs.clear()
+        each.outputs.clear()
+    graph.add_node("Conv", inputs, outputs, {**conv.attrs, "pads": pads}, name=conv.name)
+
+
+def _pads_after(shapes: ShapeInfo, conv: Node, cut: Node, shape: Shape) -> list[int] | None:
+    """Return the pads with which a convolution computes what a Slice keeps of its result; None if none do so.
+
+    Sizes must be known, because onnxruntime computes no convolution whose result has no columns.
+    """
+    count, kept = len(shape) - 2, shapes.shape(cut.outputs[0])
+    pads, strides = ints_attribute(conv, "pads", [0] * 2 * count), ints_attribute(conv, "strides", [1] * count)
+    is_padded = str_attribute(conv, "auto_pad", "NOTSET") == "NOTSET" and len(pads) == 2 * count
+    try:
+        bounds = slice_bounds(shapes, cut, shape)
+    except CannotInfer:
+        return None
+    for axis, (start, _, step) in bounds.items():
+        size, left = shape[axis], kept[axis] if kept else None
+        if not is_padded or axis < 2 or (step, strides[axis - 2]) != (1, 1):
+            return None
+        if not isinstance(start, int) or not isinstance(size, int) or not isinstance(left, int) or not left:
+            return None
+        pads[axis - 2] -= start
+        pads[count + axis - 2] -= size - left - start
+    return pads if is_padded and min(pads) >= 0 else None
 
 
 def _fold(graph: Graph, shapes: ShapeInfo, pad: Node) -> Iterator[Folded]:

@@ -9,7 +9,7 @@ from onnxfuse.dsl.declaration import Rewrite
 from onnxfuse.rules.activations import ACTIVATIONS, LIMITS
 from onnxfuse.rules.convolutions import AFFINE, IMAGES
 from onnxfuse.rules.masks import MASKED_SUMS, MASKS
-from onnxfuse.rules.no_ops import NO_OPS
+from onnxfuse.rules.no_ops import GROUPS, NO_OPS
 from onnxfuse.rules.products import GATES
 from onnxfuse.rules.roots import ROOTS, VARIANCES
 from onnxfuse.rules.rotations import ROTATIONS
@@ -19,7 +19,7 @@ SUBJECTS: Final[Mapping[str, tuple[Rewrite, ...]]] = {
     "activations": (*ACTIVATIONS, *LIMITS),
     "convolutions": (*IMAGES, *AFFINE),
     "masks": (*MASKED_SUMS, *MASKS),
-    "operators in one form": NO_OPS,
+    "operators in one form": (*NO_OPS, *GROUPS),
     "products": GATES,
     "roots": (*ROOTS, *VARIANCES),
     "rotations": ROTATIONS,

@@ -8,7 +8,7 @@ from onnx import TensorProto
 
 from onnxfuse.dsl.declaration import Rewrite, Rules, require, rewrite
 from onnxfuse.dsl.terms import Term
-from onnxfuse.dsl.words import attribute, either, op, rearrange, scalar, shared, tensor
+from onnxfuse.dsl.words import attribute, either, op, rearrange, scalar, shared, tensor, weight
 
 ROWS: Final = (2, 3, 4)
 
@@ -54,4 +54,13 @@ def sum_of_two(x: Term = tensor(), y: Term = tensor()) -> Rules:
     yield op.Sum(x, y), op.Add(x, y)
 
 
+@rewrite(out="batch rows size")
+def scale_of_one_group(x: Term = tensor("batch rows 1 size"), scale: Term = weight("size")) -> Rules:
+    """The scale of a norm over groups, as in Mamba-2, multiplies before the axis of a single group is removed."""
+    require("x must be a product", lambda x, is_made_by: is_made_by(x, "Mul", "Div"))
+    squeeze = "batch rows 1 size -> batch rows size"
+    yield rearrange(x, squeeze) * scale, rearrange(x * scale, squeeze)
+
+
 NO_OPS: Final[tuple[Rewrite, ...]] = (*subtracted_maximum, *softmax_in_steps, *softmax_of_one_row, *sum_of_two)
+GROUPS: Final[tuple[Rewrite, ...]] = scale_of_one_group

@@ -1,4 +1,4 @@
-"""Which Pads are folded into the pads of what reads them, with the same values."""
+"""Which Pads and Slices are folded into the pads of convolutions and pools, with the same values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ CONSTANTS = {
     "zero": np.array(0, np.float32), "around": np.array([0, 0, 1, 0, 0, 0, 2, 1]), "behind": np.array([0, 0, 0, 1]),
     "spatial": np.array([-2, 3]), "channel": np.array([0, 1, 0, 0, 0, 0, 0, 0]), "past": np.array([0, 0, 4, 0, 0, 0]),
     "cut": np.array([0, 0, 1, 1, 0, 0, -1, 1]), "nhwc": np.array([0, 1, 0, 0, 0, 2, 1, 0]),
-    "volume": np.array([0, 0, 1, 0, 2, 0, 0, 0, 1, 0]), "wide": np.array([0, 0, 3, 0, 0, 0, 0, 0]),
+    "none": np.array([0]), "two": np.array([2]), "nine": np.array([9]), "minus": np.array([-1]),
+    "along": np.array([2]), "first": np.array([0]), "wide": np.array([0, 0, 3, 0, 0, 0, 0, 0]),
+    "volume": np.array([0, 0, 1, 0, 2, 0, 0, 0, 1, 0]),
 }  # fmt: skip
 IMAGE, SIZES = "float[N,3,h,w] x", (2, 3, 8, 7)
 
@@ -68,6 +70,37 @@ def test_sequences_and_volumes() -> None:
     assert (ops(after), pads(after)) == ("Conv", [[4, 0]])
     after = folded("p = Pad(x, volume ) y = Conv(p, volumes )", "float[N,3,d,h,w] x", (2, 3, 5, 6, 4))
     assert (ops(after), pads(after)) == ("Conv", [[1, 0, 2, 0, 1, 0]])
+
+
+SEQUENCE = "float[N,3,9] x"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "result"),
+    [
+        ("c = Conv <pads = [2,2]> (x, rows ) y = Slice(c, none, nine, along )", [2, 0]),
+        ("c = Conv <pads = [4,4], dilations = [2]> (x, rows ) y = Slice(c, two, minus, along )", [2, 3]),
+    ],
+)
+def test_a_slice_of_a_causal_convolution(nodes: str, result: list[int]) -> None:
+    after = folded(nodes, SEQUENCE, (2, 3, 9))
+    assert (ops(after), pads(after)) == ("Conv", [result])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "x"),
+    [
+        ("c = Conv <pads = [2,2]> (x, rows ) y = Slice(c, none, nine, along )", "float[N,3,t] x"),  # t may be 0
+        ("c = Conv <pads = [2,0]> (x, rows ) y = Slice(c, none, minus, along )", SEQUENCE),
+        ("c = Conv <pads = [2,2], strides = [2]> (x, rows ) y = Slice(c, none, minus, along )", SEQUENCE),
+        ("c = Conv <pads = [2,2]> (x, rows ) y = Slice(c, none, two, first )", SEQUENCE),
+        ("c = Conv <pads = [2,2]> (x, rows ) s = Slice(c, none, nine, along ) d = Relu(c) y = Concat <axis = 2> (s, d)",
+         SEQUENCE),
+        ('c = Conv <auto_pad = "SAME_UPPER"> (x, rows ) y = Slice(c, none, minus, along )', SEQUENCE),
+    ],
+)  # fmt: skip
+def test_a_slice_that_stays(nodes: str, x: str) -> None:
+    assert "Slice" in ops(folded(nodes, x, (2, 3, 9))).split()
 
 
 def test_a_transpose_between() -> None:
