@@ -64,11 +64,15 @@ def assign_scans(
             replace(read_loop(shapes, body))
         except NoScan as error:
             result.reasons[node_label(body.node)] = str(error)
-    for recurrence in unrolled(shapes):
+    for node, found in unrolled(shapes):
+        label = node_label(node)
         try:
-            replace(recurrence)
+            if isinstance(found, str):
+                raise NoScan(found)
+            replace(found)
+            result.reasons.pop(label, None)  # of the steps in the other order
         except NoScan as error:
-            result.reasons[node_label(recurrence.replaced[-1])] = str(error)
+            result.reasons.setdefault(label, str(error))
     if result.fused:
         graph.update_captured()
         graph.remove_dead()

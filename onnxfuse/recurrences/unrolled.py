@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 import numpy as np
+from onnx import helper
 
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import int_attribute
@@ -29,16 +30,22 @@ Bundle: TypeAlias = list[Tensor]  # a tensor of each step, except perhaps of the
 Key: TypeAlias = tuple[int, ...]  # what distinguishes bundles
 
 
-def unrolled(shapes: ShapeInfo) -> Iterator[Recurrence]:
-    """Yield the recurrences of a sorted graph whose steps are unrolled; the caller may replace each before the next."""
+def unrolled(shapes: ShapeInfo) -> Iterator[tuple[Node, Recurrence | str]]:
+    """Yield each Concat of a sorted graph that joins unrolled steps, with their recurrence; the caller may replace it.
+
+    If steps read a sequence, but are no recurrence, a sentence says why.
+    """
     for node in [node for node in shapes.graph.nodes if node.op == "Concat" and len(node.inputs) >= MIN_STEPS]:
         for backwards in (False, True):
             if op_of(node) == "Concat" and node.outputs and node.outputs[0].inputs:
                 begin = _Trace(shapes, node, backwards)  # in most Concats, the first steps differ already
                 is_recurrence = begin.follow(begin.results[:MIN_STEPS]) and begin.states
-                found = _Trace(shapes, node, backwards).recurrence() if is_recurrence else None
+                trace = _Trace(shapes, node, backwards) if is_recurrence else begin
+                found = trace.recurrence() if is_recurrence else None
                 if found is not None:
-                    yield found
+                    yield node, found
+                elif trace.inputs and (trace.differs or trace.states):
+                    yield node, trace.reason()
 
 
 @dataclass
@@ -53,6 +60,8 @@ class _Trace:
     inputs: dict[Key, tuple[Bundle, Tensor, int, bool]] = field(default_factory=dict)  # tensor, axis, keeps_axis
     states: list[tuple[Bundle, Bundle]] = field(default_factory=list)  # present and next values
     shared: list[Tensor] = field(default_factory=list)  # read by all steps
+    zeros: dict[str, Tensor] = field(default_factory=dict)  # with which states begin that the first step does not add
+    differs: Bundle = field(default_factory=list)  # the tensors by which the steps differ
 
     @property
     def results(self) -> Bundle:
@@ -67,9 +76,19 @@ class _Trace:
         self._add_last_states()
         return self._made(int_attribute(self.concat, "axis", 0) % len(shape))
 
+    def reason(self) -> str:
+        """Return why steps that read a sequence are no recurrence."""
+        steps = f"its {len(self.concat.inputs)} steps"
+        if not self.differs:
+            return f"other nodes read what {steps} compute, or a state begins with it"
+        first, *others = self.differs
+        names = f"'{first.name}'" + (f" of one step and '{others[0].name}' of the next one" if others else "")
+        return f"{steps} differ: {names} are not computed from equal constants by equal nodes"
+
     def follow(self, results: Bundle) -> bool:
         """Find the bundles that the results depend on; return whether every step is like the others."""
         work, waiting = [results], list[Bundle]()  # waiting: states, unless another bundle has their next values
+        readers = dict[Key, Bundle]()
         while work or waiting:
             if not work:
                 bundle = waiting.pop(0)
@@ -86,15 +105,39 @@ class _Trace:
             before = self._earlier(bundle)
             if before is not None:
                 self.states.append((bundle, before))
-            elif self._is_of_equal_nodes(bundle):
+            elif self._is_of_equal_nodes(bundle) or self._first_summand(bundle) is not None:
                 self.bundles[_key(bundle)] = bundle
-                makers = [tensor.inputs[0] for tensor in bundle]
-                work += [list(column) for column in zip(*(node.inputs for node in makers), strict=True)]
+                columns = self._columns(bundle)
+                readers.update((_key(column), bundle) for column in columns)
+                work += columns
             elif len(bundle) >= MIN_STEPS - 1 and self._is_of_equal_nodes(bundle[1:]):
                 waiting.append(bundle)
             else:
+                is_computed = all(map(producer, bundle))
+                self.differs = bundle if is_computed else readers.get(_key(bundle), bundle)
                 return False
         return all(_key(later) in self.bundles for _, later in self.states)
+
+    def _first_summand(self, bundle: Bundle) -> int | None:
+        """Return which summand of later steps the first step has alone, because a state of 0 was not added there."""
+        if len(bundle) < MIN_STEPS - 1 or not self._is_of_equal_nodes(bundle[1:]):
+            return None
+        makers = [tensor.inputs[0] for tensor in bundle[1:]]
+        places = range(len(makers[0].inputs)) if op_of(makers[0]) == "Add" else ()
+        return next((i for i in places if self._is_of_equal_nodes([bundle[0], *(n.inputs[i] for n in makers)])), None)
+
+    def _columns(self, bundle: Bundle) -> list[Bundle]:
+        """Return the bundles of the tensors that the nodes read that compute a bundle."""
+        makers = [tensor.inputs[0] for tensor in bundle]
+        if self._is_of_equal_nodes(bundle):
+            return [list(column) for column in zip(*(node.inputs for node in makers), strict=True)]
+        name, dtype = f"{bundle[0].name}_none", helper.tensor_dtype_to_np_dtype(self.shapes.dtype(bundle[0]))
+        if name not in self.zeros:
+            self.zeros[name] = self.shapes.graph.constant(name, np.zeros((), dtype))
+        alone = self._first_summand(bundle)
+        return [
+            [bundle[0] if i == alone else self.zeros[name], *(node.inputs[i] for node in makers[1:])] for i in range(2)
+        ]
 
     def _is_shared(self, bundle: Bundle) -> bool:
         """Return whether all steps read one tensor, or constants of one value."""
@@ -178,11 +221,10 @@ class _Trace:
 
     def _computed_at(self, known: Bundle, step: int, found: dict[Key, Tensor]) -> Iterator[Tensor]:
         """Yield the results, of nodes equal to those of a bundle, that a step computes from its own tensors."""
-        columns = zip(*(tensor.inputs[0].inputs for tensor in known), strict=True)
-        given = [self._at(list(column), step, found) for column in columns]
+        given = [self._at(column, step, found) for column in self._columns(known)]
         read = next((each for each in given if each is not None and not is_constant(each)), None)
         if read is not None and all(each is not None for each in given):
-            form = self._form(known[0].inputs[0])
+            form = self._form(known[-1].inputs[0])
             yield from (n.outputs[0] for n in consumers(read) if self._form(n) == form and self._reads(n, given))
 
     def _reads(self, node: Node, given: Sequence[Tensor | None]) -> bool:

@@ -11,6 +11,9 @@ from counted_calls import counted_calls
 from onnx import TensorProto, helper, numpy_helper
 
 from onnxfuse import optimize
+from onnxfuse.dsl.catalogue import builtin
+from onnxfuse.explain import explanations
+from onnxfuse.fuse_model import Settings, fuse_model
 
 Change = Callable[[int, dict[str, str]], None]
 
@@ -116,6 +119,42 @@ def _begins_with_two(i: int, names: dict[str, str]) -> None:
 )
 def test_steps_that_differ(change: Change) -> None:
     assert "scan" not in optimize(trace(change=change), verify=False)[1].counts
+
+
+def test_explain_says_where_steps_differ() -> None:
+    result = fuse_model(trace(change=_swaps), None, Settings(list(builtin()), regions=True, scans=True))
+    (sentence,) = explanations(result, "scan")
+    assert "'n_y'" in sentence and "its 6 steps differ: 'x_0' of one step and 'x_1' of the next" in sentence
+
+
+STABILIZED = """
+<ir_version: 8, opset_import: ["" : 17]> main (float[b,5,6] f, float[b,5,6] x) => (float[b,5,6] y)
+<int64 i0 = {0}, int64 i1 = {1}, int64 i2 = {2}, int64 i3 = {3}, int64 i4 = {4}, int64[1] along = {1}, float zero = {0}>
+{
+"""
+
+
+def stabilized(first: str) -> onnx.ModelProto:
+    """Return m = max(log f + m, x) of five tokens, as xLSTM has it, whose first step reads `first` in place of m."""
+    nodes, before = list[str](), first
+    for i in range(5):
+        nodes.append(f"f{i} = Gather <axis = 1> (f, i{i})  g{i} = Sigmoid (f{i})  l{i} = Log (g{i})")
+        nodes.append(f"a{i} = Add (l{i}, {before})" if before else f"a{i} = Identity (l{i})")
+        nodes.append(f"x{i} = Gather <axis = 1> (x, i{i})  m{i} = Max (a{i}, x{i})  u{i} = Unsqueeze (m{i}, along)")
+        before = f"m{i}"
+    joined = ", ".join(f"u{i}" for i in range(5))
+    return onnx.parser.parse_model(f"{STABILIZED} {' '.join(nodes)} y = Concat <axis = 1> ({joined}) }}")
+
+
+@pytest.mark.parametrize("kept", ["", "m4"])
+@pytest.mark.parametrize("first", ["zero", ""])
+def test_the_first_step_adds_no_state_of_zero(first: str, kept: str) -> None:
+    """The sum with a state of 0 is removed, so that the first step has a node less."""
+    model = stabilized(first)
+    if kept:
+        model.graph.output.append(helper.make_tensor_value_info(kept, TensorProto.FLOAT, ["b", 6]))
+    _, report = optimize(model)
+    assert report.counts == {"scan": 1} and report.verified.status == "verified"
 
 
 def test_a_state_that_others_read() -> None:
