@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -28,7 +27,7 @@ from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.dtypes import FLOATS, Array, dtype_name
 from onnxfuse.ir.graph import constant_value
-from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
+from onnxfuse.ir.node import Node, Tensor, consumers, is_constant, op_of, producer
 from onnxfuse.match.diagnostics import node_name
 from onnxfuse.passes.emit import integers, write
 from onnxfuse.passes.folded import node_label
@@ -172,8 +171,8 @@ def assign_mlstm(
     """
     fused, reasons, known = list[Fused](), dict[str, str](), dict[bytes, Mlstm]()
     for node in [node for node in shapes.graph.nodes if node.op == "CumSum" == op_of(node)]:
-        for chunks in _stabilized(shapes, node):
-            label = node_label(node)
+        label = node_label(node)
+        for chunks in _stabilized(shapes, node, reasons):
             try:
                 if (SCAN, chunks.output.name) in exclude or keep & {*map(node_label, chunks.nodes)}:
                     raise NoScan("it belongs to a match that is switched off")
@@ -187,13 +186,31 @@ def assign_mlstm(
     return tuple(fused), reasons
 
 
-def _stabilized(shapes: ShapeInfo, cumsum: Node) -> Iterator[Chunks]:
-    """Yield the nodes around a CumSum of floats that contain maxima, for each length that the sequence can have."""
-    if cumsum.outputs and shapes.dtype(cumsum.outputs[0]) in FLOATS:
-        with suppress(NoScan):
+def _stabilized(shapes: ShapeInfo, cumsum: Node, reasons: dict[str, str]) -> Iterator[Chunks]:
+    """Yield the nodes around a CumSum of floats that contain maxima, for each length that the sequence can have.
+
+    Adds to `reasons` why nodes with maxima cannot be an mLSTM.
+    """
+    if cumsum.outputs and shapes.dtype(cumsum.outputs[0]) in FLOATS and _meets_maximum(cumsum):
+        try:
             for chunks in read_chunks(shapes, cumsum, STABILIZED, SPREADING | GATES):
                 if any(op_of(node) in MAXIMA for node in chunks.nodes):
                     yield chunks
+        except NoScan as error:
+            reasons[node_label(cumsum)] = str(error)
+
+
+def _meets_maximum(cumsum: Node) -> bool:
+    """Return whether a maximum depends on a CumSum by operators that an mLSTM has."""
+    work, seen = [cumsum], {cumsum}
+    while work:
+        for reader in (node for tensor in work.pop().outputs for node in consumers(tensor) if node not in seen):
+            if op_of(reader) in MAXIMA:
+                return True
+            if op_of(reader) in STABILIZED:
+                seen.add(reader)
+                work.append(reader)
+    return False
 
 
 def _require_no_bounds(shapes: ShapeInfo, nodes: Sequence[Node]) -> None:

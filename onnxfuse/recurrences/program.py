@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from onnxfuse.algebra.operators import MATRIX_PRODUCTS
 from onnxfuse.algebra.sizes import Shape, Size
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.dtypes import dtype_name
@@ -314,7 +315,10 @@ def program_of(recurrence: Recurrence, outer: ShapeInfo, joined: Joined) -> Prog
         made.unite(axes[each.axis], STEPS)
         axes[each.axis : each.axis + 1] = [BROADCAST] if each.keeps_axis else []
         names[each.name] = made.view(value, tuple(axes))
-    _add_nodes(made, recurrence.shapes, recurrence.body, names)
+    try:
+        _add_nodes(made, recurrence.shapes, recurrence.body, names)
+    except NoScan as error:
+        raise NoScan(_why_mixed(recurrence) or str(error)) from error
     _add_states(made, recurrence, names)
     for each in recurrence.outputs:
         axes = list(made.axes[names[each.name]])
@@ -345,6 +349,22 @@ def _add_nodes(made: Program, shapes: ShapeInfo, nodes: Sequence[Node], names: d
         for tensor in node.inputs:
             _read(made, shapes, node, tensor, names)
         made.node(shapes, node, names)
+
+
+def _why_mixed(recurrence: Recurrence) -> str | None:
+    """Return why kernels do not run a step that multiplies a state by a matrix, as those of an RNN or an sLSTM do."""
+    states = {each.begin for each in recurrence.states}
+    of_steps = states | {each.name for each in recurrence.inputs}
+    for node in recurrence.body:
+        names, made = {tensor.name for tensor in node.inputs}, {tensor.name for tensor in node.outputs}
+        if op_of(node) in MATRIX_PRODUCTS and names & states and names - of_steps:
+            return (
+                f"'{node_label(node)}', {op_of(node)}, multiplies a state by a matrix, so that its elements depend on "
+                "all elements of the state before; kernels do so for the operators LSTM, GRU and RNN alone"
+            )
+        states |= made if names & states else set()
+        of_steps |= made if names & of_steps else set()
+    return None
 
 
 def _add_states(made: Program, recurrence: Recurrence, names: Mapping[str, str]) -> None:

@@ -175,7 +175,7 @@ class _Trace:
         """Return whether different nodes compute the bundle that are equal but for the tensors they read."""
         makers = [producer(tensor) for tensor in bundle]
         nodes = [node for node in makers if node is not None]
-        if len({id(node) for node in nodes}) < len(bundle) or any(len(node.outputs) != 1 for node in nodes):
+        if len({id(node) for node in nodes}) < len(bundle) or len({*map(_place, bundle)}) > 1:
             return False
         first = self._form(nodes[0])
         return all(node.op == nodes[0].op and self._form(node) == first for node in nodes)
@@ -224,14 +224,13 @@ class _Trace:
         given = [self._at(column, step, found) for column in self._columns(known)]
         read = next((each for each in given if each is not None and not is_constant(each)), None)
         if read is not None and all(each is not None for each in given):
-            form = self._form(known[-1].inputs[0])
-            yield from (n.outputs[0] for n in consumers(read) if self._form(n) == form and self._reads(n, given))
+            form, place = self._form(known[-1].inputs[0]), _place(known[-1])
+            yield from (n.outputs[place] for n in consumers(read) if self._form(n) == form and self._reads(n, given))
 
     def _reads(self, node: Node, given: Sequence[Tensor | None]) -> bool:
         """Return whether a node's inputs are these tensors, or constants of their values."""
-        return len(node.outputs) == 1 and all(
-            a is b or (b is not None and self._is_shared([a, b])) for a, b in zip(node.inputs, given, strict=True)
-        )
+        pairs = zip(node.inputs, given, strict=True)
+        return all(a is b or (b is not None and self._is_shared([a, b])) for a, b in pairs)
 
     def _made(self, axis: int) -> Recurrence | None:
         """Return the recurrence, whose body is the second step: its states differ from what the first one begins with.
@@ -272,6 +271,11 @@ class _Trace:
         gone = [node for node in slices.values() if all(map(is_gone, node.outputs))]
         replaced = [*gone, *nodes.values(), self.concat]
         return Recurrence(replaced, self.shapes, body, states, inputs, outputs, backwards=self.backwards)
+
+
+def _place(tensor: Tensor) -> int:
+    """Return the place of a tensor among the outputs of its node."""
+    return next(i for i, each in enumerate(tensor.inputs[0].outputs) if each is tensor)
 
 
 def _key(bundle: Bundle) -> Key:

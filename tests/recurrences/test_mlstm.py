@@ -60,6 +60,12 @@ def test_near_misses(name: str) -> None:
     assert SOMETHING_ELSE in "".join(explanations(result, "scan"))
 
 
+def test_explain_names_what_an_mlstm_has_not() -> None:
+    text = TEXT.replace("outer = MatMul (qd, cs)", "product = MatMul (qd, cs)  outer = Sqrt (product)")
+    result = fuse_model(onnx.parser.parse_model(text), None, Settings(list(builtin()), regions=True, scans=True))
+    assert "'outer', Sqrt, is not a part" in "".join(explanations(result, "scan"))
+
+
 BOUNDS = {
     "denominator": ("below = Add (most, small)", "more = Max (most, small)  below = Add (more, small)"),
     "gate": ("ic = Transpose <perm = [0,3,1,2]> (i4)", "it = Transpose <perm = [0,3,1,2]> (i4)  ic = Max (it, lowest)"),
