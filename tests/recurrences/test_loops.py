@@ -232,3 +232,21 @@ def test_functions_of_scans_are_inlined() -> None:
     plain = unfuse(model, verify=False)[0]
     assert not plain.functions and any(node.op_type == "Loop" for node in plain.graph.node)
     assert optimize(plain, verify=False)[1].counts["scan"] == 1
+
+
+def test_verification_knows_how_errors_grow_from_step_to_step() -> None:
+    """Steps of the logistic map double an error of float16 until it is as large as the results."""
+    errors = []
+    for steps in 4, 24:
+        model = onnx.parser.parse_model(f"""{HEAD} (float16[b,{steps},6] x, float16[b,6] s) => (float16[{steps},b,6] y)
+        <bool yes = {{1}}, int64 n = {{{steps}}}, float one32 = {{1}}, float gain32 = {{3.7}}> {{
+            one = Cast <to = 10> (one32)  gain = Cast <to = 10> (gain32)  first = Sigmoid (s)
+            last, y = Loop <body = step (int64 i, bool on, float16[b,6] now)
+                => (bool still, float16[b,6] next, float16[b,6] out) {{
+                still = Identity (on)  xt = Gather <axis = 1> (x, i)  left = Sub (one, now)
+                product = Mul (now, left)  next = Mul (product, gain)  out = Add (next, xt) }}> (n, yes, first) }}""")
+        _, report = optimize(model)
+        assert report.counts == {"scan": 1} and report.verified.status == "verified"
+        (output,) = report.verified.outputs
+        errors.append(output.original_rel or 0.0)
+    assert errors[0] < 0.01 < 0.05 < errors[1]

@@ -157,6 +157,32 @@ def test_the_first_step_adds_no_state_of_zero(first: str, kept: str) -> None:
     assert report.counts == {"scan": 1} and report.verified.status == "verified"
 
 
+@pytest.mark.parametrize("first", ["zeros = Expand (none, sizes)", ""])
+def test_the_states_between_chunks_of_a_retnet(first: str) -> None:
+    """Each chunk reads the state before it; decays are constants (Sun et al. 2023, arXiv:2307.08621)."""
+    nodes, before = list[str](), "zeros"
+    for i in range(5):
+        nodes.append(f"at{i} = Constant <value_int = {i}> ()  kv{i} = Gather <axis = 1> (kv, at{i})")
+        nodes.append(f"u{i} = Unsqueeze ({before}, one)  m{i} = Mul ({before}, cross)  n{i} = Add (m{i}, kv{i})")
+        before = f"n{i}"
+    text = f"""<ir_version: 8, opset_import: ["" : 17]>
+    main (float[2,5,2,4,3] q, float[2,5,2,4,3] k, float[2,5,2,4,6] v) => (float[2,5,2,4,6] y)
+    <int64[1] one = {{1}}, float none = {{0}}, int64[4] sizes = {{2,2,3,6}}> {{
+        {first}  kt = Transpose <perm = [0,1,2,4,3]> (k)  scores = MatMul (q, kt)  masked = Mul (scores, mask)
+        inner = MatMul (masked, v)  decayed = Mul (v, after)  kv = MatMul (kt, decayed)  {" ".join(nodes)}
+        states = Concat <axis = 1> ({", ".join(f"u{i}" for i in range(5))})  grown = Mul (q, up_to)
+        outer = MatMul (grown, states)  y = Add (inner, outer) }}"""
+    model, rates, place = onnx.parser.parse_model(text), np.array([0.9, 0.8]).reshape(2, 1, 1), np.arange(4)
+    distance = place[:, None] - place
+    values = {"mask": np.where(distance < 0, 0, rates**distance), "after": rates ** (3 - place[:, None]),
+              "up_to": rates ** (place[:, None] + 1), "cross": rates**4}  # fmt: skip
+    values |= {} if first else {"zeros": np.zeros((2, 2, 3, 6))}
+    stored = [numpy_helper.from_array(value.astype(np.float32), name) for name, value in values.items()]
+    model.graph.initializer.extend(stored)
+    _, report = optimize(model)
+    assert report.counts["scan"] == 1 and report.verified.status == "verified"
+
+
 def test_a_state_that_others_read() -> None:
     assert "scan" not in optimize(trace(kept="state_2"), verify=False)[1].counts
 
