@@ -29,8 +29,8 @@ STATE_THREADS: Final = 256
 MAX_PRODUCT_COLUMNS: Final = 64  # of a state in a block of linear_attention_products.cu
 PRODUCT_THREADS: Final = 256
 STEP: Final = 32  # tokens that linear_attention_tf32.cu computes at once
-STEP_THREADS: Final = 128
-NARROW: Final = 16  # columns of a state in a block of linear_attention_tf32.cu; twice as many where blocks are many
+MAX_STEP_COLUMNS: Final = 32  # of a state in a block of linear_attention_tf32.cu
+STEP_THREADS: Final = 128  # with 256, an H200 took 119 us in place of 102 for eight sequences of Mamba-2
 SCHEDULERS: Final = 4  # of a multiprocessor
 COPYING: Final = 128  # threads of linear_attention_sequence.cu that copy
 MIN_STAGES: Final = 2  # of shared memory; a third one hides more of the time of copies
@@ -56,13 +56,11 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
         return [Plan(problem.outputs, ())]
     tokens = [_by_tokens(problem, device)]
     if problem.length >= MIN_CHUNKED and not problem.beta and _has_steps(problem, device):
-        blocks = problem.batch * problem.heads * (problem.value_size // NARROW)
         with for_later_plans(problem.batch, problem.length):
-            narrow, wide = _by_steps(problem, NARROW, device), _by_steps(problem, 2 * NARROW, device)
+            steps = _by_steps(problem, device)
             parts = [_by_parts(problem, device)] if problem.length >= 2 * PART else []
-        if 2 * blocks < device.multiprocessors:
-            return [*parts, narrow, *tokens]
-        return [narrow, *parts, *tokens] if blocks <= device.multiprocessors else [wide, narrow, *tokens]
+        is_fast = problem.length < MIN_PARTS * PART or _step_blocks(problem) > device.multiprocessors
+        return [steps, *parts, *tokens] if is_fast else [*parts, steps, *tokens]
     if problem.length >= 2 * PART and not problem.beta:
         is_small = problem.batch * _blocks(problem) * TOKEN_WARPS < SCHEDULERS * device.multiprocessors
         is_fast = _has_products(problem, device) or (is_small and problem.length >= MIN_PARTS * PART)
@@ -218,33 +216,38 @@ def _products(problem: LinearAttention, device: Device, operands: Struct, parts:
 
 
 def _has_steps(problem: LinearAttention, device: Device) -> bool:
-    has_room = _step_bytes(problem, NARROW) <= device.shared_per_block
+    has_room = _step_bytes(problem, 2) <= device.shared_per_block
     return device.tf32 and problem.state_dtype == "float32" and _has_products(problem, device) and has_room
 
 
-def _stages(columns: int) -> int:
-    return 2 if columns == NARROW else 1  # of wide tiles, three blocks with one stage fit into a multiprocessor
+def _step_blocks(problem: LinearAttention) -> int:
+    return problem.batch * problem.heads * (problem.value_size // _step_columns(problem))
 
 
-def _step_bytes(problem: LinearAttention, columns: int) -> int:
-    stages = _stages(columns) * STEP * (2 * problem.size + columns + 17)
-    return 4 * (stages + problem.size * (columns + 8) + STEP * (STEP + 7))
+def _step_columns(problem: LinearAttention) -> int:
+    return math.gcd(problem.value_size, MAX_STEP_COLUMNS)
 
 
-def _by_steps(problem: LinearAttention, columns: int, device: Device) -> Plan:
+def _step_bytes(problem: LinearAttention, stages: int) -> int:
+    columns = _step_columns(problem)
+    return 4 * (stages * STEP * (2 * problem.size + columns + 17) + problem.size * (columns + 8) + STEP * (STEP + 7))
+
+
+def _by_steps(problem: LinearAttention, device: Device) -> Plan:
     """Return a plan in which a block goes along a sequence with columns of a state: see linear_attention_tf32.cu."""
-    columns = math.gcd(columns, problem.value_size)
+    columns = _step_columns(problem)
+    stages = 1 if _step_blocks(problem) > device.multiprocessors else 2  # with one, more blocks share a multiprocessor
     names = "SIZE", "VALUE_SIZE", "STATE_HEADS", "Q_HEADS", "K_HEADS", "HEADS", "DECAY", "PAST", "PRESENT"
     own = {name: problem.defines[name] for name in names}
     defines: Defines = {
-        **own, "COLUMNS": columns, "PART": STEP, "THREADS": STEP_THREADS, "TF32": 1, "STAGES": _stages(columns)
+        **own, "COLUMNS": columns, "PART": STEP, "THREADS": STEP_THREADS, "TF32": 1, "STAGES": stages,
     }  # fmt: skip
     past, present, y = problem.states.fields
     launch = Launch(
-        Kernel("linear_attention_tf32", "linear_attention_tf32", defines),
-        (problem.batch * problem.heads * (problem.value_size // columns), 1, 1), (STEP_THREADS, 1, 1),
+        Kernel("linear_attention_tf32", "linear_attention_tf32", defines), (_step_blocks(problem), 1, 1),
+        (STEP_THREADS, 1, 1),
         (Struct((*problem.operands, past, present, y, ABSENT)), *int32(problem.length), *float32(problem.scale)),
-        _step_bytes(problem, columns), pdl=device.has_pdl,
+        _step_bytes(problem, stages), pdl=device.has_pdl,
     )  # fmt: skip
     return _plan(problem, (launch,), (), same_start=problem.heads == problem.state_heads)
 

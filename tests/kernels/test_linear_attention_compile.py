@@ -86,23 +86,24 @@ def test_parts_of_float32_are_products_where_tensor_cores_are() -> None:
 
 
 def test_blocks_go_along_sequences_where_products_may_be_tf32() -> None:
+    """They do so first where they are many, and where a sequence has few parts."""
     mamba = Case(512, rule="gated", heads=24, state_heads=24, k_heads=1, size=128, value_size=64, present=False)
-    for case, columns in (
-        (mamba, 16),
-        (replace(mamba, batch=8), 32),
-        (replace(mamba, length=16), 16),
-        (replace(mamba, heads=4, state_heads=4), None),  # too few blocks
+    for case, stages in (
+        (replace(mamba, batch=8), 1),
+        (replace(mamba, length=191), 2),
+        (replace(mamba, length=16, value_size=48), 2),
+        (mamba, None),
         (replace(mamba, length=15), None),
-        (replace(mamba, rule="gated_delta"), None),
-        (replace(mamba, state_dtype="float16"), None),
-        (replace(mamba, row_decays=True), None),
+        (replace(mamba, batch=8, rule="gated_delta"), None),
+        (replace(mamba, batch=8, state_dtype="float16"), None),
+        (replace(mamba, batch=8, row_decays=True), None),
     ):
         for device in H200, replace(H200, tf32=False), T4:
             (first, *_) = plans(case, device)[0].steps
             assert isinstance(first, Launch)
-            taken = columns is not None and device == H200
+            taken = stages is not None and device == H200
             assert (first.kernel.source == "linear_attention_tf32") == taken, (device, case)
-            assert not taken or first.kernel.defines["COLUMNS"] == columns
+            assert not taken or first.kernel.defines["STAGES"] == stages
 
 
 TEMPLATES = {

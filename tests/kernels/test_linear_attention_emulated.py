@@ -89,10 +89,10 @@ def test_parts_on_tensor_cores(name: str, tmp_path: Path) -> None:
         check(case, inputs, plans[0], *on_tensor_cores(plans[0], inputs, tmp_path))
 
 
-@pytest.mark.parametrize(("name", "wide"), sampled(itertools.product({**PARTS, **STEPS}, (False, True)), 2))
-def test_steps_in_tf32(name: str, wide: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "stages"), sampled(itertools.product({**PARTS, **STEPS}, (1, 2)), 2))
+def test_steps_in_tf32(name: str, stages: int, tmp_path: Path) -> None:
     case = {**PARTS, **STEPS}[name]
-    device = dataclasses.replace(A100, multiprocessors=1 if wide else 1000)
+    device = dataclasses.replace(A100, multiprocessors=1 if stages == 1 else 1000)
     plans = [plan for plan in host.candidates(case.node(), case.specs(), device)
              if sources(plan) == ["linear_attention_tf32"]]  # fmt: skip
     assert bool(plans) == is_on_tensor_cores(case)
