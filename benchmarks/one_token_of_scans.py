@@ -45,7 +45,7 @@ LAYER: Final = {
  y3@ = Add (y1@, y2@)  zs@ = Sigmoid (z@)  zg@ = Mul (z@, zs@)  o@ = Mul (y3@, zg@)  {OUT}""",
     "mamba2": f"""{NORM}  z@, u@, dt@ = Split <axis = 1> (p@, inner)  {CONV}
  xv@, b@, c@ = Split <axis = 1> (v@, parts)  xh@ = Reshape (xv@, heads)  db@ = Add (dt@, b_dt@)  d@ = Softplus (db@)
- da@ = Mul (d@, a@)  f@ = Exp (da@)  fw@ = Unsqueeze (f@, last2)  dw@ = Unsqueeze (d@, far)  dx@ = Mul (dw@, xh@)
+ da@ = Mul (d@, a@)  f@ = Exp (da@)  fw@ = Unsqueeze (f@, state_axes)  dw@ = Unsqueeze (d@, far)  dx@ = Mul (dw@, xh@)
  dxw@ = Unsqueeze (dx@, far)  bw@ = Unsqueeze (b@, mid)  add@ = Mul (dxw@, bw@)  kept@ = Mul (fw@, s@)
  next_s@ = Add (kept@, add@)  cw@ = Unsqueeze (c@, mid)  sc@ = Mul (next_s@, cw@)
  y1@ = ReduceSum <keepdims = 0> (sc@, far)  y2@ = Mul (xh@, d_@)  y3@ = Add (y1@, y2@)  y4@ = Reshape (y3@, row)
@@ -78,7 +78,7 @@ STATES: Final[dict[str, dict[str, tuple[int, ...]]]] = {
 SIZES: Final = {
     "mamba": {"halves": [1536, 1536], "parts": [48, 16, 16]},
     "mamba2": {"inner": [1536, 1792, 24], "parts": [1536, 128, 128], "heads": [-1, 24, 64], "row": [-1, 1536],
-               "last2": [2, 3], "mid": [1, 2]},
+               "state_axes": [2, 3], "mid": [1, 2]},
     "mlstm": {"parts": [384, 384, 768, 4, 4, 768], "keys": [-1, 4, 96], "heads": [-1, 4, 192], "row": [-1, 768]},
 }  # fmt: skip
 
@@ -163,12 +163,13 @@ def launches(optimized: onnx.ModelProto) -> list[str]:
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="The JSON file to write.")
 @click.option("--dtypes", default="float32,float16", help="The dtypes of models.")
-def main(out: Path, dtypes: str) -> None:
+@click.option("--models", default=",".join(LAYER), help="The layers.")
+def main(out: Path, dtypes: str, models: str) -> None:
     """Measure all rows."""
     ort.preload_dlls()
     rows = Rows(out, ("model", "batch", "dtype"))
     for dtype in dtypes.split(","):
-        for kind in LAYER:
+        for kind in models.split(","):
             for batch in BATCHES:
                 made = {count: model(kind, count, batch, dtype) for count in (1, LAYERS)}
                 fused = {count: onnxfuse.optimize(each, verify=False)[0] for count, each in made.items()}

@@ -419,13 +419,24 @@ def models_in_chunks() -> str:
     """Return the times of two layers of models that compute a recurrence in chunks of tokens."""
     names = {"mamba2": "Mamba-2", "xlstm": "xLSTM"}
     lines = [
-        [f"{names[row['model']]}, {row['tokens']} tokens, batch {row['batch']}",
+        [f"{names[row['model']]}, {row['exporter']}, {row['tokens']} tokens, batch {row['batch']}",
          f"**{three_digits(row['onnxfuse_us'] / 1e3)}**", three_digits(row["onnxruntime_us"] / 1e3),
          f"{row['onnxruntime_us'] / row['onnxfuse_us']:.1f}"]
         for row in rows("chunks-h200")
         if row["what"] == "model"
     ]  # fmt: skip
     return grid(["milliseconds", "onnxfuse", "onnxruntime", "ratio"], lines)
+
+
+def one_token_of_scans() -> str:
+    """Return the times of one token after a state, in layers of recurrent models."""
+    names = {"mamba": "Mamba", "mamba2": "Mamba-2", "mlstm": "xLSTM"}
+    lines = [
+        [f"{names[row['model']]}, {row['dtype']}, batch {row['batch']}", str(len(row["launches"])),
+         f"**{three_digits(row['onnxfuse_us'])}**", *(_time(row, name) for name in ("onnxruntime_us", "copy_us"))]
+        for row in rows("one_token_of_scans-h200")
+    ]  # fmt: skip
+    return grid(["microseconds a layer", "launches", "onnxfuse", "onnxruntime", "a copy of its bytes"], lines)
 
 
 def triton_kernel() -> str:
@@ -626,7 +637,7 @@ TABLES: Final[Mapping[str, Callable[[], str]]] = {
         generated_kernels, joined, products, quantized_products, float8, integers, decoding, tokens_per_second,
         attention, attention_forms, linear_attention, recurrent_layers, scans, models_in_chunks, triton_kernel,
         timed_pages, kernels, convolutions, gates, other_gpus, on_the_cpu, memory, optimizers, idle_optimizers,
-        decisions,
+        one_token_of_scans, decisions,
     )
 }  # fmt: skip
 
