@@ -348,7 +348,7 @@ OF_FLOAT8 = [
     )
 ]  # fmt: skip
 CASES = [*OF_OPERATOR, *OF_STANDARD_OPERATORS, *OF_FLOAT8, *GATED, *PARALLEL, *NORMALIZED]
-# Whole models: bits and layouts, gates and several products.
+# Whole models: bits and layouts, odd sizes and blocks that do not divide k, gates and several products.
 IN_MODELS = [
     *(Case(5, 64, 200, bits=bits, block_size=block, zeros=zeros, bias=True) for bits in (2, 4, 8)
       for block in (16, 64) for zeros in ("none", "packed", "typed")),
@@ -356,5 +356,8 @@ IN_MODELS = [
       for layout in ("kn", "nk") for stored in ("int4", "uint4", "int8", "uint8")),
     *(Case(5, 64, 208, layout=layout, stored=FLOAT8, bits=8, scaled=scaled) for layout in ("kn", "nk")
       for scaled in ("blocks", "columns", "all")),
+    *(Case(1, 33, 49, bits=bits, block_size=block, zeros="packed") for bits, block in ((2, 16), (4, 32), (8, 256))),
+    *(Case(3, 33, 49, zeros="packed", layout=layout, stored=stored) for layout in ("kn", "nk")
+      for stored in ("int4", "uint4")),
     Case(5, 64, 256, gate="silu"), Case(5, 64, 256, others=(32, 48)),
 ]  # fmt: skip
