@@ -124,6 +124,21 @@ def test_matrix_instructions(index: int, case: Case, part: int, tmp_path: Path) 
             check_within(case, stored, results)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_an_infinite_element_of_one_row(dtype: str, tmp_path: Path) -> None:
+    """Without zero points, results are infinite as in float64, or NaN where the element's weight is 0."""
+    case = Case(1, 48, 512, dtype, layout="nk", stored="uint4")
+    stored = stored_arrays(case)
+    stored["x"][0, 300] = -np.inf
+    (step,) = candidates(case.node(), case.specs(), H200)[0].steps
+    y = placed(np.full((1, case.n), 7, NUMPY[dtype]), True)
+    arrays = {Pointer("input", i): placed(each, True) for i, each in enumerate(stored.values())}
+    launch_mma(step, arrays | {Pointer("output", 0): y}, H200, False, tmp_path, _with_mma)
+    with np.errstate(invalid="ignore"):
+        expected = stored["x"].astype(np.float64) @ case.numbers(stored, "w").T
+    np.testing.assert_array_equal(y.astype(np.float64), expected)
+
+
 @pytest.mark.parametrize(("config", "case"), WITH_WGMMA, ids=str)
 def test_warpgroup_instructions(config: HopperConfig, case: Case, tmp_path: Path) -> None:
     """What a block reuses or reads too early, in its rings or in those of its cluster, changes the result."""
