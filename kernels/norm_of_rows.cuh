@@ -34,10 +34,11 @@ struct NormalizedRows {
             if (vector(i) < K / 8) scales[i] = load_cached<8, WEIGHTS_CONSTANT>(norm.scale + vector(i) * 8);
     }
 
-    // Writes `rows` rows to shared memory at `to`, from row `first` of x on. `sums` has room for NORM_ROWS floats per
-    // warp.
-    __device__ __forceinline__ void normalize(unsigned to, float* sums, const T* x, const Norm& norm, long long first,
-                                              int rows) const {
+    // Passes each vector of `rows` rows, from row `first` of x on, to `store_vector`, with its offset in shared memory.
+    // `sums` has room for NORM_ROWS floats per warp.
+    template <class Store>
+    __device__ __forceinline__ void normalize(float* sums, const T* x, const Norm& norm, long long first, int rows,
+                                              const Store& store_vector) const {
         float values[NORM_ROWS][NORM_VECTORS][8] = {}, squares[NORM_ROWS] = {};
 #pragma unroll
         for (int row = 0; row < NORM_ROWS; ++row)
@@ -80,7 +81,7 @@ struct NormalizedRows {
                     for (int j = 0; j < 8; ++j) results[j] *= values[row][i][j] * slope;
                 }
                 if (vector(i) < NORM_PITCH / 16)
-                    store_chunk(to + row * NORM_PITCH + vector(i) * 16, pack<T>(results).words);
+                    store_vector(row * NORM_PITCH + vector(i) * 16, pack<T>(results).words);
             }
         }
         __syncthreads();

@@ -326,7 +326,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if constexpr (WEIGHTS_CONSTANT) wait_for_predecessor();
 #if NORM
     float* const squares = reinterpret_cast<float*>(memory + WARPS * RING + EXCHANGE + NORM_SUMS);
-    of_norm.normalize(normalized, squares, x, norm, 0, rows);
+    of_norm.normalize(squares, x, norm, 0, rows,
+                      [&](int at, const unsigned (&words)[4]) { store_chunk(normalized + at, words); });
 #endif
     multiply_steps(sums, ring, first, from, to, normalized);
 

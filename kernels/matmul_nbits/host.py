@@ -171,13 +171,17 @@ def _fitted(config: MmaConfig, product: Product, device: Device) -> MmaConfig:
 
     The shared memory that this saves is free for blocks of the next kernel.
     """
-    of_tile = -(-product.k * product.bits // (STAGE_BITS * config.warps))  # stages of a warp per tile
     for depth in range(1, config.depth + 1):
         own = replace(config, depth=depth)
         own = replace(own, resident=max(1, min(config.resident, fitting_blocks(own.shared(product), device))))
-        if depth >= of_tile * _rounds(own, product, device):
+        if depth >= _stages(own, product, device):
             break
     return own
+
+
+def _stages(config: MmaConfig, product: Product, device: Device) -> int:
+    """Return how many stages a warp multiplies, in all tiles of its block."""
+    return -(-product.k * product.bits // (STAGE_BITS * config.warps)) * _rounds(config, product, device)
 
 
 def _rounds(config: MmaConfig, product: Product, device: Device) -> int:
@@ -244,6 +248,7 @@ def _mma(product: Product, config: MmaConfig, device: Device) -> Implementation:
     defines = {
         "NORM": 0, **product.defines(), "TILE_M": config.tile_m, "TILE_N": config.tile_n, "WARPS": config.warps,
         "DEPTH": config.depth, "AHEAD": _ahead(product, config), "STAGED_X": int(staged), "MIN_BLOCKS": config.resident,
+        "ONE_ROUND": int(_rounds(config, product, device) == 1 and config.depth >= _stages(config, product, device)),
         "SHARED_BYTES": config.shared(product),
         "WIDTH": math.gcd(product.width(config.tile_n), _columns_per_thread(config.tile_m)),
     }  # fmt: skip

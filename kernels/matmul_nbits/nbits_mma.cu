@@ -20,6 +20,7 @@
 //   TILE_M   rows of x: 1, 2, 4 or a multiple of 8    TILE_N   columns of y, a multiple of 16
 //   WARPS, DEPTH   as above
 //   AHEAD    stages, at most DEPTH, whose weights a warp requests before x; x arrives after them
+//   ONE_ROUND  1: a block has one tile, of which a warp has at most DEPTH stages
 //   STAGED_X   1: a stage has its elements of x, and TILE_M is at most 8; 0: x is read from L1, or is normalized
 //   NORM       1: the rows of x are normalized first (norm_of_rows.cuh), and are kept in shared memory
 //   MIN_BLOCKS   blocks that should fit on a multiprocessor
@@ -49,6 +50,7 @@ constexpr int X_PITCH = 2 * STAGE_K + (TILE_M == 1 ? 0 : 64);  // bytes per row 
 constexpr int X_PARTS = STAGE_K / 8, X_VECTORS = (TILE_M * X_PARTS + 31) / 32;  // vectors of x per row, and per lane
 constexpr int AT_ONCE = STAGED_X && DEPTH * X_VECTORS > 16 ? 16 / X_VECTORS : DEPTH;  // stages of x held in registers
 constexpr int SLOT_BYTES = (X_AT + (STAGED_X ? TILE_M * X_PITCH : 0) + 127) / 128 * 128;
+constexpr bool X_IN_PAIRS = ONE_ROW && (NORM || ONE_ROUND);  // shared memory has elements in the pairs of `in_pairs`
 constexpr int PITCH = ROWS + 4;  // floats from row to row of sums: a warp stores to different banks
 constexpr int SUM_ROWS = ONE_ROW ? 1 : 8 * MMA_M;
 constexpr int tiles_of(int columns) { return (columns + TILE_N - 1) / TILE_N; }
@@ -135,6 +137,24 @@ __device__ __forceinline__ void copy_rows(unsigned to, const void* base, int fir
             }
             store_shared<ACCESS>(place, bits);
         }
+    }
+}
+
+// Pairs the elements of x as `numbers` pairs the weights of a word with 4 bits: (0, 4), (1, 5), (2, 6), (3, 7).
+__device__ __forceinline__ void in_pairs(const unsigned (&words)[4], unsigned (&to)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) to[i] = select(words[i / 2], words[i / 2 + 2], i % 2 ? 0x7632 : 0x5410);
+}
+
+// Stores a vector of x. With X_IN_PAIRS, both pairs that an mma multiplies become neighbours: 0 and 2, then 1 and 3.
+__device__ __forceinline__ void store_x(unsigned to, const unsigned (&words)[4]) {
+    if constexpr (X_IN_PAIRS) {
+        unsigned pairs[4];
+        in_pairs(words, pairs);
+        const unsigned stored[4] = {pairs[0], pairs[2], pairs[1], pairs[3]};
+        store_chunk(to, stored);
+    } else {
+        store_chunk(to, words);
     }
 }
 
@@ -289,11 +309,14 @@ __device__ __forceinline__ void numbers(const unsigned (&words)[BITS / 4], const
 struct Elements {
     unsigned pairs[4];
 
-    // Loads eight neighbouring elements from shared memory.
+    // Loads eight neighbouring elements from shared memory, for ONE_ROW.
     __device__ __forceinline__ void load_eight(unsigned from) {
         unsigned words[4];
         load_words(from, words);
-        take(words);
+        if constexpr (X_IN_PAIRS)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) pairs[i] = words[i % 2 * 2 + i / 2];
+        else take(words);
     }
 
     // Loads the elements from shared memory, where a stage of the row begins at `row`.
@@ -330,10 +353,11 @@ struct Elements {
         }
     }
 
-    __device__ __forceinline__ void take(const unsigned (&q)[4]) {
+    __device__ __forceinline__ void take(const unsigned (&words)[4]) {
+        if constexpr (BITS == 4) in_pairs(words, pairs);
+        else
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-            pairs[i] = BITS == 4 ? select(q[i / 2], q[i / 2 + 2], i % 2 ? 0x7632 : 0x5410) : q[i];
+            for (int i = 0; i < 4; ++i) pairs[i] = words[i];
     }
 };
 
@@ -446,7 +470,7 @@ __device__ __forceinline__ void store_first_x(unsigned slots, const T* x, int ro
 #pragma unroll
             for (int v = 0; v < X_VECTORS; ++v) {
                 const VectorOfX vector(v, rows, 0);
-                if (vector.exists) store_chunk(slots + (i + j) * SLOT_BYTES + vector.to, read[j][v].words);
+                if (vector.exists) store_x(slots + (i + j) * SLOT_BYTES + vector.to, read[j][v].words);
             }
     }
 }
@@ -486,7 +510,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     if constexpr (WEIGHTS_CONSTANT) wait_for_predecessor();
     if constexpr (STAGED_X) store_first_x(slots, x, rows, first);
 #if NORM
-    of_norm.normalize(normalized, partial[0][0][0], x, norm, row, rows);
+    of_norm.normalize(partial[0][0][0], x, norm, row, rows,
+                      [&](int at, const unsigned (&words)[4]) { store_x(normalized + at, words); });
 #endif
     fill_first(AHEAD, DEPTH);
 
@@ -507,8 +532,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             sums.add_stage(Slot{read}, shared, stage, masks, x, rows);
 #endif
             __syncwarp();
-            fill(read, ahead);
-            if (STAGED_X && ahead.tile < TILES) Slot{read}.fill_x(x, rows, ahead.stage);
+            if constexpr (!ONE_ROUND) {
+                fill(read, ahead);
+                if (STAGED_X && ahead.tile < TILES) Slot{read}.fill_x(x, rows, ahead.stage);
+            }
             commit_copies();
             slot = slot + 1 == DEPTH ? 0 : slot + 1;
         }
@@ -530,5 +557,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             }
         };
         finish_rows<TILE_N, THREADS, TILE_M, WHOLE_TILES>(epilogue, row, rows, tile.first, tile.columns, sums_of);
+        if constexpr (ONE_ROUND) break;
     }
 }

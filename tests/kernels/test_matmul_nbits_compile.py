@@ -53,6 +53,15 @@ def test_a_gate_of_one_row_reads_half_of_its_first_stages_before_x(n: int, k: in
     assert (step.kernel.defines["TILE_N"], step.kernel.defines["AHEAD"]) == (tile_n, ahead)
 
 
+@pytest.mark.parametrize(("n", "k", "gate", "rounds"), [(2048, 8192, "", 1), (8192, 2048, "silu", 1),
+                                                        (4096, 14336, "", 0), (14336, 4096, "silu", 0)])  # fmt: skip
+def test_blocks_whose_first_copies_are_all(n: int, k: int, gate: str, rounds: int) -> None:
+    """The blocks of Llama-1B request all of their weights at once; those of Llama-8B have more stages or tiles."""
+    case = Case(1, n, k, gate=gate)
+    (step,) = candidates(case.node(), case.specs(), H200)[0].steps
+    assert isinstance(step, Launch) and step.kernel.defines["ONE_ROUND"] == rounds
+
+
 @pytest.mark.parametrize("device", [each for each in DEVICES if each is not T4], ids=lambda device: f"sm_{device.arch}")
 @pytest.mark.parametrize("bits", [4, 8])
 def test_gates_of_up_to_64_rows_read_weights_as_they_are(bits: int, device: Device) -> None:
