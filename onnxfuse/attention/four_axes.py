@@ -81,11 +81,25 @@ class OneHead:
         return (*batch, 1, *shape[-2:])
 
     def operand(self, tensor: Tensor) -> Tensor | None:
-        """Return a tensor with the new axes; a tensor of fewer axes is returned unchanged, because it broadcasts."""
+        """Return a tensor with the new axes.
+
+        A tensor of fewer axes is returned unchanged, because it broadcasts.  Queries or keys that all of the batch
+        shares, as the weight of a patch merger (Renggli et al. 2022, arXiv:2202.12015), are expanded to the batch.
+        """
         sizes = self.shapes.shape(tensor)
         if sizes is None or 0 in sizes:  # in a Reshape target, 0 would copy the size of another axis
             return None
-        return tensor if len(sizes) < len(self.result) else self._viewed(tensor, self.shape(sizes))
+        if len(sizes) == len(self.result):
+            return self._viewed(tensor, self.shape(sizes))
+        return self._expanded(tensor) if any(op_of(each) == "MatMul" for each in consumers(tensor)) else tensor
+
+    def _expanded(self, tensor: Tensor) -> Tensor | None:
+        """Return a matrix with the new axes and the batch of the values; None if the values have another batch."""
+        values, stem = self.last.inputs[1], f"{tensor.name}_of_batch"
+        if len(self.result) < RANK - 1 or (self.shapes.shape(values) or (None,))[0] != self.result[0]:
+            return None
+        target = joined_sizes(self.shapes, [sizes_along(self.shapes, values, [0], stem), 1, 1, 1], stem)
+        return write(self.shapes, "Expand", [tensor, target], stem)
 
     def back(self, result: Tensor) -> Tensor | None:
         """Return the result without the new axes."""
@@ -127,7 +141,7 @@ class MergedAxes:
         full, at = ((1, *shape), 0) if at == -1 else (shape, at)
         found, wanted = full[at : at + 2], self.result[self.axis : self.axis + 2]
         if found in (wanted, (1, 1)):
-            return self._reshaped(tensor, _joined(full, at))
+            return self._reshaped(tensor, _joined(full, at)) or self._reshaped_to_sizes(tensor, full, at)
         expanded = self._expanded(tensor, full, at, wanted)
         full = (*full[:at], *wanted, *full[at + 2 :])
         made = None if expanded is None else self._reshaped(expanded, _joined(full, at))
@@ -203,6 +217,23 @@ class MergedAxes:
             made = self._viewed(source, *views)
             return None if made is None else write_scalings(self.shapes, made, found[2])
         return None if 0 in wanted else self._viewed(tensor, View(None, wanted))
+
+    def _reshaped_to_sizes(self, tensor: Tensor, full: Shape, at: int) -> Tensor | None:
+        """Merge the axes `at` and `at + 1` by a Reshape whose target has sizes that are read at run time.
+
+        Global keys of LongT5 make the number of keys dynamic, beside a dynamic number of blocks.  Returns None if the
+        tensor has fewer axes than `full`.
+        """
+        if self.shapes.shape(tensor) != full:
+            return None
+        stem = f"{tensor.name}_merged"
+        target: list[int | Tensor] = [
+            size if isinstance(size, int) else sizes_along(self.shapes, tensor, [axis], stem)
+            for axis, size in enumerate(full)
+            if axis not in (at, at + 1)
+        ]
+        target.insert(at, -1)
+        return write(self.shapes, "Reshape", [tensor, joined_sizes(self.shapes, target, stem)], stem)
 
     def _merged_before_slice(self, source: Tensor, views: tuple[View, ...]) -> tuple[Tensor, tuple[View, ...]]:
         """Move a Slice of a packed product's last axis after a Reshape of the product to three axes.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from onnxfuse.algebra.sizes import Shape
-from onnxfuse.analysis.scores import ELEMENTWISE, is_batched_product, is_of_last_axis
+from onnxfuse.analysis.scores import ELEMENTWISE, RANK, is_batched_product, is_of_last_axis
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, consumers, op_of, producer
@@ -89,18 +89,24 @@ def attention_before(
 ) -> dict[int, Node] | None:
     """Return the nodes of the attention that ends in a product, by the ids of their outputs.
 
-    The operators between its two products are in `scores`.  Returns None if only one product is found, or if a node
-    outside reads a tensor between the two.
+    The operators between its two products are in `scores`.  The queries of three axes of scores may be a matrix.
+    Returns None if only one product is found, or if a node outside reads a tensor between the two.
     """
     end, rank = last.outputs[0], shapes.rank(last.outputs[0]) or 0
 
     def is_part(tensor: Tensor, node: Node) -> bool:
         is_scores = op_of(node) in scores and (op_of(node) != "Softmax" or is_of_last_axis(graph, node, rank))
-        return shapes.rank(tensor) == rank and (is_scores or is_batched_product(shapes, node))
+        is_product = is_batched_product(shapes, node) or (rank == RANK - 1 and _has_shared_queries(shapes, node))
+        return shapes.rank(tensor) == rank and (is_scores or is_product)
 
     between = nodes_from_product(last.inputs[0], is_part)
     nodes = {**between, id(end): last}
     return nodes if between and are_read_by(graph, between.values(), nodes.values()) else None
+
+
+def _has_shared_queries(shapes: ShapeInfo, node: Node) -> bool:
+    """Return whether a node multiplies a matrix of queries by the keys of a batch."""
+    return op_of(node) == "MatMul" and [shapes.rank(each) for each in node.inputs] == [RANK - 2, RANK - 1]
 
 
 def are_read_by(graph: Graph, nodes: Iterable[Node], readers: Collection[Node], besides: Collection[str] = ()) -> bool:

@@ -139,7 +139,7 @@ def fuse(
     and the number of all nodes.
     """
     graph.remember_origins()
-    attentions, unlike = frozenset(map(node_label, ends_of_attention(graph))), unlike_attention(graph)
+    attentions, unlike = frozenset(map(node_label, ends_of_attention(graph))), unlike_attention(graph, shapes)
     functions = LocalFunctions(graph, selection.operators, selection.contrib)
     fused: list[Fused] = []
     sweep = _Sweep(graph, shapes, functions, progress)
@@ -155,6 +155,9 @@ def fuse(
             nodes = [node for node in graph.nodes[::-1] if node_label(node) in refused]
     remaining = frozenset(map(node_label, graph.nodes))
     missed = tuple(_explained(miss, unlike) for miss in sweep.misses.values())
+    told = {miss.node for miss in missed if has_softmax(miss.fusion)}
+    untold = {label: reason for label, reason in unlike.items() if label in remaining and label not in told}
+    missed += tuple(_unlike(each, *why) for each in fusions if each.name == "attention" for why in untold.items())
     return FusionResult(tuple(fused), missed, remaining, attentions)
 
 
@@ -162,6 +165,11 @@ def _explained(miss: Miss, unlike: Mapping[str, str]) -> Miss:
     """Return the miss; if its node ends a structure that is unlike an attention, a miss of an attention says so."""
     reason = unlike.get(miss.node) if has_softmax(miss.fusion) else None
     return miss if reason is None else miss._replace(sentence=functools.partial(str, reason))
+
+
+def _unlike(fusion: Fusion, label: str, reason: str) -> Miss:
+    """Return the miss at a node with which no match of the fusion begins, such as an Einsum."""
+    return Miss(fusion, label, 1, lambda: 1, functools.partial(str, reason), fusion.span, (label,))
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Say why structures around a Softmax of scores are not an attention that a kernel computes, in any spelling.
 
 A kernel of attention computes each head alone and stores neither scores nor probabilities.  Talking heads multiply
-these by a weight of heads, top-k masks sort the scores, and relative values (Shaw) read probabilities in a second
-product.
+these by a weight of heads, top-k masks sort the scores, relative values (Shaw) read probabilities in a second product,
+and attention between windows (SepViT) has all pixels of a window as the value of a key.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from onnxfuse.algebra.operators import BROADCASTING, PRODUCTS, UNARY, VIEWS
+from onnxfuse.analysis.scores import RANK
+from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, consumers, is_constant, op_of, producer
 from onnxfuse.passes.folded import node_label
@@ -21,21 +23,22 @@ MAX_NODES: Final = 64  # of a walk from a Softmax
 WITHOUT_HEADS: Final = "computes each head alone, so this is fused only if the model is trained without talking heads"
 WITHOUT_TOP_K: Final = "stores no scores, so this is fused only if the top-k mask is switched off"
 WITHOUT_VALUES: Final = "stores no probabilities, so this is fused only if relative values are switched off"
+WITHOUT_PIXELS: Final = "has one row of values per key, of at most 256 numbers, so this stays in parts"
 
 
-def unlike_attention(graph: Graph) -> dict[str, str]:
+def unlike_attention(graph: Graph, shapes: ShapeInfo) -> dict[str, str]:
     """Return why no attention ends at a node, by the label of the node: products, and views of their results."""
     found: dict[str, str] = {}
     for softmax in (node for node in graph.nodes if node.op == "Softmax"):
         before = _before(softmax)
         if any(_is_product(node) for node in before):
             after = _after(softmax)
-            if (sentence := _sentence(softmax, before, after)) is not None:
+            if (sentence := _sentence(shapes, softmax, before, after)) is not None:
                 found |= dict.fromkeys(map(node_label, _ends(after)), sentence)
     return found
 
 
-def _sentence(softmax: Node, before: Sequence[Node], after: Sequence[Node]) -> str | None:
+def _sentence(shapes: ShapeInfo, softmax: Node, before: Sequence[Node], after: Sequence[Node]) -> str | None:
     label = node_label(softmax)
     scores = [tensor for node in before for tensor in node.outputs]
     products = [f"'{node_label(node)}'" for node in after if _is_product(node)]
@@ -47,6 +50,10 @@ def _sentence(softmax: Node, before: Sequence[Node], after: Sequence[Node]) -> s
     if len(products) > 1:
         found = f"{len(products)} products, {', '.join(products)}, read the probabilities of '{label}'"
         return f"{found}; an attention kernel {WITHOUT_VALUES}"
+    rank = shapes.rank(softmax.outputs[0]) or RANK
+    if wide := next((node for node in after if any((shapes.rank(each) or 0) > rank for each in node.inputs)), None):
+        found = f"'{node_label(wide)}', {op_of(wide)}, multiplies probabilities of '{label}' by values with more axes"
+        return f"{found}; an attention kernel {WITHOUT_PIXELS}"
     return None
 
 
