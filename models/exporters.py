@@ -135,21 +135,23 @@ def export_torchscript(job: Job, model: nn.Module, arguments: dict[str, torch.Te
     forward, buffer, permute = model.forward, io.BytesIO(), torch.Tensor.permute
     # This exporter fills every parameter of forward() by position, which the wrappers of transformers refuse.
     model.forward = lambda *values: as_tuple(forward(**dict(zip(arguments, values, strict=True))))
-    # It writes negative axes into a Transpose, which is invalid.
-    torch.Tensor.permute = lambda x, *axes: permute(x, *(i % x.dim() for i in axes))
-    torch.onnx.export(
-        model,
-        args=tuple(arguments.values()),
-        f=buffer,
-        dynamo=False,
-        opset_version=job.variant.opset,
-        dynamic_axes=axes,
-        input_names=[each.name for each in job.inputs],
-        output_names=[name for name, _ in job.architecture.outputs],
-        training=torch.onnx.TrainingMode.PRESERVE if keep else torch.onnx.TrainingMode.EVAL,
-        do_constant_folding=not keep,
-    )
-    model.forward, torch.Tensor.permute = forward, permute
+    # It writes negative axes into a Transpose, which is invalid. Axes are numbers, or one sequence of them.
+    torch.Tensor.permute = lambda x, *axes: permute(x, [i % x.dim() for i in (axes if len(axes) > 1 else axes[0])])
+    try:
+        torch.onnx.export(
+            model,
+            args=tuple(arguments.values()),
+            f=buffer,
+            dynamo=False,
+            opset_version=job.variant.opset,
+            dynamic_axes=axes,
+            input_names=[each.name for each in job.inputs],
+            output_names=[name for name, _ in job.architecture.outputs],
+            training=torch.onnx.TrainingMode.PRESERVE if keep else torch.onnx.TrainingMode.EVAL,
+            do_constant_folding=not keep,
+        )
+    finally:
+        model.forward, torch.Tensor.permute = forward, permute
     return onnx.load_from_string(buffer.getvalue())
 
 

@@ -13,13 +13,18 @@ from torch import nn
 
 # Classes whose forward() names its image x.
 READ_X = frozenset({"CCT", "CvT", "MaxViT", "MobileViT", "RegionViT", "SepViT", "TwinsSVT"})
-WORDS = (Input("x", ("batch", "seq"), values=(3, 63)),)
+WORDS = Input("x", ("batch", "seq"), values=(3, 63))
+WORDS_OF_ONE_LENGTH = Input("x", ("batch", 16), values=(3, 63))
 DEPTH = {"dim": 32, "depth": 2, "heads": 4}
 VIT = {"image_size": 64, "patch_size": 16, "num_classes": 10, "dim": 32, "depth": 2, "heads": 4, "mlp_dim": 64}
 
 
 def x_transformers(name: str, layers: str = "Decoder", **options: object) -> Architecture:
-    """A Decoder or an Encoder of x-transformers with these options, between an embedding and the logits."""
+    """A Decoder or an Encoder of x-transformers with these options, between an embedding and the logits.
+
+    Biases of relative positions are computed of Python numbers, so that an export holds at one length only.
+    """
+    words = WORDS_OF_ONE_LENGTH if {"rel_pos_bias", "dynamic_pos_bias"} & options.keys() else WORDS
 
     def build(_config: Config, _attention: str) -> nn.Module:
         import x_transformers as library
@@ -27,7 +32,7 @@ def x_transformers(name: str, layers: str = "Decoder", **options: object) -> Arc
         made = getattr(library, layers)(**{**DEPTH, "attn_dim_head": 8, **options})
         return library.TransformerWrapper(num_tokens=64, max_seq_len=64, attn_layers=made)
 
-    return Architecture(f"x-transformers/{name}", build, several(*WORDS), (), {}, BOTH, TEXT_SIZES)
+    return Architecture(f"x-transformers/{name}", build, several(words), (), {}, BOTH, TEXT_SIZES)
 
 
 def vit_pytorch(name: str, file: str = "", side: int = 64, **options: object) -> Architecture:
