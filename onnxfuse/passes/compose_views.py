@@ -164,8 +164,9 @@ def equivalent_chains(source: tuple[Size, ...], chain: tuple[View, ...]) -> tupl
     # Each axis of the result is split into contiguous parts of the source; a Reshape joins the parts at the end.
     runs = coalesce((tuple(sub_axis for axis in layout for sub_axis in axis),))[0]
     split = tuple((run,) for run in runs)
-    perm = _perm_of_source(source, split + tuple(() for size in source if size == 1))
-    if perm is not None:
+    whole = iter(split)
+    at_ones = tuple(() if size == 1 else next(whole, ()) for size in source)  # axes of size 1 stay where they are
+    if next(whole, None) is None and (perm := _perm_of_source(source, at_ones)) is not None:
         found.append((View(perm, transposed(source, perm)), View(None, result)))
     if (order := _order_in_source(source, split)) is not None:
         before, after = tuple(runs[i].size for i in order), tuple(run.size for run in runs)
@@ -188,10 +189,14 @@ def _perm_of_source(source: Sequence[Size], layout: ViewLayout) -> tuple[int, ..
 
 
 def _order_in_source(source: Sequence[Size], layout: ViewLayout) -> list[int] | None:
-    """Return the layout's axes in the order in which they lie in the source; None if an axis has several sub-axes."""
+    """Return the layout's axes in the order in which they lie in the source; None if an axis has several sub-axes.
+
+    Axes of size 1 keep their places, because onnxruntime's CPU provider takes three times as long for a Transpose that
+    moves them, too.
+    """
     if any(len(axis) > 1 or any(sub_axis.axis is None for sub_axis in axis) for axis in layout):
         return None
-    order: list[int] = [i for i, axis in enumerate(layout) if not axis]
+    order: list[int] = []
     for source_axis in reversed(range(len(source))):
         stride: Size = 1
         waiting = {i: axis[0] for i, axis in enumerate(layout) if axis and axis[0].axis == source_axis}
@@ -201,6 +206,8 @@ def _order_in_source(source: Sequence[Size], layout: ViewLayout) -> list[int] | 
                 return None
             stride = stride * waiting.pop(found).size
             order.insert(0, found)
+    for one in (i for i, axis in enumerate(layout) if not axis):
+        order.insert(one, one)
     return order
 
 
