@@ -67,8 +67,9 @@ OLDER = "## An older release of transformers"
 FRAMEWORK_SECTIONS: Mapping[str, tuple[str, str]] = {  # by framework: the heading, and what was exported
     "packages": ("## Packages of PyTorch", """\
 `models/survey.py --packages` exports {count} configurations of x-transformers and models of vit-pytorch, as the
-architectures above. A norm counts as fused in a region, too: x-transformers divides by L2 norms. Talking heads and
-top-k masks are attentions of another kind: a kernel of attention does not compute them, which the report says."""),
+architectures above. A norm counts as fused in a region, too: x-transformers divides by L2 norms. Talking heads, top-k
+masks and pixels of windows (SepViT) are attentions of another kind: a kernel of attention does not compute them, which
+the report says."""),
     "keras": ("## Keras", """\
 `models/survey_frameworks.py` writes {count} models of Keras' layers by `model.export(format="onnx")`, which tf2onnx
 does for the backend TensorFlow, and PyTorch's exporters for torch. Each model has one or two of the layers that it is
