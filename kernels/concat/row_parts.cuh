@@ -1,5 +1,4 @@
-// Rows of CHANNELS elements, one per pixel, that are divided among PARTS tensors: the i-th tensor has the channels from
-// the i-th number of BEGINS up to the next number, for all pixels.
+// Copies of rows of CHANNELS elements, one per pixel, that are divided among PARTS tensors, as channel_parts.cuh says.
 //
 // A thread copies one vector of channels for CHUNKS pixels. The distance between these pixels is the number of all
 // pixels divided by CHUNKS. As all of them use the same channels, the thread looks up the part only once, before the
@@ -12,6 +11,7 @@
 //
 // STREAMED and RELEASE may depend on `pixels` and gridDim.
 #pragma once
+#include "channel_parts.cuh"
 #include "types.cuh"
 
 static_assert(CHANNELS % WIDTH == 0, "a vector would cross pixels");
@@ -31,35 +31,6 @@ struct Place {
         channel = u32(at % ROW) * WIDTH;
     }
 };
-
-// The addresses of the parts, as an argument of the kernels.
-template <class P>
-struct Parts {
-    P* first_pixel[PARTS];
-};
-
-// The part that contains a channel: the address of this channel in the part's first pixel, and the part's number of
-// channels.
-template <class P>
-struct Part {
-    P* at;
-    u32 channels;
-};
-
-template <class P>
-__device__ __forceinline__ Part<P> part_of(const Parts<P>& parts, u32 channel) {
-    constexpr u32 begins[PARTS + 1] = {BEGINS, CHANNELS};
-    P* data = parts.first_pixel[0];
-    u32 begin = 0, end = begins[1];
-#pragma unroll
-    for (int i = 1; i < PARTS; ++i)
-        if (channel >= begins[i]) {
-            data = parts.first_pixel[i];
-            begin = begins[i];
-            end = begins[i + 1];
-        }
-    return {data + (channel - begin), end - begin};
-}
 
 // Copies the vectors of a thread from one tensor to another. `from` and `to` are the addresses of the thread's first
 // channel in the first pixel of either tensor. The pitches are the numbers of channels of the two tensors.

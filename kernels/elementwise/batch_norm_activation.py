@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Final
 
 from onnxfuse.kernels.elementwise.elements import activation_arguments
@@ -21,7 +22,7 @@ from onnxfuse.kernels.tensors import (
     required_spec,
     vector_width,
 )
-from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
+from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, Struct, TensorSpec
 from onnxfuse.runtime.symint import estimate, is_symbolic
 
 LANES: Final = 32  # largest number of threads per pixel
@@ -34,16 +35,24 @@ WEIGHTS: Final = ("scale", "bias", "mean", "var")
 def batch_norm_plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
     """Return the one plan for x (n, *spatial, channels) and four vectors of `channels` elements.
 
-    Raises ValueError if a vector has another number of elements.
+    The operands before the vectors are x, or several tensors whose channels make up those of x.
+
+    Raises ValueError if a vector has another number of elements, or if axes of these tensors before the last differ.
     """
-    x, *weights = (required_spec(node, inputs, name) for name in ("x", *WEIGHTS))
+    count = len(node.operands) - len(WEIGHTS)
+    parts, weights = inputs[:count], [required_spec(node, inputs, name) for name in WEIGHTS]
+    x, sizes = parts[0], [part.shape[-1] for part in parts]
+    for name, part in zip(node.operands, parts, strict=False):
+        if part.shape[:-1] != x.shape[:-1]:
+            required = [*x.shape[:-1], "channels"]
+            raise ValueError(f"{node.fusion}: {name} has shape {list(part.shape)}; required {required}")
     channels, pixels = element_count(weights[0]), math.prod(x.shape[:-1])
     for name, weight in zip(WEIGHTS, weights, strict=True):
-        check_element_count(node, name, weight, x.shape[-1])
-    y = TensorSpec(x.shape, node.output_dtypes[0], x.aligned)
+        check_element_count(node, name, weight, sum(sizes))
+    y = TensorSpec((*x.shape[:-1], channels), node.output_dtypes[0], all(part.aligned for part in parts))
     if not pixels * channels:
         return [Plan((y,), ())]
-    width = vector_width([x, y], channels, weights=weights)
+    width = vector_width([*parts, y], *sizes, weights=weights)
     vectors = channels // width
     lanes_c = math.ceil(vectors / math.ceil(vectors / LANES))
     lanes_p, blocks_c = THREADS // lanes_c, math.ceil(vectors / lanes_c)
@@ -53,15 +62,18 @@ def batch_norm_plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Devi
         each = max(1, each // step)
     blocks = blocks_c * math.ceil(pixels / (lanes_p * each))
     pixel_bytes = channels * sum(ITEM_BYTES[tensor.dtype] for tensor in (x, y))
-    streamed = is_streamed([x, y], f"pixels > {STREAMED_FROM_BYTES // pixel_bytes}")
+    streamed = is_streamed([*parts, y], f"pixels > {STREAMED_FROM_BYTES // pixel_bytes}")
+    begins = accumulate(sizes[:-1], initial=0)
     defines: Defines = {
         "X_T": STORAGE[x.dtype], "Y_T": STORAGE[y.dtype], "STREAMED": streamed, "WIDTH": width,
         **{f"{name.upper()}_T": STORAGE[weight.dtype] for name, weight in zip(WEIGHTS, weights, strict=True)},
-        "CHANNELS": channels, "LANES_C": lanes_c, "LANES_P": lanes_p, "PIXELS": each,
+        "CHANNELS": channels, "PARTS": count, "BEGINS": ",".join(map(str, begins)),
+        "LANES_C": lanes_c, "LANES_P": lanes_p, "PIXELS": each,
         "WEIGHTS_CONSTANT": all_constant(weights), "RELEASE": is_released(blocks, device),
         "ACTIVATION": node.text("activation", "none"), "PRECISE": int(y.dtype == "float32"),
     }  # fmt: skip
-    pointers = (*(operand_pointer(node, name) for name in ("x", *WEIGHTS)), Pointer("output", 0))
+    x_parts = Struct(tuple(Pointer("input", i) for i in range(count)))
+    pointers = (x_parts, *(operand_pointer(node, name) for name in WEIGHTS), Pointer("output", 0))
     numbers = (Scalar(node.number("epsilon", 1e-5), "float32"), *activation_arguments(node), Scalar(pixels, "int64"))
     kernel = Kernel("batch_norm_activation", "batch_norm_activation", defines)
     block = (lanes_c * lanes_p, 1, 1)

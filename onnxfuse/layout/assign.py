@@ -19,6 +19,7 @@ from onnxfuse.layout.conversion import Conversion, Kind, LayoutOptions, Model
 from onnxfuse.layout.fusions import CONVOLUTIONS, LAYOUT_FUSIONS, SQUEEZE
 from onnxfuse.layout.gates import gates
 from onnxfuse.layout.joins import Joins, Rule
+from onnxfuse.layout.norms_of_parts import norms_of_parts
 from onnxfuse.layout.residuals import residuals
 from onnxfuse.layout.rules import conversion, is_channels_last
 from onnxfuse.layout.squeezes import squeezes
@@ -128,7 +129,7 @@ def _write(
     _compose(graph, shapes, writer, known)
     records = {one.node: one for one in (*recorded, *writer.fused)}
     joins = Joins(writer, records, known, model.options.exclude)
-    rules: list[Rule] = [residuals, activations, gates, squeezes]
+    rules: list[Rule] = [residuals, activations, gates, norms_of_parts, squeezes]
     for rule in rules[:-1] if SQUEEZE in model.options.left_out else rules:
         joins.apply(rule)
     fused = {one.node: one for one in (*writer.fused, *joins.made)}

@@ -14,6 +14,8 @@ from onnxfuse.runtime.plan import FusedNode, TensorSpec
 BITS = {"float32": np.uint32, "float16": np.uint16, "bfloat16": np.uint16}
 NUMPY = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
+NORM_WEIGHTS = ("scale", "bias", "mean", "var")
+
 
 @dataclass(frozen=True)
 class Case:
@@ -33,6 +35,22 @@ class Case:
             return FusedNode("concat", "n", operands, {"layout": "nhwc", "axis": -1}, (dtype,))
         attributes = {"layout": "nhwc", "axis": -1, "split": list(self.channels)}
         return FusedNode("split", "n", ("x",), attributes, (dtype,) * count)
+
+    def norms(self, dtype: str, aligned: bool = True) -> tuple[list[FusedNode], list[list[TensorSpec]]]:
+        """Return the nodes of batch_norm_activation that read the parts and the whole, and their inputs."""
+        own = {"layout": "nhwc", "activation": "relu", "epsilon": 1e-3}
+        specs = [self.specs("concat", dtype, aligned), self.specs("split", dtype, aligned)]
+        names = [tuple(f"x_{i}" for i in range(len(self.channels))), ("x",)]
+        weights = [TensorSpec((sum(self.channels),), dtype, aligned, constant=True)] * len(NORM_WEIGHTS)
+        nodes = [FusedNode("batch_norm_activation", "n", (*each, *NORM_WEIGHTS), own, (dtype,)) for each in names]
+        return nodes, [[*each, *weights] for each in specs]
+
+    def norm_inputs(self, dtype: str) -> list[list[np.ndarray]]:
+        """Return the values that each of the nodes of `norms` reads."""
+        random = np.random.default_rng(2)
+        parts = [random.standard_normal(shape).astype(NUMPY[dtype]) for shape in self.shapes]
+        weights = [random.uniform(0.5, 2, sum(self.channels)).astype(NUMPY[dtype]) for _ in NORM_WEIGHTS]
+        return [[*parts, *weights], [whole(parts), *weights]]
 
     def specs(self, fusion: str, dtype: str, aligned: bool = True) -> list[TensorSpec]:
         shapes = self.shapes if fusion == "concat" else [(*self.pixels, sum(self.channels))]

@@ -48,6 +48,15 @@ def test_compiles_in_registers(device: Device, part: int) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
+def test_norms_of_parts_compile(device: Device) -> None:
+    for case in (LARGE[0], LARGE[3]):
+        node, specs = (each[0] for each in case.norms("float16"))
+        for step in host_of(node.fusion).candidates(node, specs, device)[0].steps:
+            assert isinstance(step, Launch) and step.kernel.defines["PARTS"] == len(case.channels)
+            check_compiles(step.kernel, device, stack=0)
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
 def test_every_launch_is_one_that_the_device_takes(device: Device) -> None:
     for step in launches(device, (*SMALL, *LARGE)):
         assert 0 < step.grid[0] <= 2**31 - 1 and step.grid[1:] == (1, 1)

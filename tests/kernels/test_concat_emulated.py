@@ -28,6 +28,19 @@ def test_channels_side_by_side(case: Case, tmp_path: Path) -> None:
             np.testing.assert_array_equal(bits(found), bits(value))
 
 
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_a_norm_of_parts(case: Case, tmp_path: Path) -> None:
+    """A BatchNormalization of the parts gives, bit by bit, what it gives of the channels side by side."""
+    dtype, aligned = ("float16", "float32")[len(case.channels) % 2], case.channels[0] != 12
+    results = []
+    for node, specs, inputs in zip(*case.norms(dtype, aligned), case.norm_inputs(dtype), strict=True):
+        (plan,) = host_of(node.fusion).candidates(node, specs, DEVICE)
+        results += emulate(plan, inputs, tmp_path, aligned)
+    parts, image = results
+    assert image.any() or not image.size
+    np.testing.assert_array_equal(bits(parts), bits(image))
+
+
 def test_the_cases_take_every_way() -> None:
     ways = set()
     for case in SMALL:

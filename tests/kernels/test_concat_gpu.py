@@ -43,3 +43,15 @@ def test_small_tensors(device: Device, dtype: str, case: Case, aligned: bool) ->
 @pytest.mark.parametrize("case", LARGE, ids=str)
 def test_sizes_of_models(device: Device, case: Case) -> None:
     check(case, "float16", device)
+
+
+@pytest.mark.parametrize("case", [*SMALL, *LARGE], ids=str)
+def test_norms_of_parts(device: Device, case: Case) -> None:
+    results = []
+    for node, specs, inputs in zip(*case.norms("float16"), case.norm_inputs("float16"), strict=True):
+        (plan,) = host_of(node.fusion).candidates(node, specs, device)
+        written = [upload(np.full(spec.shape, np.nan, NUMPY[spec.dtype])) for spec in plan.outputs]
+        launch(plan, [upload(each) for each in inputs], written)
+        results.append(result(written[0], plan.outputs[0], aligned=True))
+    assert results[1].any() or not results[1].size
+    np.testing.assert_array_equal(bits(results[0]), bits(results[1]))
