@@ -100,9 +100,12 @@ def _fills_tiles(gemm: Gemm, wgmma: Implementation) -> bool:
     On an H200, in us by wgmma and by gemm_stream: 49x2048x512 2.7 and 4.0, 33x768x768 3.1 and 3.7, 64x4096x1024 4.1 and
     4.7, 33x256x256 2.2 and 2.6, 20x512x128 2.0 and 2.1; but 20x768x768 3.1 and 2.6, 20x5120x1024 5.6 and 4.0,
     32x168x672 3.1 and 2.6. For each of eleven products with n >= k and k <= 1024, wgmma is faster from 33 rows on,
-    with weights in L2 as well as in memory.
+    with weights in L2 as well as in memory; with k up to 2048, where n is at least twice k: 64x8192x2048 10.6 and 12.0,
+    48x6144x1536 7.5 and 8.5, 48x2560x1280 4.6 and 4.7; but 48x1536x1536 4.8 and 4.5, 40x1280x1280 4.2 and 4.0.
     """
-    if gemm.dtype == "float32" or len(wgmma.steps) > 1 or _is_split(wgmma) or gemm.n < gemm.k or gemm.k > 1024:
+    if gemm.dtype == "float32" or len(wgmma.steps) > 1 or _is_split(wgmma) or gemm.k > 2048:
+        return False
+    if gemm.n < gemm.k * (2 if gemm.k > 1024 else 1):
         return False
     return bool(estimate(gemm.m) > (16 if gemm.k <= 256 else 32))
 
