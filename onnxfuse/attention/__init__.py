@@ -11,6 +11,7 @@ from onnxfuse.attention.expand_batches import expand_batches
 from onnxfuse.attention.extract_alibi import extract_alibi
 from onnxfuse.attention.four_axes import add_heads_axis, merge_window_axes
 from onnxfuse.attention.heads_first import heads_first
+from onnxfuse.attention.join_key_groups import join_key_groups
 from onnxfuse.attention.merge_value_products import merge_value_products
 from onnxfuse.attention.orient_products import orient_products
 from onnxfuse.attention.regroup_addends import regroup_addends
@@ -23,6 +24,7 @@ ATTENTION: tuple[Pass, ...] = (
     orient_products,  # writes Transposes, which are composed with adjacent views in the next round
     split_merged_rows,  # before `merge_window_axes`, which merges key heads and groups again
     heads_first,  # before `merge_window_axes`, which would merge batch and queries
+    join_key_groups,  # before `merge_window_axes`, which merges the axes of one product
     merge_window_axes,
     regroup_addends,  # makes scores keep one shape up to the Softmax
     split_merged_heads,  # writes views, which are composed with adjacent views

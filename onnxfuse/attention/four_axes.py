@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from onnxfuse.algebra.operators import SLICING
 from onnxfuse.algebra.sizes import Shape, product
@@ -33,6 +33,7 @@ from onnxfuse.passes.emit import integers, joined_sizes, sizes_along, write
 from onnxfuse.passes.graph_pass import graph_pass
 from onnxfuse.passes.sizes_of_operands import origin_of_size
 
+OPSET_OF_ALLOWZERO: Final = 14  # the attribute of Reshape with which a 0 in the target is a size
 AxesOf: TypeAlias = "Callable[[ShapeInfo, Node, Shape], MergedAxes | OneHead]"
 
 
@@ -145,7 +146,8 @@ class MergedAxes:
         expanded = self._expanded(tensor, full, at, wanted)
         full = (*full[:at], *wanted, *full[at + 2 :])
         made = None if expanded is None else self._reshaped(expanded, _joined(full, at))
-        return made or self._repeated_last(tensor, shape, at, wanted)
+        made = made or self._repeated_last(tensor, shape, at, wanted)
+        return made if made or expanded is None else self._reshaped_to_sizes(expanded, full, at)
 
     def _repeated_last(self, tensor: Tensor, shape: Shape, at: int, wanted: Shape) -> Tensor | None:
         """Expand a tensor along the two axes and merge them.
@@ -208,7 +210,8 @@ class MergedAxes:
             return size if isinstance(size, int) else sizes_along(self.shapes, source, [place], stem)
 
         target = joined_sizes(self.shapes, [size_along(axis) for axis in range(len(self.result))], stem)
-        return write(self.shapes, "Reshape", [result, target], stem)
+        zeros = {"allowzero": 1} if self.shapes.graph.opset >= OPSET_OF_ALLOWZERO else {}
+        return write(self.shapes, "Reshape", [result, target], stem, zeros)
 
     def _reshaped(self, tensor: Tensor, wanted: Shape) -> Tensor | None:
         """Return a tensor with the wanted shape; None where a Reshape would need a computed target."""
@@ -222,18 +225,18 @@ class MergedAxes:
         """Merge the axes `at` and `at + 1` by a Reshape whose target has sizes that are read at run time.
 
         Global keys of LongT5 make the number of keys dynamic, beside a dynamic number of blocks.  Returns None if the
-        tensor has fewer axes than `full`.
+        tensor has fewer axes than `full`, or the opset no `allowzero`, without which sizes of 0 are no sizes.
         """
-        if self.shapes.shape(tensor) != full:
+        if self.shapes.shape(tensor) != full or self.shapes.graph.opset < OPSET_OF_ALLOWZERO:
             return None
         stem = f"{tensor.name}_merged"
-        target: list[int | Tensor] = [
-            size if isinstance(size, int) else sizes_along(self.shapes, tensor, [axis], stem)
-            for axis, size in enumerate(full)
-            if axis not in (at, at + 1)
+        read = [size if isinstance(size, int) else sizes_along(self.shapes, tensor, [axis], stem)
+                for axis, size in enumerate(full)]  # fmt: skip
+        both = [
+            integers(self.shapes.graph, stem, [each]) if isinstance(each, int) else each for each in read[at : at + 2]
         ]
-        target.insert(at, -1)
-        return write(self.shapes, "Reshape", [tensor, joined_sizes(self.shapes, target, stem)], stem)
+        target = joined_sizes(self.shapes, [*read[:at], write(self.shapes, "Mul", both, stem), *read[at + 2 :]], stem)
+        return write(self.shapes, "Reshape", [tensor, target], stem, {"allowzero": 1})
 
     def _merged_before_slice(self, source: Tensor, views: tuple[View, ...]) -> tuple[Tensor, tuple[View, ...]]:
         """Move a Slice of a packed product's last axis after a Reshape of the product to three axes.

@@ -18,6 +18,7 @@ NUMBERS = {"least": -np.inf, "low": -1e9, "zero": 0.0}
 CONSTANTS = {
     **{name: np.array(value, np.float32) for name, value in NUMBERS.items()},
     **{name: np.array([value]) for name, value in {"minus": -1, "c0": 0, "c1": 1, "c2": 2, "c3": 3, "c4": 4}.items()},
+    "parts": np.array([2, 3]),
     **{name: np.array(value) for name, value in {"n0": 0, "n1": 1, "n2": 2}.items()},
 }
 # What reads scores s of some axes, and values v.
@@ -35,6 +36,8 @@ SCORES = {
     "windows": """float[B,W,2,N,4] q, float[B,W,2,4,N] k, float[B,W,2,N,4] v, float[W,1,N,N] m) => (y) {
         t = MatMul (q, k) s = Add (t, m)""",
     "windows that are broadcast": """float[B,W,2,N,4] q, float[B,1,2,4,N] k, float[1,W,2,N,4] v, float[N] m) => (y) {
+        t = MatMul (q, k) s = Add (t, m)""",
+    "blocks of dynamic keys": """float[B,W,2,3,4] q, float[B,W,2,4,N] k, float[B,W,2,N,4] v, float[N] m) => (y) {
         t = MatMul (q, k) s = Add (t, m)""",
     "heads and batch in one axis": """float[B,2,N,4] qh, float[B,2,4,N] kh, float[B,2,N,4] vh, float[B,2,N,N] m
         ) => (y) { sizes = Shape (qh) n = Gather <axis = 0> (sizes, c2) tq = Concat <axis = 0> (minus, n, c4)
@@ -56,6 +59,10 @@ OTHERS = {
         a = Where (keep, x, low) b = Where (drop, a, low) y = Softmax (b)""",
     "probabilities of two values": """float[B,2,N,4] q, float[B,2,4,M] k, float[B,2,M,3] v, float[1,2,M,5] u
         ) => (y, z) { s = MatMul (q, k) p = Softmax (s) y = MatMul (p, v) z = MatMul (p, u)""",
+    "two groups of keys": """float[B,2,W,3,4] q, float[B,2,1,4,2] g, float[B,2,W,4,3] k, float[B,2,1,2,4] u,
+        float[B,2,W,3,4] v, float[B,1,W,1,5] m) => (y) { t = MatMul (q, g) w = MatMul (q, k)
+        s = Concat <axis = -1> (t, w) a = Add (s, m) p = Softmax (a) n, r = Split <axis = -1> (p, parts)
+        x = MatMul (n, u) z = MatMul (r, v) y = Add (x, z)""",
     "an expanded mask": """bool[B,N] keep, float[1,1,1,N] x, float[B,1,M,N] z) => (y) {
         u = Unsqueeze (keep, c1) w = Unsqueeze (u, c1) sizes = Shape (z) e = Expand (w, sizes) y = Where (e, x, low)""",
     "a mask and a range": """bool[B,N] keep, float[B,1,N,N] x) => (y) {
