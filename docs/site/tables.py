@@ -446,6 +446,15 @@ def triton_kernel() -> str:
     return grid(["rows", "onnxruntime", "the kernel in Triton", "a generated kernel"], lines)
 
 
+def optimum() -> str:
+    """Return the times of a BERT of Optimum, plain and fused."""
+    lines = [
+        [f"{row['batch']} x {row['tokens']}", *(_time(row, f"{name}_ms") for name in ("plain", "fused", "float16"))]
+        for row in rows("optimum-h200")
+    ]
+    return grid(["milliseconds, batch x tokens", "plain `ORTModel`", "fused", "fused, float16"], lines)
+
+
 def timed_pages() -> str:
     """Return the times of models whose reports an H200 timed, and the sums of their nodes'."""
     lines = [
@@ -637,7 +646,7 @@ TABLES: Final[Mapping[str, Callable[[], str]]] = {
         generated_kernels, joined, products, quantized_products, float8, integers, decoding, tokens_per_second,
         attention, attention_forms, linear_attention, recurrent_layers, scans, models_in_chunks, triton_kernel,
         timed_pages, kernels, convolutions, gates, other_gpus, on_the_cpu, memory, optimizers, idle_optimizers,
-        one_token_of_scans, decisions,
+        one_token_of_scans, optimum, decisions,
     )
 }  # fmt: skip
 
