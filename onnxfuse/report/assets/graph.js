@@ -182,7 +182,9 @@ function blockUnit(graph, side, block) {
       const op = text(graph.sides[side].nodes[node][OP]);
       ops.set(op, (ops.get(op) || 0) + 1);
     }
-    unit.rows = [...ops].sort((a, b) => b[1] - a[1]).slice(0, 3).map(([op, n]) => cut(`${n} ${op}`));
+    const kinds = [...ops].sort((a, b) => b[1] - a[1]);
+    const others = kinds.length > 3 ? kinds.splice(2).reduce((sum, [, n]) => sum + n, 0) : 0;
+    unit.rows = [...kinds.map(([op, n]) => cut(`${n} ${op}`)), ...(others ? [`${others} others`] : [])];
     unit.width = Math.max(widthOf(unit.name, true) + 92, ...unit.rows.map((row) => widthOf(row, false) + 28), 150);
     unit.height = HEAD + MARGIN + 15 * unit.rows.length;
   }
