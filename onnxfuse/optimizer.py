@@ -62,7 +62,7 @@ from onnxfuse.verify.accepted import NOTHING_ACCEPTED, Accepted, state_accepted
 from onnxfuse.verify.check_bodies import faults_of_bodies
 from onnxfuse.verify.compare import NOT_VERIFIED, Verification
 from onnxfuse.verify.compare_parts import PartFinding, PartsVerification
-from onnxfuse.verify.extent import FULL, LEFT_OUT_BY_QUICK, Budget, Extent, Level, extent_of
+from onnxfuse.verify.extent import CUT, FULL, LEFT_OUT_BY_QUICK, Budget, Extent, Level, extent_of
 from onnxfuse.verify.inputs import load_samples, model_inputs
 from onnxfuse.verify.observed import NotCompared
 from onnxfuse.verify.own_process import DEFAULT_TIMEOUT, own_process
@@ -494,9 +494,10 @@ def _report(job: _Job, path: str | None, found: _Found) -> Report:
 
 
 def _with_duration(job: _Job, verified: Verification) -> Verification:
-    """Add to a long full verification a note with its duration and with what "quick" leaves out."""
+    """Add a note with its duration and what "quick" leaves out to a long full verification that left nothing out."""
     seconds = job.timer.seconds.get("verify", 0.0)
-    if job.verify != FULL or seconds <= LONG_VERIFICATION:
+    is_cut = any(note.startswith(CUT) for note in verified.notes)
+    if job.verify != FULL or seconds <= LONG_VERIFICATION or is_cut:
         return verified
     note = f"the verification took {seconds:.0f} s; with `--verify quick` it leaves out {LEFT_OUT_BY_QUICK}"
     return replace(verified, notes=(*verified.notes, note))

@@ -19,6 +19,7 @@ DRAWN: Final = "drawn values of fused nodes"
 OPTIMIZED: Final = "runs with onnxruntime's own optimizations"
 LEFT_OUT_BY_QUICK: Final = f"{', '.join((OTHER_SIZES, EDGES, FLAGS, MASK_ROWS, DRAWN))}, and {OPTIMIZED}"
 
+CUT: Final = "the verification left out"  # begins the sentence about the runs for which there was no time
 MIN_SECONDS: Final = 30.0  # before this time, a full verification leaves nothing out for lack of time
 MAX_OWN_RUNS: Final = 10.0  # times the original's own run, after which a full verification goes on as a quick one
 # The shares of this time after which the original, and then fused nodes, get no further runs.  The optimized model then
@@ -60,10 +61,10 @@ class Budget:
         """A sentence about what was left out; nothing if all was done."""
         if not self.left_out:
             return ()
-        why = f"{MIN_SECONDS:g} s, or {MAX_OWN_RUNS:g} times the original's own run of {self.own:.1f} s"
-        return (
-            f"to end after about {self.seconds:.0f} s ({why}), the verification left out {', '.join(self.left_out)}",
-        )
+        *first, last = self.left_out
+        named = f"{', '.join(first)} and {last}" if first else last
+        limit = f"{MAX_OWN_RUNS:g} times the original's own run of {self.own:.1f} s, and at least {MIN_SECONDS:g} s"
+        return (f"{CUT} {named}, to end after about {self.seconds:.0f} s ({limit})",)
 
 
 @dataclass(frozen=True)
