@@ -7,6 +7,7 @@ non-printing characters as escapes, whatever their origin.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -20,6 +21,8 @@ from onnxfuse.errors import printable
 
 NARROWEST: Final = 30  # the least number of columns for a sentence
 MAX_DIM_CHARACTERS: Final = 40  # a longer dim in a table or a list of sizes is cut off
+UNIT: Final = re.compile(r"(?<=\d) (?=[A-Za-z])")  # the space between a number and what it counts
+GLUE: Final = "\ue001"  # replaces that space while a sentence is broken into lines; non-printing, as BRACKET is
 BRACKET: Final = "\ue000"  # replaces "[" in escaped text; it is non-printing, so no other text contains it
 
 
@@ -63,10 +66,11 @@ class Line:
         """Yield the lines for the width of the console."""
         rest = " " * (len(self.start) or self.indent)
         text = Text.from_markup(self.text, emoji=False)
-        text.plain = text.plain.replace(BRACKET, "[")
+        text.plain = UNIT.sub(GLUE, text.plain.replace(BRACKET, "["))
         wrapped = text.wrap(console, max(options.max_width - len(rest), NARROWEST))
         for i, line in enumerate(wrapped):
             line.rstrip()
+            line.plain = line.plain.replace(GLUE, " ")
             yield Text(rest if i else self.start) + line
 
 

@@ -14,6 +14,7 @@ from onnxfuse.kernels.region.program import Operation, Program, parse
 from onnxfuse.kernels.region.shapes import infer
 from onnxfuse.kernels.region.sizes import Sizes
 from onnxfuse.kernels.region.wrapped import wrapped
+from onnxfuse.printing import counted
 from onnxfuse.rewrite.replace import REGION
 from onnxfuse.runtime.call_inputs import dim_names, inputs_of
 from onnxfuse.runtime.expressions import Expressions
@@ -70,11 +71,11 @@ def _summaries(calls: Sequence[Call]) -> Iterator[str]:
 
 
 def _facts(call: Call) -> str:
-    """Return a text: how many operators, operands and outputs a region has, and its first operators."""
+    """Return a text: the numbers of operators, operands and outputs of a region, and its first operators."""
     names = [operation.name for operation in _parts(call)[0].operations if operation.name != "Constant"]
     shown = " ".join(names[:SHOWN_OPERATORS]) + (" ..." if len(names) > SHOWN_OPERATORS else "")
-    counts = f"operators {len(names)}, operands {len(call.proto.input)}, outputs {len(call.proto.output)}"
-    return f"{counts}: {shown}"
+    numbers = (len(names), "operator"), (len(call.proto.input), "operand"), (len(call.proto.output), "output")
+    return f"{', '.join(counted(number, what) for number, what in numbers)}: {shown}"
 
 
 def _parts(call: Call) -> tuple[Program, dict[str, str], Sequence[str]]:

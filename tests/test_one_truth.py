@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from onnxfuse import optimize
 from onnxfuse.half.result import half_lines
 from onnxfuse.inspection.inspect_model import inspect_model
 from onnxfuse.ir.protos import count_nodes, nodes
-from onnxfuse.printing import counted
+from onnxfuse.printing import Line, SafeConsole, counted
 from onnxfuse.report.lines import verification_lines
 from onnxfuse.report.page import write_page
 from onnxfuse.report.sections import fate_counts
@@ -145,6 +146,15 @@ def test_long_formulas_of_dims_are_cut_off(tmp_path: Path) -> None:
     assert shown.count(formula[:37] + "...") == 2 and formula not in shown
     report = optimize(given, verify=False)[1]
     assert len(report.before.assumed) == 30 and not any(formula in line for line in text_of(report))
+
+
+@pytest.mark.parametrize("width", range(40, 70))
+def test_a_number_and_what_it_counts_are_in_one_line(width: int) -> None:
+    out = io.StringIO()
+    text = "69 matches in 'p.json': 42 conv_bias_activation, 2 conv_transpose_bias_activation, copy 4.09 TB/s"
+    SafeConsole(file=out, width=width).print(Line(text))
+    assert " ".join(out.getvalue().split()) == text
+    assert not [line for line in out.getvalue().splitlines() if line[-1:].isdigit()]
 
 
 def test_an_estimate_of_the_main_graph_says_so() -> None:
@@ -317,7 +327,9 @@ def test_all_commands_agree_about_a_model(
     has_regions = any(a.name == "program" for node in nodes(onnx.load("fused.onnx").graph) for a in node.attribute)
     printed("show region fused.onnx", 0 if has_regions else 2)
     printed("explain given.onnx")
-    assert "Nearly fused" not in again and "nearly fused" not in printed("inspect fused.onnx")
+    inspected = printed("inspect fused.onnx")
+    assert f"{counted(fused, 'node is', 'nodes are')} fused already." in inspected and "--dry-run" not in inspected
+    assert "Nearly fused" not in again and "nearly fused" not in inspected
 
 
 def test_each_contradiction_has_a_test() -> None:

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from onnxfuse.inspection.inspect_model import Inspection, Value
+from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.printing import Line, bytes_text, cell, columns, counted, escape, short
 from onnxfuse.report.lines import MAX_SHOWN
 
@@ -88,5 +89,9 @@ def _findings(found: Inspection) -> Iterator[RenderableType]:
         yield Line(f"[yellow]No CUDA graph[/]: {escape('; '.join(found.no_cuda_graph))}")
     else:
         dynamic = any(not dim.isdigit() for value in found.inputs for dim in value.dims or ())
-        yield Line(f"[green]A CUDA graph can hold it[/]{', one for each size of dynamic dims' if dynamic else ''}")
-    yield Line("`onnxfuse optimize MODEL --dry-run` says what would be fused.")
+        yield Line(f"[green]A CUDA graph can hold it[/]{', one graph for each set of sizes' if dynamic else ''}")
+    fused = sum(count for op, count in found.operators.items() if op.startswith(f"{DOMAIN}::"))
+    if fused:
+        yield Line(f"{counted(fused, 'node is', 'nodes are')} fused already.")
+    else:
+        yield Line("`onnxfuse optimize MODEL --dry-run` says what would be fused.")

@@ -90,7 +90,7 @@ PROGRAM = """last/region: x -> z
 def test_show_lists_the_regions_of_a_model_and_prints_their_programs(fused: Path) -> None:
     run = CliRunner().invoke
     listed = run(main, ["show", "region", str(fused)])
-    assert listed.output == "last/region: operators 4, operands 1, outputs 1: Slice Slice Concat Reshape\n"
+    assert listed.output == "last/region: 4 operators, 1 operand, 1 output: Slice Slice Concat Reshape\n"
     for name in ("last/region", "z"):
         assert run(main, ["show", "region", str(fused), "--node", name]).output == PROGRAM
 
@@ -103,8 +103,8 @@ def test_show_lists_regions_with_equal_programs_once(tmp_path: Path) -> None:
     onnx.save(result, tmp_path / "fused.onnx")
     lines = CliRunner().invoke(main, ["show", "region", str(tmp_path / "fused.onnx")]).output.splitlines()
     assert sorted(lines) == [
-        "end0/region and 2 more: operators 2, operands 1, outputs 1: Neg Exp",
-        "end2/region: operators 2, operands 1, outputs 1: Neg Abs",
+        "end0/region and 2 more: 2 operators, 1 operand, 1 output: Neg Exp",
+        "end2/region: 2 operators, 1 operand, 1 output: Neg Abs",
     ]
 
 

@@ -438,7 +438,7 @@ def test_the_program_is_shown(tmp_path: Path) -> None:
     onnx.save(optimized(model_of(f"{PRODUCT} d = Tanh(c) z = Mul(d, y)", outputs="z c"))[0], path)
     run = CliRunner().invoke
     listed = run(main, ["show", "region", str(path)]).output
-    assert listed == "c/gemm_bias_activation: operators 2, operands 4, outputs 2: Tanh Mul\n"
+    assert listed == "c/gemm_bias_activation: 2 operators, 4 operands, 2 outputs: Tanh Mul\n"
     assert run(main, ["show", "region", str(path), "--node", "z"]).output.splitlines()[1:] == [
         "  x0: float32 = gemm_bias_activation(x, w, bias)",
         "  x1: float32 = y",
