@@ -88,7 +88,7 @@ def optimize(
     weights: Literal["int4", "int8"] | None = None,
     calibrate: str | os.PathLike[str] | Mapping[str, Array] | None = None,
     reference: str | os.PathLike[str] | bytes | onnx.ModelProto | None = None,
-    progress: Progress = lambda stage, done, of: None,
+    estimate: Sequence[str] | None = None, progress: Progress = lambda stage, done, of: None,
 ) -> tuple[onnx.ModelProto, Report]:  # fmt: skip
     """Fuse a model.
 
@@ -129,6 +129,7 @@ def optimize(
               axis, all arrays together are one sample
     reference the float model of a quantized model, with the same inputs and outputs: the report then has the errors of
               `model` and of the optimized model against the float model
+    estimate  sizes to estimate traffic with, in place of `shapes`
     progress  called with the stage, the amount of it that is done, and the total amount
 
     Returns the model, whose fused nodes call model-local functions, and the report.  Raises ModelError for a model that
@@ -147,8 +148,9 @@ def optimize(
     with own_process(timeout, at_once=extent is not None, shared=True):
         with timer.stage("load"):
             original, folder = load(model)
-        wanted = model_inputs(with_known_ranks(original, shapes, inputs)) if shapes else []
-        settings = replace(settings, sizes=parse_shapes(shapes, wanted))
+        sizes = shapes if estimate is None else estimate
+        wanted = model_inputs(with_known_ranks(original, sizes, inputs)) if sizes else []
+        settings = replace(settings, sizes=parse_shapes(sizes, wanted))
         choices = None if plan is None else read_choices(Path(plan), original)
         job = _Job(
             original, folder, settings, timer, only, choices, extent, inputs, shapes, tolerance, half,

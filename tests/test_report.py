@@ -186,13 +186,15 @@ def test_the_estimate_is_for_one_image() -> None:
 
 
 @pytest.mark.parametrize(("name", "size"), [("unk__749", 1), ("s6", 1), ("", 1), ("seq", 128), ("N", 128)])
-def test_the_estimate_is_for_one_sound(name: str, size: int) -> None:
-    """Unless the name of the first of three dims may mean a length."""
-    given = parse("g (float[N,80,800] x) => (float[N,80,800] y) { y = Relu (x) }")
-    dim = given.graph.input[0].type.tensor_type.shape.dim[0]
-    dim.Clear() if not name else setattr(dim, "dim_param", name)
-    report = optimize(given, verify=False)[1]
-    assert list(report.before.assumed.values()) == [size] and report.before.bytes == 2 * 4 * size * 80 * 800
+def test_the_estimate_is_for_one_sound_or_text(name: str, size: int) -> None:
+    """Unless the name of the first of two or three dims may mean a length."""
+    for dims, numbers in (("80,800", [size]), ("t", [size, 128])):
+        given = parse(f"g (float[N,{dims}] x) => (float[N,{dims}] y) {{ y = Relu (x) }}")
+        dim = given.graph.input[0].type.tensor_type.shape.dim[0]
+        dim.Clear() if not name else setattr(dim, "dim_param", name)
+        report = optimize(given, verify=False)[1]
+        assert list(report.before.assumed.values()) == numbers
+        assert report.before.bytes == 2 * 4 * size * (80 * 800 if len(numbers) == 1 else 128)
 
 
 def test_the_estimate_is_for_the_sizes_that_are_asked_for() -> None:

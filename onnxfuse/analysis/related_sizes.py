@@ -22,15 +22,14 @@ MIN_IMAGE_RANK: Final = 4  # the least rank of images, videos, and the keys and 
 
 
 def relate_batch(shapes: ShapeInfo, tensor: Tensor) -> None:
-    """Record 1 for the first dim of a graph input with at least MIN_IMAGE_RANK axes, if it is dynamic: a batch of one.
+    """Record 1 for the first dim of a graph input, if it is dynamic and the input has several axes: a batch of one.
 
-    Exporters often give that dim a name such as "p2o.DynamicDimension.0", or none.  With one axis less, as of sounds,
-    the first dim is a batch if its name says nothing and the other dims are numbers.
+    Exporters often give that dim a name such as "p2o.DynamicDimension.0", or none.  An input with fewer axes than
+    MIN_IMAGE_RANK may begin with a length, if that dim has a name of another kind.
     """
     shape = shapes.shape(tensor) or ()
-    name = name_of(shape[0]) if shape else None
-    is_sound = len(shape) == MIN_IMAGE_RANK - 1 and all(isinstance(size, int) for size in shape[1:])
-    if name and (len(shape) >= MIN_IMAGE_RANK or (is_sound and NAMELESS.fullmatch(name))):
+    name = name_of(shape[0]) if len(shape) > 1 else None
+    if name and (len(shape) >= MIN_IMAGE_RANK or NAMELESS.fullmatch(name)):
         shapes.related.setdefault(name, 1)
 
 

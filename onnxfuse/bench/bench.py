@@ -25,6 +25,7 @@ from onnxfuse.ir.protos import nodes
 from onnxfuse.optimizer import optimize
 from onnxfuse.report.report import Report
 from onnxfuse.report.times import NodeTime, Times
+from onnxfuse.report.traffic import assumed_sizes
 from onnxfuse.runtime.target import PlanChoice
 from onnxfuse.session import InferenceSession, explain_session, open_session
 from onnxfuse.steps import Progress
@@ -35,10 +36,12 @@ from onnxfuse.tuning.op_times import OpTime, op_times, timeline
 from onnxfuse.tuning.product_rate import product_rate
 from onnxfuse.tuning.timing import RunTimes, interleaved, runs_within
 from onnxfuse.tuning.tune import tune as tune_model
+from onnxfuse.verify import cpu_session
 from onnxfuse.verify.accepted import Accepted, accepted_of
 from onnxfuse.verify.difference import TF32, OutputDifference, Standard, compare_output
 from onnxfuse.verify.extent import WITHOUT_EXTREMES
-from onnxfuse.verify.judge import settled
+from onnxfuse.verify.judge import settled, too_coarse
+from onnxfuse.verify.own_process import DEFAULT_TIMEOUT, own_process
 from onnxfuse.verify.random_nodes import describe_random_node
 from onnxfuse.verify.reference import Reference, run_original
 from onnxfuse.verify.requested_shapes import describe_feeds, feeds_to_try
@@ -64,13 +67,14 @@ class Contender:
     agrees: bool | None = None  # whether the outputs agree with the original's; None if the model did not run
     reason: str = ""  # why the outputs are wrong, or why the model did not run
     speed_up: float | None = None  # relative to the original in the same mode, if the outputs of both are right
+    not_compared: Mapping[str, str] = field(default_factory=dict)  # why outputs were not compared, by their names
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON values."""
         times = self.times.to_json() if self.times else None
         factor = None if self.speed_up is None else round(self.speed_up, 4)
         return {"name": self.name, "mode": self.mode, "agrees": self.agrees, "reason": self.reason,
-                "speed_up": factor, "time": times}  # fmt: skip
+                "speed_up": factor, "time": times, "not_compared": dict(self.not_compared)}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,7 @@ class BenchSettings:
     """How a model is timed: its inputs, the models to compare with, the provider and the number of runs."""
 
     patterns: Iterable[str | os.PathLike[str]] = ()  # folders with further fusions
-    shapes: Sequence[str] = ()  # sizes of dynamic dims, as "input:8x512"; other dims get sizes as in verification
+    shapes: Sequence[str] = ()  # sizes of dynamic dims, as "input:8x512"; others get those that estimates assume
     inputs: Mapping[str, Array] = field(default_factory=dict)  # inputs to run on, instead of generated ones
     against: Sequence[str | os.PathLike[str]] = ()  # further models with the same inputs and outputs
     runs: int | None = None  # number of runs of each model and mode; by default as many as fit into two seconds
@@ -151,12 +155,12 @@ def bench(
     progress("load", 0, 0)
     original, folder = _load(path, settings.inputs)
     others = [(name, *load(other)) for name, other in _named(settings.against).items()]
-    choices = list(feeds_to_try(original, settings.shapes, settings.inputs))
-    fused, counts, report = _fused(path, original, settings, progress)
+    choices = list(feeds_to_try(original, settings.shapes, settings.inputs, assumed_sizes(original)))
     provider, tune = settings.provider, settings.tune
     cuda_graph = settings.cuda_graph and provider == "cuda"
     runner = _Runner(provider, progress, cuda_graph, "cached" if tune == "now" else tune)
     feeds, first = runner.first(original, folder, choices)
+    fused, counts, report = _fused(path, original, settings, feeds, progress)
     timed = TimedModel(fused, folder, feeds, provider, open_session, progress=progress)
     if tune == "now":
         tune_model(timed)
@@ -230,14 +234,17 @@ def _timed(
 
 
 def _fused(
-    path: Path, model: onnx.ModelProto, settings: BenchSettings, progress: Progress
+    path: Path, model: onnx.ModelProto, settings: BenchSettings, feeds: Mapping[str, Array], progress: Progress
 ) -> tuple[onnx.ModelProto, dict[str, int], Report | None]:
-    """Fuse the model unless it has fused nodes; return it, the number of fused nodes of each fusion, and the report."""
+    """Fuse the model unless it has fused nodes; return it, the number of fused nodes of each fusion, and the report.
+
+    The report's estimates are for the sizes of `feeds`.
+    """
     if not any(map(is_fused, nodes(model.graph))):
         # A verification at large sizes takes long, and the outputs are compared at these sizes below.
-        shapes = () if settings.report else settings.shapes
+        sizes = [f"{name}:{'x'.join(map(str, value.shape))}" for name, value in feeds.items() if value.shape]
         fused, report = optimize(
-            path, patterns=settings.patterns, shapes=shapes, verify=settings.report, progress=progress
+            path, patterns=settings.patterns, estimate=sizes, verify=settings.report, progress=progress
         )
         return fused, report.counts, report
     if settings.report:
@@ -260,18 +267,20 @@ class _Expected:
     rounded: set[str]  # the outputs that are computed in lower precision than float32
     on_cpu: Callable[[], Reference]  # runs the original on the CPU, to measure its rounding noise
 
-    def compare(self, outputs: Mapping[str, Array], accepted: Accepted) -> tuple[bool, str]:
-        """Return whether these outputs are right by the rules of `verify`, and why the first wrong one is wrong.
+    def compare(self, outputs: Mapping[str, Array], accepted: Accepted) -> tuple[str, dict[str, str]]:
+        """Return why the first output that is wrong by the rules of `verify` is wrong, or "".
+
+        Also returns the outputs that cannot be compared, with reasons.
 
         accepted  the differences from the original that `optimize` accepted for this model
         """
         errors = tuple(self._difference(name, outputs.get(name), accepted) for name in self.outputs)
+        hidden = too_coarse(accepted)
         if not all(each.passed for each in errors):
             with suppress(VerificationError):  # raised if the original does not run on the CPU
                 reference = replace(self.on_cpu(), accepted=accepted)
-                errors, _ = settled(reference, [outputs] * len(reference.runs), errors)
-        wrong = next((each for each in errors if not each.passed), None)
-        return (True, "") if wrong is None else (False, wrong.reason)
+                errors, hidden = settled(reference, [outputs] * len(reference.runs), errors)
+        return next((each.reason for each in errors if not each.passed), ""), hidden
 
     def _difference(self, name: str, value: Array | None, accepted: Accepted) -> OutputDifference:
         exact, precision = (self.exact.get(name), self.precision) if name in self.rounded else (None, "")
@@ -296,7 +305,10 @@ class _Runner:
     def first(
         self, model: onnx.ModelProto, folder: Path | None, choices: Sequence[dict[str, Array]]
     ) -> tuple[dict[str, Array], BoundSession]:
-        """Return the first of the inputs in `choices` that the original runs on, and its session."""
+        """Return the first of the inputs in `choices` that the original runs on, and its session.
+
+        On the CPU it runs in a process of its own first, because some sizes end onnxruntime.
+        """
         try:
             session = start_session(model, folder, self.provider)
         except OnnxfuseError:
@@ -305,13 +317,16 @@ class _Runner:
             raise VerificationError(f"onnxruntime cannot run the model: {first_line(error)}") from error
         check_outputs(session)
         failures = []
-        for feeds in choices:
-            try:
-                bound = bind(session, feeds, self.provider)
-                bound.run()
-                return feeds, bound
-            except Exception as error:  # onnxruntime's errors have no common class
-                failures.append(first_line(error))
+        with own_process(DEFAULT_TIMEOUT, at_once=self.provider == "cpu"):
+            for feeds in choices:
+                try:
+                    if self.provider == "cpu":
+                        cpu_session.run(cpu_session.open_session(model, folder), feeds)
+                    bound = bind(session, feeds, self.provider)
+                    bound.run()
+                    return feeds, bound
+                except Exception as error:  # onnxruntime's errors have no common class
+                    failures.append(first_line(error))
         raise VerificationError(f"the model does not run on generated inputs ({failures[0]}); {GIVE_SIZES}")
 
     def expected(
@@ -384,8 +399,8 @@ class _Runner:
         all_times = interleaved([each.run for each in bound.values()], count)
         result = []
         for ((name, mode), each), times in zip(bound.items(), all_times, strict=True):
-            agrees, reason = expected.compare(each.outputs(), accepted[name])
-            result.append(Contender(name, mode, times, agrees, reason))
+            reason, hidden = expected.compare(each.outputs(), accepted[name])
+            result.append(Contender(name, mode, times, not reason, reason, not_compared=hidden))
         return result
 
 

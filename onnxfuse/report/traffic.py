@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
+import onnx
+
 from onnxfuse.algebra.operators import FREE
 from onnxfuse.algebra.sizes import UNKNOWN, symbol, symbols
 from onnxfuse.analysis.flops import count_flops
@@ -100,6 +102,14 @@ def _estimate(graph: Graph, shapes: ShapeInfo, inside: ShapeInfo | None) -> Traf
         total, flops = total + own, flops + count
         of_nodes += [(label, own, count, dtype)]
     return Traffic(total, len(of_nodes), flops, _assumed_sizes(graph, shapes), of_nodes)
+
+
+def assumed_sizes(model: onnx.ModelProto) -> dict[str, int]:
+    """Return the sizes that estimates assume for the dynamic dims of a model's inputs, by name."""
+    inputs = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
+    inputs.graph.input.extend(model.graph.input)
+    shapes = read_and_infer(inputs, None)
+    return _assumed_sizes(shapes.graph, shapes)
 
 
 def _with_bodies(graph: Graph) -> ShapeInfo | None:

@@ -211,12 +211,20 @@ def _similar(name: str, known: list[str]) -> str:
 
 
 def sizes_to_try(
-    inputs: Sequence[Input], given: Mapping[str, Array], steps: Sequence[Mapping[str, int]] = ()
+    inputs: Sequence[Input],
+    given: Mapping[str, Array],
+    steps: Sequence[Mapping[str, int]] = (),
+    preferred: Mapping[str, int] | None = None,
 ) -> Iterator[dict[str, int]]:
-    """Yield sets of sizes of all dynamic dims, in the order of DIM_SIZES; dims of given arrays keep their sizes.
+    """Yield sets of sizes of all dynamic dims: `preferred` ones by name, then those of DIM_SIZES, in their order.
 
-    After the first set, sets for which an input would be too big are left out.  Last come the sets of `step_sizes`.
+    Dims of given arrays keep their sizes.  After the first set, sets for which an input would be too big are left out.
+    Last come the sets of `step_sizes`.
     """
+    if preferred:
+        zeros, ones = _zeros_and_ones(inputs, given)
+        free = {name: size for name, size in preferred.items() if zeros.get(name) != ones.get(name)}
+        yield {**_choose_sizes(inputs, DIM_SIZES[0], given), **free}
     names = _single_names(inputs)
     audio = any(
         each.dtype.kind == "f" and len(each.dims) <= 3 and any(isinstance(dim, str) for dim in each.dims[-2:])

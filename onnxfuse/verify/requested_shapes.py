@@ -46,9 +46,9 @@ class Draws:
     known: Mapping[str, Array]
     make: Callable[[Mapping[str, int]], dict[str, Array]]
 
-    def usual(self) -> Iterator[Draw]:
+    def usual(self, preferred: Mapping[str, int] | None = None) -> Iterator[Draw]:
         """Yield sets of sizes, in the order of `sizes_to_try`; dims that are not known have other sizes in each."""
-        for sizes in sizes_to_try(self.required.inputs, self.known, self.required.steps):
+        for sizes in sizes_to_try(self.required.inputs, self.known, self.required.steps, preferred):
             yield Draw(sizes, partial(self.make, sizes))
 
     def at_edges(self, usual: Mapping[str, int]) -> Iterator[Draw]:
@@ -88,15 +88,18 @@ def with_known_ranks(
 
 
 def feeds_to_try(
-    model: onnx.ModelProto, shapes: Sequence[str], given: Mapping[str, Array]
+    model: onnx.ModelProto,
+    shapes: Sequence[str],
+    given: Mapping[str, Array],
+    preferred: Mapping[str, int] | None = None,
 ) -> Iterator[dict[str, Array]]:
-    """Yield inputs of the requested shapes; dims that `shapes` leave open have other sizes each time.
+    """Yield inputs of the requested shapes; dims that `shapes` leave open have `preferred` sizes, then others.
 
     Raises UsageError for shapes that the model does not accept or that do not fit into memory.
     """
     wanted = model_inputs(with_known_ranks(model, shapes, given))
     _check_names({name: value.shape for name, value in given.items()}, wanted)
-    for draw in draws(model, shapes, given).usual():
+    for draw in draws(model, shapes, given).usual(preferred):
         with _usage_error_for_sizes():
             feeds = draw.make()
         yield feeds

@@ -27,6 +27,7 @@ from onnxfuse.bench.bench import Bench, BenchSettings, Contender, bench, has_pro
 from onnxfuse.cli import main
 from onnxfuse.tuning import memory_rate, timing
 from onnxfuse.tuning.timing import RunTimes
+from onnxfuse.verify import own_process
 
 DONE, FAILED, USAGE = 0, 1, 2
 TIMES = {"median_ms", "q1_ms", "q3_ms", "min_ms", "runs"}
@@ -191,6 +192,41 @@ def test_a_report_has_the_times_of_both_models(tmp_path: Path, bert: Path) -> No
     assert len(times["before"]) > len(times["after"]) and times["before"][0]["how"] == "onnxruntime"
     (product, *_) = (one for one in times["after"] if one["op"] == "gemm_bias_activation")
     assert product["flops"] > product["bytes"] > 0 and product["seconds"] >= 0
+
+
+def test_the_sizes_that_are_timed_are_those_of_the_estimates(tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17]>
+    g (float[N,3,h,8] image, float[m,2] x) => (float[N,3,h,8] y, float[m,2] z) { y = Exp (image) z = Exp (x) }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "m.onnx")
+    for shape, sizes in (((), {"N": 1, "h": 128, "m": 128}), (("--shape", "x:5x2"), {"N": 1, "h": 128, "m": 5})):
+        result = run(tmp_path / "m.onnx", *shape, "--runs", "2", "--report", tmp_path / "r.json")
+        assert result.exit_code == DONE, result.output
+        report = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
+        assert report["estimate"]["assumed"] == sizes
+        assert report["times"]["inputs"] == {"image": "1x3x128x8 float32", "x": f"{sizes['m']}x2 float32"}
+
+
+def test_sizes_that_end_onnxruntime_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 128 rows, the model divides an integer by 0."""
+    monkeypatch.setattr(own_process, "enabled", True)
+    text = """<ir_version: 8, opset_import: ["" : 17]>
+    g (float[rows,2] x) => (int64[2] y) <int64 limit = {128}> { n = Shape (x) d = Sub (n, limit) y = Mod (n, d) }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "m.onnx")
+    result = run(tmp_path / "m.onnx", "--runs", "2", "--no-ops")
+    assert result.exit_code == DONE and "x 2x2 float32" in result.output
+    result = run(tmp_path / "m.onnx", "--shape", "x:128x2", "--runs", "2", "--no-ops")
+    assert result.exit_code == FAILED and "the model does not run on generated inputs (" in result.output
+
+
+def test_outputs_whose_allowed_error_is_half_of_them_are_named(tmp_path: Path) -> None:
+    source = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17]>
+    g (float[n,8] x) => (float[n,8] y, float[n,8] z) <float f = {300}> { a = Mul (x, f) y = Sin (a) z = Exp (x) }""")
+    onnx.save(source, tmp_path / "m.onnx")
+    onnx.save(optimize(source, dtype="float16")[0], tmp_path / "half.onnx")
+    result = run(tmp_path / "m.onnx", "--against", tmp_path / "half.onnx", "--runs", "2", "--no-ops")
+    said = "half.onnx: 'y' is not compared: the error that was allowed for float16 is 6.4e-01 of its largest value"
+    assert result.exit_code == DONE and " ".join(result.output.split()).count(said) == 1
+    assert "'z'" not in result.output and "fused: " not in result.output
 
 
 def test_a_trace_has_operators_with_attributes_that_are_tensors(tmp_path: Path) -> None:
