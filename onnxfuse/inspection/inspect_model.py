@@ -105,10 +105,11 @@ def inspect_model(path: Path) -> Inspection:
     constants = {t.name for t in model.graph.initializer}
     inputs = tuple(_value(value) for value in model.graph.input if value.name not in constants)
     operators = Counter(_operator(node) for node in nodes(inlined.graph) if not is_constant(node))
+    is_new = not any(map(is_fused, nodes(inlined.graph)))
     findings = (
-        *_without_kernel(placed),
+        *_without_kernel(placed, is_new),
         *_of_libraries(scopes, inlined),
-        *_copies(placed),
+        *_copies(placed, is_new),
         *_precision(scopes, placed, weights),
         *_wide_masks(inlined, inputs),
     )
@@ -177,18 +178,19 @@ def _first(item: Item) -> int:
 # --- problems ---------------------------------------------------------------------------------------------------------
 
 
-def _without_kernel(placed: Placement) -> Iterator[Finding]:
-    """Yield findings about operators that run on the host because they have no CUDA kernel."""
+def _without_kernel(placed: Placement, is_new: bool) -> Iterator[Finding]:
+    """Yield findings about operators that run on the host because they have no CUDA kernel.
+
+    `is_new` says that the model is not fused yet.
+    """
     if not placed.without_kernel:
         return
     by_reason: dict[str, list[Node]] = defaultdict(list)
     for node, why in placed.without_kernel.items():
         by_reason[why].append(node)
     details = tuple(f"{len(each)}x {why}: {_named(each)}" for why, each in by_reason.items())
-    advice = (
-        "Export with another opset or dtype, for which there is a kernel, or write the operator in others. "
-        "`onnxfuse optimize` replaces those that it fuses."
-    )
+    advice = "Export with another opset or dtype, for which there is a kernel, or write the operator in others."
+    advice += " `onnxfuse optimize` replaces those that it fuses." if is_new else ""
     yield Finding(f"{_nodes(len(placed.without_kernel))} on the CPU, for want of a CUDA kernel", details, advice)
 
 
@@ -207,20 +209,22 @@ def _of_libraries(scopes: Sequence[Scope], model: onnx.ModelProto) -> Iterator[F
         yield Finding(f"{_nodes(len(others))} of other libraries", details, advice)
 
 
-def _copies(placed: Placement) -> Iterator[Finding]:
-    """Yield findings about tensors that are copied between host and GPU in every run."""
+def _copies(placed: Placement, is_new: bool) -> Iterator[Finding]:
+    """Yield findings about tensors that are copied between host and GPU in every run.
+
+    `is_new` says that the model is not fused yet.
+    """
     if not placed.copies:
         return
     details = []
     for to_host, text in ((True, "from the GPU to the host, which waits for the GPU"), (False, "to the GPU")):
         copies = [one for one in placed.copies if one.to_host == to_host]
         if copies:
-            names = ", ".join(f"'{one.tensor}' for {op_of(one.reader)}" for one in copies[:MAX_NAMED])
+            names = ", ".join(f"'{one.tensor}' for {_reader(one.reader)}" for one in copies[:MAX_NAMED])
             details.append(f"{len(copies)}x {text}: {names}{' ...' if len(copies) > MAX_NAMED else ''}")
-    advice = (
-        "`onnxfuse optimize` computes shape arithmetic ahead where it can. Static sizes, and operators with CUDA "
-        "kernels, remove the others."
-    )
+    ahead = "`onnxfuse optimize` computes shape arithmetic ahead where it can. " if is_new else ""
+    others = "the others" if is_new else "copies"
+    advice = f"{ahead}Static sizes, and operators with CUDA kernels, remove {others}."
     yield Finding(f"{_copies_text(placed)} in every run", tuple(details), advice)
 
 
@@ -281,6 +285,12 @@ def _nodes(count: int) -> str:
 def _copies_text(placed: Placement) -> str:
     count = len(placed.copies)
     return f"{count} {'copy' if count == 1 else 'copies'} between host and GPU"
+
+
+def _reader(node: Node) -> str:
+    """Return the operator of a node; that of a fused node is its fusion, as `_operator` returns it."""
+    fusion = node.attrs.get("fusion") if node.domain == DOMAIN else None
+    return f"{DOMAIN}::{fusion}" if fusion else op_of(node)
 
 
 def _named(found: Sequence[Node]) -> str:

@@ -133,7 +133,11 @@ class Matcher(MatchContext):
             rounded = any(id(cast) not in inside and not self.is_to_float32(cast) for cast in of_known)
             if source is found and not rounded:
                 return iter((state.with_nodes(casts, keep=True),))
-            self.fail(term, state, lambda: f"'{tensor.name}' is read where the pattern reads '{known.name}' again")
+            self.fail(
+                term,
+                state,
+                lambda: f"one tensor must be in two places of the pattern; found '{known.name}' and '{tensor.name}'",
+            )
             return iter(())
         return self._remembering(term, tensor, state)
 

@@ -137,11 +137,15 @@ class AssociativeMatcher:
         return [o for o in itertools.permutations(values) if all(map(fits, self.values, o))]
 
     def _misfit(self, values: Sequence[Tensor]) -> str:
-        found = " and ".join(f"'{t.name}' ({origin(self.m.graph, t)})" for t in values)
-        wanted = " and ".join(self.m.wanted(term) for term in self.values)
+        different = {id(t): t for t in values}.values()
+        found = " and ".join(f"'{t.name}' ({origin(self.m.graph, t)})" for t in different)
+        kinds = [self.m.wanted(term) for term in self.values]
+        wanted = ", and ".join(kinds) if any(" or " in kind for kind in kinds) else " and ".join(kinds)
         how = "multiplied" if self.product else "added"
         if len(values) == 1:
             return f"{found} is {how} {'by' if self.product else 'to'} a number; required {wanted} and a number"
+        if len(different) == 1:
+            return f"{found} is {how} {'by' if self.product else 'to'} itself; required {wanted}"
         return f"{found} are {how}; required {wanted}"
 
     def _assign(self, values: Sequence[Tensor], i: int, state: State) -> Iterator[State]:

@@ -422,6 +422,19 @@ def test_a_condition_that_does_not_hold_says_what_is_required_and_what_was_found
     assert guard.reason({"bias": "'b'", "how": "relu"}) == text
 
 
+@fusion(out="n d")
+def products_of_two_kinds(x=tensor("n d"), y=tensor("n d")):
+    """|x| e^y, or |x| sin(y)"""
+    return op.Abs(x) * either(op.Exp(y), op.Sin(y))
+
+
+def test_a_tensor_that_is_multiplied_by_itself_is_named_once() -> None:
+    found = why_not(products_of_two_kinds, "p = Abs(a) q = Exp(p) e = Cos(q) y = Mul(e, e)")
+    assert "'e' (the output of Cos) is multiplied by itself; required Abs, and Exp or Sin" in found
+    found = why_not(products_of_two_kinds, "p = Abs(a) q = Exp(p) e = Cos(q) f = Tan(q) y = Mul(e, f)")
+    assert "'e' (the output of Cos) and 'f' (the output of Tan) are multiplied; required Abs, and Exp or Sin" in found
+
+
 def test_when_holds_for_its_spelling_only() -> None:
     assert call(small_steps, "m = Mul(a, half) y = Exp(m)")["by"] == 0.5
     assert "required: the step 6 is at most 1" in why_not(small_steps, "m = Mul(a, six) y = Exp(m)")

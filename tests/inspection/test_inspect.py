@@ -15,6 +15,7 @@ from exported_models import load_exported
 from genai_graphs import load_genai
 from test_optimize import parse
 
+from onnxfuse import optimize
 from onnxfuse.analysis.shape_inference import infer_shapes
 from onnxfuse.cli import main
 from onnxfuse.inspection.inspect_model import inspect_model
@@ -145,6 +146,20 @@ def test_what_it_prints(sick: Path) -> None:
     assert "8 operators of 7 kinds  nodes" in lines
     assert any(line.startswith("  1. 2 nodes on the CPU") for line in lines)
     assert lines[-1] == "`onnxfuse optimize MODEL --dry-run` says what would be fused."
+
+
+def test_a_fused_model_is_not_told_to_be_fused(tmp_path: Path) -> None:
+    """Fused nodes have the names of their fusions, though the second function of a fusion has another name."""
+    ends = "(float[64,64] x, float[64,64] m) => (float[64,64] y, float[64,64] z)"
+    nodes = "a = Exp (x) b = Abs (a) y = Mul (a, b)  d = Det (m) e = Neg (x) f = Sin (e) z = Mul (f, d)"
+    given = parse(f"g {ends} {{ {nodes} }}")
+    model, report = optimize(given, verify=False)
+    onnx.save(model, tmp_path / "m.onnx")
+    lacking, copied, *_ = inspect_model(tmp_path / "m.onnx").findings
+    assert report.counts == {"region": 2} and copied.details[-1] == "1x to the GPU: 'd' for onnxfuse::region"
+    assert not any("onnxfuse optimize" in each.advice for each in (lacking, copied))
+    onnx.save(given, tmp_path / "m.onnx")
+    assert all("`onnxfuse optimize`" in each.advice for each in inspect_model(tmp_path / "m.onnx").findings[:2])
 
 
 def test_layers_are_named_once(tmp_path: Path) -> None:
