@@ -439,7 +439,7 @@ def test_explain_says_why_a_convolution_is_channels_first(tmp_path: Path) -> Non
     assert sentence.endswith("'x' is an input of the graph")
     assert "\n".join(lines[1:]) in run("explain", tmp_path / "m.onnx", "conv_bias_activation").stdout
     report = run("optimize", tmp_path / "m.onnx", tmp_path / "o.onnx", "--no-verify").stdout
-    assert "Layout: 1 convolution channels-first\n   1x Transposes around its region" in report
+    assert "Layout: 1 convolution channels-first\n   1x because Transposes around its region" in report
 
 
 @pytest.mark.parametrize(

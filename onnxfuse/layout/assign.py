@@ -101,8 +101,7 @@ def assign_layouts(
     answers = {node: _answer(model, node, kept) for node in graph.nodes}
     chosen, refused = _choose(model, answers)
     reasons = {node: answer for node, answer in answers.items() if isinstance(answer, str)}
-    first = [node for node in reasons if _is_convolution(node) and not is_channels_last(node)]
-    why_first = {node: f"it is channels-first: {reasons[node]}" for node in first}
+    why_first = {node: why for node, why in reasons.items() if _is_convolution(node) and not is_channels_last(node)}
     why_first |= {node: _why_refused(graph, one, reasons) for one in refused for node in one.convolutions}
     stays, others = _stays(why_first), _others(graph, {one.node for one in chosen}, reasons)
     written = _write(model, chosen, reasons, recorded) if chosen else LayoutResult()

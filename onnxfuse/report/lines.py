@@ -85,7 +85,7 @@ def _reason_lines(reasons: Sequence[str], more: str, everything: bool) -> Iterat
     groups = group(reasons, lambda reason: reason)
     shown = groups if everything else groups[:MAX_SHOWN]
     for one in shown:
-        yield Line(escape(one.sentence), f"{len(one.items):>4}x ")
+        yield Line(f"because {escape(one.sentence)}", f"{len(one.items):>4}x ")
     if rest := sum(len(one.items) for one in groups[len(shown) :]):
         yield Line(f"and {counted(rest, more)} (--all)", " " * 6)
 

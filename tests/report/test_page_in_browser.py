@@ -275,6 +275,28 @@ def test_a_record_in_the_list_leads_to_the_picture(opened: Callable[..., Any]) -
     assert page.locator(".pane[data-side=after] g.node.chosen").count() == 1
 
 
+def test_the_picture_counts_as_the_report(opened: Callable[..., Any], browser: Any, tmp_path: Path) -> None:
+    """Constants are not nodes, and the lines of a closed block name all of its nodes or say how many others it has."""
+    constants = "".join(f"c{i} = Constant <value = float {{{i}.5}}> () x{i + 1} = Mul (x{i}, c{i}) " for i in range(4))
+    model = onnx.parser.parse_model(
+        f'<ir_version: 8, opset_import: ["" : 17]> g (float[4] x0) => (float[4] y) {{ {constants} y = Exp (x4) }}'
+    )
+    optimize(model, verify=False)[1].write(tmp_path / "r.html")
+    page = browser.new_page()
+    page.goto((tmp_path / "r.html").as_uri())
+    page.wait_for_selector("html[data-ready]")
+    assert text(page, ".pane[data-side=before] figcaption").startswith("Before fusing: 5 nodes")
+    page.close()
+    page, others = opened("unet", 390), 0
+    page.get_by_role("button", name="Close all").click()
+    for block in page.locator(".pane:visible g.block:has(> .head[aria-expanded=false])").all():
+        title = block.locator("> .head text").text_content()
+        rows = [line.split() for line in block.locator("> text").all_text_contents()]
+        assert sum(int(number) for number, _ in rows) == int(re.search(r"(\d+) node", title)[1]), (title, rows)
+        others += any(name == "others" for _, name in rows)
+    assert others
+
+
 def test_a_bar_of_a_time_leads_to_the_picture(browser: Any, tmp_path: Path) -> None:
     report = optimize(MODELS["bert"](), verify=False)[1]
     timed(report).write(tmp_path / "r.html")

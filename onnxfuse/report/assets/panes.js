@@ -72,16 +72,18 @@ function draw() {
     scroll.innerHTML = `<svg role="group" aria-label="The graph ${side} fusing. Arrow keys move between nodes, Enter opens one, plus and minus zoom."><defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto"><path class="tip" d="M0 0L8 4L0 8z"/></marker></defs><g id="drawn-${side}" transform="translate(0 14)">${unitsMarkup(graph, side, laid)}</g></svg>`;
     const buttons = scroll.querySelectorAll("[role=button]");
     if (buttons.length) buttons[0].setAttribute("tabindex", "0");
-    const total = graph.sides[side].nodes.length;
-    pane.querySelector("figcaption span").textContent = `fusing: ${counted(total, "node")}${side === "before" ? hiddenText(graph) : ""}`;
+    pane.querySelector("figcaption span").textContent = `fusing: ${sizeText(graph, side)}`;
     applyScale(side);
   }
   mark();
 }
 
-function hiddenText(graph) {
-  const hidden = graph.before.filter((_, i) => graph.sides.before.position(i) === undefined).length;
-  return hidden ? `, ${hidden.toLocaleString("en")} of them not drawn` : "";
+/** Return the number of nodes of a graph, and how many are not drawn.  Constants do not count, as in the report. */
+function sizeText(graph, side) {
+  const { nodes, position } = graph.sides[side];
+  const counts = [...nodes.keys()].filter((i) => text(nodes[i][OP]) !== "Constant");
+  const hidden = counts.filter((i) => position(i) === undefined).length;
+  return `${counted(counts.length, "node")}${hidden ? `, ${hidden.toLocaleString("en")} of them not drawn` : ""}`;
 }
 
 function applyScale(side) {
