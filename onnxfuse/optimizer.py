@@ -388,9 +388,11 @@ def _accepted(job: _Job, found: _Found) -> Accepted:
     """Return the differences from the original that were accepted; default tolerances of dtypes are not included."""
     if found.half is not None:
         allowed = {name: value for name, value in found.half.tolerances.items() if math.isfinite(value)}
-        return Accepted(allowed, f"the error that was allowed for {found.half.dtype}", True, job.is_standard)
+        return Accepted(
+            allowed, f"the error that was allowed for {found.half.dtype}", found.half.dtype, job.is_standard
+        )
     given = {} if job.tolerance is None else {each.name: job.tolerance for each in found.verified.outputs}
-    return Accepted(given, "the tolerance that `optimize` was given" if given else "", False, job.is_standard)
+    return Accepted(given, "the tolerance that `optimize` was given" if given else "", "", job.is_standard)
 
 
 def _fuse_standard(job: _Job, source: onnx.ModelProto) -> _Found:

@@ -101,7 +101,7 @@ def counted(count: int, what: str, several: str = "") -> str:
 def bytes_text(count: float) -> str:
     """Return a number of bytes with three digits, in decimal units."""
     for unit in ("B", "KB", "MB", "GB"):
-        if count < 1000:
+        if count < 999.5:  # more would be written as 1e+03
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"

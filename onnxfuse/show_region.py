@@ -59,13 +59,11 @@ def _named(calls: Sequence[Call], name: str) -> Call:
 
 
 def _summaries(calls: Sequence[Call]) -> Iterator[str]:
-    """Yield a line per group of regions with equal programs: the first name, the number of others, and `_facts()`."""
+    """Yield a line per group of regions with equal operators: the first name, the number of others, and `_facts()`."""
     alike: dict[object, list[Call]] = {}
     for call in calls:
-        program = _parts(call)[0]
-        alike.setdefault((call.node.fusion, repr(program.operations), repr(program.dtypes), _facts(call)), []).append(
-            call
-        )
+        names = tuple(operation.name for operation in _parts(call)[0].operations)
+        alike.setdefault((call.node.fusion, names, _facts(call)), []).append(call)
     for first, *more in alike.values():
         yield f"{first.node.name}{f' and {len(more)} more' if more else ''}: {_facts(first)}"
 

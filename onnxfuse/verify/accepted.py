@@ -17,6 +17,7 @@ import onnx
 
 from onnxfuse.ir.digest import graph_digest
 from onnxfuse.ir.dtypes import FLOAT_NAMES
+from onnxfuse.verify.noise import ROUNDINGS
 
 T = TypeVar("T")
 KEY: Final = "onnxfuse.accepted"
@@ -27,16 +28,21 @@ MAX_BYTES: Final = 1 << 20  # longer metadata is ignored
 class Accepted:
     """Accepted differences: the largest relative error of each output, and the results that need not be compared.
 
-    `set_by` is a text that names the reason for the tolerances.  `is_converted` is true if the model was converted to
-    half precision.  Its inputs and outputs can then have other floating-point dtypes than the original's, and integers
-    and booleans that are computed from half precision are not compared.  With `numbers_for_nan`, any number passes
-    where the original gives NaN.
+    `set_by` is a text that names the reason for the tolerances.  `precision` is float16 or bfloat16 if the model was
+    converted to it, else empty.  Inputs and outputs of a converted model can have other floating-point dtypes than the
+    original's, and integers and booleans that are computed from half precision are not compared.  With
+    `numbers_for_nan`, any number passes where the original gives NaN.
     """
 
     tolerances: Mapping[str, float] = field(default_factory=dict)
     set_by: str = ""
-    is_converted: bool = False
+    precision: str = ""
     numbers_for_nan: bool = False
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether the model was converted to half precision."""
+        return bool(self.precision)
 
 
 NOTHING_ACCEPTED: Final = Accepted()
@@ -74,8 +80,8 @@ def _is_valid(data: dict[str, Any]) -> bool:
         return False
     numbers = data["tolerances"].values()
     are_numbers = all(isinstance(each, float) and math.isfinite(each) and each > 0 for each in numbers)
-    flags = data["is_converted"], data["numbers_for_nan"]
-    return are_numbers and isinstance(data["set_by"], str) and all(isinstance(flag, bool) for flag in flags)
+    is_known = data["precision"] in ("", *ROUNDINGS) and isinstance(data["numbers_for_nan"], bool)
+    return are_numbers and isinstance(data["set_by"], str) and is_known
 
 
 def with_dtypes(arrays: Mapping[str, T], dtypes: Mapping[str, np.dtype[Any]]) -> dict[str, T]:

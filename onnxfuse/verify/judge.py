@@ -93,7 +93,9 @@ def _allow_noise(
             unsteady[error.name] = f"the original's own runs differ by {moved} there"
             judged.append(replace(error, passed=True, reason=""))
         else:
-            judged.append(replace(error, passed=True, reason="", tolerance=allowed, set_by=OF_NOISE))
+            precision = reference.accepted.precision
+            set_by = f"{NOISE_FACTOR:g} times the noise of {precision}" if precision else OF_NOISE
+            judged.append(replace(error, passed=True, reason="", tolerance=allowed, set_by=set_by))
     return tuple(judged), unsteady
 
 

@@ -43,9 +43,10 @@ def measure_noise(reference: Reference, names: Sequence[str]) -> dict[str, float
     """Return how far outputs of the original change, relative to their largest value.
 
     The causes are: inputs and weights that are perturbed by one unit in the last place; onnxruntime's graph
-    optimizations, if `reference.by_optimizations`; float32 inputs that are perturbed by one rounding error of half
-    precision, if the model was converted to it; and rounding each result to bfloat16, if a bfloat16 model runs in
-    float32.  A run that changes where an output is NaN or infinite does not count for this output.
+    optimizations, if `reference.by_optimizations`; inputs and weights that are perturbed by one rounding error of half
+    precision, if the optimized model alone was converted to it; float32 inputs that are perturbed so, if the original
+    was, too; and rounding each result to bfloat16, if a bfloat16 model runs in float32.  A run that changes where an
+    output is NaN or infinite does not count for this output.
     """
     found = dict.fromkeys(names, 0.0)
     for cause in _causes(reference):
@@ -64,6 +65,9 @@ def _causes(reference: Reference) -> Iterator[_Cause]:
     model, half = reference.original, reference.half_precision
     yield _Cause("units in the last place", lambda: with_moved_weights(model, move_by_one_ulp), move_by_one_ulp)
     yield _Cause("onnxruntime's optimizations", lambda: model, lambda _, value: value, optimize=True)
+    if precision := reference.accepted.precision:  # of the optimized model alone
+        rounded = functools.partial(_move_by_half_rounding, precision)
+        yield _Cause(f"all values rounded to {precision}", lambda: with_moved_weights(model, rounded), rounded)
     if half and reference.is_converted:
         move = functools.partial(_move_by_half_rounding, half)
         yield _Cause("inputs rounded to half precision", lambda: model, move, of_half_alone=True)
