@@ -37,7 +37,7 @@ def explanations(result: FusedModel, fusion: str | None = None, node: str | None
     nodes that the rule replaced.
 
     `result` must have been made with regions.  If neither a fusion nor a node is named, the near misses are only those
-    that `FusedModel.near` returns.
+    that `FusedModel.near` returns, without rules of which only half matches: they are small.
     """
     found = [f"Left out: {one}\n" for one in result.left_out]
     if fusion == REGION or (node and not fusion):
@@ -51,12 +51,17 @@ def explanations(result: FusedModel, fusion: str | None = None, node: str | None
         found += explain_stays(result.stays, node)
     found += where_rewritten(result, fusion)
     if fusion not in (REGION, SCAN):
-        misses = nearest(result.missed if fusion or node else result.near(with_regions=True), fusion, node)
+        misses = nearest(result.missed if fusion or node else _near(result), fusion, node)
         once = {(miss.fusion.name, miss.node, miss.reason): miss for miss in reversed(misses)}
         misses = [miss for miss in misses if once[miss.fusion.name, miss.node, miss.reason] is miss]
         alike = group(misses, lambda miss: SIZE.sub("=…", miss.reason), lambda miss: (miss.fusion.name, miss.span))
         found += [explain(*each.items) + "\n" for each in sorted(alike, key=lambda each: misses.index(each.items[0]))]
     return found
+
+
+def _near(result: FusedModel) -> list[Miss]:
+    near = result.near(with_regions=True)
+    return [miss for miss in near if miss.fusion.name not in RULE_NAMES or 2 * miss.matched > miss.of]
 
 
 def where_rewritten(result: FusedModel, rule: str | None) -> list[str]:
@@ -78,8 +83,9 @@ def explain(miss: Miss, *alike: Miss) -> str:
         lines.append(f"  help: {miss.hint}")
     if alike:
         others = list(dict.fromkeys(each.node for each in alike))  # nodes of several bodies can share a name
+        equal = ", some of them with equal names" if len({miss.node, *others}) <= len(alike) else ""
         names = ", ".join(f"'{each}'" for each in others[:MAX_NAMED]) + (" ..." if len(others) > MAX_NAMED else "")
-        lines.append(f"  the same at {counted(len(alike), 'more node')}: {names}")
+        lines.append(f"  the same at {counted(len(alike), 'more node')}{equal}: {names}")
     return "\n".join(map(printable, lines))
 
 

@@ -107,6 +107,15 @@ def test_explain_gives_each_reason_once(tmp_path: Path) -> None:
     assert "  the same at 5 more nodes: 'gelu1', 'gelu2', 'gelu3', 'gelu4', 'gelu5'" in lines
 
 
+def test_explain_shows_a_near_miss_of_a_rule_at_a_node_that_a_region_took(tmp_path: Path) -> None:
+    text = """g (float[64,64] x) => (float[64,64] z) <float tenth = {0.1}, float one = {1}> {
+        s = Mul (x, tenth) c = Less (x, one) [pick] y = Where (c, s, x) z = Exp (y) }"""
+    onnx.save(parse(text), tmp_path / "m.onnx")
+    assert optimize(parse(text), verify=False)[1].counts == {"region": 1}
+    shown = run("explain", tmp_path / "m.onnx").stdout
+    assert "rule selected_slopes: not at 'pick' (2 of 3 nodes agree)\n  'one' is 1; required 0\n" in shown
+
+
 # --- weights -------------------------------------------------------------------------------------------------------
 
 
@@ -353,7 +362,9 @@ def test_all_commands_agree_about_a_model(
     assert printed("unfuse fused.onnx plain.onnx --no-verify").startswith(f"Nodes: {nodes_after:,} -> ")
     has_regions = any(a.name == "program" for node in nodes(onnx.load("fused.onnx").graph) for a in node.attribute)
     printed("show region fused.onnx", 0 if has_regions else 2)
-    printed("explain given.onnx")
+    explained = " ".join(printed("explain given.onnx").split())
+    shares = re.findall(r"rule \w+: not at '[^']*' \((\d+) of (\d+) nodes agree", explained)
+    assert all(2 * int(matched) > int(of) for matched, of in shares)
     inspected = printed("inspect fused.onnx")
     assert f"{counted(fused, 'node is', 'nodes are')} fused already." in inspected and "--dry-run" not in inspected
     assert "Nearly fused" not in again and "nearly fused" not in inspected
