@@ -79,8 +79,9 @@ def tables(result: Bench) -> Group:
     parts: list[RenderableType] = [Line(escape(_subtitle(result))), "", _models(result.contenders, on_gpu)]
     parts += [Line(f"[red]{escape(_label(each))}[/]: {escape(each.reason)}")
               for each in result.contenders if each.reason]  # fmt: skip
-    parts += [Line(f"{escape(_label(each))}: '{escape(name)}' is not compared: {escape(why)}")
-              for each in result.contenders for name, why in each.not_compared.items()]  # fmt: skip
+    hidden = {(each.name, name): why for each in result.contenders for name, why in each.not_compared.items()}
+    parts += [Line(f"{escape(model)}: '{escape(name)}' is not compared: {escape(why)}")
+              for (model, name), why in hidden.items()]  # fmt: skip
     parts += [Line(f"Operators were not timed alone: {escape(result.ops_error)}")] if result.ops_error else []
     fused = [op for op in result.ops if op.how != UNFUSED]
     parts += [] if on_gpu else [Line(BODIES_RAN)]

@@ -46,14 +46,14 @@ def _timed(name: str, op: OpTime) -> Row:
 def _events(pid: int, model: str, thread: str, nodes: Iterable[Row]) -> Iterator[Mapping[str, Any]]:
     yield {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": printable(model)}}
     yield {"name": "thread_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": thread}}
-    start = 0.0
+    start = 0  # in nanoseconds, in which Perfetto counts: rounded apart, a node could begin before another one ends
     for time, more in nodes:
-        micros = 1e6 * time.seconds
+        duration = round(1e9 * time.seconds)
         share = {} if time.roofline is None else {"share of the roofline": round(time.roofline, 4)}
         yield {
             "name": time.op, "cat": time.how, "ph": "X", "pid": pid, "tid": 0,
-            "ts": round(start, 3), "dur": round(micros, 3),
+            "ts": start / 1000, "dur": duration / 1000,
             "args": {"node": printable(time.node), "runs as": time.how, **more,
                      "bytes": time.bytes, "FLOPs": time.flops, **share},
         }  # fmt: skip
-        start += micros
+        start += duration

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -59,7 +60,8 @@ def verify_command(
         sys.exit(EXIT_CODES[result.status])
     table = columns("output", "largest error", "relative", "tolerance")
     for one in result.outputs:
-        table.add_row(cell(one.name), f"{one.max_abs:.3g}", f"{one.max_rel:.3g}", f"{one.tolerance:.3g}")
+        errors = (f"{error:.3g}" if math.isfinite(error) else "-" for error in (one.max_abs, one.max_rel))
+        table.add_row(cell(one.name), *errors, f"{one.tolerance:.3g}")
     if result.outputs:
         console().print(table)
     for same in group([one for one in result.outputs if one.set_by], lambda one: one.set_by):
