@@ -49,7 +49,7 @@ Progress: TypeAlias = Callable[[str], None]
 # If a run with a size >= LARGE_SIZE fails after more than MAX_SECONDS_REFUSED seconds, no further size is tried: it
 # could take still more time and memory.  Attention over 32768 positions has 4 GB of scores for each head.
 LARGE_SIZE, MAX_SECONDS_REFUSED = 1024, 1.0
-MAX_CRASHES = 3  # after this many crashes of onnxruntime, no other size is tried
+MAX_CRASHES = 5  # after this many crashes of onnxruntime, no other size is tried
 MAX_SECONDS_AT_EDGES = 30.0  # time limit for the original's runs at sizes 0 and 1
 
 

@@ -23,6 +23,7 @@ from onnxfuse.cli import main
 from onnxfuse.verify import cpu_session, ort_session, own_process
 from onnxfuse.verify.compare import compare
 from onnxfuse.verify.cpu_session import open_session, run
+from onnxfuse.verify.extent import QUICK
 from onnxfuse.verify.own_process import OnnxruntimeFailure, TimeLimitExceeded, current_worker
 
 LIMIT = 120.0  # seconds; no test comes near
@@ -91,6 +92,15 @@ def test_a_crash_on_drawn_inputs_is_told() -> None:
     assert found.passed is None
     expected = "the original does not run on generated inputs (it ended onnxruntime with SIGFPE)"
     assert found.reason.startswith(expected)
+
+
+def test_sizes_are_tried_after_four_crashes() -> None:
+    """The model divides by zero, except at 2 x 8, which is the fifth combination of sizes."""
+    text = """(float[b, s] x) => (int64 y) { n = Shape(x) m = ReduceProd<keepdims = 0>(n)
+        c = Constant<value_int = 16>() e = Equal(m, c) d = Cast<to = 7>(e) y = Div(m, d) }"""
+    with own_process.own_process(LIMIT):
+        found = compare(model(text), model(text), extent=QUICK)
+    assert found.sizes == ({"b": 2, "s": 8},), found.reason
 
 
 def test_a_crash_when_a_model_is_opened_is_told() -> None:
