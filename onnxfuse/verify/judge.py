@@ -81,20 +81,22 @@ def _allow_noise(
     """
     doubtful = [e.name for e in errors if not e.passed and math.isfinite(e.max_rel)]
     noise = measure_noise(reference, doubtful)
+    precision = reference.accepted.precision
+    of_what, set_by = "the original's own noise", OF_NOISE
+    if precision:
+        of_what, set_by = f"the noise of {precision}", f"{NOISE_FACTOR:g} times the noise of {precision}"
     judged: list[OutputDifference] = []
     unsteady: dict[str, str] = {}
     for error in errors:
         allowed = NOISE_FACTOR * noise.get(error.name, 0.0)
         if error.name not in noise or error.max_rel > max(allowed, error.tolerance):
-            told = f", and the original's own noise {allowed:.1e}" if allowed > error.tolerance else ""
+            told = f", and {of_what} {allowed:.1e}" if allowed > error.tolerance else ""
             judged.append(replace(error, reason=error.reason + told if error.reason else ""))
         elif allowed > MAX_NOISE:
             moved = f"{noise[error.name]:.1e} of its largest value"
             unsteady[error.name] = f"the original's own runs differ by {moved} there"
             judged.append(replace(error, passed=True, reason=""))
         else:
-            precision = reference.accepted.precision
-            set_by = f"{NOISE_FACTOR:g} times the noise of {precision}" if precision else OF_NOISE
             judged.append(replace(error, passed=True, reason="", tolerance=allowed, set_by=set_by))
     return tuple(judged), unsteady
 

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import onnx
 
-from onnxfuse.ir.dtypes import Array
+from onnxfuse.ir.dtypes import DTYPE_NUMBERS, Array
 from onnxfuse.verify.difference import TOLERANCES, OutputDifference, Standard, compare_output, type_and_shape
 from onnxfuse.verify.noise import ROUNDINGS, Move, move_by_one_ulp, move_by_rounding, with_moved_weights
 from onnxfuse.verify.own_process import OnnxruntimeFailure
@@ -44,9 +44,9 @@ def measure_noise(reference: Reference, names: Sequence[str]) -> dict[str, float
 
     The causes are: inputs and weights that are perturbed by one unit in the last place; onnxruntime's graph
     optimizations, if `reference.by_optimizations`; inputs and weights that are perturbed by one rounding error of half
-    precision, if the optimized model alone was converted to it; float32 inputs that are perturbed so, if the original
-    was, too; and rounding each result to bfloat16, if a bfloat16 model runs in float32.  A run that changes where an
-    output is NaN or infinite does not count for this output.
+    precision, and results that are rounded to it, if the optimized model alone was converted to it; float32 inputs that
+    are perturbed so, if the original was, too; and rounding each result to bfloat16, if a bfloat16 model runs in
+    float32.  A run that changes where an output is NaN or infinite does not count for this output.
     """
     found = dict.fromkeys(names, 0.0)
     for cause in _causes(reference):
@@ -67,7 +67,8 @@ def _causes(reference: Reference) -> Iterator[_Cause]:
     yield _Cause("onnxruntime's optimizations", lambda: model, lambda _, value: value, optimize=True)
     if precision := reference.accepted.precision:  # of the optimized model alone
         rounded = functools.partial(_move_by_half_rounding, precision)
-        yield _Cause(f"all values rounded to {precision}", lambda: with_moved_weights(model, rounded), rounded)
+        yield _Cause(f"inputs and weights rounded to {precision}", lambda: with_moved_weights(model, rounded), rounded)
+        yield _Cause(f"results rounded to {precision}", lambda: _that_rounds(model, precision), lambda _, value: value)
     if half and reference.is_converted:
         move = functools.partial(_move_by_half_rounding, half)
         yield _Cause("inputs rounded to half precision", lambda: model, move, of_half_alone=True)
@@ -95,10 +96,16 @@ def _move_by_half_rounding(half: str, name: str, value: Array) -> Array:
     return move_by_rounding(name, value, ROUNDINGS[half]) if is_cast else move_by_one_ulp(name, value)
 
 
-def _that_rounds(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a float32 version of the model in which each half-precision result of the main graph is rounded."""
+def _that_rounds(model: onnx.ModelProto, precision: str = "") -> onnx.ModelProto:
+    """Return a float32 version of the model in which each half-precision result of the main graph is rounded.
+
+    With a `precision`, the results in float32 are rounded to it.
+    """
     shapes = inferred_shapes(model, None)
     dtypes = {t.name: shapes.dtype(t) for node in shapes.graph.nodes for t in node.outputs} if shapes else {}
+    if precision:
+        wide = {name for name, dtype in dtypes.items() if dtype == onnx.TensorProto.FLOAT}
+        dtypes = dict.fromkeys(wide, DTYPE_NUMBERS[precision])
     return model_that_rounds(model, dtypes)
 
 
