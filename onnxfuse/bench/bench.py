@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -41,12 +42,13 @@ from onnxfuse.verify.accepted import Accepted, accepted_of
 from onnxfuse.verify.difference import TF32, OutputDifference, Standard, compare_output
 from onnxfuse.verify.extent import WITHOUT_EXTREMES
 from onnxfuse.verify.judge import settled, too_coarse
-from onnxfuse.verify.own_process import DEFAULT_TIMEOUT, own_process
+from onnxfuse.verify.own_process import DEFAULT_TIMEOUT, OnnxruntimeCrash, own_process
 from onnxfuse.verify.random_nodes import describe_random_node
 from onnxfuse.verify.reference import Reference, run_original
 from onnxfuse.verify.requested_shapes import describe_feeds, feeds_to_try
 from onnxfuse.verify.widen import arrays_to_float32, half_precision_of, half_precision_tensors, model_to_float32
 
+log = logging.getLogger(__name__)
 SCHEMA: Final = 1  # the version of the JSON's fields
 SECONDS_PER_MODEL: Final = 2.0  # time spent on the runs of each mode, unless the number of runs is given
 LARGE_COPY_BYTES: Final = 2**29
@@ -321,7 +323,7 @@ class _Runner:
             for feeds in choices:
                 try:
                     if self.provider == "cpu":
-                        cpu_session.run(cpu_session.open_session(model, folder), feeds)
+                        _require_no_crash(model, folder, feeds)
                     bound = bind(session, feeds, self.provider)
                     bound.run()
                     return feeds, bound
@@ -402,6 +404,16 @@ class _Runner:
             reason, hidden = expected.compare(each.outputs(), accepted[name])
             result.append(Contender(name, mode, times, not reason, reason, not_compared=hidden))
         return result
+
+
+def _require_no_crash(model: onnx.ModelProto, folder: Path | None, feeds: Mapping[str, Array]) -> None:
+    """Raise OnnxruntimeCrash if a run on the CPU ends the process of `own_process`; let other errors come later."""
+    try:
+        cpu_session.run(cpu_session.open_session(model, folder), feeds)
+    except OnnxruntimeCrash:
+        raise
+    except Exception as error:
+        log.debug("the original, in a process of its own: %s", first_line(error))
 
 
 def has_products(model: onnx.ModelProto) -> bool:
