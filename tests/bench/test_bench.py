@@ -91,7 +91,7 @@ def test_models_have_times_and_are_compared(measured: tuple[Result, dict[str, An
     assert [(each["name"], each["mode"]) for each in result["models"]] == [
         ("original", "plain"), ("fused", "plain"), ("wrong.onnx", "plain")]  # fmt: skip
     for each in result["models"]:
-        assert set(each) == {"name", "mode", "agrees", "reason", "speed_up", "time"}
+        assert set(each) == {"name", "mode", "agrees", "reason", "speed_up", "time", "not_compared"}
         assert set(each["time"]) == TIMES and each["time"]["runs"] == 5
         assert 0 < each["time"]["min_ms"] <= each["time"]["q1_ms"] <= each["time"]["median_ms"] <= each["time"]["q3_ms"]
     original, fused, _ = result["models"]
