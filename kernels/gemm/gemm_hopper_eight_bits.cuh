@@ -96,8 +96,11 @@ struct GroupElements {
 // on scales of the program (the operators fused into the product).
 struct EightBitResults {
     static constexpr int STEPS = TILE_N / GROUP * ATOMS;
-    // With PINGPONG, another consumer computes while this one waits, and loading further ahead is no faster.
-    static constexpr bool ALL_AHEAD = !PINGPONG && !EDGES && !HAS_RESIDUAL && sizeof(Program::OfElements<WIDTH>) <= 8;
+    // All are loaded first if registers hold them: 64 bytes for each of two rows. With PINGPONG, another consumer
+    // computes while this one waits, and loading further ahead is no faster.
+    static constexpr int ELEMENT_BYTES = sizeof(Program::OfElements<WIDTH>);
+    static constexpr bool ARE_FEW = ELEMENT_BYTES <= 8 && STEPS * PARTS * ELEMENT_BYTES <= 64;
+    static constexpr bool ALL_AHEAD = !PINGPONG && !EDGES && !HAS_RESIDUAL && ARE_FEW;
     static constexpr int AHEAD = ALL_AHEAD ? STEPS : 2;
 
     const EightBitOutput& of;

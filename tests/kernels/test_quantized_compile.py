@@ -9,7 +9,8 @@ from architectures import A100, DEVICES, H200, T4, check_compiles, covering
 from quantized_cases import AFTER, CASES, CONVS, GEMMS, OF_FLOAT8, Case
 from sampling import by_parts
 
-from onnxfuse.kernels.quantized import columns
+from onnxfuse.kernels.gemm.hopper import HopperConfig
+from onnxfuse.kernels.quantized import columns, hopper
 from onnxfuse.kernels.quantized.host import candidates, supports
 from onnxfuse.kernels.region import host as region
 from onnxfuse.kernels.tensors import ITEM_BYTES
@@ -38,6 +39,20 @@ def test_all_plans_compile(part: int) -> None:
     plans = [plan for case in CASES for aligned in (True, False) for plan in plans_of(case, H200, aligned)]
     for kernel in covering(kernels_of(plans), part, PARTS):
         check_compiles(kernel, H200, spills=128)
+
+
+@pytest.mark.parametrize("n", [254, 255])
+@pytest.mark.parametrize("config", [each for each in hopper.CONFIGS if not each.pingpong], ids=lambda each: each.name)
+def test_operands_of_narrow_vectors_are_not_loaded_beyond_registers(
+    config: HopperConfig, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hopper, "CONFIGS", (config,))
+    kernels = [
+        each for each in kernels_of(plans_of(Case(12544, n, 64, after="residual"), H200)) if "WIDTH" in each.defines
+    ]
+    assert kernels
+    for kernel in kernels:
+        check_compiles(kernel, H200)
 
 
 @by_parts(2)
