@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import conv_mma_emulation
 import numpy as np
@@ -62,8 +63,8 @@ def by_chunks(case: Case, inputs: Arrays, folder: Path) -> list[np.ndarray]:
     return on_tensor_cores(plans[-1], inputs, folder)
 
 
-def on_tensor_cores(plan: Plan, inputs: Arrays, folder: Path) -> list[np.ndarray]:
-    """Return the outputs of a plan."""
+def on_tensor_cores(plan: Plan, inputs: Arrays, folder: Path, at_once: bool = False) -> list[np.ndarray]:
+    """Return the outputs of a plan; copies happen as early as they may if `at_once`, else as late."""
     arrays = {Pointer("input", i): placed(x, True) for i, x in enumerate(inputs.values())}
     for i, size in enumerate(plan.scratch):
         arrays[Pointer("scratch", i)] = placed(np.full(size, 0xFF, np.uint8), True)
@@ -71,8 +72,13 @@ def on_tensor_cores(plan: Plan, inputs: Arrays, folder: Path) -> list[np.ndarray
         arrays[Pointer("output", i)] = placed(np.full(spec.shape, np.nan, NUMPY[spec.dtype]), True)
     for step in plan.steps:
         assert isinstance(step, Launch)
-        conv_mma_emulation.launch(step, arrays, A100, False, folder)
+        conv_mma_emulation.launch(step, arrays, A100, at_once, folder)
     return [arrays[Pointer("output", i)] for i in range(len(plan.outputs))]
+
+
+def in_pairs(names: Iterable[str], ways: tuple[Any, Any]) -> list[tuple[str, Any]]:
+    """Return each name with each of two ways; of every second pair, each way has half."""
+    return [(name, ways[(i + other) % 2]) for i, name in enumerate(names) for other in (0, 1)]
 
 
 def is_on_tensor_cores(case: Case) -> bool:
@@ -89,19 +95,19 @@ def test_parts_on_tensor_cores(name: str, tmp_path: Path) -> None:
         check(case, inputs, plans[0], *on_tensor_cores(plans[0], inputs, tmp_path))
 
 
-@pytest.mark.parametrize(("name", "stages"), sampled(itertools.product({**PARTS, **STEPS}, (1, 2)), 2))
+@pytest.mark.parametrize(("name", "stages"), sampled(in_pairs({**PARTS, **STEPS}, (1, 2)), 2))
 def test_steps_in_tf32(name: str, stages: int, tmp_path: Path) -> None:
     case = {**PARTS, **STEPS}[name]
     device = dataclasses.replace(A100, multiprocessors=1 if stages == 1 else 1000)
     plans = [plan for plan in host.candidates(case.node(), case.specs(), device)
              if sources(plan) == ["linear_attention_tf32"]]  # fmt: skip
     assert bool(plans) == is_on_tensor_cores(case)
-    if plans:
+    for at_once in (False, True) if plans else ():
         inputs = case.inputs()
-        check(case, inputs, plans[0], *on_tensor_cores(plans[0], inputs, tmp_path))
+        check(case, inputs, plans[0], *on_tensor_cores(plans[0], inputs, tmp_path, at_once))
 
 
-@pytest.mark.parametrize(("name", "dtype"), sampled(itertools.product(CHUNKS, ("float16", "bfloat16")), 2))
+@pytest.mark.parametrize(("name", "dtype"), sampled(in_pairs(CHUNKS, ("float16", "bfloat16")), 2))
 def test_chunks(name: str, dtype: str, tmp_path: Path) -> None:
     case = dataclasses.replace(CHUNKS[name], dtype=dtype)
     inputs = case.inputs()
