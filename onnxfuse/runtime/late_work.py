@@ -9,7 +9,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Final, TypeVar
+from concurrent.futures import wait as wait_for
+from typing import Any, Final, TypeVar
 
 PATIENCE: Final = 0.02  # seconds that a run waits for its kernels, if nothing else is being compiled
 MAX_THREADS: Final = 4  # maximum threads that `soon` works in
@@ -21,6 +22,7 @@ _working: Final[set[threading.Thread]] = set()
 _intervals: Final[list[float]] = []  # the switch interval before these threads started, while they work
 _exits: Final = threading.Event()
 _answers: Final[deque[Callable[[], None]]] = deque()  # work of `soon` that has not begun
+_unanswered: Final[set[Future[Any]]] = set()  # results of `soon` that are not there yet
 _answering = 0  # threads that do the work of `soon`
 _lock = threading.Lock()  # guards the others
 
@@ -70,6 +72,8 @@ def soon(make: Callable[[], T], late: Callable[[T], None]) -> T | None:
     Passes on the errors that `make` raises in time; later ones are dropped.
     """
     answer: Future[T] = Future()
+    _unanswered.add(answer)
+    answer.add_done_callback(_unanswered.discard)
     patience = 0.0 if _working else PATIENCE
 
     def work() -> None:
@@ -116,6 +120,18 @@ def _answer_all() -> None:
         work()
 
 
+def wait_for_answers() -> None:
+    """Wait until all work that `soon` was given by now is done; work that has not begun is done here."""
+    waited = list(_unanswered)
+    while True:
+        with _lock:
+            if not _answers:
+                break
+            work = _answers.popleft()
+        work()
+    wait_for(waited)
+
+
 def exits() -> bool:
     """Return whether Python exits, so that no more work should begin."""
     return _exits.is_set()
@@ -140,6 +156,7 @@ def _forget() -> None:
     global _answering, _lock
     _working.clear()
     _answers.clear()
+    _unanswered.clear()
     while _intervals:
         sys.setswitchinterval(_intervals.pop())
     _answering, _lock = 0, threading.Lock()

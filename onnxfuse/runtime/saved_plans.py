@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from onnxfuse.errors import KernelError, UsageError
+from onnxfuse.runtime import late_work
 from onnxfuse.runtime.backends import BACKENDS, Backend
 from onnxfuse.runtime.gpu_kinds import gpu_kind
 from onnxfuse.runtime.loaded_templates import GivenTemplate, PreparedTemplate, source_length
@@ -32,6 +33,7 @@ def save_plans(path: str | Path, provider: str = CUDA, device_id: int = 0) -> in
     backend = backend_of(provider)
     kind = gpu_kind(backend.device(device_id))
     planner.wait_for_preparations()
+    late_work.wait_for_answers()  # to nodes whose templates are made in their first runs
     used = [each for each in planner.templates_in_use() if gpu_kind(each.situation.device) == kind]
     prepared = [each for each in used if isinstance(each, PreparedTemplate)]
     given = [each.saved for each in used if isinstance(each, GivenTemplate)]

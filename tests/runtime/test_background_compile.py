@@ -258,11 +258,11 @@ def filled_cache(no_wait: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare_session, "PATIENCE", 0.0)
 
 
-def held_plans(gpu: Stage, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Return an event for which the plans of `scale` wait."""
-    goes_on, scale = threading.Event(), gpu.kernels("scale")
-    own = scale.candidates
-    monkeypatch.setattr(scale, "candidates", lambda *given: (goes_on.wait(10), own(*given))[1])
+def held_plans(gpu: Stage, monkeypatch: pytest.MonkeyPatch, fusion: str = "scale") -> threading.Event:
+    """Return an event for which the plans of a fusion wait."""
+    goes_on, kernels = threading.Event(), gpu.kernels(fusion)
+    own = kernels.candidates
+    monkeypatch.setattr(kernels, "candidates", lambda *given: (goes_on.wait(10), own(*given))[1])
     return goes_on
 
 
@@ -1063,6 +1063,19 @@ def test_saved_plans_include_those_that_are_being_made(
     assert planner.preparations
     threading.Timer(0.1, goes_on.set).start()
     assert save_plans(tmp_path / "plans", CPU) == 2
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_saved_plans_include_those_that_a_first_run_has_requested(
+    gpu: Stage, compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    goes_on = held_plans(gpu, monkeypatch, "shift")
+    monkeypatch.setattr(late_work, "PATIENCE", 0.0)
+    compiler.goes_on.set()
+    run = session(of_unknown_rank())
+    check(run, 8)
+    threading.Timer(0.1, goes_on.set).start()
+    assert save_plans(tmp_path / "plans", CPU) == 1
 
 
 @pytest.mark.usefixtures("no_wait")
