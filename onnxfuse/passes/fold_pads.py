@@ -15,7 +15,7 @@ from typing import Final, TypeAlias, TypeGuard
 from onnxfuse.algebra.operators import NONNEGATIVE
 from onnxfuse.algebra.sizes import Shape
 from onnxfuse.analysis.shape_info import CannotInfer, ShapeInfo
-from onnxfuse.analysis.shape_rules.slices import slice_bounds
+from onnxfuse.analysis.slice_ranges import slice_ranges
 from onnxfuse.ir.attributes import attribute_or_input, int_attribute, ints_attribute, perm_of, str_attribute
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, consumers, op_of, producer
@@ -66,18 +66,16 @@ def _pads_after(shapes: ShapeInfo, conv: Node, cut: Node, shape: Shape) -> list[
 
     Sizes must be known, because onnxruntime computes no convolution whose result has no columns.
     """
-    count, kept = len(shape) - 2, shapes.shape(cut.outputs[0])
+    count = len(shape) - 2
     pads, strides = ints_attribute(conv, "pads", [0] * 2 * count), ints_attribute(conv, "strides", [1] * count)
     is_padded = str_attribute(conv, "auto_pad", "NOTSET") == "NOTSET" and len(pads) == 2 * count
     try:
-        bounds = slice_bounds(shapes, cut, shape)
+        ranges = slice_ranges(shapes, cut, cut.outputs[0])
     except CannotInfer:
         return None
-    for axis, (start, _, step) in bounds.items():
-        size, left = shape[axis], kept[axis] if kept else None
-        if not is_padded or axis < 2 or (step, strides[axis - 2]) != (1, 1):
-            return None
-        if not isinstance(start, int) or not isinstance(size, int) or not isinstance(left, int) or not left:
+    for axis, (start, left) in ranges.items():
+        size = shape[axis]
+        if not is_padded or axis < 2 or strides[axis - 2] != 1 or not isinstance(size, int):
             return None
         pads[axis - 2] -= start
         pads[count + axis - 2] -= size - left - start

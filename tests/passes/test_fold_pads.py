@@ -103,6 +103,12 @@ def test_a_slice_that_stays(nodes: str, x: str) -> None:
     assert "Slice" in ops(folded(nodes, x, (2, 3, 9))).split()
 
 
+def test_a_slice_that_begins_at_the_last_column_stays() -> None:
+    """No column lies in the image of two elements, and pads of (1, 0) would give a column that does."""
+    after = folded("c = Conv <pads = [0,9]> (x, rows ) y = Slice(c, minus, nine, along )", "float[N,3,2] x", (2, 3, 2))
+    assert (ops(after), pads(after)) == ("Conv Slice", [[0, 9]])
+
+
 def test_a_transpose_between() -> None:
     """Converters of channels-last models pad in front of the Transpose."""
     after = folded(
