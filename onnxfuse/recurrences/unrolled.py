@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 import numpy as np
-from onnx import helper
+from onnx import TensorProto, helper
 
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import int_attribute
@@ -120,7 +120,8 @@ class _Trace:
 
     def _first_summand(self, bundle: Bundle) -> int | None:
         """Return which summand of later steps the first step has alone, because a state of 0 was not added there."""
-        if len(bundle) < MIN_STEPS - 1 or not self._is_of_equal_nodes(bundle[1:]):
+        has_dtype = self.shapes.dtype(bundle[0]) != TensorProto.UNDEFINED  # zeros are written with it
+        if not has_dtype or len(bundle) < MIN_STEPS - 1 or not self._is_of_equal_nodes(bundle[1:]):
             return None
         makers = [tensor.inputs[0] for tensor in bundle[1:]]
         places = range(len(makers[0].inputs)) if op_of(makers[0]) == "Add" else ()

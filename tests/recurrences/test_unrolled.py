@@ -157,6 +157,16 @@ def test_the_first_step_adds_no_state_of_zero(first: str, kept: str) -> None:
     assert report.counts == {"scan": 1} and report.verified.status == "verified"
 
 
+def test_first_steps_of_unknown_dtype() -> None:
+    """No zeros of an unknown dtype can be written; such steps must not keep others from becoming scans."""
+    model = stabilized("")
+    model.opset_import.append(helper.make_opsetid("custom", 1))
+    for node in model.graph.node:
+        if node.op_type == "Log":
+            node.domain = "custom"
+    assert optimize(model, verify=False)[1].left_out == ()
+
+
 @pytest.mark.parametrize("first", ["zeros = Expand (none, sizes)", ""])
 def test_the_states_between_chunks_of_a_retnet(first: str) -> None:
     """Each chunk reads the state before it; decays are constants (Sun et al. 2023, arXiv:2307.08621)."""
