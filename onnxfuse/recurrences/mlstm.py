@@ -26,8 +26,8 @@ from onnxfuse.algebra.sizes import Size
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.dtypes import FLOATS, Array, dtype_name
-from onnxfuse.ir.graph import constant_value
-from onnxfuse.ir.node import Node, Tensor, consumers, is_constant, op_of, producer
+from onnxfuse.ir.graph import Graph, constant_value
+from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
 from onnxfuse.match.diagnostics import node_name
 from onnxfuse.passes.emit import integers, write
 from onnxfuse.passes.folded import node_label
@@ -170,7 +170,8 @@ def assign_mlstm(
     Returns the records of the fused nodes and, by the label of a CumSum with maxima after it, why its nodes stay.
     """
     fused, reasons, known = list[Fused](), dict[str, str](), dict[bytes, Mlstm]()
-    for node in [node for node in shapes.graph.nodes if node.op == "CumSum" == op_of(node)]:
+    leading = _before_maxima(shapes.graph)
+    for node in [node for node in shapes.graph.nodes if node.op == "CumSum" == op_of(node) and node in leading]:
         label = node_label(node)
         for chunks in _stabilized(shapes, node, reasons):
             try:
@@ -191,7 +192,7 @@ def _stabilized(shapes: ShapeInfo, cumsum: Node, reasons: dict[str, str]) -> Ite
 
     Adds to `reasons` why nodes with maxima cannot be an mLSTM.
     """
-    if cumsum.outputs and shapes.dtype(cumsum.outputs[0]) in FLOATS and _meets_maximum(cumsum):
+    if cumsum.outputs and shapes.dtype(cumsum.outputs[0]) in FLOATS:
         try:
             for chunks in read_chunks(shapes, cumsum, STABILIZED, SPREADING | GATES):
                 if any(op_of(node) in MAXIMA for node in chunks.nodes):
@@ -200,17 +201,14 @@ def _stabilized(shapes: ShapeInfo, cumsum: Node, reasons: dict[str, str]) -> Ite
             reasons[node_label(cumsum)] = str(error)
 
 
-def _meets_maximum(cumsum: Node) -> bool:
-    """Return whether a maximum depends on a CumSum by operators that an mLSTM has."""
-    work, seen = [cumsum], {cumsum}
+def _before_maxima(graph: Graph) -> set[Node]:
+    """Return the nodes on which a maximum depends by operators that an mLSTM has."""
+    work, found = [node for node in graph.nodes if op_of(node) in MAXIMA], set[Node]()
     while work:
-        for reader in (node for tensor in work.pop().outputs for node in consumers(tensor) if node not in seen):
-            if op_of(reader) in MAXIMA:
-                return True
-            if op_of(reader) in STABILIZED:
-                seen.add(reader)
-                work.append(reader)
-    return False
+        read = {node for tensor in work.pop().inputs if (node := producer(tensor)) is not None} - found
+        found |= read
+        work += (node for node in read if op_of(node) in STABILIZED)
+    return found
 
 
 def _require_no_bounds(shapes: ShapeInfo, nodes: Sequence[Node]) -> None:
