@@ -301,15 +301,25 @@ def test_verify_allows_the_noise_of_half_precision_at_other_sizes(tmp_path: Path
     assert shown.exit_code == 0, shown.stdout
 
 
-def test_the_noise_of_half_precision_is_that_of_results_too() -> None:
-    """A sum near 100 loses five bits, which no rounding of inputs or weights shows; it is off by 0.03 at most."""
-    ends = "g (float[n,8] x) => (float[n,8] y) <float hundred = {100}>"
-    given = parse(f"{ends} {{ s = Add (x, hundred) y = Sub (s, hundred) }}")
-    half = parse(f"{ends} {{ s = Add (x, hundred) h = Cast <to = 10> (s) r = Cast <to = 1> (h) y = Sub (r, hundred) }}")
+def rounded_near(number: int) -> tuple[onnx.ModelProto, onnx.ModelProto]:
+    """Return (x + number) - number, and a model that rounds the sum to float16 and says that this was accepted."""
+    ends = f"g (float[n,8] x) => (float[n,8] y) <float c = {{{number}}}>"
+    given = parse(f"{ends} {{ s = Add (x, c) y = Sub (s, c) }}")
+    half = parse(f"{ends} {{ s = Add (x, c) h = Cast <to = 10> (s) r = Cast <to = 1> (h) y = Sub (r, c) }}")
     assert compare(given, half).status == "failed"
     state_accepted(half, given, Accepted({"y": 1e-4}, "the error that was allowed for float16", "float16"))
-    (output,) = compare(given, half).outputs
+    return given, half
+
+
+def test_the_noise_of_half_precision_is_that_of_results_too() -> None:
+    """A sum near 100 loses five bits, which no rounding of inputs or weights shows; it is off by 0.03 at most."""
+    (output,) = compare(*rounded_near(100)).outputs
     assert output.passed and 1e-3 < output.max_rel < output.tolerance < 0.1
+
+
+def test_too_much_noise_of_half_precision_is_not_called_the_original_s() -> None:
+    (output,) = compare(*rounded_near(1000)).not_compared
+    assert output.reason.startswith("the noise of float16 is 1.")
 
 
 def test_a_conversion_is_accepted_beside_its_own_original_alone() -> None:

@@ -20,7 +20,6 @@ Results = Sequence[Mapping[str, object]]
 # An output is allowed to differ by this many times the original's own noise.  Fused nodes round at other places than
 # the original, just as onnxruntime's own optimizations do.  A few samples of noise seldom show its largest value.
 NOISE_FACTOR: Final = 4.0
-OF_NOISE: Final = f"{NOISE_FACTOR:g} times the original's own noise"
 MAX_NOISE: Final = 0.5  # relative to the output's largest value; an output with more noise is not compared
 
 
@@ -82,9 +81,8 @@ def _allow_noise(
     doubtful = [e.name for e in errors if not e.passed and math.isfinite(e.max_rel)]
     noise = measure_noise(reference, doubtful)
     precision = reference.accepted.precision
-    of_what, set_by = "the original's own noise", OF_NOISE
-    if precision:
-        of_what, set_by = f"the noise of {precision}", f"{NOISE_FACTOR:g} times the noise of {precision}"
+    of_what = f"the noise of {precision}" if precision else "the original's own noise"
+    set_by = f"{NOISE_FACTOR:g} times {of_what}"
     judged: list[OutputDifference] = []
     unsteady: dict[str, str] = {}
     for error in errors:
@@ -94,7 +92,7 @@ def _allow_noise(
             judged.append(replace(error, reason=error.reason + told if error.reason else ""))
         elif allowed > MAX_NOISE:
             moved = f"{noise[error.name]:.1e} of its largest value"
-            unsteady[error.name] = f"the original's own runs differ by {moved} there"
+            unsteady[error.name] = f"{of_what} is {moved} there"
             judged.append(replace(error, passed=True, reason=""))
         else:
             judged.append(replace(error, passed=True, reason="", tolerance=allowed, set_by=set_by))
