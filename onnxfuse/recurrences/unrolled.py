@@ -10,6 +10,7 @@ nodes are found from the tensors that they read.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
@@ -36,6 +37,7 @@ def unrolled(shapes: ShapeInfo) -> Iterator[tuple[Node, Recurrence | str]]:
     If steps read a sequence, but are no recurrence, a sentence says why.
     """
     for node in [node for node in shapes.graph.nodes if node.op == "Concat" and len(node.inputs) >= MIN_STEPS]:
+        reason = ""
         for backwards in (False, True):
             if op_of(node) == "Concat" and node.outputs and node.outputs[0].inputs:
                 begin = _Trace(shapes, node, backwards)  # in most Concats, the first steps differ already
@@ -44,8 +46,10 @@ def unrolled(shapes: ShapeInfo) -> Iterator[tuple[Node, Recurrence | str]]:
                 found = trace.recurrence() if is_recurrence else None
                 if found is not None:
                     yield node, found
-                elif trace.inputs and (trace.differs or trace.states):
-                    yield node, trace.reason()
+                elif is_recurrence or (not reason and trace.inputs and (trace.differs or trace.states)):
+                    reason = trace.reason()
+        if reason:
+            yield node, reason
 
 
 @dataclass
@@ -81,7 +85,10 @@ class _Trace:
         steps = f"its {len(self.concat.inputs)} steps"
         if not self.differs:
             return f"other nodes read what {steps} compute, or a state begins with it"
-        first, *others = self.differs
+        pairs = [list(pair) for pair in itertools.pairwise(self.differs)]
+        unequal = [pair for pair in pairs if not self._is_of_equal_nodes(pair)]
+        # The first step alone may lack a sum with 0, so any later difference counts.
+        first, *others = next((pair for pair in unequal if pair is not pairs[0]), self.differs[:2])
         names = f"'{first.name}'" + (f" of one step and '{others[0].name}' of the next one" if others else "")
         return f"{steps} differ: {names} are not computed from equal constants by equal nodes"
 

@@ -146,6 +146,15 @@ def stabilized(first: str) -> onnx.ModelProto:
     return onnx.parser.parse_model(f"{STABILIZED} {' '.join(nodes)} y = Concat <axis = 1> ({joined}) }}")
 
 
+@pytest.mark.parametrize("first", ["zero", ""])
+def test_explain_names_the_step_that_differs(first: str) -> None:
+    model = stabilized(first)
+    (last,) = (node for node in model.graph.node if "m4" in node.output)
+    last.op_type = "Min"
+    result = fuse_model(model, None, Settings(list(builtin()), regions=True, scans=True))
+    assert "'m3' of one step and 'm4' of the next" in "".join(explanations(result, "scan"))
+
+
 @pytest.mark.parametrize("kept", ["", "m4"])
 @pytest.mark.parametrize("first", ["zero", ""])
 def test_the_first_step_adds_no_state_of_zero(first: str, kept: str) -> None:
