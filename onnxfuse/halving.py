@@ -289,12 +289,11 @@ class Halving:
             reference = replace(self.reference, accepted=accepted, numbers_for_nan=accepted.numbers_for_nan)
             with self.timer.stage("verify"):
                 found = compare_with(reference, written)
+            added = [each for each in found.outputs if missing.pop(each.name, None)]
             if found.passed is False:
-                return replace(verified, passed=False, reason=found.reason, outputs=found.outputs)
-            for each in found.outputs:
-                if each.name in missing:
-                    del missing[each.name]
-                    outputs.append(each)
+                left = tuple(missing.values())
+                return replace(verified, passed=False, reason=found.reason, outputs=found.outputs, not_compared=left)
+            outputs += added
         passed = True if outputs or verified.equal_parts else None
         return replace(verified, passed=passed, outputs=tuple(outputs), not_compared=tuple(missing.values()))
 

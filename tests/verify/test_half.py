@@ -314,8 +314,10 @@ def test_an_output_too_noisy_in_half_precision_is_compared_as_by_verify() -> Non
 
 def test_a_noisy_output_beyond_the_allowed_error_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     text = (Path(__file__).parent / "quantized_attention.txt").read_text(encoding="utf-8")
-    wrong = Verification(False, (), "output 'y' is off by 3.0e-01 of its largest value", ())
+    name, reason = onnx.parser.parse_model(text).graph.output[0].name, "it is off by 3.0e-01 of its largest value"
+    wrong = Verification(False, (OutputDifference(name, 0.3, 0.3, 0.2, False, reason),), reason, ())
     monkeypatch.setattr(halving, "compare_with", lambda *_: wrong)
     _, report = optimize(onnx.parser.parse_model(text), dtype="bfloat16")
     assert (report.verified.status, report.verified.reason) == ("failed", wrong.reason)
+    assert (report.verified.outputs, report.verified.not_compared) == (wrong.outputs, ())
     assert verdict(report.verified, 6).how == f"It differs from the original: {wrong.reason}."
