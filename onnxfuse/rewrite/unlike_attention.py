@@ -7,11 +7,10 @@ and attention between windows (SepViT) has all pixels of a window as the value o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Final
 
 from onnxfuse.algebra.operators import BROADCASTING, PRODUCTS, UNARY, VIEWS
-from onnxfuse.analysis.scores import RANK
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, consumers, is_constant, op_of, producer
@@ -50,8 +49,8 @@ def _sentence(shapes: ShapeInfo, softmax: Node, before: Sequence[Node], after: S
     if len(products) > 1:
         found = f"{len(products)} products, {', '.join(products)}, read the probabilities of '{label}'"
         return f"{found}; an attention kernel {WITHOUT_VALUES}"
-    rank = shapes.rank(softmax.outputs[0]) or RANK
-    if wide := next((node for node in after if any((shapes.rank(each) or 0) > rank for each in node.inputs)), None):
+    made = {softmax, *after}
+    if wide := next((node for node in after if _is_product(node) and _has_wide_values(shapes, node, made)), None):
         found = f"'{node_label(wide)}', {op_of(wide)}, multiplies probabilities of '{label}' by values with more axes"
         return f"{found}; an attention kernel {WITHOUT_PIXELS}"
     return None
@@ -60,6 +59,13 @@ def _sentence(shapes: ShapeInfo, softmax: Node, before: Sequence[Node], after: S
 def _is_product(node: Node) -> bool:
     """Return whether a node multiplies two computed tensors."""
     return op_of(node) in PRODUCTS and sum(not is_constant(each) for each in node.inputs if each.name) > 1
+
+
+def _has_wide_values(shapes: ShapeInfo, product: Node, made: Collection[Node]) -> bool:
+    """Return whether a product multiplies what the nodes `made` compute by a tensor with more axes."""
+    ranks = {producer(each) in made: shapes.rank(each) for each in product.inputs}
+    probabilities, values = ranks.get(True), ranks.get(False)
+    return probabilities is not None and values is not None and values > probabilities
 
 
 def _is_weighted(node: Node) -> bool:
