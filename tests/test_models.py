@@ -247,7 +247,6 @@ CHANNELS_LAST: Mapping[str, Formulas] = {
         "max_pool": lambda c: 1,
         "average_pool": lambda c: len(c["depths"]) - 1,
         "global_average_pool": lambda c: 1,
-        "concat": lambda c: sum(c["depths"]),  # behind each layer
     },
     "detector": {
         "max_pool": lambda c: 3,
