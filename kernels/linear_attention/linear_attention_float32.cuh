@@ -73,6 +73,21 @@ __device__ __forceinline__ void each_pair(float (&sums)[N][4], Visit visit) {
             visit(threadIdx.x % 32 / 4 + half * 8, n * 8 + threadIdx.x % 4 * 2, sums[n] + 2 * half);
 }
 
+// Writes a warp's part of P to shared memory from `to` on: products of queries and keys times their decays, by the sums
+// `b` of logarithms; 0 for keys of later tokens.
+template <int N>
+__device__ __forceinline__ void write_scores(float (&products)[N][4], int rows, int columns, const double* b, int to) {
+    float* const p = shared_memory() + to;
+    each_pair(products, [=](int row, int column, const float* pair) {
+        const int t = rows + row, j = columns + column;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float decay = DECAY ? exponential(float(b[t] - b[j + i])) : 1.0f;
+            p[t * P_PITCH + j + i] = j + i <= t ? pair[i] * decay : 0.0f;
+        }
+    });
+}
+
 // Starts to copy `rows` rows of WIDTH elements to shared memory; rows from `count` on become 0.
 template <int WIDTH, int PITCH>
 __device__ __forceinline__ void copy_rows(int to, const f32* from, int stride, int rows, int count) {

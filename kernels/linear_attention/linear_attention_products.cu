@@ -57,21 +57,14 @@ __device__ __forceinline__ void compute_state(const Part& part, f32* state, f32*
 
 // Writes P. A warp computes 16 rows of 32 columns of it.
 __device__ __forceinline__ void compute_scores(int rows, int columns) {
-    float* const memory = shared_memory();
+    const float* const memory = shared_memory();
     const double* const b = reinterpret_cast<const double*>(memory + SUMS);
     if (columns > rows) return;
     float sums[PART / 16][4] = {};
     add_products(
         sums, SIZE, [=](int row, int k) { return memory[Q_TILE + (rows + row) * K_PITCH + k]; },
         [=](int k, int column) { return memory[(columns + column) * K_PITCH + k]; });
-    each_pair(sums, [=](int row, int column, const float* pair) {
-        const int t = rows + row, j = columns + column;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const float decay = DECAY ? exponential(float(b[t] - b[j + i])) : 1.0f;
-            memory[P_TILE + t * P_PITCH + j + i] = j + i <= t ? pair[i] * decay : 0.0f;
-        }
-    });
+    write_scores(sums, rows, columns, b, P_TILE);
 }
 
 __device__ __forceinline__ void compute_results(const Part& part, const f32* state, float scale) {

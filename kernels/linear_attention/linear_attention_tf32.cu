@@ -70,14 +70,7 @@ __device__ __forceinline__ bool compute_results(const Part& part, int stage, flo
 #pragma unroll
         for (int n = 0; n < RESULTS; ++n) results[n][i] = both[SCORES + n][i] * decay;
     }
-    each_pair(scores, [=](int row, int column, const float* pair) {
-        const int t = rows + row, j = keys + column;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const float decay = DECAY ? exponential(float(b[t] - b[j + i])) : 1.0f;
-            memory[P_TILE + t * P_PITCH + j + i] = j + i <= t ? pair[i] * decay : 0.0f;
-        }
-    });
+    write_scores(scores, rows, keys, b, P_TILE);
     __syncthreads();
     add_products(
         results, rows + 16, [=](int row, int j) { return memory[P_TILE + (rows + row) * P_PITCH + j]; },
