@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 from onnxfuse.algebra.operators import SLICING
 from onnxfuse.algebra.sizes import Shape, product
@@ -29,11 +29,10 @@ from onnxfuse.ir.attributes import ints_attribute
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, consumers, op_of, producer
 from onnxfuse.passes.compose_views import View, farthest_view, write_scalings, write_views, written_from
-from onnxfuse.passes.emit import integers, joined_sizes, sizes_along, write
+from onnxfuse.passes.emit import ALLOWZERO_OPSET, integers, joined_sizes, sizes_along, write
 from onnxfuse.passes.graph_pass import graph_pass
 from onnxfuse.passes.sizes_of_operands import origin_of_size
 
-OPSET_OF_ALLOWZERO: Final = 14  # the attribute of Reshape with which a 0 in the target is a size
 AxesOf: TypeAlias = "Callable[[ShapeInfo, Node, Shape], MergedAxes | OneHead]"
 
 
@@ -210,7 +209,7 @@ class MergedAxes:
             return size if isinstance(size, int) else sizes_along(self.shapes, source, [place], stem)
 
         target = joined_sizes(self.shapes, [size_along(axis) for axis in range(len(self.result))], stem)
-        zeros = {"allowzero": 1} if self.shapes.graph.opset >= OPSET_OF_ALLOWZERO else {}
+        zeros = {"allowzero": 1} if self.shapes.graph.opset >= ALLOWZERO_OPSET else {}
         return write(self.shapes, "Reshape", [result, target], stem, zeros)
 
     def _reshaped(self, tensor: Tensor, wanted: Shape) -> Tensor | None:
@@ -225,9 +224,9 @@ class MergedAxes:
         """Merge the axes `at` and `at + 1` by a Reshape whose target has sizes that are read at run time.
 
         Global keys of LongT5 make the number of keys dynamic, beside a dynamic number of blocks.  Returns None if the
-        tensor has fewer axes than `full`, or the opset no `allowzero`, without which sizes of 0 are no sizes.
+        tensor has fewer axes than `full`, or if the opset has no `allowzero`.
         """
-        if self.shapes.shape(tensor) != full or self.shapes.graph.opset < OPSET_OF_ALLOWZERO:
+        if self.shapes.shape(tensor) != full or self.shapes.graph.opset < ALLOWZERO_OPSET:
             return None
         stem = f"{tensor.name}_merged"
         read = [size if isinstance(size, int) else sizes_along(self.shapes, tensor, [axis], stem)

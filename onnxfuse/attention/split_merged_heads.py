@@ -29,13 +29,12 @@ from onnxfuse.passes.compose_views import (
     write_views,
     written_from,
 )
-from onnxfuse.passes.emit import integers, joined_sizes, sizes_along, write
+from onnxfuse.passes.emit import ALLOWZERO_OPSET, integers, joined_sizes, sizes_along, write
 from onnxfuse.passes.fold_shapes import reshape_target
 from onnxfuse.passes.graph_pass import graph_pass
 from onnxfuse.passes.sizes_of_operands import origin_of_size
 
 RANK: Final = 3  # rank of the tensors whose first axis is split
-ALLOWZERO_OPSET: Final = 14  # the first opset with `allowzero`: a 0 in a target is then a size, not a copy
 THROUGH: Final = SCORES | {"MatMul"}
 
 

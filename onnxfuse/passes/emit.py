@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from typing import Final
 
 import numpy as np
 
@@ -12,6 +13,9 @@ from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import input_index
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import AttributeValue, Tensor
+
+# The first opset whose Reshape has `allowzero`, with which a 0 in the target is a size; else it copies a size.
+ALLOWZERO_OPSET: Final = 14
 
 
 def write(
