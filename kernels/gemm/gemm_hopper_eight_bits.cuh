@@ -97,7 +97,7 @@ struct GroupElements {
 struct EightBitResults {
     static constexpr int STEPS = TILE_N / GROUP * ATOMS;
     // All are loaded first if registers hold them: 64 bytes for each of two rows. With PINGPONG, another consumer
-    // computes while this one waits, and loading further ahead is no faster.
+    // computes while this one waits, and loading further ahead gains nothing.
     static constexpr int ELEMENT_BYTES = sizeof(Program::OfElements<WIDTH>);
     static constexpr bool ARE_FEW = ELEMENT_BYTES <= 8 && STEPS * PARTS * ELEMENT_BYTES <= 64;
     static constexpr bool ALL_AHEAD = !PINGPONG && !EDGES && !HAS_RESIDUAL && ARE_FEW;

@@ -20,7 +20,7 @@
 //   TILE_M   rows of x: 1, 2, 4 or a multiple of 8    TILE_N   columns of y, a multiple of 16
 //   WARPS, DEPTH   as above
 //   AHEAD    stages, at most DEPTH, whose weights a warp requests before x; x arrives after them
-//   ONE_ROUND  1: a block has one tile, of which a warp has at most DEPTH stages
+//   ONE_ROUND  1: a block has one tile, and each of its warps at most DEPTH stages of it
 //   STAGED_X   1: a stage has its elements of x, and TILE_M is at most 8; 0: x is read from L1, or is normalized
 //   NORM       1: the rows of x are normalized first (norm_of_rows.cuh), and are kept in shared memory
 //   MIN_BLOCKS   blocks that should fit on a multiprocessor

@@ -34,7 +34,7 @@ Key: TypeAlias = tuple[int, ...]  # what distinguishes bundles
 def unrolled(shapes: ShapeInfo) -> Iterator[tuple[Node, Recurrence | str]]:
     """Yield each Concat of a sorted graph that joins unrolled steps, with their recurrence; the caller may replace it.
 
-    If steps read a sequence, but are no recurrence, a sentence says why.
+    Steps that read a sequence but do not make a recurrence come with a sentence that says why.
     """
     for node in [node for node in shapes.graph.nodes if node.op == "Concat" and len(node.inputs) >= MIN_STEPS]:
         reason = ""
@@ -81,7 +81,7 @@ class _Trace:
         return self._made(int_attribute(self.concat, "axis", 0) % len(shape))
 
     def reason(self) -> str:
-        """Return why steps that read a sequence are no recurrence."""
+        """Return why steps that read a sequence do not make a recurrence."""
         steps = f"its {len(self.concat.inputs)} steps"
         if not self.differs:
             return f"other nodes read what {steps} compute, or a state begins with it"

@@ -255,7 +255,7 @@ PARTS = {
     "scores_overflow": Case(130, rule="gated", extreme="scores overflow", past=False),
 }
 
-# Sequences in float32 of which a block has some columns, 32 tokens at a time.
+# Float32 sequences: a block computes some columns of the values, 32 tokens at a time.
 STEPS = {
     "part_of_a_step": Case(17, rule="gated", value_size=32),
     "several_steps": Case(100, rule="gated", size=128, value_size=32, batch=2, heads=4, k_heads=1),
