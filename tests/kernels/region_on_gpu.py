@@ -11,18 +11,27 @@ from region_drafts import NUMPY, RegionProgram
 from region_emulation import plan_of
 from region_texts import joined
 
+from onnxfuse.runtime import nvrtc
 from onnxfuse.runtime.plan import Device, Launch, Plan, Pointer
 
 cupy: Any = pytest.importorskip("cupy")
 SCALARS = {"int32": np.int32, "int64": np.int64, "float32": np.float32}
+MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 GUARD_BYTES = 64  # behind each output, which nothing writes
 
 
-def module_of(plans: Sequence[Plan]) -> Any:
-    """Compile all kernels of plans together; that of step k of plan i is `region_i_k`."""
+def module_of(plans: Sequence[Plan], arch: int) -> Any:
+    """Compile all kernels of plans together; that of step k of plan i is `region_i_k`.
+
+    NVRTC gets the flags of a session, because CuPy would add -ftz=true, which flushes subnormal numbers.
+    """
     steps = {f"region_{i}_{k}": step for i, plan in enumerate(plans) for k, step in enumerate(plan.steps)}
     kernels = {entry: step.kernel for entry, step in steps.items() if isinstance(step, Launch)}
-    return cupy.RawModule(code=joined(kernels), options=("-std=c++17", "-DPRECISE=1")) if kernels else None
+    flags = [f"-arch=sm_{arch}", "-std=c++17", "-DPRECISE=1", *nvrtc.COMMON_FLAGS, *nvrtc._cuda_include_flags()]
+    code, _ = nvrtc._compile(joined(kernels), "regions.cu", flags)
+    module = cupy.cuda.function.Module()
+    module.load(code)
+    return module
 
 
 def run(plan: Plan, kernels: Sequence[Any], arrays: Sequence[np.ndarray], aligned: bool) -> list[np.ndarray]:
@@ -37,7 +46,7 @@ def run(plan: Plan, kernels: Sequence[Any], arrays: Sequence[np.ndarray], aligne
             buffers[each.kind][each.index][1] if isinstance(each, Pointer) else SCALARS[each.type](each.value)
             for each in step.arguments
         ]
-        kernel.max_dynamic_shared_size_bytes = step.shared
+        cupy.cuda.driver.funcSetAttribute(kernel.ptr, MAX_DYNAMIC_SHARED, step.shared)
         kernel(step.grid, step.block, tuple(arguments), shared_mem=step.shared)
     for (whole, view), spec in zip(written, plan.outputs, strict=True):
         end = view.data.ptr - whole.data.ptr + view.nbytes
@@ -60,7 +69,7 @@ def _placed(array: np.ndarray, aligned: bool) -> tuple[Any, Any]:
 def results(programs: Sequence[RegionProgram], device: Device, aligned: bool = True) -> list[list[np.ndarray]]:
     """Return the outputs of each program."""
     plans = [plan_of(each, device, aligned) for each in programs]
-    module, found = module_of(plans), []
+    module, found = module_of(plans, device.arch), []
     for i, (program, plan) in enumerate(zip(programs, plans, strict=True)):
         kernels = [module.get_function(f"region_{i}_{k}") for k in range(len(plan.steps))]
         found.append(run(plan, kernels, list(program.operands.values()), aligned))
