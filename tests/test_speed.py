@@ -19,7 +19,7 @@ from onnx import TensorProto, helper
 from onnx_graphsurgeon.util.misc import SynchronizedList
 
 from onnxfuse import optimize
-from onnxfuse.fuse_model import no_garbage_collection
+from onnxfuse.fuse_model import move_to_oldest_generation, no_garbage_collection
 from onnxfuse.ir.graphsurgeon import IdentityNode
 from onnxfuse.ir.node import Tensor
 from onnxfuse.match import Match, Matcher, Miss
@@ -116,6 +116,7 @@ def test_calls_of_folding_constants_that_depend_on_each_other() -> None:
 def test_collections_after_fusing_leave_out_what_existed_before() -> None:
     before = [object()]
     gc.unfreeze()  # conftest.py freezes what pytest imports
+    move_to_oldest_generation.cache_clear()
     try:
         with no_garbage_collection():
             assert not gc.isenabled()
