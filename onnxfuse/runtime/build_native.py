@@ -24,15 +24,13 @@ def compiler() -> str | None:
 
 
 def build(target: Path, *flags: str) -> Path:
-    """Compile native/*.cc into the shared library `target`.  Raises OnnxfuseError with the compiler's messages."""
+    """Compile native/library.cc to the shared library `target`.  Raises OnnxfuseError with the compiler's messages."""
     found = compiler()
     if found is None:
         raise OnnxfuseError("no C++ compiler found; install g++ or clang++, or name one in CXX")
-    sources = sorted(str(path) for path in (PACKAGE / "native").glob("*.cc"))
     part = target.with_suffix(f".{os.getpid()}.part")  # other processes can build at the same time
-    result = subprocess.run(
-        [found, *FLAGS, *flags, *sources, "-o", str(part), *LINK_FLAGS], capture_output=True, text=True
-    )
+    command = [found, *FLAGS, *flags, str(PACKAGE / "native" / "library.cc"), "-o", str(part), *LINK_FLAGS]
+    result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         raise OnnxfuseError(f"{found} cannot compile the native library: {result.stderr.strip()}")
     part.rename(target)

@@ -1,4 +1,4 @@
-"""The native library is built by any number of processes at once."""
+"""The native library has all of its sources, and is built by any number of processes at once."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+
+from onnxfuse.runtime.native_library import PACKAGE
 
 SLOW_COMPILER = """#!/bin/sh
 while [ "$1" != -o ]; do shift; done
@@ -23,3 +25,10 @@ def test_two_processes_build_at_the_same_time(tmp_path: Path) -> None:
     builds = [subprocess.Popen([sys.executable, "-c", code], env=given) for _ in range(2)]
     assert [each.wait() for each in builds] == [0, 0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["compiler", "library.so"]
+
+
+def test_the_library_includes_every_source() -> None:
+    folder = PACKAGE / "native"
+    names = sorted(path.name for path in folder.glob("*.cc") if path.name != "library.cc")
+    included = [line for line in (folder / "library.cc").read_text().splitlines() if line.startswith("#")]
+    assert included == [f'#include "{name}"' for name in names]

@@ -9,7 +9,7 @@
 namespace onnxfuse {
 namespace {
 
-constexpr const char* kNames = "attributes";  // an attribute that lists the names of all others
+constexpr const char* kListOfNames = "attributes";  // an attribute that lists the names of all others
 
 void append(std::string& text, const void* data, size_t size) { text.append(static_cast<const char*>(data), size); }
 
@@ -108,7 +108,7 @@ std::string read_attributes(const Ort& ort, const OrtKernelInfo* info, const std
 }
 
 std::string node_identity(const Ort& ort, const OrtKernelInfo* info, std::vector<AttributeName> names) {
-  std::istringstream present(text_attribute(ort, info, kNames));
+  std::istringstream present(text_attribute(ort, info, kListOfNames));
   for (std::string word; present >> word;) {
     const auto has_name = [&](const AttributeName& each) { return each.name == word; };
     if (std::none_of(names.begin(), names.end(), has_name)) {
@@ -117,7 +117,7 @@ std::string node_identity(const Ort& ort, const OrtKernelInfo* info, std::vector
   }
   const auto by_name = [](const AttributeName& a, const AttributeName& b) { return a.name < b.name; };
   std::sort(names.begin(), names.end(), by_name);
-  const auto is_list = [](const AttributeName& each) { return each.name == kNames; };
+  const auto is_list = [](const AttributeName& each) { return each.name == kListOfNames; };
   names.erase(std::remove_if(names.begin(), names.end(), is_list), names.end());
   return read_attributes(ort, info, names);
 }

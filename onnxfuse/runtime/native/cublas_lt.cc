@@ -13,18 +13,18 @@
 namespace onnxfuse {
 namespace {
 
-std::atomic<const CublasLt*> opened{nullptr};
-std::mutex mutex;
-constexpr const char* kNames[] = {"libcublasLt.so.13", "libcublasLt.so.12"};
-constexpr size_t kMinVersion = 12'00'00, kMaxVersion = 13'99'99;  // major, minor, patch
+std::atomic<const CublasLt*> opened_cublas_lt{nullptr};
+std::mutex cublas_lt_mutex;
+constexpr const char* kCublasLtNames[] = {"libcublasLt.so.13", "libcublasLt.so.12"};
+constexpr size_t kMinCublasLt = 12'00'00, kMaxCublasLt = 13'99'99;  // major, minor, patch
 
-void* load(const char* path) {
+void* load_cublas_lt(const char* path) {
   if (path) {
     void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (!library) throw std::runtime_error(std::string("cannot open cuBLASLt: ") + dlerror());
     return library;
   }
-  for (const char* name : kNames) {
+  for (const char* name : kCublasLtNames) {
     if (void* library = dlopen(name, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD)) return library;
   }
   throw std::runtime_error("cuBLASLt (libcublasLt.so.13 or .12) is not loaded in this process");
@@ -35,7 +35,7 @@ void open_any() {
   const char* chosen = std::getenv("ONNXFUSE_LIBCUBLASLT");
   if (chosen && *chosen) return CublasLt::open(chosen);
   for (const int only_loaded : {RTLD_NOLOAD, 0}) {
-    for (const char* name : kNames) {
+    for (const char* name : kCublasLtNames) {
       if (dlopen(name, RTLD_NOW | RTLD_LOCAL | only_loaded)) return CublasLt::open(name);
     }
   }
@@ -44,13 +44,13 @@ void open_any() {
 }
 
 template <class Symbol>
-void find(void* library, const char* name, Symbol& symbol) {
+void find_cublas_lt(void* library, const char* name, Symbol& symbol) {
   symbol = reinterpret_cast<Symbol>(dlsym(library, name));
   if (!symbol) throw std::runtime_error(std::string("cuBLASLt has no function ") + name);
 }
 
 void find_all(void* library, CublasLt& lt) {
-#define FIND(name) find(library, #name, lt.name)
+#define FIND(name) find_cublas_lt(library, #name, lt.name)
   FIND(cublasLtGetVersion);
   FIND(cublasLtGetStatusName);
   FIND(cublasLtGetStatusString);
@@ -70,32 +70,32 @@ void find_all(void* library, CublasLt& lt) {
 }  // namespace
 
 void CublasLt::open(const char* path) {
-  std::lock_guard<std::mutex> lock(mutex);
-  if (opened.load()) return;
-  void* library = load(path);
+  std::lock_guard<std::mutex> lock(cublas_lt_mutex);
+  if (opened_cublas_lt.load()) return;
+  void* library = load_cublas_lt(path);
   auto lt = std::make_unique<CublasLt>();
   lt->path = path ? path : "already loaded";
   find_all(library, *lt);
   const size_t version = lt->cublasLtGetVersion();
-  if (version < kMinVersion || version > kMaxVersion) {
+  if (version < kMinCublasLt || version > kMaxCublasLt) {
     throw std::runtime_error("cuBLASLt 12 or 13 is required, found version " + std::to_string(version) + " (" +
                              lt->path + ")");
   }
-  opened.store(lt.release());  // never deleted: sessions may outlive static objects
+  opened_cublas_lt.store(lt.release());  // never deleted: sessions may outlive static objects
 }
 
 const CublasLt& CublasLt::get() {
-  const CublasLt* lt = opened.load(std::memory_order_acquire);
+  const CublasLt* lt = opened_cublas_lt.load(std::memory_order_acquire);
   if (!lt) {
     open_any();
-    lt = opened.load();
+    lt = opened_cublas_lt.load();
   }
   return *lt;
 }
 
 void* CublasLt::handle_of(int device) const {
   static auto* handles = new std::map<int, void*>();  // one per process, never destroyed
-  std::lock_guard<std::mutex> lock(mutex);
+  std::lock_guard<std::mutex> lock(cublas_lt_mutex);
   void*& handle = (*handles)[device];
   if (!handle) check(cublasLtCreate(&handle), "cublasLtCreate");
   return handle;

@@ -14,29 +14,29 @@
 namespace onnxfuse {
 namespace {
 
-std::atomic<const Cudnn*> opened{nullptr};
-std::mutex mutex;
-constexpr const char* kName = "libcudnn.so.9";
-constexpr size_t kMinVersion = 9'00'00, kMaxVersion = 9'99'99;  // major, minor, patch
+std::atomic<const Cudnn*> opened_cudnn{nullptr};
+std::mutex cudnn_mutex;
+constexpr const char* kCudnnName = "libcudnn.so.9";
+constexpr size_t kMinCudnn = 9'00'00, kMaxCudnn = 9'99'99;  // major, minor, patch
 
-void* load(const char* path) {
+void* load_cudnn(const char* path) {
   if (path) {
     void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (!library) throw std::runtime_error(std::string("cannot open cuDNN: ") + dlerror());
     return library;
   }
-  if (void* library = dlopen(kName, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD)) return library;
-  throw std::runtime_error(std::string("cuDNN (") + kName + ") is not loaded in this process");
+  if (void* library = dlopen(kCudnnName, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD)) return library;
+  throw std::runtime_error(std::string("cuDNN (") + kCudnnName + ") is not loaded in this process");
 }
 
 template <class Symbol>
-void find(void* library, const char* name, Symbol& symbol) {
+void find_cudnn(void* library, const char* name, Symbol& symbol) {
   symbol = reinterpret_cast<Symbol>(dlsym(library, name));
   if (!symbol) throw std::runtime_error(std::string("cuDNN has no function ") + name);
 }
 
 void find_all(void* library, Cudnn& cudnn) {
-#define FIND(name) find(library, #name, cudnn.name)
+#define FIND(name) find_cudnn(library, #name, cudnn.name)
   FIND(cudnnGetVersion);
   FIND(cudnnGetErrorString);
   FIND(cudnnGetLastErrorString);
@@ -65,32 +65,32 @@ HandlePool& pool_of(int device) {
 }  // namespace
 
 void Cudnn::open(const char* path) {
-  std::lock_guard<std::mutex> lock(mutex);
-  if (opened.load()) return;
-  void* library = load(path);
+  std::lock_guard<std::mutex> lock(cudnn_mutex);
+  if (opened_cudnn.load()) return;
+  void* library = load_cudnn(path);
   auto cudnn = std::make_unique<Cudnn>();
   cudnn->path = path ? path : "already loaded";
-  find(library, "cudnnGetVersion", cudnn->cudnnGetVersion);  // first, because other versions lack the other functions
+  find_cudnn(library, "cudnnGetVersion", cudnn->cudnnGetVersion);  // first, because other versions lack the other functions
   const size_t version = cudnn->cudnnGetVersion();
-  if (version < kMinVersion || version > kMaxVersion) {
+  if (version < kMinCudnn || version > kMaxCudnn) {
     throw std::runtime_error("cuDNN 9 is required, found version " + std::to_string(version) + " (" + cudnn->path +
                              ")");
   }
   find_all(library, *cudnn);
-  opened.store(cudnn.release());  // never deleted: sessions may outlive static objects
+  opened_cudnn.store(cudnn.release());  // never deleted: sessions may outlive static objects
 }
 
 const Cudnn& Cudnn::get() {
-  const Cudnn* cudnn = opened.load(std::memory_order_acquire);
+  const Cudnn* cudnn = opened_cudnn.load(std::memory_order_acquire);
   if (!cudnn) {  // Python, which searches more places, has not opened it
     const char* chosen = std::getenv("ONNXFUSE_LIBCUDNN");
-    const bool is_loaded = dlopen(kName, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
+    const bool is_loaded = dlopen(kCudnnName, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
     try {
-      open(chosen && *chosen ? chosen : is_loaded ? nullptr : kName);
+      open(chosen && *chosen ? chosen : is_loaded ? nullptr : kCudnnName);
     } catch (const std::exception& error) {
       throw std::runtime_error(std::string(error.what()) + "; ONNXFUSE_LIBCUDNN may name it");
     }
-    cudnn = opened.load();
+    cudnn = opened_cudnn.load();
   }
   return *cudnn;
 }
@@ -107,7 +107,7 @@ void Cudnn::check(int code, const std::string& what) const {
 
 CudnnHandle::CudnnHandle(const Cudnn& cudnn, int device) : device_(device) {
   {
-    std::lock_guard<std::mutex> lock(mutex);
+    std::lock_guard<std::mutex> lock(cudnn_mutex);
     HandlePool& pool = pool_of(device);
     if (!pool.unused.empty()) {
       handle_ = pool.unused.back();
@@ -122,7 +122,7 @@ CudnnHandle::CudnnHandle(const Cudnn& cudnn, int device) : device_(device) {
 }
 
 CudnnHandle::~CudnnHandle() {
-  std::lock_guard<std::mutex> lock(mutex);
+  std::lock_guard<std::mutex> lock(cudnn_mutex);
   pool_of(device_).unused.push_back(handle_);
 }
 

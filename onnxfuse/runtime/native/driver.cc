@@ -12,11 +12,11 @@
 namespace onnxfuse {
 namespace {
 
-std::atomic<const Driver*> opened{nullptr};
-std::mutex mutex;
+std::atomic<const Driver*> opened_driver{nullptr};
+std::mutex driver_mutex;
 
 template <class Symbol>
-void find(void* library, const char* name, Symbol& symbol, bool required = true) {
+void find_driver(void* library, const char* name, Symbol& symbol, bool required = true) {
   symbol = reinterpret_cast<Symbol>(dlsym(library, name));
   if (!symbol && required) throw std::runtime_error(std::string("the CUDA driver has no function ") + name);
 }
@@ -69,8 +69,8 @@ void Driver::open() {
 }
 
 void Driver::open(const std::string& path) {
-  std::lock_guard<std::mutex> lock(mutex);
-  const Driver* known = opened.load();
+  std::lock_guard<std::mutex> lock(driver_mutex);
+  const Driver* known = opened_driver.load();
   if (known && known->path == path) return;
   if (known) throw std::runtime_error("the CUDA driver is already open as " + known->path);
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
@@ -80,44 +80,44 @@ void Driver::open(const std::string& path) {
   }
   auto* driver = new Driver();  // never deleted: sessions may outlive static objects
   driver->path = path;
-  find(library, "cuInit", driver->cuInit);
-  find(library, "cuDriverGetVersion", driver->cuDriverGetVersion);
-  find(library, "cuDeviceGet", driver->cuDeviceGet);
-  find(library, "cuDeviceGetCount", driver->cuDeviceGetCount);
-  find(library, "cuDeviceGetName", driver->cuDeviceGetName);
-  find(library, "cuDeviceGetAttribute", driver->cuDeviceGetAttribute);
-  find(library, "cuDevicePrimaryCtxRetain", driver->cuDevicePrimaryCtxRetain);
-  find(library, "cuCtxGetCurrent", driver->cuCtxGetCurrent);
-  find(library, "cuCtxPushCurrent_v2", driver->cuCtxPushCurrent_v2);
-  find(library, "cuCtxPopCurrent_v2", driver->cuCtxPopCurrent_v2);
-  find(library, "cuLaunchKernel", driver->cuLaunchKernel);
-  find(library, "cuLaunchKernelEx", driver->cuLaunchKernelEx, false);
-  find(library, "cuTensorMapEncodeTiled", driver->cuTensorMapEncodeTiled, false);
-  find(library, "cuTensorMapEncodeIm2col", driver->cuTensorMapEncodeIm2col, false);
-  find(library, "cuMemcpyDtoDAsync_v2", driver->cuMemcpyDtoDAsync_v2);
-  find(library, "cuStreamCreate", driver->cuStreamCreate);
-  find(library, "cuStreamDestroy_v2", driver->cuStreamDestroy_v2);
-  find(library, "cuStreamSynchronize", driver->cuStreamSynchronize);
-  find(library, "cuStreamWaitEvent", driver->cuStreamWaitEvent);
-  find(library, "cuEventCreate", driver->cuEventCreate);
-  find(library, "cuEventDestroy_v2", driver->cuEventDestroy_v2);
-  find(library, "cuEventRecord", driver->cuEventRecord);
-  find(library, "cuStreamIsCapturing", driver->cuStreamIsCapturing);
-  find(library, "cuThreadExchangeStreamCaptureMode", driver->cuThreadExchangeStreamCaptureMode);
-  find(library, "cuModuleLoadData", driver->cuModuleLoadData);
-  find(library, "cuModuleUnload", driver->cuModuleUnload);
-  find(library, "cuModuleGetFunction", driver->cuModuleGetFunction);
-  find(library, "cuFuncSetAttribute", driver->cuFuncSetAttribute);
-  find(library, "cuFuncGetParamInfo", driver->cuFuncGetParamInfo, false);
-  find(library, "cuGetErrorName", driver->cuGetErrorName);
-  find(library, "cuGetErrorString", driver->cuGetErrorString);
+  find_driver(library, "cuInit", driver->cuInit);
+  find_driver(library, "cuDriverGetVersion", driver->cuDriverGetVersion);
+  find_driver(library, "cuDeviceGet", driver->cuDeviceGet);
+  find_driver(library, "cuDeviceGetCount", driver->cuDeviceGetCount);
+  find_driver(library, "cuDeviceGetName", driver->cuDeviceGetName);
+  find_driver(library, "cuDeviceGetAttribute", driver->cuDeviceGetAttribute);
+  find_driver(library, "cuDevicePrimaryCtxRetain", driver->cuDevicePrimaryCtxRetain);
+  find_driver(library, "cuCtxGetCurrent", driver->cuCtxGetCurrent);
+  find_driver(library, "cuCtxPushCurrent_v2", driver->cuCtxPushCurrent_v2);
+  find_driver(library, "cuCtxPopCurrent_v2", driver->cuCtxPopCurrent_v2);
+  find_driver(library, "cuLaunchKernel", driver->cuLaunchKernel);
+  find_driver(library, "cuLaunchKernelEx", driver->cuLaunchKernelEx, false);
+  find_driver(library, "cuTensorMapEncodeTiled", driver->cuTensorMapEncodeTiled, false);
+  find_driver(library, "cuTensorMapEncodeIm2col", driver->cuTensorMapEncodeIm2col, false);
+  find_driver(library, "cuMemcpyDtoDAsync_v2", driver->cuMemcpyDtoDAsync_v2);
+  find_driver(library, "cuStreamCreate", driver->cuStreamCreate);
+  find_driver(library, "cuStreamDestroy_v2", driver->cuStreamDestroy_v2);
+  find_driver(library, "cuStreamSynchronize", driver->cuStreamSynchronize);
+  find_driver(library, "cuStreamWaitEvent", driver->cuStreamWaitEvent);
+  find_driver(library, "cuEventCreate", driver->cuEventCreate);
+  find_driver(library, "cuEventDestroy_v2", driver->cuEventDestroy_v2);
+  find_driver(library, "cuEventRecord", driver->cuEventRecord);
+  find_driver(library, "cuStreamIsCapturing", driver->cuStreamIsCapturing);
+  find_driver(library, "cuThreadExchangeStreamCaptureMode", driver->cuThreadExchangeStreamCaptureMode);
+  find_driver(library, "cuModuleLoadData", driver->cuModuleLoadData);
+  find_driver(library, "cuModuleUnload", driver->cuModuleUnload);
+  find_driver(library, "cuModuleGetFunction", driver->cuModuleGetFunction);
+  find_driver(library, "cuFuncSetAttribute", driver->cuFuncSetAttribute);
+  find_driver(library, "cuFuncGetParamInfo", driver->cuFuncGetParamInfo, false);
+  find_driver(library, "cuGetErrorName", driver->cuGetErrorName);
+  find_driver(library, "cuGetErrorString", driver->cuGetErrorString);
   driver->check(driver->cuInit(0), "cuInit");
   driver->check(driver->cuDriverGetVersion(&driver->version), "cuDriverGetVersion");
-  opened.store(driver);
+  opened_driver.store(driver);
 }
 
 const Driver& Driver::get() {
-  const Driver* driver = opened.load(std::memory_order_acquire);
+  const Driver* driver = opened_driver.load(std::memory_order_acquire);
   if (!driver) throw std::runtime_error("the CUDA driver has not been opened");
   return *driver;
 }
@@ -152,7 +152,7 @@ DeviceKind Driver::kind_of(int device) const {
 
 Context Driver::context_of(int device) const {
   static auto* contexts = new std::map<int, Context>();  // retained once per process, never released
-  std::lock_guard<std::mutex> lock(mutex);
+  std::lock_guard<std::mutex> lock(driver_mutex);
   Context& context = (*contexts)[device];
   if (!context) {
     int handle = 0;

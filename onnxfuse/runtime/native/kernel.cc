@@ -150,7 +150,7 @@ struct Tensors {
       check(ort, ort.GetTensorMutableData(const_cast<OrtValue*>(value), &pointer));
       values.push_back(value);
       inputs.push_back(pointer);
-      const int64_t constant = kConstant * (i < constants.size() && constants[i]);
+      const int64_t constant = kIsConstant * (i < constants.size() && constants[i]);
       if (std::binary_search(numbers.begin(), numbers.end(), i)) add_number(ort, value, pointer, constant);
       else add_tensor(ort, value, kAligned * aligned(pointer) | constant, key);
     }

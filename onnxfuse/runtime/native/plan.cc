@@ -32,7 +32,7 @@ TensorType read_output(WordReader& reader, int64_t dtype) {
   if (type.dtype != dtype) {
     malformed("an output is " + dtype_name(type.dtype) + ", the node declares " + dtype_name(static_cast<int>(dtype)));
   }
-  reader.next("an output's flags", 0, kAligned | kConstant);
+  reader.next("an output's flags", 0, kAligned | kIsConstant);
   type.shape.resize(reader.count("an output's rank", kMaxRank));
   for (int64_t& size : type.shape) size = reader.next("an output's dimension", 0, kMaxBytes);
   type.bytes();

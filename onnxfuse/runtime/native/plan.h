@@ -37,7 +37,7 @@ std::string describe(const TensorType& tensor);
 // The inputs of a node as words: dtype, flags, rank and dims of each.  A node finds its plans by these words.
 using Key = std::vector<int64_t>;
 constexpr int kInt32 = 6;  // onnx::TensorProto::INT32
-constexpr int64_t kAligned = 1, kConstant = 2;  // flags of an input: its data is aligned; the model holds its values
+constexpr int64_t kAligned = 1, kIsConstant = 2;  // flags of an input: its data is aligned; the model holds its values
 std::vector<TensorType> types_of(const Key& key);
 
 struct PointerArgument {

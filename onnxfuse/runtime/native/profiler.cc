@@ -8,7 +8,7 @@
 namespace onnxfuse {
 namespace {
 
-constexpr const char* kName = "libnvtx3interop.so.1";  // NVTX for programs that do not include its headers
+constexpr const char* kNvtxName = "libnvtx3interop.so.1";  // NVTX for programs that do not include its headers
 
 struct Nvtx {
   int (*push)(const char*) = nullptr;
@@ -19,7 +19,7 @@ struct Nvtx {
     const char* profiler = std::getenv("NVTX_INJECTION64_PATH");
     if (!profiler || !*profiler) return;
     const char* chosen = std::getenv("ONNXFUSE_LIBNVTX");
-    void* library = dlopen(chosen && *chosen ? chosen : kName, RTLD_NOW | RTLD_LOCAL);
+    void* library = dlopen(chosen && *chosen ? chosen : kNvtxName, RTLD_NOW | RTLD_LOCAL);
     if (library) {
       push = reinterpret_cast<int (*)(const char*)>(dlsym(library, "nvtxRangePushA"));
       pop = reinterpret_cast<int (*)()>(dlsym(library, "nvtxRangePop"));
@@ -27,7 +27,7 @@ struct Nvtx {
     if (push && pop) return;
     push = nullptr;
     missing = std::string("a profiler is attached, but NVTX cannot be opened: ") + dlerror() +
-              "; install nvidia-nvtx, and let ONNXFUSE_LIBNVTX name its " + kName;
+              "; install nvidia-nvtx, and let ONNXFUSE_LIBNVTX name its " + kNvtxName;
   }
 };
 

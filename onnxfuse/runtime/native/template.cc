@@ -84,7 +84,7 @@ void Template::read_pattern(WordReader& reader) {
   const size_t inputs = reader.count("the number of inputs", kMaxWords);
   for (size_t i = 0; i < inputs; ++i) {
     pattern_.push_back(reader.next("an input's dtype", 0, 1000));
-    pattern_.push_back(reader.next("an input's flags", 0, kAligned | kConstant));
+    pattern_.push_back(reader.next("an input's flags", 0, kAligned | kIsConstant));
     const size_t rank = reader.count("an input's rank", kMaxRank);
     pattern_.push_back(static_cast<int64_t>(rank));
     kinds_.insert(kinds_.end(), {Word::kExact, Word::kFlags, Word::kExact});
@@ -150,7 +150,7 @@ size_t Template::set_max_recent_plans(size_t count) { return max_recent_plans.ex
 // Whether all inputs that must be constant for this template are constant in `key`.
 bool Template::holds_constants(const Key& key) const {
   for (size_t i = 0; i < key.size(); ++i) {
-    if (kinds_[i] == Word::kFlags && (pattern_[i] & ~key[i] & kConstant)) return false;
+    if (kinds_[i] == Word::kFlags && (pattern_[i] & ~key[i] & kIsConstant)) return false;
   }
   return true;
 }
@@ -159,7 +159,7 @@ bool Template::fits(const Key& key, Fit fit) const {
   if (key.size() != pattern_.size()) return false;
   for (size_t i = 0; i < key.size(); ++i) {
     if (kinds_[i] == Word::kFlags && fit != Fit::kExact) {
-      const int64_t required = fit == Fit::kNotConstant ? pattern_[i] & ~kConstant : pattern_[i];
+      const int64_t required = fit == Fit::kNotConstant ? pattern_[i] & ~kIsConstant : pattern_[i];
       if (required & ~key[i]) return false;
       continue;
     }
