@@ -1,6 +1,6 @@
 """Time linear attention by the gated delta rule: sequences next to onnxruntime and Triton, one token next to a copy.
 
-    python benchmarks/linear_attention.py --out FILE [--dtypes float16,bfloat16]
+    python benchmarks/linear_attention.py --out FILE [--dtypes float16,bfloat16] [--operator GatedDeltaNet]
 
 All run in CUDA graphs.  A node's time is the difference between models of several nodes and of one.  Heads have 128
 rows and columns.  `triton` are the launches of flash-linear-attention, written again in linear_attention_triton.py, and
@@ -32,9 +32,11 @@ SAMPLES: Final = 15
 DTYPES: Final = ("float16", "bfloat16")
 
 
-def model(tokens: int, heads: int, batch: int, dtype: str, nodes: int) -> onnx.ModelProto:
+def model(tokens: int, heads: int, batch: int, dtype: str, nodes: int, operator: str) -> onnx.ModelProto:
     """Return a model of `nodes` nodes with the same operands, where each node has a state of its own."""
     kind, shape = DTYPE_NUMBERS[dtype], [batch, heads, SIZE, SIZE]
+    if operator == "GatedDeltaNet":
+        return net(tokens, heads, batch, dtype, nodes)
     widths = {"q": heads * SIZE, "k": heads * SIZE, "v": heads * SIZE, "g": heads, "b": heads}
     inputs = [helper.make_tensor_value_info(name, kind, [batch, tokens, width]) for name, width in widths.items()]
     inputs += [helper.make_tensor_value_info(f"s{i}", kind, shape) for i in range(nodes)]
@@ -51,7 +53,24 @@ def model(tokens: int, heads: int, batch: int, dtype: str, nodes: int) -> onnx.M
     return helper.make_model(helper.make_graph(calls, "g", inputs, outputs), opset_imports=opsets, ir_version=10)
 
 
-def operands(tokens: int, heads: int, batch: int, dtype: str) -> dict[str, torch.Tensor]:
+def net(tokens: int, heads: int, batch: int, dtype: str, nodes: int) -> onnx.ModelProto:
+    """Return the same model with onnxruntime's GatedDeltaNet, whose states, decays and rates are float32."""
+    kind, wide, shape = DTYPE_NUMBERS[dtype], DTYPE_NUMBERS["float32"], [batch, heads, SIZE, SIZE]
+    rows = [batch, tokens, heads]
+    inputs = [helper.make_tensor_value_info(name, kind, [*rows, SIZE]) for name in "qkv"]
+    inputs += [helper.make_tensor_value_info(name, wide, rows) for name in "gb"]
+    inputs += [helper.make_tensor_value_info(f"s{i}", wide, shape) for i in range(nodes)]
+    outputs = [helper.make_tensor_value_info(f"y{i}", kind, [*rows, SIZE]) for i in range(nodes)]
+    outputs += [helper.make_tensor_value_info(f"p{i}", wide, shape) for i in range(nodes)]
+    calls = [
+        helper.make_node("GatedDeltaNet", [*"qkv", "", "g", "b", f"s{i}"], [f"y{i}", f"p{i}"], domain="com.microsoft")
+        for i in range(nodes)
+    ]
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(helper.make_graph(calls, "g", inputs, outputs), opset_imports=opsets, ir_version=10)
+
+
+def operands(tokens: int, heads: int, batch: int, dtype: str, operator: str) -> dict[str, torch.Tensor]:
     """Return q, k, v, g, b and s0 on the GPU; keys have length 1."""
     torch.manual_seed(0)
     kind = getattr(torch, dtype)
@@ -62,6 +81,9 @@ def operands(tokens: int, heads: int, batch: int, dtype: str) -> dict[str, torch
     found["g"] = -0.1 * torch.rand(*rows, heads, device="cuda")
     found["b"] = torch.rand(*rows, heads, device="cuda")
     found["s0"] = torch.randn(batch, heads, SIZE, SIZE, device="cuda")
+    if operator == "GatedDeltaNet":
+        shaped = {name: x.view(*rows, heads, SIZE).to(kind) for name, x in found.items() if name in "qkv"}
+        return found | shaped
     return {name: x.to(kind).contiguous() for name, x in found.items()}
 
 
@@ -73,7 +95,7 @@ class Bound:
         options = [("CUDAExecutionProvider", {"enable_cuda_graph": "1"})]
         if fused:
             optimized, report = onnxfuse.optimize(made, verify=False)
-            assert set(report.counts) == {"linear_attention"}, report.missed
+            assert report.counts.keys() <= {"linear_attention", "gated_delta_net"}, report.missed
             self.session: Any = InferenceSession(optimized.SerializeToString(), providers=options, wait=True)
             assert {each.how for each in explain_session(self.session)} == {"kernel"}
         else:
@@ -86,7 +108,8 @@ class Bound:
             self._bind("input", value, given["s0"].clone() if own is None else own)
         for value in made.graph.output:
             shape = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
-            self.outputs[value.name] = torch.full(shape, float("nan"), dtype=given["q"].dtype, device="cuda")
+            dtype = given["q" if value.name[0] == "y" else "s0"].dtype
+            self.outputs[value.name] = torch.full(shape, float("nan"), dtype=dtype, device="cuda")
             self._bind("output", value, self.outputs[value.name])
         torch.cuda.synchronize()
         for _ in range(4):
@@ -130,10 +153,12 @@ def microseconds(one: Callable[[], None], several: Callable[[], None], nodes: in
     return round((most - least) / (nodes - 1) * 1e6, 2)
 
 
-def of_session(given: dict[str, torch.Tensor], sizes: tuple[int, int, int, str], nodes: int, fused: bool) -> Any:
+def of_session(
+    given: dict[str, torch.Tensor], sizes: tuple[int, int, int, str], nodes: int, fused: bool, operator: str
+) -> Any:
     """Return (microseconds of a node, the outputs of one node); None and the error where it does not run."""
     try:
-        one, several = (Bound(model(*sizes, count), given, fused) for count in (1, nodes))
+        one, several = (Bound(model(*sizes, count, operator), given, fused) for count in (1, nodes))
     except Exception as error:
         if fused:
             raise
@@ -160,30 +185,31 @@ def difference(found: torch.Tensor, right: torch.Tensor) -> float:
     return float(f"{((a - b).abs().max() / b.abs().max()).item():.2g}")
 
 
-def sequence(rows: Rows, tokens: int, heads: int, dtype: str) -> None:
+def sequence(rows: Rows, tokens: int, heads: int, dtype: str, operator: str) -> None:
     """Measure a sequence."""
-    given, nodes = operands(tokens, heads, 1, dtype), 5
-    row: dict[str, Any] = {"tokens": tokens, "heads": heads, "batch": 1, "dtype": dtype}
-    row["onnxfuse_us"], own = of_session(given, (tokens, heads, 1, dtype), nodes, True)
-    row["onnxruntime_us"], ort_outputs = of_session(given, (tokens, heads, 1, dtype), 2, False)
-    row["triton_us"], y = by_triton(given, heads, nodes)
-    row["difference_of_triton"] = difference(own["y0"], y)
+    given, nodes = operands(tokens, heads, 1, dtype, operator), 5
+    row: dict[str, Any] = {"tokens": tokens, "heads": heads, "batch": 1, "dtype": dtype, "operator": operator}
+    row["onnxfuse_us"], own = of_session(given, (tokens, heads, 1, dtype), nodes, True, operator)
+    row["onnxruntime_us"], ort_outputs = of_session(given, (tokens, heads, 1, dtype), 2, False, operator)
+    if operator == "LinearAttention":
+        row["triton_us"], y = by_triton(given, heads, nodes)
+        row["difference_of_triton"] = difference(own["y0"], y)
+        row["faster_than_triton"] = round(row["triton_us"] / row["onnxfuse_us"], 2)
     if row["onnxruntime_us"] is None:
         row["onnxruntime_error"] = ort_outputs
     else:
         row["difference_of_onnxruntime"] = difference(own["y0"], ort_outputs["y0"])
         row["faster_than_onnxruntime"] = round(row["onnxruntime_us"] / row["onnxfuse_us"], 2)
-    row["faster_than_triton"] = round(row["triton_us"] / row["onnxfuse_us"], 2)
     print(row, flush=True)
     rows.put(row)
 
 
-def one_token(rows: Rows, heads: int, batch: int, dtype: str) -> None:
+def one_token(rows: Rows, heads: int, batch: int, dtype: str, operator: str) -> None:
     """Measure one token after a state, where each node has a state of its own."""
-    given, nodes = operands(1, heads, batch, dtype), max(2, 65 // batch)
-    row: dict[str, Any] = {"tokens": 1, "heads": heads, "batch": batch, "dtype": dtype}
-    row["onnxfuse_us"], own = of_session(given, (1, heads, batch, dtype), nodes, True)
-    row["onnxruntime_us"], ort_outputs = of_session(given, (1, heads, batch, dtype), nodes, False)
+    given, nodes = operands(1, heads, batch, dtype, operator), max(2, 65 // batch)
+    row: dict[str, Any] = {"tokens": 1, "heads": heads, "batch": batch, "dtype": dtype, "operator": operator}
+    row["onnxfuse_us"], own = of_session(given, (1, heads, batch, dtype), nodes, True, operator)
+    row["onnxruntime_us"], ort_outputs = of_session(given, (1, heads, batch, dtype), nodes, False, operator)
     states = [(given["s0"].clone(), torch.empty_like(given["s0"])) for _ in range(nodes)]
     copies = [captured(lambda n=n: [new.copy_(old) for old, new in states[:n]]) for n in (1, nodes)]
     row["copy_us"] = microseconds(copies[0], copies[1], nodes)
@@ -198,16 +224,17 @@ def one_token(rows: Rows, heads: int, batch: int, dtype: str) -> None:
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="The JSON file to write.")
 @click.option("--dtypes", default=",".join(DTYPES), help="The dtypes of sequences.")
-def main(out: Path, dtypes: str) -> None:
+@click.option("--operator", type=click.Choice(["LinearAttention", "GatedDeltaNet"]), default="LinearAttention")
+def main(out: Path, dtypes: str, operator: str) -> None:
     """Measure sequences of 1024 and 8192 tokens, and one token of 1, 8 and 64 sequences."""
     ort.preload_dlls()
-    rows = Rows(out, ("tokens", "heads", "batch", "dtype"))
+    rows = Rows(out, ("tokens", "heads", "batch", "dtype", "operator"))
     for dtype in dtypes.split(","):
         for heads in 16, 32:
             for tokens in 1024, 8192:
-                sequence(rows, tokens, heads, dtype)
+                sequence(rows, tokens, heads, dtype, operator)
     for batch in 1, 8, 64:
-        one_token(rows, 32, batch, "float16")
+        one_token(rows, 32, batch, "float16", operator)
 
 
 if __name__ == "__main__":

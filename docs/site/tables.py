@@ -386,7 +386,8 @@ def tokens_per_second() -> str:
 def linear_attention() -> str:
     """Return the times of linear attention: of sequences, and of one token after a state."""
     lines = [
-        [f"{row['batch']} x {row['tokens']} tokens, {row['heads']} heads", f"**{three_digits(row['onnxfuse_us'])}**",
+        [f"{row['batch']} x {row['tokens']} tokens, {row['heads']} heads"
+         + (", GatedDeltaNet" if row["operator"] == "GatedDeltaNet" else ""), f"**{three_digits(row['onnxfuse_us'])}**",
          *(_time(row, name) for name in ("onnxruntime_us", "triton_us", "copy_us"))]
         for row in rows("linear_attention-h200")
     ]  # fmt: skip

@@ -2,4 +2,4 @@
 
 from typing import Final
 
-FUSIONS: Final = ("linear_attention", "causal_conv_with_state")
+FUSIONS: Final = ("linear_attention", "gated_delta_net", "causal_conv_with_state")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from onnxfuse.kernels.linear_attention import causal_conv
-from onnxfuse.kernels.linear_attention.problem import LinearAttention, problem_of, unsupported
+from onnxfuse.kernels.linear_attention.problem import LinearAttention, heads_of, problem_of, unsupported
 from onnxfuse.kernels.multiprocessor import MMA_ARCH
 from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, STORAGE, VECTOR_BYTES, Defines, float32, int32
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, NoAlias, Plan, Pointer, Struct, TensorSpec
@@ -42,7 +42,7 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
     if node.fusion == "causal_conv_with_state":
         return causal_conv.unsupported(node, input_dtypes)
     refusal = unsupported(node, input_dtypes)
-    if refusal is None and (size := node.integer("width") // node.integer("q_num_heads")) > MAX_SIZE:
+    if refusal is None and (size := heads_of(node)[-2]) > MAX_SIZE:
         refusal = f"{node.fusion}: states have {size} rows; the kernels take up to {MAX_SIZE}"
     return refusal
 
@@ -113,7 +113,7 @@ def _by_parts(problem: LinearAttention, device: Device) -> Plan:
     first = Struct((*problem.operands, ABSENT, between, y, decays))
     last = Struct((*problem.operands, between, ABSENT, y, ABSENT))
     launch = _products if _has_products(problem, device) else _tokens_of_parts
-    names = "T", "STATE_T", "STATE_HEADS", "K_HEADS", "DECAY", "PAST", "PRESENT"
+    names = "T", "GATE_T", "STATE_T", "STATES_BY_COLUMN", "STATE_HEADS", "K_HEADS", "DECAY", "PAST", "PRESENT"
     own = {name: problem.defines[name] for name in names}
     defines: Defines = {
         **own, "STATE": state, "COLUMNS": problem.value_size, "PART": PART, "THREADS": STATE_THREADS
@@ -132,7 +132,8 @@ def _tokens_of_parts(
 ) -> Launch:
     """Return the launch for the parts' own states or, after they were combined, for the results."""
     of_results: Defines = {"PAST": 1, "PRESENT": 0, "RESULTS": 1} if with_results else {"PAST": 0, "RESULTS": 0}
-    return _tokens(problem, device, operands, PART, parts, {"STATE_T": STORAGE["float32"], **of_results})
+    between: Defines = {"STATE_T": STORAGE["float32"], "STATES_BY_COLUMN": 0, **of_results}
+    return _tokens(problem, device, operands, PART, parts, between)
 
 
 def _tokens(
@@ -144,10 +145,15 @@ def _tokens(
     macros: Defines = {"RESULTS": 1, **problem.defines, **own}
     items = ITEM_BYTES[problem.dtype], 4 if own else ITEM_BYTES[problem.state_dtype]
     width = _width(problem, VECTOR_BYTES // max(items), problem.value_size, columns)
+    state_width = width
+    if macros["STATES_BY_COLUMN"]:  # a thread has runs of four rows: see RUN in linear_attention_tokens.cu
+        gate = ITEM_BYTES[problem.gate_dtype] // items[0]
+        has_runs = problem.size % (4 * lanes) == 0 == tile % (4 * gate)
+        state_width = _width(problem, 4, problem.size, 4 if has_runs else 1)
     step = _width(problem, VECTOR_BYTES // items[0], problem.size, problem.value_size, tile)
     heads = problem.heads // problem.state_heads if macros["RESULTS"] else 0
-    elements = problem.size * (1 + heads + (problem.decay == 2)) + tile
-    token = -(-elements * items[0] // 16) * 16 + 8  # bytes
+    decays = problem.size * ITEM_BYTES[problem.gate_dtype] if problem.decay == 2 else 0
+    token = -(-((problem.size * (1 + heads) + tile) * items[0] + decays) // 16) * 16 + 8  # bytes
     if token > device.shared_per_block:
         raise ValueError(
             f"{problem.node.label}: a token takes {token} bytes of shared memory; {device.name} has "
@@ -156,8 +162,8 @@ def _tokens(
     buffers = 1 + (2 * token <= device.shared_per_block)
     tokens = max(1, min(MAX_TOKENS, STAGED_BYTES // (buffers * token)))
     defines: Defines = {
-        **macros, "LANES": lanes, "COLUMNS": columns, "WIDTH": width, "STEP": step, "WARPS": TOKEN_WARPS,
-        "TOKENS": tokens, "BUFFERS": buffers,
+        **macros, "LANES": lanes, "COLUMNS": columns, "WIDTH": width, "STATE_WIDTH": state_width, "STEP": step,
+        "WARPS": TOKEN_WARPS, "TOKENS": tokens, "BUFFERS": buffers,
     }  # fmt: skip
     return Launch(
         Kernel("linear_attention_tokens", "linear_attention_tokens", defines),
@@ -237,7 +243,18 @@ def _by_steps(problem: LinearAttention, device: Device) -> Plan:
     """Return a plan in which a block goes along a sequence with columns of a state: see linear_attention_tf32.cu."""
     columns = _step_columns(problem)
     stages = 1 if _step_blocks(problem) > device.multiprocessors else 2  # with one, more blocks share a multiprocessor
-    names = "SIZE", "VALUE_SIZE", "STATE_HEADS", "Q_HEADS", "K_HEADS", "HEADS", "DECAY", "PAST", "PRESENT"
+    names = (
+        "SIZE",
+        "VALUE_SIZE",
+        "STATE_HEADS",
+        "Q_HEADS",
+        "K_HEADS",
+        "HEADS",
+        "DECAY",
+        "PAST",
+        "PRESENT",
+        "STATES_BY_COLUMN",
+    )
     own = {name: problem.defines[name] for name in names}
     defines: Defines = {
         **own, "COLUMNS": columns, "PART": STEP, "THREADS": STEP_THREADS, "TF32": 1, "STAGES": stages,

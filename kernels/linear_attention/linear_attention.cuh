@@ -14,7 +14,7 @@
 //   factors   (states, chunks, CHUNK, 2): exp(b), exp(b[last] - b)
 // where `states` counts batches and heads of states, and `results` batches and heads of results.
 //
-// Macros: T, SIZE, VALUE_SIZE, STATE_HEADS, Q_HEADS, K_HEADS, HEADS, BETA, and DECAY of 0 or 1, as in
+// Macros: T, GATE_T, SIZE, VALUE_SIZE, STATE_HEADS, Q_HEADS, K_HEADS, HEADS, BETA, and DECAY of 0 or 1, as in
 // linear_attention_tokens.cu.
 #pragma once
 #include "gemm_multiply.cuh"
@@ -36,7 +36,10 @@ __device__ __forceinline__ float element(const T* from) {
 }
 __device__ __forceinline__ float exponential(float x) { return exp2_fast(x * LOG2_E); }
 
-struct Operands { const T *query, *key, *value, *decay, *beta; };
+struct Operands {
+    const T *query, *key, *value;
+    const GATE_T *decay, *beta;
+};
 struct Scratch {
     T *rows, *weights, *scores;
     f32* factors;

@@ -9,7 +9,7 @@
 // A part with a factor above 1, or whose own state overflows, is computed here token after token: its own state and the
 // product may overflow where their sum with the state before does not.
 //
-// Macros: T, STATE_T; STATE (elements of a state), COLUMNS (of it), STATE_HEADS, K_HEADS; DECAY, PAST, PRESENT as in
+// Macros: T, GATE_T, STATE_T, STATES_BY_COLUMN; STATE (elements of a state), COLUMNS (of it), STATE_HEADS, K_HEADS; DECAY, PAST, PRESENT as in
 // linear_attention_tokens.cu; PART (tokens of a part); THREADS.
 #include "types.cuh"
 
@@ -18,7 +18,10 @@ using i64 = long long;
 constexpr int ROWS = STATE / COLUMNS;
 constexpr int AHEAD = 8;  // parts that are loaded at once
 
-struct Operands { const T *query, *key, *value, *decay, *beta; };
+struct Operands {
+    const T *query, *key, *value;
+    const GATE_T *decay, *beta;
+};
 
 template <class T>
 __device__ __forceinline__ float element_of(const T* from) {
@@ -53,8 +56,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const i64 sequence = own / STATE_HEADS;
     const int head = int(own % STATE_HEADS);
     if (element >= STATE) return;
+    const int within = STATES_BY_COLUMN ? element % COLUMNS * ROWS + element / COLUMNS : element;
     float state = 0.0f;
-    if (PAST) state = element_of(past + own * STATE + element);
+    if (PAST) state = element_of(past + own * STATE + within);
     const int changed = parts - !PRESENT;  // nothing reads the state after the last part
     for (int first = 0; first < parts; first += AHEAD) {
         float added[AHEAD] = {}, factors[AHEAD] = {};
@@ -79,5 +83,5 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         }
     }
     const float value[1] = {state};
-    if (PRESENT) store<false>(present + own * STATE + element, value);
+    if (PRESENT) store<false>(present + own * STATE + within, value);
 }

@@ -7,7 +7,7 @@
 // Chunks round states and rows to T, and products of factors above 1 lose what states keep. If a result or a state is
 // not finite, which such factors also make it, the block computes its columns once more, token after token in fp32.
 //
-// Macros: those of linear_attention.cuh; STATE_T; PAST, PRESENT; WARPS that have states; STAGES of shared memory, 2 or more.
+// Macros: those of linear_attention.cuh; STATE_T, STATES_BY_COLUMN; PAST, PRESENT; WARPS that have states; STAGES of shared memory, 2 or more.
 #include "linear_attention.cuh"
 
 constexpr int COPYING = 128;  // threads that copy
@@ -18,6 +18,10 @@ constexpr int FACTORS = ROWS + WARPS * 16 * TOKEN_PITCH, Q_TILE = FACTORS + CHUN
 constexpr int Q_FACTORS = SCORES + CHUNK * TOKEN_PITCH, STAGE = Q_FACTORS + CHUNK * 8;
 // The operands that a warp passes on: of the state and of u. Two buffers follow the stages.
 constexpr int STATE_WORDS = SIZE / 16, PASSED = (STATE_WORDS + CHUNK / 16) * 32 * 16;
+
+__device__ __forceinline__ i64 state_index(int row, int column) {
+    return STATES_BY_COLUMN ? (i64)column * SIZE + row : row * VALUE_SIZE + column;
+}
 
 struct States {
     const STATE_T* past;
@@ -263,7 +267,7 @@ __device__ __noinline__ void by_tokens(const Block& block, const States& to, i64
     const auto each = [=](auto visit) {
         for (int c = 0; c < COLUMNS && warp + c * ALL < 16 * WARPS; ++c)
             for (int r = 0; r < LANE_ROWS && r * 32 + lane < SIZE; ++r)
-                visit(c, r, matrix + (r * 32 + lane) * VALUE_SIZE + warp + c * ALL);
+                visit(c, r, matrix + state_index(r * 32 + lane, warp + c * ALL));
     };
     if (PAST) each([&](int c, int r, i64 at) { s[c][r] = element(to.past + at); });
     for (int t = 0; t < block.length; ++t) {
@@ -307,8 +311,8 @@ extern "C" __global__ void __launch_bounds__(COPYING + WARPS * 64, 1)
     const int head = result % HEADS, batch = result / HEADS, state_head = head / GROUP;
     const Block block{p, from, length, chunks, batch, head, state_head, int(blockIdx.x % TILES) * WARPS * 16};
     const bool has_state = threadIdx.x >= COPYING && warp < WARPS;
-    const i64 columns = ((i64)batch * STATE_HEADS + state_head) * SIZE * VALUE_SIZE + block.column;
-    const i64 matrix = columns + warp * 16;
+    const i64 columns = ((i64)batch * STATE_HEADS + state_head) * SIZE * VALUE_SIZE + state_index(0, block.column);
+    const i64 matrix = columns + state_index(0, warp * 16);
     bool finite = true;
     float s[SIZE / 8][4] = {};
     if (threadIdx.x < COPYING) {
@@ -321,7 +325,7 @@ extern "C" __global__ void __launch_bounds__(COPYING + WARPS * 64, 1)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int row = 8 * n + lane % 4 * 2 + i % 2;
-                if (PAST) s[n][i] = element(to.past + matrix + row * VALUE_SIZE + lane / 4 + i / 2 * 8);
+                if (PAST) s[n][i] = element(to.past + matrix + state_index(row, lane / 4 + i / 2 * 8));
             }
         all_states(block, s, warp);
 #pragma unroll
@@ -337,6 +341,6 @@ extern "C" __global__ void __launch_bounds__(COPYING + WARPS * 64, 1)
         for (int i = 0; i < 4; ++i) {
             const float value[1] = {s[n][i]};
             const int row = 8 * n + lane % 4 * 2 + i % 2;
-            if (PRESENT) store<false>(to.present + matrix + row * VALUE_SIZE + lane / 4 + i / 2 * 8, value);
+            if (PRESENT) store<false>(to.present + matrix + state_index(row, lane / 4 + i / 2 * 8), value);
         }
 }

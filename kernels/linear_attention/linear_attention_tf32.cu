@@ -6,8 +6,8 @@
 // exp(b[last]) S + K^T diag(exp(b[last] - b)) V. A result or state that is not finite may overflow in a sum alone: then
 // the block computes these tokens one after another.
 //
-// Macros: those of linear_attention_float32.cuh, whose PART is 32 and whose TF32 is 1; PAST as in
-// linear_attention_tokens.cu; STAGES: 2 if the next tokens are copied meanwhile.
+// Macros: those of linear_attention_float32.cuh, whose PART is 32 and whose TF32 is 1; PAST and STATES_BY_COLUMN
+// as in linear_attention_tokens.cu; STAGES: 2 if the next tokens are copied meanwhile.
 #include "linear_attention_float32.cuh"
 
 static_assert(PART == 32, "the lanes of a warp add up decays");
@@ -134,7 +134,15 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const i64 sequence = blockIdx.x / TILES / HEADS;
     const int state_head = head / GROUP;
     float* const state = shared_memory() + S_TILE;
-    const i64 matrix = (sequence * STATE_HEADS + state_head) * SIZE * VALUE_SIZE + column;
+    const i64 matrix = (sequence * STATE_HEADS + state_head) * SIZE * VALUE_SIZE;
+    // Visits all elements of the block's columns: their places in memory, and in shared memory.
+    const auto each_element = [=](auto visit) {
+        for (int i = threadIdx.x; i < SIZE * COLUMNS; i += THREADS) {
+            const int row = STATES_BY_COLUMN ? i % SIZE : i / COLUMNS, own = STATES_BY_COLUMN ? i / SIZE : i % COLUMNS;
+            const int at = STATES_BY_COLUMN ? (column + own) * SIZE + row : row * VALUE_SIZE + column + own;
+            visit(matrix + at, row * V_PITCH + own);
+        }
+    };
     const auto part = [&](int token) {
         return Part{p,
                     sequence * length + token,
@@ -147,9 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     };
     if (length > 0) load(part(0), 0);
     commit_copies();
-    for (int i = threadIdx.x; i < SIZE * COLUMNS; i += THREADS)
-        state[i / COLUMNS * V_PITCH + i % COLUMNS] =
-            PAST ? element(p.past + matrix + i / COLUMNS * VALUE_SIZE + i % COLUMNS) : 0.0f;
+    each_element([=](i64 at, int to) { state[to] = PAST ? element(p.past + at) : 0.0f; });
     int stage = 0;
     for (int token = 0; token < length; token += PART) {
         const int next = STAGES == 2 ? STAGE - stage : 0;
@@ -175,8 +181,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     if (!PRESENT || head % GROUP) return;
     __syncthreads();
-    for (int i = threadIdx.x; i < SIZE * COLUMNS; i += THREADS) {
-        const float value[1] = {state[i / COLUMNS * V_PITCH + i % COLUMNS]};
-        store<false>(p.present + matrix + i / COLUMNS * VALUE_SIZE + i % COLUMNS, value);
-    }
+    each_element([=](i64 at, int from) {
+        const float value[1] = {state[from]};
+        store<false>(p.present + at, value);
+    });
 }

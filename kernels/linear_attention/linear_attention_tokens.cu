@@ -8,14 +8,15 @@
 // shared memory at once, while the tokens before them are computed. A state may be written where it was read.
 //
 // Macros:
-//   T, STATE_T             storage types of the operands and of the state
+//   T, GATE_T, STATE_T     storage types of the operands, of decays and rates, and of the state
+//   STATES_BY_COLUMN       1: states are stored as (VALUE_SIZE, SIZE)
 //   SIZE, VALUE_SIZE       rows and columns of a state
 //   STATE_HEADS, Q_HEADS, K_HEADS, HEADS   heads of states, of queries, of keys, and of results: the largest of these
 //   DECAY                  0: none, 1: one for each head, 2: one for each row of the state
 //   BETA                   0: none, and w = v; 1: one for each head, 2: one for all heads
 //   PAST, PRESENT          1: there is a past state; the last state is an output
 //   RESULTS                0: only the states after parts that begin with 0 are computed, and products of decays
-//   LANES, COLUMNS, WIDTH  WIDTH: elements of an access to states and results
+//   LANES, COLUMNS, WIDTH, STATE_WIDTH   elements of an access to results, and to states
 //   STEP                   elements of an access to the other operands
 //   WARPS, TOKENS
 //   BUFFERS                2: copies overlap with tokens that are computed; 1: a token takes too much memory for that
@@ -26,24 +27,34 @@ using i64 = long long;
 constexpr int ROWS = (SIZE + LANES - 1) / LANES;
 constexpr int TILE = 32 / LANES * COLUMNS * WARPS;  // columns of a block
 constexpr int TILES = (VALUE_SIZE + TILE - 1) / TILE;
-constexpr int GROUP = RESULTS * HEADS / STATE_HEADS;         // heads of results that read one state
-constexpr int RUN = SIZE % (4 * LANES) || TILE % 4 ? 1 : 4;  // neighbouring rows of a thread
+constexpr int GROUP = RESULTS * HEADS / STATE_HEADS;                  // heads of results that read one state
+constexpr int GATE = int(sizeof(GATE_T) / sizeof(T));                 // elements of T that a logarithm takes
+constexpr int RUN = SIZE % (4 * LANES) || TILE % (4 * GATE) ? 1 : 4;  // neighbouring rows of a thread
+// Rows and columns of a state in one access.
+constexpr int DOWN = STATES_BY_COLUMN ? STATE_WIDTH : 1, ACROSS = STATES_BY_COLUMN ? 1 : STATE_WIDTH;
+static_assert(RUN % DOWN == 0 && COLUMNS % ACROSS == 0, "an access has rows or columns of one thread");
 // Elements of a token in shared memory: a key, queries, values, and decays of rows.
-constexpr int VALUES = SIZE * (1 + GROUP), DECAYS = VALUES + TILE, ELEMENTS = DECAYS + (DECAY == 2 ? SIZE : 0);
+constexpr int VALUES = SIZE * (1 + GROUP), DECAYS = VALUES + TILE, ELEMENTS = DECAYS + (DECAY == 2 ? SIZE * GATE : 0);
 constexpr int PITCH = (ELEMENTS * int(sizeof(T)) + 15) / 16 * 16 / int(sizeof(T));
 
 extern __shared__ __align__(16) float staged[];
 
 // The operands, as an argument of the kernel; host.py writes the fields in this order.
 struct Operands {
-    const T *query, *key, *value, *decay, *beta;
+    const T *query, *key, *value;
+    const GATE_T *decay, *beta;
     const STATE_T* past;
     STATE_T* present;
     T* y;
     f32* factors;  // (sequences, parts, STATE_HEADS), or SIZE times as many: see State::follow
 };
 
-__device__ __forceinline__ float element(const T* from) {
+__device__ __forceinline__ i64 state_index(int row, int column) {
+    return STATES_BY_COLUMN ? (i64)column * SIZE + row : row * VALUE_SIZE + column;
+}
+
+template <class U>
+__device__ __forceinline__ float element(const U* from) {
     float value[1];
     unpack(load_cached<1>(from), value);
     return value[0];
@@ -60,19 +71,19 @@ __device__ __forceinline__ void add_lanes(float (&x)[COLUMNS]) {
 __device__ __forceinline__ float exponential(float x) { return exp2_fast(x * LOG2_E); }
 
 // Reads neighbouring elements of shared memory.
-template <int N>
-__device__ __forceinline__ void read_shared(const T* from, float (&to)[N]) {
-    if constexpr (N == 4 && sizeof(T) == 4) {
+template <int N, class U>
+__device__ __forceinline__ void read_shared(const U* from, float (&to)[N]) {
+    if constexpr (N == 4 && sizeof(U) == 4) {
         const float4 four = *reinterpret_cast<const float4*>(from);
         to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
     } else if constexpr (N == 4) {
         const uint2 words = *reinterpret_cast<const uint2*>(from);
-        const Pack<T, 4> pack = {{words.x, words.y}};
+        const Pack<U, 4> pack = {{words.x, words.y}};
         unpack(pack, to);
     } else {
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-            const Pack<T, 1> pack = {{from[i].bits}};
+            const Pack<U, 1> pack = {{from[i].bits}};
             float value[1];
             unpack(pack, value);
             to[i] = value[0];
@@ -99,7 +110,7 @@ struct Tokens {
             const int at = i % ACCESSES * STEP;
             const T* from = p.key + (token * K_HEADS + state_head / (STATE_HEADS / K_HEADS)) * SIZE + at;
             if (at >= DECAYS) {
-                from = p.decay + number * SIZE + at - DECAYS;
+                from = reinterpret_cast<const T*>(p.decay + number * SIZE) + at - DECAYS;
             } else if (at >= VALUES) {
                 if (column + at - VALUES >= VALUE_SIZE) continue;  // nothing stores what these columns give
                 from = p.value + number * VALUE_SIZE + column + at - VALUES;
@@ -150,7 +161,8 @@ struct State {
         add_lanes(sums);
     }
 
-    __device__ __forceinline__ void rows_of(const T* from, float (&to)[ROWS]) const {
+    template <class U>
+    __device__ __forceinline__ void rows_of(const U* from, float (&to)[ROWS]) const {
 #pragma unroll
         for (int r = 0; r < ROWS; r += RUN) {
             float own[RUN] = {};
@@ -170,7 +182,7 @@ struct State {
             if (!RESULTS) follow(factors[0], numbers[0]);
         } else if constexpr (DECAY == 2) {
             float own[ROWS];
-            rows_of(token + DECAYS, own);
+            rows_of(reinterpret_cast<const GATE_T*>(token + DECAYS), own);
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
                 own[r] = exponential(own[r]);
@@ -209,28 +221,28 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     State state;
     state.lane = threadIdx.x % 32 / (32 / LANES);
     const i64 matrix = ((i64)part * STATE_HEADS + state_head) * SIZE * VALUE_SIZE;
-    Pack<STATE_T, WIDTH> past[ROWS][COLUMNS / WIDTH] = {};
+    const auto each_access = [&](auto visit) {  // visits rows and columns of this thread
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r)
+        for (int r = 0; r < ROWS; r += DOWN)
 #pragma unroll
-        for (int c = 0; c < COLUMNS; c += WIDTH) {
-            const int row = state.row(r);
-            if (PAST && row < SIZE && column + c < VALUE_SIZE)
-                past[r][c / WIDTH] = load_once<WIDTH>(p.past + matrix + row * VALUE_SIZE + column + c);
-        }
+            for (int c = 0; c < COLUMNS; c += ACROSS)
+                visit(r, c, state.row(r) < SIZE && column + c < VALUE_SIZE,
+                      matrix + state_index(state.row(r), column + c));
+    };
+    Pack<STATE_T, STATE_WIDTH> past[ROWS / DOWN][COLUMNS / ACROSS] = {};
+    each_access([&](int r, int c, bool inside, i64 at) {
+        if (PAST && inside) past[r / DOWN][c / ACROSS] = load_once<STATE_WIDTH>(p.past + at);
+    });
     // The state arrives while the first tokens are copied.
     float loaded[2] = {};
     Tokens(0).copy(p, begin, min(TOKENS, length), state_head, first);
     Tokens(0).load(p, begin, min(TOKENS, length), state_head, loaded);
+    each_access([&](int r, int c, bool, i64) {
+        float values[STATE_WIDTH];
+        unpack(past[r / DOWN][c / ACROSS], values);
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r)
-#pragma unroll
-        for (int c = 0; c < COLUMNS; c += WIDTH) {
-            float values[WIDTH];
-            unpack(past[r][c / WIDTH], values);
-#pragma unroll
-            for (int i = 0; i < WIDTH; ++i) state.s[r][c + i] = values[i];
-        }
+        for (int i = 0; i < STATE_WIDTH; ++i) state.s[r + i % DOWN][c + i % ACROSS] = values[i];
+    });
 #pragma unroll
     for (float& factor : state.factors) factor = 1.0f;
     Tokens(0).write(min(TOKENS, length), loaded);
@@ -279,17 +291,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
         }
         later.write(next, loaded);
     }
+    each_access([&](int r, int c, bool inside, i64 at) {
+        float values[STATE_WIDTH];
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r)
-#pragma unroll
-        for (int c = 0; c < COLUMNS; c += WIDTH) {
-            const int row = state.row(r);
-            float values[WIDTH];
-#pragma unroll
-            for (int i = 0; i < WIDTH; ++i) values[i] = state.s[r][c + i];
-            if ((PRESENT || !RESULTS) && row < SIZE && column + c < VALUE_SIZE)
-                store<false>(p.present + matrix + row * VALUE_SIZE + column + c, values);
-        }
+        for (int i = 0; i < STATE_WIDTH; ++i) values[i] = state.s[r + i % DOWN][c + i % ACROSS];
+        if ((PRESENT || !RESULTS) && inside) store<false>(p.present + at, values);
+    });
     if (RESULTS || column != 0 || !DECAY) return;
     f32* const factors = p.factors + ((i64)part * STATE_HEADS + state_head) * (DECAY == 2 ? SIZE : 1);
     if (DECAY == 1 && state.lane == 0) store<false>(factors, state.factors);

@@ -21,8 +21,10 @@ SELECTING: Final = VIEWS | SLICING | GATHERS | {"Tile"}  # each element of the r
 MOVES: Final = SELECTING | {"Concat", "Pad", "ScatterND", "Trilu"}
 FREE: Final = REGROUPING | {"Constant", "Identity", "Shape", "Size"}  # these operators move no element
 
-# Inputs that are float32 scales in every precision, by operator.
-FLOAT32_SCALES: Final = {"com.microsoft::GroupQueryAttention": (12, 13)}
+# Inputs that are float32 scales, gates or states in every precision, by operator.
+FLOAT32_SCALES: Final = {
+    "com.microsoft::GroupQueryAttention": (12, 13), "com.microsoft::GatedDeltaNet": (4, 5, 6, 7, 8),
+}  # fmt: skip
 
 # --- operators that compute element by element ---------------------------------------------------------------------
 

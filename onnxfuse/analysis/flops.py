@@ -117,6 +117,13 @@ def _linear_attention(shapes: ShapeInfo, node: Node) -> Size:
     return 3 * 2 * input_shape(shapes, node, 1, 3)[1] * _elements(required(shapes.shape(node.outputs[1])))
 
 
+@RULES.rule("com.microsoft::GatedDeltaNet")
+def _gated_delta_net(shapes: ShapeInfo, node: Node) -> Size:
+    """Return the count that linear attention has."""
+    *tokens, _, _ = required(shapes.shape(node.outputs[0]))
+    return 3 * 2 * _elements(tokens) * _elements(input_shape(shapes, node, 6, 4)[1:])
+
+
 @RULES.rule("GRU", "LSTM", "RNN")
 def _recurrence(shapes: ShapeInfo, node: Node) -> Size:
     """Return the count for the products of each step, with the weights of the input and of the state."""

@@ -34,7 +34,8 @@ _FURTHER_OUTPUTS: dict[str, dict[int, tuple[int, ...]]] = {  # operator -> outpu
     "com.microsoft::Attention": {1: (0,)}, "com.microsoft::MultiHeadAttention": _CACHES,
     "com.microsoft::DecoderMaskedMultiHeadAttention": _CACHES, "com.microsoft::SparseAttention": _CACHES,
     "com.microsoft::GroupQueryAttention": {1: (3, 0), 2: (4, 0)},  # the past, which can be quantized, or query
-    "com.microsoft::LinearAttention": {1: (3, 0)}, "com.microsoft::CausalConvWithState": {1: (0,)},
+    "com.microsoft::LinearAttention": {1: (3, 0)}, "com.microsoft::GatedDeltaNet": {1: (6,)},
+    "com.microsoft::CausalConvWithState": {1: (0,)},
 }  # fmt: skip
 
 

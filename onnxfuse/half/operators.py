@@ -14,8 +14,8 @@ from onnxfuse.ir.node import Node, op_of
 
 CONTRIB: Final = frozenset({  # operators of com.microsoft whose floating-point inputs but scales all have one dtype
     "Attention", "BiasAdd", "BiasGelu", "BiasSplitGelu", "CausalConvWithState", "EmbedLayerNormalization", "FastGelu",
-    "FusedConv", "FusedGemm", "FusedMatMul", "Gelu", "GemmFastGelu", "GroupNorm", "GroupQueryAttention",
-    "LinearAttention", "MultiHeadAttention", "NhwcConv", "QuickGelu", "RotaryEmbedding",
+    "FusedConv", "FusedGemm", "FusedMatMul", "GatedDeltaNet", "Gelu", "GemmFastGelu", "GroupNorm",
+    "GroupQueryAttention", "LinearAttention", "MultiHeadAttention", "NhwcConv", "QuickGelu", "RotaryEmbedding",
     "SimplifiedLayerNormalization", "SkipGroupNorm", "SkipLayerNormalization", "SkipSimplifiedLayerNormalization",
 })  # fmt: skip
 WITHOUT_BFLOAT16: Final = frozenset({  # operators of CONTRIB that onnxruntime 1.31 declares only for float16

@@ -39,6 +39,8 @@ CASES: list[tuple[str, str, str, Size | None]] = [
     ("com.microsoft::LinearAttention", "float[2,7,32] a, float[2,7,16] b, float[2,7,6] c",
      'y, s = com.microsoft.LinearAttention<q_num_heads = 4, kv_num_heads = 2, update_rule = "linear">(a, b, c)',
      3 * 2 * 2 * 7 * 2 * 8 * 3),
+    ("com.microsoft::GatedDeltaNet", "float[2,7,1,8] a, float[2,7,1,8] b, float[2,7,2,3] c, float[2,2,3,8] s",
+     'y, t = com.microsoft.GatedDeltaNet<update_rule = "linear">(a, b, c, , , , s)', 3 * 2 * 2 * 7 * 2 * 8 * 3),
     ("LSTM", "float[7,2,5] a, float[1,12,5] b, float[1,12,3] c", "y = LSTM<hidden_size = 3>(a, b, c)",
      2 * 7 * 2 * 12 * (5 + 3)),
     ("Relu", "float[2,3] a", "y = Relu(a)", 0),

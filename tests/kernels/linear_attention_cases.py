@@ -38,6 +38,7 @@ class Case:
     by_head: bool = False  # whether operands and results have an axis of heads
     lowest: float = 0.3  # decays are at least minus this; below -100, some are minus infinity
     extreme: str = ""  # a key of EXTREMES
+    net: str = ""  # of gated_delta_net: "batch" if sequences have an axis, "tokens" if not
 
     @property
     def key_heads(self) -> int:
@@ -70,8 +71,20 @@ class Case:
         made = {name: x if name == "past_state" else x.astype(kind) for name, x in found.items()}
         if self.extreme:
             EXTREMES[self.extreme](made)
-        heads = {"query": self.heads, "key": self.key_heads, "value": self.state_heads} if self.by_head else {}
-        return made | {name: made[name].reshape(*rows, count, -1) for name, count in heads.items()}
+        by_head = self.by_head or self.net
+        heads = {"query": self.heads, "key": self.key_heads, "value": self.state_heads} if by_head else {}
+        made |= {name: made[name].reshape(*rows, count, -1) for name, count in heads.items()}
+        return self._of_net(made) if self.net else made
+
+    def _of_net(self, made: Arrays) -> Arrays:
+        """Return operands as gated_delta_net has them: transposed states, and decays and rates of float32."""
+        found = {name: x.astype(np.float32) if name in ("decay", "beta") else x for name, x in made.items()}
+        found["past_state"] = made["past_state"].astype(np.float32).swapaxes(2, 3).copy()
+        if self.row_decays:
+            found["decay"] = found["decay"].reshape(*found["key"].shape[:2], self.state_heads, self.size)
+        if self.net == "tokens":
+            found = {name: x if name == "past_state" else x.reshape(-1, *x.shape[2:]) for name, x in found.items()}
+        return found
 
     def attributes(self) -> dict[str, Any]:
         return {
@@ -80,6 +93,15 @@ class Case:
 
     def node(self) -> FusedNode:
         inputs = described(self)
+        if self.net:
+            sizes = {
+                "heads": self.heads,
+                "size": self.size,
+                "kv_heads": self.state_heads,
+                "value_size": self.value_size,
+            }
+            said = {"update_rule": self.rule, "scale": self.scale}
+            return FusedNode("gated_delta_net", "node", tuple(inputs), sizes | said, (self.dtype, "float32"))
         attributes = self.attributes() | {
             "width": self.heads * self.size, "key_width": self.key_heads * self.size,
             "value_width": self.state_heads * self.value_size, "results_by_head": int(self.by_head),
@@ -155,6 +177,9 @@ def expected(case: Case, inputs: Arrays) -> tuple[np.ndarray, np.ndarray]:
     k = wide["key"].reshape(*rows, case.key_heads, case.size).repeat(case.state_heads // case.key_heads, axis=2)
     v = wide["value"].reshape(*rows, case.state_heads, case.value_size)
     state = wide.get("past_state", np.zeros((case.batch, case.state_heads, case.size, case.value_size))).copy()
+    if case.net:
+        wide |= {name: x.reshape(*rows, -1) for name, x in wide.items() if name in ("decay", "beta")}
+        state = state.swapaxes(2, 3).copy()
     y = np.zeros((*rows, heads, case.value_size))
     for t in range(case.length):
         if "decay" in wide:
@@ -166,6 +191,8 @@ def expected(case: Case, inputs: Arrays) -> tuple[np.ndarray, np.ndarray]:
         state += k[:, t, ..., None] * added[:, :, None, :]
         y[:, t] = np.einsum("bhkv,bhk->bhv", state.repeat(heads // case.state_heads, axis=1), q[:, t])
     y *= case.scale or case.size**-0.5
+    if case.net:
+        return y.reshape(*inputs["value"].shape[:-2], heads, case.value_size), state.swapaxes(2, 3)
     return y if case.by_head else y.reshape(*rows, heads * case.value_size), state
 
 
@@ -213,6 +240,12 @@ TOKENS = {
     "underflow": Case(40, lowest=3000.0),
     "past_without_present": Case(4, dtype="float16", present=False),
     "chunks_of_a_model": Case(9, rule="gated", heads=1, state_heads=4, past=False, present=False, by_head=True),
+    "net_of_one_token": Case(1, batch=3, heads=1, size=64, value_size=24, net="batch"),
+    "net_of_several_tokens": Case(7, batch=2, state_heads=4, size=20, net="tokens"),
+    "net_of_row_decays": Case(9, batch=2, row_decays=True, size=32, value_size=8, net="batch"),
+    "large_net_of_row_decays": Case(3, row_decays=True, size=640, heads=1, state_heads=1, net="batch"),
+    "net_by_delta": Case(5, rule="delta", net="batch"),
+    "misaligned_net": Case(4, aligned=False, size=32, net="batch", dtype="float16"),
 }
 
 CHUNKS = {
@@ -234,6 +267,8 @@ CHUNKS = {
     "products_overflow": Case(182, past=False, extreme="products overflow", heads=4, value_size=32),
     "products_underflow": Case(130, rule="gated", extreme="products underflow", state_dtype="float32", scale=1e-8),
     "states_overflow": Case(70, extreme="states overflow", state_dtype="float32", one_beta=True, size=48),
+    "net": Case(70, batch=2, heads=1, state_heads=2, size=32, value_size=48, net="tokens"),
+    "net_by_tokens": Case(70, extreme="states overflow", size=48, net="batch"),
 }
 
 # Sequences that are split into parts of 64 tokens.
@@ -253,6 +288,7 @@ PARTS = {
         129, rule="gated", batch=2, heads=6, state_heads=3, k_heads=1, size=48, value_size=80, lowest=20.0
     ),
     "scores_overflow": Case(130, rule="gated", extreme="scores overflow", past=False),
+    "parts_of_a_net": Case(145, rule="gated", batch=2, net="batch", size=32, value_size=24),
 }
 
 # Float32 sequences: a block computes some columns of the values, 32 tokens at a time.
@@ -261,6 +297,7 @@ STEPS = {
     "several_steps": Case(100, rule="gated", size=128, value_size=32, batch=2, heads=4, k_heads=1),
     "steps_without_present": Case(64, rule="linear", present=False, size=32, value_size=96),
     "steps_underflow": Case(70, rule="gated", lowest=3000.0, value_size=64, state_heads=1, past=False),
+    "steps_of_a_net": Case(40, rule="gated", batch=2, net="tokens", value_size=32),
 }
 
 

@@ -28,6 +28,15 @@ def _linear_attention(shapes: ShapeInfo, node: Node) -> list[PartialShape | None
     return [(*query[:2], max(heads, kv_heads) * size), (query[0], kv_heads, query[2] // heads, size)]
 
 
+@RULES.rule("com.microsoft::GatedDeltaNet")
+def _gated_delta_net(shapes: ShapeInfo, node: Node) -> list[PartialShape | None]:
+    """Return the shapes of the results and of the states, which are those of the states before."""
+    state = input_shape(shapes, node, 6, 4)
+    rows = required(shapes.shape(node.inputs[0]))
+    leading = rows[:-2] if node.inputs[1].name else rows[:-1]
+    return [(*leading, *state[1:3]), state]
+
+
 @RULES.rule("CausalConvWithState", "com.microsoft::CausalConvWithState")
 def _causal_conv_with_state(shapes: ShapeInfo, node: Node) -> list[PartialShape | None]:
     if any(int_attribute(node, name, usual) != usual for name, usual in AS_IN_ONNX.items()):
