@@ -4,12 +4,14 @@ Regions grow in execution order, so the Sub of `x - mean(x)` is in the region of
 reads the difference, it is written to memory and read again.  With the Sub in the reading region, x is read instead.
 If several regions read the tensor, each gets a copy of the operators.
 
-A cluster is a group of nodes that will become one region.  Only clusters of one level (see `order.py`) exchange nodes.
+A cluster is a group of nodes that will become one region.  Clusters of one level (see `order.py`) exchange nodes.  To
+readers of later levels, operators move only with a copy of the Split or Slice that they follow, because operators that
+read the result of a product would join the product.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Final
 
@@ -26,11 +28,12 @@ MIN_SAVED: Final = 1 / 16  # minimum saving, as a share of the regions' cost wit
 
 @dataclass(frozen=True)
 class Border:
-    """A tensor between the cluster that computes it and the clusters that read it."""
+    """A tensor between the cluster that computes it and the clusters that read it, `later` if of another level."""
 
     tensor: Tensor
     own: Cluster
     readers: Sequence[Cluster]
+    later: bool
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,8 @@ def settle_borders(clusters: Clusters) -> None:
 def _border(clusters: Clusters, tensor: Tensor) -> Border | None:
     """Return a Border for a tensor that an elementwise operator computes; None if the operator cannot be moved.
 
-    All readers of the tensor must be in clusters of the operator's level (see order.py) that are not too large for a
-    region: larger ones gain nothing, and for a Sum of 10,000 operands, each of its operands would be tried.
+    All readers of the tensor must be in clusters that are not too large for a region: larger ones gain nothing, and for
+    a Sum of 10,000 operands, each of its operands would be tried.
     """
     maker, of, level = tensor.inputs[0], clusters.of, clusters.level
     own = of[maker]
@@ -76,18 +79,19 @@ def _border(clusters: Clusters, tensor: Tensor) -> Border | None:
     readers = dict[Cluster, None]()
     for node in tensor.outputs:
         reader = of.get(node)
-        if reader is None or level[node] != level[maker] or len(readers) > MAX_READERS or reader.steps > MAX_STEPS:
+        if reader is None or len(readers) > MAX_READERS or reader.steps > MAX_STEPS:
             return None
         if reader is not own:
             readers[reader] = None
-    return Border(tensor, own, list(readers)) if 1 <= len(readers) <= MAX_READERS else None
+    later = any(level[node] != level[maker] for node in tensor.outputs)
+    return Border(tensor, own, list(readers), later) if 1 <= len(readers) <= MAX_READERS else None
 
 
 def _best_move(clusters: Clusters, border: Border) -> Move | None:
     """Return the move of operators to a tensor's readers that saves most bytes; None if no move saves enough."""
-    saved, nodes = max(
-        ((_saved(clusters, border, nodes), nodes) for nodes in _ends(clusters, border)), key=lambda each: each[0]
-    )
+    ends = [each for each in _ends(clusters, border) if not border.later or any(map(_is_slicing, each))]
+    found = ((_saved(clusters, border, nodes), nodes) for nodes in ends)
+    saved, nodes = max(found, key=lambda each: each[0], default=(0, []))
     if saved <= 0:
         return None
     staying = _staying(clusters, border, nodes)
@@ -101,8 +105,8 @@ def _best_move(clusters: Clusters, border: Border) -> Move | None:
     readers = [
         clusters.part(sorted((*nodes, *each.nodes), key=position), each.outputs.values()) for each in border.readers
     ]
-    before = border.own.cost + sum(each.cost for each in border.readers)
-    after = (own.cost if left else 0.0) + sum(each.cost for each in readers)
+    before = sum(_cost(clusters, each) for each in (border.own, *border.readers))
+    after = sum(_cost(clusters, each) for each in (own, *readers) if each.nodes)
     least = MIN_SAVED * (before - LAUNCH_BYTES * (1 + len(readers)))
     return Move(nodes, staying, own, readers) if before - after >= least else None
 
@@ -127,7 +131,12 @@ def _ends(clusters: Clusters, border: Border) -> Iterator[list[Node]]:
 
 def _moves(clusters: Clusters, border: Border, node: Node) -> bool:
     """Return whether a node can go to another cluster: it is in `border.own`, and is elementwise or a view (FREE)."""
-    return clusters.of.get(node) is border.own and (node.op in POINTWISE or op_of(node) in FREE)
+    is_free = op_of(node) in FREE or (border.later and _is_slicing(node))
+    return clusters.of.get(node) is border.own and (node.op in POINTWISE or is_free)
+
+
+def _is_slicing(node: Node) -> bool:
+    return op_of(node) in ("Split", "Slice")
 
 
 def _read(clusters: Clusters, nodes: Sequence[Node]) -> list[Tensor]:
@@ -149,8 +158,25 @@ def _saved(clusters: Clusters, border: Border, nodes: Sequence[Node]) -> int:
             readers += tensor.name not in border.own.outputs
         elif tensor.name not in read:
             readers -= 1
-        saved -= readers * clusters.bytes(tensor)
+        saved -= readers * _bytes_read(clusters, tensor, nodes, ())
     return saved
+
+
+def _cost(clusters: Clusters, cluster: Cluster) -> float:
+    """Return the cost of a cluster that reads only parts of what it slices."""
+    operands = cluster.operands.values()
+    left_out = sum(clusters.bytes(t) - _bytes_read(clusters, t, cluster.nodes, cluster.outputs) for t in operands)
+    return cluster.cost - left_out
+
+
+def _bytes_read(clusters: Clusters, tensor: Tensor, nodes: Sequence[Node], outputs: Collection[str]) -> int:
+    """Return how many bytes of a tensor nodes read: of a Split or Slice, those of results that they read or give."""
+    within, parts = {t.name for node in nodes for t in node.inputs}.union(outputs), 0
+    for node in (each for each in nodes if any(t is tensor for t in each.inputs)):
+        if not _is_slicing(node):
+            return clusters.bytes(tensor)
+        parts += sum(clusters.bytes(t) for t in node.outputs if t.name in within)
+    return min(parts, clusters.bytes(tensor))
 
 
 def _staying(clusters: Clusters, border: Border, nodes: Sequence[Node]) -> set[Node]:
@@ -177,9 +203,10 @@ def _apply(clusters: Clusters, border: Border, move: Move) -> None:
     # copy these operators before, while they still have their original inputs.
     for i, reader in reversed(list(enumerate(move.readers))):
         copied = [node for node in move.nodes if i or node in move.staying]
-        if copied:
-            copies = _copies(clusters, reader, copied)
-            clusters.level.update(dict.fromkeys(copies, clusters.level[border.tensor.inputs[0]]))
+        copies = _copies(clusters, reader, copied) if copied else []
+        level = max(clusters.level[node] for node in border.readers[i].nodes)
+        moved = [] if i else [node for node in move.nodes if node not in move.staying]
+        clusters.level.update(dict.fromkeys((*copies, *moved), level))
     left = clusters.part(move.left.nodes)  # can have fewer outputs than `move.left`: copies read other copies
     for before, after in zip((border.own, *border.readers), (left, *move.readers), strict=True):
         after.place = before.place

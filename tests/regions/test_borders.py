@@ -106,3 +106,14 @@ def test_a_cast_to_a_wider_dtype_goes_to_its_reader() -> None:
 )
 def test_a_tensor_stays_where_recomputing_it_saves_nothing(nodes: str, outputs: str, first: str) -> None:
     assert ops_of(model_of(nodes, outputs=outputs))[0] == first.split()
+
+
+def test_what_a_slice_leads_to_is_computed_in_a_region_of_a_later_level() -> None:
+    """The gate is read after a product, where its columns are sliced once more in place of writing its SiLU."""
+    nodes = (
+        "a, b = Split <axis = 2> (x) s = Sigmoid(a) g = Mul(a, s) e = Exp(b) f = Neg(e) p = MatMul(f, w) "
+        "n = Abs(p) z = Mul(n, g)"
+    )
+    model = model_of(nodes, inputs="float[6, 64, 64] x, float[32, 32] w")
+    assert ops_of(model) == [["Split", "Exp", "Neg"], ["MatMul"], ["Split", "Sigmoid", "Mul", "Abs", "Mul"]]
+    assert "x" in model.graph.node[-1].input
