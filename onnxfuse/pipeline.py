@@ -21,6 +21,7 @@ from onnxfuse.passes.normalize_backward_slices import normalize_backward_slices
 from onnxfuse.passes.normalize_slices import normalize_slices
 from onnxfuse.passes.scatter_to_concat import scatter_to_concat
 from onnxfuse.passes.sizes_of_operands import sizes_of_operands
+from onnxfuse.passes.split_projections import split_projections
 from onnxfuse.passes.undo_pads import undo_pads
 from onnxfuse.rewrite.apply_rules import rules_pass
 from onnxfuse.rules.activations import ACTIVATIONS, LIMITS
@@ -66,12 +67,14 @@ PIPELINE: tuple[Pass, ...] = (
     rules_pass("fold_variance_factor", VARIANCES),
     # after fold_batch_norm, because these rules handle the factors that it could not fold
     rules_pass("spread_affine", AFFINE, of=CONVOLUTIONS | {"ConvInteger"}),
-    rules_pass("split_packed_gate", GATES),  # last, after scales and biases of packed products are folded
+    # last, after scales and biases of packed products are folded
+    rules_pass("split_packed_gate", GATES),
+    split_projections,
 )
 # The passes that are applied once no other pass changes anything, because they rewrite only the remaining nodes.
 LATE_PASSES: tuple[Pass, ...] = (merge_equal_sizes, add_heads_axis, rules_pass("write_limits", LIMITS))
 PASS_NAMES: tuple[str, ...] = tuple(each.__name__ for each in (*PIPELINE, *LATE_PASSES))
 # The names of the passes that change the values of weights.
-WEIGHT_PASSES = frozenset({"fold_batch_norm", "fold_variance_factor", "split_packed_gate"})
+WEIGHT_PASSES = frozenset({"fold_batch_norm", "fold_variance_factor", "split_packed_gate", "split_projections"})
 
 __all__ = ["LATE_PASSES", "PASS_NAMES", "PIPELINE", "SCORE_PASSES", "WEIGHT_PASSES"]

@@ -114,6 +114,7 @@ FUSED: Mapping[str, Formulas] = {
         "rms_norm": lambda c: c["layers"] + 1,
         "conv_bias_activation": lambda c: c["layers"],
         "linear_attention": lambda c: c["layers"],
+        "parallel_gemm": lambda c: c["layers"],  # of the columns that the convolution reads, and of the others
         "gemm_bias_activation": lambda c: c["layers"],  # a residual
     },
     "qwen3_next": {
@@ -211,7 +212,7 @@ PLAIN: Mapping[str, Formulas] = {
     "resnet50": {"Conv": lambda c: len(c["depths"])},  # the shortcuts
     "mobilenetv3": {"Conv": lambda c: 11 - 6},  # projections without a residual
     "mamba": {"MatMul": lambda c: 3 * c["layers"]},  # into a layer, and of what selects
-    "mamba2": {"MatMul": lambda c: c["layers"]},  # into a layer
+    "mamba2": {},
     "qwen3_next": {},
     "t5_encoder": {},
     "gpt_neox": {"MatMul": lambda c: 1},  # logits
