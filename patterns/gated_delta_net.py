@@ -23,9 +23,9 @@ def gated_delta_net(
 ) -> tuple[Term, ...]:
     """S = exp(decay) S + k (beta (v - exp(decay) S^T k))^T and y = scale S^T q, as in linear_attention
 
-    The axes before the heads are (batch, tokens), or all tokens of sequences that have one length.  States are S^T in
-    float32.  Decays have one logarithm for each head, or one for each row of S; they and rates (beta) have the dtype
-    of queries, or float32.  A scale of 0 means 1 / sqrt(size).
+    The axes before the heads are (batch, tokens), or the tokens of all sequences, which have one length; kernels take
+    one such sequence.  States are S^T in float32.  Decays have one logarithm for each head, or one for each row of S;
+    they and rates (beta) have the dtype of queries, or float32.  A scale of 0 means 1 / sqrt(size).
 
     The body is com.microsoft's operator.  Its packed operands, activations of gates and norms of queries and keys are
     spelled out before it is matched; sequences of different lengths stay onnxruntime's.

@@ -40,7 +40,7 @@ class LinearAttention:
     gate_dtype: str  # of decays and rates
     state_dtype: str
     by_column: bool  # whether states are stored as (value_size, size)
-    leading: tuple[int, ...]  # the axes of tokens: (batch, length), or their product
+    leading: tuple[int, ...]  # the axes of tokens: (batch, length), or (length,) of one sequence
     decay: int  # 0: no decay, 1: one for each head, 2: one for each row of the state
     beta: int  # 0: no delta rule, 1: a rate for each head, 2: one for all heads
     scale: float
@@ -116,7 +116,9 @@ def unsupported(node: FusedNode, input_dtypes: Sequence[str]) -> str | None:
         if name not in node.attributes:
             return f"{node.fusion}: the {name} is dynamic; required a number"
     if node.fusion == GATED_DELTA_NET:
-        return None
+        ranks = node.attributes.get("output_ranks")
+        is_one = node.attributes.get("batch") == 1
+        return None if ranks == [4, 4] or is_one else f"{node.fusion}: several sequences have no axis of their own"
     q_heads, state_heads = node.integer("q_num_heads"), node.integer("kv_num_heads")
     size, rest = divmod(node.integer("width"), q_heads)
     value_rest = node.integer("value_width") % state_heads
@@ -167,9 +169,7 @@ def problem_of(node: FusedNode, inputs: Sequence[TensorSpec]) -> LinearAttention
     leading = query.shape[:-2] if by_column else query.shape[:2]
     past = operand_spec(node, inputs, "past_state")
     batch = past.shape[0] if by_column and past else leading[0]
-    length = leading[1] if len(leading) == 2 else leading[0] // batch if batch else 0
-    if by_column and not expect_equal(math.prod(leading), batch * length):
-        raise ValueError(f"{node.label}: query has {[*leading]} tokens; required a multiple of {batch} sequences")
+    length = leading[-1]
     widths = {"query": q_heads * size, "key": k_heads * size, "value": state_heads * value_size}
     rule, decay, beta = node.text("update_rule", "gated_delta"), 0, 0
     if rule in DECAYED:

@@ -100,7 +100,8 @@ class Case:
                 "kv_heads": self.state_heads,
                 "value_size": self.value_size,
             }
-            said = {"update_rule": self.rule, "scale": self.scale}
+            ranks = {"output_ranks": [len(inputs["query"][0]), 4], "batch": self.batch}
+            said = {"update_rule": self.rule, "scale": self.scale} | ranks
             return FusedNode("gated_delta_net", "node", tuple(inputs), sizes | said, (self.dtype, "float32"))
         attributes = self.attributes() | {
             "width": self.heads * self.size, "key_width": self.key_heads * self.size,
@@ -241,7 +242,7 @@ TOKENS = {
     "past_without_present": Case(4, dtype="float16", present=False),
     "chunks_of_a_model": Case(9, rule="gated", heads=1, state_heads=4, past=False, present=False, by_head=True),
     "net_of_one_token": Case(1, batch=3, heads=1, size=64, value_size=24, net="batch"),
-    "net_of_several_tokens": Case(7, batch=2, state_heads=4, size=20, net="tokens"),
+    "net_of_several_tokens": Case(7, state_heads=4, size=20, net="tokens"),
     "net_of_row_decays": Case(9, batch=2, row_decays=True, size=32, value_size=8, net="batch"),
     "large_net_of_row_decays": Case(3, row_decays=True, size=640, heads=1, state_heads=1, net="batch"),
     "net_by_delta": Case(5, rule="delta", net="batch"),
@@ -267,7 +268,7 @@ CHUNKS = {
     "products_overflow": Case(182, past=False, extreme="products overflow", heads=4, value_size=32),
     "products_underflow": Case(130, rule="gated", extreme="products underflow", state_dtype="float32", scale=1e-8),
     "states_overflow": Case(70, extreme="states overflow", state_dtype="float32", one_beta=True, size=48),
-    "net": Case(70, batch=2, heads=1, state_heads=2, size=32, value_size=48, net="tokens"),
+    "net": Case(70, heads=1, state_heads=2, size=32, value_size=48, net="tokens"),
     "net_by_tokens": Case(70, extreme="states overflow", size=48, net="batch"),
 }
 
@@ -297,7 +298,7 @@ STEPS = {
     "several_steps": Case(100, rule="gated", size=128, value_size=32, batch=2, heads=4, k_heads=1),
     "steps_without_present": Case(64, rule="linear", present=False, size=32, value_size=96),
     "steps_underflow": Case(70, rule="gated", lowest=3000.0, value_size=64, state_heads=1, past=False),
-    "steps_of_a_net": Case(40, rule="gated", batch=2, net="tokens", value_size=32),
+    "steps_of_a_net": Case(40, rule="gated", batch=2, net="batch", value_size=32),
 }
 
 

@@ -109,7 +109,7 @@ def test_blocks_go_along_sequences_where_products_may_be_tf32() -> None:
 TEMPLATES = {
     "": Case(137, batch=3, dtype="float16", heads=8), "parts": Case(137, batch=3, rule="gated"),
     "steps": Case(137, batch=3, rule="gated", heads=16, state_heads=16, value_size=32),
-    "conv": Conv(137, batch=3),
+    "net": Case(137, batch=3, dtype="float16", heads=8, state_heads=8, net="batch"), "conv": Conv(137, batch=3),
 }  # fmt: skip
 
 
@@ -142,6 +142,9 @@ def test_refusals_say_what_is_required_and_found() -> None:
     wide = replace(case, size=2049).node()
     told = "linear_attention: states have 2049 rows; the kernels take up to 2048"
     assert host.supports(wide, dtypes, H200) == told
+    net = Case(7, batch=2, net="tokens")
+    told = "gated_delta_net: several sequences have no axis of their own"
+    assert host.supports(net.node(), [spec.dtype for spec in net.specs()], H200) == told
     specs = [TensorSpec((1, 1000, 5), "float32") if i == 4 else spec for i, spec in enumerate(case.specs())]
     with pytest.raises(ValueError, match=r"decay has shape \[1, 1000, 5\]; required \[1, 1000, 4\]"):
         host.candidates(node, specs, H200)
