@@ -269,7 +269,7 @@ CHUNKS = {
     "products_underflow": Case(130, rule="gated", extreme="products underflow", state_dtype="float32", scale=1e-8),
     "states_overflow": Case(70, extreme="states overflow", state_dtype="float32", one_beta=True, size=48),
     "net": Case(70, heads=1, state_heads=2, size=32, value_size=48, net="tokens"),
-    "net_by_tokens": Case(70, extreme="states overflow", size=48, net="batch"),
+    "net_by_tokens": Case(70, extreme="states overflow", state_dtype="float32", size=48, net="batch"),
 }
 
 # Sequences that are split into parts of 64 tokens.
