@@ -33,39 +33,25 @@ DTYPES: Final = ("float16", "bfloat16")
 
 
 def model(tokens: int, heads: int, batch: int, dtype: str, nodes: int, operator: str) -> onnx.ModelProto:
-    """Return a model of `nodes` nodes with the same operands, where each node has a state of its own."""
-    kind, shape = DTYPE_NUMBERS[dtype], [batch, heads, SIZE, SIZE]
-    if operator == "GatedDeltaNet":
-        return net(tokens, heads, batch, dtype, nodes)
-    widths = {"q": heads * SIZE, "k": heads * SIZE, "v": heads * SIZE, "g": heads, "b": heads}
-    inputs = [helper.make_tensor_value_info(name, kind, [batch, tokens, width]) for name, width in widths.items()]
-    inputs += [helper.make_tensor_value_info(f"s{i}", kind, shape) for i in range(nodes)]
-    outputs = [helper.make_tensor_value_info(f"y{i}", kind, [batch, tokens, heads * SIZE]) for i in range(nodes)]
-    outputs += [helper.make_tensor_value_info(f"p{i}", kind, shape) for i in range(nodes)]
+    """Return a model of `nodes` nodes with the same operands, where each node has a state of its own.
+
+    GatedDeltaNet has an axis of heads, and states, decays and rates of float32.
+    """
+    is_net, kind, shape = operator == "GatedDeltaNet", DTYPE_NUMBERS[dtype], [batch, heads, SIZE, SIZE]
+    wide, row = (DTYPE_NUMBERS["float32"], [heads, SIZE]) if is_net else (kind, [heads * SIZE])
+    inputs = [helper.make_tensor_value_info(name, kind, [batch, tokens, *row]) for name in "qkv"]
+    inputs += [helper.make_tensor_value_info(name, wide, [batch, tokens, heads]) for name in "gb"]
+    inputs += [helper.make_tensor_value_info(f"s{i}", wide, shape) for i in range(nodes)]
+    outputs = [helper.make_tensor_value_info(f"y{i}", kind, [batch, tokens, *row]) for i in range(nodes)]
+    outputs += [helper.make_tensor_value_info(f"p{i}", wide, shape) for i in range(nodes)]
+    said = {} if is_net else {"q_num_heads": heads, "kv_num_heads": heads}
     calls = [
         helper.make_node(
-            "LinearAttention", ["q", "k", "v", f"s{i}", "g", "b"], [f"y{i}", f"p{i}"], domain="com.microsoft",
-            q_num_heads=heads, kv_num_heads=heads, update_rule="gated_delta",
+            operator, [*"qkv", "", "g", "b", f"s{i}"] if is_net else [*"qkv", f"s{i}", "g", "b"], [f"y{i}", f"p{i}"],
+            domain="com.microsoft", update_rule="gated_delta", **said,
         )
         for i in range(nodes)
     ]  # fmt: skip
-    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
-    return helper.make_model(helper.make_graph(calls, "g", inputs, outputs), opset_imports=opsets, ir_version=10)
-
-
-def net(tokens: int, heads: int, batch: int, dtype: str, nodes: int) -> onnx.ModelProto:
-    """Return the same model with onnxruntime's GatedDeltaNet, whose states, decays and rates are float32."""
-    kind, wide, shape = DTYPE_NUMBERS[dtype], DTYPE_NUMBERS["float32"], [batch, heads, SIZE, SIZE]
-    rows = [batch, tokens, heads]
-    inputs = [helper.make_tensor_value_info(name, kind, [*rows, SIZE]) for name in "qkv"]
-    inputs += [helper.make_tensor_value_info(name, wide, rows) for name in "gb"]
-    inputs += [helper.make_tensor_value_info(f"s{i}", wide, shape) for i in range(nodes)]
-    outputs = [helper.make_tensor_value_info(f"y{i}", kind, [*rows, SIZE]) for i in range(nodes)]
-    outputs += [helper.make_tensor_value_info(f"p{i}", wide, shape) for i in range(nodes)]
-    calls = [
-        helper.make_node("GatedDeltaNet", [*"qkv", "", "g", "b", f"s{i}"], [f"y{i}", f"p{i}"], domain="com.microsoft")
-        for i in range(nodes)
-    ]
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
     return helper.make_model(helper.make_graph(calls, "g", inputs, outputs), opset_imports=opsets, ir_version=10)
 

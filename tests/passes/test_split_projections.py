@@ -40,17 +40,16 @@ def test_columns_of_a_convolution_are_a_product_of_their_own() -> None:
     assert sorted(tuple(each.dims) for each in made.graph.initializer if len(each.dims) == 2) == [(8, 8), (8, 12)]
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        model(width=24),  # x is larger than twice the columns
-        model(more="u = Relu(b)", outputs=", float[n,7,12] u"),
-        model(more="u = Relu(p)", outputs=", float[n,7,20] u"),
-        model(more="u = MatMul(x, w)", outputs=", float[n,7,20] u"),
-        model(outputs=", float[n,7,3] c"),
-    ],
-    ids=["wide", "two_readers", "whole", "shared_weight", "output"],
-)
+STAYING = {
+    "x is larger than twice the columns": model(width=24),
+    "columns have two readers": model(more="u = Relu(b)", outputs=", float[n,7,12] u"),
+    "the product has two readers": model(more="u = Relu(p)", outputs=", float[n,7,20] u"),
+    "the weight has two readers": model(more="u = MatMul(x, w)", outputs=", float[n,7,20] u"),
+    "columns are an output": model(outputs=", float[n,7,3] c"),
+}
+
+
+@pytest.mark.parametrize("other", STAYING.values(), ids=STAYING)
 def test_other_products_stay(other: onnx.ModelProto) -> None:
     made, report = optimize(other, regions=False)
     weights = {tuple(each.dims) for each in made.graph.initializer if len(each.dims) == 2}
