@@ -67,7 +67,7 @@ def _logarithms(call: Call) -> Term:
     if activation == "none" or not call.has(DECAY):
         return float32(call.input(DECAY)) if call.has(DECAY) else call.optional(DECAY)
     gate, rate = float32(call.input(DECAY)) + call.input(DT_BIAS), op.Exp(call.input(A_LOG))
-    by_rows = call.rank(DECAY) == call.rank(QUERY) and call.has(KEY)
+    by_rows = call.rank(DECAY) == (call.rank(QUERY) or 0) + (not call.has(KEY))
     stay_if(by_rows or call.rank(DT_BIAS) != 1, "its decays of rows have an activation")
     if activation in ("softplus", "qwen"):
         return -rate * op.Softplus(gate)
