@@ -12,7 +12,7 @@ import onnx
 
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.dtypes import Array
-from onnxfuse.ir.graph import Graph, constant_value
+from onnxfuse.ir.graph import Graph, constant_value, take_name
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, is_constant
 from onnxfuse.ir.serde import node_proto
 from onnxfuse.layout.bodies import body_of_node
@@ -130,12 +130,20 @@ def fused_node(node: Node, call: ImageCall) -> Conversion:
     return Conversion(node, kind, reads, computes, write, fusion=call.fusion)
 
 
-def body_of(model: Model, node: Node, operands: Mapping[str, Tensor]) -> onnx.FunctionProto | str:
-    """Return a body with this node, its constants, and the inputs `operands`; or a text why that is impossible."""
-    names = {tensor.name: name for name, tensor in operands.items()}
-    if len(names) < len(operands):
-        return "it reads one tensor twice"
-    return body_of_node(node_proto(model.graph, node), names, constants_of(model, node, names), model.graph.opset)
+def body_of(model: Model, node: Node, operands: Mapping[str, Tensor]) -> onnx.FunctionProto:
+    """Return a body with this node, its constants, and the inputs `operands`.
+
+    Where the node reads one tensor several times, its operands must be in the order of these inputs.
+    """
+    proto, names = node_proto(model.graph, node), dict[str, str]()
+    taken = set(proto.input)
+    for name, tensor in operands.items():
+        key = tensor.name
+        if key in names:
+            _, again, *_ = (i for i, given in enumerate(proto.input) if given == key)
+            proto.input[again] = key = take_name(taken, key)
+        names[key] = name
+    return body_of_node(proto, names, constants_of(model, node, names), model.graph.opset)
 
 
 def constants_of(model: Model, node: Node, besides: Collection[str]) -> dict[str, Array]:

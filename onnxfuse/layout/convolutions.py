@@ -31,8 +31,6 @@ def convolution(model: Model, node: Node) -> Conversion | str:
     if "bias" in operands and not is_constant(operands["bias"]):
         return f"its bias '{operands['bias'].name}' is not constant"
     body, w = body_of(model, node, operands), operands["w"]
-    if isinstance(body, str):
-        return body
     assert is_constant(w)
     is_transposed = op_of(node) == "ConvTranspose"
     filters = w.shape[1] * int_attribute(node, "group", 1) if is_transposed else w.shape[0]

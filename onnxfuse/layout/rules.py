@@ -143,11 +143,9 @@ def mul(model: Model, node: Node) -> Conversion | str | None:
 
 def _fused(
     model: Model, node: Node, fusion: str, operands: Mapping[str, Tensor], attributes: Mapping[str, AttributeValue]
-) -> Conversion | str:
+) -> Conversion:
     """Return the conversion of a node to a fused node whose body (the ONNX function that it calls) is the operator."""
     body, is_gate = body_of(model, node, operands), fusion == GATE
-    if isinstance(body, str):
-        return body
     images = list(operands) if is_gate else ["x"]
     return fused_node(node, ImageCall(fusion, body, operands, attributes, images, is_deferred=is_gate))
 

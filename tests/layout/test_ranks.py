@@ -42,6 +42,8 @@ OPERATORS = {
     "batch norm": ("c = Abs (a) b = BatchNormalization (c, g, t, m, v)",
                    "float[8] g, float[8] t, float[8] m, float[8] v = {1,2,3,4,5,6,7,8}",
                    {"Abs": 1, "batch_norm_activation": 1}),
+    "equal weights": ("c = Abs (a) b = BatchNormalization (c, v, m, m, v)",
+                      "float[8] m, float[8] v = {1,2,3,4,5,6,7,8}", {"Abs": 1, "batch_norm_activation": 1}),
     "transposed": ("c = ConvTranspose <strides = [TWOS], pads = [PADS], output_padding = [ONES]> (a, u, s) "
                    "b = Relu (c)", "float[8,8,KERNEL] u, float[8] s", {"conv_transpose_bias_activation": 1}),
     "transposed, depthwise": ("b = ConvTranspose <group = 8, strides = [TWOS]> (a, u)", "float[8,1,KERNEL] u",
