@@ -199,7 +199,9 @@ def _shapes(product: Product, tile_m: int, device: Device) -> list[tuple[int, in
     already fetch their weights.  Weights of 8 bits take half as many instructions per byte as 4 bits, so copies in
     flight matter more than the number of blocks.  From four rows of x on, tiles of 32 columns read x less often.  For
     one row and 4 bits, gated products have tiles of 16 columns: ten layers of Llama-8B took 0.528 ms; 0.547 with 32.
-    Where a block then has two tiles of one stage, one of 32 is faster: Llama-1B took 0.404 ms, and 0.421 with 16.
+    Where a block then has two tiles of one stage, one of 32 is faster: Llama-1B took 0.404 ms, and 0.421 with 16.  If
+    each of eight warps has two stages of a tile, other products of one row have tiles of 16 columns, too: 1x11008x4096
+    took 8.7 us in place of 8.9, and 1x28672x4096 18.4 in place of 18.9, but 1x128256x2048 40.0 in place of 38.2.
     """
     is_small = product.tiles(16) < SMALL_TILES * device.multiprocessors
     if tile_m > STAGED_ROWS:
@@ -211,7 +213,7 @@ def _shapes(product: Product, tile_m: int, device: Device) -> list[tuple[int, in
     one_row = _has_one_row(product, tile_m)
     if one_row:  # for which 64 registers do not suffice
         few, many = [(16, 8, 2, 2), *few[1:]], [(32, 4, 2, 4), (16, 8, 2, 3), (16, 4, 2, 5)]
-    is_deep = product.k * product.bits >= MAX_WARPS * STAGE_BITS and tile_m < WIDE_ROWS
+    is_deep = product.k * product.bits >= MAX_WARPS * STAGE_BITS and tile_m < WIDE_ROWS  # eight warps have two stages
     # If each multiprocessor gets at most one tile, its block has as many warps as two blocks of other configs.
     is_alone = is_deep and product.tiles(16) <= device.multiprocessors
     alone = [(16, MAX_WARPS, 2, 1 if one_row else 2)] if is_alone else []
@@ -221,7 +223,7 @@ def _shapes(product: Product, tile_m: int, device: Device) -> list[tuple[int, in
     has_pairs = product.tiles(16) > 2 * device.multiprocessors and product.k * product.bits <= 8 * STAGE_BITS
     if is_small and (tile_m >= WIDE_ROWS or (one_row and product.is_gated and has_pairs)):
         few = few[::-1]
-    return [*alone, *few, *many] if is_small or (one_row and product.is_gated) else [*many, *few]
+    return [*alone, *few, *many] if is_small or (one_row and (product.is_gated or is_deep)) else [*many, *few]
 
 
 def _has_one_row(product: Product, tile_m: int) -> bool:
