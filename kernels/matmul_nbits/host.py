@@ -201,7 +201,7 @@ def _shapes(product: Product, tile_m: int, device: Device) -> list[tuple[int, in
     one row and 4 bits, gated products have tiles of 16 columns: ten layers of Llama-8B took 0.528 ms; 0.547 with 32.
     Where a block then has two tiles of one stage, one of 32 is faster: Llama-1B took 0.404 ms, and 0.421 with 16.  If
     each of eight warps has two stages of a tile, other products of one row have tiles of 16 columns, too: 1x11008x4096
-    took 8.7 us in place of 8.9, and 1x28672x4096 18.4 in place of 18.9, but 1x128256x2048 40.0 in place of 38.2.
+    took 8.3 us in place of 8.8, and 1x28672x4096 18.5 in place of 19.0, but 1x128256x2048 40.0 in place of 38.2.
     """
     is_small = product.tiles(16) < SMALL_TILES * device.multiprocessors
     if tile_m > STAGED_ROWS:
