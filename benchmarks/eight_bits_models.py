@@ -1,17 +1,18 @@
-"""Time a ResNet-50 and a BERT-base in 8 bits, beside float16 and onnxruntime, at a few sizes.
+"""Time a ResNet-50, a BERT-base and a detector in 8 bits, beside float16 and onnxruntime, at a few sizes.
 
     python benchmarks/eight_bits_models.py make FOLDER
     python benchmarks/eight_bits_models.py time FOLDER --out results/eight_bits_networks.json
 
-`make` writes the networks, with random weights, in these forms, and compiles their kernels for the timed sizes:
+`make` writes the networks, with random weights, in these forms, and compiles their kernels for the timed sizes; torch
+exports the detector:
 
     float16        by `--dtype float16`
     int8, float8   by `--dtype int8` or `float8`, and by `--dtype float16` for what is left in floats
     qdq, dynamic   by onnxruntime's quantize_static and quantize_dynamic, as they come, and fused
 
 `time` runs what `make` wrote, in onnxfuse with a CUDA graph; qdq and dynamic also in onnxruntime alone.  A time is the
-median of rounds in which all forms of a network take turns.  `error` is the largest distance from float16's output,
-relative to its largest number.
+median of rounds in which all forms of a network take turns.  `error` is the largest distance of the last output from
+float16's, relative to its largest number.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ from typing import Any, Final
 import numpy as np
 import onnx
 import onnxruntime as ort
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper, version_converter
 
 import onnxfuse
 
-SIZES: Final = {"resnet50": (32, 128), "bert": (8,)}
+SIZES: Final = {"resnet50": (32, 128), "bert": (8,), "detector": (8,)}
 FORMS: Final = {
     "resnet50": ("float16", "int8", "float8", "qdq"),
     "bert": ("float16", "int8", "float8", "qdq", "dynamic"),
+    "detector": ("float16", "int8", "qdq"),
 }
 IMAGE, TOKENS, HIDDEN, HEADS, LAYERS = 224, 512, 768, 12, 12
 BLOCKS, WIDTHS = (3, 4, 6, 3), (64, 128, 256, 512)
@@ -120,14 +122,24 @@ def bert() -> onnx.ModelProto:
     return net.model({"x": ["batch", "seq", HIDDEN], "mask": ["batch", 1, 1, "seq"]}, x, ["batch", "seq", HIDDEN])
 
 
-NETWORKS: Final = {"resnet50": resnet50, "bert": bert}
+def detector() -> onnx.ModelProto:
+    """Return the YOLO-like detector of models/, in its public size."""
+    cases = importlib.import_module("model_cases")
+    exporters, job = cases.from_models("exporters"), cases.job_of("detector", "fp32")
+    proto = exporters.export_graph(job, exporters.build_model(job), "fp32")
+    exporters.strip_traces(proto)
+    return onnx.shape_inference.infer_shapes(version_converter.convert_version(proto, 21))
+
+
+NETWORKS: Final = {"resnet50": resnet50, "bert": bert, "detector": detector}
 
 
 def feeds(network: str, batch: int, tokens: int = TOKENS) -> dict[str, np.ndarray]:
     """Return inputs in float32, the same for every form."""
     random = np.random.default_rng(1)
-    if network == "resnet50":
-        return {"x": random.standard_normal((batch, 3, IMAGE, IMAGE), np.float32)}
+    if network != "bert":
+        name, side = ("x", IMAGE) if network == "resnet50" else ("pixel_values", 640)
+        return {name: random.standard_normal((batch, 3, side, side), np.float32)}
     return {"x": random.standard_normal((batch, tokens, HIDDEN), np.float32),
             "mask": np.zeros((batch, 1, 1, tokens), np.float32)}  # fmt: skip
 
@@ -135,7 +147,8 @@ def feeds(network: str, batch: int, tokens: int = TOKENS) -> dict[str, np.ndarra
 def make(folder: Path, network: str, form: str) -> None:
     """Write a network in a form, and compile its kernels for the timed sizes."""
     start, model, sample = time.time(), NETWORKS[network](), feeds(network, 1, 64)
-    sizes = [f"x:{'x'.join(map(str, feeds(network, SIZES[network][0])['x'].shape))}"]
+    name, first = next(iter(feeds(network, SIZES[network][0]).items()))
+    sizes = [f"{name}:{'x'.join(map(str, first.shape))}"]
     path = folder / f"{network}-{form}.onnx"
     if form in ("qdq", "dynamic"):
         model = quantized(model, form, path.with_suffix(".float.onnx"), sample)
@@ -196,11 +209,13 @@ class Bound:
             value = inputs[each.name].astype(np.float16 if "float16" in each.type else np.float32)
             self.values.append(ort.OrtValue.ortvalue_from_numpy(value, "cuda", 0))
             self.binding.bind_ortvalue_input(each.name, self.values[-1])
-        (result,) = self.session.get_outputs()
-        shape = [len(inputs["x"]), 1000] if "mask" not in inputs else list(inputs["x"].shape)
-        kind = np.float16 if "float16" in result.type else np.float32
-        self.out = ort.OrtValue.ortvalue_from_shape_and_type(shape, kind, "cuda", 0)
-        self.binding.bind_ortvalue_output(result.name, self.out)
+        self.outs = []
+        batch, tokens = (*self.values[0].shape(), TOKENS)[:2]
+        for each in self.session.get_outputs():
+            shape = [batch if not i else size if isinstance(size, int) else tokens for i, size in enumerate(each.shape)]
+            kind = np.float16 if "float16" in each.type else np.float32
+            self.outs.append(ort.OrtValue.ortvalue_from_shape_and_type(shape, kind, "cuda", 0))
+            self.binding.bind_ortvalue_output(each.name, self.outs[-1])
         self.milliseconds(3)
         self.count = max(2, min(200, int(1e3 * ROUND_SECONDS / self.milliseconds(2))))
 
@@ -227,7 +242,7 @@ def time_all(folder: Path, out: Path, only: str) -> None:
             ready[form, engine or "onnxfuse"] = Bound(path, not engine, inputs)
             print(f"{path.name}: opened in {time.perf_counter() - begin:.0f} s", flush=True)
         times = [{key: one.milliseconds(one.count) for key, one in ready.items()} for _ in range(ROUNDS)]
-        results = {key: one.out.numpy().astype(np.float32) for key, one in ready.items()}
+        results = {key: one.outs[-1].numpy().astype(np.float32) for key, one in ready.items()}
         exact = results.get(("float16", "onnxfuse"))
         for (form, engine), y in results.items():
             row: dict[str, Any] = {"network": network, "form": form, "engine": engine, "batch": batch,
