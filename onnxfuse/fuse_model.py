@@ -51,6 +51,7 @@ from onnxfuse.recurrences.mlstm import assign_mlstm
 from onnxfuse.regions.assign import RegionResult, assign_regions
 from onnxfuse.regions.joining import Joining
 from onnxfuse.regions.prologue_fusion import fuse_prologues
+from onnxfuse.regions.quantized_images import fuse_quantizers
 from onnxfuse.report.traffic import Traffic, estimate_traffic
 from onnxfuse.rewrite.apply_rules import near_misses
 from onnxfuse.rewrite.make_keys_row_major import make_keys_row_major
@@ -577,6 +578,8 @@ def form_regions(work: Work) -> None:
     known = _standing(graph, (*recurrences, *fusing.fused, *work.found.layout.fused))
     if work.settings.regions and not work.found.left:
         with step(REGIONS):
+            quantized = {one.node: one for one in fuse_quantizers(work.joining, {one.node: one for one in known})}
+            known = tuple(quantized.get(one.node, one) for one in known)
             made = assign_regions(work.joining, known)
         known = _standing(graph, known)  # without the fused nodes that became parts of regions
     write_deferred(work.shapes)

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from onnxfuse.kernels.image_quantizers import MAX_WIDTH, is_quantized, quantizer_pointers
 from onnxfuse.kernels.tensors import (
+    INTEGERS,
     ITEM_BYTES,
     STORAGE,
     Defines,
@@ -72,21 +74,23 @@ def global_plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) 
     if not images * channels:
         return [Plan((y,), ())]
     share = 1 / maximum(pixels, 1)
-    source, target = operand_pointer(node, "x"), Pointer("output", 0)
-    width = vector_width([x], channels)
+    source, target = operand_pointer(node, "x"), (*quantizer_pointers(node), Pointer("output", 0))
+    width = min(vector_width([x], channels), MAX_WIDTH)
     vectors, vector_bytes = channels // width, width * ITEM_BYTES[x.dtype]
     clusters = device.arch >= CLUSTER_ARCH
     tiling = global_tiling(images, pixels, vectors, vector_bytes, MAX_CLUSTER if clusters else MAX_PARTS, device)
-    defines: Defines = {"X_T": STORAGE[x.dtype], "Y_T": STORAGE[y.dtype], "CHANNELS": channels, "WIDTH": width}
+    stored = {**STORAGE, **INTEGERS}
+    of_y: Defines = {"Y_T": stored[y.dtype], **({"QUANTIZED": 1, "T": stored[y.dtype]} if is_quantized(node) else {})}
+    defines: Defines = {"X_T": stored[x.dtype], "CHANNELS": channels, "WIDTH": width}
     if tiling.parts == 1 or clusters:
-        step = _launch(node, tiling, images, pixels, share, defines, (source, target), tiling.parts, device)
+        step = _launch(node, tiling, images, pixels, share, {**defines, **of_y}, (source, *target), tiling.parts, device)
         return [Plan((y,), (step,))]
     parts, buffer = TensorSpec((images, tiling.parts, channels), "float32"), Pointer("scratch", 0)
     width = vector_width([parts], channels)
     rest = global_tiling(images, tiling.parts, channels // width, width * 4, 1, device)
-    second: Defines = {"X_T": "f32", "Y_T": STORAGE[y.dtype], "CHANNELS": channels, "WIDTH": width}
+    second: Defines = {"X_T": "f32", "CHANNELS": channels, "WIDTH": width, **of_y}
     first = _launch(node, tiling, images, pixels, 1.0, {**defines, "Y_T": "f32"}, (source, buffer), 1, device)
-    last = _launch(node, rest, images, tiling.parts, share, second, (buffer, target), 1, device)
+    last = _launch(node, rest, images, tiling.parts, share, second, (buffer, *target), 1, device)
     return [Plan((y,), (first, last), (math.prod(parts.shape) * 4,))]
 
 
@@ -97,7 +101,7 @@ def _launch(
     pixels: int,
     factor: float,
     defines: Defines,
-    pointers: tuple[Argument, Argument],
+    pointers: Sequence[Argument],
     cluster: int,
     device: Device,
 ) -> Launch:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from onnxfuse.kernels.image_quantizers import unsupported_dtypes
 from onnxfuse.kernels.pooling.global_pools import global_plans
 from onnxfuse.kernels.pooling.tiles import window_plans
 from onnxfuse.kernels.pooling.windows import unsupported_window
-from onnxfuse.kernels.tensors import INTEGERS, STORAGE, unsupported_choice, unsupported_dtype
+from onnxfuse.kernels.tensors import INTEGERS, STORAGE, unsupported_choice
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
 
 GLOBAL: Final = ("global_average_pool", "global_max_pool")
@@ -17,9 +18,8 @@ GLOBAL: Final = ("global_average_pool", "global_max_pool")
 def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
     """Return why no kernel runs this node on this device; None if one does."""
     supported = (*STORAGE, *(INTEGERS if node.fusion == "max_pool" else ()))
-    refusal = unsupported_dtype(node, input_dtypes, supported) or unsupported_choice(node, "layout", ("nhwc",), "nchw")
-    if refusal is None and len({*input_dtypes, *node.output_dtypes}) > 1:
-        refusal = f"{node.fusion}: x is {input_dtypes[0]} and y is {node.output_dtypes[0]}; the kernel takes one dtype"
+    refusal = unsupported_dtypes(node, input_dtypes, supported)
+    refusal = refusal or unsupported_choice(node, "layout", ("nhwc",), "nchw")
     if refusal is None and node.fusion not in GLOBAL:
         refusal = unsupported_window(node)
     return refusal

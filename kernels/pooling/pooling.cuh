@@ -17,8 +17,8 @@
 //   Value, VALUES                           type and number of the values in which a thread has WIDTH elements
 //   static Value initial()                  the result over no elements
 //   static Value merge(Value, Value)
-//   static Pack<T, WIDTH> padding()         elements that change no result
-//   static void read(pack, values)          the values of WIDTH elements
+//   Pack<T, WIDTH> padding()                elements that change no result
+//   void read(pack, values)                 the values of WIDTH elements
 //   Pack<T, WIDTH> result(values, z, row, column)     the elements of y from the reductions of their windows
 // OfFloats makes one of an op on single floats: initial, merge and
 //   float finish(float, z, row, column)     the result of a window from its reduction
@@ -90,9 +90,9 @@ __device__ __forceinline__ int elements_inside(int start, int first, int end) {
 }
 
 template <class Op>
-__device__ __forceinline__ void reduce_row(const T* row, int left, int width, bool exists,
+__device__ __forceinline__ void reduce_row(const Op& op, const T* row, int left, int width, bool exists,
                                            typename Op::Value (&reduced)[TILE_W][Op::VALUES]) {
-    const Pack<T, WIDTH> padding = Op::padding();
+    const Pack<T, WIDTH> padding = op.padding();
 #pragma unroll
     for (int j = 0; j < TILE_W; ++j)
 #pragma unroll
@@ -113,7 +113,7 @@ __device__ __forceinline__ void reduce_row(const T* row, int left, int width, bo
             const int column = first + k;
             if (column >= COLUMNS_IN || !in_any_window<KERNEL_W, STRIDE_W, DILATION_W, TILE_W>(column)) continue;
             typename Op::Value values[Op::VALUES];
-            Op::read(raw[k], values);
+            op.read(raw[k], values);
 #pragma unroll
             for (int j = 0; j < TILE_W; ++j) {
                 if (!in_window<KERNEL_W, STRIDE_W, DILATION_W>(column, j)) continue;
@@ -157,7 +157,7 @@ __device__ __forceinline__ void pool(const Op& op, const T* x, T* y, const PoolS
             if (!in_any_window<KERNEL_H, STRIDE_H, DILATION_H, TILE_H>(r)) continue;
             typename Op::Value reduced[TILE_W][Op::VALUES];
             const bool exists = inside && unsigned(top + r) < unsigned(sizes.height);
-            reduce_row<Op>(row, left, sizes.width, exists, reduced);
+            reduce_row(op, row, left, sizes.width, exists, reduced);
 #pragma unroll
             for (int t = 0; t < TILE_H; ++t) {
                 if (!in_window<KERNEL_H, STRIDE_H, DILATION_H>(r, t)) continue;

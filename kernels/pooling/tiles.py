@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from onnxfuse.kernels.image_quantizers import MAX_WIDTH, is_quantized, quantizer_pointers
 from onnxfuse.kernels.pooling.windows import UNIT, Window, windows
 from onnxfuse.kernels.tensors import (
     INTEGERS,
@@ -69,6 +70,8 @@ def window_plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) 
         return [Plan((y,), ())]
     planes, rows, columns = (*(UNIT,) * (3 - len(spatial)), *spatial)
     width = vector_width([x, y], channels)
+    if is_quantized(node):
+        width = min(width, MAX_WIDTH)
     defines: Defines = {"T": {**STORAGE, **INTEGERS}[x.dtype], "CHANNELS": channels, "WIDTH": width}
     for axis, window in zip("DHW", (planes, rows, columns), strict=True):
         defines |= {f"KERNEL_{axis}": window.kernel, f"STRIDE_{axis}": window.stride}
@@ -78,7 +81,10 @@ def window_plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) 
         counted = bool(node.integer("count_include_pad", 0))
         defines["COUNT_PADDING"] = int(counted)
         sizes.append([each.size + each.pad_end * counted for each in (planes, rows, columns)])
-    arguments = (operand_pointer(node, "x"), Pointer("output", 0), Struct(int32(*itertools.chain(*sizes))))
+        if is_quantized(node):
+            defines["QUANTIZED"] = 1
+    argument = Struct(int32(*itertools.chain(*sizes)))
+    arguments = (operand_pointer(node, "x"), *quantizer_pointers(node), Pointer("output", 0), argument)
     plans = []
     for tiling in tilings(images, channels // width, width * ITEM_BYTES[x.dtype], planes, rows, columns, device):
         blocks = tiling.blocks(images, channels // width, planes, rows, columns)

@@ -8,6 +8,7 @@ from typing import Final
 
 import numpy as np
 
+from onnxfuse.kernels.image_quantizers import MAX_WIDTH, is_quantized, quantizer_pointers, unsupported_dtypes
 from onnxfuse.kernels.tensors import (
     INTEGERS,
     ITEM_BYTES,
@@ -22,7 +23,6 @@ from onnxfuse.kernels.tensors import (
     operand_spec,
     required_spec,
     unsupported_choice,
-    unsupported_dtype,
     vector_width,
 )
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Struct, TensorSpec
@@ -45,7 +45,7 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
     """Return why no kernel runs this node on this device; None if one does."""
     moved = INTEGERS if node.text("mode", "nearest") == "nearest" else ()
     refusal = (
-        unsupported_dtype(node, input_dtypes, (*STORAGE, *moved))
+        unsupported_dtypes(node, input_dtypes, (*STORAGE, *moved))
         or unsupported_choice(node, "layout", ("nhwc",), "nchw")
         or unsupported_choice(node, "mode", MODES, "nearest")
         or unsupported_choice(node, "coordinate_transformation_mode", COORDINATES, "half_pixel")
@@ -53,8 +53,6 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
     )
     if refusal is not None:
         return refusal
-    if len({*input_dtypes, *node.output_dtypes}) > 1:
-        return f"resize: x is {input_dtypes[0]} and y is {node.output_dtypes[0]}; the kernel takes one dtype"
     for name, default in DEFAULTS.items():
         if node.attributes.get(name, default) != default:
             return f"resize: {name} is {node.attributes[name]}; the kernel has {default}"
@@ -86,6 +84,8 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
     if not math.prod(x.shape):
         raise ValueError(f"resize: x has shape {list(x.shape)}; required elements")
     channels, width = x.shape[-1], vector_width([x, y], x.shape[-1])
+    if is_quantized(node):
+        width = min(width, MAX_WIDTH)
     sizes, y_sizes, scaled = ((1, 1, *of[1:-1])[-3:] for of in (x.shape, y_shape, scales))
     y_depth, y_height, y_columns = y_sizes
     vectors = y_columns * (channels // width)
@@ -103,9 +103,11 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
         "STREAMED": is_streamed([x, y], f"{BLOCKS} > {STREAMED_FROM_BYTES // block_bytes}"),
         "RELEASE": macro(lambda: across * rows <= few_blocks, f"{BLOCKS} <= {few_blocks}", across * rows),
     }  # fmt: skip
+    if is_quantized(node):
+        defines["QUANTIZED"] = 1
     axes = zip(sizes, y_sizes, scaled, strict=True)
     structs = (Struct((*int32(size, y_size), *float32(scale))) for size, y_size, scale in axes)
-    arguments = (operand_pointer(node, "x"), Pointer("output", 0), *structs)
+    arguments = (operand_pointer(node, "x"), *quantizer_pointers(node), Pointer("output", 0), *structs)
     kernel = Kernel("resize", "resize", defines)
     launch = Launch(kernel, (rows, across, 1), (threads, 1, 1), arguments, pdl=device.has_pdl)
     return [Plan((y,), (launch,))]

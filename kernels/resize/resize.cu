@@ -8,10 +8,16 @@
 //   T                      storage type of x and y    WIDTH    elements of a vector access
 //   COORDINATE, NEAREST    functions below, by the names of ONNX's coordinate_transformation_mode and nearest_mode
 //   LINEAR                 1: interpolate between the two nearest elements of each axis; 0: copy the nearest element
-//   HAS_DEPTH              0: depth is 1
+//   HAS_DEPTH              0: depth is 1              QUANTIZED  1: x and y are integers (image_quantizers.cuh)
 //   STREAMED               1: L2 evicts y first        RELEASE  1: the next kernel may start before this one stores
 //   STREAMED and RELEASE are numbers, or expressions that depend on the grid.
 #include "types.cuh"
+#if QUANTIZED
+#include "image_quantizers.cuh"
+#define QUANTIZERS IMAGE_QUANTIZERS,
+#else
+#define QUANTIZERS
+#endif
 
 static_assert(CHANNELS % WIDTH == 0, "a vector would cross pixels");
 
@@ -100,7 +106,7 @@ struct Plane {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    resize(const T* x, T* y, const __grid_constant__ Axis depth, const __grid_constant__ Axis height,
+    resize(const T* x, QUANTIZERS T* y, const __grid_constant__ Axis depth, const __grid_constant__ Axis height,
            const __grid_constant__ Axis width) {
     wait_for_predecessor();
     const unsigned y_slice = blockIdx.x / height.y_size, image = HAS_DEPTH ? y_slice / depth.y_size : y_slice;
@@ -131,5 +137,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         }
     }
     if (RELEASE) release_successor();
+#if QUANTIZED
+    // The weights of an interpolation add up to 1, so that the zero point can be subtracted after it.
+    const ImageQuantizers quantizers(x_scale, x_zero, y_scale, y_zero);
+#pragma unroll
+    for (float& each : results) each = quantizers.quantized(each - quantizers.x_zero);
+#endif
     store_as(STREAMED, y, results);
 }

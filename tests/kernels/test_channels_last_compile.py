@@ -15,12 +15,14 @@ from kernel_hosts import host_of
 pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
 from sampling import by_parts
 
+from onnxfuse.kernels.image_quantizers import OPERANDS, SCALES
 from onnxfuse.runtime.nvrtc import compile_cubin
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, TensorSpec
 
 PARTS = 72  # of the kernels, of which one is compiled in a plain run
 
 CASES = [*SMALL, *LARGE, *(Case("resize", shape, attributes) for shape, attributes in RESIZES)]
+BETWEEN_QUANTIZERS = ("average_pool", "global_average_pool", "resize")
 SOURCES = (
     "max_pool", "average_pool", "global_average_pool", "global_max_pool", "channel_scale", "batch_norm_activation",
     "resize", "pixel_blocks", "group_norm_nhwc", "group_norm_nhwc_statistics", "group_norm_nhwc_apply",
@@ -38,6 +40,10 @@ def plans(device: Device) -> Iterator[Plan]:
                 found = host.candidates(node, specs, device)
                 assert len({repr(each) for each in found}) == len(found), case
                 yield from found
+        if case.fusion in BETWEEN_QUANTIZERS:
+            node = dataclasses.replace(case.node("uint8"), operands=("x", *OPERANDS))
+            scalars = [TensorSpec((), "float32" if name in SCALES else "uint8", constant=True) for name in OPERANDS]
+            yield from host_of(case.fusion).candidates(node, [case.specs("uint8")[0], *scalars], device)
 
 
 @functools.cache

@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from architectures import A100, H200
+from images_between_quantizers import check_between_quantizers
 from kernel_hosts import host_of
 from onnx import TensorProto, helper
 from runtimes import open_on_cpu
 from sampling import sampled
 
+from onnxfuse.kernels.image_quantizers import OPERANDS
 from onnxfuse.kernels.pooling.windows import windows
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
 from onnxfuse.testing.emulated_launches import NUMPY, emulate
@@ -124,6 +126,37 @@ def test_integers(dtype: str, channels: int, tmp_path: Path) -> None:
         (y,) = emulate(plan, [x], tmp_path, channels != 6)
         assert y.dtype == x.dtype
         np.testing.assert_array_equal(y, expected)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+@pytest.mark.parametrize("channels", [1, 6, 64])
+@pytest.mark.parametrize("counted", [0, 1])
+def test_means_between_quantizers(dtype: str, channels: int, counted: int, tmp_path: Path) -> None:
+    """Padding counts as 0, which is the zero point."""
+    limits = np.iinfo(dtype)
+    x = np.random.default_rng(channels).integers(limits.min, limits.max + 1, (2, 7, 9, channels)).astype(dtype)
+    attributes = {"kernel_shape": [3, 2], "strides": [2, 1], "pads": [1, 1, 1, 0], "count_include_pad": counted}
+    check_between_quantizers(
+        "average_pool", x, attributes, lambda x: onnxruntime("average_pool", x, attributes), tmp_path, channels != 6
+    )
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+@pytest.mark.parametrize("device", [H200, A100], ids=["H200", "A100"])
+def test_means_of_images_between_quantizers(dtype: str, device: Device, tmp_path: Path) -> None:
+    """On an A100, another launch adds up the sums of blocks, and quantizes."""
+    limits, (n, *spatial, channels) = np.iinfo(dtype), (1, 40, 30, 48)
+    x = np.random.default_rng(1).integers(limits.min, limits.max + 1, (n, *spatial, channels)).astype(dtype)
+    x[..., :20] = x[..., :1] // 3
+    check_between_quantizers(
+        "global_average_pool", x, {}, lambda x: onnxruntime("global_average_pool", x, {}), tmp_path, device=device
+    )
+
+
+def test_dtypes_of_quantizers() -> None:
+    node = FusedNode("average_pool", "n", ("x", *OPERANDS), {"layout": "nhwc", "kernel_shape": [2, 2]}, ("int8",))
+    found = host_of("average_pool").supports(node, ["uint8", "float32", "uint8", "float32", "int8"], H200)
+    assert found == "average_pool: x is uint8, and y is int8; required one dtype, int8 or uint8, and scales of float32"
 
 
 WINDOWS: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [

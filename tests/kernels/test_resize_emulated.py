@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from architectures import H200
+from images_between_quantizers import check_between_quantizers
 from kernel_hosts import host_of
 from onnx import TensorProto, helper
 from runtimes import open_on_cpu
@@ -79,6 +80,17 @@ def test_the_nearest_elements_of_integers(dtype: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(run(x, sizes, attributes, tmp_path), onnxruntime(x, sizes, attributes))
     linear = FusedNode("resize", "n", ("x",), {"layout": "nhwc", **SIZES[0][1], "mode": "linear"}, (dtype,))
     assert "x is" in (host_of("resize").supports(linear, [dtype], H200) or "")
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+@pytest.mark.parametrize("mode", ["nearest", "linear"])
+def test_integers_between_quantizers(dtype: str, mode: str, tmp_path: Path) -> None:
+    attributes, limits = {"mode": mode}, np.iinfo(dtype)
+    for shape, sizes in (((1, 5, 7, 24), {"scales": [1, 2, 1.6, 1]}), ((2, 3, 4, 5, 6), {"sizes": [2, 5, 4, 3, 6]})):
+        x = np.random.default_rng(1).integers(limits.min, limits.max + 1, shape).astype(dtype)
+        check_between_quantizers(
+            "resize", x, {**sizes, **attributes}, lambda x, of=sizes: onnxruntime(x, of, attributes), tmp_path
+        )
 
 
 @by_parts(3)

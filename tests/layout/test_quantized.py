@@ -114,6 +114,45 @@ def test_a_pool_of_integers_is_channels_last() -> None:
     assert_same(model, result.model, STEP, n=2, h=7, w=9)
 
 
+@pytest.mark.parametrize(
+    ("fusion", "operator"),
+    [
+        ("average_pool", "AveragePool <kernel_shape = [3, 3], strides = [2, 2], pads = [1, 1, 1, 1]> (ad)"),
+        ("global_average_pool", "GlobalAveragePool (ad)"),
+        ("resize", 'Resize <mode = "linear"> (ad, , scales)'),
+        ("resize", 'Resize <mode = "nearest"> (ad, , scales)'),
+    ],
+)
+@pytest.mark.parametrize("reads", ["", "b = Relu (ad)"])
+def test_a_node_between_quantizers_reads_and_writes_integers(fusion: str, operator: str, reads: str) -> None:
+    """Its kernel dequantizes x, and the convolution before it writes integers, also if others read the numbers."""
+    text = f"""(float[n,8,h,w] x) => (float[n,8,p,q] y{", float[n,8,h,w] b" * bool(reads)})
+    <{SCALES}, float u = {{0.07}}, uint8 v = {{3}}, float[4] scales = {{1, 1, 2, 2}}>
+    {{ xq = QuantizeLinear (x, s, z) d = DequantizeLinear (xq, s, z) kd = DequantizeLinear (k, t)
+       a = Conv (d, kd) aq = QuantizeLinear (a, s, z) ad = DequantizeLinear (aq, s, z) {reads}
+       m = {operator} mq = QuantizeLinear (m, u, v) md = DequantizeLinear (mq, u, v) y = Conv (md, kd) }}"""
+    model = parse(text, k=integers(8, 8, 1, 1))
+    result = converted(model, regions=True)
+    (node,) = nodes(result, fusion)
+    assert attribute(node, "output_types") == [TensorProto.UINT8]
+    assert attribute(node, "operands") == "x x_scale x_zero_point y_scale y_zero_point"
+    assert programs(result, "quantized_conv")[0][:1] == ["Q"]
+    assert_same(model, result.model, STEP, n=2, h=7, w=9)
+
+
+@pytest.mark.parametrize("zero", ["uint8 v = {3}", "int8 v = {3}"])
+def test_a_pool_whose_numbers_are_quantized_to_another_dtype_stays_apart(zero: str) -> None:
+    """Kernels take one dtype."""
+    text = f"""(float[n,8,h,w] x) => (float[n,8,p,q] y) <{SCALES}, float u = {{0.07}}, {zero}>
+    {{ xq = QuantizeLinear (x, s, z) d = DequantizeLinear (xq, s, z) kd = DequantizeLinear (k, t)
+       a = Conv (d, kd) aq = QuantizeLinear (a, s, z) ad = DequantizeLinear (aq, s, z)
+       m = AveragePool <kernel_shape = [2, 2]> (ad) mq = QuantizeLinear (m, u, v) md = DequantizeLinear (mq, u, v)
+       y = Conv (md, kd) }}"""
+    result = converted(parse(text, k=integers(8, 8, 1, 1)), regions=True)
+    (node,) = nodes(result, "average_pool")
+    assert ("x_scale" in attribute(node, "operands")) == zero.startswith("uint8")
+
+
 PRODUCT = "q = QuantizeLinear (x, s, z) d = DequantizeLinear (q, s, z) wd = DequantizeLinear (w, t) a = MatMul (d, wd)"
 
 

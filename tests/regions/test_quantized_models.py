@@ -127,8 +127,7 @@ def kinds(model: onnx.ModelProto) -> Counter[str]:
 
 
 # What is left of a quantized model: products and convolutions read integers, and operators after them have joined them.
-LEFT = {BLOCK: {"quantized_conv": 2, "quantized_gemm": 1, "region": 1, "global_average_pool": 1, "QuantizeLinear": 1,
-                "Reshape": 1},
+LEFT = {BLOCK: {"quantized_conv": 2, "quantized_gemm": 1, "region": 1, "global_average_pool": 1, "Reshape": 1},
         LAYER: {"quantized_gemm": 5, "quantized_matmul": 2, "region": 3, "QuantizeLinear": 1}}  # fmt: skip
 DYNAMIC = {BLOCK: {"quantized_conv": 2, "quantized_gemm": 1, "region": 3, "global_average_pool": 1},
            LAYER: {"quantized_gemm": 3, "attention": 1, "add_layer_norm": 2, "region": 3}}  # fmt: skip
