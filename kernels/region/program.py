@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from onnxfuse.algebra.operators import DISCONTINUOUS
 from onnxfuse.ir.dtypes import LARGEST_FLOAT8
-from onnxfuse.region_operators import DTYPES, EXACT, FLOATS, HALVES, QUANTIZED, REDUCTIONS, dtypes_of
+from onnxfuse.region_operators import DTYPES, EXACT, FLOATS, HALVES, QUANTIZED, REDUCTIONS, SIXTEEN_BITS, dtypes_of
 from onnxfuse.runtime.plan import FusedNode
 
 VALUE_NAME: Final = re.compile(r"[a-z]+[0-9]+")  # names appear in C++, and model files are untrusted
@@ -101,7 +101,8 @@ class Program:
     def is_only_quantized(self, name: str) -> bool:
         """Return whether only QuantizeLinears to 8 bits read a value."""
         makers = (self.producers[each] for each in self.readers(name))
-        return all(each.name == "QuantizeLinear" and name not in each.outputs for each in makers)
+        are_quantizers = all(each.name == "QuantizeLinear" and name not in each.outputs for each in makers)
+        return are_quantizers and all(self.dtypes[each.outputs[0]] in QUANTIZED for each in makers)
 
     def dtype_of_input(self, operation: Operation, index: int = 0) -> str:
         """Return the dtype of one of an operation's inputs."""
@@ -170,8 +171,9 @@ def operator_refusal(program: Program, operation: Operation) -> str | None:
         return f"region: {name} is of {dtype}; kernels are generated for it in {', '.join(taken)}"
     if name == "Pad" and operation.attributes.get("mode", "constant") not in PAD_MODES:
         return f"region: Pad has the mode {operation.attributes['mode']}; kernels have {', '.join(PAD_MODES)}"
-    if name == "QuantizeLinear" and program.dtypes[operation.outputs[0]] not in QUANTIZED:
-        return f"region: QuantizeLinear gives {program.dtypes[operation.outputs[0]]}; required is {QUANTIZED}"
+    if name == "QuantizeLinear" and program.dtypes[operation.outputs[0]] not in (*QUANTIZED, *SIXTEEN_BITS):
+        required = ", ".join((*QUANTIZED, *SIXTEEN_BITS))
+        return f"region: QuantizeLinear gives {program.dtypes[operation.outputs[0]]}; required is one of {required}"
     if name == "BitShift" and operation.attributes.get("direction") not in SHIFTS:
         return f"region: BitShift has the direction {operation.attributes.get('direction')}; required LEFT or RIGHT"
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ import onnx
 import pytest
 import region_emulation
 from architectures import H200
+from kernel_hosts import host_of
 from onnx import TensorProto, helper, numpy_helper
 from region_drafts import NUMPY, RegionProgram
 from region_emulation import plan_of, results
@@ -149,6 +151,9 @@ def test_kernels_equal_onnxruntime(models: str, opset: int, real: str, tmp_path:
         expected.append(run(original, {"x": x})["y"])
     assert len(programs) >= 10
     for program, own, wanted in zip(programs, results(programs, H200, tmp_path), expected, strict=True):
+        node = program.node()
+        dtypes = json.loads(node.text("program", ""))["dtypes"]
+        assert host_of("region").supports(node, [dtypes[name] for name in node.operands], H200) is None
         bits = np.uint8 if wanted.dtype.name in LARGEST_FLOAT8 else wanted.dtype  # NaN has a sign
         np.testing.assert_array_equal(own[0].view(bits), wanted.view(bits), err_msg=str(program.node()))
 
