@@ -18,6 +18,7 @@ Defines: TypeAlias = dict[str, int | float | str]  # the compile-time constants 
 STORAGE: Final = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}  # the storage types of types.cuh, by dtype
 INTEGERS: Final = {"int8": "s8", "uint8": "u8"}  # the storage types of integers, which few kernels take
 EIGHT_BITS: Final = {**INTEGERS, FLOAT8: "e4m3"}
+DEQUANTIZED: Final = ("int16", "uint16", "float8_e5m2")  # dtypes that no kernel multiplies
 ITEM_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1, FLOAT8: 1}
 BF16_ARCH: Final = 80  # the first compute capability with bf16 in matrix units and conversions
 VECTOR_BYTES: Final = 16  # the widest load or store of a thread on every architecture

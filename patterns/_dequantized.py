@@ -37,10 +37,14 @@ def both_scales(x_scale: Term, w_scale: Term) -> Term:
 
 
 def require_eight_bits() -> None:
-    """Require that x and w are integers of 8 bits, or both float8: kernels multiply no others."""
+    """Require that x and w are integers of at most 16 bits, or of one dtype of float8.
+
+    Kernels multiply integers of 8 bits and float8_e4m3fn, and dequantize the others first.
+    """
     require(
-        "x and w are integers of 8 bits, or both are float8_e4m3fn",
+        "x and w are integers of 8 or 16 bits, or of one dtype of float8",
         lambda dtypes: (
-            {dtypes["x"], dtypes["w"]} <= {"int8", "uint8"} or {dtypes["x"], dtypes["w"]} == {"float8_e4m3fn"}
+            {dtypes["x"], dtypes["w"]} <= {"int8", "uint8", "int16", "uint16"}
+            or {dtypes["x"], dtypes["w"]} in ({"float8_e4m3fn"}, {"float8_e5m2"})
         ),
     )

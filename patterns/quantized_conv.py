@@ -31,7 +31,7 @@ def quantized_conv(
     require_eight_bits()
     require(
         "the model has opset {opset}; required 21, from which on Transposes take float8",
-        lambda dtypes, opset: "float8_e4m3fn" not in dtypes.values() or opset >= 21,
+        lambda dtypes, opset: not dtypes["x"].startswith("float8") or opset >= 21,
     )
     require("the weights have one scale or {m}; found {scales}", lambda scales, m: scales in (None, m))
     require(

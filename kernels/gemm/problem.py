@@ -26,7 +26,7 @@ class EightBits:
     w_scales: int  # how many numbers w_scale has: one, or one for each column of y
     x_zero: Pointer | None  # zero point of x; None means 0
     w_sums: Pointer | None  # sums of w, as in algebra/filter_edges.py; used with x_zero
-    is_symmetric: bool  # w is int8 or float8, and w_zero is 0
+    is_symmetric: bool  # kernels can multiply the values: x has 8 bits, w is int8 or float8, and w_zero is 0
 
     @property
     def are_float8(self) -> bool:

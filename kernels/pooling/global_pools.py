@@ -83,7 +83,9 @@ def global_plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) 
     of_y: Defines = {"Y_T": stored[y.dtype], **({"QUANTIZED": 1, "T": stored[y.dtype]} if is_quantized(node) else {})}
     defines: Defines = {"X_T": stored[x.dtype], "CHANNELS": channels, "WIDTH": width}
     if tiling.parts == 1 or clusters:
-        step = _launch(node, tiling, images, pixels, share, {**defines, **of_y}, (source, *target), tiling.parts, device)
+        step = _launch(
+            node, tiling, images, pixels, share, {**defines, **of_y}, (source, *target), tiling.parts, device
+        )
         return [Plan((y,), (step,))]
     parts, buffer = TensorSpec((images, tiling.parts, channels), "float32"), Pointer("scratch", 0)
     width = vector_width([parts], channels)

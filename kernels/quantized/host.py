@@ -1,4 +1,4 @@
-"""The plans of products and convolutions of 8 bits: kernels multiply the values, or their dequantized numbers."""
+"""The plans of quantized products and convolutions: kernels multiply values of 8 bits, or dequantized numbers."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.quantized import batched, columns, hopper
 from onnxfuse.kernels.region import host as region
 from onnxfuse.kernels.tensors import (
+    DEQUANTIZED,
     EIGHT_BITS,
     INTEGERS,
     ITEM_BYTES,
@@ -65,12 +66,13 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
         required = "int32" if name == "w_sums" else dtype
         if of is None and found != required:
             return f"{node.fusion}: {name} is {found}; required {required}{', as the output' * (required == dtype)}"
-        taken = EIGHT_BITS if name == of else INTEGERS
+        taken = (*EIGHT_BITS, *DEQUANTIZED) if name == of else (*INTEGERS, *DEQUANTIZED)
         if of is not None and (found not in taken or found != given[of]):
             listed = ", ".join(taken)
             return f"{node.fusion}: {name} is {found}; required {listed}, and zero points as what they belong to"
-    if (given["x"] == FLOAT8) != (given["w"] == FLOAT8):
-        return f"{node.fusion}: x is {given['x']} and w is {given['w']}; required integers, or both {FLOAT8}"
+    kinds = {given[name] if given[name].startswith("float8") else "integers" for name in "xw"}
+    if len(kinds) > 1:
+        return f"{node.fusion}: x is {given['x']} and w is {given['w']}; required integers, or one dtype of float8"
     if node.fusion == CONV:
         return (
             unsupported_choice(node, "layout", ("nhwc",), "nchw")
@@ -123,7 +125,7 @@ def problem_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
             )
     pointers = {name: Pointer("input", i) for i, name in enumerate(node.operands)}
     x_zero, w_sums = pointers.get("x_zero_point"), pointers.get("w_sums")
-    is_symmetric = w.dtype in ("int8", FLOAT8) and "w_zero_point" not in pointers
+    is_symmetric = w.dtype in ("int8", FLOAT8) and "w_zero_point" not in pointers and x.dtype in EIGHT_BITS
     x_scale, w_scale = pointers["x_scale"], pointers["w_scale"]
     values = EightBits(x.dtype, x_scale, w_scale, scales, x_zero, w_sums, is_symmetric)
     return replace(problem, eight_bits=values), y

@@ -14,11 +14,13 @@ from described import described
 
 from onnxfuse.algebra.filter_edges import most_taps_beyond, sums_inside
 from onnxfuse.ir.dtypes import FLOAT8
+from onnxfuse.region_operators import FLOAT8_E5M2
 from onnxfuse.runtime.plan import FusedNode, TensorSpec
 
 Arrays = dict[str, np.ndarray]
 NUMPY = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 NUMPY |= {"int8": np.dtype(np.int8), "uint8": np.dtype(np.uint8), FLOAT8: np.dtype(ml_dtypes.float8_e4m3fn)}
+NUMPY |= {"int16": np.dtype(np.int16), "uint16": np.dtype(np.uint16), FLOAT8_E5M2: np.dtype(ml_dtypes.float8_e5m2)}
 ULP = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 STEP = 0.4  # of the quantizer that follows a product
 
@@ -90,7 +92,7 @@ class Case:
     @property
     def is_float8(self) -> bool:
         """Whether x and w are float8 numbers."""
-        return self.x_dtype == FLOAT8
+        return self.x_dtype in (FLOAT8, FLOAT8_E5M2)
 
     @property
     def residual(self) -> str:
@@ -138,10 +140,10 @@ class Case:
         random = np.random.default_rng(seed)
 
         def values(dtype: str, shape: Sequence[int]) -> np.ndarray:
-            if dtype == FLOAT8:
+            if self.is_float8:
                 return np.clip(random.standard_normal(tuple(shape)) * 64, -448, 448).astype(NUMPY[dtype])
-            low = -128 if dtype == "int8" else 0
-            return random.integers(low, low + 256, tuple(shape)).astype(NUMPY[dtype])
+            limits = np.iinfo(NUMPY[dtype])
+            return random.integers(limits.min, limits.max + 1, tuple(shape)).astype(NUMPY[dtype])
 
         of_w = (self.n, *self.kernel, self.k // self.group) if self.sizes else (self.n, self.k)
         w = values(self.w_dtype, of_w)
@@ -286,6 +288,13 @@ CONVS = [
     Case(2, 64, 64, sizes=(9, 9), kernel=(3, 3), pads=SAME, dtype="float16", x_zero=100),
     Case(2, 40, 64, sizes=(9, 9), kernel=(3, 3), pads=SAME, w_zero=2),
 ]  # fmt: skip
+DEQUANTIZED = [
+    Case(70, 40, 96, x_dtype="uint16", x_zero=30000), Case(64, 32, 64, x_dtype="int16", w_dtype="int16", after="relu"),
+    Case(33, 40, 64, x_dtype=FLOAT8_E5M2, w_dtype=FLOAT8_E5M2, dtype="float16"),
+    Case(2, 40, 32, sizes=(9, 11), kernel=(3, 3), pads=SAME, x_dtype="int16", after="residual"),
+    Case(1, 32, 32, sizes=(9, 9), kernel=(3, 3), pads=SAME, group=32, x_dtype="uint16", x_zero=7),
+    Case(1, 24, 32, sizes=(7, 9), kernel=(3, 3), pads=SAME, x_dtype=FLOAT8_E5M2, w_dtype=FLOAT8_E5M2),
+]  # fmt: skip
 AFTER = [
     replace(case, after=after)
     for case in (GEMMS[0], GEMMS[1], GEMMS[3], GEMMS[5], GEMMS[6], CONVS[0], CONVS[1], CONVS[2], CONVS[3], CONVS[7])
@@ -296,4 +305,4 @@ SUMS = [
     for case in (*GEMMS, *CONVS, *AFTER)
     if case.x_zero is not None and case.w_zero is None and case.layout == "nk" and case.w_dtype == "int8"
 ]
-CASES = [*GEMMS, *CONVS, *AFTER, *SUMS, *OF_FLOAT8]
+CASES = [*GEMMS, *CONVS, *AFTER, *SUMS, *OF_FLOAT8, *DEQUANTIZED]

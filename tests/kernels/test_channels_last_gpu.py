@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from channels_last_cases import LARGE, RESIZES, SMALL, Case
+from images_between_quantizers import check_between_quantizers
 from kernel_hosts import host_of, require_support
 from kernel_runs import DTYPES, NUMPY, check, launch, result, small_gpu, upload
+from test_pooling_emulated import onnxruntime as pooled
 from test_resize_emulated import onnxruntime
 
 from onnxfuse.runtime import cuda_driver
-from onnxfuse.runtime.plan import Device
+from onnxfuse.runtime.plan import Device, Plan
 
 pytestmark = pytest.mark.gpu
 
@@ -45,6 +49,31 @@ def test_small_tensors(device: Device, dtype: str, case: Case, aligned: bool) ->
             assert bool(y.size) == bool(expected.size)
             if y.size:
                 check(y, expected, slack=2.0)
+
+
+@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "misaligned"])
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+@pytest.mark.parametrize("shape", [(2, 7, 9, 24), (3, 33, 40, 64), (1, 5, 6, 3)])
+def test_between_quantizers(device: Device, shape: tuple[int, ...], dtype: str, aligned: bool) -> None:
+    limits = np.iinfo(dtype)
+    x = np.random.default_rng(0).integers(limits.min, limits.max + 1, shape).astype(dtype)
+    x[..., ::2] = x[:1, :1, :1, :1] // 2 + x[..., ::2] // 4  # means that differ by channel
+
+    def on_gpu(plan: Plan, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        (spec,) = plan.outputs
+        written = upload(np.zeros(spec.shape, dtype), aligned)
+        launch(plan, [upload(np.asarray(each), aligned) for each in arrays], [written])
+        return written.get().view(dtype).reshape(spec.shape)
+
+    window = {"kernel_shape": [3, 2], "strides": [2, 1], "pads": [1, 1, 1, 0], "count_include_pad": 1}
+    scales: dict[str, list[float]] = {"scales": [1, 2, 1.6, 1]}
+    for fusion, of, operator in (
+        ("average_pool", window, lambda x: pooled("average_pool", x, window)),
+        ("global_average_pool", {}, lambda x: pooled("global_average_pool", x, {})),
+        ("resize", {**scales, "mode": "linear"}, lambda x: onnxruntime(x, scales, {"mode": "linear"})),
+        ("resize", {**scales, "mode": "nearest"}, lambda x: onnxruntime(x, scales, {"mode": "nearest"})),
+    ):
+        check_between_quantizers(fusion, x, of, operator, on_gpu, aligned, device)
 
 
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "misaligned"])
