@@ -24,7 +24,7 @@ def check_between_quantizers(
     aligned: bool = True,
     device: Device = H200,
 ) -> None:
-    """Run all plans for integers x by `run`; compare with `operator` on the dequantized numbers, by exact quantizers."""
+    """Run all plans for integers x; compare with `operator` on the dequantized numbers, and an exact quantizer."""
     dtype, limits = x.dtype.name, np.iinfo(x.dtype)
     zeros = (121, 7) if dtype == "uint8" else (-5, 9)
     scales = np.float32(0.043), np.float32(0.031)
@@ -38,4 +38,4 @@ def check_between_quantizers(
     for plan in host.candidates(node, specs, device):
         y = run(plan, [x, *map(np.asarray, given)])
         assert y.dtype == x.dtype and ((least <= y) & (y <= most)).all()
-    assert (least == most).mean() > 0.9 and len(np.unique(least)) > 2
+    assert (least == most).mean() > 0.9 and (len(np.unique(least)) > 2 or least.size < 9)
