@@ -4,10 +4,16 @@
 //   CHANNELS, VEC       channels of x, and elements of an access; VEC divides CHANNELS
 //   TW, SW, DW          positions of y, and the filter's stride and dilation, along the width
 //   PIECE               taps of a row of the filter that are used at a time
+//   EIGHT_BITS          1: x is integers, of the type OPERAND
 #pragma once
 #include "types.cuh"
 
 using i64 = long long;
+#if EIGHT_BITS
+using X_T = OPERAND;
+#else
+using X_T = T;
+#endif
 
 constexpr int COLUMNS = (TW - 1) * SW + (PIECE - 1) * DW + 1;  // columns of x that a strip reads
 constexpr u32 ALL_COLUMNS = 0xffffffffu >> (32 - COLUMNS);
@@ -31,20 +37,21 @@ __device__ __forceinline__ u32 columns_inside(int first, int width) {
 }
 
 struct Row {
-    Pack<T, VEC> columns[COLUMNS];
+    Pack<X_T, VEC> columns[COLUMNS];
 
-    // Loads the columns whose bits in `inside` are set; the others become zero.
-    __device__ __forceinline__ void load_some(const T* from, u32 inside) {
+    // Loads the columns whose bits in `inside` are set; all words of the others become `outside`.
+    __device__ __forceinline__ void load_some(const X_T* from, u32 inside, u32 outside = 0) {
 #pragma unroll
         for (int j = 0; j < COLUMNS; ++j) {
             if (!reads_column(j)) continue;
-            columns[j] = {};
+#pragma unroll
+            for (u32& word : columns[j].words) word = outside;
             if (inside >> j & 1) columns[j] = load_cached<VEC>(from + j * CHANNELS);
         }
     }
 
     // Does the same as load_some, but faster if all columns are inside.
-    __device__ __forceinline__ void load(const T* from, u32 inside) {
+    __device__ __forceinline__ void load(const X_T* from, u32 inside) {
         if (inside != ALL_COLUMNS) return load_some(from, inside);
 #pragma unroll
         for (int j = 0; j < COLUMNS; ++j)

@@ -24,6 +24,8 @@
 //   W_HWIO              1: w is (KH, KW, CHANNELS); 0: (CHANNELS, KH, KW)
 //   WEIGHTS_CONSTANT    1: no kernel writes w
 //   MIN_BLOCKS          blocks that must fit on a multiprocessor: a bound on registers
+//   EIGHT_BITS          1: x is integers of 8 bits and w is s8, whose sums are exact; they are scaled before the
+//                       epilogue, which may have a program. With it: OPERAND, W_SCALES and X_ZERO as in conv_stem.cu
 //   and those of epilogue.cuh
 #include "types.cuh"
 #include "epilogue.cuh"
@@ -33,6 +35,19 @@
 #include "conv_sizes.cuh"
 
 constexpr int THREADS = BX * BW * BH;
+#if EIGHT_BITS
+using W_T = s8;
+
+// Scales and the zero point, as an argument of the kernel; the host writes the fields in this order.
+struct Integers {
+    const T *x_scale, *w_scale;
+    const X_T* x_zero;
+};
+#define INTEGER_PARAMETERS , Integers integers PROGRAM_PARAMETERS
+#else
+using W_T = T;
+#define INTEGER_PARAMETERS
+#endif
 
 static_assert(AHEAD == 1 || AHEAD == 2, "rows ahead move to the front");
 
@@ -41,14 +56,14 @@ static_assert(AHEAD == 1 || AHEAD == 2, "rows ahead move to the front");
 struct Weights {
     float taps[KH][KW][VEC];
 
-    __device__ __forceinline__ void load(const T* w, int channel) {
+    __device__ __forceinline__ void load(const W_T* w, int channel) {
 #pragma unroll
         for (int r = 0; r < KH; ++r)
 #pragma unroll
             for (int s = 0; s < KW; ++s) load_tap(w, r * KW + s, channel, taps[r][s]);
     }
 
-    __device__ __forceinline__ static void load_tap(const T* w, int tap, int channel, float (&to)[VEC]) {
+    __device__ __forceinline__ static void load_tap(const W_T* w, int tap, int channel, float (&to)[VEC]) {
         if constexpr (W_HWIO) {
             unpack(load_cached<VEC, WEIGHTS_CONSTANT>(w + tap * CHANNELS + channel), to);
         } else {
@@ -91,8 +106,8 @@ __device__ __forceinline__ void keep(P*& pointer) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    conv_depthwise_sliding(const T* x, const T* w, EpilogueOperands epilogue_operands, ConvSizes sizes,
-                           int strip_rows) {
+    conv_depthwise_sliding(const X_T* x, const W_T* w, EpilogueOperands epilogue_operands, ConvSizes sizes,
+                           int strip_rows INTEGER_PARAMETERS) {
     const int height = sizes.x.h, width = sizes.x.w, out_height = sizes.y.h, out_width = sizes.y.w;
     const int vector = threadIdx.x % BX, strip = threadIdx.x / BX;
     const int channel = (blockIdx.y * BX + vector) * VEC;
@@ -108,17 +123,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int out_row = min(strip_row, out_height - strip_rows), out_column = min(strip_column, out_width - TW);
     int row = out_row - sizes.pads.h;
     const int column = out_column * SW - sizes.pads.w;
-    const i64 pitch = i64(width) * CHANNELS, out_pitch = i64(out_width) * CHANNELS;
+    const i64 pitch = i64(width) * CHANNELS;
     const u32 inside = columns_inside(column, width);
-    const T* from = x + (i64(image) * height + row) * pitch + i64(column) * CHANNELS + channel;
-    const i64 first = (i64(image) * out_height + out_row) * out_pitch + i64(out_column) * CHANNELS + channel;
+    const X_T* from = x + (i64(image) * height + row) * pitch + i64(column) * CHANNELS + channel;
 
     Weights weights;
     if constexpr (WEIGHTS_CONSTANT) weights.load(w, channel);
     wait_for_predecessor();
+    u32 outside = 0;
+#if EIGHT_BITS
+    float zero = 0.0f, factors[VEC];
+    if constexpr (X_ZERO) {
+        zero = float(*integers.x_zero);
+        outside = 0x01010101u * (u32(*integers.x_zero) & 0xffu);
+    }
+#pragma unroll
+    for (int v = 0; v < VEC; ++v) {
+        float scales[2][1];
+        unpack(load_cached<1>(integers.x_scale), scales[0]);
+        unpack(load_cached<1>(integers.w_scale + W_SCALES * (channel + v)), scales[1]);
+        factors[v] = scales[0][0] * scales[1][0];
+    }
+#endif
     Row ahead[AHEAD];
     const auto load_next = [&](Row& to) {
-        to.load_some(from, unsigned(row) < unsigned(height) ? inside : 0);
+        to.load_some(from, unsigned(row) < unsigned(height) ? inside : 0, outside);
         from += pitch;
         keep(from);
         ++row;
@@ -126,6 +155,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) load_next(ahead[i]);
     if constexpr (!WEIGHTS_CONSTANT) weights.load(w, channel);
+#if EIGHT_BITS
+    const Epilogue epilogue{epilogue_operands, {PROGRAM_ARGUMENTS}};
+    i64 pixel = (i64(image) * out_height + out_row) * out_width + out_column;
+#else
+    const i64 out_pitch = i64(out_width) * CHANNELS;
+    const i64 first = (i64(image) * out_height + out_row) * out_pitch + i64(out_column) * CHANNELS + channel;
     Epilogue epilogue{epilogue_operands};
     epilogue.y += first;
     if constexpr (HAS_RESIDUAL) epilogue.residual += first;
@@ -137,15 +172,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         loads[t].extra = loads[0].extra;
         loads[t].scale = loads[0].scale;
     }
+#endif
 
     Sums sums;
     // Widens a row of x to fp32, and starts the loads of a later row.
     const auto next_row = [&](float (&values)[COLUMNS][VEC], bool is_more = true) {
         ahead[0].widen_to(values);
+#if EIGHT_BITS
+#pragma unroll
+        for (int j = 0; j < COLUMNS; ++j)
+#pragma unroll
+            for (int v = 0; v < VEC; ++v)
+                if (X_ZERO && reads_column(j)) values[j][v] -= zero;
+#endif
         if constexpr (AHEAD > 1) ahead[0] = ahead[1];
         if (is_more) load_next(ahead[AHEAD - 1]);
     };
     const auto finish_row = [&] {
+#if EIGHT_BITS
+#pragma unroll
+        for (int t = 0; t < TW; ++t) {
+            float scaled[VEC];
+#pragma unroll
+            for (int v = 0; v < VEC; ++v) scaled[v] = sums.rows[KH - 1][t][v] * factors[v];
+            epilogue.finish(scaled, scaled, pixel + t, channel, CHANNELS);
+        }
+        pixel += out_width;
+#else
 #pragma unroll
         for (int t = 0; t < TW; ++t) epilogue.load_residual(loads[t], t * CHANNELS);
 #pragma unroll
@@ -154,6 +207,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         epilogue.y += out_pitch;
         keep(epilogue.y);
         if constexpr (HAS_RESIDUAL) epilogue.residual += out_pitch;
+#endif
     };
 #pragma unroll
     for (int i = 0; i < KH - 1; ++i) {  // rows of x that complete no row of y yet

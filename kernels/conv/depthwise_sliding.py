@@ -12,6 +12,8 @@ from onnxfuse.kernels.conv import depthwise
 from onnxfuse.kernels.conv.problem import Conv, two
 from onnxfuse.kernels.conv.ranking import varied
 from onnxfuse.kernels.conv.representative_sizes import usual
+from onnxfuse.kernels.conv.stem import integers, of_eight_bits
+from onnxfuse.kernels.epilogue_program import with_program
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.multiprocessor import REGISTERS, bytes_of_block
 from onnxfuse.kernels.tensors import ITEM_BYTES, int32
@@ -23,6 +25,7 @@ MAX_REGISTERS: Final = 184  # registers per thread, as estimated by `registers`
 THREADS: Final = 128  # approximate threads per block; blocks are small, so that several fit despite many registers
 STRIP_COLUMNS: Final = (2, 4, 5, 7, 8, 14)
 MAX_VEC: Final = 4
+MAX_EXACT_TAPS: Final = 2**24 // (255 * 128)  # with which sums of integers are exact in fp32
 MAX_STRIPS: Final = 16  # strips along the height of an image
 
 # Costs and rates of one multiprocessor of an H200; they order configs well enough on other GPUs.
@@ -94,6 +97,9 @@ def is_supported(conv: Conv) -> bool:
     """Return whether the kernel can compute this convolution; whether registers hold its weights is not checked."""
     (kh, _), (sh, _), (dh, _) = two(conv.kernel), two(conv.strides), two(conv.dilations)
     one_step = len(conv.kernel) <= 2 and sh == dh == 1 and kh > 1
+    values = conv.eight_bits
+    if values and (values.are_float8 or not values.is_symmetric or conv.taps > MAX_EXACT_TAPS):
+        return False
     return one_step and depthwise.is_supported(conv) and two(conv.y_sizes)[0] >= _least_rows(conv)
 
 
@@ -133,8 +139,11 @@ def implementation(conv: Conv, config: SlidingConfig, device: Device) -> Impleme
         "BX": config.bx, "BW": config.bw, "BH": config.bh, "KH": kh, "KW": kw, "SW": sw, "DW": dw,
         "W_HWIO": int(conv.w_hwio), "WEIGHTS_CONSTANT": int(conv.weights_constant), "MIN_BLOCKS": 1,
     }  # fmt: skip
+    if conv.eight_bits:
+        defines |= of_eight_bits(conv)
     kernel = Kernel("conv_depthwise_sliding", "conv_depthwise_sliding", defines)
-    arguments = (*conv.arguments, *int32(config.strip_rows(conv)))
+    given = (*conv.arguments, *int32(config.strip_rows(conv)), *integers(conv))
+    kernel, arguments = with_program(kernel, given, conv.program)
     grid = (config.patches(conv), config.slices(conv), 1)
     shared = unused_shared(conv, config, device)
     launch = Launch(kernel, grid, (config.threads, 1, 1), arguments, shared, pdl=device.has_pdl)

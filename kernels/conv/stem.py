@@ -124,7 +124,7 @@ def implementation(conv: Conv, config: StemConfig, device: Device) -> Implementa
     (kh, kw), (sh, sw) = two(conv.kernel), two(conv.strides)
     in_product = int(_bias_in_product(conv, config))
     defines = {
-        **conv.epilogue_defines(), **_of_eight_bits(conv),
+        **conv.epilogue_defines(), **of_eight_bits(conv),
         "HAS_BIAS": int(bool(conv.bias) and not in_product), "BIAS_IN_PRODUCT": in_product,
         "CHANNELS": conv.c, "FILTERS": conv.m, "KH": kh, "KW": kw, "SH": sh, "SW": sw, "PAD_W": _pad_w(conv),
         "COPY": _copy(conv), "TP": config.tp, "TQ": config.tq, "WARPS_M": config.warps_m, "WARPS_N": config.warps_n,
@@ -135,14 +135,12 @@ def implementation(conv: Conv, config: StemConfig, device: Device) -> Implementa
     kernel = Kernel("conv_stem", "conv_stem", defines)
     threads = 32 * config.warps_m * config.warps_n
     pdl = device.has_pdl
-    values = conv.eight_bits
-    integers = (Struct((values.x_scale, values.w_scale, values.x_zero or ABSENT)),) if values else ()
-    kernel, given = with_program(kernel, (*conv.arguments, *integers), conv.program)
+    kernel, given = with_program(kernel, (*conv.arguments, *integers(conv)), conv.program)
     launch = Launch(kernel, grid(conv, config, device), (threads, 1, 1), given, shared(conv, config), pdl=pdl)
     return Implementation(config.name, (launch,))
 
 
-def _of_eight_bits(conv: Conv) -> Defines:
+def of_eight_bits(conv: Conv) -> Defines:
     """Return the macros that say how x and w are stored."""
     if (values := conv.eight_bits) is None:
         return {"EIGHT_BITS": 0, "W_SCALES": 0}
@@ -150,6 +148,12 @@ def _of_eight_bits(conv: Conv) -> Defines:
         "EIGHT_BITS": 1, "OPERAND": EIGHT_BITS[values.x_dtype], "W_SCALES": int(values.w_scales > 1),
         "X_ZERO": int(values.x_zero is not None),
     }  # fmt: skip
+
+
+def integers(conv: Conv) -> tuple[Struct, ...]:
+    """Return the argument of kernels that multiply integers: their scales, and the zero point of x."""
+    values = conv.eight_bits
+    return (Struct((values.x_scale, values.w_scale, values.x_zero or ABSENT)),) if values else ()
 
 
 def resident(conv: Conv, config: StemConfig, device: Device) -> int:

@@ -10,8 +10,8 @@ from typing import Any, Final
 
 from onnxfuse.algebra.filter_edges import row_count
 from onnxfuse.ir.dtypes import FLOAT8
+from onnxfuse.kernels.conv import depthwise_sliding, stem
 from onnxfuse.kernels.conv import host as conv_host
-from onnxfuse.kernels.conv import stem
 from onnxfuse.kernels.conv.matrix import as_gemm
 from onnxfuse.kernels.conv.operands import AUTO_PADS, conv_of
 from onnxfuse.kernels.conv.problem import Conv, of_fewer_axes
@@ -178,7 +178,9 @@ def _of_values(problem: Gemm | Conv, device: Device) -> list[Implementation]:
         return hopper.products(problem, device)
     if problem.pointwise:
         return hopper.products(as_gemm(problem), device)
-    kinds = (hopper.convolutions, stem.implementations, columns.implementations)
+    kinds = (
+        hopper.convolutions, stem.implementations, depthwise_sliding.implementations, columns.implementations,
+    )  # fmt: skip
     return next((found for kind in kinds if (found := kind(problem, device))), [])
 
 

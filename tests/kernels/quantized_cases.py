@@ -282,6 +282,7 @@ CONVS = [
     Case(2, 40, 3, sizes=(17, 19), kernel=(3, 3), pads=(0, 1, 2, 1), x_dtype="int8", x_zero=-7, first=True),
     Case(2, 35, 4, sizes=(8, 12), kernel=(2, 2), strides=(2, 2), per_column=False, first=True, dtype="float16"),
     Case(2, 64, 64, sizes=(9, 9), kernel=(3, 3), pads=SAME, group=64, x_zero=12),
+    Case(2, 48, 48, sizes=(19, 15), kernel=(5, 5), pads=(2,) * 4, group=48, x_zero=12, after="residual"),
     Case(2, 64, 64, sizes=(9, 9), kernel=(3, 3), pads=SAME, group=4),
     Case(2, 64, 64, sizes=(33,), kernel=(3,), pads=(1, 1), x_zero=9),
     Case(1, 32, 32, sizes=(5, 6, 7), kernel=(3, 3, 3), pads=(1,) * 6, x_zero=9),

@@ -35,6 +35,10 @@ CASES = [
     Case(1, 64, 3, sizes=(16, 24), kernel=(7, 7), strides=(2, 2), pads=(3,) * 4, x_zero=3, first=True, after="relu"),
     Case(2, 40, 5, sizes=(3, 4, 5), kernel=(2, 3, 2), pads=(0, 1, 2, 1, 1, 0), dilations=(1, 1, 2), x_dtype="int8"),
     Case(1, 64, 128, sizes=(2, 9), kernel=(3, 5), pads=(2, 4, 2, 3), dilations=(1, 2), x_zero=9, sums=True),
+    Case(2, 32, 32, sizes=(9, 11), kernel=(3, 3), pads=SAME, group=32, x_zero=131),
+    Case(1, 24, 24, sizes=(9, 8), kernel=(5, 5), pads=(2, 1, 2, 3), group=24, x_dtype="int8", x_zero=-7, after="relu"),
+    Case(1, 36, 36, sizes=(7, 9), kernel=(3, 3), pads=SAME, group=36, after="residual", per_column=False),
+    Case(2, 16, 16, sizes=(12, 9), kernel=(3, 2), strides=(1, 2), group=16, dtype="float16", bias=False),
     Case(70, 96, 256, after="relu"), Case(133, 72, 144, x_dtype="int8", x_zero=5, after="relu"),
     Case(70, 40, 256, after="residual"), Case(70, 100, 256, after="residual"), Case(65, 36, 128, dtype="float16"),
     Case(70, 40, 256, x_dtype=FLOAT8, w_dtype=FLOAT8), Case(133, 35, 272, x_dtype=FLOAT8, w_dtype=FLOAT8, bias=False),
@@ -75,7 +79,7 @@ def run(plan: Plan, arrays: list[np.ndarray], y: np.ndarray, folder: Path) -> No
     addresses[Pointer("output", 0)] = y.ctypes.data
     for step in plan.steps:
         assert isinstance(step, Launch)
-        if step.kernel.source == "conv_stem":
+        if step.kernel.source in ("conv_stem", "conv_depthwise_sliding"):
             launch_emulated(step, arrays, [y], folder)
         elif step.kernel.source in OWN:
             hopper_emulation.run(step, addresses, folder)
