@@ -86,7 +86,7 @@ def find_epilogue_fusion(
     for maker, tensor, match in found:
         if joining.takes_selection(maker, match) and (join := _join_selection(clusters, cluster, tensor, results)):
             return replace(join, match=match)
-    for join_part in _join, _join_up_to_quantizers, _join_up_to_dynamic_quantizers:
+    for join_part in _join, _join_up_to_quantizers, _join_before_others:
         for _, tensor, match in found:
             join = join_part(clusters, cluster, tensor, results, joining)
             if join is not None:
@@ -189,25 +189,41 @@ def _between(join: Join | None) -> list[Tensor]:
     return [tensor for name, tensor in join.apart.outputs.items() if name in join.cluster.operands]
 
 
-def _join_up_to_dynamic_quantizers(
+def _join_before_others(
     clusters: Clusters, cluster: Cluster, result: Tensor, results: Collection[str], joining: Joining
 ) -> Join | None:
-    """Return how the operators of a cluster before its DynamicQuantizeLinears can join the node that computes `result`.
+    """Return how the operators of a cluster before others that cannot join can join the node that computes `result`.
 
-    A DynamicQuantizeLinear reads its operand twice: for the scale, and to quantize it.  So its region would compute the
-    operators before it twice.  No operator of the rest computes an operand of the operators that join: that would be a
-    cycle, because the rest reads their results.
+    The others are DynamicQuantizeLinears, and operators that move elements, such as a Concat, if they read fewer bytes
+    than `result` has.  A DynamicQuantizeLinear reads its operand twice: for the scale, and to quantize it.  So its
+    region would compute the operators before it twice.  No operator of the rest computes an operand of the operators
+    that join: that would be a cycle, because the rest reads their results.
     """
-    readers, part = _readers(cluster, result), set[Node]()
-    for node in (node for node in reversed(cluster.nodes) if node in readers and op_of(node) != DYNAMIC):
+    readers, staying = _readers(cluster, result), set[Node]()
+    while part := _before_others(clusters, cluster, result, readers, staying):
+        join = _join_part(clusters, cluster, result, part, results) if _gives_rows_of(clusters, part, result) else None
+        if not (between := _between(join)):
+            return join
+        staying |= {node for tensor in between for node in _readers(cluster, tensor)}
+    return None
+
+
+def _before_others(
+    clusters: Clusters, cluster: Cluster, result: Tensor, readers: set[Node], staying: Collection[Node]
+) -> set[Node]:
+    """Return the nodes of `readers`, but not of `staying`, that keep the order of elements up to such others."""
+    in_order, part = set[Node](), set[Node]()
+    for node in (node for node in cluster.nodes if node in readers and node not in staying):
+        keeps_order = op_of(node) != DYNAMIC and all(map(_keeps_order, clusters.forms[node]))
+        if keeps_order and readers.intersection(map(producer, node.inputs)) <= in_order:
+            in_order.add(node)
+    for node in (node for node in reversed(cluster.nodes) if node in in_order):
+        is_narrow = clusters.bytes_of(node.outputs) < clusters.bytes_of([result])
         read_by = {*chain.from_iterable(map(consumers, node.outputs))}
-        if any(each in part or op_of(each) == DYNAMIC for each in read_by):
+        ends = {each for each in read_by if op_of(each) == DYNAMIC or (is_narrow and each in readers - in_order)}
+        if ends or not part.isdisjoint(read_by):
             part.add(node)
-    keeps_order = all(_keeps_order(step) for node in part for step in clusters.forms[node])
-    if not part or not keeps_order or not _gives_rows_of(clusters, part, result):
-        return None
-    join = _join_part(clusters, cluster, result, part, results)
-    return None if _between(join) else join
+    return part
 
 
 def _up_to_quantizers(clusters: Clusters, cluster: Cluster, result: Tensor, staying: Collection[Node]) -> set[Node]:

@@ -153,6 +153,16 @@ def test_a_pool_whose_numbers_are_quantized_to_another_dtype_stays_apart(zero: s
     assert ("x_scale" in attribute(node, "operands")) == zero.startswith("uint8")
 
 
+def test_what_narrows_a_result_joins_before_a_split() -> None:
+    """The region then reads float16 in place of float32."""
+    text = f"""(float16[n,8,h,w] x) => (float16[n,4,h,w] y, uint8[n,4,h,w] z1) <{SCALES}>
+    {{ f = Cast <to = 1> (x) xq = QuantizeLinear (f, s, z) d = DequantizeLinear (xq, s, z)
+       kd = DequantizeLinear (k, t) a = Conv (d, kd) b = Cast <to = 10> (a) c = Sigmoid (b) e = Mul (b, c)
+       y, g = Split <axis = 1, num_outputs = 2> (e) h1 = Cast <to = 1> (g) z1 = QuantizeLinear (h1, s, z) }}"""
+    result = converted(parse(text, k=integers(8, 8, 1, 1)), regions=True)
+    assert programs(result, "quantized_conv") == [["Cast", "Sigmoid", "Mul"]]
+
+
 PRODUCT = "q = QuantizeLinear (x, s, z) d = DequantizeLinear (q, s, z) wd = DequantizeLinear (w, t) a = MatMul (d, wd)"
 
 
