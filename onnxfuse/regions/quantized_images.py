@@ -28,8 +28,7 @@ OPERANDS: Final = ("scale", "zero_point")  # of x and of y
 def fuse_quantizers(joining: Joining, records: Mapping[str, Fused]) -> list[Fused]:
     """Fuse a DequantizeLinear and a QuantizeLinear into each node between them; return the new records.
 
-    `records` holds the records of all fused nodes, by the node's name.  Other nodes that read the result of the
-    DequantizeLinear keep it.  The graph is sorted before and after.
+    `records` holds the records of all fused nodes, by the node's name.  The graph is sorted before and after.
     """
     graph = joining.graph
     found = [node for node in graph.nodes if node.name in records and _is_between_quantizers(joining, node)]
