@@ -13,6 +13,7 @@ from onnxfuse.match.context import MatchContext
 from onnxfuse.match.diagnostics import origin
 from onnxfuse.match.state import State
 
+MAX_NUMBERS = 8  # numbers collected for one sum or product; models have one or two, and a chain of 400 took 6 s
 StoredNumber: TypeAlias = tuple[float, Tensor]  # an addend or factor, and the constant that stores it or its inverse
 
 
@@ -125,7 +126,7 @@ class AssociativeMatcher:
             tensor, casts = self.m.without_casts(values[i])
             after = state.with_nodes(casts)
             for inner, more, node in self._usable(self.decompositions.of(tensor, self.product)):
-                if len(inner) - 1 <= room:
+                if len(inner) - 1 <= room and len(numbers) + len(more) <= MAX_NUMBERS:
                     grown = [*values[:i], *inner, *values[i + 1 :]]
                     yield from self._decompose_further(grown, numbers + more, i, after.with_nodes([node]))
 
