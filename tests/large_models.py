@@ -169,6 +169,37 @@ def sum_of_readers(nodes: int) -> onnx.ModelProto:
     return b.model(b.add("Sum", *readers))
 
 
+def parts_of_one(nodes: int) -> onnx.ModelProto:
+    """A Split into many parts, an operator on each, and a Concat of the results."""
+    b = Builder()
+    parts = [f"part_{i}" for i in range(nodes - 3)]
+    wide, sizes = b.add("MatMul", "x", b.weight(HIDDEN, len(parts))), b.constant([1] * len(parts))
+    b.nodes.append(helper.make_node("Split", [wide, sizes], parts, axis=2))
+    return b.model(b.add("Concat", *(b.add("Sin", part) for part in parts), axis=2))
+
+
+def projections_of_one(nodes: int) -> onnx.ModelProto:
+    """Products of one tensor with many weights."""
+    b = Builder()
+    return b.model(*(linear(b, "x", HIDDEN, HIDDEN) for _ in range(nodes // 2)))
+
+
+def running_sums(nodes: int) -> onnx.ModelProto:
+    """A Concat of the results of a chain."""
+    b, sums = Builder(), ["x"]
+    while len(b.nodes) < nodes - 1:
+        sums.append(b.add("Add", sums[-1], b.weight(HIDDEN)))
+    return b.model(b.add("Concat", *sums, axis=2))
+
+
+def scaled_in_turns(nodes: int) -> onnx.ModelProto:
+    """Products with numbers, each of the one before: a pattern with a number could collect any of them."""
+    b, x = Builder(), "x"
+    for _ in range(nodes):
+        x = b.add("Mul", x, b.constant(np.float32(1.001)))
+    return b.model(x)
+
+
 def chain_of_constants(nodes: int) -> onnx.ModelProto:
     """Operators that each read the result of the one before, and constants alone."""
     b = Builder()
@@ -186,9 +217,10 @@ def small() -> onnx.ModelProto:
 MODELS: dict[str, Callable[[int], onnx.ModelProto]] = {
     "transformer": transformer, "decoder": decoder, "elementwise": elementwise,
 }  # fmt: skip
-# What is hard to form regions of: clusters of one level that cannot be merged, or that many others read.
+# Hard to match or to form regions of: one level's clusters that cannot be merged, many readers, operands or outputs.
 OF_REGIONS: dict[str, Callable[[int], onnx.ModelProto]] = {
     "normalized in turns": normalized_in_turns, "differences in turns": differences_in_turns,
     "embeddings": embeddings, "readers of one": readers_of_one,
-    "sum of readers": sum_of_readers,
+    "sum of readers": sum_of_readers, "parts of one": parts_of_one, "projections of one": projections_of_one,
+    "running sums": running_sums, "scaled in turns": scaled_in_turns,
 }  # fmt: skip

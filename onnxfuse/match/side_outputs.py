@@ -49,9 +49,19 @@ def computed_from(starts: Sequence[Tensor], ops: frozenset[str]) -> Iterator[Ten
     levels = [list(starts)]
     seen = {id(tensor) for tensor in starts}
     for _ in range(MAX_DEPTH):
-        readers = [node for tensor in levels[-1] for node in tensor.outputs if op_of(node) in ops]
-        computed = {id(node.outputs[0]): node.outputs[0] for node in readers if len(node.outputs) == 1}
-        levels.append([tensor for key, tensor in computed.items() if key not in seen][:MAX_TENSORS_PER_DEPTH])
-        seen |= computed.keys()
+        levels.append(_computed_next(levels[-1], ops, seen))
     for level in reversed(levels[1:]):
         yield from level
+
+
+def _computed_next(tensors: Sequence[Tensor], ops: frozenset[str], seen: set[int]) -> list[Tensor]:
+    """Return at most MAX_TENSORS_PER_DEPTH tensors that one node computes from `tensors`, and add them to `seen`."""
+    found: list[Tensor] = []
+    for tensor in tensors:
+        for node in tensor.outputs:
+            if op_of(node) in ops and len(node.outputs) == 1 and id(node.outputs[0]) not in seen:
+                seen.add(id(node.outputs[0]))
+                found.append(node.outputs[0])
+                if len(found) == MAX_TENSORS_PER_DEPTH:
+                    return found
+    return found

@@ -18,7 +18,7 @@ from typing import Final
 from onnxfuse.algebra.operators import FREE
 from onnxfuse.ir.node import Node, Tensor, op_of, producer
 from onnxfuse.passes.folded import node_label
-from onnxfuse.regions.cluster import LAUNCH_BYTES, MAX_STEPS, Cluster, Clusters
+from onnxfuse.regions.cluster import LAUNCH_BYTES, Cluster, Clusters
 from onnxfuse.regions.pointwise import POINTWISE
 
 MAX_MOVED: Final = 8  # maximum number of operators moved to the readers of a tensor
@@ -70,7 +70,7 @@ def _border(clusters: Clusters, tensor: Tensor) -> Border | None:
     """Return a Border for a tensor that an elementwise operator computes; None if the operator cannot be moved.
 
     All readers of the tensor must be in clusters that are not too large for a region: larger ones gain nothing, and for
-    a Sum of 10,000 operands, each of its operands would be tried.
+    a Sum or Concat of 10,000 operands, each of its operands would be tried.
     """
     maker, of, level = tensor.inputs[0], clusters.of, clusters.level
     own = of[maker]
@@ -79,7 +79,7 @@ def _border(clusters: Clusters, tensor: Tensor) -> Border | None:
     readers = dict[Cluster, None]()
     for node in tensor.outputs:
         reader = of.get(node)
-        if reader is None or len(readers) > MAX_READERS or reader.steps > MAX_STEPS:
+        if reader is None or len(readers) > MAX_READERS or reader.is_too_large:
             return None
         if reader is not own:
             readers[reader] = None

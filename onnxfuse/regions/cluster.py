@@ -46,6 +46,11 @@ class Cluster:
     # Position among the clusters of its level (see `order.levels`); each cluster follows the clusters that it reads.
     place: int = 0
 
+    @property
+    def is_too_large(self) -> bool:
+        """Whether it stays too large for a region when others take operators from it, or compute its operands."""
+        return self.steps > MAX_STEPS or len(self.operands) > MAX_OPERANDS + MAX_OUTPUTS
+
 
 @dataclass
 class Clusters:
@@ -146,6 +151,8 @@ class Clusters:
             return f"together they have {a.steps + b.steps} operators; at most {MAX_STEPS} are one region"
         if (read := max(len(a.operands) - len(b.outputs), len(b.operands) - len(a.outputs))) > MAX_OPERANDS:
             return f"together they have {read} operands or more; at most {MAX_OPERANDS} are operands of one region"
+        if (made := max(len(a.outputs) - len(b.operands), len(b.outputs) - len(a.operands))) > MAX_OUTPUTS:
+            return f"together they have {made} outputs or more; at most {MAX_OUTPUTS} are outputs of one region"
         if a.rows is not None and b.rows is not None and a.rows != b.rows:
             return "they reduce over other axes"
         both = Cluster(
@@ -153,9 +160,9 @@ class Clusters:
             a.operations + b.operations, 0.0, a.is_free and b.is_free, a.rows or b.rows, a.repeats or b.repeats,
         )  # fmt: skip
         inside = (a, b)
-        made = {**a.outputs, **b.outputs}
-        both.operands = {name: t for name, t in {**a.operands, **b.operands}.items() if name not in made}
-        both.outputs = {name: t for name, t in made.items() if self._leaves(t, inside)}
+        computed = {**a.outputs, **b.outputs}
+        both.operands = {name: t for name, t in {**a.operands, **b.operands}.items() if name not in computed}
+        both.outputs = {name: t for name, t in computed.items() if self._leaves(t, inside)}
         if len(both.operands) > MAX_OPERANDS or len(both.outputs) > MAX_OUTPUTS:
             return f"together they have {len(both.operands)} operands and {len(both.outputs)} outputs; at most " \
                    f"{MAX_OPERANDS} and {MAX_OUTPUTS} are one region"  # fmt: skip

@@ -52,7 +52,7 @@ def _merge_readers(clusters: Clusters, tensor: Tensor, readers: Iterable[Cluster
     """
     found = list[Cluster]()
     for cluster in dict.fromkeys(clusters.of[each.nodes[0]] for each in readers):
-        if not _is_read_in_order(clusters, tensor, cluster):
+        if cluster.is_too_large or not _is_read_in_order(clusters, tensor, cluster):
             continue
         for i, other in enumerate(found):
             why = _merge(clusters, other, cluster)
