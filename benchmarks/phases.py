@@ -2,9 +2,9 @@
 
     python benchmarks/phases.py --out DIR
 
-The seconds are of the clock, the least of three runs in one process, so that imports do not count.  `Read` is reading
-the graph and inferring shapes; the stages after it are those of docs/design.md.  `verified` and `verify` are of runs
-that verify, all others of runs that do not.
+The seconds are of the clock, in one process, so that imports do not count: the least of three unverified runs, and
+`verify` of one verified run.  `Read` is reading the graph and inferring shapes; the other stages are those of
+docs/design.md, where `Bodies` contains the stages of bodies.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,6 @@ from result_text import result_text
 
 from onnxfuse import fuse_model, optimize
 from onnxfuse.bench.machine import device, versions
-from onnxfuse.passes import Pass
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "models"), str(ROOT / "tests")]
@@ -45,54 +43,29 @@ MODELS: dict[str, Callable[[], onnx.ModelProto]] = {"LayerNorm and GELU": small}
 }
 MODELS |= {"decoder": partial(decoder, 2_000), "transformer": partial(transformer, 4_000)}
 RUNS = 3
-STAGES, APPLY, READ = fuse_model.STAGES, fuse_model._apply, fuse_model._read
+APPLY, READ = fuse_model._apply, fuse_model._read
 spent = defaultdict[str, float](float)
 
 
-@contextmanager
-def counted(name: str) -> Iterator[None]:
-    """Add the seconds of a block to `spent`."""
+def timed(name: str, run: Callable[..., Any], *given: Any) -> Any:
+    """Call a function, and add its seconds to `spent`."""
     begin = time.perf_counter()
-    yield
+    result = run(*given)
     spent[name] += time.perf_counter() - begin
-
-
-def stage(run: Callable[..., None], name: str, work: fuse_model.Work) -> None:
-    """Run a stage; what runs in bodies of control flow counts for the stage `Bodies`."""
-    with counted(name if not work.where else "in bodies"):
-        run(work)
-
-
-def apply_pass(applied: Pass, *given: Any) -> Any:
-    """Apply a pass of the pipeline."""
-    with counted(f"pass {applied.__name__}"):
-        return APPLY(applied, *given)
-
-
-def read(*given: Any) -> Any:
-    """Read the graph of a model."""
-    with counted("Read"):
-        return READ(*given)
+    return result
 
 
 def phases(content: bytes) -> dict[str, Any]:
-    """Return the seconds of one model."""
-    best: dict[str, Any] = {}
-    for _ in range(RUNS):
+    """Return the seconds of one model, of the fastest of three runs."""
+    best: dict[str, float] = {}
+    for _ in range(3):
         spent.clear()
-        with counted("unverified"):
-            optimize(content, verify=False)
-        passes = {name: spent.pop(name) for name in list(spent) if name.startswith("pass ")}
-        spent.pop("in bodies", None)
-        if spent["unverified"] < best.get("unverified", float("inf")):
-            slowest = max(passes, key=passes.__getitem__)
-            best |= spent | {"slowest pass": slowest.removeprefix("pass "), "its seconds": passes[slowest]}
-        spent.clear()
-        with counted("verified"):
-            _, report = optimize(content, verify="full")
-        best["verified"] = min(spent["verified"], best.get("verified", float("inf")))
-        best["verify"] = min(report.seconds["verify"], best.get("verify", float("inf")))
-    return {name: round(value, 4) if isinstance(value, float) else value for name, value in best.items()}
+        timed("unverified", partial(optimize, verify=False), content)
+        best = min(best or dict(spent), dict(spent), key=lambda each: each["unverified"])
+    _, report = timed("verified", partial(optimize, verify="full"), content)
+    slowest = max((name for name in best if name.startswith("pass ")), key=best.__getitem__)
+    kept = {name: seconds for name, seconds in best.items() if not name.startswith("pass ") or name == slowest}
+    return {name: round(value, 4) for name, value in {**kept, "verify": report.seconds["verify"]}.items()}
 
 
 def main() -> None:
@@ -100,9 +73,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="write DIR/phases.json")
     given = parser.parse_args()
-    stages = tuple(replace(each, run=partial(stage, each.run, each.name)) for each in STAGES)
-    for name, timed in {"STAGES": stages, "_apply": apply_pass, "_read": read}.items():
-        setattr(fuse_model, name, timed)
+    stages = tuple(replace(each, run=partial(timed, each.name, each.run)) for each in fuse_model.STAGES)
+    passes = lambda each, *given: timed(f"pass {each.__name__}", APPLY, each, *given)  # noqa: E731
+    for name, value in {"STAGES": stages, "_apply": passes, "_read": partial(timed, "Read", READ)}.items():
+        setattr(fuse_model, name, value)
     optimize(small(), verify="full")
     rows: list[dict[str, Any]] = []
     result = {"versions": versions(), "device": device("cpu") | {"cores": os.cpu_count()}, "rows": rows}
