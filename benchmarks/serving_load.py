@@ -106,7 +106,7 @@ def unprepared(served: Served, count: int, alone: Mapping[str, Sequence[float]],
     answered = time.perf_counter() - began
     late_work.wait()
     compiled = time.perf_counter() - began
-    of_bodies, rows = _of_bodies(served), []
+    of_bodies, rows = _of_bodies(served), list[dict[str, Any]]()
     for (sizes, first), body, body_later in zip(answers, alone["first_ms"], alone["later_ms"], strict=False):
         feeds = requests.feeds(sizes)
         later = timed(session, feeds, served.provider)
@@ -114,18 +114,22 @@ def unprepared(served: Served, count: int, alone: Mapping[str, Sequence[float]],
                                answer(session, feeds, served.provider).outputs())  # fmt: skip
         rows.append({**sizes, "first_ms": digits(first), "body_ms": body, "body_later_ms": body_later,
                      "later_ms": digits(later), "relative_error": digits(apart)})  # fmt: skip
-    kinds, others = ("first", "body", "body_later", "later"), rows[1:]
-    found = {name: spread([row[f"{name}_ms"] for row in others]) for name in kinds}
+    if not rows:
+        raise TimeoutError(f"no shape was visited: {bounds.reached() or 'none was asked for'}")
     return {"asked": count, "session_s": digits(opened), "all_answered_s": digits(answered),
-            "all_compiled_s": digits(compiled), **{f"{name}_ms": each for name, each in found.items()},
-            "first_run_ms": rows[0]["first_ms"], "first_run_body_ms": rows[0]["body_ms"],
-            "beyond_body_ms": _beyond(others, "body_ms"), "beyond_body_later_ms": _beyond(others, "body_later_ms"),
-            "rows": rows,
+            "all_compiled_s": digits(compiled), **(_others(rows[1:]) if rows[1:] else {}),
+            "first_run_ms": rows[0]["first_ms"], "first_run_body_ms": rows[0]["body_ms"], "rows": rows,
             **agreement(max(row["relative_error"] for row in rows))}  # fmt: skip
 
 
-def _beyond(rows: Sequence[Mapping[str, float]], what: str) -> float:
-    return digits(max(row["first_ms"] - row[what] for row in rows))
+def _others(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Return the times of the runs after the first."""
+    times = {f"{kind}_ms": [row[f"{kind}_ms"] for row in rows] for kind in ("first", "body", "body_later", "later")}
+    beyond = {
+        f"beyond_{kind}_ms": digits(max(row["first_ms"] - row[f"{kind}_ms"] for row in rows))
+        for kind in ("body", "body_later")
+    }
+    return {**{name: spread(each) for name, each in times.items()}, **beyond}
 
 
 def _visits_of(shapes: Sequence[Sizes], first: Sequence[float], later: Sequence[float]) -> dict[str, Any]:

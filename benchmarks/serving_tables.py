@@ -94,14 +94,16 @@ def _background(result: Mapping[str, Any]) -> tuple[str, list[Row]]:
 def _unprepared(result: Mapping[str, Any]) -> tuple[str, list[Row]]:
     rows: list[Row] = [["", "median", "p90", "worst"]]
     kinds = {"first": "first visits", "body": "of bodies alone", "later": "later", "body_later": "of bodies alone"}
-    for name, words in kinds.items():
+    others = {name: words for name, words in kinds.items() if f"{name}_ms" in result}  # absent if one shape was visited
+    for name, words in others.items():
         rows.append([f"{words}, ms", *(result[f"{name}_ms"][each] for each in ("median", "p90", "worst"))])
     first, bodies = result["first_run_ms"], result["first_run_body_ms"]
     rows.append([f"the first run of all: {first:.4g} ms; of bodies alone: {bodies:.4g} ms"])
-    beyond, later = result["beyond_body_ms"], result["beyond_body_later_ms"]
-    rows.append(
-        [f"the slowest of the others beyond bodies alone: {beyond:.4g} ms; beyond their later run: {later:.4g}"]
-    )
+    if others:
+        beyond, later = result["beyond_body_ms"], result["beyond_body_later_ms"]
+        rows.append(
+            [f"the slowest of the others beyond bodies alone: {beyond:.4g} ms; beyond their later run: {later:.4g}"]
+        )
     times = ", ".join(f"{name} {result[f'{name}_s']:.3g} s" for name in ("session", "all_answered", "all_compiled"))
     return f"{len(result['rows'])} of {result['asked']} shapes while kernels are compiled ({times})", rows
 

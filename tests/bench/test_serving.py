@@ -142,6 +142,19 @@ def test_first_visits_are_compared_with_bodies(measured: dict[str, Any]) -> None
         assert part[f"beyond_{kind}_ms"] == pytest.approx(slowest, rel=1e-3, abs=1e-3)
 
 
+@pytest.mark.parametrize("shapes", [0, 1])
+def test_first_visits_of_few_shapes(
+    serving: ModuleType, models: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], shapes: int
+) -> None:
+    serving.main(["--out", str(tmp_path), *models, *FEW, "--parts", "unprepared", "--first", str(shapes)])
+    part, printed = written(tmp_path)["parts"]["unprepared"], capsys.readouterr().out
+    if shapes:
+        assert len(part["rows"]) == 1 and part["agrees"] and "beyond_body_ms" not in part
+        assert "1 of 1 shapes while kernels are compiled" in printed and "the first run of all" in printed
+    else:
+        assert part["error"].endswith("no shape was visited: none was asked for")
+
+
 def test_cold_starts_are_processes_that_answer_alike(measured: dict[str, Any]) -> None:
     part = measured["parts"]["cold"]
     assert part["sizes"] == {"batch": 3, "seq": 32}
