@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -51,6 +52,7 @@ class Compiler:
 
     def __init__(self) -> None:
         self.loaded: list[str] = []
+        self.given_up: list[str] = []
         self.goes_on, self.few_go_on = threading.Event(), threading.Event()
         self.few_go_on.set()
         self.seconds = 0.0
@@ -59,7 +61,9 @@ class Compiler:
     def load(self, kernel: Kernel, ordinal: int) -> LoadedKernel:
         kind = "many" if "MANY" in kernel.defines else "few"
         time.sleep(self.seconds)
-        assert (self.goes_on if kind == "many" else self.few_go_on).wait(10)
+        if not (self.goes_on if kind == "many" else self.few_go_on).wait(0 if self.given_up else 10):
+            self.given_up.append(kind)
+            raise AssertionError("what should end the wait waits for it")
         if kind == "many" and self.error:
             raise self.error
         self.loaded.append(kind)
@@ -304,21 +308,22 @@ def test_another_compiled_kernel_runs_until_the_best_one_is_compiled(
 @pytest.mark.usefixtures("no_wait")
 @pytest.mark.parametrize("fails", [False, True])
 def test_threads_run_sizes_never_seen_while_a_slow_compiler_works_or_fails(
-    gpu: Stage, compiler: Compiler, caplog: pytest.LogCaptureFixture, fails: bool
+    gpu: Stage, compiler: Compiler, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    compiler.seconds = 0.05
+    """The first 100 runs end while no kernel is compiled; if one waited for a kernel, the compiler would give up."""
+    monkeypatch.setattr(late_work, "PATIENCE", 60.0)
+    compiler.few_go_on.clear()
     compiler.error = KernelError("shift.cu does not compile") if fails else None
-    compiler.goes_on.set()
     run = session(model(ROWS))
     random = np.random.default_rng(7)
-
-    def one(rows: int) -> float:
-        start = time.perf_counter()
-        check(run, rows)
-        return time.perf_counter() - start
-
+    shapes = [int(rows) for rows in random.integers(0, 3 * MANY, 200)]
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(one, [int(rows) for rows in random.integers(0, 3 * MANY, 200)]))
+        list(pool.map(partial(check, run), shapes[:100]))
+        assert not compiler.loaded and not compiler.given_up
+        compiler.seconds = 0.05
+        compiler.few_go_on.set()
+        compiler.goes_on.set()
+        list(pool.map(partial(check, run), shapes[100:]))
     late_work.wait()
     check(run, 8)
     assert gpu.last()[0] == 7
