@@ -74,16 +74,20 @@ def _estimate(graph: Graph, shapes: ShapeInfo, inside: ShapeInfo | None) -> Traf
     total, flops = 0, 0
     computed = {tensor.name: tensor for node in inside.graph.nodes for tensor in node.outputs} if inside else {}
     sizes: dict[object, int] = {}
+    of_tensors: dict[tuple[int, int], int] = {}  # by id and first axis
     bodies = {f"{f.domain}::{f.name}": f for f in graph.functions}
 
     def size_of(tensor: Tensor, first_axis: int = 0) -> int:
-        known = shapes
-        if inside and tensor.name in computed:
-            known, tensor = inside, computed[tensor.name]
-        key = known.shape(tensor), known.dtype(tensor), first_axis
-        if key not in sizes:
-            sizes[key] = tensor_bytes(known, *key)
-        return sizes[key]
+        place = id(tensor), first_axis
+        if place not in of_tensors:
+            known = shapes
+            if inside and tensor.name in computed:
+                known, tensor = inside, computed[tensor.name]
+            key = known.shape(tensor), known.dtype(tensor), first_axis
+            if (size := sizes.get(key)) is None:
+                size = sizes[key] = tensor_bytes(known, *key)
+            of_tensors[place] = size
+        return of_tensors[place]
 
     for node in graph.nodes:
         if (op := op_of(node)) in FREE:
