@@ -594,6 +594,18 @@ def idle_optimizers() -> str:
     return _optimizers("tool-idle", "seconds", "wall_s")
 
 
+def phases() -> str:
+    """Return the milliseconds of the stages of `optimize` and of verification."""
+    stages = ("Read", "Normalize", "Fuse", "Layout", "Regions", "unverified", "verify")
+    lines = []
+    for row in rows("phases-cpu"):
+        (slowest,) = (name for name in row if name.startswith("pass "))
+        milliseconds = (f"{1e3 * row[name]:.1f}" for name in stages)
+        last = f"`{slowest.removeprefix('pass ')}`, {1e3 * row[slowest]:.1f}"
+        lines.append([f"{row['model']}, {row['nodes']:,} nodes", *milliseconds, last])
+    return grid(["milliseconds", *stages[:-2], "all, unverified", "verifying", "slowest pass"], lines, text=(0, 8))
+
+
 def _optimizers(name: str, head: str, field: str) -> str:
     """Return the seconds in `field` of each model and tool in a result."""
     found = rows(name)
@@ -647,7 +659,7 @@ TABLES: Final[Mapping[str, Callable[[], str]]] = {
         generated_kernels, joined, products, quantized_products, float8, integers, decoding, tokens_per_second,
         attention, attention_forms, linear_attention, recurrent_layers, scans, models_in_chunks, triton_kernel,
         timed_pages, kernels, convolutions, gates, other_gpus, on_the_cpu, memory, optimizers, idle_optimizers,
-        one_token_of_scans, optimum, decisions,
+        phases, one_token_of_scans, optimum, decisions,
     )
 }  # fmt: skip
 
