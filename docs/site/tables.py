@@ -519,17 +519,6 @@ def convolutions() -> str:
     return grid(["microseconds", "cuDNN, bare", "cuDNN, fused", "onnxfuse", "of bare", "copy"], lines)
 
 
-def gates() -> str:
-    """Return the times of gates of channels and of the products that follow them."""
-    lines = [
-        [row["label"], *(_time(row, name) for name in ("plain", "two", "first", "three", "one"))]
-        for row in rows("gates-h200")
-    ]
-    head = ["microseconds", "product alone", "scale and product", "gate in the product", "mean and two products",
-            "gate in one launch"]  # fmt: skip
-    return grid(head, lines)
-
-
 def other_gpus() -> str:
     """Return the times of plans for other GPUs on an H200, as geometric means of ratios."""
     found = rows("other_gpus-h200")
@@ -658,7 +647,7 @@ TABLES: Final[Mapping[str, Callable[[], str]]] = {
         whole_models, trends, readme_models, engines, new_shapes, starts, compiling, load, regions_of_models,
         generated_kernels, joined, products, quantized_products, float8, integers, decoding, tokens_per_second,
         attention, attention_forms, linear_attention, recurrent_layers, scans, models_in_chunks, triton_kernel,
-        timed_pages, kernels, convolutions, gates, other_gpus, on_the_cpu, memory, optimizers, idle_optimizers,
+        timed_pages, kernels, convolutions, other_gpus, on_the_cpu, memory, optimizers, idle_optimizers,
         phases, one_token_of_scans, optimum, decisions,
     )
 }  # fmt: skip
