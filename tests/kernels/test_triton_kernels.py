@@ -53,10 +53,10 @@ def fused() -> str:
     return "pairs_fused.onnx"
 
 
-def interpreted() -> subprocess.CompletedProcess[str]:
-    """Run the page's check in a process of its own, as Triton decides at its import."""
+def interpreted(script: str = "check.py") -> subprocess.CompletedProcess[str]:
+    """Run a check of the page in a process of its own, as Triton decides at its import."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    return subprocess.run([sys.executable, "check.py"], capture_output=True, text=True, check=False, env=environment)
+    return subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, env=environment)
 
 
 def plan(dtype: str, shape: tuple[int, ...], device: Device = H200) -> Plan:
@@ -75,6 +75,15 @@ def test_the_interpreter_agrees_with_the_body_and_finds_a_wrong_kernel() -> None
     kernel.write_text(kernel.read_text().replace("squares_b += right * right", "squares_b += left * right"))
     wrong = interpreted()
     assert wrong.returncode and "plan 0 differs from the body" in wrong.stderr
+
+
+@pytest.mark.usefixtures("page")
+def test_the_kernel_in_cuda_agrees_with_the_body() -> None:
+    fused()
+    text = Path("check.py").read_text(encoding="utf-8")
+    Path("check_cuda.py").write_text(text.replace('"kernels"', '"kernels_cuda"'), encoding="utf-8")
+    made = interpreted("check_cuda.py")
+    assert made.returncode == 0 and float(made.stdout.split("error=")[1].split(")")[0]) < 1e-6, made.stderr
 
 
 @pytest.mark.usefixtures("page")
