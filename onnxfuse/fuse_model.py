@@ -601,7 +601,10 @@ def form_regions(work: Work) -> None:
     left = work.found.left
     if work.settings.operators != "standard":  # other runtimes have no operators of com.microsoft, and no regions
         left = left or left_by_regions(graph, work.found.spelling, made.reasons)
-    work.found = replace(work.found, fusing=fusing, regions=made, without_regions=without, after=after, left=left)
+    layout = work.found.layout.counted(graph)
+    work.found = replace(
+        work.found, fusing=fusing, layout=layout, regions=made, without_regions=without, after=after, left=left
+    )
 
 
 def _without_gain(traffic: Traffic, before: Traffic, after: Traffic) -> Traffic:

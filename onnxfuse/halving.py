@@ -16,7 +16,6 @@ import onnx
 
 from onnxfuse.analysis.shape_inference import read_and_infer
 from onnxfuse.analysis.shape_info import ShapeInfo
-from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.errors import ModelError, UsageError, VerificationError, first_line
 from onnxfuse.fuse_model import FusedModel, Settings, StageTimer, fuse_model
 from onnxfuse.half.choose import Known, Unit
@@ -103,7 +102,7 @@ class Halving:
     given: onnx.ModelProto
     folder: Path | None
     wanted: Request
-    fusions: Sequence[Fusion]
+    settings: Settings
     inputs: Mapping[str, Array] | None
     shapes: Sequence[str]
     timer: StageTimer
@@ -155,7 +154,8 @@ class Halving:
     @cached_property
     def plain(self) -> FusedModel:
         """The model in its original precision, with constants folded and spellings normalized."""
-        return fuse_model(self.source, self.folder, Settings([], layout="nchw", keep_unfused=True), self.timer)
+        settings = Settings([], layout="nchw", keep_unfused=True, sizes=self.settings.sizes)
+        return fuse_model(self.source, self.folder, settings, self.timer)
 
     @cached_property
     def types(self) -> dict[str, int]:
@@ -174,8 +174,9 @@ class Halving:
     @cached_property
     def units(self) -> list[Unit]:
         """The groups of nodes that will be fused; values inside a group are never written to memory."""
-        in_float32 = {fusion.name for fusion in self.fusions if fusion.casts}
-        found = fuse_model(self.plain.model, self.folder, Settings(self.fusions, layout="nchw"), self.timer).fused
+        in_float32 = {fusion.name for fusion in self.settings.fusions if fusion.casts}
+        settings = Settings(self.settings.fusions, layout="nchw")
+        found = fuse_model(self.plain.model, self.folder, settings, self.timer).fused
         return [Unit(one.fusion, frozenset(one.replaces), one.fusion in in_float32) for one in found]
 
     @cached_property
@@ -351,7 +352,11 @@ class Halving:
         advice = "allow a larger error, or keep float32"
         if worst is None or self._is_allowed(result):
             return f"an error of {self.wanted.max_error} is kept in {name} only {share}; {advice}"
-        found = f"is off by {worst.error:.1e} of its largest value" if math.isfinite(worst.error) else "is not finite"
+        found = (
+            f"is off by {worst.error:.1e} of its largest value"
+            if math.isfinite(worst.error)
+            else "has another shape or is infinite"
+        )
         return f"output '{worst.name}' {found} in {name}, {share}; {advice}"
 
     def _ask(self, count: int, reason: str) -> None:
@@ -457,7 +462,9 @@ def _why(result: HalfResult, max_error: float | None) -> str:
     """Return why the errors of a conversion require more nodes in float32."""
     worst = result.worst if max_error is not None or not _is_finite(result) else result.unusual
     assert worst is not None
-    return f"the error of '{worst.name}' was {worst.error:.1e}"
+    if math.isfinite(worst.error):
+        return f"the error of '{worst.name}' was {worst.error:.1e}"
+    return f"'{worst.name}' had another shape or was infinite"
 
 
 def _unexplained(tried: Mapping[int, HalfResult]) -> str:

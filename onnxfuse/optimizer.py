@@ -387,10 +387,8 @@ def _optimize(job: _Job, path: str | None) -> tuple[onnx.ModelProto, Report]:
 def _accepted(job: _Job, found: _Found) -> Accepted:
     """Return the differences from the original that were accepted; default tolerances of dtypes are not included."""
     if found.half is not None:
-        allowed = {name: value for name, value in found.half.tolerances.items() if math.isfinite(value)}
-        return Accepted(
-            allowed, f"the error that was allowed for {found.half.dtype}", found.half.dtype, job.is_standard
-        )
+        set_by = f"the error that was allowed for {found.half.dtype}"
+        return Accepted(found.half.tolerances, set_by, found.half.dtype, job.is_standard)
     given = {} if job.tolerance is None else {each.name: job.tolerance for each in found.verified.outputs}
     return Accepted(given, "the tolerance that `optimize` was given" if given else "", "", job.is_standard)
 
@@ -417,7 +415,7 @@ def _fuse_source(job: _Job, source: onnx.ModelProto) -> _Found:
     if job.half is None:
         return _fuse_verified(job, source)
     halving = Halving(
-        job.original, source, job.folder, job.half, job.settings.fusions, job.inputs, job.shapes, job.timer, job.verify
+        job.original, source, job.folder, job.half, job.settings, job.inputs, job.shapes, job.timer, job.verify
     )
 
     def attempt(verify: bool) -> tuple[_Found, HalfResult]:
@@ -527,17 +525,19 @@ def _subgraphs(result: FusedModel, before: FusedModel) -> Iterator[Subgraph]:
 
     Where only the converted model has a body, because the condition of an If became unknown, its own nodes are counted.
     """
-    given = {where: _nodes_of(each.graph.model) for where, each in before.everywhere()}
+    given = {where: _operators_of(each.graph.model) for where, each in before.everywhere()}
     for where, each in result.everywhere():
         if where:
             counts = Counter(one.fusion for one in each.fusing.fused)
-            before_it = given.get(where, _nodes_of(each.graph.model))
-            yield Subgraph(where, before_it, _nodes_of(each.model), dict(sorted(counts.items())))
+            old, new = given.get(where) or _operators_of(each.graph.model), _operators_of(each.model)
+            fused = {node.op_type for node in each.model.graph.node if is_fused(node)}
+            added = {op: count for op, count in sorted((new - old).items()) if op not in fused}
+            yield Subgraph(where, old.total(), new.total(), dict(sorted(counts.items())), added)
 
 
-def _nodes_of(model: onnx.ModelProto) -> int:
-    """Return how many nodes the main graph of a model has, without Constants."""
-    return sum(not is_constant(node) for node in model.graph.node)
+def _operators_of(model: onnx.ModelProto) -> Counter[str]:
+    """Return how many nodes of each operator the main graph of a model has, without Constants."""
+    return Counter(node.op_type for node in model.graph.node if not is_constant(node))
 
 
 def _graphs(result: FusedModel) -> Iterator[Rewritten]:

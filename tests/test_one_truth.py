@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -280,6 +281,49 @@ def test_verify_accepts_what_a_conversion_accepted(
     assert f", and {report.half.tolerances[report.half.worst.name]:.1e} is allowed; " in line
 
 
+def test_each_error_of_a_conversion_says_what_it_is_measured_from(tmp_path: Path) -> None:
+    """Fused nodes are compared with the converted model, and the errors of the conversion are those to the original."""
+    given = parse(BLOCK)
+    onnx.save(given, tmp_path / "given.onnx")
+    converted, report = optimize(given, dtype="float16")
+    onnx.save(converted, tmp_path / "half.onnx")
+    assert re.search(
+        r"1 output equal to that of the converted model \(at \d+% of the tolerance\)", printed(report.verified)
+    )
+    (line,) = (line for line in half_lines(report.half) if "is off by" in line)
+    assert line.startswith("  compared with the original, 'y' is off by ")
+    page = " ".join(write_page(report).split())
+    assert "computed what the converted model computes" in page and line.strip().replace("'", "&#39;") in page
+    assert "in 1 output compared with the converted model." in page
+    assert [each["base"] for each in report.verified.to_json()["outputs"]] == ["converted model"]
+    assert [each.base for each in compare(given, converted).outputs] == ["original"]
+    plain = printed(optimize(given)[1].verified)
+    assert "1 output equal (at " in plain and "original" not in plain
+
+
+def test_an_output_whose_shape_half_precision_changes_is_compared_by_no_command(tmp_path: Path) -> None:
+    """As of a decoder that runs until a token ends it: `optimize` allowed any error, and `verify` said "different"."""
+    given, other = (
+        parse(f"""g (float[n,8] x) => (float[k] y) <float a = {{{number}}}, int64[1] flat = {{-1}}> {{
+            b = Greater (x, a) taken = Reshape (b, flat) y = Compress (x, taken) }}""")
+        for number in (0.5, 0.25)
+    )
+    assert compare(given, other).status == "failed"
+    state_accepted(other, given, Accepted({"y": math.inf}, "the error that was allowed for float16", "float16"))
+    (entry,) = (each for each in other.metadata_props if each.key == KEY)
+    assert json.loads(entry.value)["tolerances"] == {"y": None}
+    found = compare(given, other)
+    why = "any error was allowed, because rounding weights to float16 changes its shape or makes it infinite"
+    assert found.status == "none" and [each.reason for each in found.not_compared] == [why]
+    for name, model in ("given", given), ("other", other):
+        onnx.save(model, tmp_path / f"{name}.onnx")
+    shown = run("bench", tmp_path / "given.onnx", "--against", tmp_path / "other.onnx", "--runs", "2", "--no-ops")
+    assert (
+        "'y' is not compared at these inputs: any error was allowed" in " ".join(shown.stdout.split())
+        and shown.exit_code == 0
+    )
+
+
 def test_verify_allows_the_noise_of_half_precision_at_other_sizes(tmp_path: Path) -> None:
     """A quick conversion ran at two rows; at three, the differences are 26 times as large before the Sigmoid."""
     given = parse("""g (float[n,8] x) => (float[n,8] y)
@@ -317,9 +361,18 @@ def test_the_noise_of_half_precision_is_that_of_results_too() -> None:
     assert output.passed and 1e-3 < output.max_rel < output.tolerance < 0.1
 
 
-def test_too_much_noise_of_half_precision_is_not_called_the_original_s() -> None:
-    (output,) = compare(*rounded_near(1000)).not_compared
+def test_too_much_noise_of_half_precision_is_not_called_the_original_s(tmp_path: Path) -> None:
+    """`bench` says the same, of the inputs that it times, and that `verify` runs others."""
+    pair = rounded_near(1000)
+    (output,) = compare(*pair).not_compared
     assert output.reason.startswith("the noise of float16 is 1.")
+    for name, model in zip(("given", "half"), pair, strict=True):
+        onnx.save(model, tmp_path / f"{name}.onnx")
+    paths = tmp_path / "given.onnx", tmp_path / "half.onnx"
+    shown = run("bench", paths[0], "--against", paths[1], "--runs", "2", "--no-ops", "--shape", "x:1x8")
+    text = " ".join(shown.stdout.split())
+    assert "half.onnx: 'y' is not compared at these inputs: the noise of float16 is " in text
+    assert "`onnxfuse verify` also compares at other sizes and values." in text
 
 
 def test_a_conversion_is_accepted_beside_its_own_original_alone() -> None:

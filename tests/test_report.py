@@ -25,7 +25,7 @@ SCHEMA: dict[str, Any] = {
     "input": {"path": str, "nodes": int, "fused": int, "opset": int, "bytes": int, "digest": str},
     "output": {"path": str, "nodes": int, "bytes": int},
     "counts": {...: int},
-    "subgraphs": [{"where": str, "nodes_before": int, "nodes_after": int, "counts": {...: int}}],
+    "subgraphs": [{"where": str, "nodes_before": int, "nodes_after": int, "counts": {...: int}, "added": {...: int}}],
     "functions": {"inlined": int, "kept": [str]},
     "fused": [{"fusion": str, "match": str, "node": str, "where": str, "replaces": [str], "dims": {...: (int, str)}}],
     "folded": [{"what": str, "node": str, "into": str}],
@@ -61,7 +61,7 @@ SCHEMA: dict[str, Any] = {
         "status": str,
         "passed": bool,
         "reason": str,
-        "outputs": [{"name": str, "max_abs": float, "max_rel": float, "tolerance": float, "set_by": str}],
+        "outputs": [{"name": str, "max_abs": float, "max_rel": float, "tolerance": float, "set_by": str, "base": str}],
         "equal_parts": int,
         "not_compared": [{"name": str, "reason": str}],
         "notes": [str],
@@ -206,6 +206,8 @@ def test_the_estimate_is_for_the_sizes_that_are_asked_for() -> None:
     again = optimize(model, verify=False, shapes=["x:5x8"])[1]
     assert report.before.assumed == again.before.assumed == {"x[0]": 5}
     assert report.before.bytes == 4 * (7 * 5 * 8 + 1) and again.before.bytes == report.after.bytes
+    half = optimize(given, shapes=["x:5x8"], dtype="float16")[1]
+    assert (half.before.assumed, half.before.bytes) == (report.before.assumed, report.before.bytes)
 
 
 def test_the_estimate_of_fused_nodes() -> None:

@@ -80,8 +80,9 @@ def tables(result: Bench) -> Group:
     parts += [Line(f"[red]{escape(_label(each))}[/]: {escape(each.reason)}")
               for each in result.contenders if each.reason]  # fmt: skip
     hidden = {(each.name, name): why for each in result.contenders for name, why in each.not_compared.items()}
-    parts += [Line(f"{escape(model)}: '{escape(name)}' is not compared: {escape(why)}")
+    parts += [Line(f"{escape(model)}: '{escape(name)}' is not compared at these inputs: {escape(why)}")
               for (model, name), why in hidden.items()]  # fmt: skip
+    parts += ["`onnxfuse verify` also compares at other sizes and values."] if hidden else []
     parts += [Line(f"Operators were not timed alone: {escape(result.ops_error)}")] if result.ops_error else []
     fused = [op for op in result.ops if op.how != UNFUSED]
     parts += [] if on_gpu else [Line(BODIES_RAN)]

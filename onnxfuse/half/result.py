@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from onnxfuse.half.precision import Kept
 from onnxfuse.half.weights import ScratchFolder
 from onnxfuse.printing import bytes_text, counted, escape, finite
+from onnxfuse.verify.accepted import ENDS_COMPARISONS
 from onnxfuse.verify.noise import ROUNDINGS
 
 MAX_KEPT_SHOWN: Final = 10
@@ -98,24 +99,26 @@ def half_lines(half: HalfResult | None) -> list[str]:
     count = half.nodes - len(half.kept) - sum(half.by_rule.values())
     share = f"{count} of {counted(half.nodes, 'floating-point node')}"
     size = f"{bytes_text(half.bytes_before)} -> {bytes_text(half.bytes_after)} of weights"
-    lines = [f"Half precision: {share} in {half.dtype}, {size}"]
-    lines += [
-        f"  {escape(each.op)} '{escape(each.node)}' stays in float32: {escape(each.reason)}"
-        for each in half.kept[:MAX_KEPT_SHOWN]
-    ]
+    return [f"Half precision: {share} in {half.dtype}, {size}", *(f"  {escape(each)}" for each in half_sentences(half))]
+
+
+def half_sentences(half: HalfResult) -> Iterator[str]:
+    """Yield sentences on the nodes that stayed in float32, and on the errors."""
+    for each in half.kept[:MAX_KEPT_SHOWN]:
+        yield f"{each.op} '{each.node}' stays in float32: {each.reason}"
     if len(half.kept) > MAX_KEPT_SHOWN:
-        lines.append(f"  {len(half.kept) - MAX_KEPT_SHOWN} more stay because of their values")
-    lines += [
-        f"  {counted(count, 'node stays', 'nodes stay')} in float32, {'each ' * (count > 1)}because {escape(reason)}"
-        for reason, count in half.by_rule.items()
-    ]
+        yield f"{len(half.kept) - MAX_KEPT_SHOWN} more stay because of their values"
+    for reason, count in half.by_rule.items():
+        yield f"{counted(count, 'node stays', 'nodes stay')} in float32, {'each ' * (count > 1)}because {reason}"
     if half.added_masks:
-        lines.append(f"  Masks added to scores: {half.added_masks}; {ADDED_MASKS.format(half.dtype)}")
+        yield f"Masks added to scores: {half.added_masks}; {ADDED_MASKS.format(half.dtype)}"
     if (worst := half.worst) is not None:
-        told = f"'{escape(worst.name)}' is off by {worst.error:.1e} of its largest value"
-        allowed = f"{half.tolerances[worst.name]:.1e} is allowed"
-        lines.append(f"  {told}, and {allowed}; the noise of {half.dtype} there is {worst.noise:.1e}")
-    return [*lines, *([f"  {escape(half.note)}"] if half.note else [])]
+        told = f"compared with the original, '{worst.name}' is off by {worst.error:.1e} of its largest value"
+        allowed = f"{half.tolerances[worst.name]:.1e} is allowed; the noise of {half.dtype} there is {worst.noise:.1e}"
+        unlimited = f"any error is allowed, because rounding weights to {half.dtype} {ENDS_COMPARISONS}"
+        yield f"{told}, and {allowed if math.isfinite(worst.noise) else unlimited}"
+    if half.note:
+        yield half.note
 
 
 def reasons(by_rule: tuple[Kept, ...]) -> dict[str, int]:

@@ -61,12 +61,18 @@ class LayoutResult:
     """
 
     nodes: int = 0
+    joined: int = 0  # how many of these nodes became parts of regions and other nodes
     first: str = ""  # name of the first channels-last node
     fused: tuple[Fused, ...] = ()
     ends: tuple[RegionEnd, ...] = ()
     stays: tuple[ChannelsFirst, ...] = ()
     others: tuple[ChannelsFirst, ...] = ()  # channels-first operators that could become one of LAYOUT_FUSIONS
     originals: Mapping[str, tuple[str, Perm]] = field(default_factory=dict)
+    written: frozenset[str] = frozenset()  # the names of the channels-last nodes, until `counted`
+
+    def counted(self, graph: Graph) -> LayoutResult:
+        """Return the results, with the number of channels-last nodes that are no longer in the graph."""
+        return replace(self, joined=len(self.written.difference(map(node_label, graph.nodes))), written=frozenset())
 
     def original(self, name: str) -> str:
         """Return the name of the tensor that this tensor is a Transpose of; its own name if it is not a Transpose."""
@@ -137,8 +143,10 @@ def _write(
     graph.sort()
     present = set(graph.nodes)
     standing = tuple(end for node, end in ends.items() if node in present and op_of(node) == "Transpose")
-    count = len(writer.written & present)
-    return LayoutResult(count, first, tuple(fused.values()), standing, originals=writer.originals)
+    written = frozenset(map(node_label, writer.written & present))
+    return LayoutResult(
+        len(written), 0, first, tuple(fused.values()), standing, originals=writer.originals, written=written
+    )
 
 
 def _choose(model: Model, answers: Mapping[Node, Conversion | str]) -> tuple[Sequence[Conversion], Sequence[Refused]]:
@@ -200,9 +208,9 @@ def _why_border(graph: Graph, tensor: Tensor, inward: bool, reasons: Mapping[Nod
             break
         node = _beside(node.inputs[0] if inward else node.outputs[0], inward, reasons)
     if node is None or node not in reasons:
-        return f"{_named(first)} is channels-first: more bytes would be transposed if it were channels-last"
+        return f"{_named(first)} is channels-first, because more bytes would be transposed if it were channels-last"
     as_another = "" if node is first else f", as {_named(node)} is"
-    return f"{_named(first)} is channels-first{as_another}: {reasons[node]}"
+    return f"{_named(first)} is channels-first{as_another}, because {reasons[node]}"
 
 
 def _beside(tensor: Tensor, inward: bool, reasons: Mapping[Node, str]) -> Node | None:
@@ -242,5 +250,5 @@ def _why_refused(graph: Graph, one: Refused, reasons: Mapping[Node, str]) -> str
     why = _why_border(graph, one.widest, one.inward, reasons)
     return (
         f"Transposes around its region would move {bytes_text(one.border)}, which is more than {MAX_BORDER_SHARE:.0%} "
-        f"of the {bytes_text(one.moved)} that its convolutions move; most are for '{one.widest.name}': {why}"
+        f"of the {bytes_text(one.moved)} that its convolutions move; most are for '{one.widest.name}', because {why}"
     )

@@ -52,6 +52,8 @@ def subgraph_lines(subgraphs: Sequence[Any], everything: bool) -> Iterator[Line]
     shown = ordered if everything else changed[:MAX_SHOWN]
     for each in shown:
         counts = "".join(f", {count} {fusion}" for fusion, count in each.counts.items())
+        if each.nodes_after > each.nodes_before:
+            counts += "".join(f", {counted(count, escape(op))} added" for op, count in each.added.items())
         yield Line(f"In {escape(each.where)}: {each.nodes_before} -> {counted(each.nodes_after, 'node')}{counts}")
     rest = ordered[len(shown) :]
     if rest:
@@ -72,8 +74,9 @@ def function_lines(inlined: Inlined | None) -> Iterator[Line]:
 def layout_lines(layout: LayoutResult, everything: bool) -> Iterator[Line]:
     """Yield lines on channels-last nodes, and the reasons for remaining Transposes and channels-first convolutions."""
     if layout.nodes:
-        total = f"{counted(layout.nodes, 'node')} channels-last, {counted(len(layout.ends), 'Transpose')} at borders"
-        yield Line(f"Layout: {total}")
+        joined = f" ({layout.joined} of them in regions and epilogues)" if layout.joined else ""
+        transposes = counted(len(layout.ends), "Transpose")
+        yield Line(f"Layout: {counted(layout.nodes, 'node')} channels-last{joined}, {transposes} at borders")
         yield from _reason_lines([end.reason for end in layout.ends], "more Transpose", everything)
     if layout.stays:
         yield Line(f"Layout: {counted(len(layout.stays), 'convolution')} channels-first")
@@ -155,9 +158,8 @@ def _compared_lines(verified: Verification, everything: bool) -> Iterator[Line]:
     if not verified.passed:
         yield Line(f"[yellow]Not verified[/]: {escape(verified.reason)}")
         return
-    outputs = f"{counted(len(verified.outputs), 'output')} equal{_share_of_tolerance(verified.outputs)}"
-    nodes = f"{counted(verified.equal_parts, 'fused node')} equal"
-    equal = ", ".join([*([outputs] if verified.outputs else []), *([nodes] if verified.equal_parts else [])])
+    nodes = [f"{counted(verified.equal_parts, 'fused node')} equal"] if verified.equal_parts else []
+    equal = ", ".join([*_equal_outputs(verified.outputs), *nodes])
     if verified.status == "verified":
         yield Line(f"[green]Verified[/]: {equal}")
         return
@@ -175,6 +177,15 @@ def not_compared_lines(not_compared: Sequence[NotCompared], everything: bool = F
         yield Line(f"'{escape(first.name)}'{others} not compared: {escape(one.sentence)}", "  ", 4)
     if rest := sum(len(one.items) for one in missing[len(shown) :]):
         yield Line(f"{rest} more are not compared (--all)", "  ")
+
+
+def _equal_outputs(outputs: Sequence[OutputDifference]) -> Iterator[str]:
+    """Yield, for each model that outputs were compared with, how many are equal to its outputs."""
+    bases = sorted({each.base for each in outputs})
+    for base in bases:
+        some = [each for each in outputs if each.base == base]
+        whose = "" if bases == ["original"] else f" to {'that' if len(some) == 1 else 'those'} of the {base}"
+        yield f"{counted(len(some), 'output')} equal{whose}{_share_of_tolerance(some)}"
 
 
 def _share_of_tolerance(outputs: Sequence[OutputDifference]) -> str:

@@ -12,6 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from onnxfuse.errors import printable
+from onnxfuse.half.result import half_sentences
 from onnxfuse.printing import bytes_text, counted
 from onnxfuse.report.fates import FATES
 from onnxfuse.report.picture import Table, picture
@@ -130,6 +131,7 @@ def _shown(report: Shown) -> dict[str, Any]:
         "single": sum(len(one.replaces) <= 1 for one in report.fused),
         "sizes": report.verified.sizes,
         "weights": report.weights,
+        "half": list(half_sentences(report.half)) if report.half else [],
         "verdict": verdict(report.verified, len(report.fused)),
         "fates": fate_counts(report),
         "operators": operators(plain),

@@ -78,12 +78,16 @@ class RegionGain:
 
 @dataclass(frozen=True)
 class Subgraph:
-    """A body of an If, Loop or Scan: how many nodes it has before and after, and how many fused nodes per fusion."""
+    """A body of an If, Loop or Scan: how many nodes it has before and after, and how many fused nodes per fusion.
+
+    `added` counts the nodes of each operator that it has more of than before.
+    """
 
     where: str
     nodes_before: int
     nodes_after: int
     counts: Mapping[str, int]
+    added: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from onnxfuse.dsl.spans import Span
+from onnxfuse.half.result import HalfResult
 from onnxfuse.match import Miss
 from onnxfuse.passes.folded import Folded
 from onnxfuse.printing import counted
@@ -72,6 +73,10 @@ class Shown(Protocol):
         """Further facts about the model and the run."""
 
     @property
+    def half(self) -> HalfResult | None:
+        """The result of a conversion to half precision."""
+
+    @property
     def weights(self) -> WeightsResult | None:
         """The result of quantizing weights."""
 
@@ -104,7 +109,8 @@ def verdict(verified: Verification, fused: int) -> Verdict:
         return Verdict("Not verified", "bad", f"{what}: {verified.reason}.")
     equal = " and ".join([*([outputs] if verified.outputs else []), *([parts] if verified.equal_parts else [])])
     how = f"{equal} of {counted(fused, 'fused node')}" if verified.equal_parts < fused else equal
-    sentence = f"{how} computed what the original computes, in onnxruntime on the CPU"
+    base = " or the ".join(sorted({each.base for each in verified.outputs})) or "original"
+    sentence = f"{how} computed what the {base} computes, in onnxruntime on the CPU"
     if verified.status == "verified":
         return Verdict("Verified", "good", f"{sentence}.")
     return Verdict("Partly verified", "fair", f"{sentence}; {len(verified.not_compared)} could not be compared.")

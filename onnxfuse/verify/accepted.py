@@ -17,10 +17,12 @@ import onnx
 
 from onnxfuse.ir.digest import graph_digest
 from onnxfuse.ir.dtypes import FLOAT_NAMES
+from onnxfuse.printing import finite
 from onnxfuse.verify.noise import ROUNDINGS
 
 T = TypeVar("T")
 KEY: Final = "onnxfuse.accepted"
+ENDS_COMPARISONS: Final = "changes its shape or makes it infinite"
 MAX_BYTES: Final = 1 << 20  # longer metadata is ignored
 
 
@@ -28,9 +30,10 @@ MAX_BYTES: Final = 1 << 20  # longer metadata is ignored
 class Accepted:
     """Accepted differences: the largest relative error of each output, and the results that need not be compared.
 
-    `set_by` is a text that names the reason for the tolerances.  `precision` is float16 or bfloat16 if the model was
-    converted to it, else empty.  Inputs and outputs of a converted model can have other floating-point dtypes than the
-    original's, and integers and booleans that are computed from half precision are not compared.  With
+    A tolerance is infinite if rounding inputs and weights to half precision changes the shape of an output or makes it
+    infinite.  `set_by` is a text that names the reason for the tolerances.  `precision` is float16 or bfloat16 if the
+    model was converted to it, else empty.  Inputs and outputs of a converted model can have other floating-point dtypes
+    than the original's, and integers and booleans that are computed from half precision are not compared.  With
     `numbers_for_nan`, any number passes where the original gives NaN.
     """
 
@@ -53,7 +56,8 @@ def state_accepted(model: onnx.ModelProto, original: onnx.ModelProto, accepted: 
     kept = [each for each in model.metadata_props if each.key != KEY]
     del model.metadata_props[:]
     model.metadata_props.extend(kept)
-    text = json.dumps({"original": graph_digest(original), **asdict(accepted)})
+    tolerances = {name: finite(value) for name, value in accepted.tolerances.items()}  # JSON has no infinity
+    text = json.dumps({"original": graph_digest(original), **asdict(accepted), "tolerances": tolerances})
     model.metadata_props.add(key=KEY, value=text)
 
 
@@ -71,7 +75,8 @@ def accepted_of(model: onnx.ModelProto, original: onnx.ModelProto) -> Accepted:
         return NOTHING_ACCEPTED
     if not isinstance(data, dict) or data.pop("original", None) != graph_digest(original) or not _is_valid(data):
         return NOTHING_ACCEPTED
-    return Accepted(**data)
+    tolerances = {name: math.inf if value is None else value for name, value in data["tolerances"].items()}
+    return Accepted(**{**data, "tolerances": tolerances})
 
 
 def _is_valid(data: dict[str, Any]) -> bool:
@@ -79,7 +84,9 @@ def _is_valid(data: dict[str, Any]) -> bool:
     if data.keys() != asdict(NOTHING_ACCEPTED).keys() or not isinstance(data["tolerances"], dict):
         return False
     numbers = data["tolerances"].values()
-    are_numbers = all(isinstance(each, float) and math.isfinite(each) and each > 0 for each in numbers)
+    are_numbers = all(
+        each is None or (isinstance(each, float) and math.isfinite(each) and each > 0) for each in numbers
+    )
     is_known = data["precision"] in ("", *ROUNDINGS) and isinstance(data["numbers_for_nan"], bool)
     return are_numbers and isinstance(data["set_by"], str) and is_known
 

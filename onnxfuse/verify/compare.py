@@ -85,7 +85,7 @@ class Verification:
     def to_json(self) -> dict[str, Any]:
         """Return the verification as JSON values; an infinite error, which JSON cannot write, becomes None."""
         rows = [
-            {key: finite(getattr(o, key)) for key in ("name", "max_abs", "max_rel", "tolerance", "set_by")}
+            {key: finite(getattr(o, key)) for key in ("name", "max_abs", "max_rel", "tolerance", "set_by", "base")}
             for o in self.outputs
         ]
         missing = [{"name": each.name, "reason": each.reason} for each in self.not_compared]
@@ -232,7 +232,8 @@ def _verdict(errors: Sequence[OutputDifference], reference: Reference) -> Verifi
     reason = "; ".join(text for text in (failed.reason if failed else "", reference.note) if text)
     different = {e.name for e in errors if not e.passed}
     hidden = tuple(NotCompared(name, why) for name, why in reference.not_compared.items() if name not in different)
-    seen = tuple(e for e in errors if not e.passed or e.name not in reference.not_compared)
+    compared = (e for e in errors if not e.passed or e.name not in reference.not_compared)
+    seen = tuple(replace(e, base=reference.base) for e in compared)
     if failed is None and not seen:
         reason = "; ".join(f"output '{each.name}' is not compared: {each.reason}" for each in hidden) or NO_OUTPUTS
         return Verification(None, (), reason, sizes, hidden)

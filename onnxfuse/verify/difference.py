@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import ml_dtypes
 import numpy as np
@@ -32,6 +33,7 @@ TOLERANCES: Mapping[str, float] = {
 }  # every other dtype is exact: integers, booleans and strings have no roundings
 
 GIVEN = "the given tolerance"
+Base: TypeAlias = Literal["original", "converted model"]
 
 # A value of at least this magnitude can only come from a mask, such as -3.4e38, or -65504 in float16.  Such
 # values would make every error look small, so the error of such a value is relative to the value itself.
@@ -48,6 +50,8 @@ class OutputDifference:
     float32, and `original_rel` is the original's own error against that evaluation.  For other outputs, `original_rel`
     is None.  If an output passes although some integers are one step of a quantizer off, `note` gives their share.
     `set_by` names the source of the tolerance: the original's noise or error, or a request; "" if it is the dtype.
+    `base` is the model that the output was compared with: a conversion to half precision is fused before it is compared
+    with the model that it converted.
     """
 
     name: str
@@ -59,6 +63,7 @@ class OutputDifference:
     original_rel: float | None = None
     note: str = ""
     set_by: str = ""
+    base: Base = "original"
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,7 @@ class Standard:
     limit: float | None = None  # replaces the tolerance of floating-point dtypes
     set_by: str = GIVEN  # names the source of `limit`
     scale: float = 0.0  # errors are relative to the largest value of the output, or to `scale` if `scale` is larger
+    base: Base = "original"
 
 
 def compare_output(
@@ -151,11 +157,11 @@ def _compare_floats(
     rel = max(found.optimized, found.overflowed)
     text = f"output '{name}' is off by {rel:.1e} of its largest value"
     if exact is not None:
-        text += f" from the original in float32, the original itself by {found.original:.1e}"
+        text += f" from the {standard.base} in float32, the {standard.base} itself by {found.original:.1e}"
     reason = "" if passed else f"{text}; {set_by or dtype} allows {allowed:.1e}"
     original_rel = None if exact is None else found.original
     if passed and rel > tolerance:
-        tolerance, set_by = found.original, f"the original's own error in {dtype}"
+        tolerance, set_by = found.original, f"the {standard.base}'s own error in {dtype}"
     return OutputDifference(name, found.max_abs, rel, tolerance, passed, reason, original_rel, set_by=set_by)
 
 

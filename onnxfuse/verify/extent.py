@@ -64,7 +64,7 @@ class Budget:
         *first, last = self.left_out
         named = f"{', '.join(first)} and {last}" if first else last
         limit = f"{MAX_OWN_RUNS:g} times the original's own run of {self.own:.1f} s, and at least {MIN_SECONDS:g} s"
-        return (f"{CUT} {named}, to end after about {self.seconds:.0f} s ({limit})",)
+        return (f"{CUT} {named}, for which the limit of {self.seconds:.0f} s left no time ({limit})",)
 
 
 @dataclass(frozen=True)

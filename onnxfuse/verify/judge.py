@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Final
 
 from onnxfuse.ir.extract import extract
-from onnxfuse.verify.accepted import Accepted
+from onnxfuse.verify.accepted import ENDS_COMPARISONS, Accepted
 from onnxfuse.verify.difference import TOLERANCES, OutputDifference
 from onnxfuse.verify.own_noise import measure_noise, unsteady_outputs
 from onnxfuse.verify.quantizer_steps import source_quantizer
@@ -41,7 +41,8 @@ def settled(
     excuse it.
     """
     hidden = {} if reference.tolerance is not None else too_coarse(reference.accepted)
-    hidden = {each.name: hidden[each.name] for each in errors if each.passed and each.name in hidden}
+    any_shape = {name for name, allowed in reference.accepted.tolerances.items() if math.isinf(allowed)}
+    hidden = {n: why for each in errors if (why := hidden.get(n := each.name)) and (each.passed or n in any_shape)}
     if all(each.passed for each in errors):
         return errors, hidden
     if reference.tolerance is None and any(not each.passed and math.isfinite(each.max_rel) for each in errors):
@@ -64,7 +65,9 @@ def settled(
 def too_coarse(accepted: Accepted) -> dict[str, str]:
     """Return the outputs whose accepted error is above MAX_NOISE, so that a comparison would prove nothing."""
     large = {name: each for name, each in accepted.tolerances.items() if each > MAX_NOISE}
-    return {name: f"{accepted.set_by} is {each:.1e} of its largest value" for name, each in large.items()}
+    any_error = f"any error was allowed, because rounding weights to {accepted.precision} {ENDS_COMPARISONS}"
+    told = {name: f"{accepted.set_by} is {each:.1e} of its largest value" for name, each in large.items()}
+    return {name: any_error if math.isinf(large[name]) else text for name, text in told.items()}
 
 
 def _excused(errors: Sequence[OutputDifference], hidden: Mapping[str, str]) -> tuple[OutputDifference, ...]:
@@ -81,7 +84,7 @@ def _allow_noise(
     doubtful = [e.name for e in errors if not e.passed and math.isfinite(e.max_rel)]
     noise = measure_noise(reference, doubtful)
     precision = reference.accepted.precision
-    of_what = f"the noise of {precision}" if precision else "the original's own noise"
+    of_what = f"the noise of {precision}" if precision else f"the {reference.base}'s own noise"
     set_by = f"{NOISE_FACTOR:g} times {of_what}"
     judged: list[OutputDifference] = []
     unsteady: dict[str, str] = {}

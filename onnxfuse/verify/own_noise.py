@@ -115,8 +115,8 @@ def unsteady_outputs(
     """Return, with reasons, failed outputs whose shapes or integers differ as much between runs of the original.
 
     For example, a rounding can change a quantized value by one step, and that step can decide the length of a result.
-    The runs perturb inputs and weights of the original by a rounding error.  If `reference.by_optimizations`, one more
-    run uses onnxruntime's graph optimizations.
+    The runs perturb inputs and weights of the original by a rounding error, of half precision if the optimized model
+    was converted to it.  If `reference.by_optimizations`, one more run uses onnxruntime's graph optimizations.
     """
     pairs = list(zip(reference.runs, results, strict=True))
     differ = {each.name: max(_elements_off(one.outputs[each.name], new.get(each.name)) for one, new in pairs)
@@ -132,14 +132,16 @@ def unsteady_outputs(
 
     if reference.by_optimizations and not isinstance(reference.optimized, str):
         look(reference.optimized, reference.runs[0], "with onnxruntime's graph optimizations")
+    precision = reference.accepted.precision
+    rounding, of_what = ROUNDINGS.get(precision, SOME_ROUNDINGS), f" of {precision}" if precision else ""
     for draw in range(STEADY_DRAWS):
         if not doubtful:
             break
-        move: Move = functools.partial(_move_some, draw=draw)
+        move: Move = functools.partial(_move_some, rounding=rounding, draw=draw)
         session = reference.open(with_moved_weights(reference.original, move))
         for each in reference.runs:
             outputs = reference.run(session, {n: move(n, v) for n, v in each.feeds.items()})
-            look(outputs, each, "where inputs and weights are moved by a rounding")
+            look(outputs, each, f"where inputs and weights are moved by a rounding{of_what}")
     return unsteady
 
 
@@ -159,7 +161,7 @@ def _how_unsteady(expected: object, actual: object) -> str:
     return f"the original itself differs in {int((expected != actual).sum())} of {expected.size} elements"
 
 
-def _move_some(name: str, value: Array, draw: int) -> Array:
-    """Return values perturbed by one unit in the last place; the later half of the draws adds SOME_ROUNDINGS."""
+def _move_some(name: str, value: Array, rounding: float, draw: int) -> Array:
+    """Return values perturbed by one unit in the last place; the later half of the draws adds a rounding error."""
     moved = move_by_one_ulp(name, value, draw)
-    return move_by_rounding(name, moved, SOME_ROUNDINGS, draw) if draw >= STEADY_DRAWS // 2 else moved
+    return move_by_rounding(name, moved, rounding, draw) if draw >= STEADY_DRAWS // 2 else moved

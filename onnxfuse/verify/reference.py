@@ -23,6 +23,7 @@ from onnxfuse.verify.accepted import NOTHING_ACCEPTED, Accepted
 from onnxfuse.verify.cpu_session import Prepared, open_session, prepare, run
 from onnxfuse.verify.difference import (
     GIVEN,
+    Base,
     OutputDifference,
     Standard,
     compare_output,
@@ -114,6 +115,11 @@ class Reference:
         return replace(self, runs=runs, edges=edges, in_float32=True, note=note, noise={})
 
     @property
+    def base(self) -> Base:
+        """What the runs are of, in words: the original, or the model that a conversion to half precision made of it."""
+        return "converted model" if self.is_converted else "original"
+
+    @property
     def at_edges(self) -> Reference:
         """Return a reference with only the runs at sizes 0 and 1; errors are relative to outputs of the usual runs."""
         scales = {name: max(largest_value(each.outputs[name]) for each in self.runs) for name in self.runs[0].outputs}
@@ -128,7 +134,7 @@ class Reference:
     def worst_difference(self, results: Sequence[Mapping[str, object]], name: str) -> OutputDifference:
         """Return the worst error of one output over the runs."""
         half = self.half_precision if name in self.half_tensors else ""
-        standard = Standard(half, *self._limit(name), self.scales.get(name, 0.0))
+        standard = Standard(half, *self._limit(name), self.scales.get(name, 0.0), self.base)
         return worst(
             compare_output(
                 name, self._expected(each, name, result), result.get(name),

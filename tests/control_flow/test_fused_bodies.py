@@ -15,6 +15,8 @@ from runtimes import open_on_cpu
 import onnxfuse.fuse_model
 from onnxfuse import Report, optimize
 from onnxfuse.ir.protos import nodes, tensors
+from onnxfuse.report.lines import subgraph_lines
+from onnxfuse.report.report import Subgraph
 
 HEAD = '<ir_version: 8, opset_import: ["" : 17]> g '
 WRONG_RELU = '''"""A Relu whose stored body is another function."""
@@ -234,8 +236,10 @@ def test_the_report_counts_by_subgraph() -> None:
         "In 1 more subgraph nothing was fused",
     ]
     assert report.to_json()["subgraphs"][0] == {
-        "where": "the then branch of If 'y'", "nodes_before": 3, "nodes_after": 1, "counts": {"region": 1},
+        "where": "the then branch of If 'y'", "nodes_before": 3, "nodes_after": 1, "counts": {"region": 1}, "added": {},
     }  # fmt: skip
+    (line,) = subgraph_lines([Subgraph("the body of Loop 'l'", 1, 2, {}, {"Cast": 1})], everything=False)
+    assert str(line) == "In the body of Loop 'l': 1 -> 2 nodes, 1 Cast added"
 
 
 def lines(report: Report, start: str) -> list[str]:

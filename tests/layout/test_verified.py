@@ -108,6 +108,16 @@ def test_the_report() -> None:
     ]
 
 
+def test_the_report_counts_channels_last_nodes_in_regions() -> None:
+    given = parse("""(float[n,8,6,6] x) => (float[n,8,6,6] y) <float[8,8,3,3] v, float[8,8,3,3] w> {
+        a = Conv <pads = [1, 1, 1, 1]> (x, v) b = Sin (a) c = Mul (b, a) y = Conv <pads = [1, 1, 1, 1]> (c, w) }""")
+    _, report = optimize(given, layout="nhwc", verify=False)
+    assert report.counts == {"conv_bias_activation": 2} and report.layout.written == frozenset()
+    assert "Layout: 4 nodes channels-last (2 of them in regions and epilogues), 2 Transposes at borders" in [
+        str(line) for line in report.table().renderables
+    ]
+
+
 def test_a_wrong_body_is_found_in_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """The node stays channels-first, between Transposes; the others are channels-last."""
     right = conversion.body_of_node

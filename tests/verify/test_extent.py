@@ -113,7 +113,7 @@ def test_a_budget_gives_the_original_and_fused_nodes_shares_of_ten_own_runs() ->
     assert not budget.allows(EDGES, OF_ORIGINAL) and budget.allows(DRAWN, OF_PARTS)
     budget.own = 1.0
     assert not any(budget.allows(DRAWN, OF_PARTS) for _ in range(3))
-    why = "to end after about 30 s (10 times the original's own run of 1.0 s, and at least 30 s)"
+    why = "for which the limit of 30 s left no time (10 times the original's own run of 1.0 s, and at least 30 s)"
     assert budget.notes == (f"the verification left out {EDGES} and {DRAWN}, {why}",)
     assert Budget(0.001, time.monotonic()).allows(DRAWN, OF_ORIGINAL)  # the least is 30 s
 
@@ -131,7 +131,7 @@ def test_a_verification_without_time_goes_on_as_a_quick_one(tmp_path: Path, monk
     assert (report.counts, report.verified.level, report.verified.status) == ({"wrong_relu": 1}, "full", "verified")
     (note,) = report.verified.notes
     assert note.startswith(
-        f"the verification left out {OTHER_SIZES}, {FLAGS}, {EDGES}, {OPTIMIZED} and {DRAWN}, to end"
+        f"the verification left out {OTHER_SIZES}, {FLAGS}, {EDGES}, {OPTIMIZED} and {DRAWN}, for which"
     )
     found = run_original(flagged, None, {}, lambda line: None, extent=replace(FULL, budget=Budget()))
     assert len(found.runs) == 1 and not found.edges and not found.optimized

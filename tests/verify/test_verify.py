@@ -173,7 +173,10 @@ def test_json_is_strict() -> None:
         "notes",
     }
     missing = compare(source, elementwise("z = Relu(x)", outputs="z")).to_json()
-    assert missing["outputs"] == [{"name": "y", "max_abs": None, "max_rel": None, "tolerance": 1e-5, "set_by": ""}]
+    (output,) = missing["outputs"]
+    assert output == {
+        "name": "y", "max_abs": None, "max_rel": None, "tolerance": 1e-5, "set_by": "", "base": "original",
+    }  # fmt: skip
     json.dumps([found, missing], allow_nan=False)
 
 
