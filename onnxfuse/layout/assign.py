@@ -208,9 +208,9 @@ def _why_border(graph: Graph, tensor: Tensor, inward: bool, reasons: Mapping[Nod
             break
         node = _beside(node.inputs[0] if inward else node.outputs[0], inward, reasons)
     if node is None or node not in reasons:
-        return f"{_named(first)} is channels-first, because more bytes would be transposed if it were channels-last"
+        return f"{_named(first)} is channels-first: more bytes would be transposed if it were channels-last"
     as_another = "" if node is first else f", as {_named(node)} is"
-    return f"{_named(first)} is channels-first{as_another}, because {reasons[node]}"
+    return f"{_named(first)} is channels-first{as_another}: {reasons[node]}"
 
 
 def _beside(tensor: Tensor, inward: bool, reasons: Mapping[Node, str]) -> Node | None:

@@ -29,7 +29,7 @@ from onnxfuse.report.sections import (
     stayed,
     verdict,
 )
-from onnxfuse.report.times import roofline, timed_graph
+from onnxfuse.report.times import rate_text, roofline, timed_graph
 from onnxfuse.rewrite.replace import Fused
 
 ASSETS: Final = files("onnxfuse.report") / "assets"
@@ -104,7 +104,13 @@ def _templates() -> Environment:
         loader=PackageLoader("onnxfuse.report", "assets"), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True, finalize=_printable,
     )  # fmt: skip
-    environment.filters |= {"bytes": bytes_text, "count": counted, "code": code_text, "soft": soft_text}
+    environment.filters |= {
+        "bytes": bytes_text,
+        "count": counted,
+        "rate": rate_text,
+        "code": code_text,
+        "soft": soft_text,
+    }
     return environment
 
 

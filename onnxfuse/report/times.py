@@ -187,3 +187,9 @@ def _flops_text(power: int) -> str:
     power = max(power, 0)
     unit = min(power - power % 3, max(UNITS))
     return f"{10 ** (power - unit):g} {UNITS[unit]}FLOP/s"
+
+
+def rate_text(rate: float) -> str:
+    """Return a rate in FLOP/s with three digits and a prefix."""
+    unit = next((power for power in sorted(UNITS, reverse=True) if rate >= 10**power), 0)
+    return f"{rate / 10**unit:.3g} {UNITS[unit]}FLOP/s"

@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -156,11 +156,29 @@ def test_the_chart_is_well_formed(measured: tuple[Result, dict[str, Any], str]) 
     assert "wrong result" in "".join(root.itertext())
 
 
+def check_trace_events(events: Sequence[dict[str, Any]]) -> None:
+    """Check the fields that the Chrome trace format requires of metadata and of complete events, in microseconds."""
+    for each in events:
+        assert isinstance(each["name"], str) and type(each["pid"]) is int and type(each.get("tid", 0)) is int
+        if each["ph"] == "M":
+            assert each["name"] in ("process_name", "thread_name") and isinstance(each["args"]["name"], str)
+        else:
+            assert each["ph"] == "X" and isinstance(each["cat"], str) and isinstance(each["args"], dict)
+            assert all(isinstance(each[time], int | float) and each[time] >= 0 for time in ("ts", "dur"))
+    threads = {(each["pid"], each["tid"]) for each in events if each["ph"] == "X"}
+    for thread in threads:  # complete events of one thread must be nested or apart
+        times = sorted(
+            (e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == thread
+        )
+        assert all(end <= start + 1e-3 for (_, end), (start, _) in itertools.pairwise(times))
+
+
 def test_a_trace_shows_the_operators_of_both_models(tmp_path: Path, bert: Path) -> None:
     given = ("--shape", "input_ids:2x8", "--shape", "attention_mask:2x8", "--runs", "2")
     result = run(bert, *given, "--trace", tmp_path / "t.json")
     assert result.exit_code == DONE, result.output
     events = json.loads((tmp_path / "t.json").read_text(encoding="utf-8"))["traceEvents"]
+    check_trace_events(events)
     named = {each["pid"]: each["args"]["name"] for each in events if each["name"] == "process_name"}
     estimated = ", estimated for an NVIDIA H200 with batch = 2, seq = 8"
     assert named == {0: "original", 1: "fused", 2: f"original{estimated}", 3: f"fused{estimated}"}

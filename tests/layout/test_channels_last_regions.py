@@ -55,7 +55,8 @@ def test_a_convolution_says_why_it_is_channels_first() -> None:
     (stays,) = result.layout.stays
     assert (stays.node, stays.output) == ("conv", "c") and stays.reason == (
         "Transposes around its region would move 2.1 MB, which is more than 50% of the 1.05 MB that its convolutions "
-        "move; most are for 'b': Abs 'b' is channels-first, as LRN 'a' is: its operator has no channels-last form"
+        "move; most are for 'b', because Abs 'b' is channels-first, as LRN 'a' is: its operator has no channels-last "
+        "form"
     )
     assert not converted(parse(BETWEEN_LRNS), "nhwc").layout.stays
     assert not converted(parse(BETWEEN_LRNS), "nchw").layout.stays, "which was asked for"

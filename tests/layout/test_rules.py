@@ -585,8 +585,7 @@ def test_where_regions_end(body: str, weights: str, transposes: int, reason: str
     model = between(body, weights)
     result = converted(model)
     assert operators(result)["Transpose"] == transposes
-    ends = [end.reason for end in result.layout.ends]
-    assert any(each.endswith(f"is channels-first, because {reason}") for each in ends), ends
+    assert any(end.reason.endswith(f"is channels-first: {reason}") for end in result.layout.ends), result.layout.ends
     assert_same(model, result.model, **SIZES)
 
 

@@ -115,8 +115,7 @@ def test_where_regions_end(text: str, reason: str) -> None:
         {{ a = Conv <pads = [1,1,1,1]> (x, k1) {text} y = Conv (b, k2) }}""", 17,
     )  # fmt: skip
     result = converted(model)
-    ends = [end.reason for end in result.layout.ends]
-    assert any(each.endswith(f"is channels-first, because {reason}") for each in ends), ends
+    assert any(end.reason.endswith(f"is channels-first: {reason}") for end in result.layout.ends), result.layout.ends
     assert_same(model, result.model, **SIZES)
 
 

@@ -23,7 +23,7 @@ from onnxfuse.quantize.result import OutputError, StayingWeights, WeightsResult
 from onnxfuse.report.estimated_times import COPY_RATE, LAUNCH, PRODUCT_RATES
 from onnxfuse.report.page import data, write_page
 from onnxfuse.report.sections import miss_groups, stayed
-from onnxfuse.report.times import HEIGHT, WIDTH, NodeTime, Row, Times, roofline
+from onnxfuse.report.times import HEIGHT, WIDTH, NodeTime, Row, Times, rate_text, roofline
 
 VOID = {"meta", "link", "input", "br", "path", "circle", "rect"}
 
@@ -236,6 +236,7 @@ def test_a_roofline_has_the_nodes_with_flops_and_the_lines_of_a_copy_and_of_prod
     (dot,) = drawn.dots
     assert [label for _, label in drawn.x_ticks] == ["10", "100"]
     assert [label for _, label in drawn.y_ticks] == ["100 MFLOP/s", "1 GFLOP/s", "10 GFLOP/s"]
+    assert [rate_text(rate) for rate in (2.5e10, 3.0, 9.89e14)] == ["25 GFLOP/s", "3 FLOP/s", "989 TFLOP/s"]
     assert dot.x == pytest.approx(WIDTH * math.log10(2), abs=0.1) and dot.y == HEIGHT
     (left, low), (right, high) = drawn.roof or ((0, 0), (0, 0))
     assert (left, low) == (0, HEIGHT / 2) and (right, high) == (WIDTH, 0)

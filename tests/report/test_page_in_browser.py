@@ -113,6 +113,18 @@ def test_each_screen(opened: Callable[..., Any], name: str, width: int, scheme: 
     assert serious == []
 
 
+def test_long_names_stay_in_their_cards(browser: Any, tmp_path: Path) -> None:
+    given = onnx.parser.parse_model("""<ir_version: 9, opset_import: ["" : 17]>
+        g (float["p2o.DynamicDimension.0","p2o.DynamicDimension.1"] x) => (float[a,b] y) { s = Exp (x) y = Sin (s) }""")
+    optimize(given)[1].write(tmp_path / "page.html")
+    page = browser.new_page(viewport={"width": 390, "height": SCREENS[390]})
+    page.goto((tmp_path / "page.html").as_uri())
+    right = "each.getBoundingClientRect().right"
+    inside = f"[...document.querySelectorAll('.card *')].every(each => {right} <= each.closest('.card').{right[5:]})"
+    assert "p2o.DynamicDimension.0" in text(page, ".cards") and page.evaluate(inside)
+    page.close()
+
+
 @pytest.mark.parametrize("name", ["unet", pytest.param("10000 nodes", marks=pytest.mark.slow)])
 def test_the_page_opens_at_once(opened: Callable[..., Any], name: str) -> None:
     """The page is there, with its picture, within a second; the best of three, as other processes may run."""
