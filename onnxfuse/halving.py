@@ -475,8 +475,8 @@ def _unexplained(tried: Mapping[int, HalfResult]) -> str:
     if last is None:
         return told
     return (
-        f"{told}; with {most} more nodes in float32 that of '{last.name}' still is, {last.error:.1e}. "
-        "max_error lets more of them stay"
+        f"{told}; with {most} more nodes in float32, '{last.name}' is still off by {last.error:.1e}. "
+        "`--max-error` lets more nodes stay"
     )
 
 

@@ -34,9 +34,13 @@ class HalfError:
     error: float
     noise: float
 
+    def usual(self, dtype: str) -> float:
+        """Return the largest usual error: USUAL_FACTOR times the noise, or one rounding of the output itself."""
+        return max(USUAL_FACTOR * self.noise, ROUNDINGS[dtype])
+
     def is_usual(self, dtype: str) -> bool:
-        """Return whether the error is at most USUAL_FACTOR times the noise, or one rounding of the output itself."""
-        return math.isfinite(self.error) and self.error <= max(USUAL_FACTOR * self.noise, ROUNDINGS[dtype])
+        """Return whether the error is finite, and usual."""
+        return math.isfinite(self.error) and self.error <= self.usual(dtype)
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class HalfResult:
     @property
     def tolerances(self) -> dict[str, float]:
         """The allowed error of each output: `max_error` if given, else the usual limit; at least the measured error."""
-        usual = {e.name: max(USUAL_FACTOR * e.noise, ROUNDINGS[self.dtype]) for e in self.errors}
+        usual = {e.name: e.usual(self.dtype) for e in self.errors}
         allowed = usual if self.max_error is None else dict.fromkeys(usual, self.max_error)
         return {e.name: max(allowed[e.name], e.error) for e in self.errors}
 
@@ -114,9 +118,13 @@ def half_sentences(half: HalfResult) -> Iterator[str]:
         yield f"Masks added to scores: {half.added_masks}; {ADDED_MASKS.format(half.dtype)}"
     if (worst := half.worst) is not None:
         told = f"compared with the original, '{worst.name}' is off by {worst.error:.1e} of its largest value"
-        allowed = f"{half.tolerances[worst.name]:.1e} is allowed; the noise of {half.dtype} there is {worst.noise:.1e}"
-        unlimited = f"any error is allowed, because rounding weights to {half.dtype} {ENDS_COMPARISONS}"
-        yield f"{told}, and {allowed if math.isfinite(worst.noise) else unlimited}"
+        noise = f"the noise of {half.dtype} there is {worst.noise:.1e}"
+        if not math.isfinite(worst.noise):
+            yield f"{told}, and any error is allowed, because rounding weights to {half.dtype} {ENDS_COMPARISONS}"
+        elif half.max_error is None and not worst.is_usual(half.dtype):
+            yield f"{told}, where {worst.usual(half.dtype):.1e} is usual; {noise}"
+        else:
+            yield f"{told}, and {half.tolerances[worst.name]:.1e} is allowed; {noise}"
     if half.note:
         yield half.note
 

@@ -953,9 +953,11 @@ def test_an_error_is_told_that_only_many_nodes_would_lower() -> None:
     assert report.half is not None
     assert not report.half.kept
     assert report.half.note == (
-        "errors are more than 3 times the noise; with 2 more nodes in float32 that of 'y' still is, 4.9e-02. "
-        "max_error lets more of them stay"
+        "errors are more than 3 times the noise; with 2 more nodes in float32, 'y' is still off by 4.9e-02. "
+        "`--max-error` lets more nodes stay"
     )
+    (line,) = (line for line in half_lines(report.half) if "is off by" in line)
+    assert " is usual; the noise of float16 there is " in line and "allowed" not in line
 
 
 @pytest.mark.parametrize(("enough", "limit", "found"), [(1, 9, 1), (5, 9, 5), (9, 9, 9), (10, 9, None), (80, 99, 81)])
