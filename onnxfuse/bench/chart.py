@@ -15,7 +15,7 @@ from rich.table import Table
 
 from onnxfuse.bench.bench import Bench, Contender, write_text
 from onnxfuse.errors import ModelError, UsageError, printable
-from onnxfuse.printing import Line, cell, columns, escape, two_lines
+from onnxfuse.printing import Line, cell, columns, counted, escape, two_lines
 from onnxfuse.tuning.dispatch import PLAIN
 from onnxfuse.tuning.op_times import UNFUSED, OpTime
 
@@ -87,7 +87,10 @@ def tables(result: Bench) -> Group:
     fused = [op for op in result.ops if op.how != UNFUSED]
     parts += [] if on_gpu else [Line(BODIES_RAN)]
     others = [op for op in result.ops if op.how == UNFUSED]
-    return Group(*parts, *(_ops(fused, on_gpu) if fused else []), *(_others(fused, others) if others else []))
+    parts += [*(_ops(fused, on_gpu) if fused else []), *(_others(fused, others) if others else [])]
+    inside = sum(result.counts.values()) - sum(len(op.nodes) for op in fused) if result.ops else 0
+    those = counted(inside, "fused node is", "fused nodes are")
+    return Group(*parts, *([f"{those} in bodies of If, Loop or Scan, and not timed alone"] if inside > 0 else []))
 
 
 def _models(contenders: Sequence[Contender], on_gpu: bool) -> Table:

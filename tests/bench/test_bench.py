@@ -156,6 +156,15 @@ def test_the_chart_is_well_formed(measured: tuple[Result, dict[str, Any], str]) 
     assert "wrong result" in "".join(root.itertext())
 
 
+def test_fused_nodes_in_bodies_are_not_timed_as_if_they_took_no_time(tmp_path: Path) -> None:
+    onnx.save(onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17]>
+    g (float[n,8] x, bool f) => (float[n,8] y, float[8,8] s) { s = Einsum <equation = "ij,ik->jk"> (x, x)
+      y = If (f) <then_branch = yes () => (float[n,8] t) { b = Exp (x) c = Sin (b) t = Abs (c) },
+                  else_branch = no () => (float[n,8] e) { e = Neg (x) }> }"""), tmp_path / "m.onnx")  # fmt: skip
+    result = run(tmp_path / "m.onnx", "--runs", "2")
+    assert "1 fused node is in bodies of If, Loop or Scan, and not timed alone" in result.output
+
+
 def check_trace_events(events: Sequence[dict[str, Any]]) -> None:
     """Check the fields that the Chrome trace format requires of metadata and of complete events, in microseconds."""
     for each in events:
