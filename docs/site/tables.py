@@ -442,9 +442,9 @@ def one_token_of_scans() -> str:
 
 def triton_kernel() -> str:
     """Return the times of the tutorial's model by its kernel in Triton and by others."""
-    names = ("onnxruntime_us", "triton_us", "region_us")
+    names = ("onnxruntime_us", "triton_us", "cuda_us", "region_us")
     lines = [[f"{row['rows']:,}", *(_time(row, name) for name in names)] for row in rows("triton_kernel-h200")]
-    return grid(["rows", "onnxruntime", "the kernel in Triton", "a generated kernel"], lines)
+    return grid(["rows", "onnxruntime", "in Triton", "in CUDA", "a generated kernel"], lines)
 
 
 def optimum() -> str:
