@@ -52,7 +52,7 @@ from onnxfuse.regions.assign import RegionResult, assign_regions
 from onnxfuse.regions.joining import Joining
 from onnxfuse.regions.prologue_fusion import fuse_prologues
 from onnxfuse.regions.quantized_images import fuse_quantizers
-from onnxfuse.report.traffic import Traffic, estimate_traffic
+from onnxfuse.report.traffic import Traffic, estimate_traffic, relate_to_bodies
 from onnxfuse.rewrite.apply_rules import near_misses
 from onnxfuse.rewrite.make_keys_row_major import make_keys_row_major
 from onnxfuse.rewrite.replace import Fused, LocalFunctions, write_deferred
@@ -348,6 +348,7 @@ def _fuse_once(
     with timer.stage("normalize"):
         inlined = learned.run(INLINING, lambda: inline_functions(model), Inlined(model))
         graph, shapes, taken = _read(inlined.model, folder, settings.bodies)
+        learned.run(ESTIMATE, lambda: relate_to_bodies(graph, shapes), None)
     found = _fuse_graph(Work(graph, shapes, taken, settings, learned, timer))
     stays = (*learned.operators.values(), *found.spelling.stays)
     return replace(found, spelling=replace(found.spelling, stays=stays), inlined=inlined)

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx.inliner
 import pytest
@@ -91,6 +92,25 @@ def test_sizes_are_not_known_for_other_inputs_or_constants() -> None:
     assert noted_sizes(model) == {"q": ["b"]}
     model.graph.initializer[1].int64_data[1] = 12
     assert noted_sizes(model) == {}
+
+
+# The frames of a spectrogram: their number depends on that of a Slice, which becomes part of a region.
+FRAMES = """g (float[b,n] x) => (float[b,257,t] y)
+    <int64[1] start = {119}, int64[1] end = {-9223372036854775808}, int64[1] one = {1}, int64[1] back = {-1},
+     int64[4] pads = {0,160,0,152}, int64[4] parts = {0,2,257,-1}, int64[1] axis = {1}> {
+    first = Slice (x, start, end, one, back)  longer = Concat <axis=1> (first, x)  padded = Pad (longer, pads)
+    lines = Unsqueeze (padded, one)  image = Conv <strides=[160]> (lines, w)  both = Reshape (image, parts)
+    y = ReduceSumSquare <keepdims=0> (both, axis) }"""
+
+
+def test_unknown_sizes_are_estimated_by_the_bodies_of_fused_nodes() -> None:
+    """The layout of a convolution depends on the estimates, so that the second run must have those of the first."""
+    model = parse(FRAMES)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.full((514, 1, 512), 0.01, np.float32), "w"))
+    once, report = onnxfuse.optimize(model, verify=False)
+    assert fusions(report)["region"]
+    twice, _ = onnxfuse.optimize(once, verify=False)
+    assert operators(twice) == operators(once)
 
 
 @pytest.mark.parametrize(

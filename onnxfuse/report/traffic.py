@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 import onnx
 
 from onnxfuse.algebra.operators import FREE
-from onnxfuse.algebra.sizes import UNKNOWN, symbol, symbols
+from onnxfuse.algebra.sizes import UNKNOWN, name_of, symbol, symbols
 from onnxfuse.analysis.flops import count_flops
 from onnxfuse.analysis.gathered_tables import gathered_tables
 from onnxfuse.analysis.related_sizes import at_sizes
@@ -114,6 +114,17 @@ def assumed_sizes(model: onnx.ModelProto) -> dict[str, int]:
     inputs.graph.input.extend(model.graph.input)
     shapes = read_and_infer(inputs, None)
     return _assumed_sizes(shapes.graph, shapes)
+
+
+def relate_to_bodies(graph: Graph, shapes: ShapeInfo) -> None:
+    """Estimate each unknown size of a model with fused nodes by the size that the bodies of these nodes give it."""
+    inside = _with_bodies(graph)
+    computed = {tensor.name: tensor for node in inside.graph.nodes for tensor in node.outputs} if inside else {}
+    for tensor in (t for node in graph.nodes for t in node.outputs if t.name in computed):
+        found = inside.shape(computed[tensor.name]) if inside else None
+        for size, other in zip(shapes.shape(tensor) or (), found or (), strict=False):
+            if inside and (name := name_of(size)) is not None and name.startswith(UNKNOWN):
+                shapes.related[name] = assumed_number(inside, other)
 
 
 def _with_bodies(graph: Graph) -> ShapeInfo | None:
