@@ -275,8 +275,8 @@ def measure(case: Case, seconds: float) -> dict[str, Any]:
     times = times_in_turns(sessions, case.feeds, seconds)
     original, own = map(statistics.median, times)
     return {
-        "original_ms": round(original, 5),
-        "fused_ms": round(own, 5),
+        "original_ms": float(f"{original:.3g}"),
+        "fused_ms": float(f"{own:.3g}"),
         "ratio": round(own / original, 3),
         "runs": len(times[0]),
         "nodes": [report.input["nodes"], report.output["nodes"]],
