@@ -37,10 +37,17 @@ def both_scales(x_scale: Term, w_scale: Term) -> Term:
 
 
 def require_eight_bits() -> None:
-    """Require that x and w are integers of at most 16 bits, or of one dtype of float8.
+    """Require dtypes that kernels multiply: integers of 8 bits, or float8_e4m3fn."""
+    require(
+        "x and w are integers of 8 bits, or both are float8_e4m3fn",
+        lambda dtypes: (
+            {dtypes["x"], dtypes["w"]} <= {"int8", "uint8"} or {dtypes["x"], dtypes["w"]} == {"float8_e4m3fn"}
+        ),
+    )
 
-    Kernels multiply integers of 8 bits and float8_e4m3fn, and dequantize the others first.
-    """
+
+def require_few_bits() -> None:
+    """Require integers of at most 16 bits, or one dtype of float8: kernels multiply them, or dequantize them first."""
     require(
         "x and w are integers of 8 or 16 bits, or of one dtype of float8",
         lambda dtypes: (

@@ -2,7 +2,7 @@
 
 from onnxfuse.dsl import Term, attribute, choose, fusion, op, or_zeros, rearrange, require, tensor, weight, when
 from onnxfuse.patterns._convolutions import EXAMPLE
-from onnxfuse.patterns._dequantized import both_scales, dequantized, dequantized_weight, require_eight_bits, scaled_sums
+from onnxfuse.patterns._dequantized import both_scales, dequantized, dequantized_weight, require_few_bits, scaled_sums
 
 
 @fusion(out="n m ...", epilogue="nhwc", example=EXAMPLE)
@@ -28,7 +28,7 @@ def quantized_conv(
     have no zero points.  If integers x have one, the node may have a further operand, w_sums, which the body does not
     read: the sums of the weights, which kernels need to subtract the zero point's share from their sums.
     """
-    require_eight_bits()
+    require_few_bits()
     require(
         "the model has opset {opset}; required 21, from which on Transposes take float8",
         lambda dtypes, opset: not dtypes["x"].startswith("float8") or opset >= 21,

@@ -1,7 +1,7 @@
 """A matrix product of a tensor and a weight, both stored in 8 bits: as integers or float8, with scales."""
 
 from onnxfuse.dsl import Term, choose, either, fusion, op, or_zeros, rearrange, require, tensor, weight
-from onnxfuse.patterns._dequantized import both_scales, dequantized, dequantized_weight, require_eight_bits, scaled_sums
+from onnxfuse.patterns._dequantized import both_scales, dequantized, dequantized_weight, require_few_bits, scaled_sums
 from onnxfuse.patterns._linear import linear_by_layout
 
 
@@ -22,7 +22,7 @@ def quantized_gemm(
     the node may have a further operand, w_sums, which the body does not read: the sums of the weight, which kernels
     need to subtract the zero point's share from their sums.
     """
-    require_eight_bits()
+    require_few_bits()
     require("the weight has one scale or {n}; found {scales}", lambda scales, n: scales in (None, n))
     w_kn, w_nk = (
         dequantized_weight(rearrange(w, f"{axes} -> {axes}"), w_scale, w_zero_point, axis)
