@@ -168,8 +168,7 @@ def problem_of(node: FusedNode, inputs: Sequence[TensorSpec]) -> LinearAttention
     q_heads, k_heads, state_heads, size, value_size = heads_of(node)
     leading = query.shape[:-2] if by_column else query.shape[:2]
     past = operand_spec(node, inputs, "past_state")
-    batch = past.shape[0] if by_column and past else leading[0]
-    length = leading[-1]
+    batch, length = leading if len(leading) == 2 else (1, *leading)
     widths = {"query": q_heads * size, "key": k_heads * size, "value": state_heads * value_size}
     rule, decay, beta = node.text("update_rule", "gated_delta"), 0, 0
     if rule in DECAYED:

@@ -148,6 +148,11 @@ def test_refusals_say_what_is_required_and_found() -> None:
     specs = [TensorSpec((1, 1000, 5), "float32") if i == 4 else spec for i, spec in enumerate(case.specs())]
     with pytest.raises(ValueError, match=r"decay has shape \[1, 1000, 5\]; required \[1, 1000, 4\]"):
         host.candidates(node, specs, H200)
+    for net in Case(5, batch=2, net="batch"), Case(5, net="tokens"):
+        specs = [TensorSpec((3, *x.shape[1:]), x.dtype) if len(x.shape) == 4 and i == 3 else x
+                 for i, x in enumerate(net.specs())]  # fmt: skip
+        with pytest.raises(ValueError, match=r"past_state has shape \[3, 2, 16, 16\]; required"):
+            host.candidates(net.node(), specs, H200)
     groups = replace(case, heads=64, state_heads=1, size=512)
     with pytest.raises(ValueError, match="a token takes 133160 bytes of shared memory; T4 has 65536"):
         host.candidates(groups.node(), groups.specs(), T4)
