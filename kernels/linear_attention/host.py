@@ -145,15 +145,15 @@ def _tokens(
     macros: Defines = {"RESULTS": 1, **problem.defines, **own}
     items = ITEM_BYTES[problem.dtype], 4 if own else ITEM_BYTES[problem.state_dtype]
     width = _width(problem, VECTOR_BYTES // max(items), problem.value_size, columns)
-    state_width = width
+    state_width, gate = width, ITEM_BYTES[problem.gate_dtype]
     if macros["STATES_BY_COLUMN"]:  # a thread has runs of four rows: see RUN in linear_attention_tokens.cu
-        gate = ITEM_BYTES[problem.gate_dtype] // items[0]
-        has_runs = problem.size % (4 * lanes) == 0 == tile % (4 * gate)
+        has_runs = problem.size % (4 * lanes) == 0 == tile % (4 * gate // items[0])
         state_width = _width(problem, 4, problem.size, 4 if has_runs else 1)
     step = _width(problem, VECTOR_BYTES // items[0], problem.size, problem.value_size, tile)
     heads = problem.heads // problem.state_heads if macros["RESULTS"] else 0
-    decays = problem.size * ITEM_BYTES[problem.gate_dtype] if problem.decay == 2 else 0
-    token = -(-((problem.size * (1 + heads) + tile) * items[0] + decays) // 16) * 16 + 8  # bytes
+    decays = problem.size * gate if problem.decay == 2 else 0
+    rows = -(-(problem.size * (1 + heads) + tile) * items[0] // gate) * gate
+    token = -(-(rows + decays) // 16) * 16 + 8  # bytes
     if token > device.shared_per_block:
         raise ValueError(
             f"{problem.node.label}: a token takes {token} bytes of shared memory; {device.name} has "

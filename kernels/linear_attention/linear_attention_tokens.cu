@@ -34,7 +34,8 @@ constexpr int RUN = SIZE % (4 * LANES) || TILE % (4 * GATE) ? 1 : 4;  // neighbo
 constexpr int DOWN = STATES_BY_COLUMN ? STATE_WIDTH : 1, ACROSS = STATES_BY_COLUMN ? 1 : STATE_WIDTH;
 static_assert(RUN % DOWN == 0 && COLUMNS % ACROSS == 0, "an access has rows or columns of one thread");
 // Elements of a token in shared memory: a key, queries, values, and decays of rows.
-constexpr int VALUES = SIZE * (1 + GROUP), DECAYS = VALUES + TILE, ELEMENTS = DECAYS + (DECAY == 2 ? SIZE * GATE : 0);
+constexpr int VALUES = SIZE * (1 + GROUP), DECAYS = (VALUES + TILE + GATE - 1) / GATE * GATE;
+constexpr int ELEMENTS = DECAYS + (DECAY == 2 ? SIZE * GATE : 0);
 constexpr int PITCH = (ELEMENTS * int(sizeof(T)) + 15) / 16 * 16 / int(sizeof(T));
 
 extern __shared__ __align__(16) float staged[];

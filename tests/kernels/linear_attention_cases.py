@@ -290,6 +290,7 @@ PARTS = {
     ),
     "scores_overflow": Case(130, rule="gated", extreme="scores overflow", past=False),
     "parts_of_a_net": Case(145, rule="gated", batch=2, net="batch", size=32, value_size=24),
+    "parts_of_odd_rows": Case(145, rule="gated", net="batch", size=33, row_decays=True, dtype="float16"),
 }
 
 # Float32 sequences: a block computes some columns of the values, 32 tokens at a time.
