@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from onnxfuse.ir.dtypes import LARGEST_FLOAT8
 from onnxfuse.kernels.region.operators import LOWEST
 from onnxfuse.kernels.region.program import Operation, Program
+from onnxfuse.region_operators import SIXTEEN_BITS
 
 MOVES: Final = ("Identity", "Reshape", "Transpose", "Unsqueeze", "Squeeze", "Expand", "Slice")
 # The largest scale with which no integer of 8 bits overflows, nor 448, the largest float8, by dtype.  bfloat16 is
@@ -58,11 +58,11 @@ def _moves_before(program: Program, operation: Operation) -> list[Operation] | N
         source = program.producers.get(source.inputs[0])
     if source is None or source.name != "DequantizeLinear" or source.inputs[1:] != operation.inputs[1:]:
         return None
-    scale = _number(program, source.inputs[1])
-    has_dtype = program.dtypes[source.inputs[0]] == program.dtypes[operation.outputs[0]]
-    largest = MAX_SCALES.get(program.dtypes[source.inputs[1]], 0.0)
-    if program.dtypes[source.inputs[0]] in LARGEST_FLOAT8 and program.dtypes[source.inputs[1]] != "float32":
-        return None  # the smallest numbers of float8 would lose digits
+    scale, stored = _number(program, source.inputs[1]), program.dtypes[source.inputs[0]]
+    has_dtype = stored == program.dtypes[operation.outputs[0]]
+    largest = MAX_SCALES.get(program.dtypes[source.inputs[1]], 0.0) / (256 if stored in SIXTEEN_BITS else 1)
+    if stored not in LOWEST and program.dtypes[source.inputs[1]] != "float32":
+        return None  # the smallest numbers of float8 would lose digits, and so would 16 bits
     is_exact = operation.attributes.get("precision") in MAX_SCALES
     if scale is None or not (has_dtype and is_exact and 1e-30 < abs(scale) < largest):
         return None
