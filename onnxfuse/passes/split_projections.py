@@ -13,7 +13,7 @@ from onnxfuse.analysis.shape_inference import infer_node
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import int_attribute
 from onnxfuse.ir.graph import Graph, constant_value
-from onnxfuse.ir.node import Tensor, consumers, is_constant, op_of, producer
+from onnxfuse.ir.node import Tensor, is_constant, op_of, producer
 from onnxfuse.passes.emit import integers, write
 from onnxfuse.passes.graph_pass import graph_pass
 
@@ -46,7 +46,7 @@ def _has_product(graph: Graph, shapes: ShapeInfo, part: Tensor) -> bool:
     read_once = graph.sole_consumer(part), graph.sole_consumer(whole)
     if None in read_once or any(map(graph.is_kept, outputs)) or len(sizes) < len(outputs) or rank is None:
         return False
-    if not is_constant(weight) or len(weight.shape) != 2 or len(consumers(weight)) != 1:
+    if not is_constant(weight) or len(weight.shape) != 2 or graph.sole_consumer(weight) is None:
         return False
     own = next(i for i, each in enumerate(outputs) if each is part)
     if int_attribute(node, "axis", 0) not in (-1, rank - 1) or 2 * sizes[own] <= weight.shape[0]:

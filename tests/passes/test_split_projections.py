@@ -45,6 +45,7 @@ STAYING = {
     "columns have two readers": model(more="u = Relu(b)", outputs=", float[n,7,12] u"),
     "the product has two readers": model(more="u = Relu(p)", outputs=", float[n,7,20] u"),
     "the weight has two readers": model(more="u = MatMul(x, w)", outputs=", float[n,7,20] u"),
+    "the weight is an output": model(outputs=", float[8,20] w"),
     "columns are an output": model(outputs=", float[n,7,3] c"),
 }
 
