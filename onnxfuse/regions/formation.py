@@ -10,7 +10,7 @@ from functools import partial
 
 from onnxfuse.algebra.operators import FREE
 from onnxfuse.analysis.shape_info import ShapeInfo
-from onnxfuse.ir.node import Node, consumers, is_constant, op_of, producer
+from onnxfuse.ir.node import Node, Tensor, consumers, is_constant, op_of, producer
 from onnxfuse.ir.quantizers import QUANTIZERS
 from onnxfuse.passes.folded import node_label
 from onnxfuse.region_operators import SIXTEEN_BITS
@@ -77,8 +77,9 @@ def _has_sixteen_bits(node: Node) -> bool:
 def _merge_all(clusters: Clusters) -> None:
     """Merge the nodes in execution order, and then the resulting clusters with later clusters that read them.
 
-    Before a cluster is merged with its readers, it moves to the highest level (see order.py) that it can have.  If it
-    can be merged with no reader there, it moves back.
+    A view of a tensor that several nodes read is tried again, because the tensor is no longer written if the others
+    have joined.  Before a cluster is merged with its readers, it moves to the highest level (see order.py) that it can
+    have.  If it can be merged with no reader there, it moves back.
     """
     nodes = clusters.graph.nodes
     for node in nodes:
@@ -86,6 +87,8 @@ def _merge_all(clusters: Clusters) -> None:
             clusters.add(node)
             _merge_with(clusters, node, partial(_read_by, clusters, node))
     for node in reversed(nodes):
+        if node.op in FREE and node in clusters.of and _joins_two(clusters, node.inputs[0]):
+            _merge_with(clusters, node, partial(_read_by, clusters, node))
         cluster = clusters.of.get(node)
         if cluster is None or cluster.nodes[-1] is not node:
             continue
@@ -94,6 +97,12 @@ def _merge_all(clusters: Clusters) -> None:
             clusters.move(cluster, latest)
             if not _merge_with(clusters, node, partial(readers_of, clusters)):
                 clusters.move(cluster, early, place)
+
+
+def _joins_two(clusters: Clusters, tensor: Tensor) -> bool:
+    """Return whether the producer and the readers of a tensor, which are several, are two clusters."""
+    inside = {*map(clusters.of.get, (*tensor.inputs, *tensor.outputs))}
+    return len(tensor.outputs) > 1 and len(inside) == 2 and None not in inside
 
 
 def _read_by(clusters: Clusters, node: Node, own: Cluster) -> list[Cluster]:

@@ -22,8 +22,7 @@ def test_exported_models(name: str) -> None:
     assert report.counts["linear_attention"] == EXPORTED[name] and report.verified.status == "verified"
     assert not report.dropped and {"CumSum", "Exp", "Einsum"}.isdisjoint(node.op_type for node in model.graph.node)
     assert sum(function.name.startswith("linear_attention") for function in model.functions) == 1
-    again = optimize(unfuse(model, verify=False)[0], verify=False)[1].counts
-    assert again | {"region": 0} == report.counts | {"region": 0}  # regions depend on the order of views
+    assert optimize(unfuse(model, verify=False)[0], verify=False)[1].counts == report.counts
 
 
 @pytest.mark.parametrize(
