@@ -27,12 +27,12 @@ SHARED = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];")
 ARCHITECTURE = re.compile(r"__CUDA_ARCH__ >= \d+")  # the CPU compiles the code for the oldest architecture
 
 
-def library(kernel: Kernel, folder: Path) -> Any:
-    """Compile a kernel; return a function that `launch` calls."""
+def library(kernel: Kernel, folder: Path, *flags: str) -> Any:
+    """Compile a kernel with these flags, too; return a function that `launch` calls."""
     text = as_c_plus_plus(kernel_text(kernel))
     stem = f"{kernel.source}_{abs(hash(repr(kernel)))}"
     text = f'#include "blocks_emulated.h"\n{text}\n{launcher(kernel.entry, "launch")}'
-    return load(text, kernel.defines, ["-ffp-contract=off"], folder / f"{stem}.cc").launch
+    return load(text, kernel.defines, ["-ffp-contract=off", *flags], folder / f"{stem}.cc").launch
 
 
 def as_c_plus_plus(whole: str, replaced: Sequence[str] = REPLACED) -> str:

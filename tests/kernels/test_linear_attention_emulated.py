@@ -12,7 +12,7 @@ import numpy as np
 import onnxruntime
 import pytest
 from architectures import A100, T4
-from conv_emulation import placed
+from conv_emulation import ALIGNMENT, placed
 from linear_attention_cases import (
     CHUNKS,
     CONVS,
@@ -30,8 +30,8 @@ from onnx import TensorProto, helper
 from sampling import sampled
 
 from onnxfuse.kernels.linear_attention import host
-from onnxfuse.runtime.plan import Launch, Plan, Pointer
-from onnxfuse.testing.emulated_launches import emulate
+from onnxfuse.runtime.plan import Kernel, Launch, Plan, Pointer
+from onnxfuse.testing.emulated_launches import emulate, library
 
 
 def sources(plan: Plan) -> list[str]:
@@ -53,7 +53,11 @@ def test_parts(name: str, tmp_path: Path) -> None:
     plan = next(plan for plan in host.candidates(case.node(), case.specs(), T4) if len(plan.steps) == 3)
     assert sources(plan) == ["linear_attention_tokens", "linear_attention_parts", "linear_attention_tokens"]
     inputs = case.inputs()
-    check(case, inputs, plan, *emulate(plan, list(inputs.values()), tmp_path, case.aligned))
+
+    def find(kernel: Kernel, folder: Path) -> Any:
+        return library(kernel, folder, *ALIGNMENT)
+
+    check(case, inputs, plan, *emulate(plan, list(inputs.values()), tmp_path, case.aligned, find))
 
 
 def by_chunks(case: Case, inputs: Arrays, folder: Path) -> list[np.ndarray]:
