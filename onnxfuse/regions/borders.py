@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from onnxfuse.algebra.operators import FREE
@@ -105,8 +106,9 @@ def _best_move(clusters: Clusters, border: Border) -> Move | None:
     readers = [
         clusters.part(sorted((*nodes, *each.nodes), key=position), each.outputs.values()) for each in border.readers
     ]
-    before = sum(_cost(clusters, each) for each in (border.own, *border.readers))
-    after = sum(_cost(clusters, each) for each in (own, *readers) if each.nodes)
+    cost = partial(_cost, clusters, border)
+    before = sum(map(cost, (border.own, *border.readers)))
+    after = sum(map(cost, (own, *readers) if left else readers))
     least = MIN_SAVED * (before - LAUNCH_BYTES * (1 + len(readers)))
     return Move(nodes, staying, own, readers) if before - after >= least else None
 
@@ -158,12 +160,15 @@ def _saved(clusters: Clusters, border: Border, nodes: Sequence[Node]) -> int:
             readers += tensor.name not in border.own.outputs
         elif tensor.name not in read:
             readers -= 1
-        saved -= readers * _bytes_read(clusters, tensor, nodes, ())
+        if readers:
+            saved -= readers * (_bytes_read(clusters, tensor, nodes, ()) if border.later else clusters.bytes(tensor))
     return saved
 
 
-def _cost(clusters: Clusters, cluster: Cluster) -> float:
-    """Return the cost of a cluster that reads only parts of what it slices."""
+def _cost(clusters: Clusters, border: Border, cluster: Cluster) -> float:
+    """Return the cost of a cluster, which reads only parts of what it slices if operators move to a later level."""
+    if not border.later:
+        return cluster.cost
     operands = cluster.operands.values()
     left_out = sum(clusters.bytes(t) - _bytes_read(clusters, t, cluster.nodes, cluster.outputs) for t in operands)
     return cluster.cost - left_out
