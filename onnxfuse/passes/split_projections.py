@@ -24,8 +24,8 @@ SIZES_SINCE: Final = 13  # the first opset whose Split has the sizes of its part
 def split_projections(graph: Graph, shapes: ShapeInfo) -> int:
     """Compute columns that a convolution reads, transposed, by products of their own; return how many products."""
     count = 0
-    for node in list(graph.nodes):
-        source = producer(node.inputs[0]) if op_of(node) == "Conv" else None
+    for node in [node for node in graph.nodes if node.op == "Conv" and op_of(node) == "Conv"]:
+        source = producer(node.inputs[0])
         if source is not None and op_of(source) == "Transpose":
             count += _has_product(graph, shapes, source.inputs[0])
     return count
