@@ -150,9 +150,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const bool inside = t < count;
         const i64 number = (first + t) * STATE_HEADS + state_head;
         const float logarithm = DECAY && inside ? element(p.decay + number) : 0.0f;
+        const float rate = BETA && inside ? element(p.beta + (BETA == 1 ? number : first + t)) : 0.0f;
         // A factor above 1 becomes NaN, so that linear_attention_sequence.cu computes the head token after token.
         decays[t] = logarithm < LOWEST_DECAY ? LOWEST_DECAY : logarithm <= 0.0f ? logarithm : __uint_as_float(~0u);
-        rates[t] = BETA && inside ? element(p.beta + (BETA == 1 ? number : first + t)) : 0.0f;
+        rates[t] = rate;  // loaded above, so that no branch makes this load wait for the decay
     }
     __syncthreads();
     if (t < CHUNK) {

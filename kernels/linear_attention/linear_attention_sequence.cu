@@ -169,9 +169,8 @@ __device__ __forceinline__ bool write_results(T* y, const u32 (&state)[SIZE / 16
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
                 const float own[2] = {sums[tile][n][2 * half] * scale, sums[tile][n][2 * half + 1] * scale};
-                if (t >= count) continue;
-                store<false>(y + (i64)t * HEADS * VALUE_SIZE + n * 8 + lane % 4 * 2, own);
-                finite &= is_finite(own[0]) & is_finite(own[1]);
+                if (t < count) store<false>(y + (i64)t * HEADS * VALUE_SIZE + n * 8 + lane % 4 * 2, own);
+                finite &= (t >= count) | (is_finite(own[0]) & is_finite(own[1]));
             }
         }
     return finite;
@@ -259,7 +258,8 @@ __device__ __forceinline__ float sum_of_lanes(float x) {
 }
 
 // Computes the block's columns token after token. A warp has some columns of the state, and a lane some of their rows.
-__device__ __noinline__ void by_tokens(const Block& block, const States& to, i64 matrix, float scale) {
+// The block is a copy, because a reference would keep it in local memory in the loops over chunks, too.
+__device__ __noinline__ void by_tokens(const Block block, const States& to, i64 matrix, float scale) {
     constexpr int ALL = COPYING / 32 + 2 * WARPS, COLUMNS = (16 * WARPS + ALL - 1) / ALL, LANE_ROWS = (SIZE + 31) / 32;
     const Operands& p = block.p;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
