@@ -296,7 +296,7 @@ def _widths(problem: LinearAttention, device: Device) -> list[int]:
         and _sequence_bytes(problem, warps, MIN_STAGES) <= device.shared_per_block
     ]
     blocks = problem.batch * problem.heads * problem.value_size // 16
-    wide = [warps for warps in fitting[1:] if blocks // warps >= device.multiprocessors * 3 // 4]
+    wide = [warps for warps in fitting[1:] if blocks // warps >= device.multiprocessors * warps * 3 // 16]
     best = wide[-1] if wide else fitting[0]
     return [best, *(warps for warps in fitting if warps != best)]
 
