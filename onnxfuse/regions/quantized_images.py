@@ -47,7 +47,7 @@ def _is_between_quantizers(joining: Joining, node: Node) -> bool:
         return False
     (y,), before = node.outputs, producer(node.inputs[0])
     after = joining.graph.sole_consumer(y)
-    if before is None or after is None or joining.graph.is_kept(y):
+    if before is None or after is None:
         return False
     if op_of(before) != "DequantizeLinear" or op_of(after) != "QuantizeLinear" or after.inputs[0] is not y:
         return False
@@ -78,7 +78,7 @@ def _fuse(joining: Joining, record: Fused, body: onnx.FunctionProto, node: Node)
     attributes = attributes_of(joining.shapes, record.fusion, operands, after.outputs, own_attributes(node))
     both.attribute[:] = sorted(attributes)
     outputs, joined = list[Tensor](after.outputs), (node_label(before), node_label(after))
-    replaced = [node, after, *([before] if len(consumers(before.outputs[0])) == 1 else [])]
+    replaced = [node, after, *([before] if joining.graph.sole_consumer(before.outputs[0]) else [])]
     call = FunctionCall(joining.functions.add(both), node.name, inputs, outputs, attributes)
     put_call(joining.shapes, replaced, call)
     replaces = (*record.replaces, *joined)
