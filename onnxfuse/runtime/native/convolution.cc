@@ -14,7 +14,6 @@ using Attribute = CudnnAttribute;
 using Type = CudnnType;
 using Sizes = std::vector<int64_t>;
 
-constexpr int64_t kConvolutionAlignment = 16;  // bytes; inputs and outputs of an `aligned` convolution start at multiples of this
 enum TensorId : int64_t { kX = 1, kW = 2, kY = 3, kBias = 4, kResidual = 5, kFirstVirtual = 16 };
 // According to cuDNN, mode B is the more precise estimate.  The fallback has engines for convolutions for
 // which modes A and B have none.
@@ -53,7 +52,7 @@ Sizes strides_of(const Sizes& dims, bool channels_last) {
 // Returns the largest power of two, up to 16, that is known to divide the address of a tensor.
 int64_t alignment_of(const Convolution& convolution, const Pointer& pointer) {
   const bool aligned = convolution.aligned || pointer.kind == MemoryKind::kScratch;
-  const int64_t start = aligned ? kConvolutionAlignment : convolution.element_bytes();
+  const int64_t start = aligned ? kAlignment : convolution.element_bytes();
   const auto offset = static_cast<int64_t>(pointer.offset);
   return offset ? std::min(start, offset & -offset) : start;
 }
@@ -99,7 +98,7 @@ class Graph {
   void* add_result(bool last) {
     const Sizes dims = joined(convolution_.n, convolution_.m, convolution_.y_sizes);
     if (last) return add_operand(kY, convolution_.y, dims, convolution_.channels_last);
-    return add_tensor(next_virtual_++, dims, strides_of(dims, convolution_.channels_last), kCudnnFloat32, kConvolutionAlignment,
+    return add_tensor(next_virtual_++, dims, strides_of(dims, convolution_.channels_last), kCudnnFloat32, kAlignment,
                       true);
   }
 

@@ -1,14 +1,14 @@
 // Opening cuBLASLt: symbols, errors, and a handle for each device.
 #include "cublas_lt.h"
 
-#include <dlfcn.h>
-
 #include <atomic>
 #include <cstdlib>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
+
+#include "symbols.h"
 
 namespace onnxfuse {
 namespace {
@@ -43,14 +43,8 @@ void open_any() {
                            "; ONNXFUSE_LIBCUBLASLT may name it");
 }
 
-template <class Symbol>
-void find_cublas_lt(void* library, const char* name, Symbol& symbol) {
-  symbol = reinterpret_cast<Symbol>(dlsym(library, name));
-  if (!symbol) throw std::runtime_error(std::string("cuBLASLt has no function ") + name);
-}
-
 void find_all(void* library, CublasLt& lt) {
-#define FIND(name) find_cublas_lt(library, #name, lt.name)
+#define FIND(name) find_symbol(library, "cuBLASLt", #name, lt.name)
   FIND(cublasLtGetVersion);
   FIND(cublasLtGetStatusName);
   FIND(cublasLtGetStatusString);

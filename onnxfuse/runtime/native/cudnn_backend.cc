@@ -1,8 +1,6 @@
 // Opening cuDNN: symbols, errors, handles and descriptors.
 #include "cudnn_backend.h"
 
-#include <dlfcn.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
@@ -10,6 +8,8 @@
 #include <memory>
 #include <mutex>
 #include <stdexcept>
+
+#include "symbols.h"
 
 namespace onnxfuse {
 namespace {
@@ -29,14 +29,8 @@ void* load_cudnn(const char* path) {
   throw std::runtime_error(std::string("cuDNN (") + kCudnnName + ") is not loaded in this process");
 }
 
-template <class Symbol>
-void find_cudnn(void* library, const char* name, Symbol& symbol) {
-  symbol = reinterpret_cast<Symbol>(dlsym(library, name));
-  if (!symbol) throw std::runtime_error(std::string("cuDNN has no function ") + name);
-}
-
 void find_all(void* library, Cudnn& cudnn) {
-#define FIND(name) find_cudnn(library, #name, cudnn.name)
+#define FIND(name) find_symbol(library, "cuDNN", #name, cudnn.name)
   FIND(cudnnGetVersion);
   FIND(cudnnGetErrorString);
   FIND(cudnnGetLastErrorString);
@@ -70,7 +64,8 @@ void Cudnn::open(const char* path) {
   void* library = load_cudnn(path);
   auto cudnn = std::make_unique<Cudnn>();
   cudnn->path = path ? path : "already loaded";
-  find_cudnn(library, "cudnnGetVersion", cudnn->cudnnGetVersion);  // first, because other versions lack the other functions
+  // First, because other versions lack the other functions.
+  find_symbol(library, "cuDNN", "cudnnGetVersion", cudnn->cudnnGetVersion);
   const size_t version = cudnn->cudnnGetVersion();
   if (version < kMinCudnn || version > kMaxCudnn) {
     throw std::runtime_error("cuDNN 9 is required, found version " + std::to_string(version) + " (" + cudnn->path +

@@ -1,25 +1,19 @@
 // The CUDA driver's API: symbols, errors, launches, modules.
 #include "driver.h"
 
-#include <dlfcn.h>
-
 #include <atomic>
 #include <cstdlib>
 #include <map>
 #include <mutex>
 #include <stdexcept>
 
+#include "symbols.h"
+
 namespace onnxfuse {
 namespace {
 
 std::atomic<const Driver*> opened_driver{nullptr};
 std::mutex driver_mutex;
-
-template <class Symbol>
-void find_driver(void* library, const char* name, Symbol& symbol, bool required = true) {
-  symbol = reinterpret_cast<Symbol>(dlsym(library, name));
-  if (!symbol && required) throw std::runtime_error(std::string("the CUDA driver has no function ") + name);
-}
 
 // CUlaunchAttribute and CUlaunchConfig of the driver API (CUDA 11.8 and later).
 struct CudaLaunchAttribute {
@@ -80,37 +74,39 @@ void Driver::open(const std::string& path) {
   }
   auto* driver = new Driver();  // never deleted: sessions may outlive static objects
   driver->path = path;
-  find_driver(library, "cuInit", driver->cuInit);
-  find_driver(library, "cuDriverGetVersion", driver->cuDriverGetVersion);
-  find_driver(library, "cuDeviceGet", driver->cuDeviceGet);
-  find_driver(library, "cuDeviceGetCount", driver->cuDeviceGetCount);
-  find_driver(library, "cuDeviceGetName", driver->cuDeviceGetName);
-  find_driver(library, "cuDeviceGetAttribute", driver->cuDeviceGetAttribute);
-  find_driver(library, "cuDevicePrimaryCtxRetain", driver->cuDevicePrimaryCtxRetain);
-  find_driver(library, "cuCtxGetCurrent", driver->cuCtxGetCurrent);
-  find_driver(library, "cuCtxPushCurrent_v2", driver->cuCtxPushCurrent_v2);
-  find_driver(library, "cuCtxPopCurrent_v2", driver->cuCtxPopCurrent_v2);
-  find_driver(library, "cuLaunchKernel", driver->cuLaunchKernel);
-  find_driver(library, "cuLaunchKernelEx", driver->cuLaunchKernelEx, false);
-  find_driver(library, "cuTensorMapEncodeTiled", driver->cuTensorMapEncodeTiled, false);
-  find_driver(library, "cuTensorMapEncodeIm2col", driver->cuTensorMapEncodeIm2col, false);
-  find_driver(library, "cuMemcpyDtoDAsync_v2", driver->cuMemcpyDtoDAsync_v2);
-  find_driver(library, "cuStreamCreate", driver->cuStreamCreate);
-  find_driver(library, "cuStreamDestroy_v2", driver->cuStreamDestroy_v2);
-  find_driver(library, "cuStreamSynchronize", driver->cuStreamSynchronize);
-  find_driver(library, "cuStreamWaitEvent", driver->cuStreamWaitEvent);
-  find_driver(library, "cuEventCreate", driver->cuEventCreate);
-  find_driver(library, "cuEventDestroy_v2", driver->cuEventDestroy_v2);
-  find_driver(library, "cuEventRecord", driver->cuEventRecord);
-  find_driver(library, "cuStreamIsCapturing", driver->cuStreamIsCapturing);
-  find_driver(library, "cuThreadExchangeStreamCaptureMode", driver->cuThreadExchangeStreamCaptureMode);
-  find_driver(library, "cuModuleLoadData", driver->cuModuleLoadData);
-  find_driver(library, "cuModuleUnload", driver->cuModuleUnload);
-  find_driver(library, "cuModuleGetFunction", driver->cuModuleGetFunction);
-  find_driver(library, "cuFuncSetAttribute", driver->cuFuncSetAttribute);
-  find_driver(library, "cuFuncGetParamInfo", driver->cuFuncGetParamInfo, false);
-  find_driver(library, "cuGetErrorName", driver->cuGetErrorName);
-  find_driver(library, "cuGetErrorString", driver->cuGetErrorString);
+#define FIND(name, required) find_symbol(library, "the CUDA driver", #name, driver->name, required)
+  FIND(cuInit, true);
+  FIND(cuDriverGetVersion, true);
+  FIND(cuDeviceGet, true);
+  FIND(cuDeviceGetCount, true);
+  FIND(cuDeviceGetName, true);
+  FIND(cuDeviceGetAttribute, true);
+  FIND(cuDevicePrimaryCtxRetain, true);
+  FIND(cuCtxGetCurrent, true);
+  FIND(cuCtxPushCurrent_v2, true);
+  FIND(cuCtxPopCurrent_v2, true);
+  FIND(cuLaunchKernel, true);
+  FIND(cuLaunchKernelEx, false);
+  FIND(cuTensorMapEncodeTiled, false);
+  FIND(cuTensorMapEncodeIm2col, false);
+  FIND(cuMemcpyDtoDAsync_v2, true);
+  FIND(cuStreamCreate, true);
+  FIND(cuStreamDestroy_v2, true);
+  FIND(cuStreamSynchronize, true);
+  FIND(cuStreamWaitEvent, true);
+  FIND(cuEventCreate, true);
+  FIND(cuEventDestroy_v2, true);
+  FIND(cuEventRecord, true);
+  FIND(cuStreamIsCapturing, true);
+  FIND(cuThreadExchangeStreamCaptureMode, true);
+  FIND(cuModuleLoadData, true);
+  FIND(cuModuleUnload, true);
+  FIND(cuModuleGetFunction, true);
+  FIND(cuFuncSetAttribute, true);
+  FIND(cuFuncGetParamInfo, false);
+  FIND(cuGetErrorName, true);
+  FIND(cuGetErrorString, true);
+#undef FIND
   driver->check(driver->cuInit(0), "cuInit");
   driver->check(driver->cuDriverGetVersion(&driver->version), "cuDriverGetVersion");
   opened_driver.store(driver);

@@ -55,7 +55,6 @@ Bodies& bodies() {
   return *bodies;
 }
 
-constexpr uintptr_t kAlignment = 16;  // bytes
 
 // Returns for each input whether the model holds its values.  If onnxruntime reports an error about an input, the input
 // counts as computed, because plans for computed inputs are also correct for constants.  The values are not read: they

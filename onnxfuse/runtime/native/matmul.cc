@@ -7,8 +7,6 @@
 namespace onnxfuse {
 namespace {
 
-constexpr uint64_t kProductAlignment = 16;  // bytes; inputs and outputs of an `aligned` product start at multiples of this
-
 const char* name_of(DataType type) {
   return type == kFloat16 ? "float16" : type == kBfloat16 ? "bfloat16" : "float32";
 }
@@ -25,7 +23,7 @@ int epilogue_of(const Matmul& matmul) {
 // Returns the largest power of two, up to 256, that is known to divide the address of a matrix or bias.
 uint32_t alignment_of(const Matmul& matmul, const Pointer& pointer, DataType type) {
   const uint64_t start = pointer.kind == MemoryKind::kScratch ? kScratchAlignment
-                         : matmul.aligned                ? kProductAlignment
+                         : matmul.aligned                ? kAlignment
                                                           : bytes_of(type);
   return static_cast<uint32_t>(pointer.offset ? std::min(start, pointer.offset & -pointer.offset) : start);
 }

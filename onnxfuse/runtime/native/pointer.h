@@ -7,6 +7,7 @@
 namespace onnxfuse {
 
 constexpr uint64_t kScratchAlignment = 256;  // bytes; every scratch buffer starts at a multiple of it
+constexpr uint64_t kAlignment = 16;          // bytes; tensors that are `aligned` start at multiples of it
 
 enum class MemoryKind : int64_t { kInput = 0, kOutput = 1, kScratch = 2 };
 
