@@ -10,7 +10,7 @@ from onnxfuse.runtime.plan import Argument, FusedNode
 
 SCALES: Final = ("x_scale", "y_scale")
 OPERANDS: Final = ("x_scale", "x_zero_point", "y_scale", "y_zero_point")  # in the order of the kernels' arguments
-MAX_WIDTH: Final = 8  # elements per vector, each of which is a number in a register while it is computed
+MAX_WIDTH: Final = 8  # elements per vector; each takes a register as a float
 
 
 def is_quantized(node: FusedNode) -> bool:

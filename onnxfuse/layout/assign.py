@@ -71,7 +71,7 @@ class LayoutResult:
     written: frozenset[str] = frozenset()  # the names of the channels-last nodes, until `counted`
 
     def counted(self, graph: Graph) -> LayoutResult:
-        """Return the results, with the number of channels-last nodes that are no longer in the graph."""
+        """Return the results, with the number of channels-last nodes that later steps joined to other nodes."""
         return replace(self, joined=len(self.written.difference(map(node_label, graph.nodes))), written=frozenset())
 
     def original(self, name: str) -> str:

@@ -77,9 +77,9 @@ def _has_sixteen_bits(node: Node) -> bool:
 def _merge_all(clusters: Clusters) -> None:
     """Merge the nodes in execution order, and then the resulting clusters with later clusters that read them.
 
-    A view of a tensor that several nodes read is tried again, because the tensor is no longer written if the others
-    have joined.  Before a cluster is merged with its readers, it moves to the highest level (see order.py) that it can
-    have.  If it can be merged with no reader there, it moves back.
+    Views of a tensor with several readers are tried again, because a merge may save writing the tensor after its other
+    readers have joined its cluster.  Before a cluster is merged with its readers, it moves to the highest level (see
+    order.py) that it can have.  If it can be merged with no reader there, it moves back.
     """
     nodes = clusters.graph.nodes
     for node in nodes:
